@@ -1,0 +1,126 @@
+"""What a scheduler may ask of an engine: one forward for prefill, decode and verification, and a pool of KV blocks.
+
+An engine is driven by one thread. Its KV pool is read and written by transfer threads too, but never in a block that
+the engine's current batch writes: blocks have one owner at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.types import KvLayout, Sample, Sampling
+
+#: Called during a forward, in its thread, when layers [first, first + count) of all slices are in the KV pool.
+LayersDone = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """Asks for one token after one position of a slice.
+
+    offset: which of the slice's new tokens is the last one the sample may see.
+    token_ids, num_prompt_tokens: the sequence up to and with that token, for penalties; output follows the prompt.
+    The random number is keyed by (sampling.seed, number of output tokens so far, choice).
+    """
+
+    offset: int
+    sampling: Sampling
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    choice: int = 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSlice:
+    """One sequence's part of a batch: `token_ids` are new at positions start, start + 1, ...
+
+    KV of positions below `start` is in the blocks of `block_table`; that of the new tokens is written there.
+    len(block_table) * block_size >= start + len(token_ids).
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    rows: tuple[SampleRow, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's work. No block that one slice writes appears in another slice's table."""
+
+    slices: tuple[SequenceSlice, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.token_ids) for s in self.slices)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What an engine is: constant after loading."""
+
+    model: str
+    layout: KvLayout
+    num_blocks: int
+    vocab_size: int
+    max_model_len: int
+
+
+class KvPool(Protocol):
+    """An engine's KV blocks, as the KV channel sees them. All methods may be called from transfer threads."""
+
+    @property
+    def layout(self) -> KvLayout: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    def pack(
+        self,
+        block_ids: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        first_layer: int,
+        num_layers: int,
+        out: memoryview,
+    ) -> None:
+        """Copy tokens [first_token, first_token + num_tokens) of the sequence whose block table is `block_ids`
+        into `out` as [num_layers, 2, num_kv_heads, num_tokens, head_dim]; len(out) is exactly that many bytes."""
+        ...
+
+    def unpack(
+        self,
+        block_ids: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        first_layer: int,
+        num_layers: int,
+        data: memoryview,
+    ) -> None:
+        """The inverse of pack: write `data` into the blocks."""
+        ...
+
+
+class Engine(Protocol):
+    """A loaded model with its KV pool."""
+
+    @property
+    def spec(self) -> EngineSpec: ...
+
+    @property
+    def kv(self) -> KvPool: ...
+
+    def forward(
+        self, batch: Batch, layers_done: LayersDone | None = None
+    ) -> tuple[tuple[Sample, ...], ...]:
+        """Write the new tokens' KV and return, per slice, one sample per row of it.
+
+        Any exception leaves the blocks that the batch writes undefined and all others untouched.
+        """
+        ...

@@ -1,0 +1,230 @@
+"""Values that cross the borders between Baton's processes and layers. All are immutable; none needs torch or gRPC."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+PROTOCOL_VERSION = 1
+
+#: Bytes of one element, by the names that KvLayout.dtype may take.
+DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
+    {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
+)
+
+_NO_BIAS: Mapping[int, float] = MappingProxyType({})
+
+
+class FinishReason(enum.IntEnum):
+    """Why an output ended; numbered as in baton.v1.FinishReason, 0 for an output that goes on."""
+
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+
+
+class Tier(enum.IntEnum):
+    """Which half of the work a worker does; numbered as in baton.v1.Tier."""
+
+    PREFILL = 1
+    DECODE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a sequence's tokens are chosen: baton.v1.TokenSampling, resolved and validated by the gateway."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
+    min_tokens: int = 0
+    max_tokens: int = 16
+    stop_token_ids: frozenset[int] = frozenset()
+    seed: int = 0
+    logprobs: int = -1
+    """Alternatives reported per position; -1 reports no log probabilities."""
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities at one position: of the chosen token, and of the best ones, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One chosen token."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpec:
+    """Everything about a sequence but its KV: enough to go on with it on any worker."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: Sampling
+    output_token_ids: tuple[int, ...] = ()
+    choice: int = 0
+    tenant: bytes = b""
+    priority: int = 0
+    arrival_ns: int = 0
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def rank(self) -> tuple[int, int, str]:
+        """Sort key of service order: priority, then arrival, then a tie-breaker that makes it total."""
+        return (self.priority, self.arrival_ns, self.request_id)
+
+    def extended(self, token_ids: tuple[int, ...]) -> SequenceSpec:
+        """The same sequence after `token_ids` were produced."""
+        return replace(self, output_token_ids=self.output_token_ids + token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """Shape, numerics and identity of a worker's KV pool.
+
+    A pool is one tensor [blocks, num_layers, 2, num_kv_heads, block_size, head_dim] of `dtype`.
+    `fingerprint` digests the weights and every setting that changes what KV means; block size is not among them.
+    """
+
+    fingerprint: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    block_size: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of KV of one token over all layers."""
+        return self.num_layers * self.token_layer_bytes
+
+    @property
+    def token_layer_bytes(self) -> int:
+        """Bytes of KV of one token in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.token_bytes * self.block_size
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def difference(self, other: KvLayout) -> tuple[str, str, str] | None:
+        """(field, own value, other's value) of the first field that forbids sending KV between the two."""
+        for name in ("fingerprint", "num_layers", "num_kv_heads", "head_dim", "dtype"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                return name, str(ours), str(theirs)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """Who a worker is. `generation` is drawn at each start, so that what an earlier boot left behind is told apart."""
+
+    worker_id: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """Where a pool's blocks are. free + cached + leased == total at every moment."""
+
+    free: int
+    cached: int
+    leased: int
+
+    @property
+    def total(self) -> int:
+        return self.free + self.cached + self.leased
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be had now: cached ones are given up when they are needed."""
+        return self.free + self.cached
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """A worker's load at one moment, as its engine loop saw it."""
+
+    num_steps: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pending_tokens: int = 0
+    """Prompt tokens not yet computed, of running and waiting sequences."""
+    blocks: BlockCounts = BlockCounts(0, 0, 0)
+    num_open_tickets: int = 0
+    is_draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker tells about itself once per boot."""
+
+    identity: WorkerIdentity
+    tier: Tier
+    model: str
+    layout: KvLayout
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_local_prefill_tokens: int = 0
+    min_protocol_version: int = PROTOCOL_VERSION
+    max_protocol_version: int = PROTOCOL_VERSION
+    software_version: str = ""
+
+
+def tenant_of(cache_salt: str) -> bytes:
+    """The tenant key of a cache salt: 16 bytes, or none for the salt that everyone shares."""
+    return hashlib.blake2b(cache_salt.encode(), digest_size=16).digest() if cache_salt else b""
+
+
+def finish_reason(
+    token_id: int, num_output_tokens: int, num_tokens: int, sampling: Sampling, max_model_len: int
+) -> FinishReason:
+    """Whether an output ends with `token_id`, its `num_output_tokens`-th token, at `num_tokens` in all."""
+    if token_id in sampling.stop_token_ids and num_output_tokens >= sampling.min_tokens:
+        return FinishReason.STOP
+    if num_output_tokens >= sampling.max_tokens or num_tokens >= max_model_len:
+        return FinishReason.LENGTH
+    return FinishReason.NONE

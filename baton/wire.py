@@ -1,0 +1,305 @@
+"""Between the immutable values of baton.types and the protobuf messages of baton.v1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import MappingProxyType
+
+from baton.events import (
+    AddressedEvent,
+    Committed,
+    DecodeEvent,
+    Deferred,
+    Failed,
+    Offered,
+    Preempted,
+    PrefillsHere,
+    Tokens,
+)
+from baton.types import (
+    BlockCounts,
+    FinishReason,
+    KvLayout,
+    Sample,
+    Sampling,
+    SequenceSpec,
+    Tier,
+    TokenLogprobs,
+    WorkerIdentity,
+    WorkerInfo,
+    WorkerLoad,
+)
+from baton.v1 import decode_pb2, kv_pb2, sampling_pb2, sequence_pb2, worker_pb2
+
+
+def sampling_to_proto(sampling: Sampling) -> sampling_pb2.TokenSampling:
+    return sampling_pb2.TokenSampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        min_tokens=sampling.min_tokens,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=sorted(sampling.stop_token_ids),
+        seed=sampling.seed,
+        logprobs=sampling.logprobs,
+    )
+
+
+def sampling_from_proto(message: sampling_pb2.TokenSampling) -> Sampling:
+    return Sampling(
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=MappingProxyType(dict(message.logit_bias)),
+        min_tokens=message.min_tokens,
+        max_tokens=message.max_tokens,
+        stop_token_ids=frozenset(message.stop_token_ids),
+        seed=message.seed,
+        logprobs=message.logprobs,
+    )
+
+
+def sequence_to_proto(spec: SequenceSpec) -> sequence_pb2.SequenceState:
+    return sequence_pb2.SequenceState(
+        request_id=spec.request_id,
+        choice=spec.choice,
+        tenant=spec.tenant,
+        prompt_token_ids=spec.prompt_token_ids,
+        output_token_ids=spec.output_token_ids,
+        sampling=sampling_to_proto(spec.sampling),
+        priority=spec.priority,
+        arrival_ns=spec.arrival_ns,
+    )
+
+
+def sequence_from_proto(message: sequence_pb2.SequenceState) -> SequenceSpec:
+    return SequenceSpec(
+        request_id=message.request_id,
+        choice=message.choice,
+        tenant=message.tenant,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        output_token_ids=tuple(message.output_token_ids),
+        sampling=sampling_from_proto(message.sampling),
+        priority=message.priority,
+        arrival_ns=message.arrival_ns,
+    )
+
+
+def logprobs_to_proto(logprobs: TokenLogprobs) -> sampling_pb2.PositionLogprobs:
+    return sampling_pb2.PositionLogprobs(
+        chosen=sampling_pb2.TokenLogprob(token_id=logprobs.token_id, logprob=logprobs.logprob),
+        top=[
+            sampling_pb2.TokenLogprob(token_id=token_id, logprob=logprob)
+            for token_id, logprob in logprobs.top
+        ],
+    )
+
+
+def logprobs_from_proto(message: sampling_pb2.PositionLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_id=message.chosen.token_id,
+        logprob=message.chosen.logprob,
+        top=tuple((entry.token_id, entry.logprob) for entry in message.top),
+    )
+
+
+def sample_logprobs(sample: Sample) -> sampling_pb2.PositionLogprobs | None:
+    """The protobuf form of a sample's log probabilities, if it has any."""
+    return logprobs_to_proto(sample.logprobs) if sample.logprobs else None
+
+
+def layout_to_proto(layout: KvLayout) -> kv_pb2.KvLayout:
+    return kv_pb2.KvLayout(
+        fingerprint=layout.fingerprint,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        dtype=layout.dtype,
+        block_size=layout.block_size,
+    )
+
+
+def layout_from_proto(message: kv_pb2.KvLayout) -> KvLayout:
+    return KvLayout(
+        fingerprint=message.fingerprint,
+        num_layers=message.num_layers,
+        num_kv_heads=message.num_kv_heads,
+        head_dim=message.head_dim,
+        dtype=message.dtype,
+        block_size=message.block_size,
+    )
+
+
+def info_to_proto(info: WorkerInfo) -> worker_pb2.GetWorkerInfoResponse:
+    return worker_pb2.GetWorkerInfoResponse(
+        worker_id=info.identity.worker_id,
+        generation=info.identity.generation,
+        tier=worker_pb2.Tier.ValueType(info.tier),
+        model=info.model,
+        layout=layout_to_proto(info.layout),
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        num_blocks=info.num_blocks,
+        max_num_seqs=info.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        max_local_prefill_tokens=info.max_local_prefill_tokens,
+        min_protocol_version=info.min_protocol_version,
+        max_protocol_version=info.max_protocol_version,
+        software_version=info.software_version,
+    )
+
+
+def info_from_proto(message: worker_pb2.GetWorkerInfoResponse) -> WorkerInfo:
+    """Raises ValueError if the tier is none that this version knows."""
+    return WorkerInfo(
+        identity=WorkerIdentity(message.worker_id, message.generation),
+        tier=Tier(message.tier),
+        model=message.model,
+        layout=layout_from_proto(message.layout),
+        vocab_size=message.vocab_size,
+        max_model_len=message.max_model_len,
+        num_blocks=message.num_blocks,
+        max_num_seqs=message.max_num_seqs,
+        max_num_batched_tokens=message.max_num_batched_tokens,
+        max_local_prefill_tokens=message.max_local_prefill_tokens,
+        min_protocol_version=message.min_protocol_version,
+        max_protocol_version=message.max_protocol_version,
+        software_version=message.software_version,
+    )
+
+
+def load_to_proto(load: WorkerLoad, heartbeat_age_ms: int) -> worker_pb2.WatchLoadResponse:
+    draining = worker_pb2.WORKER_STATE_DRAINING
+    return worker_pb2.WatchLoadResponse(
+        state=draining if load.is_draining else worker_pb2.WORKER_STATE_READY,
+        num_steps=load.num_steps,
+        heartbeat_age_ms=heartbeat_age_ms,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_pending_tokens=load.num_pending_tokens,
+        num_free_blocks=load.blocks.free,
+        num_cached_blocks=load.blocks.cached,
+        num_leased_blocks=load.blocks.leased,
+        num_open_tickets=load.num_open_tickets,
+    )
+
+
+def load_from_proto(message: worker_pb2.WatchLoadResponse) -> WorkerLoad:
+    return WorkerLoad(
+        num_steps=message.num_steps,
+        num_running=message.num_running,
+        num_waiting=message.num_waiting,
+        num_pending_tokens=message.num_pending_tokens,
+        blocks=BlockCounts(
+            message.num_free_blocks, message.num_cached_blocks, message.num_leased_blocks
+        ),
+        num_open_tickets=message.num_open_tickets,
+        is_draining=message.state == worker_pb2.WORKER_STATE_DRAINING,
+    )
+
+
+def step_to_proto(events: Iterable[AddressedEvent]) -> decode_pb2.DecodeResponse:
+    """One message for all that a step did to one gateway's sequences. Changes of state precede the step's tokens."""
+    response = decode_pb2.DecodeResponse()
+    columns = response.tokens
+    for handle, event in events:
+        if not isinstance(event, Tokens):
+            response.events.append(_event_to_proto(handle, event))
+            continue
+        columns.handles.append(handle)
+        columns.token_indices.append(event.token_index)
+        columns.counts.append(len(event.samples))
+        columns.token_ids.extend(sample.token_id for sample in event.samples)
+        columns.finish_reasons.append(sampling_pb2.FinishReason.ValueType(event.finish))
+        positions = [
+            logprobs_to_proto(sample.logprobs) for sample in event.samples if sample.logprobs
+        ]
+        if positions:
+            columns.logprobs.add(entry=len(columns.handles) - 1, positions=positions)
+    return response
+
+
+def step_from_proto(response: decode_pb2.DecodeResponse) -> Iterator[AddressedEvent]:
+    """The inverse of step_to_proto."""
+    for message in response.events:
+        yield message.handle, _event_from_proto(message)
+    columns = response.tokens
+    logprobs = {entry.entry: entry.positions for entry in columns.logprobs}
+    end = 0
+    for entry, (handle, token_index, count, finish) in enumerate(
+        zip(
+            columns.handles,
+            columns.token_indices,
+            columns.counts,
+            columns.finish_reasons,
+            strict=True,
+        )
+    ):
+        start, end = end, end + count
+        token_ids = columns.token_ids[start:end]
+        positions = logprobs.get(entry)
+        samples = (
+            tuple(
+                Sample(token_id, logprobs_from_proto(position))
+                for token_id, position in zip(token_ids, positions, strict=True)
+            )
+            if positions
+            else tuple(map(Sample, token_ids))
+        )
+        yield handle, Tokens(token_index, samples, FinishReason(finish))
+
+
+def _event_to_proto(handle: int, event: DecodeEvent) -> decode_pb2.SequenceEvent:
+    message = decode_pb2.SequenceEvent(handle=handle)
+    match event:
+        case Offered(ticket, num_cached_tokens):
+            message.offered.ticket = ticket
+            message.offered.num_cached_tokens = num_cached_tokens
+        case PrefillsHere(num_cached_tokens):
+            message.prefill_here.num_cached_tokens = num_cached_tokens
+            message.prefill_here.SetInParent()
+        case Deferred(reason):
+            message.deferred.reason = reason
+            message.deferred.SetInParent()
+        case Committed(transfer_exposed_ms, transfer_bytes):
+            message.committed.transfer_exposed_ms = transfer_exposed_ms
+            message.committed.transfer_bytes = transfer_bytes
+            message.committed.SetInParent()
+        case Preempted():
+            message.preempted.SetInParent()
+        case Failed(reason, text, is_retriable):
+            message.failed.reason = reason
+            message.failed.message = text
+            message.failed.retriable = is_retriable
+        case Tokens():
+            raise TypeError("tokens travel in columns")
+    return message
+
+
+def _event_from_proto(message: decode_pb2.SequenceEvent) -> DecodeEvent:
+    match message.WhichOneof("event"):
+        case "offered":
+            return Offered(message.offered.ticket, message.offered.num_cached_tokens)
+        case "prefill_here":
+            return PrefillsHere(message.prefill_here.num_cached_tokens)
+        case "deferred":
+            return Deferred(message.deferred.reason)
+        case "committed":
+            committed = message.committed
+            return Committed(committed.transfer_exposed_ms, committed.transfer_bytes)
+        case "preempted":
+            return Preempted()
+        case "failed":
+            failed = message.failed
+            return Failed(failed.reason, failed.message, failed.retriable)
+        case unknown:
+            raise ValueError(f"sequence event {unknown!r} is not known to this version")
