@@ -32,8 +32,8 @@ class Deferred:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The KV arrived whole, and the sequence runs. Its first token (known to the gateway from the prefill) counts as
-    produced, so the next Tokens event starts one index later."""
+    """The KV arrived whole, and the sequence runs. Tokens with its first token follow at once: the gateway has that
+    token from the prefill worker as well, whichever is faster, and merges by index."""
 
     transfer_exposed_ms: float
     transfer_bytes: int

@@ -223,7 +223,7 @@ def finish_reason(
     token_id: int, num_output_tokens: int, num_tokens: int, sampling: Sampling, max_model_len: int
 ) -> FinishReason:
     """Whether an output ends with `token_id`, its `num_output_tokens`-th token, at `num_tokens` in all."""
-    if token_id in sampling.stop_token_ids and num_output_tokens >= sampling.min_tokens:
+    if token_id in sampling.stop_token_ids and num_output_tokens > sampling.min_tokens:
         return FinishReason.STOP
     if num_output_tokens >= sampling.max_tokens or num_tokens >= max_model_len:
         return FinishReason.LENGTH

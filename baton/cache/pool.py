@@ -1,0 +1,211 @@
+"""The block pool: every KV block of a worker is free, cached or leased, and a lease is owned exactly once.
+
+        take                     release, prefix not indexed
+free ─────────▶ leased ──────────────────────────────────────▶ free
+                 ▲   │ release, prefix indexed
+    prefix hit   │   ▼
+                 cached ─── evicted, least recently used first ─▶ leased by the taker
+
+A block may appear in several leases only as part of a common, full, never again written prefix; it stays leased until
+the last of them is released. One thread, the engine loop's, uses a pool.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from types import TracebackType
+
+from baton.cache.prefix import PrefixBlock, PrefixIndex, token_bytes
+from baton.types import BlockCounts
+
+
+class LeaseError(Exception):
+    """A lease was used after it had been released: a fault of ours, never of a request."""
+
+
+class BlockPool:
+    """All blocks of one worker."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, secret: bytes, enable_prefix_caching: bool = True
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._free = deque(range(num_blocks))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._references = [0] * num_blocks
+        self._index = PrefixIndex(block_size, secret)
+        self._indexes_prefixes = enable_prefix_caching
+        self._leases: dict[int, BlockLease] = {}
+
+    def counts(self) -> BlockCounts:
+        free, cached = len(self._free), len(self._cached)
+        return BlockCounts(free=free, cached=cached, leased=self.num_blocks - free - cached)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def num_cached_tokens(self, tenant: bytes, token_ids: Sequence[int]) -> int:
+        """Leading tokens of a sequence that a lease of it would find computed; the last token never counts."""
+        return len(self._match(tenant, token_ids)) * self.block_size
+
+    def lease(self, tenant: bytes, token_ids: Sequence[int], num_tokens: int) -> BlockLease | None:
+        """Blocks for `num_tokens` tokens that begin with `token_ids`; None if there is no room now.
+
+        Blocks that hold a known prefix are shared. At least the last of `token_ids` is left to compute, because its
+        logits are needed.
+        """
+        shared = self._match(tenant, token_ids)
+        num_fresh = self.num_blocks_for(num_tokens) - len(shared)
+        num_revived = sum(1 for block in shared if self._references[block.block_id] == 0)
+        if num_fresh + num_revived > self.counts().available:
+            return None
+        for block in shared:
+            self._share(block.block_id)
+        block_ids = [block.block_id for block in shared]
+        block_ids.extend(self._take() for _ in range(num_fresh))
+        key = shared[-1].key if shared else self._index.root(tenant)
+        lease = BlockLease(self, block_ids, num_indexed=len(shared), last_key=key)
+        self._leases[id(lease)] = lease
+        return lease
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless each block is in exactly one state and reference counts match the leases."""
+        expected = [0] * self.num_blocks
+        for lease in self._leases.values():
+            for block_id in lease.block_ids:
+                expected[block_id] += 1
+        free, cached = set(self._free), set(self._cached)
+        leased = {block_id for block_id, count in enumerate(expected) if count}
+        faults = {
+            "reference counts differ from the leases": expected != self._references,
+            "a block is free twice": len(free) != len(self._free),
+            "a block is in two states": bool(free & cached or free & leased or cached & leased),
+            "a block is lost": len(free | cached | leased) != self.num_blocks,
+            "a free block is indexed": any(block_id in self._index for block_id in free),
+            "a cached block is not indexed": any(
+                block_id not in self._index for block_id in cached
+            ),
+        }
+        found = [fault for fault, is_there in faults.items() if is_there]
+        if found:
+            raise AssertionError("; ".join(found))
+
+    def _match(self, tenant: bytes, token_ids: Sequence[int]) -> list[PrefixBlock]:
+        if not self._indexes_prefixes:
+            return []
+        return list(self._index.match(tenant, token_ids[: len(token_ids) - 1]))
+
+    def _share(self, block_id: int) -> None:
+        self._cached.pop(block_id, None)
+        self._references[block_id] += 1
+
+    def _take(self) -> int:
+        if self._free:
+            block_id = self._free.popleft()
+        else:
+            block_id, _ = self._cached.popitem(last=False)
+            self._index.remove(block_id)
+        self._references[block_id] = 1
+        return block_id
+
+    def _give_back(self, block_ids: Sequence[int]) -> None:
+        """Tails first, so that eviction takes the end of a prefix before its beginning."""
+        for block_id in reversed(block_ids):
+            self._references[block_id] -= 1
+            if self._references[block_id]:
+                continue
+            if block_id in self._index:
+                self._cached[block_id] = None
+            else:
+                self._free.append(block_id)
+
+
+class BlockLease:
+    """Ownership of the blocks of one sequence, in the order of its block table. Given back exactly once."""
+
+    __slots__ = ("_block_ids", "_is_live", "_last_key", "_num_indexed", "_pool")
+
+    def __init__(
+        self, pool: BlockPool, block_ids: list[int], *, num_indexed: int, last_key: bytes
+    ) -> None:
+        self._pool = pool
+        self._block_ids = block_ids
+        self._num_indexed = num_indexed
+        self._last_key = last_key
+        self._is_live = True
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The block table. Borrowed: it grows with the lease and must not be changed or kept."""
+        self._check()
+        return self._block_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the blocks have room for."""
+        return len(self._block_ids) * self._pool.block_size
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Leading tokens whose KV is computed and indexed."""
+        return self._num_indexed * self._pool.block_size
+
+    @property
+    def num_exclusive_blocks(self) -> int:
+        """Blocks that a release would make available."""
+        references = self._pool._references
+        return sum(1 for block_id in self._block_ids if references[block_id] == 1)
+
+    def grow(self, num_tokens: int) -> bool:
+        """Make room for `num_tokens` tokens in all; False, and nothing changed, if there is none now."""
+        self._check()
+        num_missing = self._pool.num_blocks_for(num_tokens) - len(self._block_ids)
+        if num_missing > self._pool.counts().available:
+            return False
+        self._block_ids.extend(self._pool._take() for _ in range(num_missing))
+        return True
+
+    def index(self, token_ids: Sequence[int], num_computed: int) -> None:
+        """Let others find the full blocks among the first `num_computed` tokens, whose KV must be complete."""
+        self._check()
+        pool, size = self._pool, self._pool.block_size
+        if not pool._indexes_prefixes:
+            return
+        while (self._num_indexed + 1) * size <= num_computed:
+            start = self._num_indexed * size
+            tokens = token_bytes(token_ids[start : start + size])
+            key = pool._index.link(self._last_key, tokens)
+            block_id = self._block_ids[self._num_indexed]
+            pool._index.add(PrefixBlock(key, self._last_key, tokens, block_id))
+            self._num_indexed += 1
+            self._last_key = key
+
+    def release(self) -> None:
+        """Give the blocks back. Raises LeaseError the second time."""
+        self._check()
+        block_ids = self._block_ids
+        self._retire()
+        self._pool._give_back(block_ids)
+
+    def __enter__(self) -> BlockLease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._is_live:
+            self.release()
+
+    def _retire(self) -> None:
+        del self._pool._leases[id(self)]
+        self._is_live = False
+        self._block_ids = []
+
+    def _check(self) -> None:
+        if not self._is_live:
+            raise LeaseError("this lease was released already")

@@ -1,0 +1,148 @@
+"""Runs the same requests through one process and through two tiers of several shapes, and compares every token."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from baton.check.requests import CheckRequest, draw_requests
+from baton.client import AsyncClient
+from baton.config import ServeOptions
+from baton.supervisor import Cluster
+
+Outputs = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One way to serve the model: its name, the options that make it, and how many requests run at once."""
+
+    name: str
+    options: Mapping[str, object]
+    concurrency: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How one shape's outputs compare. first_difference: (request, token index) or None."""
+
+    shape: Shape
+    num_equal: int
+    num_requests: int
+    num_tokens: int
+    num_handed_over: int
+    """Requests whose KV travelled between the tiers; the others' prompts were held by the decode worker already."""
+    seconds: float
+    first_difference: tuple[int, int] | None
+
+    @property
+    def is_equal(self) -> bool:
+        return self.num_equal == self.num_requests
+
+
+#: The reference: one process, one request at a time, no cache of prefixes.
+REFERENCE = Shape("one process", {"colocated": True, "enable_prefix_caching": False}, 1)
+
+
+def split_shapes(transports: Sequence[str]) -> tuple[Shape, ...]:
+    """Two-tier shapes: each transport with equal and unequal block sizes, small and large chunks, one and more workers."""
+    blocks = itertools.cycle([(16, 16, 2048, 1), (32, 8, 64, 1), (8, 32, 160, 2)])
+    rounds = [(transport, next(blocks)) for _ in range(3) for transport in transports]
+    return tuple(
+        Shape(
+            name=f"{transport}, blocks {prefill_block}->{decode_block}, chunk {chunk}, {workers}+{workers} workers",
+            options={
+                "kv_transport": transport,
+                "prefill_block_size": prefill_block,
+                "decode_block_size": decode_block,
+                "max_num_batched_tokens": chunk,
+                "num_prefill_workers": workers,
+                "num_decode_workers": workers,
+            },
+            concurrency=32,
+        )
+        for transport, (prefill_block, decode_block, chunk, workers) in rounds
+    )
+
+
+async def check(
+    options: Mapping[str, object],
+    shapes: Sequence[Shape],
+    *,
+    num_requests: int,
+    seed: int,
+    on_verdict: Callable[[Verdict], None],
+) -> bool:
+    """Whether every shape's outputs equal the reference's. `options` go to every cluster, a shape's own win."""
+    expected, requests = await _reference(options, num_requests, seed)
+    is_equal = True
+    for shape in shapes:
+        start = time.monotonic()
+        async with _cluster(options, shape) as cluster, AsyncClient(cluster.address) as client:
+            outputs, num_handed_over = await _run_all(client, requests, shape.concurrency)
+        verdict = _compare(shape, expected, outputs, num_handed_over, time.monotonic() - start)
+        on_verdict(verdict)
+        is_equal = is_equal and verdict.is_equal
+    return is_equal
+
+
+async def _reference(
+    options: Mapping[str, object], num_requests: int, seed: int
+) -> tuple[Outputs, tuple[CheckRequest, ...]]:
+    async with _cluster(options, REFERENCE) as cluster, AsyncClient(cluster.address) as client:
+        model = await client.model()
+        requests = draw_requests(num_requests, model.vocab_size, model.max_model_len, seed)
+        outputs, _ = await _run_all(client, requests, REFERENCE.concurrency)
+    return outputs, requests
+
+
+def _cluster(options: Mapping[str, object], shape: Shape) -> Cluster:
+    return Cluster(ServeOptions.model_validate({"port": 0, **options, **shape.options}))
+
+
+async def _run_all(
+    client: AsyncClient, requests: Sequence[CheckRequest], concurrency: int
+) -> tuple[Outputs, int]:
+    """The outputs in the order of the requests, and how many were handed over."""
+    places = asyncio.Semaphore(concurrency)
+
+    async def run(request: CheckRequest) -> tuple[tuple[int, ...], bool]:
+        async with places:
+            done = await client.generate(request.prompt, request.params)
+            return done.token_ids, done.timing.transfer_bytes > 0
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(run(request)) for request in requests]
+    results = [task.result() for task in tasks]
+    return tuple(tokens for tokens, _ in results), sum(moved for _, moved in results)
+
+
+def _compare(
+    shape: Shape, expected: Outputs, outputs: Outputs, num_handed_over: int, seconds: float
+) -> Verdict:
+    different = [
+        index
+        for index, pair in enumerate(zip(expected, outputs, strict=True))
+        if pair[0] != pair[1]
+    ]
+    return Verdict(
+        shape=shape,
+        num_equal=len(expected) - len(different),
+        num_requests=len(expected),
+        num_tokens=sum(map(len, outputs)),
+        num_handed_over=num_handed_over,
+        seconds=seconds,
+        first_difference=(
+            (different[0], _first_difference(expected[different[0]], outputs[different[0]]))
+            if different
+            else None
+        ),
+    )
+
+
+def _first_difference(expected: Sequence[int], actual: Sequence[int]) -> int:
+    pairs = zip(expected, actual, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(actual)))

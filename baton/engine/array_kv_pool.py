@@ -1,0 +1,120 @@
+"""A KV pool in a numpy array: the oracle engine's memory, and the pool that tests of the KV channel use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.types import KvLayout
+
+#: The numpy type that holds an element of KvLayout.dtype; numpy has no bfloat16, whose bits are kept as they are.
+_DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
+    {
+        "float32": np.dtype(np.float32),
+        "float16": np.dtype(np.float16),
+        "bfloat16": np.dtype(np.uint16),
+        "int64": np.dtype(np.int64),
+    }
+)
+
+
+class ArrayKvPool:
+    """KV blocks of `layout`, all zero at first. Implements baton.engine.interface.KvPool.
+
+    `data` is the pool itself, [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; axis 2 is (key, value).
+    Its owner reads and writes it in place. Copies in and out hold no GIL while they move more than a few elements.
+    """
+
+    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+        """Raises ValueError if there are no blocks, or the layout's dtype is unknown."""
+        if num_blocks < 1:
+            raise ValueError(f"a pool needs at least 1 block, not {num_blocks}")
+        if layout.dtype not in _DTYPES:
+            raise ValueError(f"dtype {layout.dtype!r} is not one of {', '.join(_DTYPES)}")
+        self._layout = layout
+        self.data: NDArray[Any] = np.zeros(
+            (
+                num_blocks,
+                layout.num_layers,
+                2,
+                layout.num_kv_heads,
+                layout.block_size,
+                layout.head_dim,
+            ),
+            dtype=_DTYPES[layout.dtype],
+        )
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._layout
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.data)
+
+    def pack(
+        self,
+        block_ids: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        first_layer: int,
+        num_layers: int,
+        out: memoryview,
+    ) -> None:
+        """See KvPool.pack. Raises ValueError if the range is outside the blocks or `out` has another size."""
+        wire = self._wire(num_tokens, num_layers, out)
+        layers = self._layers(first_layer, num_layers)
+        for block_id, inside, tokens in self._pieces(block_ids, first_token, num_tokens):
+            wire[:, :, :, tokens] = self.data[block_id, layers, :, :, inside]
+
+    def unpack(
+        self,
+        block_ids: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        first_layer: int,
+        num_layers: int,
+        data: memoryview,
+    ) -> None:
+        """See KvPool.unpack. Raises ValueError if the range is outside the blocks or `data` has another size."""
+        wire = self._wire(num_tokens, num_layers, data)
+        layers = self._layers(first_layer, num_layers)
+        for block_id, inside, tokens in self._pieces(block_ids, first_token, num_tokens):
+            self.data[block_id, layers, :, :, inside] = wire[:, :, :, tokens]
+
+    def _wire(self, num_tokens: int, num_layers: int, buffer: memoryview) -> NDArray[Any]:
+        """`buffer` as [num_layers, 2, num_kv_heads, num_tokens, head_dim]."""
+        expected = num_layers * num_tokens * self._layout.token_layer_bytes
+        if num_tokens < 1 or num_layers < 1 or buffer.nbytes != expected:
+            raise ValueError(
+                f"{buffer.nbytes} bytes for {num_tokens} tokens of {num_layers} layers, not {expected}"
+            )
+        shape = (num_layers, 2, self._layout.num_kv_heads, num_tokens, self._layout.head_dim)
+        return np.frombuffer(buffer, dtype=self.data.dtype).reshape(shape)
+
+    def _layers(self, first_layer: int, num_layers: int) -> slice:
+        if first_layer < 0 or first_layer + num_layers > self._layout.num_layers:
+            raise ValueError(
+                f"layers [{first_layer}, {first_layer + num_layers}) of {self._layout.num_layers}"
+            )
+        return slice(first_layer, first_layer + num_layers)
+
+    def _pieces(
+        self, block_ids: Sequence[int], first_token: int, num_tokens: int
+    ) -> Iterator[tuple[int, slice, slice]]:
+        """Per block of the range: its id, the positions inside it, and the same tokens' places in the range."""
+        size = self._layout.block_size
+        end = first_token + num_tokens
+        if first_token < 0 or end > len(block_ids) * size:
+            raise ValueError(f"tokens [{first_token}, {end}) in {len(block_ids)} blocks of {size}")
+        for index in range(first_token // size, -(-end // size)):
+            block_id = block_ids[index]
+            if not 0 <= block_id < self.num_blocks:
+                raise ValueError(f"block {block_id} of {self.num_blocks}")
+            start, stop = max(first_token, index * size), min(end, (index + 1) * size)
+            inside = slice(start - index * size, stop - index * size)
+            yield block_id, inside, slice(start - first_token, stop - first_token)

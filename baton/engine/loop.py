@@ -1,0 +1,128 @@
+"""The engine loop: one thread that turns commands into steps and steps into events.
+
+The tiers' cores hold all state and are called by nobody else; the asyncio side puts commands into a bounded inbox and
+gets back one message per step. A test drives a core directly, without a thread and under its own clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from baton.errors import Overloaded
+from baton.types import WorkerLoad
+
+#: Longest time between two heartbeats of an idle loop, in seconds. Leases expire at this grain.
+HEARTBEAT_S = 0.2
+
+CommandT = TypeVar("CommandT")
+CommandT_contra = TypeVar("CommandT_contra", contravariant=True)
+EventT = TypeVar("EventT")
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Generic[EventT]):
+    """What a step came to. `is_idle`: there is nothing to do before the next command or heartbeat."""
+
+    events: Sequence[EventT]
+    load: WorkerLoad
+    is_idle: bool
+
+
+class Core(Protocol[CommandT_contra, EventT]):
+    """A tier's state and scheduling: commands in, events out."""
+
+    def step(self, commands: Sequence[CommandT_contra]) -> Step[EventT]: ...
+
+
+class EngineLoop(Generic[CommandT, EventT]):
+    """Runs a core in a thread of its own."""
+
+    def __init__(
+        self,
+        core: Core[CommandT, EventT],
+        deliver: Callable[[Sequence[EventT], WorkerLoad], None],
+        *,
+        name: str,
+        max_num_commands: int = 65536,
+    ) -> None:
+        """`deliver` is called in the asyncio loop that calls start(), once per step that has events or a new load."""
+        self._core = core
+        self._deliver = deliver
+        self._max_num_commands = max_num_commands
+        self._inbox: deque[CommandT] = deque()
+        self._wakeup = threading.Condition()
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._beat_s = time.monotonic()
+        self._asyncio_loop: asyncio.AbstractEventLoop | None = None
+        self.ended = asyncio.Event()
+        """Set, in the asyncio loop, when the thread has ended, for whatever reason."""
+
+    def start(self) -> None:
+        self._asyncio_loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def submit(self, command: CommandT) -> None:
+        """Hand a command to the core's next step. Any thread may call this. Raises Overloaded if the inbox is full."""
+        with self._wakeup:
+            if len(self._inbox) >= self._max_num_commands:
+                raise Overloaded("the engine loop's inbox is full")
+            self._inbox.append(command)
+            self._wakeup.notify()
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Seconds since the loop last began or ended a step."""
+        return time.monotonic() - self._beat_s
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    async def stop(self) -> None:
+        """End the thread after its current step."""
+        with self._wakeup:
+            self._is_stopping = True
+            self._wakeup.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    def _run(self) -> None:
+        try:
+            self._turn()
+        finally:
+            self._call(self.ended.set)
+
+    def _turn(self) -> None:
+        is_idle = False
+        last_load: WorkerLoad | None = None
+        while (commands := self._take(wait=is_idle)) is not None:
+            self._beat_s = time.monotonic()
+            step = self._core.step(commands)
+            self._beat_s = time.monotonic()
+            is_idle = step.is_idle
+            if step.events or step.load != last_load:
+                last_load = step.load
+                self._call(self._deliver, step.events, step.load)
+
+    def _take(self, *, wait: bool) -> list[CommandT] | None:
+        """All commands that are there; if `wait`, at the latest after a heartbeat. None when the loop is to end."""
+        with self._wakeup:
+            if wait and not self._inbox and not self._is_stopping:
+                self._wakeup.wait(HEARTBEAT_S)
+            if self._is_stopping:
+                return None
+            commands = list(self._inbox)
+            self._inbox.clear()
+            return commands
+
+    def _call(self, callback: Callable[..., object], *arguments: object) -> None:
+        """Have the asyncio loop call back, unless it is closed already."""
+        loop = self._asyncio_loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(callback, *arguments)

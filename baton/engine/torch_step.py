@@ -1,0 +1,136 @@
+"""A step's metadata, built once on the host from a batch: what the layers read, and which requests are at fault."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from baton_kernels.kv_write import slot_rows
+from baton_kernels.paged_attention import AttentionSlice, plan_attention
+
+from baton.engine.interface import Batch, SampleRow, SequenceSlice
+from baton.errors import EngineFault
+from baton.model.config import ModelConfig
+from baton.model.decoder import PackedBatch
+from baton.model.rope import Rope
+from baton.sampling.sampler import names_unknown_token
+
+
+def fault(reason: str, slices: Sequence[int]) -> EngineFault:
+    """A fault of some slices of a batch: their indices are in metadata["slices"], separated by commas."""
+    return EngineFault(reason, slices=",".join(map(str, sorted(set(slices)))))
+
+
+def check_batch(
+    batch: Batch, block_size: int, num_blocks: int, vocab_size: int, max_model_len: int
+) -> None:
+    """Raise EngineFault if a slice would read or write outside its own: before anything is touched."""
+    wrong = [
+        (index, text)
+        for index, part in enumerate(batch.slices)
+        if (text := _wrong(part, block_size, num_blocks, vocab_size, max_model_len))
+    ]
+    if wrong:
+        raise fault(
+            "; ".join(sorted({text for _, text in wrong})), [index for index, _ in wrong]
+        )
+
+
+def _wrong(
+    part: SequenceSlice, block_size: int, num_blocks: int, vocab_size: int, max_model_len: int
+) -> str:
+    end = part.start + len(part.token_ids)
+    if not part.token_ids or part.start < 0:
+        return "a slice needs new tokens at positions from 0"
+    if end > max_model_len:
+        return f"a sequence grows past max_model_len={max_model_len}"
+    if end > len(part.block_table) * block_size:
+        return "a block table is too short for its sequence"
+    if min(part.block_table) < 0 or max(part.block_table) >= num_blocks:
+        return f"a block id is not in [0, {num_blocks})"
+    if min(part.token_ids) < 0 or max(part.token_ids) >= vocab_size:
+        return f"a token id is not in [0, {vocab_size})"
+    return next(
+        (text for row in part.rows if (text := _wrong_row(row, len(part.token_ids), vocab_size))),
+        "",
+    )
+
+
+def _wrong_row(row: SampleRow, num_tokens: int, vocab_size: int) -> str:
+    if not 0 <= row.offset < num_tokens:
+        return "a sample row points outside its slice"
+    if names_unknown_token(row.sampling, vocab_size):
+        return f"logit_bias or stop_token_ids name a token that is not in [0, {vocab_size})"
+    return ""
+
+
+def pack_batch(
+    batch: Batch, config: ModelConfig, rope: Rope, pool: torch.Tensor
+) -> PackedBatch:
+    """The metadata of one step over `pool`, on its device."""
+    device, block_size = pool.device, pool.shape[4]
+    token_ids = torch.tensor(list(chain.from_iterable(s.token_ids for s in batch.slices)))
+    positions = torch.cat([torch.arange(s.start, s.start + len(s.token_ids)) for s in batch.slices])
+    slots = torch.cat([_slots(s, block_size) for s in batch.slices])
+    lengths = _rope_lengths(batch, positions) if rope.is_dynamic else positions
+    cos, sin = rope.tables(positions.to(device), lengths.to(device), pool.dtype)
+    parts = _attention_slices(batch)
+    plans = {
+        window: plan_attention(parts, pool, config.num_heads, config.head_dim**-0.5, window)
+        for window in set(config.windows)
+    }
+    return PackedBatch(
+        token_ids.to(device), cos, sin, slot_rows(slots.to(device), pool), plans
+    )
+
+
+def fresh_blocks(batch: Batch, block_size: int) -> list[int]:
+    """Blocks that the batch begins to fill and does not fill. What an earlier owner left in them need not be finite,
+    and attention multiplies it, masked, by zero: so they are to be cleared."""
+    blocks = []
+    for part in batch.slices:
+        index, used = divmod(part.start + len(part.token_ids), block_size)
+        if used and part.start <= index * block_size:
+            blocks.append(part.block_table[index])
+    return blocks
+
+
+def sample_rows(batch: Batch) -> tuple[list[SampleRow], list[int], list[int]]:
+    """All rows of a batch, the packed row that each samples after, and the slice that it belongs to."""
+    rows: list[SampleRow] = []
+    packed: list[int] = []
+    owners: list[int] = []
+    first = 0
+    for index, part in enumerate(batch.slices):
+        rows += part.rows
+        packed += [first + row.offset for row in part.rows]
+        owners += [index] * len(part.rows)
+        first += len(part.token_ids)
+    return rows, packed, owners
+
+
+def _slots(part: SequenceSlice, block_size: int) -> torch.Tensor:
+    """block * block_size + offset of each new token."""
+    positions = torch.arange(part.start, part.start + len(part.token_ids))
+    first = part.start // block_size
+    end = -(-(part.start + len(part.token_ids)) // block_size)
+    table = torch.tensor(list(part.block_table[first:end]))
+    return table[positions // block_size - first] * block_size + positions % block_size
+
+
+def _rope_lengths(batch: Batch, positions: torch.Tensor) -> torch.Tensor:
+    """The length whose frequencies each token takes: see baton.model.rope."""
+    prompts = torch.cat(
+        [torch.full((len(s.token_ids),), s.num_prompt_tokens) for s in batch.slices]
+    )
+    return torch.maximum(positions + 1, prompts)
+
+
+def _attention_slices(batch: Batch) -> list[AttentionSlice]:
+    parts = []
+    first = 0
+    for part in batch.slices:
+        parts.append(AttentionSlice(first, len(part.token_ids), part.start, part.block_table))
+        first += len(part.token_ids)
+    return parts

@@ -1,0 +1,121 @@
+"""One worker process around a core: the engine loop, the gRPC server, health, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+from baton import __version__
+from baton.config import WorkerOptions
+from baton.engine.interface import EngineSpec
+from baton.engine.loop import EngineLoop
+from baton.errors import EngineFault
+from baton.rpc.server import Register, start_server
+from baton.service import ReadyReport
+from baton.types import WorkerIdentity, WorkerInfo
+from baton.worker.load_board import LoadBoard, is_empty
+
+#: Age of the last heartbeat, in seconds, from which the worker's health is NOT_SERVING.
+STALL_S = 3.0
+
+CommandT = TypeVar("CommandT")
+EventT = TypeVar("EventT")
+
+
+class PhaseClock:
+    """Measures the phases of a start, in seconds."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, phase: str) -> None:
+        now = time.monotonic()
+        self.phases[phase] = now - self._last
+        self._last = now
+
+
+def new_identity(options: WorkerOptions) -> WorkerIdentity:
+    """The worker's name with a generation that no other boot of it has."""
+    return WorkerIdentity(options.worker_name, secrets.randbits(63))
+
+
+def describe(
+    options: WorkerOptions, identity: WorkerIdentity, spec: EngineSpec, max_local_prefill: int = 0
+) -> WorkerInfo:
+    """What the worker tells gateways about itself."""
+    return WorkerInfo(
+        identity=identity,
+        tier=options.tier,
+        model=spec.model,
+        layout=spec.layout,
+        vocab_size=spec.vocab_size,
+        max_model_len=spec.max_model_len,
+        num_blocks=spec.num_blocks,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_local_prefill_tokens=max_local_prefill,
+        software_version=__version__,
+    )
+
+
+class WorkerHost(Generic[CommandT, EventT]):
+    """Runs a worker from its first request to its last."""
+
+    def __init__(
+        self,
+        options: WorkerOptions,
+        loop: EngineLoop[CommandT, EventT],
+        board: LoadBoard,
+        drain: CommandT,
+    ) -> None:
+        self._options = options
+        self._loop = loop
+        self._board = board
+        self._drain = drain
+
+    def start_draining(self) -> None:
+        self._loop.submit(self._drain)
+
+    def is_alive(self) -> bool:
+        """Whether the engine loop turns; a step may take long, but not forever."""
+        return self._loop.is_running and self._loop.heartbeat_age_s < STALL_S
+
+    async def serve(
+        self,
+        register: Register,
+        stop: asyncio.Event,
+        on_ready: Callable[[ReadyReport], None],
+        clock: PhaseClock,
+    ) -> None:
+        """Serve until `stop`, then let running sequences end, for at most drain_timeout_s.
+
+        Raises EngineFault if the engine loop ends by itself.
+        """
+        self._loop.start()
+        server = await start_server(f"{self._options.host}:{self._options.port}", register)
+        clock.lap("listen")
+        on_ready(ReadyReport(address=server.address, phases=clock.phases))
+        health = asyncio.create_task(server.drive_health(self.is_alive))
+        waits = {asyncio.create_task(stop.wait()), asyncio.create_task(self._loop.ended.wait())}
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if self._loop.ended.is_set():
+                raise EngineFault("the engine loop ended; its error is in the log above")
+            await self._drain_all()
+        finally:
+            for task in (health, *waits):
+                task.cancel()
+            await asyncio.gather(health, *waits, return_exceptions=True)
+            await server.stop(grace_s=1.0)
+            await self._loop.stop()
+
+    async def _drain_all(self) -> None:
+        self.start_draining()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._options.drain_timeout_s):
+                await self._board.wait_until(lambda load: load.is_draining and is_empty(load))

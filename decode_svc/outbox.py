@@ -1,0 +1,42 @@
+"""What one gateway has not been told yet. Steps that a slow stream missed travel together in its next message."""
+
+from __future__ import annotations
+
+import asyncio
+
+from baton.errors import ClientStalled
+from baton.events import AddressedEvent
+
+#: Events that may wait for a gateway that does not read, before its stream is ended.
+MAX_NUM_EVENTS = 65536
+
+
+class Outbox:
+    """Filled by the engine loop's deliveries, emptied by the stream's writer; both in one asyncio loop."""
+
+    def __init__(self) -> None:
+        self._events: list[AddressedEvent] = []
+        self._filled = asyncio.Event()
+        self._is_closed = False
+
+    def put(self, event: AddressedEvent) -> None:
+        self._events.append(event)
+        self._filled.set()
+
+    def close(self) -> None:
+        """No more events: take() returns what is there, then nothing."""
+        self._is_closed = True
+        self._filled.set()
+
+    async def take(self) -> list[AddressedEvent]:
+        """All events since the last call, at least one; empty when closed.
+
+        Raises ClientStalled if the gateway fell behind too far.
+        """
+        if not self._is_closed:
+            await self._filled.wait()
+        self._filled.clear()
+        events, self._events = self._events, []
+        if len(events) > MAX_NUM_EVENTS:
+            raise ClientStalled(f"the gateway left {len(events)} events unread")
+        return events

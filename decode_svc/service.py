@@ -1,0 +1,75 @@
+"""DecodeService: one stream per gateway, commands in, steps out."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc.aio
+
+from baton.errors import InvalidRequest
+from baton.v1 import decode_pb2, decode_pb2_grpc
+from baton.wire import sequence_from_proto, step_to_proto
+from decode_svc.core import Abort, DecodeCommand, Open, StreamClosed, StreamEvent
+from decode_svc.outbox import Outbox
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
+    """Translates between streams and the core's commands and events."""
+
+    def __init__(self, submit: Callable[[DecodeCommand], None]) -> None:
+        self._submit = submit
+        self._outboxes: dict[int, Outbox] = {}
+        self._next_stream = itertools.count()
+
+    def deliver(self, events: Sequence[StreamEvent]) -> None:
+        """Hand a step's events to the streams they belong to; a stream that is gone wants none."""
+        for event in events:
+            outbox = self._outboxes.get(event.stream)
+            if outbox is not None:
+                outbox.put((event.handle, event.event))
+
+    async def Decode(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[decode_pb2.DecodeRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        stream = next(self._next_stream)
+        outbox = self._outboxes[stream] = Outbox()
+        await context.send_initial_metadata(())
+        reader = asyncio.create_task(self._read(stream, request_iterator, outbox))
+        try:
+            while events := await outbox.take():
+                yield step_to_proto(events)
+            await reader
+        finally:
+            reader.cancel()
+            del self._outboxes[stream]
+            self._submit(StreamClosed(stream))
+
+    async def _read(
+        self, stream: int, requests: AsyncIterator[decode_pb2.DecodeRequest], outbox: Outbox
+    ) -> None:
+        """Pass commands on until the gateway ends the stream. Raises InvalidRequest if a handle is used twice."""
+        last_handle = -1
+        try:
+            async for request in requests:
+                match request.WhichOneof("command"):
+                    case "open":
+                        if request.open.handle <= last_handle:
+                            raise InvalidRequest(
+                                f"open.handle: {request.open.handle} is not above {last_handle}; "
+                                "handles of a stream must rise"
+                            )
+                        last_handle = request.open.handle
+                        self._submit(_open(stream, request.open))
+                    case "abort":
+                        self._submit(Abort(stream, request.abort.handle))
+        finally:
+            outbox.close()
+
+
+def _open(stream: int, message: decode_pb2.OpenSequence) -> Open:
+    return Open(stream, message.handle, sequence_from_proto(message.sequence), message.prefill_here)

@@ -1,0 +1,300 @@
+"""The prefill tier's state: prompts come in, are computed chunk by chunk, and their KV goes out as it is produced.
+
+One step: take commands, give waiting prompts their blocks, share the token budget, run, send. KV of a chunk goes to the
+sender after the chunk's step, so that it travels while the next one is computed; of a prompt's last chunk it goes
+out layer group by layer group, during the step. The first token is told before the transfer ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.cache.pool import BlockPool
+from baton.engine.admission import refusal
+from baton.engine.guard import SliceOutcome, forward_guarded
+from baton.engine.interface import Batch, Engine
+from baton.engine.loop import Step
+from baton.errors import BatonError, Cancelled, Draining
+from baton.types import FinishReason, Sample, SequenceSpec, WorkerLoad, finish_reason
+from kv_transfer.sender import SendDone
+from prefill_svc.job import PrefillJob, Stage
+from prefill_svc.scheduler import share_budget
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A prompt to compute. `key` is unique in this worker. `ticket`: where its KV goes; empty for nowhere."""
+
+    key: str
+    spec: SequenceSpec
+    ticket: bytes
+    num_held_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The gateway gave the prompt up, in whatever stage it is."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Take no more prompts."""
+
+
+PrefillCommand = Submit | Abort | Drain | SendDone
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The prompt is computed. Times in seconds: in the queue, and from the first chunk to the first token."""
+
+    key: str
+    sample: Sample
+    finish: FinishReason
+    num_cached_tokens: int
+    queue_s: float
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFailed:
+    """The prompt will have no first token from here."""
+
+    key: str
+    error: BatonError
+
+
+PrefillEvent = Prefilled | PrefillFailed
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLimits:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+class KvSender(Protocol):
+    """What the core needs of kv_transfer.sender.Sender. No call blocks."""
+
+    def begin(self, key: str, ticket: bytes) -> None: ...
+
+    def send(
+        self,
+        key: str,
+        block_ids: tuple[int, ...],
+        first_token: int,
+        num_tokens: int,
+        first_layer: int,
+        num_layers: int,
+    ) -> None: ...
+
+    def commit(self, key: str, num_tokens: int, first: Sample, prefill_end: float) -> None: ...
+
+    def abort(self, key: str, reason: str, message: str) -> None: ...
+
+    def heartbeat(self) -> None: ...
+
+
+class PrefillCore:
+    """Implements baton.engine.loop.Core."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        pool: BlockPool,
+        sender: KvSender,
+        limits: PrefillLimits,
+        clock: Callable[[], float],
+    ) -> None:
+        self._engine = engine
+        self._pool = pool
+        self._sender = sender
+        self._limits = limits
+        self._clock = clock
+        self._jobs: dict[str, PrefillJob] = {}
+        self._events: list[PrefillEvent] = []
+        self._num_steps = 0
+        self._is_draining = False
+
+    def step(self, commands: Sequence[PrefillCommand]) -> Step[PrefillEvent]:
+        self._sender.heartbeat()
+        for command in commands:
+            self._obey(command)
+        has_run = self._run()
+        events, self._events = self._events, []
+        return Step(events, self._load(), is_idle=not has_run)
+
+    # Commands
+
+    def _obey(self, command: PrefillCommand) -> None:
+        match command:
+            case Submit():
+                self._submit(command)
+            case Abort(key):
+                self._give_up(key, Cancelled("the gateway gave the prompt up"))
+            case SendDone():
+                self._finish_handoff(command)
+            case Drain():
+                self._is_draining = True
+
+    def _submit(self, command: Submit) -> None:
+        spec = command.spec
+        if error := self._refusal(spec):
+            self._events.append(PrefillFailed(command.key, error))
+            return
+        self._jobs[command.key] = PrefillJob(
+            key=command.key,
+            spec=spec,
+            has_ticket=bool(command.ticket),
+            num_held_tokens=command.num_held_tokens,
+            arrived_s=self._clock(),
+        )
+        if command.ticket:
+            self._sender.begin(command.key, command.ticket)
+
+    def _refusal(self, spec: SequenceSpec) -> BatonError | None:
+        if self._is_draining:
+            return Draining("this prefill worker takes no more prompts")
+        return refusal(spec, self._engine.spec)
+
+    def _give_up(self, key: str, error: BatonError) -> None:
+        """End a job from our side. The sender, if it knows the job, has the last word on its blocks."""
+        job = self._jobs.get(key)
+        if job is None or job.stage is Stage.CLOSING:
+            return
+        if not job.has_ticket:
+            self._forget(job)
+            return
+        job.stage = Stage.CLOSING
+        self._sender.abort(key, error.reason, error.message)
+
+    def _finish_handoff(self, done: SendDone) -> None:
+        job = self._jobs[done.key]
+        if done.error and job.stage in (Stage.WAITING, Stage.COMPUTING):
+            self._events.append(PrefillFailed(job.key, done.error))
+        self._forget(job)
+
+    # One step of the batch
+
+    def _run(self) -> bool:
+        """Whether there was anything to run."""
+        self._start_waiting()
+        computing = [job for job in self._jobs.values() if job.stage is Stage.COMPUTING]
+        grants = share_budget(computing, self._limits.max_num_batched_tokens)
+        if not grants:
+            return False
+        batch = Batch(tuple(job.next_slice(num_new) for job, num_new in grants))
+        last_chunks = [grant for grant in grants if grant[0].num_missing_tokens == grant[1]]
+
+        def send_layers(first_layer: int, num_layers: int) -> None:
+            for job, num_new in last_chunks:
+                self._send_layers(job, num_new, first_layer, num_layers)
+
+        outcomes = forward_guarded(self._engine, batch, send_layers)
+        self._num_steps += 1
+        for (job, num_new), outcome in zip(grants, outcomes, strict=True):
+            self._advance(job, num_new, outcome)
+        return True
+
+    def _start_waiting(self) -> None:
+        """Give blocks to waiting prompts, in order of rank, until they or the places in a batch run out."""
+        waiting = sorted(
+            (job for job in self._jobs.values() if job.stage is Stage.WAITING),
+            key=lambda job: job.rank,
+        )
+        num_computing = sum(job.stage is Stage.COMPUTING for job in self._jobs.values())
+        for job in waiting[: self._limits.max_num_seqs - num_computing]:
+            spec = job.spec
+            lease = self._pool.lease(spec.tenant, spec.token_ids, spec.num_tokens)
+            if lease is None:
+                return
+            job.lease = lease
+            job.stage = Stage.COMPUTING
+            job.started_s = self._clock()
+            job.num_cached_tokens = job.num_computed_tokens = lease.num_cached_tokens
+            self._send(job, 0, job.num_cached_tokens, 0, self._engine.spec.layout.num_layers)
+
+    def _advance(self, job: PrefillJob, num_new: int, outcome: SliceOutcome) -> None:
+        if isinstance(outcome, BatonError):
+            self._events.append(PrefillFailed(job.key, outcome))
+            self._give_up(job.key, outcome)
+            return
+        start = job.num_computed_tokens
+        job.num_computed_tokens += num_new
+        if job.lease:
+            job.lease.index(job.spec.token_ids, job.num_computed_tokens)
+        if not outcome:
+            self._send(job, start, num_new, 0, self._engine.spec.layout.num_layers)
+            return
+        self._complete(job, outcome[0])
+
+    def _complete(self, job: PrefillJob, sample: Sample) -> None:
+        now = self._clock()
+        spec = job.spec
+        finish = finish_reason(
+            sample.token_id,
+            len(spec.output_token_ids) + 1,
+            spec.num_tokens + 1,
+            spec.sampling,
+            self._engine.spec.max_model_len,
+        )
+        self._events.append(
+            Prefilled(
+                key=job.key,
+                sample=sample,
+                finish=finish,
+                num_cached_tokens=job.num_cached_tokens,
+                queue_s=job.started_s - job.arrived_s,
+                compute_s=now - job.started_s,
+            )
+        )
+        if not job.has_ticket:
+            self._forget(job)
+        elif finish is not FinishReason.NONE:
+            self._give_up(job.key, Cancelled("the first token ended the output"))
+        else:
+            job.stage = Stage.SENDING
+            self._sender.commit(job.key, spec.num_tokens, sample, now)
+
+    def _send_layers(
+        self, job: PrefillJob, num_new: int, first_layer: int, num_layers: int
+    ) -> None:
+        if first_layer < job.num_sent_layers:
+            return
+        job.num_sent_layers = first_layer + num_layers
+        self._send(job, job.num_computed_tokens, num_new, first_layer, num_layers)
+
+    def _send(
+        self, job: PrefillJob, first_token: int, num_tokens: int, first_layer: int, num_layers: int
+    ) -> None:
+        """Send what the destination does not hold of a range of tokens and layers."""
+        start = max(first_token, job.num_held_tokens)
+        end = first_token + num_tokens
+        if job.has_ticket and start < end:
+            self._sender.send(job.key, job.block_ids, start, end - start, first_layer, num_layers)
+
+    def _forget(self, job: PrefillJob) -> None:
+        """Give the blocks back; what was computed stays findable as a prefix until the memory is needed."""
+        del self._jobs[job.key]
+        if job.lease:
+            job.lease.release()
+
+    def _load(self) -> WorkerLoad:
+        jobs = self._jobs.values()
+        return WorkerLoad(
+            num_steps=self._num_steps,
+            num_running=sum(job.stage is Stage.COMPUTING for job in jobs),
+            num_waiting=sum(job.stage is Stage.WAITING for job in jobs),
+            num_pending_tokens=sum(
+                job.num_missing_tokens
+                for job in jobs
+                if job.stage in (Stage.WAITING, Stage.COMPUTING)
+            ),
+            blocks=self._pool.counts(),
+            num_open_tickets=sum(job.has_ticket for job in jobs),
+            is_draining=self._is_draining,
+        )

@@ -1,0 +1,75 @@
+"""A prompt while a prefill worker holds it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from baton.cache.pool import BlockLease
+from baton.engine.interface import SampleRow, SequenceSlice
+from baton.types import SequenceSpec
+
+
+class Stage(enum.Enum):
+    """WAITING -> COMPUTING -> SENDING -> gone; any of them -> CLOSING -> gone.
+
+    WAITING has no blocks. SENDING is computed, and its blocks wait for the receiver's word. CLOSING was given up while
+    the sender may still read its blocks. Without a ticket there is no SENDING and no CLOSING.
+    """
+
+    WAITING = enum.auto()
+    COMPUTING = enum.auto()
+    SENDING = enum.auto()
+    CLOSING = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class PrefillJob:
+    """Owned by the engine loop. Times are in seconds of its clock.
+
+    num_held_tokens: leading tokens that the destination holds already, so that they are not sent.
+    num_sent_layers: layers of the last chunk that were given to the sender; a step that runs again skips them.
+    """
+
+    key: str
+    spec: SequenceSpec
+    has_ticket: bool
+    num_held_tokens: int
+    arrived_s: float
+    stage: Stage = Stage.WAITING
+    lease: BlockLease | None = None
+    started_s: float = 0.0
+    num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_sent_layers: int = 0
+
+    @property
+    def rank(self) -> tuple[int, int, str]:
+        return self.spec.rank
+
+    @property
+    def num_missing_tokens(self) -> int:
+        return self.spec.num_tokens - self.num_computed_tokens
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        return tuple(self.lease.block_ids) if self.lease else ()
+
+    def next_slice(self, num_new: int) -> SequenceSlice:
+        """The next `num_new` tokens; sampled from if they end the prompt."""
+        token_ids = self.spec.token_ids
+        start = self.num_computed_tokens
+        is_last = start + num_new == len(token_ids)
+        row = SampleRow(
+            offset=num_new - 1,
+            sampling=self.spec.sampling,
+            token_ids=token_ids,
+            num_prompt_tokens=len(self.spec.prompt_token_ids),
+            choice=self.spec.choice,
+        )
+        return SequenceSlice(
+            token_ids=token_ids[start : start + num_new],
+            start=start,
+            block_table=self.block_ids,
+            rows=(row,) if is_last else (),
+        )

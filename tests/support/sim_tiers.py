@@ -1,0 +1,147 @@
+"""Both tiers' cores on oracle engines, joined by the loopback channel, without threads or real time.
+
+Each worker's `step` is called by the test, or by tasks under a virtual loop, in any order it likes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton.cache.pool import BlockPool
+from baton.engine.loop import Step
+from baton.engine.oracle import OracleEngine, OracleOptions
+from baton.types import WorkerIdentity
+from decode_svc.core import DecodeCommand, DecodeCore, DecodeLimits, StreamEvent
+from kv_transfer.endpoint import Endpoint
+from kv_transfer.receiver import Receiver
+from kv_transfer.sender import Sender
+from kv_transfer.ticket import TicketTable
+from kv_transfer.transport.loopback import LoopbackHub
+from prefill_svc.core import PrefillCommand, PrefillCore, PrefillEvent, PrefillLimits
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class SimShape:
+    """Sizes of one simulated worker."""
+
+    num_blocks: int = 64
+    block_size: int = 4
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 32
+    max_local_prefill_tokens: int = 0
+    enable_prefix_caching: bool = True
+    poison_token_id: int = -1
+
+
+def _engine(shape: SimShape) -> OracleEngine:
+    return OracleEngine(
+        OracleOptions(
+            num_blocks=shape.num_blocks,
+            block_size=shape.block_size,
+            poison_token_id=shape.poison_token_id,
+        )
+    )
+
+
+def _pool(shape: SimShape) -> BlockPool:
+    return BlockPool(
+        shape.num_blocks,
+        shape.block_size,
+        secret=bytes(32),
+        enable_prefix_caching=shape.enable_prefix_caching,
+    )
+
+
+@dataclass
+class SimPrefill:
+    """A prefill worker: put commands into `inbox`, call step."""
+
+    hub: LoopbackHub
+    clock: Clock
+    shape: SimShape = SimShape()
+    name: str = "p0"
+    inbox: list[PrefillCommand] = field(default_factory=list)
+    on_command: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.engine = _engine(self.shape)
+        self.pool = _pool(self.shape)
+        self.sender = Sender(
+            WorkerIdentity(self.name, 1),
+            self.engine.spec.layout,
+            self.engine.kv,
+            lambda endpoints, _: self.hub.connect(endpoints[0].address),
+            self.submit,
+            self.clock,
+            max_chunk_bytes=256,
+            is_inline=True,
+        )
+        limits = PrefillLimits(self.shape.max_num_seqs, self.shape.max_num_batched_tokens)
+        self.core = PrefillCore(self.engine, self.pool, self.sender, limits, self.clock)
+
+    def submit(self, command: PrefillCommand) -> None:
+        self.inbox.append(command)
+        self.on_command()
+
+    def step(self) -> Step[PrefillEvent]:
+        commands, self.inbox[:] = list(self.inbox), []
+        return self.core.step(commands)
+
+
+@dataclass
+class SimDecode:
+    """A decode worker: put commands into `inbox`, call step."""
+
+    hub: LoopbackHub
+    clock: Clock
+    shape: SimShape = SimShape()
+    name: str = "d0"
+    seed: int = 0
+    lease_s: float = 30.0
+    inbox: list[DecodeCommand] = field(default_factory=list)
+    on_command: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.engine = _engine(self.shape)
+        self.pool = _pool(self.shape)
+        identity = WorkerIdentity(self.name, 1)
+        layout = self.engine.spec.layout
+        self.listener = self.hub.listen(self.name)
+        endpoints: tuple[Endpoint, ...] = (self.listener.endpoint,)
+        ids = random.Random(self.seed)
+        self.tickets = TicketTable(
+            identity,
+            layout,
+            endpoints,
+            self.lease_s,
+            self.submit,
+            self.clock,
+            bytes(32),
+            lambda: ids.getrandbits(64),
+        )
+        self.listener.serve(Receiver(identity, layout, self.engine.kv, self.tickets, 4, 1 << 16))
+        limits = DecodeLimits(
+            self.shape.max_num_seqs,
+            self.shape.max_num_batched_tokens,
+            self.shape.max_local_prefill_tokens,
+        )
+        self.core = DecodeCore(self.engine, self.pool, self.tickets, limits)
+
+    def submit(self, command: DecodeCommand) -> None:
+        self.inbox.append(command)
+        self.on_command()
+
+    def step(self) -> Step[StreamEvent]:
+        commands, self.inbox[:] = list(self.inbox), []
+        return self.core.step(commands)
+
+
+def fresh_names(prefix: str) -> Callable[[], str]:
+    """A source of names that differ."""
+    numbers = itertools.count()
+    return lambda: f"{prefix}{next(numbers)}"

@@ -1,0 +1,150 @@
+"""The block pool: conservation, single release, and prefixes that are only ever found where they were computed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from baton.cache.pool import BlockLease, BlockPool, LeaseError
+
+SECRET = bytes(range(32))
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=24)
+TENANTS = st.sampled_from([b"", b"a"])
+
+
+def make_pool(num_blocks: int = 12, block_size: int = 4, **options: bool) -> BlockPool:
+    return BlockPool(num_blocks, block_size, secret=SECRET, **options)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Leases come, grow, are indexed and go, in any order; the model remembers what each block last held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = make_pool()
+        self.live: list[tuple[BlockLease, bytes, list[int]]] = []
+        self.held: dict[int, tuple[bytes, tuple[int, ...]]] = {}
+
+    @rule(tenant=TENANTS, tokens=TOKENS, extra=st.integers(0, 8))
+    def lease(self, tenant: bytes, tokens: list[int], extra: int) -> None:
+        available = self.pool.counts().available
+        lease = self.pool.lease(tenant, tokens, len(tokens) + extra)
+        if lease is None:
+            assert self.pool.num_blocks_for(len(tokens) + extra) > 0
+            assert self.pool.counts().available == available
+            return
+        assert lease.num_cached_tokens < len(tokens)
+        for index, block_id in enumerate(lease.block_ids):
+            if index * 4 < lease.num_cached_tokens:
+                assert self.held[block_id] == (tenant, tuple(tokens[: index * 4 + 4]))
+        self.write(lease, tenant, tokens)
+        self.live.append((lease, tenant, tokens))
+
+    def write(self, lease: BlockLease, tenant: bytes, tokens: list[int]) -> None:
+        for index, block_id in enumerate(lease.block_ids):
+            if (index + 1) * 4 > lease.num_cached_tokens:
+                self.held[block_id] = (tenant, tuple(tokens[: index * 4 + 4]))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def index(self, data: st.DataObject) -> None:
+        lease, _, tokens = data.draw(st.sampled_from(self.live))
+        lease.index(tokens, data.draw(st.integers(lease.num_cached_tokens, len(tokens))))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), num_more=st.integers(1, 9))
+    def grow(self, data: st.DataObject, num_more: int) -> None:
+        lease, tenant, tokens = data.draw(st.sampled_from(self.live))
+        before = list(lease.block_ids)
+        if lease.grow(lease.num_tokens + num_more):
+            assert lease.block_ids[: len(before)] == before
+            for block_id in lease.block_ids[len(before) :]:
+                self.held[block_id] = (tenant, tuple(tokens))
+        else:
+            assert lease.block_ids == before
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        entry = data.draw(st.sampled_from(self.live))
+        self.live.remove(entry)
+        freed = entry[0].num_exclusive_blocks
+        available = self.pool.counts().available
+        entry[0].release()
+        assert self.pool.counts().available == available + freed
+        with pytest.raises(LeaseError):
+            entry[0].release()
+
+    @invariant()
+    def is_whole(self) -> None:
+        self.pool.check_integrity()
+        assert self.pool.counts().total == 12
+
+    def teardown(self) -> None:
+        for lease, _, _ in self.live:
+            lease.release()
+        assert self.pool.counts().leased == 0
+        self.pool.check_integrity()
+
+
+TestPoolMachine = PoolMachine.TestCase
+
+
+def test_a_second_request_shares_the_first_ones_full_blocks_but_computes_its_last_token() -> None:
+    pool = make_pool()
+    tokens = list(range(8))
+    first = pool.lease(b"", tokens, 8)
+    assert first is not None
+    first.index(tokens, 8)
+    second = pool.lease(b"", tokens, 9)
+    assert second is not None
+    assert second.num_cached_tokens == 4  # the second block ends with the last token
+    assert second.block_ids[0] == first.block_ids[0]
+    assert set(second.block_ids[1:]).isdisjoint(first.block_ids)
+
+
+def test_tenants_never_share() -> None:
+    pool = make_pool()
+    tokens = list(range(8))
+    with pool.lease(b"a", tokens, 8) or pytest.fail("no room") as lease:
+        lease.index(tokens, 8)
+    assert pool.num_cached_tokens(b"a", tokens) == 4
+    assert pool.num_cached_tokens(b"b", tokens) == 0
+
+
+def test_eviction_takes_the_least_recently_used_tail_first() -> None:
+    pool = make_pool(num_blocks=4)
+    tokens = list(range(13))
+    with pool.lease(b"", tokens, 13) or pytest.fail("no room") as lease:
+        lease.index(tokens, 12)
+    assert pool.num_cached_tokens(b"", tokens) == 12
+    other = pool.lease(b"", [9, 9], 8)  # one free block, and one that must be evicted
+    assert other is not None
+    assert pool.num_cached_tokens(b"", tokens) == 8
+
+
+def test_a_forged_collision_of_keys_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool()
+    monkeypatch.setattr(pool._index, "link", lambda parent, tokens: b"same")
+    with pool.lease(b"", [1, 2, 3, 4, 5], 5) or pytest.fail("no room") as lease:
+        lease.index([1, 2, 3, 4, 5], 4)
+    assert pool.num_cached_tokens(b"", [1, 2, 3, 4, 5]) == 4
+    assert pool.num_cached_tokens(b"", [4, 3, 2, 1, 5]) == 0
+
+
+def test_without_prefix_caching_nothing_is_found_and_nothing_stays() -> None:
+    pool = make_pool(enable_prefix_caching=False)
+    tokens = list(range(9))
+    with pool.lease(b"", tokens, 9) or pytest.fail("no room") as lease:
+        lease.index(tokens, 9)
+    assert pool.num_cached_tokens(b"", tokens) == 0
+    assert pool.counts().free == 12
+
+
+@given(tokens=TOKENS, num_tokens=st.integers(49, 200))
+def test_full_is_a_value(tokens: list[int], num_tokens: int) -> None:
+    pool = make_pool()
+    assert pool.lease(b"", tokens, num_tokens) is None
+    assert pool.counts().free == 12
