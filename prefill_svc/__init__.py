@@ -1,0 +1,1 @@
+"""The prefill tier: prompts in, KV and first tokens out."""

@@ -1,0 +1,1 @@
+"""What a worker of either tier is made of besides its core."""

@@ -127,7 +127,7 @@ def test_eviction_takes_the_least_recently_used_tail_first() -> None:
 
 def test_a_forged_collision_of_keys_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool()
-    monkeypatch.setattr(pool._index, "link", lambda parent, tokens: b"same")
+    monkeypatch.setattr(pool._index, "link", lambda _parent, _tokens: b"same")
     with pool.lease(b"", [1, 2, 3, 4, 5], 5) or pytest.fail("no room") as lease:
         lease.index([1, 2, 3, 4, 5], 4)
     assert pool.num_cached_tokens(b"", [1, 2, 3, 4, 5]) == 4

@@ -1,0 +1,68 @@
+"""From options to a loaded engine."""
+
+from __future__ import annotations
+
+import secrets
+
+from baton.cache.pool import BlockPool
+from baton.config import EngineOptions
+from baton.config.memory import available_memory_bytes, default_kv_cache_memory_bytes
+from baton.engine.interface import Engine
+from baton.engine.oracle import OracleEngine, OracleOptions
+
+#: Blocks of an oracle engine when nobody says: its memory is of no interest.
+_ORACLE_BLOCKS = 4096
+
+
+def build_engine(options: EngineOptions) -> Engine:
+    """Load the engine that the options name. Takes as long as reading the weights; raises StartupError."""
+    if options.engine == "oracle":
+        return _build_oracle(options)
+    return _build_torch(options)
+
+
+def build_pool(options: EngineOptions, engine: Engine) -> BlockPool:
+    """The pool over an engine's blocks, with a secret of this boot."""
+    return BlockPool(
+        engine.spec.num_blocks,
+        engine.spec.layout.block_size,
+        secret=secrets.token_bytes(32),
+        enable_prefix_caching=options.enable_prefix_caching,
+    )
+
+
+def _build_oracle(options: EngineOptions) -> OracleEngine:
+    return OracleEngine(
+        OracleOptions(
+            num_blocks=options.num_gpu_blocks_override or _ORACLE_BLOCKS,
+            block_size=options.block_size,
+            max_model_len=options.max_model_len or 4096,
+            layer_group_size=options.layer_group_size,
+            step_s=options.oracle_step_ms / 1000,
+            model=options.model_name,
+        )
+    )
+
+
+def _build_torch(options: EngineOptions) -> Engine:
+    # Only a process that runs a model pays for importing torch.
+    from baton.engine.torch_engine import load_engine
+
+    kv_bytes = options.kv_cache_memory_bytes or default_kv_cache_memory_bytes(
+        available_memory_bytes()
+    )
+    return load_engine(
+        model=options.model,
+        revision=options.revision,
+        dtype=options.dtype,
+        device=options.device,
+        max_model_len=options.max_model_len,
+        block_size=options.block_size,
+        kv_cache_memory_bytes=kv_bytes,
+        num_blocks=options.num_gpu_blocks_override,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        layer_group_size=options.layer_group_size,
+        served_model_name=options.served_model_name,
+        num_threads=options.num_threads,
+    )

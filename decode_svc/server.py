@@ -1,0 +1,88 @@
+"""The decode worker's process: everything it is made of, put together once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import grpc.aio
+
+from baton.config import DecodeOptions
+from baton.engine.interface import Engine
+from baton.engine.loop import EngineLoop
+from baton.service import ReadyReport
+from baton.types import WorkerLoad
+from baton.v1 import decode_pb2, decode_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.worker.build import build_engine, build_pool
+from baton.worker.host import PhaseClock, WorkerHost, describe, new_identity
+from baton.worker.load_board import LoadBoard
+from baton.worker.service import WorkerServicer
+from decode_svc.core import DecodeCommand, DecodeCore, DecodeLimits, Drain, StreamEvent
+from decode_svc.service import DecodeServicer
+from kv_transfer.running_receiver import open_receiver
+
+#: What senders may choose from, unless one is pinned.
+TRANSPORTS = ("shm", "tcp")
+
+
+async def serve_decode(
+    options: DecodeOptions, stop: asyncio.Event, on_ready: Callable[[ReadyReport], None]
+) -> None:
+    """Decode worker: streams tokens of sequences whose KV prefill workers send."""
+    clock = PhaseClock()
+    engine = await asyncio.to_thread(build_engine, options)
+    clock.lap("load")
+    identity = new_identity(options)
+    limits = limits_of(options, engine)
+    board = LoadBoard()
+
+    def submit(command: DecodeCommand) -> None:
+        loop.submit(command)
+
+    servicer = DecodeServicer(submit)
+
+    def deliver(events: Sequence[StreamEvent], load: WorkerLoad) -> None:
+        servicer.deliver(events)
+        board.publish(load)
+
+    def register(server: grpc.aio.Server) -> Sequence[str]:
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
+        services = (
+            decode_pb2.DESCRIPTOR.services_by_name["DecodeService"],
+            worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
+        )
+        return [service.full_name for service in services]
+
+    transports = TRANSPORTS if options.kv_transport == "auto" else (options.kv_transport,)
+    channel = open_receiver(
+        identity,
+        engine.kv,
+        submit,
+        time.monotonic,
+        transports=transports,
+        lease_s=options.ticket_lease_s,
+        tcp_host=options.kv_host,
+    )
+    try:
+        core = DecodeCore(engine, build_pool(options, engine), channel.tickets, limits)
+        loop: EngineLoop[DecodeCommand, StreamEvent] = EngineLoop(
+            core, deliver, name="decode-engine"
+        )
+        host = WorkerHost(options, loop, board, Drain())
+        info = describe(options, identity, engine.spec, limits.max_local_prefill_tokens)
+        worker = WorkerServicer(info, board, lambda: loop.heartbeat_age_s, host.start_draining)
+        await host.serve(register, stop, on_ready, clock)
+    finally:
+        await asyncio.to_thread(channel.close)
+
+
+def limits_of(options: DecodeOptions, engine: Engine) -> DecodeLimits:
+    """A missing tail shorter than a block costs less to compute here than to send for."""
+    max_local = options.max_local_prefill_tokens
+    if options.colocated:
+        max_local = engine.spec.max_model_len
+    elif max_local is None:
+        max_local = engine.spec.layout.block_size
+    return DecodeLimits(options.max_num_seqs, options.max_num_batched_tokens, max_local)

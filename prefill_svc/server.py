@@ -1,0 +1,73 @@
+"""The prefill worker's process: everything it is made of, put together once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import grpc.aio
+
+from baton.config import PrefillOptions
+from baton.engine.loop import EngineLoop
+from baton.service import ReadyReport
+from baton.types import WorkerLoad
+from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.worker.build import build_engine, build_pool
+from baton.worker.host import PhaseClock, WorkerHost, describe, new_identity
+from baton.worker.load_board import LoadBoard
+from baton.worker.service import WorkerServicer
+from kv_transfer.sender import Sender
+from kv_transfer.transport.connector import make_connector
+from prefill_svc.core import Drain, PrefillCommand, PrefillCore, PrefillEvent, PrefillLimits
+from prefill_svc.service import PrefillServicer
+
+
+async def serve_prefill(
+    options: PrefillOptions, stop: asyncio.Event, on_ready: Callable[[ReadyReport], None]
+) -> None:
+    """Prefill worker: computes prompts and sends their KV to decode workers."""
+    clock = PhaseClock()
+    engine = await asyncio.to_thread(build_engine, options)
+    clock.lap("load")
+    identity = new_identity(options)
+    board = LoadBoard()
+
+    def submit(command: PrefillCommand) -> None:
+        loop.submit(command)
+
+    servicer = PrefillServicer(submit)
+
+    def deliver(events: Sequence[PrefillEvent], load: WorkerLoad) -> None:
+        servicer.deliver(events)
+        board.publish(load)
+
+    def register(server: grpc.aio.Server) -> Sequence[str]:
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
+        services = (
+            prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"],
+            worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
+        )
+        return [service.full_name for service in services]
+
+    sender = Sender(
+        identity,
+        engine.spec.layout,
+        engine.kv,
+        make_connector(options.kv_transport),
+        submit,
+        time.monotonic,
+    )
+    limits = PrefillLimits(options.max_num_seqs, options.max_num_batched_tokens)
+    core = PrefillCore(engine, build_pool(options, engine), sender, limits, time.monotonic)
+    loop: EngineLoop[PrefillCommand, PrefillEvent] = EngineLoop(
+        core, deliver, name="prefill-engine"
+    )
+    host = WorkerHost(options, loop, board, Drain())
+    info = describe(options, identity, engine.spec)
+    worker = WorkerServicer(info, board, lambda: loop.heartbeat_age_s, host.start_draining)
+    try:
+        await host.serve(register, stop, on_ready, clock)
+    finally:
+        await asyncio.to_thread(sender.close)

@@ -1,0 +1,127 @@
+"""Rules that every source file of ours keeps, read from its syntax tree."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = (
+    "baton",
+    "gateway",
+    "prefill_svc",
+    "decode_svc",
+    "kv_transfer",
+    "kernels/baton_kernels",
+)
+TOOLS = ("bench", "examples", "models", "scripts")
+
+#: Modules whose loading runs what a stranger wrote, or whose format is no contract.
+UNSAFE_MODULES = frozenset({"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "joblib"})
+UNSAFE_CALLS = frozenset({"eval", "exec", "compile", "__import__"})
+UNSAFE_METHODS = frozenset({("torch", "load"), ("yaml", "load"), ("yaml", "unsafe_load")})
+
+
+def sources(*folders: str) -> Iterator[Path]:
+    """Python files that we write, without the generated ones."""
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if "v1" not in path.relative_to(ROOT).parts[:2] and "build" not in path.parts:
+                yield path
+
+
+def imported(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name.partition(".")[0] for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        yield node.module.partition(".")[0]
+
+
+def is_restricted(call: ast.Call) -> bool:
+    """torch.load(..., weights_only=True) reads tensors and plain values only."""
+    return any(
+        word.arg == "weights_only" and isinstance(word.value, ast.Constant) and word.value.value
+        for word in call.keywords
+    )
+
+
+def is_unsafe_call(call: ast.Call) -> bool:
+    match call.func:
+        case ast.Name(id=name):
+            return name in UNSAFE_CALLS
+        case ast.Attribute(value=ast.Name(id=owner), attr=attr):
+            return (owner, attr) in UNSAFE_METHODS
+    return False
+
+
+def unsafe_uses(tree: ast.AST) -> Iterator[ast.AST]:
+    """What in a file loads pickles or runs text."""
+    for node in ast.walk(tree):
+        is_import = UNSAFE_MODULES.intersection(imported(node))
+        if is_import or (isinstance(node, ast.Call) and is_unsafe_call(node)):
+            yield node
+
+
+def found(
+    paths: list[Path], rule: Callable[[ast.Module], Iterable[ast.AST]]
+) -> list[tuple[str, int]]:
+    """(file, line) of each node that a rule objects to."""
+    return [
+        (str(path.relative_to(ROOT)), getattr(node, "lineno", 0))
+        for path in paths
+        for node in rule(ast.parse(path.read_text()))
+    ]
+
+
+def of_type(kind: type[ast.AST]) -> Callable[[ast.Module], list[ast.AST]]:
+    return lambda tree: [node for node in ast.walk(tree) if isinstance(node, kind)]
+
+
+SHIPPED_FILES = list(sources(*SHIPPED))
+TOOL_FILES = list(sources(*TOOLS))
+
+
+def test_the_walk_finds_unsafe_uses() -> None:
+    """The rules below would be worth nothing if they saw nothing."""
+    guilty = "import pickle\nfrom marshal import loads\neval('1')\ntorch.load('x')\nmodel.eval()\n"
+    assert [node.lineno for node in unsafe_uses(ast.parse(guilty))] == [1, 2, 3, 4]  # type: ignore[attr-defined]
+
+
+def test_there_are_sources_to_walk() -> None:
+    folders = {path.relative_to(ROOT).parts[0] for path in SHIPPED_FILES}
+    assert folders == {folder.partition("/")[0] for folder in SHIPPED}
+
+
+def test_no_pickle_and_no_eval_in_what_is_shipped() -> None:
+    assert found(SHIPPED_FILES, unsafe_uses) == []
+
+
+def test_tools_load_tensors_only() -> None:
+    def rule(tree: ast.Module) -> Iterator[ast.AST]:
+        for node in unsafe_uses(tree):
+            if not (isinstance(node, ast.Call) and is_restricted(node)):
+                yield node
+
+    assert found(TOOL_FILES, rule) == []
+
+
+def test_no_assert_outside_tests() -> None:
+    """Asserts vanish under -O, so that nothing may depend on them."""
+    assert found(SHIPPED_FILES, of_type(ast.Assert)) == []
+
+
+def test_no_global_statement() -> None:
+    assert found(SHIPPED_FILES, of_type(ast.Global)) == []
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = found(
+        SHIPPED_FILES + TOOL_FILES, lambda tree: [] if ast.get_docstring(tree) else [tree]
+    )
+    assert silent == []
+
+
+def test_the_folder_kernels_is_no_package() -> None:
+    """A top-level package `kernels` would shadow Hugging Face's, which transformers imports."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()

@@ -1,0 +1,181 @@
+"""What is asked for is what is sent; what cannot be sent is refused, by the name of its field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.client import ChatMessage, SamplingOptions, SamplingParams, results
+from baton.client.requests import (
+    detokenize_request,
+    generate_request,
+    prompt_message,
+    sampling_message,
+    tokenize_request,
+)
+from baton.client.settings import Attempts, Settings, checked_metadata
+from baton.errors import BatonError, InvalidRequest, Overloaded, WorkerLost
+from baton.v1 import inference_pb2, sampling_pb2
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+IDS = st.lists(st.integers(0, 2**32 - 1), max_size=20)
+
+
+def plain_request(**changes: Any) -> inference_pb2.GenerateRequest:
+    arguments = {"model": "", "priority": 0, "cache_salt": ""} | changes
+    return generate_request("text", SamplingParams(), **arguments)
+
+
+@given(TEXT)
+def test_text_is_sent_as_text(text: str) -> None:
+    assert prompt_message(text) == inference_pb2.Prompt(text=text)
+
+
+@given(IDS, st.sampled_from([list, tuple]))
+def test_integers_are_sent_as_token_ids(ids: list[int], kind: type[Any]) -> None:
+    assert list(prompt_message(kind(ids)).token_ids.ids) == ids
+
+
+@given(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4))
+def test_messages_are_sent_as_a_conversation(messages: list[tuple[str, str]]) -> None:
+    as_objects = prompt_message([ChatMessage(*m) for m in messages])
+    as_mappings = prompt_message([{"role": role, "content": content} for role, content in messages])
+    assert as_objects == as_mappings
+    assert [(m.role, m.content) for m in as_objects.chat.messages] == messages
+
+
+def test_an_unset_parameter_is_not_sent() -> None:
+    assert sampling_message(SamplingParams()) == sampling_pb2.SamplingParams()
+
+
+def test_every_parameter_is_sent_and_has_its_option() -> None:
+    names = [field.name for field in fields(SamplingParams)]
+    assert names == [field.name for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields]
+    assert get_type_hints(SamplingOptions) == get_type_hints(SamplingParams)
+    values: Mapping[str, Any] = {"logit_bias": {3: 0.5}, "stop": ["a"], "stop_token_ids": [4]}
+    for name in names:
+        sent = sampling_message(SamplingParams(**{name: values.get(name, 1)}))
+        assert [field.name for field, _ in sent.ListFields()] == [name]
+
+
+def test_one_stop_string_is_not_taken_apart() -> None:
+    assert list(sampling_message(SamplingParams(stop="end")).stop) == ["end"]
+
+
+def test_results_have_the_fields_of_the_contract() -> None:
+    for kind, message in (
+        (results.Usage, inference_pb2.Usage),
+        (results.Timing, inference_pb2.RequestTiming),
+        (results.WorkerStatus, inference_pb2.WorkerStatus),
+        (results.Model, inference_pb2.Model),
+    ):
+        assert [f.name for f in fields(kind)] == [f.name for f in message.DESCRIPTOR.fields]
+
+
+SURROGATES: Mapping[str, Callable[[str], Any]] = {
+    "prompt.text": prompt_message,
+    "prompt.chat.messages[1].role": lambda s: prompt_message(
+        [ChatMessage("a", "b"), ChatMessage(s, "b")]
+    ),
+    "prompt.chat.messages[0].content": lambda s: prompt_message([{"role": "a", "content": s}]),
+    "sampling.stop[1]": lambda s: sampling_message(SamplingParams(stop=["x", s])),
+    "sampling.stop[0]": lambda s: sampling_message(SamplingParams(stop=s)),
+    "model": lambda s: tokenize_request("text", model=s),
+    "cache_salt": lambda s: plain_request(cache_salt=s),
+}
+
+
+@pytest.mark.parametrize("field", SURROGATES)
+@given(before=TEXT, surrogate=st.characters(categories=["Cs"]), after=TEXT)
+def test_a_lone_surrogate_is_refused_with_field_position_and_fix(
+    field: str, before: str, surrogate: str, after: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SURROGATES[field](before + surrogate + after)
+    (violation,) = caught.value.violations
+    assert violation.field == field
+    assert f"U+{ord(surrogate):04X} at position {len(before)};" in violation.description
+    assert "replace" in violation.description
+    str(caught.value).encode()
+
+
+REFUSED: tuple[tuple[str, Callable[[], Any]], ...] = (
+    ("prompt", lambda: prompt_message(b"bytes")),  # type: ignore[arg-type]
+    ("prompt", lambda: prompt_message(3)),  # type: ignore[arg-type]
+    ("prompt", lambda: prompt_message({"role": "a", "content": "b"})),  # type: ignore[arg-type]
+    ("prompt.token_ids.ids[1]", lambda: prompt_message([0, -1])),
+    ("prompt.token_ids.ids[0]", lambda: prompt_message([2**32])),
+    ("prompt.token_ids.ids[0]", lambda: prompt_message([0.5])),  # type: ignore[list-item]
+    ("prompt.token_ids.ids[0]", lambda: prompt_message(["a"])),  # type: ignore[list-item]
+    ("prompt.chat.messages[0]", lambda: prompt_message([{"role": "a"}])),
+    ("prompt.chat.messages[1]", lambda: prompt_message([ChatMessage("a", "b"), 3])),  # type: ignore[list-item]
+    ("prompt.chat.messages[0].content", lambda: prompt_message([ChatMessage("a", 3)])),  # type: ignore[arg-type]
+    ("token_ids[0]", lambda: detokenize_request([-1], model="", skip_special_tokens=False)),
+    ("sampling.n", lambda: sampling_message(SamplingParams(n=-1))),
+    ("sampling.top_k", lambda: sampling_message(SamplingParams(top_k=-1))),
+    ("sampling.seed", lambda: sampling_message(SamplingParams(seed=2**64))),
+    ("sampling.max_tokens", lambda: sampling_message(SamplingParams(max_tokens=1.5))),  # type: ignore[arg-type]
+    ("sampling.temperature", lambda: sampling_message(SamplingParams(temperature="hot"))),  # type: ignore[arg-type]
+    ("sampling.stop[0]", lambda: sampling_message(SamplingParams(stop=[3]))),  # type: ignore[list-item]
+    ("sampling.stop_token_ids[0]", lambda: sampling_message(SamplingParams(stop_token_ids=[-3]))),
+    ("sampling.logit_bias[-1]", lambda: sampling_message(SamplingParams(logit_bias={-1: 1.0}))),
+    ("priority", lambda: plain_request(priority=2**31)),
+    ("timeout_s", lambda: Settings.of("a:1", 0, (), 0)),
+    ("timeout_s", lambda: Settings.of("a:1", float("inf"), (), 0)),
+    ("timeout_s", lambda: Settings.of("a:1", float("nan"), (), 0)),
+    ("max_retries", lambda: Settings.of("a:1", 1, (), -1)),
+    ("metadata['Key']", lambda: checked_metadata({"Key": "a"})),
+    ("metadata['grpc-x']", lambda: checked_metadata({"grpc-x": "a"})),
+    ("metadata['a-bin']", lambda: checked_metadata({"a-bin": "a"})),
+    ("metadata['key']", lambda: checked_metadata([("key", "\ud800")])),
+    ("metadata['key']", lambda: checked_metadata([("key", "new\nline")])),
+    ("metadata", lambda: checked_metadata({"key": "v" * 9000})),
+    ("metadata", lambda: checked_metadata([("key", "v")] * 300)),
+)
+
+
+@pytest.mark.parametrize(
+    ("field", "act"), REFUSED, ids=[f"{i}-{field}" for i, (field, _) in enumerate(REFUSED)]
+)
+def test_what_cannot_be_sent_is_refused(field: str, act: Callable[[], Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        act()
+    assert [violation.field for violation in caught.value.violations] == [field]
+
+
+def test_not_a_number_is_sent_for_the_server_to_refuse() -> None:
+    sent = sampling_message(SamplingParams(temperature=float("nan"), top_p=float("inf")))
+    assert sent.temperature != sent.temperature
+    assert sent.top_p == float("inf")
+
+
+@given(
+    st.integers(0, 3),
+    st.lists(st.floats(0, 4), max_size=6),
+    st.floats(0, 10),
+)
+def test_retries_are_counted_and_end_before_the_deadline(
+    max_retries: int, delays_s: list[float], timeout_s: float
+) -> None:
+    attempts, now_s, num_retries = Attempts(max_retries, timeout_s), 0.0, 0
+    for asked_s in delays_s:
+        delay_s = attempts.delay_s(Overloaded("full", retry_after_s=asked_s), now_s)
+        if delay_s is None:
+            assert num_retries == max_retries or now_s + asked_s >= timeout_s
+            continue
+        assert delay_s == asked_s
+        num_retries += 1
+        now_s += delay_s
+        assert attempts.remaining_s(now_s) > 0
+    assert num_retries <= max_retries
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("x"), BatonError("x")])
+def test_only_what_may_succeed_later_is_retried(error: BatonError) -> None:
+    assert Attempts(3, 100.0).delay_s(error, 0.0) is None
+    assert Attempts(3, 100.0).delay_s(WorkerLost("x", retry_after_s=0.5), 0.0) == 0.5

@@ -1,0 +1,133 @@
+"""Rigs of one sender and one receiver, over any transport, in one process."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from baton.engine.array_kv_pool import ArrayKvPool
+from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
+from kv_transfer.running_receiver import RunningReceiver, open_receiver
+from kv_transfer.sender import SendDone, Sender
+from kv_transfer.ticket import OfferedTicket, TicketEvent
+from kv_transfer.transport.connector import make_connector
+from kv_transfer.transport.loopback import LoopbackHub
+
+#: A wait that ends only when something is broken.
+PATIENCE_S = 30.0
+
+
+def layout_of(block_size: int, **changes: object) -> KvLayout:
+    fields: dict[str, object] = {
+        "fingerprint": "m",
+        "num_layers": 3,
+        "num_kv_heads": 2,
+        "head_dim": 4,
+        "dtype": "int64",
+        "block_size": block_size,
+    }
+    return KvLayout(**(fields | changes))  # type: ignore[arg-type]
+
+
+@dataclass
+class Rig:
+    """A receiver `d0` and a sender `p0`; both ends' events arrive in queues."""
+
+    source: ArrayKvPool
+    target: ArrayKvPool
+    running: RunningReceiver
+    sender: Sender
+    events: queue.SimpleQueue[TicketEvent]
+    dones: queue.SimpleQueue[SendDone]
+    hub: LoopbackHub
+    num_requests: Iterator[int] = field(default_factory=itertools.count)
+
+    def offer(
+        self, block_ids: tuple[int, ...], num_cached_tokens: int, num_tokens: int
+    ) -> OfferedTicket:
+        spec = SequenceSpec(f"r{next(self.num_requests)}", tuple(range(num_tokens)), Sampling())
+        return self.running.tickets.offer(spec, block_ids, num_cached_tokens, num_tokens)
+
+    def event(self) -> TicketEvent:
+        return self.events.get(timeout=PATIENCE_S)
+
+    def done(self) -> SendDone:
+        return self.dones.get(timeout=PATIENCE_S)
+
+    def send_all(self, key: str, block_ids: tuple[int, ...], num_tokens: int) -> None:
+        self.sender.send(key, block_ids, 0, num_tokens, 0, self.source.layout.num_layers)
+        self.sender.commit(key, num_tokens, Sample(7), time.monotonic())
+
+    def token(self, pool: ArrayKvPool, block_ids: tuple[int, ...], token: int) -> np.ndarray:
+        size = pool.layout.block_size
+        return pool.data[block_ids[token // size], :, :, :, token % size]
+
+    def close(self) -> None:
+        self.sender.close()
+        self.running.close()
+
+
+MakeRig = Callable[..., Rig]
+
+
+@pytest.fixture
+def make_rig() -> Iterator[MakeRig]:
+    """make_rig(transport, source_block_size=4, target_block_size=3, ...); all is closed at the end."""
+    rigs: list[Rig] = []
+
+    def make(
+        transport: str,
+        *,
+        source_layout: KvLayout | None = None,
+        target_layout: KvLayout | None = None,
+        sender_chunk_bytes: int = 400,
+        receiver_chunk_bytes: int = 512,
+        num_credits: int = 2,
+        clock: Callable[[], float] = time.monotonic,
+        ack_timeout_s: float = PATIENCE_S,
+        connect_timeout_s: float = PATIENCE_S,
+        idle_timeout_s: float = 60.0,
+    ) -> Rig:
+        source = ArrayKvPool(source_layout or layout_of(4), 16)
+        target = ArrayKvPool(target_layout or layout_of(3), 16)
+        rng = np.random.default_rng(0)
+        source.data[...] = rng.integers(1, 1 << 50, source.data.shape)
+        hub = LoopbackHub()
+        events: queue.SimpleQueue[TicketEvent] = queue.SimpleQueue()
+        dones: queue.SimpleQueue[SendDone] = queue.SimpleQueue()
+        running = open_receiver(
+            WorkerIdentity("d0", 7),
+            target,
+            events.put,
+            clock,
+            transports=(transport,),
+            hub=hub,
+            num_credits=num_credits,
+            max_chunk_bytes=receiver_chunk_bytes,
+        )
+        sender = Sender(
+            WorkerIdentity("p0", 3),
+            source.layout,
+            source,
+            make_connector(transport, hub),
+            dones.put,
+            clock,
+            connect_timeout_s,
+            ack_timeout_s,
+            idle_timeout_s,
+            sender_chunk_bytes,
+            is_inline=transport == "loopback",
+        )
+        rig = Rig(source, target, running, sender, events, dones, hub)
+        rigs.append(rig)
+        return rig
+
+    yield make
+    for rig in rigs:
+        rig.close()

@@ -1,0 +1,61 @@
+"""A stand-in for each tier: listens on a port, and does what its model's name says. Run as `fake_service.py ROLE ...`.
+
+The model is a folder. The fake appends what happens to it to FOLDER/journal, and looks there for a file FOLDER/NAME that
+says how to misbehave: "refuse", "crash", "hang" (at the start), or "deaf" (to signals).
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+from baton.config import DecodeOptions, GatewayOptions, Options, PrefillOptions
+from baton.errors import ModelError
+from baton.service import OnReady, ReadyReport, main
+
+
+def _note(folder: Path, text: str) -> None:
+    with (folder / "journal").open("a") as journal:
+        journal.write(text + "\n")
+
+
+def _name(options: Options) -> str:
+    return getattr(options, "worker_id", None) or "gateway"
+
+
+async def serve(
+    options: PrefillOptions | DecodeOptions | GatewayOptions, stop: asyncio.Event, on_ready: OnReady
+) -> None:
+    """Pretend to serve."""
+    folder, name = Path(options.model), _name(options)
+    fault = folder / name
+    how = fault.read_text() if fault.exists() else ""
+    sys.stdout.write(f"{name} was here\n")
+    sys.stdout.flush()
+    if how == "refuse":
+        raise ModelError("no such weights")
+    if how == "crash":
+        sys.stderr.write("the last words\n")
+        os._exit(3)
+    if how == "hang":
+        await stop.wait()
+        return
+    if how == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    server = await asyncio.start_server(lambda _r, w: w.close(), options.host, options.port)
+    host, port = server.sockets[0].getsockname()[:2]
+    _note(folder, f"{name} started {os.getpid()}")
+    on_ready(ReadyReport(f"{host}:{port}", {"load": 0.25}))
+    await stop.wait()
+    if how == "deaf":
+        await asyncio.Event().wait()
+    server.close()
+    await server.wait_closed()
+    _note(folder, f"{name} stopped")
+
+
+if __name__ == "__main__":
+    role = sys.argv[1]
+    classes = {"prefill": PrefillOptions, "decode": DecodeOptions, "gateway": GatewayOptions}
+    main(classes[role], serve, role, sys.argv[2:])

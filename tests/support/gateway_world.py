@@ -1,0 +1,145 @@
+"""A gateway without gRPC over fake workers, and clients of it: what the tests of relay and dispatcher share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from baton.types import Sampling, SequenceSpec, Tier
+from baton.v1 import inference_pb2
+from gateway.dispatcher import Dispatcher
+from gateway.fleet import Fleet
+from gateway.relay import Relay, RelayContext
+from gateway.request import TextOptions, ValidatedRequest
+from tests.support.fake_workers import FakeDecode, FakePrefill, make_info, text_of
+
+Chunk = inference_pb2.GenerateResponse
+
+
+def make_spec(
+    request_id: str, prompt: Sequence[int] = (1, 2, 3, 4, 5), *, arrival_ns: int = 0, **sampling: Any
+) -> SequenceSpec:
+    return SequenceSpec(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        sampling=Sampling(**{"max_tokens": 8, **sampling}),
+        arrival_ns=arrival_ns,
+    )
+
+
+@dataclass
+class Client:
+    """Collects the chunks of one request. `read_s`: how long it takes to read one."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    read_s: float = 0.0
+    on_chunk: Callable[[Chunk], None] | None = None
+
+    async def write(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        self.times_s.append(asyncio.get_running_loop().time())
+        if self.on_chunk:
+            self.on_chunk(chunk)
+        if self.read_s:
+            await asyncio.sleep(self.read_s)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens; checks that the chunks' indices are without gap or overlap."""
+        token_ids: list[int] = []
+        for chunk in self.chunks:
+            assert chunk.token_index == len(token_ids)
+            token_ids.extend(chunk.token_ids)
+        return token_ids
+
+    @property
+    def text(self) -> str:
+        return "".join(chunk.text for chunk in self.chunks)
+
+    @property
+    def last(self) -> Chunk:
+        """The last chunk; checks that no other has a finish reason."""
+        assert [c.finish_reason for c in self.chunks[:-1]] == [0] * (len(self.chunks) - 1)
+        return self.chunks[-1]
+
+
+@dataclass
+class World:
+    """The running gateway."""
+
+    fleet: Fleet
+    dispatcher: Dispatcher
+    decodes: list[FakeDecode]
+    prefills: list[FakePrefill]
+    context: RelayContext
+
+    async def generate(
+        self,
+        spec: SequenceSpec,
+        client: Client | None = None,
+        *,
+        timeout_s: float = 600.0,
+        text: TextOptions | None = None,
+    ) -> Client:
+        client = client or Client()
+        now_s = asyncio.get_running_loop().time()
+        request = ValidatedRequest(spec, text or TextOptions(), arrival_s=now_s)
+        await Relay(self.context, request, client.write, now_s + timeout_s).run()
+        return client
+
+    async def settle(self) -> None:
+        """Let whatever is under way come to its end."""
+        await asyncio.sleep(1.0)
+
+    def check_empty(self) -> None:
+        """Nothing is left of any request, anywhere."""
+        assert self.dispatcher.num_waiting == 0
+        for decode in self.decodes:
+            assert decode.num_sequences == 0
+            assert decode.num_free_blocks == decode.info.num_blocks
+        for prefill in self.prefills:
+            assert prefill.num_in_flight == 0
+        for worker in self.fleet.workers.values():
+            assert worker.num_in_flight == 0
+            assert worker.outstanding_tokens == 0
+            assert worker.num_unreported_blocks == 0
+
+
+@contextlib.asynccontextmanager
+async def gateway_world(
+    *,
+    num_prefills: int = 1,
+    num_decodes: int = 1,
+    max_queue_size: int = 1000,
+    client_stall_timeout_s: float = 30.0,
+    **decode_options: Any,
+) -> AsyncIterator[World]:
+    """A gateway over fresh fake workers. At its end no task of the gateway is left."""
+    prefill_addresses = [f"p{i}:1" for i in range(num_prefills)]
+    decode_addresses = [f"d{i}:1" for i in range(num_decodes)]
+    fleet = Fleet(prefill_addresses, decode_addresses)
+    dispatcher = Dispatcher(fleet, max_queue_size=max_queue_size, key=b"k" * 16)
+    decodes = [
+        FakeDecode(fleet, address, make_info(address, Tier.DECODE, **decode_options))
+        for address in decode_addresses
+    ]
+    prefills = [
+        FakePrefill(fleet, address, make_info(address, Tier.PREFILL), decodes)
+        for address in prefill_addresses
+    ]
+    context = RelayContext(fleet, dispatcher, text_of, client_stall_timeout_s)
+    running = asyncio.create_task(dispatcher.run())
+    try:
+        await asyncio.sleep(0.1)
+        yield World(fleet, dispatcher, decodes, prefills, context)
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
+
+
+def with_output(spec: SequenceSpec, token_ids: Sequence[int]) -> SequenceSpec:
+    return replace(spec, output_token_ids=tuple(token_ids))

@@ -1,0 +1,123 @@
+"""Random small checkpoints, as Hugging Face would save them, for tests. Nothing here was trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+
+_CLASSES: dict[Family, tuple[str, str]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+}
+
+#: The tokenizer's ids: 256 bytes, then these.
+END_OF_TEXT, IM_START, IM_END = 256, 257, 258
+NUM_TOKENIZER_IDS = 259
+
+_SPECIAL = {"<|endoftext|>": END_OF_TEXT, "<|im_start|>": IM_START, "<|im_end|>": IM_END}
+
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": NUM_TOKENIZER_IDS,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "sliding_window": None,
+    "bos_token_id": None,
+    "eos_token_id": END_OF_TEXT,
+    "pad_token_id": None,
+}
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tiny_model(
+    path: Path,
+    family: Family = "llama",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "1GB",
+    **overrides: Any,
+) -> Path:
+    """Write a random model of `family` with config.json, safetensors, tokenizer.json and chat template into `path`.
+
+    `overrides` are fields of the family's transformers config. Every tensor is random, norms and biases too, and wide
+    enough that greedy outputs vary. The tokenizer maps each byte to its own id; it is left out where vocab_size
+    is too small for it.
+    """
+    config_class, model_class = (getattr(transformers, name) for name in _CLASSES[family])
+    settings = {**_DEFAULTS, **overrides}
+    if family in ("llama", "qwen2"):
+        # These two derive or ignore the field in question; an explicit null would not be theirs.
+        settings = {k: v for k, v in settings.items() if not (k == "sliding_window" and v is None)}
+    if family == "qwen2" and "head_dim" not in overrides:
+        del settings["head_dim"]
+    model = model_class(config_class(**settings)).to(dtype)
+    _randomize(model, seed)
+    path.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    if settings["vocab_size"] >= NUM_TOKENIZER_IDS:
+        write_byte_tokenizer(path)
+    return path
+
+
+def write_byte_tokenizer(path: Path) -> None:
+    """A tokenizer with one id per byte, in byte order, and three special tokens."""
+    alphabet = _byte_alphabet()
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": "<|endoftext|>",
+                "clean_up_tokenization_spaces": False,
+                "chat_template": CHAT_TEMPLATE,
+            }
+        )
+    )
+    (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+
+
+def _byte_alphabet() -> list[str]:
+    """The printable stand-in for each byte that byte-level tokenizers use, in byte order."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
+
+
+def _randomize(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                parameter.copy_(1 + 0.2 * noise)
+            elif name.endswith("bias"):
+                parameter.copy_(0.3 * noise)
+            elif "embed" in name or "lm_head" in name:
+                parameter.copy_(noise * 0.5)
+            else:
+                parameter.copy_(noise * 2.0 / parameter.shape[-1] ** 0.5)
