@@ -157,7 +157,12 @@ class DecodeCore:
         if len(self._sequences) >= self._limits.max_num_seqs:
             return Deferred(f"{self._limits.max_num_seqs} sequences are here already")
         spec = command.spec
-        lease = self._pool.lease(spec.tenant, spec.token_ids, spec.num_tokens + 1)
+        lease = self._pool.lease(
+            spec.tenant,
+            spec.token_ids,
+            spec.num_tokens + 1,
+            shares_prefixes=self._engine.spec.shares_prefixes(len(spec.prompt_token_ids)),
+        )
         if lease is None:
             return Deferred("no room for the prompt's blocks")
         if self._pool.counts().available < len(self._sequences):

@@ -73,4 +73,5 @@ class DecodeSequence:
             start=start,
             block_table=self.lease.block_ids,
             rows=(row,) if is_whole else (),
+            num_prompt_tokens=len(self.spec.prompt_token_ids),
         )

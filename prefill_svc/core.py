@@ -209,7 +209,12 @@ class PrefillCore:
         num_computing = sum(job.stage is Stage.COMPUTING for job in self._jobs.values())
         for job in waiting[: self._limits.max_num_seqs - num_computing]:
             spec = job.spec
-            lease = self._pool.lease(spec.tenant, spec.token_ids, spec.num_tokens)
+            lease = self._pool.lease(
+                spec.tenant,
+                spec.token_ids,
+                spec.num_tokens,
+                shares_prefixes=self._engine.spec.shares_prefixes(len(spec.prompt_token_ids)),
+            )
             if lease is None:
                 return
             job.lease = lease

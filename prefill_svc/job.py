@@ -72,4 +72,5 @@ class PrefillJob:
             start=start,
             block_table=self.block_ids,
             rows=(row,) if is_last else (),
+            num_prompt_tokens=len(self.spec.prompt_token_ids),
         )

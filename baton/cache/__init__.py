@@ -1,0 +1,1 @@
+"""Who owns which KV block, and which blocks hold which prefix."""

@@ -50,13 +50,20 @@ class BlockPool:
         """Leading tokens of a sequence that a lease of it would find computed; the last token never counts."""
         return len(self._match(tenant, token_ids)) * self.block_size
 
-    def lease(self, tenant: bytes, token_ids: Sequence[int], num_tokens: int) -> BlockLease | None:
+    def lease(
+        self,
+        tenant: bytes,
+        token_ids: Sequence[int],
+        num_tokens: int,
+        *,
+        shares_prefixes: bool = True,
+    ) -> BlockLease | None:
         """Blocks for `num_tokens` tokens that begin with `token_ids`; None if there is no room now.
 
         Blocks that hold a known prefix are shared. At least the last of `token_ids` is left to compute, because its
-        logits are needed.
+        logits are needed. shares_prefixes: False for KV that means nothing outside its own sequence.
         """
-        shared = self._match(tenant, token_ids)
+        shared = self._match(tenant, token_ids) if shares_prefixes else []
         num_fresh = self.num_blocks_for(num_tokens) - len(shared)
         num_revived = sum(1 for block in shared if self._references[block.block_id] == 0)
         if num_fresh + num_revived > self.counts().available:
@@ -66,7 +73,13 @@ class BlockPool:
         block_ids = [block.block_id for block in shared]
         block_ids.extend(self._take() for _ in range(num_fresh))
         key = shared[-1].key if shared else self._index.root(tenant)
-        lease = BlockLease(self, block_ids, num_indexed=len(shared), last_key=key)
+        lease = BlockLease(
+            self,
+            block_ids,
+            num_indexed=len(shared),
+            last_key=key,
+            shares_prefixes=shares_prefixes and self._indexes_prefixes,
+        )
         self._leases[id(lease)] = lease
         return lease
 
@@ -125,15 +138,22 @@ class BlockPool:
 class BlockLease:
     """Ownership of the blocks of one sequence, in the order of its block table. Given back exactly once."""
 
-    __slots__ = ("_block_ids", "_is_live", "_last_key", "_num_indexed", "_pool")
+    __slots__ = ("_block_ids", "_is_live", "_last_key", "_num_indexed", "_pool", "_shares_prefixes")
 
     def __init__(
-        self, pool: BlockPool, block_ids: list[int], *, num_indexed: int, last_key: bytes
+        self,
+        pool: BlockPool,
+        block_ids: list[int],
+        *,
+        num_indexed: int,
+        last_key: bytes,
+        shares_prefixes: bool,
     ) -> None:
         self._pool = pool
         self._block_ids = block_ids
         self._num_indexed = num_indexed
         self._last_key = last_key
+        self._shares_prefixes = shares_prefixes
         self._is_live = True
 
     @property
@@ -171,7 +191,7 @@ class BlockLease:
         """Let others find the full blocks among the first `num_computed` tokens, whose KV must be complete."""
         self._check()
         pool, size = self._pool, self._pool.block_size
-        if not pool._indexes_prefixes:
+        if not self._shares_prefixes:
             return
         while (self._num_indexed + 1) * size <= num_computed:
             start = self._num_indexed * size

@@ -1,0 +1,75 @@
+"""The SDK: `Client` for threads and `AsyncClient` for asyncio, with the same methods and the same typed errors.
+
+with Client("127.0.0.1:50051") as client, client.stream("def main():", max_tokens=64) as stream:
+    for chunk in stream:
+        print(chunk.text, end="")
+"""
+
+from baton.client.async_client import AsyncClient, AsyncCompletionStream
+from baton.client.params import SamplingOptions, SamplingParams
+from baton.client.requests import PromptLike
+from baton.client.results import (
+    ChatMessage,
+    Choice,
+    Chunk,
+    Completion,
+    Model,
+    Timing,
+    Tokenization,
+    Usage,
+    WorkerStatus,
+)
+from baton.client.settings import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S
+from baton.client.sync_client import Client, CompletionStream
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    ClientStalled,
+    DeadlineExceeded,
+    EngineFault,
+    FieldViolation,
+    HandoffFailed,
+    InvalidRequest,
+    ModelNotFound,
+    NoWorkers,
+    Overloaded,
+    RetriableError,
+    WorkerLost,
+)
+from baton.types import FinishReason, TokenLogprobs
+
+__all__ = [
+    "DEFAULT_ADDRESS",
+    "DEFAULT_TIMEOUT_S",
+    "AsyncClient",
+    "AsyncCompletionStream",
+    "BatonError",
+    "Cancelled",
+    "ChatMessage",
+    "Choice",
+    "Chunk",
+    "Client",
+    "ClientStalled",
+    "Completion",
+    "CompletionStream",
+    "DeadlineExceeded",
+    "EngineFault",
+    "FieldViolation",
+    "FinishReason",
+    "HandoffFailed",
+    "InvalidRequest",
+    "Model",
+    "ModelNotFound",
+    "NoWorkers",
+    "Overloaded",
+    "PromptLike",
+    "RetriableError",
+    "SamplingOptions",
+    "SamplingParams",
+    "Timing",
+    "TokenLogprobs",
+    "Tokenization",
+    "Usage",
+    "WorkerLost",
+    "WorkerStatus",
+]

@@ -42,12 +42,14 @@ class SequenceSlice:
 
     KV of positions below `start` is in the blocks of `block_table`; that of the new tokens is written there.
     len(block_table) * block_size >= start + len(token_ids).
+    num_prompt_tokens: length of the sequence's prompt; only engines whose spec has a `shared_prompt_limit` read it.
     """
 
     token_ids: Sequence[int]
     start: int
     block_table: Sequence[int]
     rows: tuple[SampleRow, ...] = ()
+    num_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +65,22 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine is: constant after loading."""
+    """What an engine is: constant after loading.
+
+    shared_prompt_limit: if set, KV of a prompt with more tokens than this depends on the prompt's length (dynamic RoPE
+    scaling): such a prompt must neither take blocks from a prefix cache nor leave any there.
+    """
 
     model: str
     layout: KvLayout
     num_blocks: int
     vocab_size: int
     max_model_len: int
+    shared_prompt_limit: int | None = None
+
+    def shares_prefixes(self, num_prompt_tokens: int) -> bool:
+        """Whether KV of such a prompt may be found by, and taken from, other prompts that begin alike."""
+        return self.shared_prompt_limit is None or num_prompt_tokens <= self.shared_prompt_limit
 
 
 class KvPool(Protocol):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from baton_kernels.kv_pack import Slab, kv_pack, kv_unpack
 
 from baton.types import DTYPE_BYTES, KvLayout
+from baton_kernels.kv_pack import Slab, kv_pack, kv_unpack
 
 #: Integers as wide as an element: packing moves bits, and numpy knows no bfloat16.
 _BITS = {4: (torch.int32, np.int32), 2: (torch.int16, np.int16)}
@@ -33,7 +33,7 @@ class TorchKvPool:
             layout.block_size,
             layout.head_dim,
         )
-        # zeros() may map pages that are first touched by a step; fill_ touches them now.
+        # torch.zeros may leave pages to be touched by the first steps that use them; zero_ touches them now.
         self.tensor = torch.empty(shape, dtype=getattr(torch, layout.dtype), device=device).zero_()
         bits, self._array_dtype = _BITS[DTYPE_BYTES[layout.dtype]]
         view = self.tensor.view(bits)
@@ -77,15 +77,10 @@ class TorchKvPool:
         num_layers: int,
         data: memoryview,
     ) -> None:
-        """See KvPool. Raises ValueError if a range or a size is wrong. Slots after the range, up to its block's end, are
-        zeroed: attention may read them, masked, and what an earlier owner left there need not be finite."""
+        """See KvPool. Raises ValueError if a range or a size is wrong."""
         packed = self._packed(block_ids, first_token, num_tokens, first_layer, num_layers, data)
         source: Slab = packed if self._is_host else torch.from_dlpack(packed)
         kv_unpack(self._bits, block_ids, first_token, first_layer, source)
-        index, used = divmod(first_token + num_tokens, self._layout.block_size)
-        if used and num_tokens:
-            layers = slice(first_layer, first_layer + num_layers)
-            self._bits[block_ids[index], layers, :, :, used:] = 0
 
     def _packed(
         self,

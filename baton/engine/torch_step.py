@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from itertools import chain
 
 import torch
-from baton_kernels.kv_write import slot_rows
-from baton_kernels.paged_attention import AttentionSlice, plan_attention
 
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.errors import EngineFault
@@ -15,6 +13,8 @@ from baton.model.config import ModelConfig
 from baton.model.decoder import PackedBatch
 from baton.model.rope import Rope
 from baton.sampling.sampler import names_unknown_token
+from baton_kernels.kv_write import slot_rows
+from baton_kernels.paged_attention import AttentionSlice, plan_attention
 
 
 def fault(reason: str, slices: Sequence[int]) -> EngineFault:
@@ -32,9 +32,7 @@ def check_batch(
         if (text := _wrong(part, block_size, num_blocks, vocab_size, max_model_len))
     ]
     if wrong:
-        raise fault(
-            "; ".join(sorted({text for _, text in wrong})), [index for index, _ in wrong]
-        )
+        raise fault("; ".join(sorted({text for _, text in wrong})), [index for index, _ in wrong])
 
 
 def _wrong(
@@ -65,9 +63,7 @@ def _wrong_row(row: SampleRow, num_tokens: int, vocab_size: int) -> str:
     return ""
 
 
-def pack_batch(
-    batch: Batch, config: ModelConfig, rope: Rope, pool: torch.Tensor
-) -> PackedBatch:
+def pack_batch(batch: Batch, config: ModelConfig, rope: Rope, pool: torch.Tensor) -> PackedBatch:
     """The metadata of one step over `pool`, on its device."""
     device, block_size = pool.device, pool.shape[4]
     token_ids = torch.tensor(list(chain.from_iterable(s.token_ids for s in batch.slices)))
@@ -80,20 +76,7 @@ def pack_batch(
         window: plan_attention(parts, pool, config.num_heads, config.head_dim**-0.5, window)
         for window in set(config.windows)
     }
-    return PackedBatch(
-        token_ids.to(device), cos, sin, slot_rows(slots.to(device), pool), plans
-    )
-
-
-def fresh_blocks(batch: Batch, block_size: int) -> list[int]:
-    """Blocks that the batch begins to fill and does not fill. What an earlier owner left in them need not be finite,
-    and attention multiplies it, masked, by zero: so they are to be cleared."""
-    blocks = []
-    for part in batch.slices:
-        index, used = divmod(part.start + len(part.token_ids), block_size)
-        if used and part.start <= index * block_size:
-            blocks.append(part.block_table[index])
-    return blocks
+    return PackedBatch(token_ids.to(device), cos, sin, slot_rows(slots.to(device), pool), plans)
 
 
 def sample_rows(batch: Batch) -> tuple[list[SampleRow], list[int], list[int]]:

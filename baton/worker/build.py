@@ -37,7 +37,6 @@ def _build_oracle(options: EngineOptions) -> OracleEngine:
             num_blocks=options.num_gpu_blocks_override or _ORACLE_BLOCKS,
             block_size=options.block_size,
             max_model_len=options.max_model_len or 4096,
-            layer_group_size=options.layer_group_size,
             step_s=options.oracle_step_ms / 1000,
             model=options.model_name,
         )
@@ -46,7 +45,11 @@ def _build_oracle(options: EngineOptions) -> OracleEngine:
 
 def _build_torch(options: EngineOptions) -> Engine:
     # Only a process that runs a model pays for importing torch.
+    import torch
+
     from baton.engine.torch_engine import load_engine
+
+    best_device = "cuda" if torch.cuda.is_available() else "cpu"
 
     kv_bytes = options.kv_cache_memory_bytes or default_kv_cache_memory_bytes(
         available_memory_bytes()
@@ -55,14 +58,13 @@ def _build_torch(options: EngineOptions) -> Engine:
         model=options.model,
         revision=options.revision,
         dtype=options.dtype,
-        device=options.device,
+        device=best_device if options.device == "auto" else options.device,
         max_model_len=options.max_model_len,
         block_size=options.block_size,
         kv_cache_memory_bytes=kv_bytes,
         num_blocks=options.num_gpu_blocks_override,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
-        layer_group_size=options.layer_group_size,
         served_model_name=options.served_model_name,
         num_threads=options.num_threads,
     )

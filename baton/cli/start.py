@@ -1,0 +1,56 @@
+"""`baton serve|gateway|prefill|decode`: from a command line to running processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+import typer
+
+from baton.config.command import option_command, to_arguments
+from baton.config.options import (
+    DecodeOptions,
+    GatewayOptions,
+    PrefillOptions,
+    ServeOptions,
+    ServiceOptions,
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands that start something."""
+    app.command("serve")(
+        option_command(
+            ServeOptions, serve, "Start all tiers on this machine and keep them running."
+        )
+    )
+    app.command("gateway")(
+        option_command(GatewayOptions, _becomes("gateway"), "Start the gateway alone.")
+    )
+    app.command("prefill")(
+        option_command(PrefillOptions, _becomes("prefill_svc"), "Start one prefill worker.")
+    )
+    app.command("decode")(
+        option_command(DecodeOptions, _becomes("decode_svc"), "Start one decode worker.")
+    )
+
+
+def serve(options: ServeOptions) -> None:
+    """Run the supervisor until it is told to stop."""
+    from baton.service import run_service
+    from baton.supervisor import print_ready, serve_cluster
+
+    raise SystemExit(run_service(options, serve_cluster, "serve", announce=print_ready))
+
+
+def _becomes(module: str) -> Callable[[ServiceOptions], NoReturn]:
+    """This process becomes `python -m MODULE`: the CLI imports no tier, and signals reach the service itself."""
+
+    def run(options: ServiceOptions) -> NoReturn:
+        sys.stdout.flush()
+        command = [sys.executable, "-P", "-m", module, *to_arguments(options)]
+        os.execv(sys.executable, command)
+
+    return run

@@ -1,0 +1,75 @@
+"""`baton status`: the workers as the gateway sees them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING
+
+import typer
+
+from baton.cli import options
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from baton.client import Model, WorkerStatus
+
+_TIMEOUT_S = 10.0
+
+_COLUMNS = ("worker", "tier", "state", "running", "waiting", "in flight", "blocks used", "cached")
+
+
+def status(
+    address: options.Address = options.DEFAULT_ADDRESS, is_json: options.Json = False
+) -> None:
+    """Show models, workers, load and blocks. Exit status 1 if a model lacks a decode worker that is ready."""
+    from baton.client import Client
+
+    with Client(address, timeout_s=_TIMEOUT_S) as client:
+        models = client.models()
+    if is_json:
+        typer.echo(json.dumps([dataclasses.asdict(model) for model in models]))
+    else:
+        _print_tables(models)
+    if not all(_is_ready(model) for model in models):
+        raise SystemExit(1)
+
+
+def _is_ready(model: Model) -> bool:
+    return any(worker.tier == "decode" and worker.state == "ready" for worker in model.workers)
+
+
+def _print_tables(models: tuple[Model, ...]) -> None:
+    from rich.console import Console
+
+    console = Console()
+    for model in models:
+        console.print(_table(model))
+
+
+def _table(model: Model) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    title = f"{model.name}: {model.max_model_len} tokens, vocabulary {model.vocab_size}"
+    table = Table(title=escape(title), title_justify="left")
+    for name in _COLUMNS:
+        table.add_column(name, justify="right" if name in _COLUMNS[3:] else "left")
+    for worker in model.workers:
+        table.add_row(*(escape(cell) for cell in _row(worker)))
+    return table
+
+
+def _row(worker: WorkerStatus) -> tuple[str, ...]:
+    state = f"{worker.state}: {worker.reason}" if worker.reason else worker.state
+    return (
+        f"{worker.worker_id or '?'} {worker.address}",
+        worker.tier,
+        state,
+        str(worker.num_running),
+        str(worker.num_waiting),
+        str(worker.num_in_flight),
+        f"{worker.num_leased_blocks}/{worker.num_blocks}",
+        str(worker.num_cached_blocks),
+    )

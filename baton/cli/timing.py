@@ -1,0 +1,30 @@
+"""Where a request's time went, for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from baton.client import Timing, Usage
+
+
+def render_timing(timing: Timing, usage: Usage) -> str:
+    """One line per tier, one for the handoff between them, one for the whole."""
+    prefill = timing.prefill_worker or timing.decode_worker or "nobody"
+    decode = timing.decode_worker or "nobody"
+    num_decoded = max(0, usage.completion_tokens - 1)
+    per_token = f", {timing.decode_ms / num_decoded:.1f} ms a token" if num_decoded else ""
+    lines = (
+        f"gateway   tokenize {timing.tokenize_ms:.1f} ms, queue {timing.queue_ms:.1f} ms, "
+        f"reserve {timing.reserve_ms:.1f} ms",
+        f"prefill   {usage.prompt_tokens} tokens ({usage.cached_tokens} cached), "
+        f"queue {timing.prefill_queue_ms:.1f} ms, compute {timing.prefill_ms:.1f} ms, on {prefill}",
+        f"handoff   {timing.transfer_bytes / 1024:.0f} KiB, "
+        f"{timing.transfer_exposed_ms:.1f} ms not hidden by compute",
+        f"decode    {usage.completion_tokens} tokens, {timing.decode_ms:.1f} ms{per_token}, "
+        f"on {decode}",
+        f"total     first token after {timing.time_to_first_token_ms:.1f} ms, "
+        f"last after {timing.total_ms:.1f} ms",
+    )
+    resumes = f"\nresumed   {timing.num_resumes} times" if timing.num_resumes else ""
+    return "\n".join(lines) + resumes

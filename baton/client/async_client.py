@@ -1,0 +1,335 @@
+"""The client for asyncio. Same methods as Client; what both do is in requests, responses and settings."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import cached_property
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+
+from baton.client import requests, responses
+from baton.client.params import SamplingOptions, SamplingParams
+from baton.client.requests import PromptLike
+from baton.client.results import Chunk, Completion, Model, Tokenization
+from baton.client.settings import (
+    DEFAULT_ADDRESS,
+    DEFAULT_TIMEOUT_S,
+    Attempts,
+    MetadataLike,
+    Settings,
+    new_request_id,
+)
+from baton.errors import BatonError, Cancelled
+from baton.rpc.channel import aio_channel
+from baton.v1 import inference_pb2, inference_pb2_grpc
+
+_R = TypeVar("_R")
+
+
+class AsyncCompletionStream:
+    """The pieces of one answer, as they come. An async iterator, and a context manager whose end cancels the request.
+
+    Iterating raises the errors of baton.errors. A stream that is forgotten half-read is cancelled when it is collected,
+    and one whose reading task is cancelled at once.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[float], Any],
+        settings: Settings,
+        closed: asyncio.Event,
+        request_id: str,
+        timeout_s: float,
+    ) -> None:
+        self._start = start
+        self._settings = settings
+        self._client_closed = closed
+        self._attempts = Attempts(settings.max_retries, time.monotonic() + timeout_s)
+        self._reader = responses.StreamReader(request_id)
+        self._is_closed = False
+        self._open(timeout_s)
+
+    @property
+    def request_id(self) -> str:
+        """As the server knows it, once the first piece has come; until then as this client proposed it."""
+        return self._reader.request_id
+
+    async def collect(self) -> Completion:
+        """Read to the end, and put together what this call read. Raises Cancelled if the stream is closed before."""
+        chunks = [chunk async for chunk in self]
+        if not self._reader.has_ended:
+            raise Cancelled("the stream was closed before its end", request_id=self.request_id)
+        return responses.completion_of(self.request_id, chunks)
+
+    async def close(self) -> None:
+        """Cancel the request unless it has ended. Iterating ends then. May be called again, and by any task."""
+        self._end()
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        while not self._is_closed:
+            try:
+                response = await anext(self._responses)
+            except StopAsyncIteration:
+                self._end()
+                self._reader.end()
+            except asyncio.CancelledError:
+                # Of the reading task; or of the call, by some task's `close`, which grpc tells in the same way.
+                self._end()
+                if _is_task_cancelled():
+                    raise
+            except grpc.RpcError as error:
+                if not self._is_closed:
+                    await self._retry(self._settings.error_of(error, self.request_id))
+            else:
+                return self._accept(response)
+        if self._client_closed.is_set() and not self._reader.has_ended:
+            raise Cancelled("the client was closed", request_id=self.request_id)
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def _open(self, timeout_s: float) -> None:
+        call = self._start(timeout_s)
+        self._responses = aiter(call)
+        self._cancel = weakref.finalize(self, call.cancel)
+        # An event loop that is gone at exit has taken its calls with it.
+        self._cancel.atexit = False
+
+    def _end(self) -> None:
+        self._is_closed = True
+        self._cancel()
+
+    def _accept(self, response: inference_pb2.GenerateResponse) -> Chunk:
+        try:
+            return self._reader.accept(response)
+        except BatonError:
+            self._end()
+            raise
+
+    async def _retry(self, error: BatonError) -> None:
+        """Open the stream anew, or raise the error: after the first piece, it is always raised."""
+        is_first = self._reader.num_chunks == 0
+        delay_s = self._attempts.delay_s(error, time.monotonic()) if is_first else None
+        if delay_s is None or await _is_set_within(self._client_closed, delay_s):
+            self._end()
+            raise error
+        if not self._is_closed:
+            self._cancel.detach()
+            self._open(self._attempts.remaining_s(time.monotonic()))
+
+
+class AsyncClient:
+    """A connection to a Baton gateway, for one event loop; an async context manager.
+
+    Every method raises the errors of baton.errors. Arguments as of Client. It connects at its first call, which is to
+    be made in the running loop.
+    """
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        metadata: MetadataLike = (),
+        max_retries: int = 0,
+    ) -> None:
+        self._settings = Settings.of(address, timeout_s, metadata, max_retries)
+        self._closed = asyncio.Event()
+        self._streams: weakref.WeakSet[AsyncCompletionStream] = weakref.WeakSet()
+
+    @property
+    def address(self) -> str:
+        return self._settings.address
+
+    async def generate(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        model: str = "",
+        priority: int = 0,
+        cache_salt: str = "",
+        request_id: str = "",
+        timeout_s: float | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Completion:
+        """The whole answer to a prompt. Arguments as in `stream`."""
+        async with self.stream(
+            prompt,
+            params,
+            model=model,
+            priority=priority,
+            cache_salt=cache_salt,
+            request_id=request_id,
+            timeout_s=timeout_s,
+            **sampling,
+        ) as stream:
+            return await stream.collect()
+
+    def stream(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        model: str = "",
+        priority: int = 0,
+        cache_salt: str = "",
+        request_id: str = "",
+        timeout_s: float | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> AsyncCompletionStream:
+        """The answer to a prompt, piece by piece. The request is sent at once.
+
+        prompt: text, token ids, or chat messages. params, sampling: how tokens are chosen; the latter win.
+        model: empty for the only one served. priority: lower is sooner. cache_salt: who may share cached prefixes.
+        request_id: proposed to the server; drawn if empty. timeout_s: None for the client's.
+        """
+        request = requests.generate_request(
+            prompt,
+            (params or SamplingParams()).with_options(**sampling),
+            model=model,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        request_id = request_id or new_request_id()
+        metadata = self._settings.call_metadata(request_id)
+
+        def start(timeout_s: float) -> Any:
+            self._check_open()
+            return self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
+
+        stream = AsyncCompletionStream(
+            start, self._settings, self._closed, request_id, self._settings.timeout_or(timeout_s)
+        )
+        self._streams.add(stream)
+        return stream
+
+    async def tokenize(
+        self, prompt: PromptLike, *, model: str = "", timeout_s: float | None = None
+    ) -> Tokenization:
+        """The token ids of a prompt, chat messages rendered with the model's template."""
+        request = requests.tokenize_request(prompt, model=model)
+        return responses.tokenization_of(await self._unary(self._stub.Tokenize, request, timeout_s))
+
+    async def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        model: str = "",
+        skip_special_tokens: bool = False,
+        timeout_s: float | None = None,
+    ) -> str:
+        """The text of token ids."""
+        request = requests.detokenize_request(
+            token_ids, model=model, skip_special_tokens=skip_special_tokens
+        )
+        return (await self._unary(self._stub.Detokenize, request, timeout_s)).text
+
+    async def models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
+        """The models served, with their workers."""
+        request = inference_pb2.ListModelsRequest()
+        return responses.models_of(await self._unary(self._stub.ListModels, request, timeout_s))
+
+    async def model(self, name: str = "", *, timeout_s: float | None = None) -> Model:
+        """One model; empty for the only one served."""
+        request = requests.get_model_request(model=name)
+        return responses.model_of(
+            (await self._unary(self._stub.GetModel, request, timeout_s)).model
+        )
+
+    async def health(self, service: str = "", *, timeout_s: float | None = None) -> bool:
+        """Whether the server, or one service of it by its full name, serves now."""
+        request = health_pb2.HealthCheckRequest(service=service)
+        response = await self._unary(self._health.Check, request, timeout_s)
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def close(self) -> None:
+        """Cancel all that runs, and disconnect. May be called again."""
+        self._closed.set()
+        for stream in tuple(self._streams):
+            await stream.close()
+        if "_channel" in vars(self):
+            await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _unary(
+        self, method: Callable[..., Awaitable[_R]], request: Message, timeout_s: float | None
+    ) -> _R:
+        request_id = new_request_id()
+        metadata = self._settings.call_metadata(request_id)
+        attempts = Attempts(
+            self._settings.max_retries, time.monotonic() + self._settings.timeout_or(timeout_s)
+        )
+        while True:
+            self._check_open()
+            try:
+                remaining_s = attempts.remaining_s(time.monotonic())
+                return await method(request, timeout=remaining_s, metadata=metadata)
+            except asyncio.CancelledError:
+                if _is_task_cancelled():
+                    raise
+                raise Cancelled("the client was closed", request_id=request_id) from None
+            except grpc.RpcError as rpc_error:
+                error = self._settings.error_of(rpc_error, request_id)
+                delay_s = attempts.delay_s(error, time.monotonic())
+                if delay_s is None or await _is_set_within(self._closed, delay_s):
+                    raise error from None
+
+    @cached_property
+    def _channel(self) -> grpc.aio.Channel:
+        return aio_channel(self.address)
+
+    @cached_property
+    def _stub(self) -> inference_pb2_grpc.InferenceServiceAsyncStub:
+        return inference_pb2_grpc.InferenceServiceStub(self._channel)
+
+    @cached_property
+    def _health(self) -> Any:
+        return health_pb2_grpc.HealthStub(self._channel)
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise Cancelled("this client is closed; make a new one")
+
+
+def _is_task_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def _is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    return event.is_set()

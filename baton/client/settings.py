@@ -1,0 +1,114 @@
+"""What a client was told once, and the rules for metadata, deadlines and retries that follow from it. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import grpc
+
+from baton.errors import BatonError, FieldViolation, InvalidRequest, RetriableError
+from baton.rpc.status import REQUEST_ID_KEY, from_rpc_error
+
+MetadataLike: TypeAlias = Mapping[str, str] | Iterable[tuple[str, str]]
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+DEFAULT_TIMEOUT_S = 600.0
+MAX_METADATA_BYTES = 8192
+"""Servers may refuse more; each entry counts 32 bytes beside its text, as HTTP/2 counts it."""
+
+_KEY = re.compile(r"[0-9a-z_.-]+")
+_VALUE = re.compile(r"[\x20-\x7e]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A client's address, default timeout, metadata sent with every call, and retries."""
+
+    address: str
+    timeout_s: float
+    metadata: Metadata
+    max_retries: int
+
+    @classmethod
+    def of(
+        cls, address: str, timeout_s: float, metadata: MetadataLike, max_retries: int
+    ) -> Settings:
+        """Raises InvalidRequest for a value that cannot be used."""
+        if max_retries < 0:
+            raise _wrong("max_retries", f"{max_retries}: must be 0 or more")
+        return cls(address, _timeout(timeout_s), checked_metadata(metadata), max_retries)
+
+    def timeout_or(self, timeout_s: float | None) -> float:
+        """A call's own timeout, or the client's. Raises InvalidRequest if it is not a positive number."""
+        return self.timeout_s if timeout_s is None else _timeout(timeout_s)
+
+    def call_metadata(self, request_id: str) -> Metadata:
+        """What a call sends. Raises InvalidRequest for a request id that no header can carry."""
+        return checked_metadata((*self.metadata, (REQUEST_ID_KEY, request_id)))
+
+    def error_of(self, error: grpc.RpcError, request_id: str) -> BatonError:
+        """The typed error of a failed call."""
+        return from_rpc_error(error, address=self.address, request_id=request_id)
+
+
+@dataclass(slots=True)
+class Attempts:
+    """How often a call may still be tried, and until when on the caller's monotonic clock."""
+
+    num_left: int
+    deadline_s: float
+
+    def remaining_s(self, now_s: float) -> float:
+        """Time left for the call; never negative."""
+        return max(0.0, self.deadline_s - now_s)
+
+    def delay_s(self, error: BatonError, now_s: float) -> float | None:
+        """How long to wait before the next attempt, which is then counted; None if there is to be none."""
+        if not isinstance(error, RetriableError) or self.num_left <= 0:
+            return None
+        delay_s = error.retry_after_s or 0.0
+        if now_s + delay_s >= self.deadline_s:
+            return None
+        self.num_left -= 1
+        return delay_s
+
+
+def new_request_id() -> str:
+    """A request id that no one else has."""
+    return uuid.uuid4().hex
+
+
+def checked_metadata(metadata: MetadataLike) -> Metadata:
+    """Raises InvalidRequest naming the entry that gRPC would refuse, or the size if it is too large."""
+    pairs = metadata.items() if isinstance(metadata, Mapping) else metadata
+    entries = tuple((key, value) for key, value in pairs)
+    for key, value in entries:
+        name = f"metadata[{key!a:.80}]"
+        if not _KEY.fullmatch(key) or key.startswith("grpc-") or key.endswith("-bin"):
+            raise _wrong(name, "keys are of a-z, 0-9, '_', '-' and '.', not grpc-* and not *-bin")
+        if not _VALUE.fullmatch(value):
+            raise _wrong(name, f"{value!a:.80}: values are printable ASCII; encode others")
+    num_bytes = sum(len(key) + len(value) + 32 for key, value in entries)
+    if num_bytes > MAX_METADATA_BYTES:
+        raise _wrong(
+            "metadata",
+            f"{num_bytes} bytes in {len(entries)} entries; "
+            f"at most {MAX_METADATA_BYTES} are sent: send fewer or shorter entries",
+        )
+    return entries
+
+
+def _timeout(timeout_s: float) -> float:
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise _wrong("timeout_s", f"{timeout_s}: must be a positive, finite number of seconds")
+    return float(timeout_s)
+
+
+def _wrong(field: str, description: str) -> InvalidRequest:
+    return InvalidRequest.of(FieldViolation(field, description))

@@ -1,0 +1,288 @@
+"""The client for threads. Same methods as AsyncClient; what both do is in requests, responses and settings."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+
+from baton.client import requests, responses
+from baton.client.params import SamplingOptions, SamplingParams
+from baton.client.requests import PromptLike
+from baton.client.results import Chunk, Completion, Model, Tokenization
+from baton.client.settings import (
+    DEFAULT_ADDRESS,
+    DEFAULT_TIMEOUT_S,
+    Attempts,
+    MetadataLike,
+    Settings,
+    new_request_id,
+)
+from baton.errors import BatonError, Cancelled
+from baton.rpc.channel import sync_channel
+from baton.v1 import inference_pb2, inference_pb2_grpc
+
+_R = TypeVar("_R")
+
+
+class CompletionStream:
+    """The pieces of one answer, as they come. An iterator, and a context manager whose end cancels the request.
+
+    Iterating raises the errors of baton.errors. A stream that is forgotten half-read is cancelled when it is collected.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[float], Any],
+        settings: Settings,
+        closed: threading.Event,
+        request_id: str,
+        timeout_s: float,
+    ) -> None:
+        self._start = start
+        self._settings = settings
+        self._client_closed = closed
+        self._attempts = Attempts(settings.max_retries, time.monotonic() + timeout_s)
+        self._reader = responses.StreamReader(request_id)
+        self._is_closed = False
+        self._open(timeout_s)
+
+    @property
+    def request_id(self) -> str:
+        """As the server knows it, once the first piece has come; until then as this client proposed it."""
+        return self._reader.request_id
+
+    def collect(self) -> Completion:
+        """Read to the end, and put together what this call read. Raises Cancelled if the stream is closed before."""
+        chunks = list(self)
+        if not self._reader.has_ended:
+            raise Cancelled("the stream was closed before its end", request_id=self.request_id)
+        return responses.completion_of(self.request_id, chunks)
+
+    def close(self) -> None:
+        """Cancel the request unless it has ended. Iterating ends then. May be called again, and by any thread."""
+        self._is_closed = True
+        self._cancel()
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self
+
+    def __next__(self) -> Chunk:
+        while not self._is_closed:
+            try:
+                response = next(self._call)
+            except StopIteration:
+                self.close()
+                self._reader.end()
+            except grpc.RpcError as error:
+                if not self._is_closed:
+                    self._retry(self._settings.error_of(error, self.request_id))
+            else:
+                return self._accept(response)
+        if self._client_closed.is_set() and not self._reader.has_ended:
+            raise Cancelled("the client was closed", request_id=self.request_id)
+        raise StopIteration
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open(self, timeout_s: float) -> None:
+        self._call = self._start(timeout_s)
+        self._cancel = weakref.finalize(self, self._call.cancel)
+
+    def _accept(self, response: inference_pb2.GenerateResponse) -> Chunk:
+        try:
+            return self._reader.accept(response)
+        except BatonError:
+            self.close()
+            raise
+
+    def _retry(self, error: BatonError) -> None:
+        """Open the stream anew, or raise the error: after the first piece, it is always raised."""
+        is_first = self._reader.num_chunks == 0
+        delay_s = self._attempts.delay_s(error, time.monotonic()) if is_first else None
+        if delay_s is None or self._client_closed.wait(delay_s):
+            self.close()
+            raise error
+        if not self._is_closed:
+            self._cancel.detach()
+            self._open(self._attempts.remaining_s(time.monotonic()))
+
+
+class Client:
+    """A connection to a Baton gateway. Thread-safe; a context manager. Every method raises the errors of baton.errors.
+
+    address: host:port of the gateway.
+    timeout_s: of each call that names none of its own, retries included.
+    metadata: sent with every call.
+    max_retries: how often a call is tried again if the server says that it may succeed later, after the time it asks
+        for, and as long as nothing of the answer has come.
+    """
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        metadata: MetadataLike = (),
+        max_retries: int = 0,
+    ) -> None:
+        self._settings = Settings.of(address, timeout_s, metadata, max_retries)
+        self._channel = sync_channel(address)
+        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._closed = threading.Event()
+
+    @property
+    def address(self) -> str:
+        return self._settings.address
+
+    def generate(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        model: str = "",
+        priority: int = 0,
+        cache_salt: str = "",
+        request_id: str = "",
+        timeout_s: float | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Completion:
+        """The whole answer to a prompt. Arguments as in `stream`."""
+        with self.stream(
+            prompt,
+            params,
+            model=model,
+            priority=priority,
+            cache_salt=cache_salt,
+            request_id=request_id,
+            timeout_s=timeout_s,
+            **sampling,
+        ) as stream:
+            return stream.collect()
+
+    def stream(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        model: str = "",
+        priority: int = 0,
+        cache_salt: str = "",
+        request_id: str = "",
+        timeout_s: float | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> CompletionStream:
+        """The answer to a prompt, piece by piece. The request is sent at once.
+
+        prompt: text, token ids, or chat messages. params, sampling: how tokens are chosen; the latter win.
+        model: empty for the only one served. priority: lower is sooner. cache_salt: who may share cached prefixes.
+        request_id: proposed to the server; drawn if empty. timeout_s: None for the client's.
+        """
+        request = requests.generate_request(
+            prompt,
+            (params or SamplingParams()).with_options(**sampling),
+            model=model,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        request_id = request_id or new_request_id()
+        metadata = self._settings.call_metadata(request_id)
+
+        def start(timeout_s: float) -> Any:
+            self._check_open()
+            return self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
+
+        return CompletionStream(
+            start, self._settings, self._closed, request_id, self._settings.timeout_or(timeout_s)
+        )
+
+    def tokenize(
+        self, prompt: PromptLike, *, model: str = "", timeout_s: float | None = None
+    ) -> Tokenization:
+        """The token ids of a prompt, chat messages rendered with the model's template."""
+        request = requests.tokenize_request(prompt, model=model)
+        return responses.tokenization_of(self._unary(self._stub.Tokenize, request, timeout_s))
+
+    def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        model: str = "",
+        skip_special_tokens: bool = False,
+        timeout_s: float | None = None,
+    ) -> str:
+        """The text of token ids."""
+        request = requests.detokenize_request(
+            token_ids, model=model, skip_special_tokens=skip_special_tokens
+        )
+        return self._unary(self._stub.Detokenize, request, timeout_s).text
+
+    def models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
+        """The models served, with their workers."""
+        request = inference_pb2.ListModelsRequest()
+        return responses.models_of(self._unary(self._stub.ListModels, request, timeout_s))
+
+    def model(self, name: str = "", *, timeout_s: float | None = None) -> Model:
+        """One model; empty for the only one served."""
+        request = requests.get_model_request(model=name)
+        return responses.model_of(self._unary(self._stub.GetModel, request, timeout_s).model)
+
+    def health(self, service: str = "", *, timeout_s: float | None = None) -> bool:
+        """Whether the server, or one service of it by its full name, serves now."""
+        request = health_pb2.HealthCheckRequest(service=service)
+        response = self._unary(self._health.Check, request, timeout_s)
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def close(self) -> None:
+        """Cancel all that runs, and disconnect. May be called again."""
+        self._closed.set()
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _unary(self, method: Callable[..., _R], request: Message, timeout_s: float | None) -> _R:
+        request_id = new_request_id()
+        metadata = self._settings.call_metadata(request_id)
+        attempts = Attempts(
+            self._settings.max_retries, time.monotonic() + self._settings.timeout_or(timeout_s)
+        )
+        while True:
+            self._check_open()
+            try:
+                remaining_s = attempts.remaining_s(time.monotonic())
+                return method(request, timeout=remaining_s, metadata=metadata)
+            except grpc.RpcError as rpc_error:
+                error = self._settings.error_of(rpc_error, request_id)
+                delay_s = attempts.delay_s(error, time.monotonic())
+                if delay_s is None or self._closed.wait(delay_s):
+                    raise error from None
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise Cancelled("this client is closed; make a new one")

@@ -1,0 +1,131 @@
+"""Command lines made from options classes, so that a flag and its field cannot drift apart.
+
+Flags are parsed as text and checked by the options class alone; what the user leaves out stays out, so that the
+environment and the configuration file can speak.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+
+from baton.config.load import flag_of, load_options
+from baton.config.options import Options
+
+O = TypeVar("O", bound=Options)  # noqa: E741
+
+_CONFIG_HELP = (
+    "YAML file of options, one per line as name: value. Flags and BATON_* variables go before it."
+)
+
+
+def option_command(cls: type[O], run: Callable[[O], None], doc: str) -> Callable[..., None]:
+    """A function for typer's `command()`: one flag per field of `cls`; it loads the options and calls `run`."""
+
+    def command(config: Path | None = None, **flags: object) -> None:
+        given = {name: value for name, value in flags.items() if value is not None and value != []}
+        run(load_options(cls, given, config))
+
+    parameters = [*_parameters(cls), _config_parameter()]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__doc__ = doc
+    return command
+
+
+def to_arguments(options: Options) -> list[str]:
+    """The command line that gives these options again; defaults that nobody set are left out."""
+    arguments = [
+        argument
+        for name in type(options).model_fields
+        if name in options.model_fields_set and name != "model"
+        for argument in _arguments(name, getattr(options, name))
+    ]
+    model = getattr(options, "model", None)
+    return arguments if model is None else [*arguments, "--", model]
+
+
+def _arguments(name: str, value: object) -> list[str]:
+    flag = flag_of(name)
+    match value:
+        case None:
+            return []
+        case bool():
+            return [flag if value else flag.replace("--", "--no-", 1)]
+        case tuple():
+            return [f"{flag}={part}" for part in value]
+        case _:
+            return [f"{flag}={value}"]
+
+
+def _config_parameter() -> inspect.Parameter:
+    annotation = Annotated[Path | None, typer.Option("--config", help=_CONFIG_HELP, metavar="FILE")]
+    return _keyword("config", annotation)
+
+
+def _parameters(cls: type[Options]) -> Iterator[inspect.Parameter]:
+    for name, field in cls.model_fields.items():
+        info: Any
+        if name == "model":
+            info = typer.Argument(help=field.description, metavar="MODEL", show_default=False)
+            yield _keyword(name, Annotated[str | None, info])
+            continue
+        flag = flag_of(name)
+        is_bool = field.annotation is bool
+        info = typer.Option(
+            f"{flag}/{flag.replace('--', '--no-', 1)}" if is_bool else flag,
+            help=_help(field),
+            metavar=None if is_bool else _metavar(field),
+            hidden=_is_hidden(field),
+            show_default=False,
+        )
+        yield _keyword(name, Annotated[_flag_type(field), info])
+
+
+def _keyword(name: str, annotation: object) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=None, annotation=annotation)
+
+
+def _flag_type(field: FieldInfo) -> object:
+    if field.annotation is bool:
+        return bool | None
+    return list[str] | None if get_origin(field.annotation) is tuple else str | None
+
+
+def _is_hidden(field: FieldInfo) -> bool:
+    extra = field.json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get("hidden"))
+
+
+def _help(field: FieldInfo) -> str:
+    text = field.description or ""
+    if field.default is None or field.default == ():
+        return text
+    default = field.default
+    shown = ("yes" if default else "no") if isinstance(default, bool) else str(default)
+    return f"{text} [default: {shown}]"
+
+
+def _metavar(field: FieldInfo) -> str:
+    annotation = _without_none(field.annotation)
+    if get_origin(annotation) is Literal:
+        return "|".join(str(choice) for choice in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return "HOST:PORT"
+    return {int: "INTEGER", float: "NUMBER"}.get(annotation, "TEXT")
+
+
+def _without_none(annotation: Any) -> Any:
+    """The type of an optional field's value, without the annotations of its bounds."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        annotation = next(part for part in get_args(annotation) if part is not type(None))
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    return annotation

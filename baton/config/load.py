@@ -1,0 +1,150 @@
+"""Reading options: flags, then the environment (BATON_*), then a YAML file, then defaults."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeVar
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from pydantic_settings import EnvSettingsSource
+
+from baton.config.options import Options
+from baton.errors import ConfigError
+
+ENV_PREFIX = "BATON_"
+
+#: Environment variables that are no options of a process: where clients look for the gateway.
+_CLIENT_VARIABLES = frozenset({"BATON_ADDRESS"})
+
+#: How to mend a value, by pydantic's name of the fault; other faults tell it themselves.
+_FIXES: Mapping[str, str] = MappingProxyType(
+    {
+        "greater_than_equal": "give at least {ge}",
+        "greater_than": "give more than {gt}",
+        "less_than_equal": "give at most {le}",
+        "literal_error": "give {expected}",
+        "string_too_short": "give a text that is not empty",
+        "string_type": "give a text",
+        "int_parsing": "give a whole number",
+        "int_parsing_size": "give a smaller whole number",
+        "int_type": "give a whole number",
+        "int_from_float": "give a whole number",
+        "float_parsing": "give a number",
+        "float_type": "give a number",
+        "finite_number": "give a finite number",
+        "bool_parsing": "give true or false",
+        "bool_type": "give true or false",
+    }
+)
+
+O = TypeVar("O", bound=Options)  # noqa: E741
+
+
+def flag_of(name: str) -> str:
+    """How the option `name` is spelled on the command line; the model is the one positional argument."""
+    return "MODEL" if name == "model" else "--" + name.replace("_", "-")
+
+
+def load_options(cls: type[O], flags: Mapping[str, object], config_file: Path | None = None) -> O:
+    """The options of one command. `flags` holds what the command line gives, by field name.
+
+    Raises ConfigError naming option, value and fix, as the source that set it spells the option.
+    """
+    sources = (
+        (flags, flag_of),
+        (_from_environment(cls), lambda name: ENV_PREFIX + name.upper()),
+        (_from_file(config_file) if config_file else {}, lambda name: f"{config_file}: {name}"),
+    )
+    values: dict[str, object] = {}
+    spellings: dict[str, str] = {}
+    for source, spell in sources:
+        for name in source.keys() - values.keys():
+            values[name] = source[name]
+            spellings[name] = spell(name)
+    return build_options(cls, values, spellings)
+
+
+def build_options(
+    cls: type[O], values: Mapping[str, object], spellings: Mapping[str, str] | None = None
+) -> O:
+    """cls(**values), with ConfigError for what pydantic finds wrong; only the first fault is told."""
+    spellings = spellings or {}
+    for name, value in values.items():
+        field = cls.model_fields.get(name)
+        if isinstance(value, bool) and field and field.annotation is not bool:
+            option = spellings.get(name, flag_of(name))
+            raise ConfigError.of(option, value, "give a value other than true or false")
+    try:
+        return cls(**values)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        raise _config_error(cls, fault, spellings) from None
+
+
+def _from_environment(cls: type[Options]) -> Mapping[str, object]:
+    known = {name.upper() for options in _subclasses(Options) for name in options.model_fields}
+    for variable, value in sorted(os.environ.items()):
+        name = variable.removeprefix(ENV_PREFIX)
+        if name != variable and name not in known and variable not in _CLIENT_VARIABLES:
+            raise ConfigError.of(variable, value, f"no such option{_suggestion(name, known)}")
+    return EnvSettingsSource(cls)()
+
+
+def _from_file(path: Path) -> Mapping[str, object]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError.of("--config", path, f"give a readable file ({error})") from None
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError.of("--config", path, f"give valid YAML ({reason})") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError.of("--config", path, "give one option per line, as name: value")
+    values = {key.replace("-", "_"): value for key, value in content.items()}
+    if len(values) != len(content):
+        raise ConfigError.of("--config", path, "give each option once")
+    return values
+
+
+def _subclasses(cls: type[Options]) -> Iterator[type[Options]]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def _suggestion(name: str, known: set[str]) -> str:
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean {close[0]}?" if close else "; leave it out"
+
+
+def _config_error(
+    cls: type[Options], fault: ErrorDetails, spellings: Mapping[str, str]
+) -> ConfigError:
+    if not fault["loc"]:
+        return ConfigError(_message(fault), option="", value="", fix=_message(fault))
+    name = str(fault["loc"][0])
+    option = spellings.get(name, flag_of(name))
+    if fault["type"] == "missing":
+        return ConfigError(
+            f"{option} is missing: give one", option=option, value="", fix="give one"
+        )
+    if fault["type"] == "extra_forbidden":
+        fix = f"no such option{_suggestion(name, set(cls.model_fields))}"
+        return ConfigError.of(option, fault["input"], fix)
+    return ConfigError.of(option, fault["input"], _message(fault))
+
+
+def _message(fault: ErrorDetails) -> str:
+    """What is wrong and how to mend it, without the value."""
+    template = _FIXES.get(fault["type"])
+    if template is None:
+        return fault["msg"].removeprefix("Value error, ")
+    return template.format_map(fault.get("ctx", {}))

@@ -1,0 +1,39 @@
+"""How much memory KV blocks take when nobody says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+MAX_DEFAULT_KV_BYTES = 1024**3
+_SHARE = 4
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
+
+
+def default_kv_cache_memory_bytes(available_bytes: int, num_workers: int = 1) -> int:
+    """KV memory of each of `num_workers` workers that share `available_bytes` of host memory.
+
+    Together they take at most a quarter, and each at most 1 GiB.
+    """
+    return min(MAX_DEFAULT_KV_BYTES, available_bytes // (_SHARE * num_workers))
+
+
+def available_memory_bytes(
+    meminfo: Path = _MEMINFO, limit: Path = _CGROUP_LIMIT, used: Path = _CGROUP_USED
+) -> int:
+    """Host memory that this process may still take: what the kernel has, within its control group's limit."""
+    free = _meminfo_available(meminfo)
+    if limit.is_file() and used.is_file():
+        text = limit.read_text().strip()
+        if text != "max":
+            free = min(free, max(0, int(text) - int(used.read_text())))
+    return free
+
+
+def _meminfo_available(meminfo: Path) -> int:
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"{meminfo} tells no MemAvailable")

@@ -1,0 +1,264 @@
+"""The options of every command, each spelled as vLLM spells it where vLLM has it.
+
+A field is all there is to an option: its name gives the flag, the environment variable and the YAML key, its type and
+bounds the check, its docstring the help text. Constructing a class reads nothing but its arguments.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from baton.config.byte_size import parse_byte_size
+from baton.types import Tier
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Transport = Literal["auto", "shm", "tcp"]
+
+NonEmpty = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+BlockSize = Annotated[int, Field(ge=1, le=256)]
+Seconds = Annotated[float, Field(gt=0)]
+ByteSize = Annotated[int, BeforeValidator(parse_byte_size), Field(ge=1)]
+FileDescriptor = Annotated[int, Field(ge=0)]
+
+HIDDEN: dict[str, Any] = {"hidden": True}
+
+
+def _split_commas(value: object) -> object:
+    """["a,b", "c"] or "a,b,c" as a list of its non-empty parts."""
+    if isinstance(value, str):
+        value = [value]
+    if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
+        return [piece.strip() for part in value for piece in part.split(",") if piece.strip()]
+    return value
+
+
+def _check_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
+    for address in addresses:
+        host, colon, port = address.rpartition(":")
+        is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 65536
+        if not (host and colon and is_port) or (":" in host and not host.startswith("[")):
+            raise ValueError(f"{address!r} is no address; give host:port, with an IPv6 host in []")
+    if len(set(addresses)) != len(addresses):
+        raise ValueError("give each address once")
+    return addresses
+
+
+def _check_device(device: str) -> str:
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device, re.ASCII) is None:
+        raise ValueError("give auto, cpu, cuda or cuda:N")
+    return device
+
+
+#: Worker addresses, "host:port", given by repeating the option or with commas.
+Addresses = Annotated[
+    tuple[str, ...],
+    NoDecode,
+    BeforeValidator(_split_commas),
+    AfterValidator(_check_addresses),
+]
+
+
+class Options(BaseSettings):
+    """Base of all: frozen, and closed to unknown names. Environment and files are read by baton.config.load only."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix="BATON_",
+        case_sensitive=False,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        validate_default=False,
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)
+
+
+class ServiceOptions(Options):
+    """What every process has."""
+
+    log_level: LogLevel = "info"
+    """Least severe messages to log."""
+    drain_timeout_s: Seconds = 60.0
+    """Time, in seconds, that running requests have to end when the process is told to stop."""
+    ready_fd: FileDescriptor | None = Field(default=None, json_schema_extra=HIDDEN)
+    """File descriptor to write one JSON line to when the process is ready or cannot start."""
+    parent_fd: FileDescriptor | None = Field(default=None, json_schema_extra=HIDDEN)
+    """File descriptor of a pipe whose end of file means that the supervisor is gone: the process stops then."""
+
+
+class ModelOptions(Options):
+    """Which model."""
+
+    model: NonEmpty
+    """Model to serve: a local directory, or a Hugging Face Hub id."""
+    revision: NonEmpty | None = None
+    """Branch, tag or commit of the Hub id."""
+    served_model_name: NonEmpty | None = None
+    """Name that requests call the model by; MODEL itself if not given."""
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.model
+
+
+class EngineOptions(ModelOptions):
+    """What an engine is loaded with, in either tier."""
+
+    engine: Literal["torch", "oracle"] = "torch"
+    """torch runs the model; oracle makes tokens from hashes without one, to try the plumbing."""
+    oracle_step_ms: Annotated[float, Field(ge=0)] = 0.0
+    """Time a step of the oracle engine takes, in milliseconds."""
+    dtype: Dtype = "auto"
+    """Element type of weights and KV; auto takes the checkpoint's."""
+    device: Annotated[str, AfterValidator(_check_device)] = "auto"
+    """auto, cpu, cuda or cuda:N; auto takes a GPU if there is one."""
+    num_threads: Count | None = None
+    """CPU threads of the engine; all cores if not given."""
+    max_model_len: Annotated[int, Field(ge=2)] | None = None
+    """Most tokens of a sequence, prompt and output; the model's own limit if not given."""
+    block_size: BlockSize = 16
+    """Tokens per KV block. The two tiers may differ."""
+    kv_cache_memory_bytes: ByteSize | None = None
+    """Memory for KV blocks, such as 512MiB or 2GB; a share of what is free if not given."""
+    num_gpu_blocks_override: Count | None = None
+    """Number of KV blocks (on any device), in place of the one that memory gives."""
+    enable_prefix_caching: bool = True
+    """Keep KV of past prompts and reuse it for prompts that begin alike."""
+    max_num_seqs: Count = 64
+    """Most sequences in one batch."""
+    max_num_batched_tokens: Count = 2048
+    """Most new tokens in one batch: longer prompts are computed in chunks."""
+    layer_group_size: Count = 4
+    """Layers that are sent together while the last chunk of a prompt is computed."""
+
+
+class HandoffOptions(Options):
+    """How workers pass sequences on."""
+
+    kv_transport: Transport = "auto"
+    """How KV travels; auto takes shared memory between processes of one host, else TCP."""
+    ticket_lease_s: Seconds = 30.0
+    """Silence of a sender, in seconds, after which its reservation is given up."""
+
+
+class WorkerOptions(EngineOptions, HandoffOptions, ServiceOptions):
+    """What a worker of either tier takes."""
+
+    tier: ClassVar[Tier]
+
+    host: NonEmpty = "127.0.0.1"
+    """Address to listen on."""
+    port: Port = 0
+    """Port to listen on; 0 takes a free one."""
+    worker_id: NonEmpty | None = None
+    """Name of the worker, unique among all; tier-hostname-pid if not given."""
+    kv_host: NonEmpty = "127.0.0.1"
+    """Address under which other workers reach this one's KV channel."""
+
+    @property
+    def worker_name(self) -> str:
+        """worker_id, or the name of this process."""
+        return self.worker_id or f"{self.tier.name.lower()}-{socket.gethostname()}-{os.getpid()}"
+
+
+class PrefillOptions(WorkerOptions):
+    """Options of `baton prefill`."""
+
+    tier: ClassVar[Tier] = Tier.PREFILL
+
+
+class LocalPrefillOptions(Options):
+    """When a decode worker computes prompts by itself."""
+
+    max_local_prefill_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Most missing prompt tokens that a decode worker computes by itself; one block if not given."""
+    colocated: bool = False
+    """Decode workers compute all prompts themselves, and nothing is handed over."""
+
+
+class DecodeOptions(WorkerOptions, LocalPrefillOptions):
+    """Options of `baton decode`."""
+
+    tier: ClassVar[Tier] = Tier.DECODE
+
+
+class FrontDoorOptions(Options):
+    """How the gateway treats requests."""
+
+    tokenizer: NonEmpty | None = None
+    """Directory or Hub id of the tokenizer; MODEL's own if not given."""
+    max_queue_size: Count = 1024
+    """Most requests that wait for workers; further ones are told to come again."""
+    request_timeout_s: Seconds = 600.0
+    """Deadline, in seconds, of requests that come without one."""
+    client_stall_timeout_s: Seconds = 30.0
+    """Time, in seconds, that a client may leave a piece unread before its request is ended."""
+
+
+class GatewayOptions(ModelOptions, FrontDoorOptions, ServiceOptions):
+    """Options of `baton gateway`."""
+
+    host: NonEmpty = "127.0.0.1"
+    """Address to listen on."""
+    port: Port = 50051
+    """Port to listen on; 0 takes a free one."""
+    prefill_workers: Addresses = ()
+    """Addresses of prefill workers, host:port; repeat the option or separate with commas."""
+    decode_workers: Addresses = ()
+    """Addresses of decode workers, host:port; repeat the option or separate with commas."""
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.tokenizer or self.model
+
+
+class ServeOptions(
+    EngineOptions, LocalPrefillOptions, HandoffOptions, FrontDoorOptions, ServiceOptions
+):
+    """Options of `baton serve`, which starts all tiers on this machine."""
+
+    host: NonEmpty = "127.0.0.1"
+    """Address that the gateway listens on."""
+    port: Port = 50051
+    """Port that the gateway listens on; 0 takes a free one."""
+    num_prefill_workers: Count = 1
+    """Number of prefill processes."""
+    num_decode_workers: Count = 1
+    """Number of decode processes."""
+    prefill_block_size: BlockSize | None = None
+    """Tokens per KV block in the prefill tier; --block-size if not given."""
+    decode_block_size: BlockSize | None = None
+    """Tokens per KV block in the decode tier; --block-size if not given."""
+
+    @model_validator(mode="after")
+    def _check_colocated(self) -> Self:
+        meaningless = {"num_prefill_workers", "prefill_block_size"} & self.model_fields_set
+        if self.colocated and meaningless:
+            name = min(meaningless).replace("_", "-")
+            raise ValueError(f"leave out --{name}: with --colocated there are no prefill workers")
+        return self

@@ -1,0 +1,146 @@
+"""Where a worker's memory goes, worked out before anything is loaded. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.errors import ConfigError
+from baton.model.config import ModelConfig
+from baton.types import DTYPE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes by use, and what the KV blocks hold."""
+
+    weight_bytes: int
+    activation_bytes: int
+    block_bytes: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    dtype: str
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.block_bytes * self.num_blocks
+
+    @property
+    def num_kv_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens of the longest sequence that can be served."""
+        return min(self.max_model_len, self.num_kv_tokens)
+
+    @property
+    def num_longest_seqs(self) -> int:
+        """Sequences of the longest context that fit at once, were they all admitted."""
+        return self.num_blocks // -(-self.longest_context // self.block_size)
+
+    def rows(self) -> tuple[tuple[str, str], ...]:
+        """(what, how much) for people."""
+        return (
+            ("weights", f"{format_bytes(self.weight_bytes)} ({self.dtype})"),
+            ("activations", f"up to {format_bytes(self.activation_bytes)}"),
+            (
+                "KV cache",
+                f"{format_bytes(self.kv_bytes)}: {self.num_blocks} blocks of {self.block_size} tokens, "
+                f"{format_bytes(self.block_bytes)} each",
+            ),
+            ("longest context", f"{self.longest_context} tokens"),
+            (
+                "sequences at that length",
+                f"{self.num_longest_seqs} (at most {self.max_num_seqs} run)",
+            ),
+        )
+
+    def render(self) -> str:
+        """A small table as plain text, one row a line."""
+        rows = self.rows()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """In the largest binary unit that leaves at least 1."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Numbers in the checkpoint, tied embeddings counted once."""
+    hidden, inter, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_heads * dim, config.num_kv_heads * dim
+    layer = hidden * (q + 2 * kv) + q * hidden + 3 * hidden * inter + 2 * hidden
+    layer += (q + 2 * kv) * config.has_qkv_bias + hidden * config.has_output_bias
+    layer += (2 * inter + hidden) * config.has_mlp_bias + 2 * dim * config.has_qk_norm
+    embeddings = config.vocab_size * hidden * (1 if config.is_tied else 2)
+    return config.num_layers * layer + embeddings + hidden
+
+
+def activation_bytes(
+    config: ModelConfig, dtype: str, max_num_batched_tokens: int, max_num_seqs: int, max_len: int
+) -> int:
+    """An upper estimate of what a step holds at once: its widest layer, its gathered KV, and its logits in float32."""
+    width = (
+        4 * config.hidden_size
+        + 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+        + 3 * config.intermediate_size
+    )
+    tokens = max_num_batched_tokens * width * DTYPE_BYTES[dtype]
+    gathered = 2 * max(max_len, 8192) * config.num_kv_heads * config.head_dim * DTYPE_BYTES[dtype]
+    logits = 3 * max_num_seqs * config.vocab_size * 4
+    return tokens + gathered + logits
+
+
+def plan_memory(
+    config: ModelConfig,
+    *,
+    dtype: str,
+    block_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    available_bytes: int,
+    kv_cache_memory_bytes: int | None = None,
+    num_blocks: int | None = None,
+) -> MemoryPlan:
+    """How many KV blocks to have: `num_blocks`, or what fits `kv_cache_memory_bytes`, or enough for max_num_seqs sequences of
+    max_model_len tokens within four tenths of what the weights leave of `available_bytes`.
+
+    Raises ConfigError if that is not even one block, or the weights do not fit.
+    """
+    weights = num_parameters(config) * DTYPE_BYTES[dtype]
+    active = activation_bytes(config, dtype, max_num_batched_tokens, max_num_seqs, max_model_len)
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * DTYPE_BYTES[dtype]
+    block_bytes = per_token * block_size
+    if weights > available_bytes:
+        raise ConfigError.of(
+            "dtype",
+            dtype,
+            f"the weights need {format_bytes(weights)}, and {format_bytes(available_bytes)} is free; "
+            "use a smaller dtype, a smaller model or another machine",
+        )
+    if num_blocks is None:
+        budget = kv_cache_memory_bytes
+        if budget is None:
+            wanted = max_num_seqs * -(-max_model_len // block_size) * block_bytes
+            budget = min(wanted, max(0, available_bytes - weights - active) * 4 // 10)
+        num_blocks = budget // block_bytes
+    if num_blocks < 1:
+        raise ConfigError.of(
+            "kv_cache_memory_bytes",
+            kv_cache_memory_bytes,
+            f"no KV block fits; one block of {block_size} tokens needs {format_bytes(block_bytes)}, "
+            f"and the weights take {format_bytes(weights)} of {format_bytes(available_bytes)}",
+        )
+    return MemoryPlan(
+        weights, active, block_bytes, num_blocks, block_size, max_model_len, max_num_seqs, dtype
+    )

@@ -1,0 +1,50 @@
+"""Client channels: one set of options, for which baton.rpc.server grants the matching permissions."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import grpc
+import grpc.aio
+
+Options: TypeAlias = tuple[tuple[str, int], ...]
+
+MAX_MESSAGE_BYTES = 16 * 2**20
+"""Largest message in either direction: a prompt of a million token ids with room to spare."""
+
+KEEPALIVE_MS = 2000
+"""A peer that is silent, asked, and silent again for this long each time is lost: at most 4 s in all."""
+
+COMMON_OPTIONS: Options = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+    # Without it a frozen peer is noticed after a minute only, whatever the two above say.
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+CHANNEL_OPTIONS: Options = (
+    *COMMON_OPTIONS,
+    # Workers and gateways are named by address: a proxy of the environment is none of theirs.
+    ("grpc.enable_http_proxy", 0),
+    # Its own connection: one channel's back-off never delays another's.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    # How long one attempt to connect may take, too: a frozen peer's kernel still accepts connections.
+    ("grpc.min_reconnect_backoff_ms", 4000),
+    # A call fails at once and is retried by its caller, who knows what was already received.
+    ("grpc.enable_retries", 0),
+)
+
+
+def aio_channel(address: str) -> grpc.aio.Channel:
+    """A channel to "host:port" for the running event loop; connects when first used. Close it."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def sync_channel(address: str) -> grpc.Channel:
+    """A channel to "host:port" for any thread; connects when first used. Close it."""
+    return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)

@@ -1,0 +1,96 @@
+"""The standard health service (Check, List, Watch), set by its process and never by the mere fact that it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+
+SERVICE_NAME = "grpc.health.v1.Health"
+OVERALL = ""
+"""Name under which the whole server's health is asked for."""
+
+
+class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Belongs to one event loop. After `shut_down` everything is NOT_SERVING for good and watches end."""
+
+    def __init__(self, service_names: Iterable[str], *, is_serving: bool) -> None:
+        self._is_serving = dict.fromkeys((OVERALL, *service_names), is_serving)
+        self._is_shut_down = False
+        # Set, and replaced by a fresh one, at each change.
+        self._changed = asyncio.Event()
+
+    @property
+    def service_names(self) -> tuple[str, ...]:
+        """All names known, the overall one first."""
+        return tuple(self._is_serving)
+
+    def set_serving(self, service_name: str, is_serving: bool) -> None:
+        """Tell watchers, if this is a change. Raises KeyError for a service that is not here."""
+        if self._is_serving[service_name] == is_serving or self._is_shut_down:
+            return
+        self._is_serving[service_name] = is_serving
+        self._notify()
+
+    def shut_down(self) -> None:
+        """NOT_SERVING from now on; each watcher is told, and its stream ends."""
+        self._is_serving = dict.fromkeys(self._is_serving, False)
+        self._is_shut_down = True
+        self._notify()
+
+    async def Check(  # noqa: N802, the name in the .proto
+        self,
+        request: health_pb2.HealthCheckRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> health_pb2.HealthCheckResponse:
+        """The status now; NOT_FOUND for a service that is not here."""
+        if request.service not in self._is_serving:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service here")
+        return self._response(request.service)
+
+    async def List(  # noqa: N802, the name in the .proto
+        self,
+        request: health_pb2.HealthListRequest,  # noqa: ARG002, the signature of the .proto
+        context: grpc.aio.ServicerContext[Any, Any],  # noqa: ARG002
+    ) -> health_pb2.HealthListResponse:
+        """The status of every service now."""
+        return health_pb2.HealthListResponse(
+            statuses={name: self._response(name) for name in self._is_serving}
+        )
+
+    async def Watch(  # noqa: N802, the name in the .proto
+        self,
+        request: health_pb2.HealthCheckRequest,
+        context: grpc.aio.ServicerContext[Any, Any],  # noqa: ARG002
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        """The status now and at each change; SERVICE_UNKNOWN for a service that is not here."""
+        last: health_pb2.HealthCheckResponse | None = None
+        while True:
+            changed = self._changed
+            response = self._response(request.service)
+            if response != last:
+                last = response
+                yield response
+            elif self._is_shut_down:
+                return
+            else:
+                await changed.wait()
+
+    def _response(self, service_name: str) -> health_pb2.HealthCheckResponse:
+        is_serving = self._is_serving.get(service_name)
+        status = (
+            health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            if is_serving is None
+            else health_pb2.HealthCheckResponse.SERVING
+            if is_serving
+            else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
+        return health_pb2.HealthCheckResponse(status=status)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

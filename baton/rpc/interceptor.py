@@ -1,0 +1,129 @@
+"""Turns whatever a handler raises into a rich status, in one place.
+
+BatonError -> its own code and details. Any other exception -> INTERNAL, with a traceback in the log under the request
+id; neither log nor status repeats the exception's message, which may hold a user's text. Cancellation and explicit
+aborts pass untouched. Handlers are coroutine functions or async generator functions.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import traceback
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from baton.errors import BY_REASON, BatonError, EngineFault
+from baton.rpc.status import REQUEST_ID_KEY, abort
+
+_log = logging.getLogger(__name__)
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+# Any: the stubs know the behaviours of grpc's synchronous servers only.
+_Behavior = Any
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps every handler of a server."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """The handler, wrapped; None for a method that does not exist, which grpc answers itself."""
+        handler = await continuation(handler_call_details)
+        return handler and _wrapped(handler, handler_call_details.method)
+
+
+def request_id_of(context: _Context) -> str:
+    """The caller's x-request-id if it is one (1..128 of [A-Za-z0-9_.:-]), else a fresh one."""
+    for key, value in context.invocation_metadata() or ():
+        if key == REQUEST_ID_KEY and isinstance(value, str) and _REQUEST_ID.fullmatch(value):
+            return value
+    return uuid.uuid4().hex
+
+
+def _wrapped(
+    handler: grpc.RpcMethodHandler[Any, Any], method: str
+) -> grpc.RpcMethodHandler[Any, Any]:
+    codecs = (handler.request_deserializer, handler.response_serializer)
+    behavior: _Behavior
+    if behavior := handler.unary_unary:
+        return grpc.unary_unary_rpc_method_handler(_guarded_unary(behavior, method), *codecs)
+    if behavior := handler.unary_stream:
+        return grpc.unary_stream_rpc_method_handler(_guarded_stream(behavior, method), *codecs)
+    if behavior := handler.stream_unary:
+        return grpc.stream_unary_rpc_method_handler(_guarded_unary(behavior, method), *codecs)
+    behavior = handler.stream_stream
+    return grpc.stream_stream_rpc_method_handler(_guarded_stream(behavior, method), *codecs)
+
+
+def _guarded_unary(behavior: _Behavior, method: str) -> _Behavior:
+    async def call(request: Any, context: _Context) -> Any:
+        try:
+            return await behavior(request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001, the one border where any failure becomes a status
+            await _fail(context, method, error)
+
+    return call
+
+
+def _guarded_stream(behavior: _Behavior, method: str) -> _Behavior:
+    async def call(request: Any, context: _Context) -> None:
+        try:
+            await _drain(behavior(request, context), context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001, the one border where any failure becomes a status
+            await _fail(context, method, error)
+
+    return call
+
+
+async def _drain(result: Any, context: _Context) -> None:
+    """Send what a streaming handler yields. Its clean-up has run when this returns, cancelled or not."""
+    if not isinstance(result, AsyncIterator):
+        await result
+        return
+    async with aclosing(result) as responses:  # type: ignore[type-var]
+        async for response in responses:
+            await context.write(response)
+
+
+async def _fail(context: _Context, method: str, error: Exception) -> NoReturn:
+    if isinstance(error, BatonError) and error.reason in BY_REASON:
+        await abort(context, error)
+    request_id = request_id_of(context)
+    _log.error(
+        "%s failed: %s\n%s",
+        method,
+        type(error).__name__,
+        "".join(_frames(error)),
+        extra={"request_id": request_id},
+    )
+    await abort(
+        context,
+        EngineFault(
+            f"{type(error).__name__} in {method}; the server's log has the cause "
+            f"under request id {request_id}",
+            request_id=request_id,
+        ),
+    )
+
+
+def _frames(error: BaseException) -> list[str]:
+    """The traceback of an error and of its causes, without their messages."""
+    cause = error.__cause__ or error.__context__
+    above = [*_frames(cause), f"then {type(error).__name__}:\n"] if cause else []
+    return [*above, *traceback.format_tb(error.__traceback__)]

@@ -1,0 +1,142 @@
+"""A gRPC server with everything each of ours has: rich errors, health, reflection, keepalive, an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import grpc.aio
+from grpc_health.v1 import health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
+
+from baton.errors import ConfigError
+from baton.rpc import health
+from baton.rpc.channel import COMMON_OPTIONS, KEEPALIVE_MS, Options
+from baton.rpc.interceptor import ErrorInterceptor
+
+#: Adds servicers to a server and returns the full names of their services.
+Register = Callable[[grpc.aio.Server], Sequence[str]]
+
+SERVER_OPTIONS: Options = (
+    *COMMON_OPTIONS,
+    # What baton.rpc.channel's clients do must not look like ping abuse, nor may the burst after a pause of theirs.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+    ("grpc.http2.max_ping_strikes", 0),
+    # Two servers on one port would share its connections without a word.
+    ("grpc.so_reuseport", 0),
+)
+
+
+class RunningServer:
+    """A started server. Belongs to the event loop that started it; `stop` ends it, and may be called again."""
+
+    def __init__(
+        self, server: grpc.aio.Server, health_service: health.HealthService, host: str, port: int
+    ) -> None:
+        self._server = server
+        self._health = health_service
+        self._wake = asyncio.Event()
+        self._is_stopping = False
+        self.host = host
+        self.port = port
+
+    @property
+    def address(self) -> str:
+        """host:port, with the port that was bound."""
+        return f"{self.host}:{self.port}"
+
+    @property
+    def service_names(self) -> tuple[str, ...]:
+        """Names with a health status, the overall one, "", first."""
+        return self._health.service_names
+
+    def set_serving(self, service_name: str, is_serving: bool) -> None:
+        """Set a service's health, or the whole server's ("").
+
+        Raises KeyError for a service that is not here. Without effect once stopping.
+        """
+        self._health.set_serving(service_name, is_serving)
+
+    def check_health_now(self) -> None:
+        """Have `drive_health` ask at once, not at its next period."""
+        self._wake.set()
+
+    async def drive_health(self, is_alive: Callable[[], bool], *, period_s: float = 1.0) -> None:
+        """Keep the health of all services equal to `is_alive()`, until cancelled or the server stops.
+
+        is_alive: quick and without side effects, e.g. whether the engine loop's last step is recent. It is asked every
+        `period_s` and after `check_health_now`; if it raises, all services are NOT_SERVING and the error goes on.
+        """
+        try:
+            while not self._is_stopping:
+                self._set_all(is_alive())
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(period_s):
+                        await self._wake.wait()
+                if not self._is_stopping:
+                    self._wake.clear()
+        except Exception:
+            self._set_all(False)
+            raise
+
+    async def stop(self, grace_s: float | None = None) -> None:
+        """Health NOT_SERVING, no new calls; running ones have `grace_s` to finish and are cancelled then.
+
+        None cancels them at once. Returns when the port is closed and all calls have ended.
+        """
+        self._is_stopping = True
+        self._wake.set()
+        self._health.shut_down()
+        await self._server.stop(grace_s)
+
+    async def wait_stopped(self) -> None:
+        """Returns after `stop` has ended."""
+        await self._server.wait_for_termination()
+
+    def _set_all(self, is_serving: bool) -> None:
+        for name in self.service_names:
+            self.set_serving(name, is_serving)
+
+
+async def start_server(
+    address: str,
+    register: Register,
+    *,
+    is_serving: bool = True,
+    max_concurrent_rpcs: int | None = None,
+) -> RunningServer:
+    """Serve what `register` adds, with health and reflection, at "host:port"; port 0 takes a free one.
+
+    is_serving: the health of all services at first.
+    max_concurrent_rpcs: more are refused with RESOURCE_EXHAUSTED by grpc itself.
+    Raises ConfigError if the address cannot be bound.
+    """
+    server = grpc.aio.server(
+        interceptors=(ErrorInterceptor(),),
+        options=SERVER_OPTIONS,
+        maximum_concurrent_rpcs=max_concurrent_rpcs,
+    )
+    names = tuple(register(server))
+    health_service = health.HealthService(names, is_serving=is_serving)
+    health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
+    reflection.enable_server_reflection(
+        (*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+    )
+    port = _bind(server, address)
+    await server.start()
+    return RunningServer(server, health_service, address.rpartition(":")[0], port)
+
+
+def _bind(server: grpc.aio.Server, address: str) -> int:
+    fix = "give a host and a free port as host:port; port 0 takes any free one"
+    if not address.rpartition(":")[2].isdecimal():
+        raise ConfigError.of("address", address, fix)
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError.of("address", address, f"cannot be bound ({error}); {fix}") from error
+    if port == 0:
+        raise ConfigError.of("address", address, f"cannot be bound; {fix}")
+    return port

@@ -1,0 +1,1 @@
+"""Choosing tokens: host-side preparation for the sampling ops of baton_kernels."""

@@ -1,0 +1,190 @@
+"""The life of one process of Baton around its service: options, logging, signals, readiness, exit status.
+
+A service is one coroutine function, `serve(options, stop, on_ready)`: it starts, calls on_ready once when it can take
+work, serves until `stop` is set, drains within options.drain_timeout_s, and returns. It raises StartupError if it
+cannot start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, Protocol, TypeVar
+
+import uvloop
+
+from baton.config.options import ServiceOptions
+from baton.errors import StartupError
+from baton.logs import configure_logging
+
+logger = logging.getLogger(__name__)
+
+#: Exit status of a process that cannot start as it was told to.
+EXIT_REFUSED = 2
+
+#: Time, in seconds, that a process has to stop by itself after its supervisor vanished.
+ORPHAN_GRACE_S = 10.0
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyReport:
+    """A service takes work. address: host:port it listens on. phases: seconds of each step of the start, in order."""
+
+    address: str
+    phases: Mapping[str, float]
+
+
+OnReady = Callable[[ReadyReport], None]
+
+_Options_contra = TypeVar("_Options_contra", bound=ServiceOptions, contravariant=True)
+_Options = TypeVar("_Options", bound=ServiceOptions)
+
+
+class Serve(Protocol[_Options_contra]):
+    """A service; see the module's docstring."""
+
+    def __call__(
+        self, options: _Options_contra, stop: asyncio.Event, on_ready: OnReady, /
+    ) -> Awaitable[None]: ...
+
+
+def log_ready(report: ReadyReport) -> None:
+    """Tell in the log that the service takes work."""
+    logger.info("ready at %s (%s)", report.address, describe_phases(report.phases))
+
+
+def run_service(
+    options: _Options, serve: Serve[_Options], name: str, announce: OnReady = log_ready
+) -> int:
+    """Run `serve` until SIGTERM, SIGINT, or the end of file of options.parent_fd; return the exit status.
+
+    A second signal ends the process at once. StartupError is told in one line, and is exit status 2.
+    name: the process's name in its log and messages. announce: tells people that the service is ready.
+    """
+    configure_logging(options.log_level, name)
+    ready = _ReadyPipe(options.ready_fd)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run(options, serve, ready, announce))
+    except StartupError as error:
+        ready.write({"error": error.message, "reason": error.reason})
+        return refuse(name, error)
+    finally:
+        ready.close()
+    return 0
+
+
+def refuse(name: str, error: StartupError) -> int:
+    """Tell in one line why a process does not start; return its exit status."""
+    message = " ".join(error.message.split())
+    sys.stderr.write(f"baton {name}: error: {message}\n")
+    return EXIT_REFUSED
+
+
+def main(
+    cls: type[_Options], serve: Serve[_Options], name: str, arguments: Sequence[str] | None = None
+) -> NoReturn:
+    """The body of `python -m PACKAGE`: parse the command line into `cls`, run `serve`, and exit."""
+    import typer
+
+    from baton.config.command import option_command
+
+    def run(options: _Options) -> None:
+        label = getattr(options, "worker_id", None) or name
+        raise SystemExit(run_service(options, serve, label))
+
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(name)(option_command(cls, run, (serve.__doc__ or "").strip()))
+    try:
+        app(args=list(arguments) if arguments is not None else None, prog_name=f"baton {name}")
+    except StartupError as error:
+        raise SystemExit(refuse(name, error)) from None
+    raise SystemExit(0)
+
+
+async def _run(
+    options: _Options, serve: Serve[_Options], ready: _ReadyPipe, announce: OnReady
+) -> None:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+
+    def on_signal(signum: signal.Signals) -> None:
+        if stop.is_set():
+            logger.warning("%s again: stopping at once", signum.name)
+            os._exit(128 + signum)
+        logger.info("%s: finishing what runs; once more stops at once", signum.name)
+        stop.set()
+
+    def on_ready(report: ReadyReport) -> None:
+        announce(report)
+        ready.write({"address": report.address, "phases": dict(report.phases)})
+
+    for signum in _SIGNALS:
+        loop.add_signal_handler(signum, on_signal, signum)
+    ended = threading.Event()
+    if options.parent_fd is not None:
+        _watch_parent(options.parent_fd, loop, stop, ended)
+    try:
+        await serve(options, stop, on_ready)
+    finally:
+        ended.set()
+        for signum in _SIGNALS:
+            loop.remove_signal_handler(signum)
+
+
+def describe_phases(phases: Mapping[str, float]) -> str:
+    """The phases of a start as people read them: "load 1.2 s, listen 0.0 s"."""
+    return ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in phases.items())
+
+
+def _watch_parent(
+    parent_fd: int, loop: asyncio.AbstractEventLoop, stop: asyncio.Event, ended: threading.Event
+) -> None:
+    """Set `stop` when the supervisor's end of the pipe closes, and end the process if it does not stop in time.
+
+    It is a thread so that a loop that is busy, loading a model say, is watched too.
+    """
+
+    def watch() -> None:
+        while os.read(parent_fd, 1):
+            pass
+        if ended.is_set():
+            return
+        logger.warning("the supervisor is gone: stopping")
+        loop.call_soon_threadsafe(stop.set)
+        if not ended.wait(ORPHAN_GRACE_S):
+            os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+class _ReadyPipe:
+    """Owns options.ready_fd: takes one line, then is closed."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+
+    def write(self, line: Mapping[str, object]) -> None:
+        """Write the line; nothing happens after the first one, or if nobody reads."""
+        if self._fd is None:
+            return
+        data = json.dumps(line).encode() + b"\n"
+        try:
+            os.write(self._fd, data)
+        except BrokenPipeError:
+            logger.info("nobody waits for the ready line")
+        self.close()
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None

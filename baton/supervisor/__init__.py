@@ -1,0 +1,16 @@
+"""Starts the tiers as processes of this machine, keeps them running, and stops them in order."""
+
+from baton.supervisor.child import ChildFailed
+from baton.supervisor.cluster import Cluster
+from baton.supervisor.plan import PROGRAMS, ChildSpec, Programs
+from baton.supervisor.serve import print_ready, serve_cluster
+
+__all__ = [
+    "PROGRAMS",
+    "ChildFailed",
+    "ChildSpec",
+    "Cluster",
+    "Programs",
+    "print_ready",
+    "serve_cluster",
+]

@@ -1,0 +1,192 @@
+"""One supervised process: its start until it is ready, its log, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import time
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from baton.errors import StartupError
+from baton.service import EXIT_REFUSED, ReadyReport
+from baton.supervisor.plan import ChildSpec
+
+logger = logging.getLogger(__name__)
+
+_MAX_LINE_BYTES = 1 << 20
+_NUM_LAST_LINES = 20
+
+#: Time, in seconds, that a process which will not be ready has to exit.
+_EXIT_S = 5.0
+
+
+class ChildFailed(StartupError):
+    """A process did not become ready. last_lines: the end of its log."""
+
+    reason = "CHILD_FAILED"
+
+    def __init__(self, name: str, how: str, cause: str, last_lines: tuple[str, ...]) -> None:
+        super().__init__(f"{name} did not start ({how}): {cause}", child=name)
+        self.last_lines = last_lines
+
+
+class Child:
+    """Owns one process at a time. `start` may be called again after the process has ended."""
+
+    def __init__(
+        self, spec: ChildSpec, on_line: Callable[[str, str], None], environment: Mapping[str, str]
+    ) -> None:
+        """on_line: takes the child's name and each line of its output."""
+        self.spec = spec
+        self._on_line = on_line
+        self._environment = environment
+        self._process: Process | None = None
+        self._log: asyncio.Task[None] | None = None
+        self._last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
+        self.report: ReadyReport | None = None
+        self.start_s = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def pid(self) -> int:
+        """Process id of the last start. Raises RuntimeError before the first."""
+        if self._process is None:
+            raise RuntimeError(f"{self.name} was never started")
+        return self._process.pid
+
+    async def start(self, parent_fd: int) -> ReadyReport:
+        """Start the process and wait until it is ready; later starts take the first one's port.
+
+        parent_fd: read end of the pipe whose end of file stops the child. Raises ChildFailed; then no process is left.
+        """
+        begin = time.monotonic()
+        spec = self.spec.at_port(_port_of(self.report)) if self.report else self.spec
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                await self._spawn(spec, theirs.fileno(), parent_fd)
+            line = await _read_line(ours)
+        self.report = await self._report_from(line)
+        self.start_s = time.monotonic() - begin
+        return self.report
+
+    async def wait(self) -> int:
+        """Wait for the process's end and for the rest of its log; return its status, -signal if one ended it."""
+        if self._process is None or self._log is None:
+            return 0
+        status = await self._process.wait()
+        _kill_group(self._process.pid)
+        await asyncio.wait({self._log})
+        return status
+
+    async def stop(self, grace_s: float) -> None:
+        """Ask the process to drain and end; kill it after `grace_s` seconds."""
+        if self._process is None or self._process.returncode is not None:
+            return
+        self._send(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.wait()
+        except TimeoutError:
+            logger.warning("%s did not end within %.0f s: killing it", self.name, grace_s)
+            await self.kill()
+
+    async def kill(self) -> None:
+        """End the process at once."""
+        self._send(signal.SIGKILL)
+        await self.wait()
+
+    def _send(self, signum: signal.Signals) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(signum)
+
+    async def _spawn(self, spec: ChildSpec, child_fd: int, parent_fd: int) -> None:
+        """A session of its own keeps the terminal's Ctrl-C from the child: the supervisor decides the order."""
+        self._last_lines.clear()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *spec.program,
+                f"--ready-fd={child_fd}",
+                f"--parent-fd={parent_fd}",
+                *spec.arguments,
+                stdin=DEVNULL,
+                stdout=PIPE,
+                stderr=STDOUT,
+                pass_fds=(child_fd, parent_fd),
+                start_new_session=True,
+                limit=_MAX_LINE_BYTES,
+                env=dict(self._environment),
+            )
+        except OSError as error:
+            raise ChildFailed(self.name, "no process", str(error), ()) from error
+        self._log = asyncio.create_task(self._forward_log(self._process), name=f"log {self.name}")
+
+    async def _forward_log(self, process: Process) -> None:
+        stream = process.stdout
+        while stream is not None:
+            try:
+                data = await stream.readline()
+            except ValueError:
+                data = b"(a line too long to show)\n"
+            if not data:
+                return
+            line = data.decode(errors="replace").rstrip("\r\n")
+            self._last_lines.append(line)
+            self._on_line(self.name, line)
+
+    async def _report_from(self, line: bytes) -> ReadyReport:
+        message = json.loads(line) if line.endswith(b"\n") else {}
+        if "address" in message:
+            return ReadyReport(message["address"], message["phases"])
+        try:
+            async with asyncio.timeout(_EXIT_S):
+                await self.wait()
+        except TimeoutError:
+            await self.kill()
+        raise self.failure(message.get("error"))
+
+    def failure(self, told: str | None = None) -> ChildFailed:
+        """Why it does not run: what it told, or else the end of its log."""
+        status = self._process.returncode if self._process else None
+        lines = tuple(self._last_lines)
+        cause = told or next((line for line in reversed(lines) if line.strip()), "it said nothing")
+        return ChildFailed(self.name, describe_exit(status), cause, lines)
+
+
+def describe_exit(status: int | None) -> str:
+    """An exit status in words."""
+    if status is None:
+        return "still running"
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return "refused" if status == EXIT_REFUSED else f"exit status {status}"
+
+
+def _kill_group(leader: int) -> None:
+    """End what the process `leader`, which has ended, has left behind: it would hold the log open."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _port_of(report: ReadyReport) -> int:
+    return int(report.address.rpartition(":")[2])
+
+
+async def _read_line(end: socket.socket) -> bytes:
+    """The line that the child writes to the other end, or what there was of it when it closed that. Closes `end`."""
+    reader, writer = await asyncio.open_connection(sock=end)
+    try:
+        return await reader.readline()
+    finally:
+        writer.close()

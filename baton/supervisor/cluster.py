@@ -1,0 +1,200 @@
+"""All tiers on this machine, as processes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from types import TracebackType
+from typing import Self
+
+from baton.config.load import ENV_PREFIX
+from baton.config.options import ServeOptions
+from baton.supervisor.child import Child, ChildFailed, describe_exit
+from baton.supervisor.log_lines import forward_to_stderr
+from baton.supervisor.plan import PROGRAMS, ChildSpec, Programs, plan_gateway, plan_workers
+from baton.supervisor.serving import wait_until_serving
+
+logger = logging.getLogger(__name__)
+
+#: Time, in seconds, that a process has beyond its own drain timeout before it is killed.
+_KILL_MARGIN_S = 5.0
+
+#: Delays between restarts, in seconds: the first, and the longest; each is twice the one before.
+_FIRST_DELAY_S, _LAST_DELAY_S = 0.5, 30.0
+
+#: A process that ran this long, in seconds, is restarted with the first delay again.
+_STABLE_S = 60.0
+
+
+class Cluster:
+    """Prefill and decode workers and the gateway before them, as children of this process.
+
+    `async with Cluster(options) as cluster` starts them, waits until the gateway serves, and stops them at the end:
+    the gateway first, then the workers. A child that dies in between is started again on its port. If this process is
+    killed, the children see the end of a pipe and stop by themselves.
+    """
+
+    def __init__(
+        self,
+        options: ServeOptions,
+        *,
+        programs: Programs = PROGRAMS,
+        on_line: Callable[[str, str], None] = forward_to_stderr,
+        wait_serving: Callable[[str], Awaitable[None]] = wait_until_serving,
+    ) -> None:
+        """on_line: takes a child's name and each line of its log. wait_serving: returns when the gateway at the
+        address takes requests, or raises StartupError."""
+        self._options = options
+        self._programs = programs
+        self._on_line = on_line
+        self._wait_serving = wait_serving
+        self._children: dict[str, Child] = {}
+        self._keepers: list[asyncio.Task[None]] = []
+        self._stopping = asyncio.Event()
+        self._lifeline = (-1, -1)
+        self._phases: dict[str, float] = {}
+
+    @property
+    def address(self) -> str:
+        """host:port of the gateway."""
+        return self.address_of("gateway")
+
+    @property
+    def phases(self) -> Mapping[str, float]:
+        """Seconds that each part of the start took: per child from spawn to ready, its own phases, and the whole."""
+        return self._phases
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the children: prefill-N, decode-N, gateway."""
+        return tuple(self._children)
+
+    def address_of(self, name: str) -> str:
+        """host:port of a child. Raises RuntimeError before it was ready."""
+        report = self._children[name].report
+        if report is None:
+            raise RuntimeError(f"{name} is not ready")
+        return report.address
+
+    def pid_of(self, name: str) -> int:
+        """Process id of a child; another one after a restart."""
+        return self._children[name].pid
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Start all children. Raises StartupError; call `stop` then too."""
+        begin = time.monotonic()
+        self._lifeline = os.pipe()
+        workers = plan_workers(self._options, len(os.sched_getaffinity(0)), programs=self._programs)
+        await self._start_all(workers)
+        addresses = {spec.name: self.address_of(spec.name) for spec in workers}
+        await self._start_all((plan_gateway(self._options, addresses, self._programs),))
+        before = time.monotonic()
+        await self._serving()
+        self._phases["serving"] = time.monotonic() - before
+        self._phases["total"] = time.monotonic() - begin
+        self._keepers = [
+            asyncio.create_task(self._keep(child), name=f"keep {child.name}")
+            for child in self._children.values()
+        ]
+
+    async def stop(self) -> None:
+        """Drain and stop all children: the gateway, then the workers. No process is left. May be called again."""
+        self._stopping.set()
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        self._keepers = []
+        grace_s = self._options.drain_timeout_s + _KILL_MARGIN_S
+        gateway = self._children.get("gateway")
+        if gateway is not None:
+            await gateway.stop(grace_s)
+        await asyncio.gather(*(child.stop(grace_s) for child in self._children.values()))
+        for fd in self._lifeline:
+            if fd >= 0:
+                os.close(fd)
+        self._lifeline = (-1, -1)
+
+    async def _start_all(self, specs: tuple[ChildSpec, ...]) -> None:
+        """Start the children at once; when one fails, the first failure is raised and the others are left to stop()."""
+        environment = child_environment(os.environ)
+        children = [Child(spec, self._on_line, environment) for spec in specs]
+        self._children |= {child.name: child for child in children}
+        tasks = [asyncio.create_task(child.start(self._lifeline[0])) for child in children]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for child in children:
+            self._phases[child.name] = child.start_s
+            for phase, seconds in (child.report.phases if child.report else {}).items():
+                self._phases[f"{child.name} {phase}"] = seconds
+
+    async def _serving(self) -> None:
+        """Wait until the gateway serves; raise ChildFailed if a child ends before."""
+        serving = asyncio.ensure_future(self._wait_serving(self.address))
+        ends = {asyncio.create_task(child.wait()): child for child in self._children.values()}
+        try:
+            await asyncio.wait({serving, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            for ended, child in ends.items():
+                if ended.done():
+                    raise child.failure()
+            serving.result()
+        finally:
+            for task in (serving, *ends):
+                task.cancel()
+            await asyncio.gather(serving, *ends, return_exceptions=True)
+
+    async def _keep(self, child: Child) -> None:
+        """Restart the child whenever it ends, until the cluster stops."""
+        delay_s = _FIRST_DELAY_S
+        while True:
+            began = time.monotonic()
+            how = describe_exit(await child.wait())
+            if time.monotonic() - began > _STABLE_S:
+                delay_s = _FIRST_DELAY_S
+            logger.error("%s ended (%s): starting it again in %.1f s", child.name, how, delay_s)
+            if await self._stopped_within(delay_s):
+                return
+            delay_s = min(2 * delay_s, _LAST_DELAY_S)
+            try:
+                report = await child.start(self._lifeline[0])
+            except ChildFailed as failure:
+                logger.warning("%s", failure.message)
+            else:
+                logger.info("%s is back at %s", child.name, report.address)
+
+    async def _stopped_within(self, delay_s: float) -> bool:
+        try:
+            async with asyncio.timeout(delay_s):
+                await self._stopping.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a child inherits: all but our own variables, whose meaning the child gets as flags."""
+    return {name: value for name, value in environment.items() if not name.startswith(ENV_PREFIX)}

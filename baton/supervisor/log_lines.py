@@ -1,0 +1,27 @@
+"""The children's log lines, as the supervisor's own log shows them."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+
+def forward_to_stderr(name: str, line: str) -> None:
+    """Write a child's line to stderr: as it is for machines, readable on a terminal."""
+    text = readable(name, line) if sys.stderr.isatty() else line
+    sys.stderr.write(text + "\n")
+
+
+def readable(name: str, line: str) -> str:
+    """A line as baton.logs.PlainFormatter would have written it, if it is one of baton.logs.JsonFormatter's."""
+    try:
+        entry = json.loads(line)
+        time, level, message = entry["time"], entry["level"], entry["message"]
+    except (ValueError, KeyError, TypeError):
+        return f"{name}: {line}"
+    text = f"{str(time)[11:19]} {str(level).upper():<7} {name}: {message}"
+    if request_id := entry.get("request_id"):
+        text += f" [{request_id}]"
+    if exception := entry.get("exception"):
+        text += f"\n{exception}"
+    return text

@@ -1,0 +1,127 @@
+"""Which processes `baton serve` needs, and with what options. Pure but for the number of cores, which is given."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from baton.config.command import to_arguments
+from baton.config.load import build_options
+from baton.config.options import (
+    DecodeOptions,
+    GatewayOptions,
+    Options,
+    PrefillOptions,
+    ServeOptions,
+)
+
+#: Options of `baton serve` that are about its own process, or that each child gets a value of its own for.
+_NOT_PASSED_ON = frozenset({"host", "port", "ready_fd", "parent_fd"})
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """What is executed for each role, before its arguments."""
+
+    prefill: tuple[str, ...]
+    decode: tuple[str, ...]
+    gateway: tuple[str, ...]
+
+
+def _module(name: str) -> tuple[str, ...]:
+    """-P keeps folders of the caller's directory, which may bear any name, out of the import path."""
+    return (sys.executable, "-P", "-m", name)
+
+
+PROGRAMS = Programs(_module("prefill_svc"), _module("decode_svc"), _module("gateway"))
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """One process: its name in logs, the program, and the program's arguments."""
+
+    name: str
+    program: tuple[str, ...]
+    arguments: tuple[str, ...]
+
+    def at_port(self, port: int) -> ChildSpec:
+        """The same process on a port of its own, which goes before an earlier --port."""
+        kept = tuple(part for part in self.arguments if not part.startswith("--port="))
+        return ChildSpec(self.name, self.program, (f"--port={port}", *kept))
+
+
+def num_prefill_workers(options: ServeOptions) -> int:
+    return 0 if options.colocated else options.num_prefill_workers
+
+
+def threads_per_worker(options: ServeOptions, num_cores: int) -> int:
+    """CPU threads of each worker's engine: an equal part of the cores, so that together they do not exceed them."""
+    if options.num_threads is not None:
+        return options.num_threads
+    return max(1, num_cores // (num_prefill_workers(options) + options.num_decode_workers))
+
+
+def plan_workers(
+    options: ServeOptions, num_cores: int, programs: Programs = PROGRAMS
+) -> tuple[ChildSpec, ...]:
+    """The workers, prefill first, each on a free port of the loopback interface."""
+    threads = threads_per_worker(options, num_cores)
+    prefill_size = options.prefill_block_size or options.block_size
+    decode_size = options.decode_block_size or options.block_size
+    prefill = (
+        _worker(PrefillOptions, options, programs.prefill, f"prefill-{i}", threads, prefill_size)
+        for i in range(num_prefill_workers(options))
+    )
+    decode = (
+        _worker(DecodeOptions, options, programs.decode, f"decode-{i}", threads, decode_size)
+        for i in range(options.num_decode_workers)
+    )
+    return (*prefill, *decode)
+
+
+def plan_gateway(
+    options: ServeOptions, addresses: Mapping[str, str], programs: Programs = PROGRAMS
+) -> ChildSpec:
+    """The gateway in front of the workers whose addresses are given by name."""
+    own = {
+        "host": options.host,
+        "port": options.port,
+        "prefill_workers": _addresses_of("prefill-", addresses),
+        "decode_workers": _addresses_of("decode-", addresses),
+    }
+    return _child(GatewayOptions, options, programs.gateway, "gateway", own)
+
+
+def _addresses_of(prefix: str, addresses: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(address for name, address in addresses.items() if name.startswith(prefix))
+
+
+def _worker(
+    cls: type[Options],
+    options: ServeOptions,
+    program: tuple[str, ...],
+    name: str,
+    num_threads: int,
+    block_size: int,
+) -> ChildSpec:
+    own = {"worker_id": name, "num_threads": num_threads, "block_size": block_size, "port": 0}
+    return _child(cls, options, program, name, own)
+
+
+def _child(
+    cls: type[Options],
+    options: ServeOptions,
+    program: tuple[str, ...],
+    name: str,
+    own: Mapping[str, Any],
+) -> ChildSpec:
+    """`own` options go before those passed on, which are the ones that somebody set."""
+    passed_on = {
+        field: getattr(options, field)
+        for field in cls.model_fields
+        if field in options.model_fields_set and field not in _NOT_PASSED_ON
+    }
+    child_options = build_options(cls, {**passed_on, **own})
+    return ChildSpec(name, program, tuple(to_arguments(child_options)))

@@ -1,0 +1,34 @@
+"""The service behind `baton serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from baton.config.options import ServeOptions
+from baton.service import OnReady, ReadyReport, describe_phases
+from baton.supervisor.cluster import Cluster
+
+
+async def serve_cluster(options: ServeOptions, stop: asyncio.Event, on_ready: OnReady) -> None:
+    """Start a gateway and workers of both tiers on this machine, and serve until told to stop."""
+    cluster = Cluster(options)
+    starting = asyncio.create_task(cluster.start(), name="start")
+    stopping = asyncio.create_task(stop.wait(), name="stop")
+    try:
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            on_ready(ReadyReport(cluster.address, cluster.phases))
+            await stopping
+    finally:
+        for task in (starting, stopping):
+            task.cancel()
+        await asyncio.gather(starting, stopping, return_exceptions=True)
+        await cluster.stop()
+
+
+def print_ready(report: ReadyReport) -> None:
+    """One line on stdout: where to send requests, and where the time went."""
+    sys.stdout.write(f"Baton is ready at {report.address} ({describe_phases(report.phases)})\n")
+    sys.stdout.flush()

@@ -1,0 +1,44 @@
+"""Waiting for a gateway that takes requests."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+
+from baton.errors import StartupError
+from baton.rpc.channel import sync_channel
+
+_SERVICE = "baton.v1.InferenceService"
+_TIMEOUT_S = 60.0
+
+
+async def wait_until_serving(address: str, timeout_s: float = _TIMEOUT_S) -> None:
+    """Return when the gateway's health says that it has the workers it needs.
+
+    Raises StartupError if that has not happened after `timeout_s` seconds.
+    """
+    channel = sync_channel(address)
+    request = health_pb2.HealthCheckRequest(service=_SERVICE)
+    stub = health_pb2_grpc.HealthStub(channel)
+    watch = stub.Watch(request, timeout=timeout_s, wait_for_ready=True)
+
+    def read() -> str:
+        try:
+            for answer in watch:
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return ""
+        except grpc.RpcError as error:
+            return str(error.code().name)
+        return "the stream ended"
+
+    try:
+        why = await asyncio.to_thread(read)
+    finally:
+        watch.cancel()
+        channel.close()
+    if why:
+        raise StartupError(
+            f"the gateway at {address} does not serve ({why}): see its log for the workers' state"
+        )
