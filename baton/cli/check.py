@@ -2,17 +2,55 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Annotated
+import asyncio
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from baton.check.run import Verdict
 
 
 def check(
     model: Annotated[str, typer.Argument(help="Local directory or Hub id.", metavar="MODEL")],
     num_requests: Annotated[int, typer.Option(min=1, help="Requests to compare.")] = 200,
     seed: Annotated[int, typer.Option(help="Chooses the requests.")] = 0,
+    kv_transport: Annotated[
+        list[str] | None, typer.Option(help="Transport to try; may be repeated. [default: shm tcp]")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Element type of weights and KV; auto takes the checkpoint's.")
+    ] = "float32",
+    engine: Annotated[str, typer.Option(help="torch, or oracle to check without a model.")] = (
+        "torch"
+    ),
 ) -> None:
-    """Compare split and one-process output token for token. Exit status 1 if they differ."""
-    run_check = import_module("baton.check").run_check
-    raise SystemExit(0 if run_check(model, num_requests=num_requests, seed=seed) else 1)
+    """Compare split with one-process output, token for token. Exit status 1 if they differ."""
+    from baton.check.run import check as run_check
+    from baton.check.run import split_shapes
+    from baton.config import ServeOptions
+    from baton.config.load import build_options
+
+    options = {"model": model, "dtype": dtype, "engine": engine, "log_level": "warning"}
+    transports = kv_transport or ["shm", "tcp"]
+    for transport in transports:
+        build_options(ServeOptions, {**options, "kv_transport": transport})
+    coroutine = run_check(
+        options, split_shapes(transports), num_requests=num_requests, seed=seed, on_verdict=_tell
+    )
+    is_equal = asyncio.run(coroutine)
+    typer.echo("all equal" if is_equal else "NOT equal")
+    raise SystemExit(0 if is_equal else 1)
+
+
+def _tell(verdict: Verdict) -> None:
+    """One line per shape."""
+    text = (
+        f"{'equal' if verdict.is_equal else 'DIFFERENT'}  {verdict.shape.name}: "
+        f"{verdict.num_equal}/{verdict.num_requests} requests, {verdict.num_tokens} tokens, "
+        f"{verdict.num_handed_over} handed over, {verdict.seconds:.1f} s"
+    )
+    if verdict.first_difference:
+        request, token = verdict.first_difference
+        text += f"; first difference: request {request}, token {token}"
+    typer.echo(text)

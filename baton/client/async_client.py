@@ -80,10 +80,7 @@ class AsyncCompletionStream:
     async def __anext__(self) -> Chunk:
         while not self._is_closed:
             try:
-                response = await anext(self._responses)
-            except StopAsyncIteration:
-                self._end()
-                self._reader.end()
+                response = await self._call.read()
             except asyncio.CancelledError:
                 # Of the reading task; or of the call, by some task's `close`, which grpc tells in the same way.
                 self._end()
@@ -93,7 +90,10 @@ class AsyncCompletionStream:
                 if not self._is_closed:
                     await self._retry(self._settings.error_of(error, self.request_id))
             else:
-                return self._accept(response)
+                if response is not grpc.aio.EOF:
+                    return self._accept(response)
+                self._end()
+                self._reader.end()
         if self._client_closed.is_set() and not self._reader.has_ended:
             raise Cancelled("the client was closed", request_id=self.request_id)
         raise StopAsyncIteration
@@ -110,9 +110,9 @@ class AsyncCompletionStream:
         await self.close()
 
     def _open(self, timeout_s: float) -> None:
-        call = self._start(timeout_s)
-        self._responses = aiter(call)
-        self._cancel = weakref.finalize(self, call.cancel)
+        # Read by read(): an unfinished aiter() keeps the call, and by it the connection, alive until the next collection.
+        self._call = self._start(timeout_s)
+        self._cancel = weakref.finalize(self, self._call.cancel)
         # An event loop that is gone at exit has taken its calls with it.
         self._cancel.atexit = False
 

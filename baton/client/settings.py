@@ -22,6 +22,7 @@ DEFAULT_TIMEOUT_S = 600.0
 MAX_METADATA_BYTES = 8192
 """Servers may refuse more; each entry counts 32 bytes beside its text, as HTTP/2 counts it."""
 
+_ADDRESS = re.compile(r"(?:[^\s:/]+|\[[0-9a-fA-F:.%]+\]):[0-9]{1,5}")
 _KEY = re.compile(r"[0-9a-z_.-]+")
 _VALUE = re.compile(r"[\x20-\x7e]*")
 
@@ -42,6 +43,8 @@ class Settings:
         """Raises InvalidRequest for a value that cannot be used."""
         if max_retries < 0:
             raise _wrong("max_retries", f"{max_retries}: must be 0 or more")
+        if not (_ADDRESS.fullmatch(address) or address.startswith("unix:")):
+            raise _wrong("address", f"{address!a:.80}: must be host:port, e.g. {DEFAULT_ADDRESS}")
         return cls(address, _timeout(timeout_s), checked_metadata(metadata), max_retries)
 
     def timeout_or(self, timeout_s: float | None) -> float:

@@ -39,6 +39,9 @@ REQUEST_ID_KEY = "x-request-id"
 # once more inside the details; the details grow by a third in base64: 3 * 1024 + (1024 + 2048) * 4 / 3 < 8 KiB.
 MAX_MESSAGE_BYTES = 1024
 MAX_DETAILS_BYTES = 2048
+# Of the details: enough is left beside it for one violation, however long.
+_MAX_INFO_BYTES = 768
+_MAX_REQUEST_ID_BYTES = 128
 _MAX_VALUE_BYTES = 256
 _MAX_DESCRIPTION_BYTES = 512
 _REQUEST_ID_ENTRY = "request_id"
@@ -83,11 +86,11 @@ def to_proto(error: BatonError) -> status_pb2.Status:
     )
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
     if error.request_id:
-        info.metadata[_REQUEST_ID_ENTRY] = clip(error.request_id, _MAX_VALUE_BYTES)
+        info.metadata[_REQUEST_ID_ENTRY] = clip(error.request_id, _MAX_REQUEST_ID_BYTES)
     for key, value in error.metadata.items():
         entry = {clip(key, 64): clip(value, _MAX_VALUE_BYTES)}
         added = sum(len(k) + len(v.encode()) + 8 for k, v in entry.items())
-        if info.ByteSize() + added <= MAX_DETAILS_BYTES // 2:
+        if info.ByteSize() + added <= _MAX_INFO_BYTES:
             info.metadata.update(entry)
     _attach(status, info)
     if error.retry_after_s is not None:
@@ -95,7 +98,7 @@ def to_proto(error: BatonError) -> status_pb2.Status:
         retry.retry_delay.FromNanoseconds(max(0, round(error.retry_after_s * 1e9)))
         _attach(status, retry)
     if error.request_id:
-        request_id = clip(error.request_id, _MAX_VALUE_BYTES)
+        request_id = clip(error.request_id, _MAX_REQUEST_ID_BYTES)
         _attach(status, error_details_pb2.RequestInfo(request_id=request_id))
     if isinstance(error, InvalidRequest) and error.violations:
         room = MAX_DETAILS_BYTES - sum(detail.ByteSize() + 4 for detail in status.details)

@@ -128,6 +128,9 @@ REFUSED: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("timeout_s", lambda: Settings.of("a:1", 0, (), 0)),
     ("timeout_s", lambda: Settings.of("a:1", float("inf"), (), 0)),
     ("timeout_s", lambda: Settings.of("a:1", float("nan"), (), 0)),
+    ("address", lambda: Settings.of("localhost", 1, (), 0)),
+    ("address", lambda: Settings.of("http://localhost:1", 1, (), 0)),
+    ("address", lambda: Settings.of("::1:50051", 1, (), 0)),
     ("max_retries", lambda: Settings.of("a:1", 1, (), -1)),
     ("metadata['Key']", lambda: checked_metadata({"Key": "a"})),
     ("metadata['grpc-x']", lambda: checked_metadata({"grpc-x": "a"})),
@@ -152,6 +155,11 @@ def test_not_a_number_is_sent_for_the_server_to_refuse() -> None:
     sent = sampling_message(SamplingParams(temperature=float("nan"), top_p=float("inf")))
     assert sent.temperature != sent.temperature
     assert sent.top_p == float("inf")
+
+
+@pytest.mark.parametrize("address", ["localhost:1", "1.2.3.4:50051", "[::1]:5", "unix:/tmp/a"])
+def test_addresses_that_can_be_called(address: str) -> None:
+    assert Settings.of(address, 1, (), 0).address == address
 
 
 @given(

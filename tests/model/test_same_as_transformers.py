@@ -50,7 +50,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 32}),
     "mistral-gqa": ("mistral", {}),
     "mistral-window": ("mistral", {"sliding_window": 11}),
-    "mistral-window-of-one": ("mistral", {"sliding_window": 1, "num_key_value_heads": 4}),
+    "mistral-window-of-two": ("mistral", {"sliding_window": 2, "num_key_value_heads": 4}),
     "mistral-mqa-tied-window": (
         "mistral",
         {"sliding_window": 20, "num_key_value_heads": 1, "tie_word_embeddings": True},

@@ -163,9 +163,15 @@ def test_clip_cuts_between_characters(text: str, max_bytes: int) -> None:
         ),
         (
             "RESOURCE_EXHAUSTED",
-            "Sent message larger than max (2 vs. 1)",
+            "CLIENT: Sent message larger than max (2 vs. 1)",
             InvalidRequest,
             "shorter prompt",
+        ),
+        (
+            "RESOURCE_EXHAUSTED",
+            "SERVER: Sent message larger than max",
+            InvalidRequest,
+            "ask for less",
         ),
         ("RESOURCE_EXHAUSTED", "Concurrent RPC limit exceeded!", Overloaded, "full"),
         ("UNIMPLEMENTED", "Method not found!", BatonError, "is it a Baton server?"),

@@ -1,13 +1,14 @@
 """An InferenceService without a model, whose behaviour a request's `model` field chooses; also a program that serves it.
 
 "" answers with the prompt's token ids (or the code points of its text), one a piece; "hang" sends one piece and waits
-for ever; "silent" waits without one; "gap", "double", "cut", "onwards" break the stream's rules; "crash" raises an
+for ever; "silent" waits without one; "flood" never stops sending; "gap", "double", "cut", "onwards" break the stream's rules; "crash" raises an
 unexpected exception after one piece; "big" answers with more than a client takes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import queue
 import sys
 import threading
@@ -80,6 +81,9 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
                 await asyncio.Event().wait()
             case "silent":
                 await asyncio.Event().wait()
+            case "flood":
+                for position in itertools.count():
+                    yield inference_pb2.GenerateResponse(token_index=position, token_ids=[1])
             case "gap":
                 yield first
                 yield inference_pb2.GenerateResponse(token_index=2, token_ids=[2])

@@ -1,0 +1,46 @@
+# The verbs of this project. Each sets up what it needs; `make demo` is the place to begin.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+MODEL ?= models/baton-py-6m
+ARGS ?=
+
+.PHONY: help venv demo serve test check protos clean
+
+help:
+	@echo "make demo               serve the model in the box, stream a completion, tell each tier's timing"
+	@echo "make serve MODEL=...    start all tiers (ARGS= adds options, see baton serve --help)"
+	@echo "make test               run the tests (ARGS= adds pytest's options)"
+	@echo "make check              lint, formatting, types, import directions, protos"
+	@echo "make protos             generate baton/v1 from protos/"
+	@echo "make venv               only set up .venv"
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml scripts/venv.sh
+	@scripts/venv.sh $(VENV)
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/python scripts/demo.py --model $(MODEL)
+
+serve: $(STAMP)
+	@$(BIN)/baton serve $(ARGS) -- $(MODEL)
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint protos
+	$(BIN)/python scripts/protos.py --check
+
+protos: $(STAMP)
+	$(BIN)/python scripts/protos.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,70 @@
+"""Turns the token ids of one output into text, as they come. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+#: Token ids to text; special tokens and ids without text give none.
+Decode = Callable[[Sequence[int]], str]
+
+_REPLACEMENT = "\ufffd"
+
+#: Tokens kept undecided before the window is cut inside what looks like one endless broken character.
+_MAX_WINDOW = 64
+
+
+class Detokenizer:
+    """The pieces, with the flush, are the text of all ids, however the ids were cut into feeds.
+
+    Text is decoded in a window of ids that begins at a clean border (where the text before it ended in a whole
+    character) one feed before the ids that are new, so that decoders which look to the left see what they need.
+    Replacement characters at the end may be a character that lacks bytes: they wait.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._window: list[int] = []
+        self._num_context = 0  # leading ids of the window whose text was all released
+        self._num_released = 0  # characters of the window's text that were released
+
+    def copy(self) -> Detokenizer:
+        """A detokenizer in the same state."""
+        other = Detokenizer(self._decode)
+        other._window = list(self._window)
+        other._num_context, other._num_released = self._num_context, self._num_released
+        return other
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete."""
+        self._window.extend(token_ids)
+        text = self._decode(self._window)
+        whole = text.rstrip(_REPLACEMENT)
+        piece = whole[self._num_released :]
+        if len(whole) < len(text):
+            self._num_released = max(self._num_released, len(whole))
+            return piece + self._cut_window(text) if len(self._window) > _MAX_WINDOW else piece
+        if piece:
+            del self._window[: self._num_context]
+            self._num_context = len(self._window)
+            self._num_released = len(self._decode(self._window))
+        return piece
+
+    def flush(self) -> str:
+        """What is left when no more tokens come: the replacement characters of an unfinished character."""
+        piece = self._decode(self._window)[self._num_released :]
+        self._window.clear()
+        self._num_context = self._num_released = 0
+        return piece
+
+    def _cut_window(self, text: str) -> str:
+        """Release the front of a window that is broken throughout, where cutting it changes nothing."""
+        for num_kept in range(4, 12):
+            head, tail = self._window[:-num_kept], self._window[-num_kept:]
+            head_text = self._decode(head)
+            if head_text and head_text + self._decode(tail) == text:
+                piece = head_text[self._num_released :]
+                self._window = tail
+                self._num_released = max(0, self._num_released - len(head_text))
+                self._num_context = 0
+                return piece
+        return ""

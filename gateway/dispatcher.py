@@ -1,0 +1,280 @@
+"""Gives waiting sequences to workers, in order of rank, when there is room: late binding.
+
+One task, woken by whatever may make room: a new entry, a load report, a worker that joins, a placement's end. Strictly
+in order: while the first cannot be placed nobody else is, so that nobody starves. Only what no ready worker could ever
+serve is passed over, and fails when no worker that it waits for comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from baton.errors import FieldViolation, InvalidRequest, NoWorkers
+from baton.types import SequenceSpec, Tier
+from gateway.admission import AdmissionQueue, Rank
+from gateway.affinity import Digest, PrefixAffinity, prefix_digests
+from gateway.fleet import Fleet, Worker
+from gateway.router import Need, Plan, Verdict, choose
+
+#: How long what waits already goes on waiting for a worker that can serve it.
+NO_WORKER_GRACE_S = 10.0
+
+#: Prefix digests remembered; about 100 bytes each.
+_MAX_DIGESTS = 65_536
+
+#: Share of the newest interval in the mean interval between two placements.
+_INTERVAL_WEIGHT = 0.1
+
+
+class Placement:
+    """A sequence's claim on workers, counted in the fleet from the start until it is released. Release is idempotent."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        placement_id: int,
+        prefill: Worker | None,
+        decode: Worker | None,
+        num_tokens: int,
+        num_blocks: int,
+    ) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        # Those of now: after a loss the same address gets another link.
+        self.prefill_link = prefill.prefill_link if prefill else None
+        self.decode_link = decode.decode_link if decode else None
+        self._fleet = fleet
+        self._id = placement_id
+        self._prefill_tokens = num_tokens if prefill else 0
+        self._holds_decode = decode is not None
+        if prefill:
+            prefill.num_in_flight += 1
+            prefill.outstanding_tokens += num_tokens
+        if decode:
+            decode.num_in_flight += 1
+            decode.reserve_blocks(placement_id, num_blocks)
+
+    @property
+    def prefill_name(self) -> str:
+        """The prefill worker's id; empty if there is none."""
+        return _name_of(self.prefill)
+
+    @property
+    def decode_name(self) -> str:
+        """The decode worker's id; empty if there is none."""
+        return _name_of(self.decode)
+
+    def settle(self) -> None:
+        """The decode worker has reserved what it needs; its reports count it from now on."""
+        if self.decode and self._holds_decode:
+            self.decode.settle(self._id)
+
+    def defer(self) -> None:
+        """The decode worker had no room after all."""
+        if self.decode:
+            self.decode.is_awaiting_report = True
+
+    def suspect_prefill(self) -> None:
+        """The prefill worker could not be reached."""
+        if self.prefill:
+            self._fleet.suspect(self.prefill.address)
+
+    def release_prefill(self) -> None:
+        """The prefill worker is done with the sequence, or was not needed."""
+        if self.prefill and self._prefill_tokens:
+            self.prefill.num_in_flight -= 1
+            self.prefill.outstanding_tokens -= self._prefill_tokens
+            self._prefill_tokens = 0
+            self._fleet.changed()
+
+    def release(self) -> None:
+        """Nothing is left of the sequence on either worker."""
+        self.release_prefill()
+        if self.decode and self._holds_decode:
+            self._holds_decode = False
+            self.decode.num_in_flight -= 1
+            self.decode.drop_blocks(self._id)
+            self._fleet.changed()
+
+
+def _name_of(worker: Worker | None) -> str:
+    return worker.info.identity.worker_id if worker and worker.info else ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entry:
+    spec: SequenceSpec
+    need: Need
+    digests: tuple[Digest, ...]
+    placed: asyncio.Future[Placement]
+
+
+class Dispatcher:
+    """The queue and its task. `run` must be running for `place` to return."""
+
+    def __init__(self, fleet: Fleet, *, max_queue_size: int, key: bytes) -> None:
+        """`key`: a secret of this process, so that nobody can aim at another's prefixes or at a worker."""
+        self._fleet = fleet
+        self._key = key
+        self._queue: AdmissionQueue[_Entry] = AdmissionQueue(max_queue_size)
+        self._affinity = PrefixAffinity(_MAX_DIGESTS)
+        self._wake = asyncio.Event()
+        self._num_placed = 0
+        self._placed_at_s = 0.0
+        self._interval_s = 0.0
+        self._stranded_s: dict[Rank, float] = {}
+        """Since when each entry that no ready worker could serve waits."""
+        fleet.listen(self._wake.set)
+        fleet.listen_leave(self._affinity.forget)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    async def place(
+        self,
+        spec: SequenceSpec,
+        *,
+        on_admitted: Callable[[], Awaitable[None]] | None = None,
+        is_return: bool = False,
+        avoid: frozenset[str] = frozenset(),
+    ) -> Placement:
+        """Wait for a place. The caller releases it.
+
+        on_admitted: awaited once the sequence is in the queue.
+        is_return: the sequence was placed before, and now keeps its rank and finds room in the queue.
+        Raises Overloaded, NoWorkers; InvalidRequest if no worker could ever hold it.
+        """
+        if not is_return and not self._fleet.ready(Tier.DECODE):
+            raise NoWorkers("no decode worker is ready", tier="decode")
+        entry = _Entry(
+            spec,
+            _need_of(spec, avoid),
+            prefix_digests(spec.token_ids, spec.tenant, self._key),
+            asyncio.get_running_loop().create_future(),
+        )
+        self._queue.add(spec.rank, entry, is_return=is_return, seconds_per_item=self._interval_s)
+        self._wake.set()
+        is_taken = False
+        try:
+            if on_admitted is not None:
+                await on_admitted()
+            placement = await entry.placed
+            is_taken = True
+            return placement
+        finally:
+            if not is_taken:
+                self._give_up(entry)
+
+    def _give_up(self, entry: _Entry) -> None:
+        """The caller went away, or the entry failed: nothing of it stays."""
+        self._queue.remove(entry.spec.rank)
+        placed = entry.placed
+        if placed.done() and not placed.cancelled() and placed.exception() is None:
+            placed.result().release()
+        placed.cancel()
+        self._wake.set()
+
+    def record(self, worker: Worker, spec: SequenceSpec) -> None:
+        """Remember that `worker` has the KV of all tokens of `spec`."""
+        self._affinity.record(
+            prefix_digests(spec.token_ids, spec.tenant, self._key), worker.address
+        )
+
+    async def run(self) -> None:
+        """Place what waits, for ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._wake.clear()
+            self._place_all(loop.time())
+            since_s = min(self._stranded_s.values(), default=None)
+            until_s = None if since_s is None else since_s + NO_WORKER_GRACE_S
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(until_s):
+                    await self._wake.wait()
+
+    def _place_all(self, now_s: float) -> None:
+        """Place from the head on, up to the first that has to wait for room."""
+        passed_over: list[_Entry] = []
+        while (entry := self._queue.pop()) is not None:
+            verdict = self._place(entry, now_s)
+            if verdict is Verdict.NO_WORKER and self._is_worth_waiting(entry, now_s):
+                passed_over.append(entry)
+            elif verdict is Verdict.NOT_NOW:
+                self._queue.restore(entry.spec.rank, entry)
+                break
+        self._stranded_s = {
+            entry.spec.rank: self._stranded_s.get(entry.spec.rank, now_s) for entry in passed_over
+        }
+        for entry in passed_over:
+            self._queue.restore(entry.spec.rank, entry)
+
+    def _place(self, entry: _Entry, now_s: float) -> Verdict | None:
+        """Place one, or tell why not."""
+        matched = self._affinity.matched_tokens(entry.digests)
+        self._num_placed += 1
+        plan = choose(
+            entry.need,
+            [w.prefill_view(matched.get(w.address, 0)) for w in self._fleet.ready(Tier.PREFILL)],
+            [w.decode_view(matched.get(w.address, 0)) for w in self._fleet.ready(Tier.DECODE)],
+            self._key + self._num_placed.to_bytes(8, "big"),
+        )
+        if isinstance(plan, Verdict):
+            return plan
+        if entry.placed.done():
+            return None
+        entry.placed.set_result(self._claim(entry, plan))
+        self._interval_s += _INTERVAL_WEIGHT * (now_s - self._placed_at_s - self._interval_s)
+        self._placed_at_s = now_s
+        return None
+
+    def _claim(self, entry: _Entry, plan: Plan) -> Placement:
+        workers = self._fleet.workers
+        prefill = workers[plan.prefill] if plan.prefill else None
+        decode = workers[plan.decode] if plan.decode else None
+        num_blocks = decode.decode_view(0).num_blocks_for(entry.need) if decode else 0
+        for worker in (prefill, decode):
+            if worker:
+                self._affinity.record(entry.digests, worker.address)
+        return Placement(
+            self._fleet, self._num_placed, prefill, decode, entry.need.num_tokens, num_blocks
+        )
+
+    def _is_worth_waiting(self, entry: _Entry, now_s: float) -> bool:
+        """Whether a worker that can serve it may yet come; if not, the entry fails."""
+        known = [w.decode_view(0) for w in self._fleet.tier(Tier.DECODE) if w.is_known]
+        if self._fleet.ready(Tier.DECODE) and not any(view.fits(entry.need) for view in known):
+            entry.placed.set_exception(_never_fits(entry.need))
+            return False
+        if now_s - self._stranded_s.get(entry.spec.rank, now_s) >= NO_WORKER_GRACE_S:
+            entry.placed.set_exception(
+                NoWorkers(
+                    f"no worker that can serve this was ready for {NO_WORKER_GRACE_S:g} s",
+                    tier="decode",
+                )
+            )
+            return False
+        return True
+
+
+def _never_fits(need: Need) -> InvalidRequest:
+    return InvalidRequest.of(
+        FieldViolation(
+            "prompt",
+            f"{need.num_tokens} tokens, up to {need.max_num_tokens} with the output, are more than "
+            "any decode worker here holds; shorten the prompt or lower sampling.max_tokens",
+        )
+    )
+
+
+def _need_of(spec: SequenceSpec, avoid: frozenset[str]) -> Need:
+    num_left = spec.sampling.max_tokens - len(spec.output_token_ids)
+    return Need(
+        num_tokens=spec.num_tokens,
+        max_num_tokens=len(spec.prompt_token_ids) + spec.sampling.max_tokens,
+        needs_decode=num_left > 1,
+        avoid=avoid,
+    )

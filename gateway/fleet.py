@@ -1,0 +1,216 @@
+"""The workers as the gateway knows them: what they told, and what the gateway has in flight on them.
+
+All in one event loop. Connections (workers.py) write what workers tell; placements write what is in flight; the
+dispatcher reads snapshots. Whoever listens is told of each change that may make room.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping
+
+from baton.errors import PeerMismatch
+from baton.types import PROTOCOL_VERSION, Tier, WorkerInfo, WorkerLoad
+from gateway.links import DecodeLink, PrefillLink
+from gateway.router import DecodeView, PrefillView
+
+#: A prefill worker's own queue is kept this many batches short.
+_PREFILL_QUEUE_BATCHES = 2
+
+
+class WorkerState(enum.Enum):
+    """As `WorkerStatus.state` in inference.proto."""
+
+    READY = "ready"
+    DRAINING = "draining"
+    STALLED = "stalled"
+    UNREACHABLE = "unreachable"
+    REFUSED = "refused"
+
+
+class Worker:
+    """One address. `info` stays for display after the worker is gone."""
+
+    def __init__(self, address: str, tier: Tier) -> None:
+        self.address = address
+        self.tier = tier
+        self.state = WorkerState.UNREACHABLE
+        self.reason = "not reached yet"
+        self.info: WorkerInfo | None = None
+        self.load = WorkerLoad()
+        self.prefill_link: PrefillLink | None = None
+        self.decode_link: DecodeLink | None = None
+        self.num_in_flight = 0
+        self.outstanding_tokens = 0
+        self.is_awaiting_report = False
+        """After a deferral: what we believe about its memory is wrong until it reports again."""
+        self._unreported: dict[int, int] = {}
+        self._settled: set[int] = set()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is WorkerState.READY
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it was accepted and not refused since: a worker that may come back."""
+        return self.info is not None and self.state is not WorkerState.REFUSED
+
+    @property
+    def num_unreported_blocks(self) -> int:
+        """Blocks reserved here that its last report does not show yet."""
+        return sum(self._unreported.values())
+
+    def reserve_blocks(self, placement_id: int, num_blocks: int) -> None:
+        """Count blocks that the worker's reports do not show yet."""
+        self._unreported[placement_id] = num_blocks
+
+    def settle(self, placement_id: int) -> None:
+        """The worker has taken the blocks: its next report shows them."""
+        if placement_id in self._unreported:
+            self._settled.add(placement_id)
+
+    def drop_blocks(self, placement_id: int) -> None:
+        """The blocks were never taken, or are given back."""
+        self._unreported.pop(placement_id, None)
+        self._settled.discard(placement_id)
+
+    def report(self, load: WorkerLoad) -> None:
+        """Take a load report."""
+        self.load = load
+        self.is_awaiting_report = False
+        for placement_id in self._settled:
+            self._unreported.pop(placement_id, None)
+        self._settled.clear()
+
+    def prefill_view(self, matched_tokens: int) -> PrefillView:
+        info = self._known_info()
+        return PrefillView(
+            address=self.address,
+            max_model_len=info.max_model_len,
+            outstanding_tokens=self.outstanding_tokens,
+            max_outstanding_tokens=_PREFILL_QUEUE_BATCHES * info.max_num_batched_tokens,
+            matched_tokens=matched_tokens,
+        )
+
+    def decode_view(self, matched_tokens: int) -> DecodeView:
+        info = self._known_info()
+        load = self.load
+        num_reported = load.num_running + load.num_waiting + len(self._unreported)
+        return DecodeView(
+            address=self.address,
+            max_model_len=info.max_model_len,
+            max_local_prefill_tokens=info.max_local_prefill_tokens,
+            block_size=info.layout.block_size,
+            num_blocks=info.num_blocks,
+            num_available_blocks=load.blocks.available - self.num_unreported_blocks,
+            num_sequences=max(self.num_in_flight, num_reported),
+            max_num_seqs=info.max_num_seqs,
+            is_awaiting_report=self.is_awaiting_report,
+            matched_tokens=matched_tokens,
+        )
+
+    def _known_info(self) -> WorkerInfo:
+        if self.info is None:
+            raise ValueError(f"{self.address} has not told who it is")
+        return self.info
+
+
+class Fleet:
+    """All workers, by address."""
+
+    def __init__(self, prefill_addresses: Iterable[str], decode_addresses: Iterable[str]) -> None:
+        tiers = ((Tier.PREFILL, prefill_addresses), (Tier.DECODE, decode_addresses))
+        self.workers: Mapping[str, Worker] = {
+            address: Worker(address, tier) for tier, addresses in tiers for address in addresses
+        }
+        self._listeners: list[Callable[[], None]] = []
+        self._leave_listeners: list[Callable[[str], None]] = []
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called after each change that may make room, or take a worker away."""
+        self._listeners.append(listener)
+
+    def listen_leave(self, listener: Callable[[str], None]) -> None:
+        """Have `listener` called with the address of a worker that was lost: its cache is not what it was."""
+        self._leave_listeners.append(listener)
+
+    def changed(self) -> None:
+        for listener in self._listeners:
+            listener()
+
+    def tier(self, tier: Tier) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.tier is tier]
+
+    def ready(self, tier: Tier) -> list[Worker]:
+        return [w for w in self.workers.values() if w.tier is tier and w.is_ready]
+
+    def join_prefill(self, address: str, info: WorkerInfo, link: PrefillLink) -> None:
+        """Take a prefill worker that was reached. It is used from its first load report on.
+
+        Raises PeerMismatch if it cannot work with this gateway or with the workers that are here; it is refused then.
+        """
+        worker = self._join(address, info)
+        worker.prefill_link = link
+
+    def join_decode(self, address: str, info: WorkerInfo, link: DecodeLink) -> None:
+        """As join_prefill, for a decode worker."""
+        worker = self._join(address, info)
+        worker.decode_link = link
+
+    def report(self, address: str, load: WorkerLoad) -> None:
+        """Take a joined worker's load."""
+        worker = self.workers[address]
+        worker.report(load)
+        worker.state = WorkerState.DRAINING if load.is_draining else WorkerState.READY
+        worker.reason = "draining: finishes what it has" if load.is_draining else ""
+        self.changed()
+
+    def leave(self, address: str, state: WorkerState, reason: str) -> None:
+        """The worker takes no more work: lost, stalled or refused."""
+        worker = self.workers[address]
+        had_joined = worker.state in (WorkerState.READY, WorkerState.DRAINING)
+        worker.state, worker.reason = state, reason
+        worker.load = WorkerLoad()
+        if had_joined:
+            for listener in self._leave_listeners:
+                listener(address)
+        self.changed()
+
+    def suspect(self, address: str) -> None:
+        """A call found the worker gone, maybe before its connection did. Its next load report clears it."""
+        worker = self.workers[address]
+        if worker.is_ready:
+            worker.state, worker.reason = WorkerState.UNREACHABLE, "a call did not reach it"
+            self.changed()
+
+    def _join(self, address: str, info: WorkerInfo) -> Worker:
+        worker = self.workers[address]
+        try:
+            self._check(worker, info)
+        except PeerMismatch as error:
+            self.leave(address, WorkerState.REFUSED, error.message)
+            raise
+        worker.info = info
+        worker.reason = "no load report yet"
+        return worker
+
+    def _check(self, worker: Worker, info: WorkerInfo) -> None:
+        peer = f"{info.identity.worker_id} at {worker.address}"
+        if not info.min_protocol_version <= PROTOCOL_VERSION <= info.max_protocol_version:
+            theirs = f"{info.min_protocol_version}..{info.max_protocol_version}"
+            raise PeerMismatch.of(peer, "protocol_version", str(PROTOCOL_VERSION), theirs)
+        if info.tier is not worker.tier:
+            raise PeerMismatch.of(peer, "tier", worker.tier.name, info.tier.name)
+        for other in self.workers.values():
+            is_here = other.state in (WorkerState.READY, WorkerState.DRAINING)
+            if other is worker or not is_here or other.info is None:
+                continue
+            if difference := other.info.layout.difference(info.layout):
+                raise PeerMismatch.of(peer, *difference)
+            for name in ("model", "vocab_size"):
+                expected, actual = getattr(other.info, name), getattr(info, name)
+                if expected != actual:
+                    raise PeerMismatch.of(peer, name, str(expected), str(actual))
+            if other.info.identity.worker_id == info.identity.worker_id:
+                raise PeerMismatch.of(peer, "worker_id", "a name of its own", other.address)

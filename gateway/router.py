@@ -1,0 +1,144 @@
+"""Which workers a sequence goes to. Pure: need and snapshots in, a plan or a reason to wait out.
+
+A prefill worker is charged in tokens: those it has yet to compute, plus those of this sequence that its cache probably
+lacks. So a cached prefix wins as long as it saves more than the difference of the queues. A decode worker is charged
+by how full it is, batch or memory, and a cached prefix is worth at most AFFINITY_WEIGHT of that.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+#: Difference of two decode workers' fill (0..1) that a wholly cached prompt outweighs.
+AFFINITY_WEIGHT = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a sequence asks for.
+
+    num_tokens: known now, prompt and output; their KV is to be computed or sent.
+    max_num_tokens: the most it can come to.
+    needs_decode: whether more than the prefill's token is wanted.
+    avoid: addresses of workers that failed this sequence; taken only if there are no others.
+    """
+
+    num_tokens: int
+    max_num_tokens: int
+    needs_decode: bool
+    avoid: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillView:
+    """A prefill worker that takes work. Its credit is max_outstanding_tokens less outstanding_tokens."""
+
+    address: str
+    max_model_len: int
+    outstanding_tokens: int
+    max_outstanding_tokens: int
+    matched_tokens: int = 0
+
+    def has_credit(self) -> bool:
+        """One sequence is always taken, however long; further ones while the queue is short."""
+        return self.outstanding_tokens < self.max_outstanding_tokens
+
+    def cost(self, need: Need) -> float:
+        return float(self.outstanding_tokens + need.num_tokens - self.matched_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeView:
+    """A decode worker that takes work.
+
+    num_available_blocks: free or given up on demand, as last reported, less what was reserved since.
+    num_sequences: running, waiting, and on their way there.
+    """
+
+    address: str
+    max_model_len: int
+    max_local_prefill_tokens: int
+    block_size: int
+    num_blocks: int
+    num_available_blocks: int
+    num_sequences: int
+    max_num_seqs: int
+    is_awaiting_report: bool = False
+    matched_tokens: int = 0
+
+    def num_blocks_for(self, need: Need) -> int:
+        return -(-(need.num_tokens + 1) // self.block_size)
+
+    def fits(self, need: Need) -> bool:
+        """Whether the sequence fits here when nothing else does."""
+        is_short = self.max_model_len >= need.max_num_tokens
+        return is_short and self.num_blocks_for(need) <= self.num_blocks
+
+    def has_room(self, need: Need) -> bool:
+        """Whether it fits now, with a block left for each running sequence's growth."""
+        if self.is_awaiting_report or self.num_sequences >= self.max_num_seqs:
+            return False
+        watermark = min(self.num_sequences, self.num_blocks // 8)
+        return self.num_blocks_for(need) + watermark <= self.num_available_blocks
+
+    def cost(self, need: Need) -> float:
+        batch = self.num_sequences / self.max_num_seqs
+        memory = 1.0 - self.num_available_blocks / self.num_blocks
+        matched = min(1.0, self.matched_tokens / need.num_tokens)
+        return max(batch, memory) - AFFINITY_WEIGHT * matched
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Addresses of the workers to use. No prefill worker: the decode worker computes the prompt. Not both are None."""
+
+    prefill: str | None
+    decode: str | None
+
+
+class Verdict(enum.Enum):
+    """Why there is no plan."""
+
+    NOT_NOW = enum.auto()
+    """Some worker that takes work will have room."""
+    NO_WORKER = enum.auto()
+    """None of the workers that take work could ever serve it."""
+
+
+def choose(
+    need: Need, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView], tie_key: bytes
+) -> Plan | Verdict:
+    """Place one sequence. `tie_key` decides between equal workers, evenly over many keys."""
+    able_prefills = [p for p in prefills if p.max_model_len >= need.max_num_tokens]
+    if able_prefills and not need.needs_decode:
+        prefill = _best_prefill(need, able_prefills, tie_key)
+        return Plan(prefill.address, None) if prefill else Verdict.NOT_NOW
+    able_decodes = [d for d in decodes if d.fits(need)]
+    if not able_decodes:
+        return Verdict.NO_WORKER
+    decode = _best_decode(need, able_decodes, tie_key)
+    if decode is None:
+        return Verdict.NOT_NOW
+    if not able_prefills or need.num_tokens <= decode.max_local_prefill_tokens:
+        return Plan(None, decode.address)
+    prefill = _best_prefill(need, able_prefills, tie_key)
+    return Plan(prefill.address, decode.address) if prefill else Verdict.NOT_NOW
+
+
+def _best_prefill(need: Need, views: Sequence[PrefillView], tie_key: bytes) -> PrefillView | None:
+    views = [view for view in views if view.has_credit()]
+    views = [view for view in views if view.address not in need.avoid] or views
+    return min(views, key=lambda v: (v.cost(need), _tie(tie_key, v.address)), default=None)
+
+
+def _best_decode(need: Need, views: Sequence[DecodeView], tie_key: bytes) -> DecodeView | None:
+    views = [view for view in views if view.has_room(need)]
+    views = [view for view in views if view.address not in need.avoid] or views
+    return min(views, key=lambda v: (v.cost(need), _tie(tie_key, v.address)), default=None)
+
+
+def _tie(tie_key: bytes, address: str) -> bytes:
+    return hashlib.blake2b(address.encode(), key=tie_key, digest_size=8).digest()

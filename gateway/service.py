@@ -1,0 +1,203 @@
+"""The public gRPC service: turns calls into validated requests, and relays their output."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from baton.errors import BatonError, DeadlineExceeded
+from baton.rpc.status import REQUEST_ID_KEY
+from baton.types import Tier
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from gateway.chat import ChatRenderer
+from gateway.fail_at import fail_at
+from gateway.fleet import Fleet, Worker
+from gateway.relay import Relay, RelayContext
+from gateway.request import ValidatedRequest
+from gateway.request_id import unique_request_id
+from gateway.tokenizer import Tokenizer
+from gateway.validator import (
+    Ids,
+    ModelFacts,
+    check_detokenize,
+    check_model,
+    check_request,
+    check_tokenize,
+    resolve,
+)
+
+#: Tokens that any model is taken to have room for until a worker tells.
+_UNKNOWN_LEN = 2**20
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    """model_name: what requests call the model. request_timeout_s: for requests without a deadline."""
+
+    model_name: str
+    request_timeout_s: float
+
+
+class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
+    """Belongs to one event loop."""
+
+    def __init__(
+        self,
+        options: ServiceOptions,
+        relay_context: RelayContext,
+        tokenizer: Tokenizer,
+        chat: ChatRenderer | None,
+        *,
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """chat: None if the model has no chat template."""
+        self._options = options
+        self._relay_context = relay_context
+        self._fleet: Fleet = relay_context.fleet
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._now_ns = now_ns
+
+    async def Generate(  # type: ignore[override]  # noqa: N802, the name in the .proto
+        self, request: inference_pb2.GenerateRequest, context: _Context
+    ) -> None:
+        """Streams by context.write, so that a slow client is seen."""
+        loop = asyncio.get_running_loop()
+        arrival_s = loop.time()
+        request_id = unique_request_id(context.invocation_metadata())
+        remaining_s = context.time_remaining()
+        timeout_s = self._options.request_timeout_s if remaining_s is None else remaining_s
+
+        deadline_s = arrival_s + timeout_s
+
+        async def on_admitted() -> None:
+            await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
+
+        try:
+            async with fail_at(deadline_s, _too_late):
+                validated = await self._validated(request, request_id, arrival_s)
+        except BatonError as error:
+            error.request_id = request_id
+            raise
+        await Relay(self._relay_context, validated, context.write, deadline_s).run(on_admitted)
+
+    async def Tokenize(  # noqa: N802
+        self,
+        request: inference_pb2.TokenizeRequest,
+        context: _Context,  # noqa: ARG002, the signature of the .proto
+    ) -> inference_pb2.TokenizeResponse:
+        """Token ids of a prompt, as Generate would use them."""
+        facts = self._facts()
+        check_tokenize(request, facts)
+        token_ids = await self._tokenize(request.prompt)
+        return inference_pb2.TokenizeResponse(
+            token_ids=token_ids, max_model_len=facts.max_model_len
+        )
+
+    async def Detokenize(  # noqa: N802
+        self,
+        request: inference_pb2.DetokenizeRequest,
+        context: _Context,  # noqa: ARG002
+    ) -> inference_pb2.DetokenizeResponse:
+        """Text of token ids."""
+        check_detokenize(request, self._facts())
+        text = self._tokenizer.decode(list(request.token_ids), request.skip_special_tokens)
+        return inference_pb2.DetokenizeResponse(text=text)
+
+    async def ListModels(  # noqa: N802
+        self,
+        request: inference_pb2.ListModelsRequest,  # noqa: ARG002
+        context: _Context,  # noqa: ARG002
+    ) -> inference_pb2.ListModelsResponse:
+        """The one model."""
+        return inference_pb2.ListModelsResponse(models=[self._model()])
+
+    async def GetModel(  # noqa: N802
+        self,
+        request: inference_pb2.GetModelRequest,
+        context: _Context,  # noqa: ARG002
+    ) -> inference_pb2.GetModelResponse:
+        """The one model, and its workers."""
+        check_model(request.model, self._facts())
+        return inference_pb2.GetModelResponse(model=self._model())
+
+    async def _validated(
+        self, request: inference_pb2.GenerateRequest, request_id: str, arrival_s: float
+    ) -> ValidatedRequest:
+        facts = self._facts()
+        check_request(request, facts)
+        started_s = asyncio.get_running_loop().time()
+        prompt_token_ids = await self._tokenize(request.prompt)
+        tokenize_ms = (asyncio.get_running_loop().time() - started_s) * 1e3
+        ids = Ids(request_id, secrets.randbits(64), self._now_ns())
+        spec, text = resolve(request, prompt_token_ids, facts, ids)
+        return ValidatedRequest(spec, text, arrival_s, tokenize_ms)
+
+    async def _tokenize(self, prompt: inference_pb2.Prompt) -> tuple[int, ...]:
+        match prompt.WhichOneof("kind"):
+            case "text":
+                return await self._tokenizer.encode(prompt.text, add_special_tokens=True)
+            case "chat" if self._chat is not None:
+                messages = [(message.role, message.content) for message in prompt.chat.messages]
+                text = await self._chat.render(messages)
+                # The template wrote the special tokens already.
+                return await self._tokenizer.encode(text, add_special_tokens=False)
+            case _:
+                return tuple(prompt.token_ids.ids)
+
+    def _facts(self) -> ModelFacts:
+        """By the decode workers known; before any is, by the model's own files."""
+        files = self._tokenizer.facts
+        infos = [w.info for w in self._fleet.tier(Tier.DECODE) if w.info and w.is_known]
+        fallback = files.max_model_len or _UNKNOWN_LEN
+        return ModelFacts(
+            name=self._options.model_name,
+            vocab_size=infos[0].vocab_size if infos else self._tokenizer.vocab_size,
+            max_model_len=max((i.max_model_len for i in infos), default=fallback),
+            max_kv_tokens=max(
+                (i.num_blocks * i.layout.block_size for i in infos), default=fallback
+            ),
+            eos_token_ids=files.eos_token_ids,
+            has_chat_template=self._chat is not None,
+        )
+
+    def _model(self) -> inference_pb2.Model:
+        facts = self._facts()
+        return inference_pb2.Model(
+            name=facts.name,
+            max_model_len=facts.max_model_len,
+            vocab_size=facts.vocab_size,
+            has_chat_template=facts.has_chat_template,
+            workers=[_status_of(worker) for worker in self._fleet.workers.values()],
+        )
+
+
+def _too_late() -> DeadlineExceeded:
+    return DeadlineExceeded("the request's time was over before its prompt was tokenized")
+
+
+def _status_of(worker: Worker) -> inference_pb2.WorkerStatus:
+    info, load = worker.info, worker.load
+    return inference_pb2.WorkerStatus(
+        worker_id=info.identity.worker_id if info else "",
+        address=worker.address,
+        tier=worker.tier.name.lower(),
+        state=worker.state.value,
+        reason=worker.reason,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_free_blocks=load.blocks.free,
+        num_cached_blocks=load.blocks.cached,
+        num_leased_blocks=load.blocks.leased,
+        num_blocks=info.num_blocks if info else 0,
+        block_size=info.layout.block_size if info else 0,
+        num_in_flight=worker.num_in_flight,
+    )

@@ -1,0 +1,176 @@
+"""The model's own tokenizer, and what its files tell: end tokens, special tokens, chat template. Imports no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from baton.errors import ConfigError
+
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+#: Characters of text from which on tokenizing would hold up the event loop, and goes to a thread.
+_LONG_TEXT_CHARS = 16_384
+
+_SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """What the files tell besides the tokenizer. max_model_len: of config.json; None if it does not tell."""
+
+    eos_token_ids: frozenset[int]
+    special_tokens: Mapping[str, str]
+    chat_template: str | None
+    max_model_len: int | None
+
+
+class Tokenizer:
+    """Text to token ids and back."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, facts: TokenizerFacts) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.facts = facts
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that have text. A model's vocabulary may be padded to more."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Token ids of `text`; with the special tokens that the tokenizer's post-processor adds, if wanted."""
+        if len(text) < _LONG_TEXT_CHARS:
+            return self._encode(text, add_special_tokens)
+        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Text of token ids; ids that the tokenizer does not know have none."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return tuple(encoding.ids)
+
+
+def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
+    """The tokenizer in a directory or at a Hub id. Blocks. Raises ConfigError if there is none."""
+    folder = _folder_of(name, revision)
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError.of(
+            "tokenizer", name, "has no tokenizer.json; name a directory or Hub id that has one"
+        )
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise ConfigError.of(
+            "tokenizer", name, f"tokenizer.json cannot be read: {error}"
+        ) from error
+    return Tokenizer(tokenizer, _facts_of(folder, tokenizer))
+
+
+def _folder_of(name: str, revision: str | None) -> Path:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(_FILES)))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise ConfigError.of(
+            "tokenizer", name, f"is neither a directory nor a Hub id that can be had: {error}"
+        ) from error
+
+
+def _facts_of(folder: Path, tokenizer: tokenizers.Tokenizer) -> TokenizerFacts:
+    config = _read_json(folder / "config.json")
+    tokenizer_config = _read_json(folder / "tokenizer_config.json")
+    special_tokens = _special_tokens(
+        {**_read_json(folder / "special_tokens_map.json"), **tokenizer_config}
+    )
+    text_config = config.get("text_config") or config
+    max_model_len = text_config.get("max_position_embeddings")
+    return TokenizerFacts(
+        eos_token_ids=_eos_token_ids(
+            _read_json(folder / "generation_config.json"),
+            text_config,
+            tokenizer.token_to_id(special_tokens.get("eos_token", "")),
+        ),
+        special_tokens=special_tokens,
+        chat_template=_chat_template(folder, tokenizer_config),
+        max_model_len=max_model_len if isinstance(max_model_len, int) else None,
+    )
+
+
+def _eos_token_ids(
+    generation_config: Mapping[str, Any], config: Mapping[str, Any], eos_token_id: int | None
+) -> frozenset[int]:
+    """Those of the first file that tells any, as transformers' generate does."""
+    for told in (generation_config.get("eos_token_id"), config.get("eos_token_id"), eos_token_id):
+        if isinstance(told, int):
+            return frozenset((told,))
+        if isinstance(told, list) and told:
+            return frozenset(told)
+    return frozenset()
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The named special tokens; each is a string, or an object with its `content`."""
+    named = {}
+    for name in _SPECIAL_NAMES:
+        token = config.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            named[name] = text
+    return named
+
+
+def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    """The default template: a file of its own, or in a config; alone, or the one named "default" of several."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    told = _read_json(folder / "chat_template.json").get("chat_template")
+    told = told or tokenizer_config.get("chat_template")
+    if isinstance(told, list):
+        told = next((t["template"] for t in told if t.get("name") == "default"), None)
+    return told if isinstance(told, str) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError.of(
+            "model", path, f"is not JSON ({error}); mend or fetch it anew"
+        ) from error
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,142 @@
+"""Keeps the gateway connected to its workers: one task per address.
+
+unreachable ──info──> joined ──first load──> ready <──> draining
+     ^                   │ refused: another model, version, tier          │
+     └── backoff <── lost: stream broken, or no load report for STALE_S ──┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import grpc.aio
+
+from baton.errors import BatonError, PeerMismatch, WorkerLost
+from baton.rpc.channel import aio_channel
+from baton.types import Tier, WorkerInfo
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.wire import info_from_proto, load_from_proto
+from gateway.backoff import backoff_s
+from gateway.fleet import Fleet, Worker, WorkerState
+from gateway.grpc_links import GrpcDecodeLink, GrpcPrefillLink, worker_error
+
+_log = logging.getLogger(__name__)
+
+#: A worker that tells nothing, or whose engine loop does nothing, for this long is as good as gone.
+STALE_S = 3.0
+
+_INFO_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """How a connection ended. was_used: whether the worker had become ready, so that this is no failure in a row."""
+
+    state: WorkerState
+    reason: str
+    was_used: bool
+
+
+class _Stalled(WorkerLost):
+    """The worker's engine loop stands still, or it tells nothing though its connection stands."""
+
+
+async def keep_connected(
+    fleet: Fleet, address: str, *, draw: Callable[[], float] = random.random
+) -> NoReturn:
+    """Have the worker at `address` in the fleet whenever it can be reached. Ends by cancellation only."""
+    num_failures = 0
+    last_reason = ""
+    while True:
+        loss = await _connect_once(fleet, fleet.workers[address])
+        num_failures = 1 if loss.was_used else num_failures + 1
+        if loss.reason != last_reason:
+            last_reason = loss.reason
+            _log.warning("worker at %s is %s: %s", address, loss.state.value, loss.reason)
+        await asyncio.sleep(backoff_s(num_failures, draw()))
+
+
+async def _connect_once(fleet: Fleet, worker: Worker) -> _Loss:
+    """One connection, from the first call to its end."""
+    link: GrpcPrefillLink | GrpcDecodeLink | None = None
+    was_used = False
+    try:
+        async with aio_channel(worker.address) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            info = await _get_info(stub, worker)
+            if worker.tier is Tier.PREFILL:
+                link = prefill_link = GrpcPrefillLink(channel, worker.address)
+                fleet.join_prefill(worker.address, info, prefill_link)
+                jobs = [_watch(fleet, stub, worker)]
+            else:
+                link = decode_link = GrpcDecodeLink(channel, worker.address)
+                fleet.join_decode(worker.address, info, decode_link)
+                jobs = [_watch(fleet, stub, worker), decode_link.run()]
+            _log.info("worker %s at %s was reached", info.identity.worker_id, worker.address)
+            was_used = True
+            await _first_to_end(jobs)
+            raise WorkerLost(f"worker at {worker.address} ended the connection")
+    except PeerMismatch as error:
+        state, reason = WorkerState.REFUSED, error.message
+    except _Stalled as error:
+        state, reason = WorkerState.STALLED, error.message
+    except BatonError as error:
+        state, reason = WorkerState.UNREACHABLE, error.message
+    except ValueError as error:
+        state, reason = WorkerState.REFUSED, f"speaks something that is not understood: {error}"
+    finally:
+        # First nobody is sent there any more, then those who are there are told.
+        if link is not None:
+            fleet.leave(worker.address, WorkerState.UNREACHABLE, "the connection ended")
+            link.lose(f"{worker.tier.name.lower()} worker at {worker.address} was lost")
+    fleet.leave(worker.address, state, reason)
+    return _Loss(state, reason, was_used)
+
+
+async def _first_to_end(jobs: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run all until one ends, and end the others. Raises what that one raised."""
+    tasks = [asyncio.create_task(job) for job in jobs]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+async def _get_info(stub: worker_pb2_grpc.WorkerServiceAsyncStub, worker: Worker) -> WorkerInfo:
+    request = worker_pb2.GetWorkerInfoRequest()
+    try:
+        response = await stub.GetWorkerInfo(request, timeout=_INFO_TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        raise worker_error(error, worker.tier.name.lower(), worker.address) from error
+    return info_from_proto(response)
+
+
+async def _watch(
+    fleet: Fleet, stub: worker_pb2_grpc.WorkerServiceAsyncStub, worker: Worker
+) -> None:
+    """Pass load reports on until they end. Raises WorkerLost, _Stalled where the engine loop stands still."""
+    call = stub.WatchLoad(worker_pb2.WatchLoadRequest())
+    try:
+        while True:
+            async with asyncio.timeout(STALE_S):
+                response = await call.read()
+            if not isinstance(response, worker_pb2.WatchLoadResponse):
+                return
+            if response.heartbeat_age_ms > STALE_S * 1e3:
+                raise _Stalled(f"its engine loop stands still since {response.heartbeat_age_ms} ms")
+            fleet.report(worker.address, load_from_proto(response))
+    except TimeoutError:
+        raise _Stalled(f"it told no load for {STALE_S:g} s") from None
+    except grpc.aio.AioRpcError as error:
+        raise worker_error(error, worker.tier.name.lower(), worker.address) from error
+    finally:
+        call.cancel()

@@ -1,0 +1,318 @@
+"""Causal attention of a packed batch over the paged KV pool.
+
+For a query at position p of its sequence, head h, KV head g = h // (heads / kv_heads):
+    out = sum_j softmax_j(q . k_j * scale) v_j  over positions j <= p, and j > p - window if there is a window.
+
+`plan_attention` works out on the host, once per step, what every layer with the same window reads. Sequences
+with few new tokens (decode, verification) are run together in groups of like length; the KV of a group is gathered
+per layer, only the blocks that its window reaches. A sequence with many new tokens (prefill) is run alone in tiles
+of queries, each over the keys it may see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from baton_kernels.dispatch import op
+
+#: Sequences with at most this many new tokens are grouped.
+MAX_GROUPED_TOKENS = 16
+#: Padded KV tokens of a group: bounds the gathered copy.
+MAX_GROUP_KV_TOKENS = 8192
+#: Queries of one tile of a long sequence.
+TILE_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSlice:
+    """One sequence's part: its new tokens are rows [first_row, first_row + num_tokens) of the batch, at `start`."""
+
+    first_row: int
+    num_tokens: int
+    start: int
+    block_table: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sequences with equally many new tokens.
+
+    rows: [seqs * num_tokens] int64, rows of the packed batch.
+    kv_rows: [seqs * kv_heads * blocks] int64, see _kv_rows.
+    bias: [seqs, 1, heads_per_kv_head * num_tokens or 1, blocks * block_size], 0 or -inf.
+    stale: rows of the gathered KV, seen as [seqs * kv_heads * blocks * block_size, head_dim], that no token of the
+        sequence wrote. They are masked, but masking multiplies, and what an earlier owner left may be NaN.
+    """
+
+    num_seqs: int
+    num_tokens: int
+    rows: torch.Tensor
+    kv_rows: torch.Tensor
+    bias: torch.Tensor
+    stale: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Long:
+    """A sequence with many new tokens.
+
+    kv_rows: [kv_heads * blocks] int64 of the gathered KV, whose first token is at position `first_kv`; None where
+    all keys are new and none is gathered.
+    """
+
+    first_row: int
+    num_tokens: int
+    start: int
+    first_kv: int
+    kv_rows: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What the layers with one window do in one step.
+
+    band: [TILE_TOKENS, reach + TILE_TOKENS]; band[i, reach + d] is the bias of query a + i on key a + d.
+    """
+
+    scale: float
+    window: int | None
+    groups: tuple[Group, ...]
+    longs: tuple[Long, ...]
+    band: torch.Tensor | None
+    reach: int
+
+
+def plan_attention(
+    slices: Sequence[AttentionSlice],
+    pool: torch.Tensor,
+    num_heads: int,
+    scale: float,
+    window: int | None,
+) -> AttentionPlan:
+    """Plan one step over `pool` [blocks, layers, 2, kv_heads, block_size, head_dim]."""
+    short = [s for s in slices if s.num_tokens <= MAX_GROUPED_TOKENS]
+    longs = [_plan_long(s, pool, window) for s in slices if s.num_tokens > MAX_GROUPED_TOKENS]
+    groups = [
+        _plan_group(members, pool, num_heads, window)
+        for members in _like_lengths(short, pool.shape[4], window)
+    ]
+    reach = max((long.start + long.num_tokens - long.first_kv for long in longs), default=0)
+    band = _band(reach, window, pool) if longs else None
+    return AttentionPlan(scale, window, tuple(groups), tuple(longs), band, reach)
+
+
+def _first_block(part: AttentionSlice, block_size: int, window: int | None) -> int:
+    """Index in the block table of the first block that any query of the slice sees."""
+    return 0 if window is None else max(0, part.start - window + 1) // block_size
+
+
+def _num_blocks(part: AttentionSlice, block_size: int, window: int | None) -> int:
+    end = -(-(part.start + part.num_tokens) // block_size)
+    return end - _first_block(part, block_size, window)
+
+
+def _like_lengths(
+    slices: Sequence[AttentionSlice], block_size: int, window: int | None
+) -> list[list[AttentionSlice]]:
+    """Split into groups of equal num_tokens in which padding at most doubles what is read."""
+    groups: list[list[AttentionSlice]] = []
+    longest = 0
+    order = sorted(slices, key=lambda s: (s.num_tokens, -_num_blocks(s, block_size, window)))
+    for part in order:
+        blocks = _num_blocks(part, block_size, window)
+        group = groups[-1] if groups else None
+        if (
+            group is not None
+            and group[0].num_tokens == part.num_tokens
+            and 2 * blocks >= longest
+            and (len(group) + 1) * longest * block_size <= MAX_GROUP_KV_TOKENS
+        ):
+            group.append(part)
+        else:
+            groups.append([part])
+            longest = blocks
+    return groups
+
+
+def _kv_rows(tables: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
+    """tables [seqs, blocks] -> flat [seqs, kv_heads, blocks]: the first layer's keys in the pool seen as rows
+    of block_size * head_dim elements. Values are kv_heads rows further, the next layer 2 * kv_heads."""
+    _, num_layers, _, num_kv_heads, _, _ = pool.shape
+    heads = torch.arange(num_kv_heads, device=tables.device)
+    first = tables * (num_layers * 2 * num_kv_heads)
+    return (first[:, None, :] + heads[None, :, None]).flatten()
+
+
+def _plan_group(
+    members: Sequence[AttentionSlice], pool: torch.Tensor, num_heads: int, window: int | None
+) -> Group:
+    block_size, num_kv_heads = pool.shape[4], pool.shape[3]
+    num_tokens = members[0].num_tokens
+    firsts = [_first_block(m, block_size, window) for m in members]
+    widths = [_num_blocks(m, block_size, window) for m in members]
+    width = max(widths)
+    # Padding repeats a block of the sequence itself, so that no other sequence's values are ever touched.
+    tables = torch.tensor(
+        [
+            [*m.block_table[first : first + own], *([m.block_table[first]] * (width - own))]
+            for m, first, own in zip(members, firsts, widths, strict=True)
+        ]
+    )
+    key_index = torch.arange(width * block_size)
+    steps = torch.arange(num_tokens)
+    # Position of each query relative to the first gathered key: [seqs, num_tokens, 1].
+    start = torch.tensor([m.start - f * block_size for m, f in zip(members, firsts, strict=True)])
+    query = (start[:, None] + steps)[:, :, None]
+    visible = key_index <= query
+    if window is not None:
+        visible &= key_index > query - window
+    bias = torch.zeros(visible.shape, dtype=pool.dtype).masked_fill_(~visible, float("-inf"))
+    repeats = 1 if num_tokens == 1 else num_heads // num_kv_heads
+    rows = torch.tensor([m.first_row for m in members])[:, None] + steps
+    device = pool.device
+    return Group(
+        len(members),
+        num_tokens,
+        rows.flatten().to(device),
+        _kv_rows(tables, pool).to(device),
+        bias[:, None].repeat(1, 1, repeats, 1).to(device),
+        _stale_rows(members, firsts, widths, pool).to(device),
+    )
+
+
+def _stale_rows(
+    members: Sequence[AttentionSlice],
+    firsts: Sequence[int],
+    widths: Sequence[int],
+    pool: torch.Tensor,
+) -> torch.Tensor:
+    """See Group.stale. Padding repeats a full block, and needs no care, but for sequences of a single block."""
+    num_kv_heads, block_size = pool.shape[3], pool.shape[4]
+    num_keys = max(widths) * block_size
+    rows = []
+    for index, (part, first, own) in enumerate(zip(members, firsts, widths, strict=True)):
+        used = part.start + part.num_tokens - first * block_size
+        slots = torch.arange(used, num_keys if own == 1 else own * block_size)
+        heads = torch.arange(index * num_kv_heads, (index + 1) * num_kv_heads)
+        rows.append((heads[:, None] * num_keys + slots).flatten())
+    return torch.cat(rows)
+
+
+def _plan_long(part: AttentionSlice, pool: torch.Tensor, window: int | None) -> Long:
+    if part.start == 0:
+        return Long(part.first_row, part.num_tokens, 0, 0, None)
+    block_size = pool.shape[4]
+    first = _first_block(part, block_size, window)
+    end = first + _num_blocks(part, block_size, window)
+    tables = torch.tensor([list(part.block_table[first:end])])
+    rows = _kv_rows(tables, pool).to(pool.device)
+    return Long(part.first_row, part.num_tokens, part.start, first * block_size, rows)
+
+
+def _band(reach: int, window: int | None, pool: torch.Tensor) -> torch.Tensor:
+    """The bias of any tile is a slice of this one, because it depends on key minus query position alone."""
+    query = torch.arange(TILE_TOKENS, device=pool.device)[:, None]
+    key = torch.arange(-reach, TILE_TOKENS, device=pool.device)[None, :]
+    visible = key <= query
+    if window is not None:
+        visible &= key > query - window
+    bias = torch.zeros(visible.shape, dtype=pool.dtype, device=pool.device)
+    return bias.masked_fill_(~visible, float("-inf"))
+
+
+@op
+def paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    plan: AttentionPlan,
+) -> torch.Tensor:
+    """query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim].
+
+    The new keys and values are already in the pool. Slots of a sequence's blocks past its last token may hold anything.
+    """
+    out = torch.empty_like(query)
+    for group in plan.groups:
+        _run_group(query, pool, layer, plan.scale, group, out)
+    for long in plan.longs:
+        _run_long(query, key, value, pool, layer, plan, long, out)
+    return out
+
+
+def _gather(
+    pool: torch.Tensor, layer: int, kv_rows: torch.Tensor, num_seqs: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [seqs, kv_heads, blocks * block_size, head_dim] of one layer."""
+    _, _, _, num_kv_heads, block_size, head_dim = pool.shape
+    flat = pool.view(-1, block_size * head_dim)
+    rows = kv_rows + layer * 2 * num_kv_heads
+    shape = (num_seqs, num_kv_heads, -1, head_dim)
+    keys, values = flat.index_select(0, rows), flat.index_select(0, rows + num_kv_heads)
+    return keys.view(shape), values.view(shape)
+
+
+def _run_group(
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    scale: float,
+    group: Group,
+    out: torch.Tensor,
+) -> None:
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads = pool.shape[3]
+    shape = (group.num_seqs, group.num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    keys, values = _gather(pool, layer, group.kv_rows, group.num_seqs)
+    for gathered in (keys, values):
+        gathered.view(-1, head_dim).index_fill_(0, group.stale, 0)
+    # The heads that share a KV head are rows of one matrix: [seqs, kv_heads, heads_per_kv * tokens, head_dim].
+    packed = query[group.rows].view(shape).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    result = F.scaled_dot_product_attention(packed, keys, values, attn_mask=group.bias, scale=scale)
+    result = result.view(group.num_seqs, num_kv_heads, shape[3], group.num_tokens, head_dim)
+    out[group.rows] = result.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, head_dim)
+
+
+def _run_long(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    plan: AttentionPlan,
+    long: Long,
+    out: torch.Tensor,
+) -> None:
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads = pool.shape[3]
+    own = slice(long.first_row, long.first_row + long.num_tokens)
+    if long.kv_rows is None:
+        keys, values = (x[own].transpose(0, 1) for x in (key, value))
+    else:
+        keys, values = (x[0] for x in _gather(pool, layer, long.kv_rows, 1))
+    heads_per_kv = num_heads // num_kv_heads
+    queries = query[own].view(-1, num_kv_heads, heads_per_kv, head_dim).permute(1, 2, 0, 3)
+    results = out[own].view(-1, num_kv_heads, heads_per_kv, head_dim).permute(1, 2, 0, 3)
+    for first in range(0, long.num_tokens, TILE_TOKENS):
+        tile = slice(first, min(first + TILE_TOKENS, long.num_tokens))
+        # Relative to the first gathered key: the tile's first query, and the keys [low, high) that it sees.
+        at = long.start - long.first_kv + first
+        low = 0 if plan.window is None else max(0, at - plan.window + 1)
+        high = at + tile.stop - tile.start
+        if plan.band is None:
+            raise ValueError("the plan of a long sequence has no band")
+        bias = plan.band[: tile.stop - tile.start, plan.reach + low - at : plan.reach + high - at]
+        # KV heads are the batch here, and the heads that share one are its heads, so that no KV is repeated.
+        shape = (num_kv_heads, heads_per_kv, high - low, head_dim)
+        results[:, :, tile] = F.scaled_dot_product_attention(
+            queries[:, :, tile],
+            keys[:, None, low:high].expand(shape),
+            values[:, None, low:high].expand(shape),
+            attn_mask=bias,
+            scale=plan.scale,
+        )

@@ -1,0 +1,101 @@
+"""Choose tokens from logits: penalties, bias, temperature, top-k, top-p, min-p, and noise by a counter-based hash.
+
+A row is sampled as argmax_v (l_v + g_v), l being logits / temperature, over the tokens that the filters keep, with g_v = -log(-log(1 - u_v)) and
+u_v in (0, 1) a hash of (the row's key, v). That is a draw from softmax(l), and it depends on nothing but the row's
+logits and key: not on the batch, the device's generator or earlier draws. The lowest id wins among equals.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from baton_kernels.dispatch import op
+
+_MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
+_WEYL = 0x9E3779B1
+
+
+@op
+def penalize(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    tokens: torch.Tensor,
+    output_counts: torch.Tensor,
+    repetition: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+) -> None:
+    """In place, at each (row, token) that occurs in prompt or output, without repeats:
+    l > 0 ? l / repetition : l * repetition, then less frequency * count and less presence if count > 0.
+
+    logits [rows, vocab] float32; all others [entries]; output_counts are occurrences in the output alone.
+    """
+    found = logits[rows, tokens]
+    found = torch.where(found > 0, found / repetition, found * repetition)
+    found -= frequency * output_counts + presence * (output_counts > 0)
+    logits[rows, tokens] = found
+
+
+@op
+def add_bias(
+    logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, bias: torch.Tensor
+) -> None:
+    """In place: logits[row, token] += bias, [entries] each without repeats; -inf forbids a token."""
+    logits[rows, tokens] += bias
+
+
+@op
+def keep_top_k(logits: torch.Tensor, top_k: torch.Tensor) -> None:
+    """In place: -inf below each row's k-th largest. top_k [rows] int64, in [1, vocab]; equals of the k-th stay."""
+    largest = logits.topk(int(top_k.max()), dim=-1).values
+    threshold = largest.gather(1, top_k[:, None] - 1)
+    logits.masked_fill_(logits < threshold, float("-inf"))
+
+
+@op
+def keep_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> None:
+    """In place: -inf outside the smallest set of most likely tokens whose probabilities reach top_p [rows] in (0, 1].
+
+    Equals enter by ascending id. The likeliest token always stays.
+    """
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    probabilities = ordered.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    drop = before >= top_p[:, None]
+    drop[:, 0] = False
+    logits.masked_fill_(torch.zeros_like(drop).scatter_(1, order, drop), float("-inf"))
+
+
+@op
+def keep_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> None:
+    """In place: -inf where a probability is below min_p [rows] in [0, 1] times that of the likeliest token."""
+    gap = logits - logits.amax(-1, keepdim=True)
+    logits.masked_fill_(gap < min_p.log()[:, None], float("-inf"))
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """A bijection of 32-bit words in which every input bit flips each output bit about half the time."""
+    first, second = (m - (1 << 32) if m >> 31 else m for m in _MULTIPLIERS)
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * first
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * second
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def hash_uniform(keys: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Uniform numbers in (0, 1), [rows, num_tokens] float32; keys [rows, 2] int32 random words."""
+    counter = torch.arange(num_tokens, dtype=torch.int32, device=keys.device) * (_WEYL - (1 << 32))
+    word = _mix(counter[None, :] ^ keys[:, :1])
+    word = _mix(word ^ keys[:, 1:])
+    # To unsigned, then to the middle of one of 2^32 equal cells; the last cells round to below 1.
+    unsigned = word.float() + torch.where(word < 0, 2.0**32, 0.5)
+    return (unsigned * 2.0**-32).clamp_(min=2.0**-33, max=1 - 2.0**-24)
+
+
+@op
+def gumbel_argmax(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """logits [rows, vocab] float32, scaled, -inf where filtered; keys [rows, 2] int32 -> [rows] int64."""
+    uniform = hash_uniform(keys, logits.shape[-1])
+    noise = -torch.log(-torch.log1p(-uniform))
+    return (logits + noise).argmax(-1)

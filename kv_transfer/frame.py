@@ -1,0 +1,142 @@
+"""Frames of the KV channel: a fixed preamble, a protobuf header, and for a chunk the payload bytes.
+
+    offset  bytes  field (little endian)
+    0       4      magic "BTKV"
+    4       1      version of this framing
+    5       1      type of the header
+    6       2      zero
+    8       4      bytes of the header
+    12      4      bytes of the payload that follows it (0 where the payload is in shared memory)
+
+Whatever the bytes, decoding raises nothing but FrameError and allocates no more than the limits given.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from google.protobuf.message import DecodeError
+
+from baton.errors import HandoffFailed
+from baton.v1 import kv_pb2
+
+MAGIC = b"BTKV"
+FRAME_VERSION = 1
+#: Room for a ticket, or for a commit with log probabilities.
+MAX_HEADER_BYTES = 64 * 1024
+
+_MAX_TEXT = 1000
+
+_PREAMBLE = struct.Struct("<4sBBHII")
+PREAMBLE_BYTES = _PREAMBLE.size
+
+Frame = (
+    kv_pb2.KvHello
+    | kv_pb2.KvAccept
+    | kv_pb2.KvRefuse
+    | kv_pb2.KvBegin
+    | kv_pb2.KvChunk
+    | kv_pb2.KvCommit
+    | kv_pb2.KvRenew
+    | kv_pb2.KvAbort
+    | kv_pb2.KvCommitted
+    | kv_pb2.KvCredit
+)
+
+_TYPES: Mapping[int, type[Frame]] = MappingProxyType(
+    {
+        1: kv_pb2.KvHello,
+        2: kv_pb2.KvAccept,
+        3: kv_pb2.KvRefuse,
+        4: kv_pb2.KvBegin,
+        5: kv_pb2.KvChunk,
+        6: kv_pb2.KvCommit,
+        7: kv_pb2.KvRenew,
+        8: kv_pb2.KvAbort,
+        9: kv_pb2.KvCommitted,
+        10: kv_pb2.KvCredit,
+    }
+)
+_NUMBERS: Mapping[type[Frame], int] = MappingProxyType({t: n for n, t in _TYPES.items()})
+
+
+class FrameError(HandoffFailed):
+    """What came is not a frame, or not one that may come here. The connection cannot go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preamble:
+    """What follows a preamble: a header of `type` and a payload, with their lengths in bytes."""
+
+    type: int
+    header_bytes: int
+    payload_bytes: int
+
+
+def clipped(text: str) -> str:
+    """A message for people, short enough for any header."""
+    return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…"
+
+
+def encode(frame: Frame, payload_bytes: int = 0) -> bytes:
+    """Preamble and header of a frame whose payload has `payload_bytes` bytes. Raises FrameError if it is too large."""
+    header = frame.SerializeToString()
+    if len(header) > MAX_HEADER_BYTES:
+        raise FrameError(f"a {type(frame).__name__} of {len(header)} bytes is too large to send")
+    preamble = _PREAMBLE.pack(
+        MAGIC, FRAME_VERSION, _NUMBERS[type(frame)], 0, len(header), payload_bytes
+    )
+    return preamble + header
+
+
+def decode_preamble(data: bytes | bytearray | memoryview, max_payload_bytes: int) -> Preamble:
+    """Of PREAMBLE_BYTES bytes. Raises FrameError if they are none, or announce more than may come."""
+    if len(data) != PREAMBLE_BYTES:
+        raise FrameError(f"a preamble of {len(data)} bytes")
+    magic, version, number, zero, header_bytes, payload_bytes = _PREAMBLE.unpack(data)
+    if magic != MAGIC:
+        raise FrameError("what came is not of the KV channel (wrong magic number)")
+    if version != FRAME_VERSION or zero:
+        raise FrameError(f"frames of version {version}; this worker reads version {FRAME_VERSION}")
+    if number not in _TYPES:
+        raise FrameError(f"a frame of unknown type {number}")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise FrameError(f"a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} may come")
+    if payload_bytes > max_payload_bytes:
+        raise FrameError(
+            f"a payload of {payload_bytes} bytes; at most {max_payload_bytes} may come"
+        )
+    return Preamble(number, header_bytes, payload_bytes)
+
+
+def decode_header(preamble: Preamble, data: bytes | bytearray | memoryview) -> Frame:
+    """The header that a preamble announced. Raises FrameError if `data` is none."""
+    if len(data) != preamble.header_bytes:
+        raise FrameError(f"a header of {len(data)} bytes where {preamble.header_bytes} were told")
+    kind = _TYPES[preamble.type]
+    try:
+        return kind.FromString(bytes(data))
+    except DecodeError:
+        raise FrameError(f"the header of a {kind.__name__} cannot be read") from None
+
+
+class FrameBuffer:
+    """Cuts a byte stream without payloads (what a receiver answers) into frames."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """The frames that `data` completes; consume all of them. Raises FrameError as the decoders do."""
+        self._data += data
+        while len(self._data) >= PREAMBLE_BYTES:
+            preamble = decode_preamble(self._data[:PREAMBLE_BYTES], max_payload_bytes=0)
+            end = PREAMBLE_BYTES + preamble.header_bytes
+            if len(self._data) < end:
+                return
+            header = self._data[PREAMBLE_BYTES:end]
+            del self._data[:end]
+            yield decode_header(preamble, header)

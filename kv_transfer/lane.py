@@ -1,0 +1,465 @@
+"""The sending half of the KV channel towards one worker, without threads: tasks in, frames out, one end per handoff.
+
+    connection:  none --connect, KvHello--> greeted --KvAccept--> open --any failure--> none (all handoffs end)
+    handoff:     begun --KvBegin--> sending --KvCommit--> waiting --KvCommitted--> done
+                   any state --abort, KvAbort, deadline, connection lost--> done with an error
+
+Deadlines: connect (until KvAccept), credit (room for the next chunk), commit (until KvCommitted).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import xxhash
+
+from baton.engine.interface import KvPool
+from baton.errors import BY_REASON, BatonError, EngineFault, HandoffFailed, PeerMismatch
+from baton.types import KvLayout, Sample, WorkerIdentity
+from baton.v1 import kv_pb2
+from baton.wire import layout_to_proto, sample_logprobs
+from kv_transfer.chunking import chunks
+from kv_transfer.coverage import KvRange
+from kv_transfer.frame import Frame, FrameError, clipped
+from kv_transfer.kv_ticket import KvTicket
+from kv_transfer.receiver import MAX_VERSION, MIN_VERSION
+from kv_transfer.transport.base import Connection, Connector
+
+_MASK = (1 << 64) - 1
+#: Tickets in one KvRenew, so that it fits a header.
+_MAX_RENEWED = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SendDone:
+    """The one end of a handoff, seen from its sender: it touches the blocks no more. No error: the receiver owns the
+    sequence. num_bytes: KV that was sent."""
+
+    key: str
+    error: BatonError | None
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SenderConfig:
+    """What all lanes of a sender have in common. Times in seconds."""
+
+    identity: WorkerIdentity
+    layout: KvLayout
+    pool: KvPool
+    connect: Connector
+    clock: Callable[[], float]
+    max_chunk_bytes: int
+    connect_timeout_s: float
+    ack_timeout_s: float
+    idle_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Open a handoff; `data` are the ticket's bytes."""
+
+    key: str
+    ticket: KvTicket
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A range of the sequence with these blocks is computed."""
+
+    key: str
+    block_ids: tuple[int, ...]
+    piece: KvRange
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """All is computed. prefill_end: when, by the sender's clock."""
+
+    key: str
+    num_tokens: int
+    first: Sample
+    prefill_end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Give a handoff up."""
+
+    key: str
+    reason: str
+    message: str
+
+
+Task = Begin | Send | Finish | Cancel
+
+
+@dataclass(slots=True)
+class _Handoff:
+    """One handoff's state."""
+
+    key: str
+    ticket: KvTicket
+    is_begun: bool = False
+    is_done: bool = False
+    checksum: int = 0
+    num_bytes: int = 0
+    commit_deadline: float | None = None
+
+
+@dataclass(slots=True)
+class _Chunks:
+    """Chunks of one task that are still to be sent. `next` is the one that waits for room."""
+
+    handoff: _Handoff
+    block_ids: tuple[int, ...]
+    rest: Iterator[KvRange]
+    next: KvRange | None
+
+
+@dataclass(slots=True)
+class _Link:
+    """A connection and what the peer has said on it."""
+
+    connection: Connection
+    deadline: float
+    """When KvAccept must have come."""
+    accept: kv_pb2.KvAccept | None = None
+    stalled_since: float | None = None
+    """Since when the next chunk has had no room, without any credit coming."""
+    renewed_at: float = 0.0
+    waiting: deque[_Chunks] = field(default_factory=deque)
+
+
+class Lane:
+    """Driven by one thread at a time: `handle` takes a task, `pump` does what can be done now."""
+
+    def __init__(
+        self,
+        peer: WorkerIdentity,
+        config: SenderConfig,
+        heartbeat: Callable[[], float],
+        on_done: Callable[[SendDone], None],
+    ) -> None:
+        """heartbeat: when the engine loop last showed life, by config.clock."""
+        self._peer = peer
+        self._config = config
+        self._heartbeat = heartbeat
+        self._on_done = on_done
+        self._handoffs: dict[str, _Handoff] = {}
+        self._tasks: deque[Begin | Send | Finish] = deque()
+        self._link: _Link | None = None
+        self._idle_since = config.clock()
+
+    @property
+    def is_over(self) -> bool:
+        """Idle for so long that it should be closed."""
+        idle_s = self._config.clock() - self._idle_since
+        return not self._handoffs and idle_s >= self._config.idle_timeout_s
+
+    def fileno(self) -> int:
+        """What to wait on besides tasks; -1 if nothing."""
+        return self._link.connection.fileno() if self._link else -1
+
+    def next_deadline(self) -> float:
+        """When `pump` must be called at the latest."""
+        if not self._handoffs:
+            return self._idle_since + self._config.idle_timeout_s
+        times = [h.commit_deadline for h in self._handoffs.values() if h.commit_deadline]
+        link = self._link
+        if link and link.accept:
+            times.append(link.renewed_at + self._renew_interval_s())
+            if link.stalled_since is not None:
+                times.append(link.stalled_since + self._config.ack_timeout_s)
+        elif link:
+            times.append(link.deadline)
+        return min(times, default=self._config.clock())
+
+    def handle(self, task: Task) -> None:
+        """Take a task. Tasks of handoffs that are done are dropped."""
+        match task:
+            case Begin(key, ticket):
+                self._handoffs[key] = _Handoff(key, ticket)
+                self._tasks.append(task)
+            case Cancel(key, reason, message):
+                handoff = self._handoffs.get(key)
+                if handoff:
+                    self._give_up(handoff, BY_REASON.get(reason, HandoffFailed)(message))
+            case _:
+                if task.key in self._handoffs:
+                    self._tasks.append(task)
+
+    def pump(self) -> None:
+        """Connect if need be, take in what has come, send what has room, and end what is late."""
+        if not self._handoffs and self._link is None:
+            self._tasks.clear()
+            return
+        try:
+            link = self._link or self._connect()
+            while self._take_replies(link) | self._send_ready(link):
+                pass
+            self._renew(link)
+            self._check_deadlines(link)
+        except (HandoffFailed, PeerMismatch) as error:
+            self._end_all(error)
+
+    def close(self, error: BatonError) -> None:
+        """End every handoff with `error`, and the connection."""
+        self._end_all(error)
+
+    # The connection.
+
+    def _connect(self) -> _Link:
+        config = self._config
+        begin = next(task for task in self._tasks if isinstance(task, Begin))
+        deadline = config.clock() + config.connect_timeout_s
+        connection = config.connect(begin.ticket.endpoints, config.connect_timeout_s)
+        self._link = _Link(connection, deadline, renewed_at=config.clock())
+        connection.send(
+            kv_pb2.KvHello(
+                min_version=MIN_VERSION,
+                max_version=MAX_VERSION,
+                worker_id=config.identity.worker_id,
+                generation=config.identity.generation,
+                layout=layout_to_proto(config.layout),
+            )
+        )
+        return self._link
+
+    def _take_replies(self, link: _Link) -> bool:
+        """Whether anything came."""
+        came = False
+        while (frame := link.connection.receive()) is not None:
+            came = True
+            self._take(link, frame)
+        return came
+
+    def _take(self, link: _Link, frame: Frame) -> None:
+        match frame:
+            case kv_pb2.KvAccept() if link.accept is None:
+                self._check_accept(frame)
+                link.accept = frame
+            case kv_pb2.KvRefuse() if link.accept is None:
+                raise PeerMismatch.of(
+                    self._peer.worker_id, frame.field, frame.actual, frame.expected
+                )
+            case kv_pb2.KvCredit() if link.accept is not None:
+                link.stalled_since = None
+            case kv_pb2.KvCommitted() if link.accept is not None:
+                handoff = self._find(frame.ticket_id)
+                if handoff and handoff.commit_deadline is not None:
+                    self._done(handoff, None)
+            case kv_pb2.KvAbort() if link.accept is not None:
+                handoff = self._find(frame.ticket_id)
+                if handoff:
+                    error = BY_REASON.get(frame.reason, HandoffFailed)
+                    self._done(handoff, error(f"{self._peer.worker_id}: {frame.message}"))
+            case _:
+                raise FrameError(f"{self._peer.worker_id} sent a {type(frame).__name__} now")
+
+    def _check_accept(self, accept: kv_pb2.KvAccept) -> None:
+        told = WorkerIdentity(accept.worker_id, accept.generation)
+        if told != self._peer:
+            raise HandoffFailed(
+                f"{told.worker_id} generation {told.generation} answers "
+                f"in the place of {self._peer.worker_id} generation {self._peer.generation}"
+            )
+        if not MIN_VERSION <= accept.version <= MAX_VERSION:
+            raise PeerMismatch.of(
+                self._peer.worker_id,
+                "protocol_version",
+                f"{MIN_VERSION}..{MAX_VERSION}",
+                str(accept.version),
+            )
+        if accept.max_chunk_bytes < self._config.layout.token_layer_bytes:
+            raise PeerMismatch.of(
+                self._peer.worker_id,
+                "max_chunk_bytes",
+                f"at least {self._config.layout.token_layer_bytes}",
+                str(accept.max_chunk_bytes),
+            )
+
+    def _end_all(self, error: BatonError) -> None:
+        link, self._link = self._link, None
+        self._tasks.clear()
+        if link:
+            link.connection.close()
+        for handoff in tuple(self._handoffs.values()):
+            self._done(handoff, error)
+
+    # Sending.
+
+    def _send_ready(self, link: _Link) -> bool:
+        """Whether anything was sent. Tasks go in their order; a chunk without room holds up those behind it."""
+        if link.accept is None:
+            return False
+        sent = False
+        while link.waiting or self._tasks:
+            if link.waiting:
+                if not self._send_chunk(link, link.waiting[0]):
+                    break
+            else:
+                self._start(link, self._tasks.popleft())
+            sent = True
+        return sent
+
+    def _start(self, link: _Link, task: Begin | Send | Finish) -> None:
+        handoff = self._handoffs.get(task.key)
+        if handoff is None:
+            return
+        match task:
+            case Begin(_, _, data):
+                link.connection.send(kv_pb2.KvBegin(ticket=data))
+                handoff.is_begun = True
+            case Send(_, block_ids, piece):
+                self._start_chunks(link, handoff, block_ids, piece)
+            case Finish():
+                self._commit(link, handoff, task)
+
+    def _start_chunks(
+        self, link: _Link, handoff: _Handoff, block_ids: tuple[int, ...], piece: KvRange
+    ) -> None:
+        """Queue what of `piece` the receiver lacks."""
+        first_token = max(piece.first_token, handoff.ticket.num_cached_tokens)
+        if piece.end_token > handoff.ticket.num_tokens:
+            text = f"{piece} is more than the ticket's {handoff.ticket.num_tokens} tokens"
+            self._give_up(handoff, HandoffFailed(text))
+            return
+        if first_token >= piece.end_token or not link.accept:
+            return
+        missing = KvRange(
+            first_token, piece.end_token - first_token, piece.first_layer, piece.num_layers
+        )
+        max_bytes = min(self._config.max_chunk_bytes, link.accept.max_chunk_bytes)
+        rest = chunks(missing, self._config.layout.token_layer_bytes, max_bytes)
+        link.waiting.append(_Chunks(handoff, block_ids, rest, next(rest, None)))
+
+    def _send_chunk(self, link: _Link, work: _Chunks) -> bool:
+        """Send the next chunk of `work`, or drop `work` if it is over. False: there is no room now."""
+        handoff, piece = work.handoff, work.next
+        if piece is None or handoff.is_done:
+            link.waiting.popleft()
+            return True
+        num_bytes = piece.num_bytes(self._config.layout.token_layer_bytes)
+        staged = link.connection.stage(num_bytes)
+        if staged is None:
+            if link.stalled_since is None:
+                link.stalled_since = self._config.clock()
+            return False
+        fault = self._pack(work.block_ids, piece, staged.buffer)
+        if fault:
+            link.connection.unstage(staged)
+            self._give_up(handoff, fault)
+            return True
+        checksum = xxhash.xxh3_64_intdigest(staged.buffer)
+        link.connection.send(
+            kv_pb2.KvChunk(
+                ticket_id=handoff.ticket.ticket_id,
+                epoch=handoff.ticket.epoch,
+                first_token=piece.first_token,
+                num_tokens=piece.num_tokens,
+                first_layer=piece.first_layer,
+                num_layers=piece.num_layers,
+                checksum=checksum,
+                payload_bytes=num_bytes,
+                slot=staged.slot,
+            ),
+            staged,
+        )
+        handoff.checksum = (handoff.checksum + checksum) & _MASK
+        handoff.num_bytes += num_bytes
+        work.next = next(work.rest, None)
+        return True
+
+    def _pack(
+        self, block_ids: tuple[int, ...], piece: KvRange, out: memoryview
+    ) -> EngineFault | None:
+        try:
+            self._config.pool.pack(
+                block_ids,
+                piece.first_token,
+                piece.num_tokens,
+                piece.first_layer,
+                piece.num_layers,
+                out,
+            )
+        except (ValueError, RuntimeError) as error:
+            return EngineFault(f"the KV of {piece} could not be read: {error}")
+        return None
+
+    def _commit(self, link: _Link, handoff: _Handoff, task: Finish) -> None:
+        now = self._config.clock()
+        frame = kv_pb2.KvCommit(
+            ticket_id=handoff.ticket.ticket_id,
+            epoch=handoff.ticket.epoch,
+            num_tokens=task.num_tokens,
+            first_token_id=task.first.token_id,
+            checksum=handoff.checksum,
+            exposed_us=max(0, round((now - task.prefill_end) * 1e6)),
+            logprobs=sample_logprobs(task.first),
+        )
+        handoff.commit_deadline = now + self._config.ack_timeout_s
+        link.connection.send(frame)
+
+    # Time.
+
+    def _renew_interval_s(self) -> float:
+        return min(h.ticket.lease_s for h in self._handoffs.values()) / 3
+
+    def _renew(self, link: _Link) -> None:
+        """Keep tickets alive, but only for an engine loop that has shown life since the last time."""
+        if not link.accept or not self._handoffs:
+            return
+        now = self._config.clock()
+        if now < link.renewed_at + self._renew_interval_s():
+            return
+        is_alive = self._heartbeat() >= link.renewed_at
+        link.renewed_at = now
+        ticket_ids = [h.ticket.ticket_id for h in self._handoffs.values() if h.is_begun]
+        if is_alive:
+            for at in range(0, len(ticket_ids), _MAX_RENEWED):
+                part = ticket_ids[at : at + _MAX_RENEWED]
+                link.connection.send(kv_pb2.KvRenew(ticket_ids=part))
+
+    def _check_deadlines(self, link: _Link) -> None:
+        if not self._handoffs:
+            return
+        now, peer, config = self._config.clock(), self._peer.worker_id, self._config
+        if link.accept is None and now >= link.deadline:
+            raise HandoffFailed(f"{peer} did not greet within {config.connect_timeout_s:g} s")
+        if link.stalled_since is not None and now >= link.stalled_since + config.ack_timeout_s:
+            raise HandoffFailed(f"{peer} took no KV for {config.ack_timeout_s:g} s")
+        for handoff in tuple(self._handoffs.values()):
+            if handoff.commit_deadline is not None and now >= handoff.commit_deadline:
+                text = f"{peer} did not confirm the commit within {config.ack_timeout_s:g} s"
+                self._give_up(handoff, HandoffFailed(text))
+
+    # Ends.
+
+    def _find(self, ticket_id: int) -> _Handoff | None:
+        return next((h for h in self._handoffs.values() if h.ticket.ticket_id == ticket_id), None)
+
+    def _give_up(self, handoff: _Handoff, error: BatonError) -> None:
+        """End a handoff from this side, and tell the receiver so if it knows of it."""
+        self._done(handoff, error)
+        if self._link and handoff.is_begun:
+            try:
+                self._link.connection.send(
+                    kv_pb2.KvAbort(
+                        ticket_id=handoff.ticket.ticket_id,
+                        epoch=handoff.ticket.epoch,
+                        reason=error.reason,
+                        message=clipped(error.message),
+                    )
+                )
+            except HandoffFailed as lost:
+                self._end_all(lost)
+
+    def _done(self, handoff: _Handoff, error: BatonError | None) -> None:
+        del self._handoffs[handoff.key]
+        handoff.is_done = True
+        self._idle_since = self._config.clock()
+        self._on_done(SendDone(handoff.key, error, handoff.num_bytes))

@@ -1,0 +1,228 @@
+"""The receiving half of the KV channel, without I/O: frames in, blocks written, answers out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import xxhash
+from google.protobuf.message import DecodeError
+
+from baton.engine.interface import KvPool
+from baton.errors import BY_REASON, HandoffFailed
+from baton.types import PROTOCOL_VERSION, KvLayout, Sample, WorkerIdentity
+from baton.v1 import kv_pb2
+from baton.wire import layout_from_proto, logprobs_from_proto
+from kv_transfer.coverage import KvRange
+from kv_transfer.frame import Frame, FrameError, clipped
+from kv_transfer.ticket import Commit, Rejection, TicketTable
+
+MIN_VERSION = PROTOCOL_VERSION
+MAX_VERSION = PROTOCOL_VERSION
+
+Reply = Callable[[Frame], None]
+
+
+class Receiver:
+    """Takes KV for one worker's tickets. Thread-safe: each connection's thread has a session of its own."""
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        layout: KvLayout,
+        pool: KvPool,
+        tickets: TicketTable,
+        num_credits: int,
+        max_chunk_bytes: int,
+    ) -> None:
+        """num_credits: chunks in flight per connection; each has `max_chunk_bytes` of staging here."""
+        if num_credits < 1 or max_chunk_bytes < layout.token_layer_bytes:
+            raise ValueError("a receiver needs room for one token of one layer at least")
+        self.identity = identity
+        self.layout = layout
+        self.pool = pool
+        self.tickets = tickets
+        self.num_credits = num_credits
+        self.max_chunk_bytes = max_chunk_bytes
+        self._connections = itertools.count(1)
+
+    def session(self, reply: Reply) -> ReceiverSession:
+        """The receiving end of a new connection. `reply` is called within on_frame only, in the same thread."""
+        return ReceiverSession(self, next(self._connections), reply)
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """A sender that has been accepted."""
+
+    worker_id: str
+    generation: int
+
+
+class ReceiverSession:
+    """One connection's receiving end: KvHello first, then any mix of handoffs.
+
+    on_frame raises FrameError at what a sound sender never sends; the transport then ends the connection, as it does
+    when `is_refused`. What concerns one ticket alone is answered by KvAbort and disturbs no other.
+    """
+
+    def __init__(self, receiver: Receiver, connection: int, reply: Reply) -> None:
+        self._receiver = receiver
+        self._tickets = receiver.tickets
+        self._connection = connection
+        self._reply = reply
+        self._peer: _Peer | None = None
+        self.is_refused = False
+
+    @property
+    def peer(self) -> str:
+        """The sender, for people."""
+        return self._peer.worker_id if self._peer else "unknown sender"
+
+    def on_frame(self, frame: Frame, payload: memoryview) -> None:
+        """Take a frame. `payload` (of a chunk) is read before this returns, and not kept."""
+        if self.is_refused:
+            raise FrameError("a frame after the refusal")
+        if isinstance(frame, kv_pb2.KvHello):
+            self._on_hello(frame)
+            return
+        if self._peer is None:
+            raise FrameError(f"a {type(frame).__name__} before the KvHello")
+        match frame:
+            case kv_pb2.KvChunk():
+                self._on_chunk(frame, payload)
+            case kv_pb2.KvBegin():
+                self._on_begin(frame)
+            case kv_pb2.KvCommit():
+                self._on_commit(frame)
+            case kv_pb2.KvRenew():
+                self._on_renew(frame)
+            case kv_pb2.KvAbort():
+                self._on_abort(frame)
+            case _:
+                raise FrameError(f"a {type(frame).__name__} from a sender")
+
+    def on_close(self, message: str) -> None:
+        """The connection is over: its tickets are aborted. Nothing may call on_frame after or during this."""
+        self._tickets.close_connection(self._connection, f"{self.peer}: {message}")
+
+    def _on_hello(self, hello: kv_pb2.KvHello) -> None:
+        if self._peer is not None:
+            raise FrameError("a second KvHello")
+        difference = _version_difference(hello) or self._receiver.layout.difference(
+            layout_from_proto(hello.layout)
+        )
+        if difference:
+            self.is_refused = True
+            field, expected, actual = difference
+            self._reply(kv_pb2.KvRefuse(field=field, expected=expected, actual=actual))
+            return
+        self._peer = _Peer(hello.worker_id, hello.generation)
+        self._reply(
+            kv_pb2.KvAccept(
+                version=min(MAX_VERSION, hello.max_version),
+                worker_id=self._receiver.identity.worker_id,
+                generation=self._receiver.identity.generation,
+                num_credits=self._receiver.num_credits,
+                max_chunk_bytes=self._receiver.max_chunk_bytes,
+            )
+        )
+
+    def _on_begin(self, begin: kv_pb2.KvBegin) -> None:
+        outcome = self._tickets.begin(begin.ticket, self._connection)
+        if not isinstance(outcome, Rejection):
+            return
+        try:
+            ticket = kv_pb2.KvTicket.FromString(begin.ticket)
+        except DecodeError:
+            raise FrameError("a KvBegin without a ticket") from None
+        self._reject(ticket.ticket_id, ticket.epoch, outcome)
+
+    def _on_chunk(self, chunk: kv_pb2.KvChunk, payload: memoryview) -> None:
+        rejection = self._write(chunk, payload)
+        self._reply(kv_pb2.KvCredit(slots=[chunk.slot]))
+        if rejection:
+            self._reject(chunk.ticket_id, chunk.epoch, rejection)
+
+    def _write(self, chunk: kv_pb2.KvChunk, payload: memoryview) -> Rejection | None:
+        """Verify, then copy into the ticket's blocks. What fails here kills the ticket if this connection holds it."""
+        piece = KvRange(chunk.first_token, chunk.num_tokens, chunk.first_layer, chunk.num_layers)
+        fault = ""
+        if payload.nbytes != piece.num_bytes(self._receiver.layout.token_layer_bytes):
+            fault = f"a chunk of {payload.nbytes} bytes for {piece}"
+        elif xxhash.xxh3_64_intdigest(payload) != chunk.checksum:
+            fault = f"a chunk with a wrong checksum: {piece}"
+        if fault:
+            return self._fail(chunk, fault)
+        pinned = self._tickets.pin(chunk.ticket_id, chunk.epoch, self._connection, piece)
+        if isinstance(pinned, Rejection):
+            return pinned
+        try:
+            self._receiver.pool.unpack(
+                pinned,
+                piece.first_token,
+                piece.num_tokens,
+                piece.first_layer,
+                piece.num_layers,
+                payload,
+            )
+        except (ValueError, RuntimeError) as error:
+            return self._fail(chunk, f"the worker could not store a chunk: {error}")
+        finally:
+            self._tickets.unpin(chunk.ticket_id, chunk.checksum, payload.nbytes)
+        return None
+
+    def _on_commit(self, frame: kv_pb2.KvCommit) -> None:
+        logprobs = logprobs_from_proto(frame.logprobs) if frame.HasField("logprobs") else None
+        commit = Commit(
+            ticket_id=frame.ticket_id,
+            epoch=frame.epoch,
+            num_tokens=frame.num_tokens,
+            first=Sample(frame.first_token_id, logprobs),
+            checksum=frame.checksum,
+            exposed_ms=frame.exposed_us / 1000,
+        )
+        rejection = self._tickets.commit(commit, self._connection)
+        if rejection:
+            self._reject(frame.ticket_id, frame.epoch, rejection)
+        else:
+            self._reply(kv_pb2.KvCommitted(ticket_id=frame.ticket_id, epoch=frame.epoch))
+
+    def _on_abort(self, abort: kv_pb2.KvAbort) -> None:
+        reason = abort.reason if abort.reason in BY_REASON else HandoffFailed.reason
+        self._tickets.fail(
+            abort.ticket_id, abort.epoch, self._connection, reason, f"{self.peer}: {abort.message}"
+        )
+
+    def _on_renew(self, renew: kv_pb2.KvRenew) -> None:
+        for ticket_id in renew.ticket_ids:
+            rejection = self._tickets.renew(ticket_id, self._connection)
+            if rejection:
+                self._reject(ticket_id, 0, rejection)
+
+    def _fail(self, chunk: kv_pb2.KvChunk, fault: str) -> Rejection:
+        return self._tickets.fail(
+            chunk.ticket_id, chunk.epoch, self._connection, HandoffFailed.reason, fault
+        )
+
+    def _reject(self, ticket_id: int, epoch: int, rejection: Rejection) -> None:
+        self._reply(
+            kv_pb2.KvAbort(
+                ticket_id=ticket_id,
+                epoch=epoch,
+                reason=rejection.reason,
+                message=clipped(rejection.message),
+            )
+        )
+
+
+def _version_difference(hello: kv_pb2.KvHello) -> tuple[str, str, str] | None:
+    """(field, ours, theirs) if there is no version that both speak."""
+    if max(MIN_VERSION, hello.min_version) <= min(MAX_VERSION, hello.max_version):
+        return None
+    return (
+        "protocol_version",
+        f"{MIN_VERSION}..{MAX_VERSION}",
+        f"{hello.min_version}..{hello.max_version}",
+    )

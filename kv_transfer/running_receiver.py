@@ -1,0 +1,124 @@
+"""All of the receiving side of one worker, put together: what the decode tier opens and closes."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.engine.interface import KvPool
+from baton.errors import ConfigError, HandoffFailed
+from baton.types import WorkerIdentity
+from kv_transfer.endpoint import Endpoint
+from kv_transfer.receiver import Receiver
+from kv_transfer.ticket import TicketEvent, TicketTable
+from kv_transfer.transport.loopback import LoopbackHub
+from kv_transfer.transport.shm import listen_shm
+from kv_transfer.transport.tcp import listen_tcp
+
+DEFAULT_NUM_CREDITS = 8
+DEFAULT_MAX_CHUNK_BYTES = 1 << 20
+
+
+class Listener(Protocol):
+    """A bound address that serves connections from `serve` to `close`."""
+
+    @property
+    def endpoint(self) -> Endpoint: ...
+
+    def serve(self, receiver: Receiver) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunningReceiver:
+    """A worker's tickets and its open endpoints.
+
+    `close` ends connections and threads, then aborts the tickets that are still open."""
+
+    tickets: TicketTable
+    receiver: Receiver
+    listeners: tuple[Listener, ...]
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        return tuple(listener.endpoint for listener in self.listeners)
+
+    def close(self) -> None:
+        for listener in self.listeners:
+            listener.close()
+        self.tickets.abort_all(HandoffFailed.reason, "the worker is shutting down")
+
+
+def open_receiver(
+    identity: WorkerIdentity,
+    pool: KvPool,
+    on_event: Callable[[TicketEvent], None],
+    clock: Callable[[], float],
+    *,
+    transports: Sequence[str] = ("shm", "tcp"),
+    lease_s: float = 30.0,
+    tcp_host: str = "127.0.0.1",
+    tcp_port: int = 0,
+    tcp_advertise_host: str = "",
+    hub: LoopbackHub | None = None,
+    num_credits: int = DEFAULT_NUM_CREDITS,
+    max_chunk_bytes: int = DEFAULT_MAX_CHUNK_BYTES,
+    secret: bytes = b"",
+    draw_id: Callable[[], int] = lambda: secrets.randbits(64),
+) -> RunningReceiver:
+    """Bind, then serve. transports: any of "loopback" (its name is the worker's id, in `hub`), "shm" and "tcp".
+
+    secret: of the tickets' digests; drawn anew if none is given. Each connection has num_credits * max_chunk_bytes of
+    shared memory, or max_chunk_bytes of buffer. Raises ConfigError for an unknown transport, OSError if one cannot be
+    bound.
+    """
+    listeners: list[Listener] = []
+    with contextlib.ExitStack() as undo:
+        for transport in transports:
+            listener = _listen(transport, identity, tcp_host, tcp_port, tcp_advertise_host, hub)
+            undo.callback(listener.close)
+            listeners.append(listener)
+        tickets = TicketTable(
+            identity,
+            pool.layout,
+            tuple(listener.endpoint for listener in listeners),
+            lease_s,
+            on_event,
+            clock,
+            secret or secrets.token_bytes(32),
+            draw_id,
+        )
+        receiver = Receiver(
+            identity,
+            pool.layout,
+            pool,
+            tickets,
+            num_credits,
+            max(max_chunk_bytes, pool.layout.token_layer_bytes),
+        )
+        for listener in listeners:
+            listener.serve(receiver)
+        undo.pop_all()
+    return RunningReceiver(tickets, receiver, tuple(listeners))
+
+
+def _listen(
+    transport: str,
+    identity: WorkerIdentity,
+    tcp_host: str,
+    tcp_port: int,
+    tcp_advertise_host: str,
+    hub: LoopbackHub | None,
+) -> Listener:
+    match transport:
+        case "shm":
+            return listen_shm()
+        case "tcp":
+            return listen_tcp(tcp_host, tcp_port, tcp_advertise_host)
+        case "loopback" if hub is not None:
+            return hub.listen(identity.worker_id)
+    raise ConfigError.of("kv_transport", transport, "use shm or tcp, or loopback within a hub")

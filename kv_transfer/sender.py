@@ -1,0 +1,158 @@
+"""The sending half of the KV channel, as an engine loop uses it: no call waits for a peer."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+
+from baton.engine.interface import KvPool
+from baton.errors import HandoffFailed, PeerMismatch
+from baton.types import KvLayout, Sample, WorkerIdentity
+from kv_transfer.coverage import KvRange
+from kv_transfer.kv_ticket import KvTicket, parse_ticket
+from kv_transfer.lane import Begin, Cancel, Finish, Lane, Send, SendDone, SenderConfig
+from kv_transfer.lane_runner import InlineLane, LaneRunner, RunLane, ThreadLane
+from kv_transfer.transport.base import Connector
+
+DEFAULT_MAX_CHUNK_BYTES = 1 << 20
+
+__all__ = ["KvTicket", "SendDone", "Sender", "parse_ticket"]
+
+
+class Sender:
+    """Sends sequences' KV to the workers that their tickets name: one lane per worker and boot, made when needed.
+
+    Exactly one SendDone per `begin`, in a lane's thread (or, with is_inline, within the call that causes it). Until
+    then the handoff's blocks may be read at any time. Calls about a key that is done do nothing. Thread-safe, unless
+    is_inline: then all calls come from one thread.
+    """
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        layout: KvLayout,
+        pool: KvPool,
+        connect: Connector,
+        on_done: Callable[[SendDone], None],
+        clock: Callable[[], float],
+        connect_timeout_s: float = 5.0,
+        ack_timeout_s: float = 10.0,
+        idle_timeout_s: float = 60.0,
+        max_chunk_bytes: int = DEFAULT_MAX_CHUNK_BYTES,
+        *,
+        is_inline: bool = False,
+    ) -> None:
+        """clock: monotonic seconds. ack_timeout_s bounds the wait for a credit, and for the answer to a commit."""
+        self._config = SenderConfig(
+            identity=identity,
+            layout=layout,
+            pool=pool,
+            connect=connect,
+            clock=clock,
+            max_chunk_bytes=max(max_chunk_bytes, layout.token_layer_bytes),
+            connect_timeout_s=connect_timeout_s,
+            ack_timeout_s=ack_timeout_s,
+            idle_timeout_s=idle_timeout_s,
+        )
+        self._user_on_done = on_done
+        self._run_lane: RunLane = (
+            InlineLane if is_inline else functools.partial(ThreadLane, clock=clock)
+        )
+        self._lock = threading.RLock()
+        self._lanes: dict[WorkerIdentity, LaneRunner] = {}
+        self._lane_of: dict[str, LaneRunner | None] = {}
+        self._last_heartbeat = clock()
+        self._is_closed = False
+
+    @property
+    def num_open(self) -> int:
+        """Handoffs whose SendDone is still to come."""
+        with self._lock:
+            return len(self._lane_of)
+
+    def begin(self, key: str, ticket: bytes) -> None:
+        """Open a handoff under a name of the caller's. Raises InvalidRequest (and there is no SendDone) if `ticket` is
+        none, ValueError if `key` is in use."""
+        parsed = parse_ticket(ticket)
+        with self._lock:
+            if key in self._lane_of:
+                raise ValueError(f"a handoff {key!r} is under way")
+            self._lane_of[key] = None
+            is_closed = self._is_closed
+        difference = self._config.layout.difference(parsed.layout)
+        if difference:
+            error = PeerMismatch.of(parsed.owner.worker_id, *difference)
+            self._on_done(SendDone(key, error, 0))
+        elif is_closed or not self._submit_first(Begin(key, parsed, ticket)):
+            self._on_done(SendDone(key, HandoffFailed("the KV sender is closed"), 0))
+
+    def send(
+        self,
+        key: str,
+        block_ids: tuple[int, ...],
+        first_token: int,
+        num_tokens: int,
+        first_layer: int,
+        num_layers: int,
+    ) -> None:
+        """KV of this range is final in the blocks. What the receiver holds already is not sent."""
+        self._submit(
+            Send(key, block_ids, KvRange(first_token, num_tokens, first_layer, num_layers))
+        )
+
+    def commit(self, key: str, num_tokens: int, first: Sample, prefill_end: float) -> None:
+        """All is computed: `first` follows `num_tokens` tokens. prefill_end: when, by the clock."""
+        self._submit(Finish(key, num_tokens, first, prefill_end))
+
+    def abort(self, key: str, reason: str, message: str) -> None:
+        """Give a handoff up; its SendDone has the error of that reason."""
+        self._submit(Cancel(key, reason, message))
+
+    def heartbeat(self) -> None:
+        """The engine loop is alive: tickets are kept from expiring for as long as this is called."""
+        self._last_heartbeat = self._config.clock()
+        with self._lock:
+            lanes = tuple(self._lanes.values())
+        for lane in lanes:
+            lane.poll()
+
+    def close(self) -> None:
+        """End all handoffs, connections and threads; returns when none is left."""
+        with self._lock:
+            self._is_closed = True
+            lanes = tuple(self._lanes.values())
+            self._lanes.clear()
+        for lane in lanes:
+            lane.close()
+
+    def _submit(self, task: Send | Finish | Cancel) -> None:
+        with self._lock:
+            lane = self._lane_of.get(task.key)
+        if lane:
+            lane.submit(task)
+
+    def _submit_first(self, task: Begin) -> bool:
+        """Give a handoff to the lane of its destination. False: the sender was closed meanwhile."""
+        peer = task.ticket.owner
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    return False
+                lane = self._lanes.get(peer) or self._new_lane(peer)
+                self._lane_of[task.key] = lane
+            if lane.submit(task):
+                return True
+            with self._lock:
+                if self._lanes.get(peer) is lane:
+                    del self._lanes[peer]
+
+    def _new_lane(self, peer: WorkerIdentity) -> LaneRunner:
+        lane = Lane(peer, self._config, lambda: self._last_heartbeat, self._on_done)
+        self._lanes[peer] = self._run_lane(lane, f"baton-kv-send-{peer.worker_id}")
+        return self._lanes[peer]
+
+    def _on_done(self, done: SendDone) -> None:
+        with self._lock:
+            self._lane_of.pop(done.key, None)
+        self._user_on_done(done)

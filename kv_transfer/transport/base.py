@@ -1,0 +1,56 @@
+"""What a transport is to a sender: a connection with room for payloads, and frames both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.errors import HandoffFailed
+from kv_transfer.endpoint import Endpoint
+from kv_transfer.frame import Frame
+
+
+class TransportError(HandoffFailed):
+    """A connection cannot be made, or cannot go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Room for one payload: `buffer` has the size asked for; `slot` goes into the chunk's header."""
+
+    slot: int
+    buffer: memoryview
+
+
+class Connection(Protocol):
+    """The sender's end. Used by one thread at a time. A transport does the flow control: credits are room in `stage`.
+
+    All methods but close raise TransportError when the connection is lost, FrameError when what came is no frame.
+    """
+
+    def stage(self, num_bytes: int) -> Staged | None:
+        """Room for a payload of `num_bytes`, held until the receiver gives it back. None: none now."""
+        ...
+
+    def unstage(self, staged: Staged) -> None:
+        """Take back room that nothing was sent with."""
+        ...
+
+    def send(self, frame: Frame, staged: Staged | None = None) -> None:
+        """Send a frame, with the payload that was packed into `staged`. Waits no longer than the send timeout."""
+        ...
+
+    def receive(self) -> Frame | None:
+        """The next frame that has come, without waiting; None if there is none."""
+        ...
+
+    def fileno(self) -> int:
+        """What to wait on for frames to come; -1 if they come only while this end calls."""
+        ...
+
+    def close(self) -> None: ...
+
+
+#: Makes a connection to the best of the endpoints within so many seconds. Raises TransportError.
+Connector = Callable[[Sequence[Endpoint], float], Connection]

@@ -1,0 +1,194 @@
+"""The receiver's end over stream sockets: a thread that accepts, and one per connection that reads and unpacks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from baton.v1 import kv_pb2
+from kv_transfer.endpoint import Endpoint
+from kv_transfer.frame import (
+    PREAMBLE_BYTES,
+    Frame,
+    FrameError,
+    Preamble,
+    decode_header,
+    decode_preamble,
+    encode,
+)
+from kv_transfer.receiver import Receiver, ReceiverSession
+from kv_transfer.transport.stream_connection import send_all, set_socket_timeout
+
+MAX_CONNECTIONS = 256
+#: A connection that has not said KvHello by then is closed; a reply that the peer does not read ends it.
+HANDSHAKE_TIMEOUT_S = 10.0
+REPLY_TIMEOUT_S = 10.0
+#: Pause after a failed accept, so that a full table of file descriptors does not spin the thread.
+_ACCEPT_RETRY_S = 0.1
+
+_log = logging.getLogger("baton.kv")
+
+
+class ServerStream(ABC):
+    """One connection's socket and staging. Owns both."""
+
+    def __init__(self, sock: socket.socket, receiver: Receiver) -> None:
+        set_socket_timeout(sock, socket.SO_RCVTIMEO, HANDSHAKE_TIMEOUT_S)
+        set_socket_timeout(sock, socket.SO_SNDTIMEO, REPLY_TIMEOUT_S)
+        self.sock = sock
+        self.receiver = receiver
+
+    @property
+    @abstractmethod
+    def max_payload_bytes(self) -> int:
+        """Most payload bytes that may follow a header on the socket."""
+
+    @abstractmethod
+    def payload(self, preamble: Preamble, frame: Frame) -> memoryview:
+        """The frame's payload, writable, valid until the next frame is read. Raises FrameError if there is none."""
+
+    def accept(self, frame: kv_pb2.KvAccept) -> None:
+        """Send the acceptance, with whatever the peer needs to stage payloads."""
+        send_all(self.sock, encode(frame))
+
+    def reply(self, frame: Frame) -> None:
+        if isinstance(frame, kv_pb2.KvAccept):
+            self.accept(frame)
+            set_socket_timeout(self.sock, socket.SO_RCVTIMEO, 0.0)
+        else:
+            send_all(self.sock, encode(frame))
+
+    def read_frame(self) -> tuple[Frame, memoryview]:
+        """Wait for a frame. Raises EOFError at the end of the stream, FrameError, OSError."""
+        preamble = decode_preamble(self._read(PREAMBLE_BYTES), self.max_payload_bytes)
+        frame = decode_header(preamble, self._read(preamble.header_bytes))
+        return frame, self.payload(preamble, frame)
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill `view`. Raises EOFError if the stream ends before."""
+        while view:
+            num_bytes = self.sock.recv_into(view)
+            if not num_bytes:
+                raise EOFError
+            view = view[num_bytes:]
+
+    def _read(self, num_bytes: int) -> bytearray:
+        data = bytearray(num_bytes)
+        self.read_into(memoryview(data))
+        return data
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+class StreamListener:
+    """Accepts connections on a bound socket, which it owns, from `serve` to `close`."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        endpoint: Endpoint,
+        stream: Callable[[socket.socket, Receiver], ServerStream],
+    ) -> None:
+        self.endpoint = endpoint
+        self._sock = sock
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._accepting: threading.Thread | None = None
+        self._connections: dict[threading.Thread, socket.socket] = {}
+
+    def serve(self, receiver: Receiver) -> None:
+        """Start to accept connections. Call once."""
+        self._accepting = threading.Thread(
+            target=self._accept, args=(receiver,), name=self._thread_name("accept"), daemon=True
+        )
+        self._accepting.start()
+
+    def close(self) -> None:
+        """End all connections; returns when their threads are gone. A second time changes nothing."""
+        with self._lock:
+            self._closing.set()
+            threads = tuple(self._connections)
+            socks = (self._sock, *self._connections.values())
+        for sock in socks:
+            # Wakes the thread that waits in it. One that is closed already, or was never connected, has none.
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in (self._accepting, *threads):
+            if thread:
+                thread.join()
+        self._sock.close()
+
+    def _thread_name(self, what: str) -> str:
+        return f"baton-kv-{self.endpoint.kind.name.lower()}-{what}"
+
+    def _accept(self, receiver: Receiver) -> None:
+        while True:
+            try:
+                sock, _ = self._sock.accept()
+            except OSError as error:
+                if self._closing.is_set() or self._sock.fileno() < 0:
+                    return
+                _log.warning("cannot accept a KV connection: %s", error)
+                self._closing.wait(_ACCEPT_RETRY_S)
+                continue
+            if not self._start(sock, receiver):
+                sock.close()
+
+    def _start(self, sock: socket.socket, receiver: Receiver) -> bool:
+        with self._lock:
+            if self._closing.is_set() or len(self._connections) >= MAX_CONNECTIONS:
+                return False
+            thread = threading.Thread(
+                target=self._run,
+                args=(sock, receiver),
+                name=self._thread_name("receive"),
+                daemon=True,
+            )
+            self._connections[thread] = sock
+            thread.start()
+            return True
+
+    def _run(self, sock: socket.socket, receiver: Receiver) -> None:
+        ending = "the connection's thread has failed"
+        session: ReceiverSession | None = None
+        try:
+            try:
+                stream = self._stream(sock, receiver)
+            except OSError:
+                return  # Gone before it was heard.
+            session = receiver.session(stream.reply)
+            try:
+                ending = _serve(stream, session)
+                _log.debug("KV connection of %s is over: %s", session.peer, ending)
+            finally:
+                session.on_close(ending)
+                stream.close()
+        finally:
+            sock.close()
+            with self._lock:
+                self._connections.pop(threading.current_thread(), None)
+
+
+def _serve(stream: ServerStream, session: ReceiverSession) -> str:
+    """Feed the session until the connection ends; why it did."""
+    try:
+        while not session.is_refused:
+            frame, payload = stream.read_frame()
+            session.on_frame(frame, payload)
+    except FrameError as error:
+        _log.warning("KV connection of %s ended: %s", session.peer, error.message)
+        return error.message
+    except EOFError:
+        return "the sender has closed the connection"
+    except BlockingIOError:
+        return "the sender did not greet, or does not read"
+    except OSError as error:
+        _log.info("KV connection of %s is lost: %s", session.peer, error)
+        return f"the connection is lost: {error}"
+    return "the sender does not fit this worker"

@@ -1,0 +1,110 @@
+"""KV over TCP, for any two hosts: payloads follow their headers; credits are counted, not numbered."""
+
+from __future__ import annotations
+
+import socket
+
+from baton.v1 import kv_pb2
+from kv_transfer.endpoint import Endpoint, TransportKind
+from kv_transfer.frame import Frame, FrameError, Preamble
+from kv_transfer.receiver import Receiver
+from kv_transfer.transport.base import Staged, TransportError
+from kv_transfer.transport.stream_connection import StreamConnection
+from kv_transfer.transport.stream_listener import ServerStream, StreamListener
+
+_NO_PAYLOAD = memoryview(b"")
+
+
+def connect_tcp(address: str, timeout_s: float, send_timeout_s: float) -> TcpConnection:
+    """Connect to host:port. Raises TransportError."""
+    host, _, port = address.rpartition(":")
+    try:
+        sock = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
+    except (OSError, ValueError) as error:
+        raise TransportError(f"cannot connect to {address}: {error}") from error
+    sock.settimeout(None)
+    _tune(sock)
+    return TcpConnection(sock, send_timeout_s)
+
+
+def listen_tcp(host: str, port: int = 0, advertise_host: str = "") -> StreamListener:
+    """Bind to host:port (0: any free one). advertise_host: what senders are told, where it is not `host`.
+
+    Raises OSError if that is not possible.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.create_server((host, port), family=family, backlog=64)
+    told = advertise_host or host
+    told = f"[{told}]" if ":" in told else told
+    endpoint = Endpoint(TransportKind.TCP, f"{told}:{sock.getsockname()[1]}")
+    return StreamListener(sock, endpoint, TcpServerStream)
+
+
+class TcpConnection(StreamConnection):
+    """One staging buffer is enough: a payload has left it when `send` returns."""
+
+    def __init__(self, sock: socket.socket, send_timeout_s: float) -> None:
+        super().__init__(sock, send_timeout_s)
+        self._num_credits = 0
+        self._num_in_flight = 0
+        self._staging = bytearray()
+
+    def open_staging(self, accept: kv_pb2.KvAccept) -> None:
+        self._num_credits = accept.num_credits
+
+    def stage(self, num_bytes: int) -> Staged | None:
+        if self._num_in_flight >= self._num_credits:
+            return None
+        self._num_in_flight += 1
+        if len(self._staging) < num_bytes:
+            self._staging = bytearray(num_bytes)
+        return Staged(0, memoryview(self._staging)[:num_bytes])
+
+    def unstage(self, staged: Staged) -> None:
+        del staged
+        self._num_in_flight -= 1
+
+    def take_back(self, slots: list[int]) -> None:
+        if len(slots) > self._num_in_flight:
+            raise FrameError("the receiver gives back more credits than are in use")
+        self._num_in_flight -= len(slots)
+
+    def payload_of(self, staged: Staged | None) -> memoryview:
+        return staged.buffer if staged else _NO_PAYLOAD
+
+
+class TcpServerStream(ServerStream):
+    """One staging buffer: a chunk is unpacked before the next is read."""
+
+    def __init__(self, sock: socket.socket, receiver: Receiver) -> None:
+        super().__init__(sock, receiver)
+        _tune(sock)
+        self._staging = memoryview(b"")
+
+    @property
+    def max_payload_bytes(self) -> int:
+        return self._staging.nbytes
+
+    def accept(self, frame: kv_pb2.KvAccept) -> None:
+        self._staging = memoryview(bytearray(frame.max_chunk_bytes))
+        super().accept(frame)
+
+    def payload(self, preamble: Preamble, frame: Frame) -> memoryview:
+        if not isinstance(frame, kv_pb2.KvChunk):
+            if preamble.payload_bytes:
+                raise FrameError(f"a {type(frame).__name__} with a payload")
+            return _NO_PAYLOAD
+        if preamble.payload_bytes != frame.payload_bytes:
+            raise FrameError("header and preamble tell different sizes of the payload")
+        payload = self._staging[: preamble.payload_bytes]
+        self.read_into(payload)
+        return payload
+
+
+def _tune(sock: socket.socket) -> None:
+    """Small frames go at once; a dead host is noticed within half a minute even when nothing is sent."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)

@@ -1,0 +1,65 @@
+"""The demonstration: three processes, one completion of Python, and where its time went."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+from baton.cli.timing import render_timing
+from baton.client import AsyncClient, Usage
+from baton.config import ServeOptions
+from baton.errors import BatonError
+from baton.service import describe_phases
+from baton.supervisor import ChildFailed, Cluster
+
+PROMPT = '''def read_lines(path):
+    """Return the lines of a text file."""
+'''
+
+
+async def demo(model: str, prompt: str, max_tokens: int) -> Usage:
+    """Start the tiers, stream one greedy completion to stdout, and stop them. Raises BatonError."""
+    options = ServeOptions(model=model, port=0, log_level="warning")
+    print(f"Starting gateway, prefill worker and decode worker for {model} ...", flush=True)
+    async with Cluster(options) as cluster:
+        print(f"Ready at {cluster.address}: {describe_phases(cluster.phases)}\n")
+        async with AsyncClient(cluster.address) as client:
+            usage = await complete(client, prompt, max_tokens)
+        print("\nStopping ...", flush=True)
+    return usage
+
+
+async def complete(client: AsyncClient, prompt: str, max_tokens: int) -> Usage:
+    """Stream one completion and print its timing."""
+    print(prompt, end="", flush=True)
+    usage = Usage()
+    stream = client.stream(prompt, max_tokens=max_tokens, temperature=0.0)
+    async with stream:
+        async for chunk in stream:
+            print(chunk.text, end="", flush=True)
+            if chunk.usage and chunk.timing:
+                usage = chunk.usage
+                print(f"\n\n{render_timing(chunk.timing, usage)}")
+    return usage
+
+
+def main() -> int:
+    """0 if a completion came, 1 if not."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    arguments = parser.parse_args()
+    try:
+        usage = asyncio.run(demo(arguments.model, arguments.prompt, arguments.max_tokens))
+    except BatonError as error:
+        if isinstance(error, ChildFailed):
+            sys.stderr.write("\n".join((*error.last_lines, "")))
+        sys.stderr.write(f"demo: error: {error}\n")
+        return 1
+    return 0 if usage.completion_tokens else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

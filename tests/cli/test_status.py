@@ -1,0 +1,81 @@
+"""`baton status`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from baton.client import Model, WorkerStatus
+from baton.errors import NoWorkers
+
+if TYPE_CHECKING:
+    from conftest import FakeClient
+
+Run = Callable[..., Any]
+
+
+def worker(tier: str, state: str = "ready", reason: str = "") -> WorkerStatus:
+    return WorkerStatus(
+        worker_id=f"{tier}-0",
+        address="127.0.0.1:5",
+        tier=tier,
+        state=state,
+        reason=reason,
+        num_running=1,
+        num_waiting=2,
+        num_free_blocks=70,
+        num_cached_blocks=10,
+        num_leased_blocks=20,
+        num_blocks=100,
+        block_size=16,
+        num_in_flight=3,
+    )
+
+
+def model(*workers: WorkerStatus) -> Model:
+    return Model("m[bold]", 2048, 512, has_chat_template=True, workers=workers)
+
+
+def test_a_table_of_workers(run: Run, client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    client.served = (model(worker("prefill"), worker("decode")),)
+    result = run("status")
+    assert result.exit_code == 0
+    assert "m[bold]: 2048 tokens" in result.stdout
+    (line,) = (line for line in result.stdout.splitlines() if "decode-0" in line)
+    assert [cell.strip() for cell in line.strip("│ ").split("│")] == [
+        "decode-0 127.0.0.1:5",
+        "decode",
+        "ready",
+        "1",
+        "2",
+        "3",
+        "20/100",
+        "10",
+    ]
+
+
+def test_json_has_every_field(run: Run, client: FakeClient) -> None:
+    client.served = (model(worker("decode")),)
+    (told,) = json.loads(run("status", "--json").stdout)
+    assert told["workers"][0]["num_free_blocks"] == 70
+
+
+@pytest.mark.parametrize(
+    "workers", [(), (worker("prefill"),), (worker("decode", "stalled", "no heartbeat"),)]
+)
+def test_no_ready_decode_worker_is_exit_status_1(
+    workers: tuple[WorkerStatus, ...], run: Run, client: FakeClient
+) -> None:
+    client.served = (model(*workers),)
+    assert run("status").exit_code == 1
+
+
+def test_a_gateway_that_is_not_there(run: Run, client: FakeClient) -> None:
+    client.fault = NoWorkers("gateway not reachable at 127.0.0.1:50051")
+    result = run("status")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "not reachable" in result.stderr

@@ -1,0 +1,172 @@
+"""Where option values come from, which source wins, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from baton.config import (
+    DecodeOptions,
+    GatewayOptions,
+    Options,
+    PrefillOptions,
+    ServeOptions,
+    load_options,
+)
+from baton.errors import ConfigError
+
+COMMANDS = (DecodeOptions, GatewayOptions, PrefillOptions, ServeOptions)
+SIZES = st.none() | st.integers(1, 256)
+
+
+@given(flag=SIZES, variable=SIZES, file=SIZES)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_flags_go_before_environment_before_file_before_default(
+    flag: int | None, variable: int | None, file: int | None, tmp_path: Path
+) -> None:
+    """Whatever is given, the value is the first given one's, of the sources in this order."""
+    path = tmp_path / "options.yaml"
+    path.write_text("" if file is None else f"block-size: {file}\n")
+    with pytest.MonkeyPatch.context() as patch:
+        if variable is not None:
+            patch.setenv("BATON_BLOCK_SIZE", str(variable))
+        flags = {"model": "m"} | ({} if flag is None else {"block_size": str(flag)})
+        options = load_options(DecodeOptions, flags, path)
+    expected = next(size for size in (flag, variable, file, 16) if size is not None)
+    assert options.block_size == expected
+
+
+def test_constructing_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_BLOCK_SIZE", "8")
+    assert DecodeOptions(model="m").block_size == 16
+
+
+@pytest.mark.parametrize("cls", COMMANDS)
+def test_options_are_frozen_and_closed(cls: type[Options]) -> None:
+    options = load_options(cls, {"model": "m"})
+    with pytest.raises(ValidationError):
+        options.log_level = "debug"  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="no such option"):
+        load_options(cls, {"model": "m", "modle": "n"})
+
+
+#: (what is given, how the option is spelled in the refusal, what the refusal asks for)
+REFUSED = [
+    ({"block_size": "0"}, "--block-size=0", "at least 1"),
+    ({"block_size": "257"}, "--block-size=257", "at most 256"),
+    ({"block_size": "many"}, "--block-size=many", "whole number"),
+    ({"block_size": "1.5"}, "--block-size=1.5", "whole number"),
+    ({"block_size": True}, "--block-size=True", "other than true or false"),
+    ({"dtype": "int3"}, "--dtype=int3", "'bfloat16'"),
+    ({"device": "tpu"}, "--device=tpu", "cuda:N"),
+    ({"engine": "steam"}, "--engine=steam", "'oracle'"),
+    ({"port": "65536"}, "--port=65536", "at most 65535"),
+    ({"port": "-1"}, "--port=-1", "at least 0"),
+    ({"host": ""}, "--host=", "not empty"),
+    ({"max_model_len": "1"}, "--max-model-len=1", "at least 2"),
+    ({"max_num_seqs": "0"}, "--max-num-seqs=0", "at least 1"),
+    ({"kv_cache_memory_bytes": "2 spoons"}, "--kv-cache-memory-bytes=2 spoons", "512MiB"),
+    ({"kv_cache_memory_bytes": "0MB"}, "--kv-cache-memory-bytes=0MB", "at least 1"),
+    ({"ticket_lease_s": "0"}, "--ticket-lease-s=0", "more than 0"),
+    ({"ticket_lease_s": "inf"}, "--ticket-lease-s=inf", "number"),
+    ({"drain_timeout_s": "nan"}, "--drain-timeout-s=nan", "number"),
+    ({"enable_prefix_caching": "perhaps"}, "--enable-prefix-caching=perhaps", "true or false"),
+    ({"blocksize": "4"}, "--blocksize=4", "did you mean block_size?"),
+    ({"model": ""}, "MODEL=", "not empty"),
+]
+
+
+@pytest.mark.parametrize(("given_", "spelled", "fix"), REFUSED, ids=str)
+def test_a_wrong_value_is_refused_with_option_value_and_fix(
+    given_: dict[str, object], spelled: str, fix: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_options(DecodeOptions, {"model": "m"} | given_)
+    assert caught.value.message.startswith(spelled + ": ")
+    assert fix in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_the_model_is_required() -> None:
+    with pytest.raises(ConfigError, match="MODEL is missing"):
+        load_options(PrefillOptions, {})
+
+
+def test_a_refusal_names_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BATON_PORT", "x")
+    with pytest.raises(ConfigError, match="BATON_PORT=x"):
+        load_options(GatewayOptions, {"model": "m"})
+    monkeypatch.delenv("BATON_PORT")
+    path = tmp_path / "options.yaml"
+    path.write_text("port: x\n")
+    with pytest.raises(ConfigError, match=r"options.yaml: port=x"):
+        load_options(GatewayOptions, {"model": "m"}, path)
+
+
+def test_an_unknown_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_BLOK_SIZE", "8")
+    with pytest.raises(ConfigError, match="did you mean BLOCK_SIZE"):
+        load_options(GatewayOptions, {"model": "m"})
+
+
+def test_a_variable_of_another_command_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One environment may serve all processes of a machine."""
+    monkeypatch.setenv("BATON_NUM_DECODE_WORKERS", "3")
+    monkeypatch.setenv("BATON_ADDRESS", "elsewhere:1")
+    assert load_options(GatewayOptions, {"model": "m"}).port == 50051
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "- a\n- list\n",
+        "block_size: [1\n",
+        "1: 2\n",
+        "block_size: 4\nblock-size: 8\n",
+        "nonsense: 1\n",
+        "!!python/object/apply:os.getcwd []\n",
+    ],
+)
+def test_a_wrong_file_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError):
+        load_options(DecodeOptions, {"model": "m"}, path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give a readable file"):
+        load_options(DecodeOptions, {"model": "m"}, tmp_path / "none.yaml")
+
+
+def test_addresses_come_repeated_or_with_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_PREFILL_WORKERS", "a:1, b:2")
+    flags = {"model": "m", "decode_workers": ["c:3,d:4", "[::1]:5"]}
+    options = load_options(GatewayOptions, flags)
+    assert options.prefill_workers == ("a:1", "b:2")
+    assert options.decode_workers == ("c:3", "d:4", "[::1]:5")
+
+
+@pytest.mark.parametrize("address", ["a", "a:", ":1", "a:0", "a:65536", "a:x", "::1:5", "a:1,a:1"])
+def test_a_wrong_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="--decode-workers"):
+        load_options(GatewayOptions, {"model": "m", "decode_workers": [address]})
+
+
+def test_options_without_meaning_are_refused() -> None:
+    flags = {"model": "m", "colocated": True}
+    assert load_options(ServeOptions, flags).colocated
+    with pytest.raises(ConfigError, match="leave out --num-prefill-workers"):
+        load_options(ServeOptions, flags | {"num_prefill_workers": 2})
+
+
+def test_names_fall_back_to_what_is_known() -> None:
+    assert DecodeOptions(model="org/name").model_name == "org/name"
+    assert DecodeOptions(model="org/name", served_model_name="x").model_name == "x"
+    assert DecodeOptions(model="m").worker_name.startswith("decode-")
+    assert PrefillOptions(model="m", worker_id="p1").worker_name == "p1"
+    assert GatewayOptions(model="m").tokenizer_name == "m"

@@ -1,0 +1,117 @@
+"""The sampling ops against their formulas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from baton_kernels.sampling import (
+    add_bias,
+    gumbel_argmax,
+    hash_uniform,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    penalize,
+)
+
+NEG = float("-inf")
+
+
+def random_keys(rows: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**31), 2**31, (rows, 2), generator=generator).to(torch.int32)
+
+
+def test_penalize() -> None:
+    logits = torch.tensor([[2.0, -2.0, 1.0], [4.0, 1.0, 0.0]])
+    penalize(
+        logits,
+        torch.tensor([0, 0, 1]),
+        torch.tensor([0, 1, 0]),
+        torch.tensor([0.0, 2.0, 1.0]),
+        torch.tensor([2.0, 2.0, 1.0]),
+        torch.tensor([0.5, 0.5, 0.25]),
+        torch.tensor([0.1, 0.1, 0.5]),
+    )
+    wanted = [[1.0, -4.0 - 0.5 - 0.2, 1.0], [4.0 - 0.25 - 0.5, 1.0, 0.0]]
+    torch.testing.assert_close(logits, torch.tensor(wanted))
+
+
+def test_add_bias() -> None:
+    logits = torch.zeros(2, 3)
+    add_bias(logits, torch.tensor([0, 1]), torch.tensor([2, 0]), torch.tensor([1.5, NEG]))
+    assert logits.tolist() == [[0, 0, 1.5], [NEG, 0, 0]]
+
+
+def test_keep_top_k_keeps_equals_of_the_last() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 2.0], [1.0, 3.0, 2.0, 2.0], [1.0, 3.0, 2.0, 2.0]])
+    keep_top_k(logits, torch.tensor([1, 2, 4]))
+    assert logits.tolist() == [[NEG, 3, NEG, NEG], [NEG, 3, 2, 2], [1, 3, 2, 2]]
+
+
+def test_keep_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
+    probabilities = torch.tensor([[0.1, 0.4, 0.25, 0.25]])
+    for top_p, kept in (
+        (1e-9, [1]),
+        (0.39, [1]),
+        (0.41, [1, 2]),
+        (0.66, [1, 2, 3]),
+        (0.95, [0, 1, 2, 3]),
+    ):
+        logits = probabilities.log()
+        keep_top_p(logits, torch.tensor([top_p]))
+        assert torch.nonzero(logits[0] > NEG).flatten().tolist() == kept
+
+
+def test_keep_min_p() -> None:
+    probabilities = torch.tensor([[0.1, 0.5, 0.15, 0.25]])
+    for min_p, kept in ((0.0, [0, 1, 2, 3]), (0.25, [1, 2, 3]), (0.4, [1, 3]), (1.0, [1])):
+        logits = probabilities.log()
+        keep_min_p(logits, torch.tensor([min_p]))
+        assert torch.nonzero(logits[0] > NEG).flatten().tolist() == kept
+
+
+def test_uniform_numbers_are_uniform_and_unrelated() -> None:
+    """Moments, neighbours and rows: each statistic within five standard deviations."""
+    count = 40_000
+    numbers = hash_uniform(random_keys(4), count).double()
+    assert float(numbers.min()) > 0
+    assert float(numbers.max()) < 1
+    spread = math.sqrt(1 / 12)
+    for row in numbers:
+        assert abs(float(row.mean()) - 0.5) < 5 * spread / math.sqrt(count)
+        buckets = torch.histc(row, bins=64, min=0, max=1)
+        statistic = float(((buckets - count / 64) ** 2 / (count / 64)).sum())
+        assert abs(statistic - 63) < 5 * math.sqrt(2 * 63)
+    centred = (numbers - 0.5) / spread
+    for lag in (1, 2, 64):
+        assert abs(float((centred[:, lag:] * centred[:, :-lag]).mean())) < 5 / math.sqrt(4 * count)
+    correlation = centred @ centred.T / count - torch.eye(4)
+    assert float((correlation - correlation.diag().diag()).abs().max()) < 5 / math.sqrt(count)
+
+
+@pytest.mark.parametrize("bit", [0, 15, 31])
+@pytest.mark.parametrize("word", [0, 1])
+def test_each_bit_of_a_key_changes_every_number(bit: int, word: int) -> None:
+    keys = random_keys(1, seed=bit)
+    other = keys.clone()
+    other[0, word] ^= (1 << bit) if bit < 31 else -(1 << 31)
+    pair = hash_uniform(torch.cat((keys, other)), 20_000).double() - 0.5
+    assert abs(float((pair[0] * pair[1]).mean()) * 12) < 5 / math.sqrt(20_000)
+
+
+def test_numbers_do_not_depend_on_how_many_are_made() -> None:
+    keys = random_keys(3)
+    assert torch.equal(hash_uniform(keys, 100)[:, :40], hash_uniform(keys, 40))
+    assert torch.equal(hash_uniform(keys, 100)[1:2], hash_uniform(keys[1:2], 100))
+
+
+def test_gumbel_argmax_never_takes_a_filtered_token() -> None:
+    logits = torch.full((200, 9), NEG)
+    logits[:, 4] = -80.0
+    logits[:, 7] = -81.0
+    chosen = gumbel_argmax(logits, random_keys(200))
+    assert set(chosen.tolist()) == {4, 7}

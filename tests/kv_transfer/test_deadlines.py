@@ -1,0 +1,226 @@
+"""No wait of a sender is without an end, and a ticket lives as long as its sender's engine shows life."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+
+from baton.engine.array_kv_pool import ArrayKvPool
+from baton.errors import HandoffFailed
+from baton.types import KvLayout, Sample, WorkerIdentity
+from baton.v1 import kv_pb2
+from kv_transfer.endpoint import Endpoint, TransportKind
+from kv_transfer.frame import Frame
+from kv_transfer.kv_ticket import KvTicket, encode_ticket
+from kv_transfer.sender import SendDone, Sender
+from kv_transfer.ticket import TicketDead
+from kv_transfer.transport.base import Staged
+from kv_transfer.transport.connector import make_connector
+
+LAYOUT = KvLayout("m", 1, 1, 1, "int64", 4)
+ACCEPT = kv_pb2.KvAccept(version=1, worker_id="d0", generation=7, num_credits=1, max_chunk_bytes=64)
+
+
+@dataclass
+class DeafConnection:
+    """A peer that takes `num_credits` chunks and says only what the test lets it say."""
+
+    num_credits: int = 0
+    sent: list[Frame] = field(default_factory=list)
+    replies: deque[Frame] = field(default_factory=deque)
+    is_closed: bool = False
+
+    def stage(self, num_bytes: int) -> Staged | None:
+        if not self.num_credits:
+            return None
+        self.num_credits -= 1
+        return Staged(0, memoryview(bytearray(num_bytes)))
+
+    def unstage(self, staged: Staged) -> None:
+        del staged
+        self.num_credits += 1
+
+    def send(self, frame: Frame, staged: Staged | None = None) -> None:
+        del staged
+        self.sent.append(frame)
+
+    def receive(self) -> Frame | None:
+        return self.replies.popleft() if self.replies else None
+
+    def fileno(self) -> int:
+        return -1
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Desk:
+    """An inline sender under a clock of the test's, and its deaf peer."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.peer = DeafConnection()
+        self.dones: list[SendDone] = []
+        self.sender = Sender(
+            WorkerIdentity("p0", 1),
+            LAYOUT,
+            ArrayKvPool(LAYOUT, 4),
+            lambda *_: self.peer,
+            self.dones.append,
+            lambda: self.now,
+            connect_timeout_s=5.0,
+            ack_timeout_s=8.0,
+            is_inline=True,
+        )
+
+    def begin(self, key: str, ticket_id: int) -> None:
+        ticket = KvTicket(
+            WorkerIdentity("d0", 7), ticket_id, 1, key, b"", 0, 16, LAYOUT, (), lease_s=30.0
+        )
+        self.sender.begin(key, encode_ticket(ticket, b"s" * 32))
+
+    def say(self, *frames: Frame) -> None:
+        self.peer.replies.extend(frames)
+        self.sender.heartbeat()
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.sender.heartbeat()
+
+    def error(self) -> str:
+        (done,) = self.dones
+        assert isinstance(done.error, HandoffFailed)
+        return done.error.message
+
+
+def test_a_peer_that_does_not_greet():
+    desk = Desk()
+    desk.begin("k", 1)
+    desk.pass_time(4.9)
+    assert not desk.dones
+    desk.pass_time(0.2)
+    assert "did not greet" in desk.error()
+    assert desk.peer.is_closed
+
+
+def test_a_peer_that_gives_no_credit_back():
+    desk = Desk()
+    desk.begin("k", 1)
+    desk.say(ACCEPT)
+    desk.sender.send("k", (0, 1), 0, 8, 0, 1)
+    desk.pass_time(7.9)
+    desk.peer.num_credits = 1
+    desk.say(kv_pb2.KvCredit(slots=[0]))
+    assert isinstance(desk.peer.sent[-1], kv_pb2.KvChunk)
+    desk.sender.send("k", (0, 1), 8, 8, 0, 1)
+    desk.pass_time(7.9)
+    assert not desk.dones
+    desk.pass_time(0.2)
+    assert "took no KV" in desk.error()
+    assert desk.peer.is_closed
+
+
+def test_a_peer_that_does_not_confirm_fails_that_handoff_alone():
+    desk = Desk()
+    desk.begin("k", 1)
+    desk.begin("other", 2)
+    desk.say(ACCEPT)
+    desk.sender.commit("k", 0, Sample(1), desk.now - 0.25)
+    commit = desk.peer.sent[-1]
+    assert isinstance(commit, kv_pb2.KvCommit)
+    assert commit.exposed_us == 250_000
+    desk.pass_time(7.9)
+    assert not desk.dones
+    desk.pass_time(0.2)
+    assert "did not confirm" in desk.error()
+    abort = desk.peer.sent[-1]
+    assert isinstance(abort, kv_pb2.KvAbort)
+    assert abort.ticket_id == 1
+    desk.say(kv_pb2.KvCommitted(ticket_id=1, epoch=1))
+    assert len(desk.dones) == 1
+    assert not desk.peer.is_closed
+
+
+def test_leases_are_renewed_only_while_the_engine_shows_life():
+    desk = Desk()
+    desk.begin("k", 1)
+    desk.say(ACCEPT)
+    desk.pass_time(9.9)
+    renew = kv_pb2.KvRenew(ticket_ids=[1])
+    assert renew not in desk.peer.sent
+    desk.pass_time(0.2)
+    assert desk.peer.sent.count(renew) == 1
+    desk.now += 10.1
+    desk.sender.send("unknown", (), 0, 1, 0, 1)
+    desk.sender.abort("unknown", "CANCELLED", "")
+    assert desk.peer.sent.count(renew) == 1
+    desk.sender.heartbeat()
+    assert desk.peer.sent.count(renew) == 2
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        kv_pb2.KvHello(),
+        ACCEPT,
+        kv_pb2.KvRefuse(field="late"),
+        kv_pb2.KvChunk(),
+    ],
+)
+def test_a_peer_that_says_what_it_may_not_is_left(frame: Frame):
+    desk = Desk()
+    desk.begin("k", 1)
+    desk.say(ACCEPT, frame)
+    assert "now" in desk.error()
+    assert desk.peer.is_closed
+
+
+def test_a_confirmation_of_what_was_not_committed_is_ignored():
+    desk = Desk()
+    desk.begin("k", 1)
+    desk.say(ACCEPT, kv_pb2.KvCommitted(ticket_id=1, epoch=1))
+    assert not desk.dones
+
+
+def test_a_silent_tcp_peer_ends_at_the_connect_deadline(make_rig):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        rig = make_rig("tcp", connect_timeout_s=0.05)
+        endpoint = Endpoint(TransportKind.TCP, f"127.0.0.1:{silent.getsockname()[1]}")
+        ticket = KvTicket(
+            WorkerIdentity("d0", 7), 1, 1, "r", b"", 0, 3, rig.source.layout, (endpoint,), 30.0
+        )
+        rig.sender.begin("k", encode_ticket(ticket, b"s" * 32))
+        error = rig.done().error
+        assert isinstance(error, HandoffFailed)
+        assert "did not greet" in error.message
+
+
+def test_the_lease_ends_a_ticket_whose_sender_is_silent(make_rig):
+    now = [0.0]
+    rig = make_rig("loopback", clock=lambda: now[0])
+    waiting, silent = rig.offer((0,), 0, 3), rig.offer((1,), 0, 3)
+    rig.sender.begin("k", silent.data)
+    now[0] = 29.0
+    rig.sender.heartbeat()
+    rig.running.tickets.expire()
+    assert rig.events.empty()
+    now[0] = 31.0
+    rig.running.tickets.expire()
+    event = rig.event()
+    assert isinstance(event, TicketDead)
+    assert event.ticket_id == waiting.ticket_id
+    now[0] = 61.0
+    rig.running.tickets.expire()
+    assert rig.event().ticket_id == silent.ticket_id
+    rig.sender.send("k", (0,), 0, 3, 0, 3)
+    error = rig.done().error
+    assert isinstance(error, HandoffFailed)
+    assert "sign of life" in error.message
+
+
+def test_make_connector_is_a_connector():
+    with pytest.raises(HandoffFailed, match="offers nothing"):
+        make_connector()([], 1.0)

@@ -1,0 +1,51 @@
+"""A sender process that is killed: its ticket dies at once, without the lease."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kv_transfer.ticket import TicketDead, TicketState
+
+_SENDER = """
+import sys, time
+from baton.engine.array_kv_pool import ArrayKvPool
+from baton.types import KvLayout, WorkerIdentity
+from kv_transfer.sender import Sender
+from kv_transfer.transport.connector import make_connector
+
+layout = KvLayout("m", 3, 2, 4, "int64", 4)
+sender = Sender(
+    WorkerIdentity("p9", 1), layout, ArrayKvPool(layout, 4), make_connector(sys.argv[1]),
+    lambda done: print("done", flush=True), time.monotonic,
+)
+sender.begin("unknown", bytes.fromhex(sys.argv[3]))
+sender.abort("unknown", "CANCELLED", "")
+sender.begin("k", bytes.fromhex(sys.argv[2]))
+sender.send("k", (0, 1, 2), 0, 6, 0, 3)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_the_ticket_of_a_killed_sender_dies_at_once(make_rig, transport):
+    rig = make_rig(transport)
+    ticket, other = rig.offer((0, 1), 0, 6), rig.offer((2,), 0, 3)
+    with subprocess.Popen(
+        [sys.executable, "-c", _SENDER, transport, ticket.data.hex(), other.data.hex()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"done\n"
+        while rig.running.tickets.state(ticket.ticket_id) is not TicketState.RECEIVING:
+            assert process.poll() is None
+        process.kill()
+    deaths = {}
+    while ticket.ticket_id not in deaths:
+        event = rig.event()
+        assert isinstance(event, TicketDead)
+        deaths[event.ticket_id] = event
+    assert "p9" in deaths[ticket.ticket_id].message

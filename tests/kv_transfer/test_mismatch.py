@@ -1,0 +1,116 @@
+"""Peers that do not fit say which field of whom."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from baton.errors import ConfigError, HandoffFailed, InvalidRequest, PeerMismatch
+from baton.types import KvLayout, Sample
+from baton.v1 import kv_pb2
+from kv_transfer.endpoint import Endpoint, TransportKind
+from kv_transfer.transport.connector import make_connector, usable
+
+LAYOUT = KvLayout("m", 3, 2, 4, "int64", 4)
+TRANSPORTS = ["loopback", "shm", "tcp"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("fingerprint", "other"),
+        ("num_layers", 2),
+        ("num_kv_heads", 1),
+        ("head_dim", 2),
+        ("dtype", "float32"),
+    ],
+)
+def test_a_ticket_of_another_layout_is_not_begun(make_rig, field, value):
+    rig = make_rig("loopback", source_layout=replace(LAYOUT, **{field: value}))
+    rig.sender.begin("k", rig.offer((0,), 0, 3).data)
+    error = rig.done().error
+    assert isinstance(error, PeerMismatch)
+    assert error.metadata["field"] == field
+    assert error.metadata["peer"] == "d0"
+    assert error.metadata["expected"] == str(value)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("field", ["fingerprint", "protocol_version"])
+def test_a_receiver_refuses_by_name(make_rig, transport, field, monkeypatch):
+    rig = make_rig(transport)
+    if field == "fingerprint":
+        rig.running.receiver.layout = replace(rig.target.layout, fingerprint="other")
+    else:
+        monkeypatch.setattr("kv_transfer.receiver.MIN_VERSION", 8)
+        monkeypatch.setattr("kv_transfer.receiver.MAX_VERSION", 9)
+    rig.sender.begin("k", rig.offer((0,), 0, 3).data)
+    rig.sender.commit("k", 3, Sample(1), 0.0)
+    error = rig.done().error
+    assert isinstance(error, PeerMismatch)
+    assert error.metadata["field"] == field
+    assert error.metadata["peer"] == "d0"
+    theirs, ours = {"fingerprint": ("other", "m"), "protocol_version": ("8..9", "1..1")}[field]
+    assert (error.metadata["actual"], error.metadata["expected"]) == (theirs, ours)
+    assert rig.events.empty()
+
+
+def test_a_worker_of_another_boot_is_not_sent_to(make_rig):
+    rig = make_rig("loopback")
+    ticket = kv_pb2.KvTicket.FromString(rig.offer((0,), 0, 3).data)
+    ticket.generation += 1
+    rig.sender.begin("k", ticket.SerializeToString())
+    error = rig.done().error
+    assert isinstance(error, HandoffFailed)
+    assert "generation 8" in error.message
+
+
+def test_garbage_is_refused_in_the_call(make_rig):
+    rig = make_rig("loopback")
+    with pytest.raises(InvalidRequest):
+        rig.sender.begin("k", b"garbage")
+    assert rig.sender.num_open == 0
+    assert rig.dones.empty()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_nobody_there_is_told(make_rig, transport):
+    rig = make_rig(transport)
+    ticket = rig.offer((0,), 0, 3)
+    rig.running.close()
+    rig.sender.begin("k", ticket.data)
+    error = rig.done().error
+    assert isinstance(error, HandoffFailed)
+    assert rig.running.endpoints[0].address in error.message
+
+
+SHM = Endpoint(TransportKind.SHM, "/x", "host")
+TCP = Endpoint(TransportKind.TCP, "h:1")
+LOOPBACK = Endpoint(TransportKind.LOOPBACK, "d0")
+
+
+@pytest.mark.parametrize(
+    ("transport", "reachable", "expected"),
+    [
+        ("auto", {TCP, SHM}, (SHM, TCP)),
+        ("auto", {TCP}, (TCP,)),
+        ("auto", {TCP, SHM, LOOPBACK}, (LOOPBACK, SHM, TCP)),
+        ("shm", {TCP, SHM}, (SHM,)),
+        ("tcp", {TCP, SHM}, (TCP,)),
+        ("shm", {TCP}, ()),
+    ],
+)
+def test_the_best_usable_endpoint_is_first(transport, reachable, expected):
+    assert usable([TCP, SHM, LOOPBACK], transport, reachable.__contains__) == expected
+
+
+def test_an_unknown_transport_is_refused():
+    with pytest.raises(ConfigError, match="pigeon"):
+        make_connector("pigeon")
+
+
+def test_shared_memory_of_another_host_is_not_tried():
+    endpoints = [Endpoint(TransportKind.SHM, "/proc/self/exe", "elsewhere")]
+    with pytest.raises(HandoffFailed, match="no connection over auto"):
+        make_connector()(endpoints, 1.0)

@@ -1,0 +1,183 @@
+"""A checkpoint is loaded whole or refused with what to do about it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.engine.torch_engine import load_engine
+from baton.errors import (
+    ConfigError,
+    MissingTensor,
+    ModelError,
+    TensorMismatch,
+    UnsafeCheckpoint,
+    UnsupportedModel,
+)
+from baton.model.memory_plan import MemoryPlan
+from baton.model.weights import ShardProgress, find_shards
+from tests.support.tiny_models import make_tiny_model
+
+MakeModel = Callable[..., Path]
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def checkpoint(tiny_model: MakeModel, tmp_path: Path) -> Path:
+    """A copy that the test may damage."""
+    return shutil.copytree(tiny_model("llama"), tmp_path / "model")
+
+
+def edit_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(path: Path, **changes: object) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+
+
+def fingerprint(path: Path, dtype: str = "auto") -> str:
+    return load_engine(str(path), num_blocks=1, dtype=dtype).spec.layout.fingerprint
+
+
+def test_a_missing_tensor_is_named_with_its_shape(checkpoint: Path) -> None:
+    edit_weights(checkpoint, lambda tensors: tensors.pop(Q_PROJ))
+    with pytest.raises(MissingTensor, match=r"layers\.1\.self_attn\.q_proj\.weight' \[64, 64\]"):
+        fingerprint(checkpoint)
+
+
+def test_a_wrong_shape_is_named_with_both_shapes(checkpoint: Path) -> None:
+    edit_weights(checkpoint, lambda tensors: tensors.update({Q_PROJ: torch.zeros(32, 64)}))
+    with pytest.raises(
+        TensorMismatch, match=r"q_proj\.weight' is \[32, 64\], .* makes it \[64, 64\]"
+    ):
+        fingerprint(checkpoint)
+
+
+def test_a_tensor_without_a_place_is_refused(checkpoint: Path) -> None:
+    """Leaving out a bias that the weights have would serve another model."""
+    name = Q_PROJ.replace("weight", "bias")
+    edit_weights(checkpoint, lambda tensors: tensors.update({name: torch.zeros(64)}))
+    with pytest.raises(TensorMismatch, match=r"q_proj\.bias"):
+        fingerprint(checkpoint)
+
+
+def test_tensors_of_another_type_are_refused(checkpoint: Path) -> None:
+    integers = torch.zeros(64, 64, dtype=torch.int8)
+    edit_weights(checkpoint, lambda tensors: tensors.update({Q_PROJ: integers}))
+    with pytest.raises(TensorMismatch, match="int8"):
+        fingerprint(checkpoint)
+
+
+def test_pickles_are_never_read(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
+    with pytest.raises(UnsafeCheckpoint, match=r"pytorch_model\.bin.*save_pretrained"):
+        fingerprint(checkpoint)
+
+
+def test_no_weights_at_all(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(MissingTensor, match="no \\*\\.safetensors"):
+        fingerprint(checkpoint)
+
+
+def test_a_file_cut_short_is_refused(checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="not a whole safetensors file"):
+        fingerprint(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gpt2"}, "model_type='gpt2'.*llama, mistral, qwen2, qwen3"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq.*unquantised"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"num_key_value_heads": 3}, "multiple"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
+        ({"dtype": "float8_e4m3fn"}, "float8"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers"),
+    ],
+)
+def test_what_is_not_known_is_refused(
+    checkpoint: Path, changes: dict[str, object], words: str
+) -> None:
+    edit_config(checkpoint, **changes)
+    with pytest.raises(UnsupportedModel, match=words):
+        fingerprint(checkpoint)
+
+
+def test_no_config(checkpoint: Path) -> None:
+    (checkpoint / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        fingerprint(checkpoint)
+
+
+def test_shards_load_as_the_single_file_does(tmp_path: Path) -> None:
+    single = make_tiny_model(tmp_path / "single", seed=3)
+    sharded = make_tiny_model(tmp_path / "sharded", seed=3, max_shard_size="60KB")
+    assert len(find_shards(sharded)) > 3
+    seen: list[ShardProgress] = []
+    engine = load_engine(str(sharded), num_blocks=1, progress=seen.append)
+    assert engine.spec.layout.fingerprint == fingerprint(single)
+    assert {step.index for step in seen} == set(range(seen[0].num_shards))
+    assert all(step.done_bytes <= step.num_bytes for step in seen)
+    assert seen[-1].done_bytes == seen[-1].num_bytes
+
+
+def test_a_shard_that_the_index_names_must_be_there(tmp_path: Path) -> None:
+    sharded = make_tiny_model(tmp_path, max_shard_size="60KB")
+    sorted(sharded.glob("*.safetensors"))[1].unlink()
+    with pytest.raises(MissingTensor, match="model-00002"):
+        fingerprint(sharded)
+
+
+def test_the_fingerprint_tells_weights_and_settings_apart(checkpoint: Path) -> None:
+    before = fingerprint(checkpoint)
+    assert fingerprint(checkpoint) == before
+    edit_weights(checkpoint, lambda tensors: tensors[Q_PROJ][0].mul_(1.5))
+    changed = fingerprint(checkpoint)
+    assert changed != before
+    edit_config(checkpoint, rms_norm_eps=1e-3)
+    assert fingerprint(checkpoint) not in (before, changed)
+
+
+def test_auto_takes_the_checkpoints_type(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path, dtype=torch.bfloat16)
+    assert load_engine(str(path), num_blocks=1).spec.layout.dtype == "bfloat16"
+    assert load_engine(str(path), num_blocks=1, dtype="float32").spec.layout.dtype == "float32"
+
+
+def test_the_plan_comes_before_the_weights(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    plans: list[MemoryPlan] = []
+    with pytest.raises(MissingTensor):
+        load_engine(str(checkpoint), num_blocks=7, on_plan=plans.append)
+    assert plans[0].num_blocks == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "option"),
+    [
+        ({"dtype": "int3"}, "dtype"),
+        ({"device": "tape"}, "device"),
+        ({"block_size": 0}, "block_size"),
+        ({"max_model_len": 100000}, "max_model_len"),
+        ({"kv_cache_memory_bytes": 10}, "kv_cache_memory_bytes"),
+    ],
+)
+def test_wrong_options_are_named(checkpoint: Path, options: dict[str, object], option: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_engine(str(checkpoint), **options)  # type: ignore[arg-type]
+    assert caught.value.metadata["option"] == option

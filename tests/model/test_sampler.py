@@ -1,0 +1,232 @@
+"""Sampling: each step does what transformers' own does, and a draw depends on its row and key alone."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from baton.engine.interface import SampleRow
+from baton.sampling.keys import draw_key
+from baton.sampling.sampler import broken_rows, sample
+from baton.types import Sampling
+from baton_kernels.sampling import keep_min_p, keep_top_k, keep_top_p
+
+VOCAB = 11
+
+
+def random_logits(rows: int, seed: int, vocab: int = VOCAB) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, vocab, generator=generator) * 3
+
+
+def row(
+    sampling: Sampling, prompt: tuple[int, ...] = (0,), output: tuple[int, ...] = ()
+) -> SampleRow:
+    return SampleRow(0, sampling, prompt + output, len(prompt))
+
+
+def draws(logits: torch.Tensor, count: int, **options: float) -> Counter[int]:
+    """Token counts over `count` seeds on one row of logits."""
+    rows = [row(Sampling(seed=seed, **options)) for seed in range(count)]  # type: ignore[arg-type]
+    return Counter(one.token_id for one in sample(logits.expand(count, -1), rows))
+
+
+def warped(logits: torch.Tensor, **options: float) -> torch.Tensor:
+    """Probabilities [vocab] after transformers' warpers, in its order."""
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    scores = TemperatureLogitsWarper(options["temperature"])(ids, logits)
+    if options.get("top_k"):
+        scores = TopKLogitsWarper(int(options["top_k"]))(ids, scores)
+    if "top_p" in options:
+        scores = TopPLogitsWarper(options["top_p"])(ids, scores)
+    if "min_p" in options:
+        scores = MinPLogitsWarper(options["min_p"])(ids, scores)
+    return scores.softmax(-1)[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.4},
+        {"temperature": 2.5},
+        {"temperature": 1.5, "top_k": 4},
+        {"temperature": 1.5, "top_p": 0.7},
+        {"temperature": 1.5, "min_p": 0.1},
+        {"temperature": 2.0, "top_k": 7, "top_p": 0.9, "min_p": 0.05},
+    ],
+)
+def test_draws_follow_the_distribution(options: dict[str, float]) -> None:
+    """Chi-square of 4,000 seeds against transformers' probabilities, well beyond its 99.99 % point."""
+    logits = random_logits(1, seed=5)
+    counts = draws(logits, 4000, **options)
+    probabilities = warped(logits, **options)
+    allowed = {i for i, p in enumerate(probabilities.tolist()) if p > 0}
+    assert set(counts) <= allowed
+    statistic, cells = 0.0, 0
+    for token in allowed:
+        expected = 4000 * float(probabilities[token])
+        if expected >= 5:
+            statistic += (counts[token] - expected) ** 2 / expected
+            cells += 1
+    assert statistic < cells + 4 * math.sqrt(2 * cells) + 15
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    temperature=st.floats(0.2, 3),
+    top_k=st.integers(1, VOCAB),
+    top_p=st.floats(0.05, 1, exclude_max=True),
+    min_p=st.floats(0, 0.9),
+)
+def test_filters_keep_what_transformers_keeps(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits = random_logits(3, seed)
+    ids = torch.zeros(3, 1, dtype=torch.int64)
+    scaled = TemperatureLogitsWarper(temperature)(ids, logits)
+    steps: list[tuple[Callable[[torch.Tensor, torch.Tensor], None], float, torch.dtype, Any]] = [
+        (keep_top_k, top_k, torch.int64, TopKLogitsWarper(top_k)),
+        (keep_top_p, top_p, torch.float32, TopPLogitsWarper(top_p)),
+        (keep_min_p, min_p, torch.float32, MinPLogitsWarper(min_p)),
+    ]
+    ours, theirs = scaled.clone(), scaled
+    for keep, value, dtype, warper in steps:
+        keep(ours, torch.full((3,), value, dtype=dtype))
+        theirs = warper(ids, theirs)
+        assert torch.equal(ours, theirs), warper
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    penalty=st.floats(0.5, 2),
+    prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6),
+    output=st.lists(st.integers(0, VOCAB - 1), max_size=6),
+)
+def test_repetition_penalty_is_transformers(
+    seed: int, penalty: float, prompt: list[int], output: list[int]
+) -> None:
+    logits = random_logits(1, seed)
+    ids = torch.tensor([prompt + output])
+    wanted = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
+    one = row(Sampling(repetition_penalty=penalty), tuple(prompt), tuple(output))
+    assert sample(logits, [one])[0].token_id == int(wanted.argmax())
+
+
+def test_presence_and_frequency_count_the_output_alone() -> None:
+    logits = torch.tensor([[5.0, 4.5, 4.0, 0.0]])
+    prompt, output = (0, 0, 1, 2), (0, 1, 1)
+
+    def chosen(**options: float) -> int:
+        one = row(Sampling(**options), prompt, output)  # type: ignore[arg-type]
+        return sample(logits, [one])[0].token_id
+
+    # After presence p: 5 - p, 4.5 - p, 4, 0. After frequency f: 5 - f, 4.5 - 2f, 4, 0.
+    assert chosen(presence_penalty=0.9) == 0
+    assert chosen(presence_penalty=1.1) == 2
+    assert chosen(frequency_penalty=0.9) == 0
+    assert chosen(frequency_penalty=1.1) == 2
+    assert chosen(presence_penalty=-3.0, frequency_penalty=-1.0) == 1
+
+
+def test_logit_bias_and_min_tokens() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0]])
+    biased = Sampling(logit_bias={0: 5.0, 2: -100.0})
+    assert sample(logits, [row(biased)])[0].token_id == 0
+    waiting = Sampling(stop_token_ids=frozenset({2}), min_tokens=2, logit_bias={2: 50.0})
+    assert sample(logits, [row(waiting)])[0].token_id == 1
+    # The second token may be a stop token: then there are min_tokens of them.
+    assert sample(logits, [row(waiting, output=(1,))])[0].token_id == 2
+
+
+def test_greedy_takes_the_lowest_id_among_equals() -> None:
+    logits = torch.tensor([[1.0, 7.0, 7.0, 7.0]])
+    assert sample(logits, [row(Sampling())])[0].token_id == 1
+
+
+def test_very_low_temperatures_are_greedy() -> None:
+    logits = random_logits(5, seed=1)
+    for temperature in (1e-5, 1e-38):
+        options = Sampling(temperature=temperature, top_p=0.9, top_k=5, min_p=0.1)
+        got = [one.token_id for one in sample(logits, [row(options)] * 5)]
+        assert got == logits.argmax(-1).tolist()
+
+
+ROWS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.7, 1.3]),
+    top_k=st.sampled_from([0, 1, 5]),
+    top_p=st.sampled_from([1.0, 0.8]),
+    min_p=st.sampled_from([0.0, 0.05]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    presence_penalty=st.sampled_from([0.0, 0.5]),
+    logit_bias=st.sampled_from([{}, {3: 2.0}]),
+    min_tokens=st.sampled_from([0, 5]),
+    stop_token_ids=st.sampled_from([frozenset(), frozenset({1, 2})]),
+    seed=st.integers(0, 2**63),
+    logprobs=st.sampled_from([-1, 0, 3]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(options=st.lists(ROWS, min_size=1, max_size=6), seed=st.integers(0, 100))
+def test_a_row_does_not_depend_on_the_others(options: list[Sampling], seed: int) -> None:
+    logits = random_logits(len(options), seed)
+    before = logits.clone()
+    rows = [row(s, (4, 3), (3, 1)) for s in options]
+    together = sample(logits, rows)
+    alone = [sample(logits[i : i + 1], [one])[0] for i, one in enumerate(rows)]
+    assert [one.token_id for one in together] == [one.token_id for one in alone]
+    assert [one.logprobs is None for one in together] == [s.logprobs < 0 for s in options]
+    assert torch.equal(logits, before)
+
+
+def test_draws_differ_by_seed_position_and_choice() -> None:
+    keys = {draw_key(s, p, c) for s in range(-5, 20) for p in range(20) for c in range(20)}
+    assert len(keys) == 25 * 20 * 20
+    flat = torch.zeros(1, 50_000)
+    base = Sampling(temperature=1.0, seed=3)
+    tokens = set()
+    for output in ((), (1,), (1, 1)):
+        for choice in range(3):
+            one = SampleRow(0, base, (0, *output), 1, choice)
+            tokens.add(sample(flat, [one])[0].token_id)
+    assert len(tokens) == 9
+
+
+def test_logprobs_are_the_models_before_any_edit() -> None:
+    logits = random_logits(1, seed=9)
+    options = Sampling(temperature=2.0, top_k=1, logprobs=3, repetition_penalty=1.5)
+    one = sample(logits, [row(options, prompt=(1, 2, 3))])[0]
+    wanted = logits.log_softmax(-1)[0]
+    assert one.logprobs is not None
+    assert one.logprobs.logprob == pytest.approx(float(wanted[one.token_id]), abs=1e-6)
+    best = wanted.topk(3)
+    assert [token for token, _ in one.logprobs.top] == best.indices.tolist()
+    assert [value for _, value in one.logprobs.top] == pytest.approx(best.values.tolist(), abs=1e-6)
+    only = sample(logits, [row(Sampling(logprobs=0))])[0]
+    assert only.logprobs is not None
+    assert only.logprobs.top == ()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_broken_rows_are_found(bad: float) -> None:
+    logits = random_logits(4, seed=2)
+    logits[2, 5] = bad
+    assert broken_rows(logits) == [2]

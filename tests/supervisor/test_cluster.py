@@ -1,0 +1,231 @@
+"""Processes start together, stop in order, come back when they die, and never outlive their supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from baton.errors import StartupError
+from baton.supervisor import ChildFailed, Cluster
+
+if TYPE_CHECKING:
+    from conftest import Stage
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and has not ended; one that nobody has waited for yet has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def pids_in(journal: list[str]) -> list[int]:
+    return [int(line.split()[2]) for line in journal if " started " in line]
+
+
+async def has_ended(pid: int) -> None:
+    """Returns when the process, which may be no child of ours, has ended."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(fd, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
+
+
+async def test_all_start_and_the_gateway_stops_first(stage: Stage) -> None:
+    async with stage.cluster(num_prefill_workers=2, num_decode_workers=2) as cluster:
+        assert set(cluster.names) == {"prefill-0", "prefill-1", "decode-0", "decode-1", "gateway"}
+        assert len({cluster.address_of(name) for name in cluster.names}) == len(cluster.names)
+        assert cluster.address == cluster.address_of("gateway")
+        pids = [cluster.pid_of(name) for name in cluster.names]
+        assert all(map(is_running, pids))
+    journal = stage.journal()
+    starts, stops = journal[: len(pids)], journal[len(pids) :]
+    assert starts[-1].startswith("gateway started")
+    assert stops[0] == "gateway stopped"
+    assert sorted(stops[1:]) == [
+        f"{tier}-{index} stopped" for tier in ("decode", "prefill") for index in (0, 1)
+    ]
+    assert not any(map(is_running, pids))
+
+
+async def test_each_phase_of_the_start_is_told(stage: Stage) -> None:
+    async with stage.cluster() as cluster:
+        phases = dict(cluster.phases)
+    assert {"prefill-0", "decode-0", "gateway", "serving", "total"} <= set(phases)
+    assert phases["decode-0 load"] == 0.25
+    assert phases["total"] >= phases["decode-0"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "told"),
+    [
+        ("decode-0", "refuse", "decode-0 did not start (refused): no such weights"),
+        ("prefill-0", "crash", "prefill-0 did not start (exit status 3): the last words"),
+        ("gateway", "crash", "gateway did not start (exit status 3): the last words"),
+    ],
+)
+async def test_a_child_that_cannot_start_is_named_with_its_cause_and_the_rest_is_stopped(
+    stage: Stage, name: str, how: str, told: str
+) -> None:
+    stage.misbehave(name, how)
+    with pytest.raises(ChildFailed) as caught:
+        async with stage.cluster():
+            pytest.fail("it started")
+    assert caught.value.message == told
+    assert f"{name} was here" in caught.value.last_lines
+    assert not any(map(is_running, pids_in(stage.journal())))
+
+
+async def test_a_child_that_ends_while_the_gateway_is_awaited_fails_the_start(stage: Stage) -> None:
+    cluster = stage.cluster()
+
+    async def never(_address: str) -> None:
+        os.kill(cluster.pid_of("decode-0"), signal.SIGKILL)
+        await asyncio.Event().wait()
+
+    cluster._wait_serving = never
+    with pytest.raises(ChildFailed, match=r"decode-0 did not start \(killed by SIGKILL\)"):
+        async with cluster:
+            pytest.fail("it started")
+
+
+async def test_a_gateway_that_never_serves_fails_the_start(stage: Stage) -> None:
+    cluster = stage.cluster()
+
+    async def gives_up(_address: str) -> None:
+        raise StartupError("nobody to serve with")
+
+    cluster._wait_serving = gives_up
+    with pytest.raises(StartupError, match="nobody to serve with"):
+        async with cluster:
+            pytest.fail("it started")
+    assert not any(map(is_running, pids_in(stage.journal())))
+
+
+async def test_a_child_that_dies_later_comes_back_on_its_port(stage: Stage) -> None:
+    async with stage.cluster() as cluster:
+        pid, address = cluster.pid_of("decode-0"), cluster.address_of("decode-0")
+        back = asyncio.Event()
+
+        def on_line(name: str, line: str) -> None:
+            if name == "decode-0" and "ready at" in line:
+                back.set()
+
+        stage.on_line = on_line
+        os.kill(pid, signal.SIGKILL)
+        await back.wait()
+        assert cluster.pid_of("decode-0") != pid
+        assert f"ready at {address} " in dict(stage.lines)["decode-0"]
+    assert cluster.address_of("decode-0") == address
+
+
+async def test_a_deaf_child_is_killed_after_its_grace(stage: Stage) -> None:
+    stage.misbehave("decode-0", "deaf")
+    async with stage.cluster() as cluster:
+        pid = cluster.pid_of("decode-0")
+        await cluster._children["decode-0"].stop(grace_s=0.01)
+        assert not is_running(pid)
+
+
+async def test_stopping_during_the_start_leaves_no_process(stage: Stage) -> None:
+    stage.misbehave("decode-0", "hang")
+    cluster = stage.cluster()
+    here = asyncio.Event()
+    stage.on_line = lambda name, _line: here.set() if name == "decode-0" else None
+    starting = asyncio.create_task(cluster.start())
+    await here.wait()
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    pid = cluster.pid_of("decode-0")
+    await cluster.stop()
+    assert not is_running(pid)
+
+
+SUPERVISOR = """
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from conftest import Stage
+from baton.service import run_service
+from baton.config import ServeOptions
+import baton.supervisor.serve as serve
+from conftest import FAKES, serves_at_once
+from baton.supervisor import Cluster, print_ready
+serve.Cluster = lambda options: Cluster(options, programs=FAKES, wait_serving=serves_at_once)
+options = ServeOptions(model={folder!r}, port=0)
+sys.exit(run_service(options, serve.serve_cluster, "serve", announce=print_ready))
+"""
+
+
+async def start_supervisor(stage: Stage) -> tuple[asyncio.subprocess.Process, bytes]:
+    """`baton serve` with fakes, in a process of its own, and its ready line (or nothing if it did not get there)."""
+    script = SUPERVISOR.format(tests=str(Path(__file__).parent), folder=str(stage.folder))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        script,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    if process.stdout is None:
+        pytest.fail("no pipe")
+    return process, await process.stdout.readline()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+async def test_serve_prints_one_line_and_drains_on_a_signal(
+    stage: Stage, signum: signal.Signals
+) -> None:
+    process, line = await start_supervisor(stage)
+    assert line.startswith(b"Baton is ready at 127.0.0.1:")
+    assert b"prefill-0 load 0.2 s" in line
+    process.send_signal(signum)
+    rest, log = await process.communicate()
+    assert process.returncode == 0, log
+    assert rest == b""
+    assert stage.journal()[3] == "gateway stopped"
+    assert not any(map(is_running, pids_in(stage.journal())))
+
+
+async def test_serve_tells_the_cause_in_one_line_and_exits_with_2(stage: Stage) -> None:
+    stage.misbehave("decode-0", "refuse")
+    process, line = await start_supervisor(stage)
+    _, log = await process.communicate()
+    assert line == b""
+    assert process.returncode == 2
+    assert log.splitlines()[-1].decode() == (
+        "baton serve: error: decode-0 did not start (refused): no such weights"
+    )
+    assert b"Traceback" not in log
+
+
+async def test_no_child_outlives_a_supervisor_that_is_killed(stage: Stage) -> None:
+    process, _ = await start_supervisor(stage)
+    pids = pids_in(stage.journal())
+    assert len(pids) == 3
+    process.kill()
+    for pid in pids:
+        await has_ended(pid)
+    await process.communicate()
+
+
+def test_a_cluster_that_never_started_has_no_address(stage: Stage) -> None:
+    cluster: Cluster = stage.cluster()
+    with pytest.raises(KeyError):
+        _ = cluster.address

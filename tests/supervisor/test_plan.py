@@ -1,0 +1,65 @@
+"""What `baton serve` passes on to each process."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.config import ServeOptions
+from baton.supervisor.plan import plan_gateway, plan_workers, threads_per_worker
+
+
+@given(num_prefill=st.integers(1, 8), num_decode=st.integers(1, 8), num_cores=st.integers(1, 256))
+def test_workers_share_the_cores(num_prefill: int, num_decode: int, num_cores: int) -> None:
+    options = ServeOptions(
+        model="m", num_prefill_workers=num_prefill, num_decode_workers=num_decode
+    )
+    num_threads = threads_per_worker(options, num_cores)
+    num_workers = num_prefill + num_decode
+    assert num_threads == 1 or num_threads * num_workers <= num_cores
+    assert (num_threads + 1) * num_workers > num_cores
+
+
+def test_the_users_number_of_threads_stands() -> None:
+    assert threads_per_worker(ServeOptions(model="m", num_threads=7), 2) == 7
+
+
+def test_each_worker_has_its_name_and_its_tiers_block_size() -> None:
+    options = ServeOptions(
+        model="m", num_prefill_workers=2, block_size=8, decode_block_size=32, dtype="float32"
+    )
+    specs = plan_workers(options, 4)
+    assert [spec.name for spec in specs] == ["prefill-0", "prefill-1", "decode-0"]
+    for spec in specs:
+        size = 32 if spec.name == "decode-0" else 8
+        assert {f"--worker-id={spec.name}", f"--block-size={size}", "--port=0"} <= {*spec.arguments}
+        assert "--dtype=float32" in spec.arguments
+        assert spec.arguments[-2:] == ("--", "m")
+
+
+def test_options_of_one_role_go_to_that_role_alone() -> None:
+    options = ServeOptions(model="m", max_local_prefill_tokens=3, max_queue_size=9, port=1234)
+    prefill, decode = plan_workers(options, 2)
+    gateway = plan_gateway(options, {"prefill-0": "a:1", "decode-0": "b:2"})
+    roles = {"prefill": prefill, "decode": decode, "gateway": gateway}
+    for argument, role in {
+        "--max-local-prefill-tokens=3": "decode",
+        "--max-queue-size=9": "gateway",
+        "--port=1234": "gateway",
+        "--prefill-workers=a:1": "gateway",
+        "--decode-workers=b:2": "gateway",
+    }.items():
+        assert [name for name, spec in roles.items() if argument in spec.arguments] == [role]
+
+
+def test_colocated_has_no_prefill_workers() -> None:
+    options = ServeOptions(model="m", colocated=True, num_decode_workers=2)
+    specs = plan_workers(options, 4)
+    assert [spec.name for spec in specs] == ["decode-0", "decode-1"]
+    assert all("--colocated" in spec.arguments for spec in specs)
+
+
+def test_a_restart_takes_the_port_of_the_first_start() -> None:
+    (_, decode) = plan_workers(ServeOptions(model="m"), 2)
+    ports = [part for part in decode.at_port(4711).arguments if part.startswith("--port")]
+    assert ports == ["--port=4711"]

@@ -1,0 +1,291 @@
+"""The whole of Baton in one virtual loop: the gateway's relays and dispatcher, both tiers' cores, the channel.
+
+Nothing here is a fake but the clock, the model (the oracle engine), gRPC (links call the cores) and text. Workers can be
+killed; what a worker's death does to its connections is done to them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from baton.engine.loop import HEARTBEAT_S
+from baton.errors import WorkerLost
+from baton.events import DecodeEvent, Failed, is_last
+from baton.types import KvLayout, SequenceSpec, Tier, WorkerIdentity, WorkerInfo
+from baton.v1 import inference_pb2
+from decode_svc import core as decode
+from gateway.dispatcher import Dispatcher
+from gateway.fleet import Fleet, WorkerState
+from gateway.links import PrefillResult, Sink
+from gateway.relay import Relay, RelayContext
+from gateway.request import TextOptions, ValidatedRequest
+from kv_transfer.transport.loopback import LoopbackHub
+from prefill_svc import core as prefill
+from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
+
+
+def info_of(name: str, tier: Tier, shape: SimShape, layout: KvLayout, max_len: int) -> WorkerInfo:
+    return WorkerInfo(
+        WorkerIdentity(name, 1),
+        tier,
+        "oracle",
+        layout,
+        1000,
+        max_len,
+        shape.num_blocks,
+        shape.max_num_seqs,
+        shape.max_num_batched_tokens,
+        shape.max_local_prefill_tokens,
+    )
+
+
+class _Node:
+    """A worker's loop under the virtual clock: as EngineLoop turns, with a step that takes time."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.woken = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+    def start(self, turn: Callable[[], bool]) -> None:
+        self.task = asyncio.create_task(self._run(turn))
+
+    async def _run(self, turn: Callable[[], bool]) -> None:
+        while True:
+            is_idle = turn()
+            await asyncio.sleep(self.rng.uniform(0.001, 0.03))
+            if is_idle:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        await self.woken.wait()
+            self.woken.clear()
+
+    async def stop(self) -> None:
+        if self.task:
+            self.task.cancel()
+            await asyncio.gather(self.task, return_exceptions=True)
+
+
+class PrefillNode(_Node):
+    """A prefill worker and the gateway's link to it."""
+
+    def __init__(self, system: System, name: str) -> None:
+        super().__init__(system.rng)
+        self.name = name
+        self.system = system
+        loop = asyncio.get_running_loop()
+        self.worker = SimPrefill(
+            system.hub, loop.time, system.prefill_shape, name, on_command=self.woken.set
+        )
+        self.answers: dict[str, asyncio.Future[PrefillResult]] = {}
+        self.num_keys = 0
+        spec = self.worker.engine.spec
+        info = info_of(
+            name, Tier.PREFILL, system.prefill_shape, spec.layout, spec.max_model_len
+        )
+        system.fleet.join_prefill(name, info, self)
+        self.start(self.turn)
+
+    def turn(self) -> bool:
+        step = self.worker.step()
+        self.worker.pool.check_integrity()
+        for event in step.events:
+            answer = self.answers.pop(event.key, None)
+            if answer is None or answer.done():
+                continue
+            if isinstance(event, prefill.PrefillFailed):
+                answer.set_exception(event.error)
+            else:
+                answer.set_result(
+                    PrefillResult(
+                        event.sample,
+                        event.finish,
+                        event.num_cached_tokens,
+                        event.queue_s * 1e3,
+                        event.compute_s * 1e3,
+                    )
+                )
+        self.system.fleet.report(self.name, step.load)
+        return step.is_idle
+
+    async def prefill(self, spec: SequenceSpec, ticket: bytes, timeout_s: float) -> PrefillResult:
+        self.num_keys += 1
+        key = str(self.num_keys)
+        answer: asyncio.Future[PrefillResult] = asyncio.get_running_loop().create_future()
+        self.answers[key] = answer
+        num_held = prefill_ticket_held(ticket)
+        self.worker.submit(prefill.Submit(key, spec, ticket, num_held))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except asyncio.CancelledError:
+            self.worker.submit(prefill.Abort(key))
+            raise
+
+    async def kill(self) -> None:
+        await self.stop()
+        self.worker.sender.close()
+        self.system.fleet.leave(self.name, WorkerState.UNREACHABLE, "killed")
+        for answer in self.answers.values():
+            if not answer.done():
+                answer.set_exception(WorkerLost(f"{self.name} was killed"))
+
+
+def prefill_ticket_held(ticket: bytes) -> int:
+    from kv_transfer.kv_ticket import parse_ticket
+
+    return parse_ticket(ticket).num_cached_tokens if ticket else 0
+
+
+class DecodeNode(_Node):
+    """A decode worker and the gateway's link to it."""
+
+    def __init__(self, system: System, name: str) -> None:
+        super().__init__(system.rng)
+        self.name = name
+        self.system = system
+        loop = asyncio.get_running_loop()
+        self.worker = SimDecode(
+            system.hub, loop.time, system.decode_shape, name, on_command=self.woken.set
+        )
+        self.sinks: dict[int, Sink] = {}
+        self.num_handles = 0
+        self.is_dead = False
+        spec = self.worker.engine.spec
+        info = info_of(name, Tier.DECODE, system.decode_shape, spec.layout, spec.max_model_len)
+        system.fleet.join_decode(name, info, self)
+        self.start(self.turn)
+
+    def turn(self) -> bool:
+        step = self.worker.step()
+        self.worker.pool.check_integrity()
+        for addressed in step.events:
+            self.tell(addressed.handle, addressed.event)
+        self.system.fleet.report(self.name, step.load)
+        return step.is_idle
+
+    def tell(self, handle: int, event: DecodeEvent) -> None:
+        self.system.seen.add(type(event).__name__)
+        sink = self.sinks.get(handle)
+        if sink is None:
+            return
+        if is_last(event):
+            del self.sinks[handle]
+        sink(event)
+
+    def open(self, spec: SequenceSpec, prefill_here: bool, sink: Sink) -> int:
+        self.num_handles += 1
+        handle = self.num_handles
+        if self.is_dead:
+            lost = Failed("WORKER_LOST", f"{self.name} was killed", is_retriable=True)
+            asyncio.get_running_loop().call_soon(sink, lost)
+            return handle
+        self.sinks[handle] = sink
+        self.worker.submit(decode.Open(0, handle, spec, prefill_here))
+        return handle
+
+    def abort(self, handle: int) -> None:
+        if self.sinks.pop(handle, None) is not None:
+            self.worker.submit(decode.Abort(0, handle))
+
+    async def kill(self) -> None:
+        self.is_dead = True
+        await self.stop()
+        self.worker.listener.close()
+        self.system.fleet.leave(self.name, WorkerState.UNREACHABLE, "killed")
+        for handle in list(self.sinks):
+            self.tell(handle, Failed("WORKER_LOST", f"{self.name} was killed", is_retriable=True))
+
+
+@dataclass
+class History:
+    """What one client saw."""
+
+    chunks: list[inference_pb2.GenerateResponse] = field(default_factory=list)
+    error: BaseException | None = None
+    is_cancelled: bool = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for chunk in self.chunks for token_id in chunk.token_ids]
+
+    def check(self, expected: list[int]) -> None:
+        """Each index exactly once and in order, the oracle's tokens, and one end after which nothing comes."""
+        position = 0
+        for chunk in self.chunks:
+            assert chunk.token_index == position or not chunk.token_ids
+            position += len(chunk.token_ids)
+        ended = [bool(chunk.finish_reason) for chunk in self.chunks]
+        if self.is_cancelled or self.error:
+            assert self.token_ids == expected[: len(self.token_ids)]
+            assert not any(ended)
+            return
+        assert self.token_ids == expected
+        assert ended == [False] * (len(ended) - 1) + [True]
+        assert self.chunks[-1].usage.completion_tokens == len(expected)
+
+
+class System:
+    """Everything, to be made inside a virtual loop."""
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        num_prefill: int = 1,
+        num_decode: int = 1,
+        prefill_shape: SimShape = SimShape(block_size=8),
+        decode_shape: SimShape = SimShape(),
+        max_queue_size: int = 256,
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.prefill_shape, self.decode_shape = prefill_shape, decode_shape
+        self.hub = LoopbackHub()
+        prefill_names = [f"p{i}" for i in range(num_prefill)]
+        decode_names = [f"d{i}" for i in range(num_decode)]
+        self.fleet = Fleet(prefill_names, decode_names)
+        self.dispatcher = Dispatcher(self.fleet, max_queue_size=max_queue_size, key=bytes(16))
+        self.dispatching = asyncio.create_task(self.dispatcher.run())
+        self.seen: set[str] = set()
+        self.prefills = [PrefillNode(self, name) for name in prefill_names]
+        self.decodes = [DecodeNode(self, name) for name in decode_names]
+        self.context = RelayContext(
+            self.fleet, self.dispatcher, lambda ids, _: "".join(f"{i} " for i in ids), 30.0
+        )
+
+    async def request(self, spec: SequenceSpec, history: History, timeout_s: float = 600.0) -> None:
+        """Serve one request into `history`; its error, if any, stays there."""
+        loop = asyncio.get_running_loop()
+
+        async def write(chunk: inference_pb2.GenerateResponse) -> None:
+            if self.rng.random() < 0.2:
+                await asyncio.sleep(self.rng.uniform(0, 0.05))
+            history.chunks.append(chunk)
+
+        request = ValidatedRequest(spec, TextOptions(), loop.time())
+        try:
+            await Relay(self.context, request, write, loop.time() + timeout_s).run()
+        except asyncio.CancelledError:
+            history.is_cancelled = True
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            history.error = error
+
+    async def close(self) -> None:
+        """Wait until all is quiet, check that nothing is held by anyone alive, and end all tasks."""
+        await asyncio.sleep(60.0)
+        for node in (*self.prefills, *self.decodes):
+            if node.task and not node.task.done():
+                assert node.worker.pool.counts().leased == 0, node.name
+        for node in self.decodes:
+            assert node.is_dead or node.worker.tickets.num_open == 0
+        assert self.dispatcher.num_waiting == 0
+        assert all(worker.num_in_flight == 0 for worker in self.fleet.workers.values())
+        assert all(worker.outstanding_tokens == 0 for worker in self.fleet.workers.values())
+        for node in (*self.prefills, *self.decodes):
+            await node.stop()
+        self.dispatching.cancel()
+        await asyncio.gather(self.dispatching, return_exceptions=True)
