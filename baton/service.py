@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NoReturn, Protocol, TypeVar
 
 import uvloop
@@ -31,6 +32,10 @@ EXIT_REFUSED = 2
 
 #: Time, in seconds, that a process has to stop by itself after its supervisor vanished.
 ORPHAN_GRACE_S = 10.0
+
+#: What a process of ours needs in its environment before gRPC is imported. The children it starts are executed at
+#: once: gRPC has nothing to repair in them, and would complain that it cannot.
+GRPC_ENVIRONMENT: Mapping[str, str] = MappingProxyType({"GRPC_ENABLE_FORK_SUPPORT": "0"})
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

@@ -39,6 +39,7 @@ class ChatRenderer:
         self._render_timeout_s = render_timeout_s
         self._turn = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
+        self._is_ready = False
 
     async def render(self, messages: Sequence[tuple[str, str]]) -> str:
         """The text of (role, content) messages, up to where the model is to answer.
@@ -57,9 +58,8 @@ class ChatRenderer:
                     f"the chat template took more than {self._render_timeout_s:g} s for these "
                     "messages; send fewer or shorter ones"
                 ) from None
-            except (
-                BaseException
-            ):  # cancelled or broken in between: the next answer would be this one's
+            except BaseException:
+                # Cancelled or broken in between: the next answer would be this one's.
                 await self._kill()
                 raise
         if "error" in answer:
@@ -67,17 +67,36 @@ class ChatRenderer:
         return str(answer["text"])
 
     async def start(self) -> None:
-        """Start the process ahead of the first conversation. Raises EngineFault if it does not start."""
+        """Start the process ahead of the first conversation, without waiting for it to be ready."""
         async with self._turn:
-            await self._running()
+            if self._process is None:
+                await self._spawn()
 
     async def close(self) -> None:
         """End the process."""
         await self._kill()
 
     async def _running(self) -> asyncio.subprocess.Process:
-        if self._process is not None and self._process.returncode is None:
-            return self._process
+        """The process, ready to render."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            process = await self._spawn()
+        if self._is_ready:
+            return process
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await _ask(process, self._start_line)
+        except TimeoutError:
+            await self._kill()
+            raise EngineFault("the chat template renderer did not start in time") from None
+        except BaseException:
+            await self._kill()
+            raise
+        self._is_ready = True
+        return process
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        self._is_ready = False
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -89,15 +108,6 @@ class ChatRenderer:
             env={**os.environ, "TRANSFORMERS_VERBOSITY": "error"},
             start_new_session=True,  # a Ctrl-C at the terminal is for the gateway
         )
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                await _ask(self._process, self._start_line)
-        except TimeoutError:
-            await self._kill()
-            raise EngineFault("the chat template renderer did not start in time") from None
-        except BaseException:
-            await self._kill()
-            raise
         _log.info("chat template renderer started, pid %s", self._process.pid)
         return self._process
 

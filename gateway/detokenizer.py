@@ -47,6 +47,8 @@ class Detokenizer:
             del self._window[: self._num_context]
             self._num_context = len(self._window)
             self._num_released = len(self._decode(self._window))
+        elif len(self._window) > _MAX_WINDOW:
+            del self._window[self._num_context :]  # these had no text, and will have none
         return piece
 
     def flush(self) -> str:

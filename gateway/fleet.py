@@ -40,6 +40,8 @@ class Worker:
         self.load = WorkerLoad()
         self.prefill_link: PrefillLink | None = None
         self.decode_link: DecodeLink | None = None
+        self.is_joined = False
+        """Whether it was accepted and its connection stands."""
         self.num_in_flight = 0
         self.outstanding_tokens = 0
         self.is_awaiting_report = False
@@ -169,10 +171,10 @@ class Fleet:
     def leave(self, address: str, state: WorkerState, reason: str) -> None:
         """The worker takes no more work: lost, stalled or refused."""
         worker = self.workers[address]
-        had_joined = worker.state in (WorkerState.READY, WorkerState.DRAINING)
+        was_joined, worker.is_joined = worker.is_joined, False
         worker.state, worker.reason = state, reason
         worker.load = WorkerLoad()
-        if had_joined:
+        if was_joined:
             for listener in self._leave_listeners:
                 listener(address)
         self.changed()
@@ -192,6 +194,7 @@ class Fleet:
             self.leave(address, WorkerState.REFUSED, error.message)
             raise
         worker.info = info
+        worker.is_joined = True
         worker.reason = "no load report yet"
         return worker
 
@@ -203,8 +206,7 @@ class Fleet:
         if info.tier is not worker.tier:
             raise PeerMismatch.of(peer, "tier", worker.tier.name, info.tier.name)
         for other in self.workers.values():
-            is_here = other.state in (WorkerState.READY, WorkerState.DRAINING)
-            if other is worker or not is_here or other.info is None:
+            if other is worker or not other.is_joined or other.info is None:
                 continue
             if difference := other.info.layout.difference(info.layout):
                 raise PeerMismatch.of(peer, *difference)

@@ -12,7 +12,6 @@ from typing import Any
 import grpc.aio
 
 from baton.config import GatewayOptions
-from baton.errors import BatonError
 from baton.rpc.server import Register, RunningServer, start_server
 from baton.service import OnReady, ReadyReport
 from baton.types import Tier
@@ -57,8 +56,6 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
             f"{options.host}:{options.port}", _register(service), is_serving=False
         )
         jobs = [dispatcher.run(), *(keep_connected(fleet, address) for address in fleet.workers)]
-        if chat is not None:
-            jobs.append(_warm_up(chat))
         async with _background(jobs):
             fleet.listen(lambda: _set_health(server, fleet))
             try:
@@ -104,16 +101,10 @@ async def _chat_renderer(tokenizer: Tokenizer) -> AsyncIterator[ChatRenderer | N
         return
     chat = ChatRenderer(facts.chat_template, facts.special_tokens)
     try:
+        await chat.start()  # before any gRPC thread: a fork beside them makes gRPC complain
         yield chat
     finally:
         await chat.close()
-
-
-async def _warm_up(chat: ChatRenderer) -> None:
-    try:
-        await chat.start()
-    except BatonError as error:
-        _log.warning("%s; the first conversation will try again", error.message)
 
 
 @contextlib.asynccontextmanager

@@ -109,7 +109,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.DetokenizeResponse:
         """Text of token ids."""
         check_detokenize(request, self._facts())
-        text = self._tokenizer.decode(list(request.token_ids), request.skip_special_tokens)
+        token_ids = list(request.token_ids)
+        text = await self._tokenizer.decode_all(token_ids, request.skip_special_tokens)
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(  # noqa: N802

@@ -26,6 +26,8 @@ _FILES = (
 #: Characters of text from which on tokenizing would hold up the event loop, and goes to a thread.
 _LONG_TEXT_CHARS = 16_384
 
+_LONG_TEXT_TOKENS = 4_096
+
 _SPECIAL_NAMES = (
     "bos_token",
     "eos_token",
@@ -70,6 +72,12 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of token ids; ids that the tokenizer does not know have none."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    async def decode_all(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """As decode, for any number of ids."""
+        if len(token_ids) < _LONG_TEXT_TOKENS:
+            return self.decode(token_ids, skip_special_tokens)
+        return await asyncio.to_thread(self.decode, token_ids, skip_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

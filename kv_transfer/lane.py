@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from baton.engine.interface import KvPool
 from baton.errors import BY_REASON, BatonError, EngineFault, HandoffFailed, PeerMismatch
-from baton.types import KvLayout, Sample, WorkerIdentity
+from baton.types import WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto, sample_logprobs
 from kv_transfer.chunking import chunks
@@ -25,76 +24,12 @@ from kv_transfer.coverage import KvRange
 from kv_transfer.frame import Frame, FrameError, clipped
 from kv_transfer.kv_ticket import KvTicket
 from kv_transfer.receiver import MAX_VERSION, MIN_VERSION
-from kv_transfer.transport.base import Connection, Connector
+from kv_transfer.send_task import Begin, Cancel, Finish, Send, SendDone, SenderConfig, Task
+from kv_transfer.transport.base import Connection
 
 _MASK = (1 << 64) - 1
 #: Tickets in one KvRenew, so that it fits a header.
 _MAX_RENEWED = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class SendDone:
-    """The one end of a handoff, seen from its sender: it touches the blocks no more. No error: the receiver owns the
-    sequence. num_bytes: KV that was sent."""
-
-    key: str
-    error: BatonError | None
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class SenderConfig:
-    """What all lanes of a sender have in common. Times in seconds."""
-
-    identity: WorkerIdentity
-    layout: KvLayout
-    pool: KvPool
-    connect: Connector
-    clock: Callable[[], float]
-    max_chunk_bytes: int
-    connect_timeout_s: float
-    ack_timeout_s: float
-    idle_timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """Open a handoff; `data` are the ticket's bytes."""
-
-    key: str
-    ticket: KvTicket
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """A range of the sequence with these blocks is computed."""
-
-    key: str
-    block_ids: tuple[int, ...]
-    piece: KvRange
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """All is computed. prefill_end: when, by the sender's clock."""
-
-    key: str
-    num_tokens: int
-    first: Sample
-    prefill_end: float
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """Give a handoff up."""
-
-    key: str
-    reason: str
-    message: str
-
-
-Task = Begin | Send | Finish | Cancel
 
 
 @dataclass(slots=True)
@@ -150,7 +85,8 @@ class Lane:
         self._heartbeat = heartbeat
         self._on_done = on_done
         self._handoffs: dict[str, _Handoff] = {}
-        self._tasks: deque[Begin | Send | Finish] = deque()
+        # Each with the handoff that it is about: a key may be used again once its handoff is done.
+        self._tasks: deque[tuple[_Handoff, Begin | Send | Finish]] = deque()
         self._link: _Link | None = None
         self._idle_since = config.clock()
 
@@ -183,14 +119,14 @@ class Lane:
         match task:
             case Begin(key, ticket):
                 self._handoffs[key] = _Handoff(key, ticket)
-                self._tasks.append(task)
+                self._tasks.append((self._handoffs[key], task))
             case Cancel(key, reason, message):
                 handoff = self._handoffs.get(key)
                 if handoff:
                     self._give_up(handoff, BY_REASON.get(reason, HandoffFailed)(message))
             case _:
                 if task.key in self._handoffs:
-                    self._tasks.append(task)
+                    self._tasks.append((self._handoffs[task.key], task))
 
     def pump(self) -> None:
         """Connect if need be, take in what has come, send what has room, and end what is late."""
@@ -214,9 +150,9 @@ class Lane:
 
     def _connect(self) -> _Link:
         config = self._config
-        begin = next(task for task in self._tasks if isinstance(task, Begin))
+        ticket = next(iter(self._handoffs.values())).ticket
         deadline = config.clock() + config.connect_timeout_s
-        connection = config.connect(begin.ticket.endpoints, config.connect_timeout_s)
+        connection = config.connect(ticket.endpoints, config.connect_timeout_s)
         self._link = _Link(connection, deadline, renewed_at=config.clock())
         connection.send(
             kv_pb2.KvHello(
@@ -302,13 +238,12 @@ class Lane:
                 if not self._send_chunk(link, link.waiting[0]):
                     break
             else:
-                self._start(link, self._tasks.popleft())
+                self._start(link, *self._tasks.popleft())
             sent = True
         return sent
 
-    def _start(self, link: _Link, task: Begin | Send | Finish) -> None:
-        handoff = self._handoffs.get(task.key)
-        if handoff is None:
+    def _start(self, link: _Link, handoff: _Handoff, task: Begin | Send | Finish) -> None:
+        if handoff.is_done:
             return
         match task:
             case Begin(_, _, data):
@@ -416,7 +351,7 @@ class Lane:
         now = self._config.clock()
         if now < link.renewed_at + self._renew_interval_s():
             return
-        is_alive = self._heartbeat() >= link.renewed_at
+        is_alive = self._heartbeat() > link.renewed_at
         link.renewed_at = now
         ticket_ids = [h.ticket.ticket_id for h in self._handoffs.values() if h.is_begun]
         if is_alive:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from baton.errors import BatonError, HandoffFailed
-from kv_transfer.lane import Lane, Task
+from kv_transfer.lane import Lane
+from kv_transfer.send_task import Task
 
 
 def _closed() -> HandoffFailed:
@@ -19,6 +20,11 @@ def _closed() -> HandoffFailed:
 
 class LaneRunner(Protocol):
     """Gives tasks to one lane."""
+
+    @property
+    def is_over(self) -> bool:
+        """Takes no more tasks."""
+        ...
 
     def submit(self, task: Task) -> bool:
         """Give a task, without waiting. False: the lane is over, and the task was not taken."""
@@ -46,6 +52,10 @@ class InlineLane:
         self._inbox: deque[Task] = deque()
         self._is_running = False
         self._is_closed = False
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_closed
 
     def submit(self, task: Task) -> bool:
         if self._is_closed:
@@ -95,6 +105,10 @@ class ThreadLane:
         self._wake_send.setblocking(False)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_over
 
     def submit(self, task: Task) -> bool:
         with self._lock:

@@ -11,8 +11,9 @@ from baton.errors import HandoffFailed, PeerMismatch
 from baton.types import KvLayout, Sample, WorkerIdentity
 from kv_transfer.coverage import KvRange
 from kv_transfer.kv_ticket import KvTicket, parse_ticket
-from kv_transfer.lane import Begin, Cancel, Finish, Lane, Send, SendDone, SenderConfig
+from kv_transfer.lane import Lane
 from kv_transfer.lane_runner import InlineLane, LaneRunner, RunLane, ThreadLane
+from kv_transfer.send_task import Begin, Cancel, Finish, Send, SendDone, SenderConfig
 from kv_transfer.transport.base import Connector
 
 DEFAULT_MAX_CHUNK_BYTES = 1 << 20
@@ -148,6 +149,8 @@ class Sender:
                     del self._lanes[peer]
 
     def _new_lane(self, peer: WorkerIdentity) -> LaneRunner:
+        """Under the lock. Forgets lanes that have ended, so that a fleet's restarts do not pile up."""
+        self._lanes = {p: lane for p, lane in self._lanes.items() if not lane.is_over}
         lane = Lane(peer, self._config, lambda: self._last_heartbeat, self._on_done)
         self._lanes[peer] = self._run_lane(lane, f"baton-kv-send-{peer.worker_id}")
         return self._lanes[peer]

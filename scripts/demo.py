@@ -10,11 +10,16 @@ from baton.cli.timing import render_timing
 from baton.client import AsyncClient, Usage
 from baton.config import ServeOptions
 from baton.errors import BatonError
-from baton.service import describe_phases
-from baton.supervisor import ChildFailed, Cluster
+from baton.supervisor import ChildFailed, Cluster, describe_start
 
-PROMPT = '''def read_lines(path):
-    """Return the lines of a text file."""
+#: Longer than a block, so that the prefill tier reads it and hands it over.
+PROMPT = '''import os
+
+
+def find_files(path, suffix):
+    """Return the names of the files below path that end with suffix."""
+    names = []
+    for name in os.listdir(path):
 '''
 
 
@@ -23,7 +28,7 @@ async def demo(model: str, prompt: str, max_tokens: int) -> Usage:
     options = ServeOptions(model=model, port=0, log_level="warning")
     print(f"Starting gateway, prefill worker and decode worker for {model} ...", flush=True)
     async with Cluster(options) as cluster:
-        print(f"Ready at {cluster.address}: {describe_phases(cluster.phases)}\n")
+        print(f"Ready at {cluster.address}: {describe_start(cluster.phases)}\n")
         async with AsyncClient(cluster.address) as client:
             usage = await complete(client, prompt, max_tokens)
         print("\nStopping ...", flush=True)

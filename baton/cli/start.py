@@ -17,6 +17,7 @@ from baton.config.options import (
     ServeOptions,
     ServiceOptions,
 )
+from baton.service import GRPC_ENVIRONMENT
 
 
 def register(app: typer.Typer) -> None:
@@ -51,6 +52,6 @@ def _becomes(module: str) -> Callable[[ServiceOptions], NoReturn]:
     def run(options: ServiceOptions) -> NoReturn:
         sys.stdout.flush()
         command = [sys.executable, "-P", "-m", module, *to_arguments(options)]
-        os.execv(sys.executable, command)
+        os.execve(sys.executable, command, {**GRPC_ENVIRONMENT, **os.environ})
 
     return run

@@ -17,7 +17,20 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S = 10.0
 
-_COLUMNS = ("worker", "tier", "state", "running", "waiting", "in flight", "blocks used", "cached")
+#: Headings, and whether the column holds numbers. flight: requests of the gateway; blocks: owned ones of all.
+_COLUMNS = (
+    ("worker", False),
+    ("tier", False),
+    ("state", False),
+    ("run", True),
+    ("wait", True),
+    ("flight", True),
+    ("blocks", True),
+    ("cached", True),
+)
+
+#: Text is folded on narrow terminals, down to this many characters; numbers are never cut.
+_MIN_TEXT_WIDTH = 7
 
 
 def status(
@@ -53,9 +66,12 @@ def _table(model: Model) -> Table:
     from rich.table import Table
 
     title = f"{model.name}: {model.max_model_len} tokens, vocabulary {model.vocab_size}"
-    table = Table(title=escape(title), title_justify="left")
-    for name in _COLUMNS:
-        table.add_column(name, justify="right" if name in _COLUMNS[3:] else "left")
+    table = Table(title=escape(title), title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for heading, is_number in _COLUMNS:
+        if is_number or heading == "worker":
+            table.add_column(heading, justify="right" if is_number else "left", no_wrap=True)
+        else:
+            table.add_column(heading, overflow="fold", min_width=_MIN_TEXT_WIDTH)
     for worker in model.workers:
         table.add_row(*(escape(cell) for cell in _row(worker)))
     return table
@@ -64,7 +80,7 @@ def _table(model: Model) -> Table:
 def _row(worker: WorkerStatus) -> tuple[str, ...]:
     state = f"{worker.state}: {worker.reason}" if worker.reason else worker.state
     return (
-        f"{worker.worker_id or '?'} {worker.address}",
+        f"{worker.worker_id or '?'}\n{worker.address}",
         worker.tier,
         state,
         str(worker.num_running),

@@ -6,9 +6,10 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -47,17 +48,32 @@ def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
-    from huggingface_hub import snapshot_download
+    import huggingface_hub
     from huggingface_hub.errors import HFValidationError
 
+    patterns = list(ALLOW_PATTERNS)
     try:
-        found = snapshot_download(model, revision=revision, allow_patterns=list(ALLOW_PATTERNS))
+        found = Path(
+            huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=patterns)
+        )
+        names: list[str] = []
+        if not any(found.glob("*.safetensors")):
+            names = huggingface_hub.list_repo_files(model, revision=revision)
     except (OSError, HFValidationError) as error:
         raise ModelError(
             f"model={model}: neither a folder here nor a checkpoint that the hub gives: {error}; "
             "check the spelling, the network and, for a gated model, HF_TOKEN"
         ) from error
-    return Path(found)
+    _refuse_pickles(model, [name for name in names if any(fnmatch(name, p) for p in _PICKLES)])
+    return found
+
+
+def _refuse_pickles(where: str, pickles: Sequence[str]) -> None:
+    if pickles:
+        raise UnsafeCheckpoint(
+            f"{where}: weights as pickles only ({', '.join(pickles[:3])}), which run code when read; "
+            "save the model with transformers' save_pretrained, which writes safetensors"
+        )
 
 
 def find_shards(folder: Path) -> dict[Path, frozenset[str] | None]:
@@ -73,14 +89,8 @@ def find_shards(folder: Path) -> dict[Path, frozenset[str] | None]:
     if shards:
         return dict.fromkeys(shards)
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-    if pickles:
-        raise UnsafeCheckpoint(
-            f"{folder}: weights as pickles only ({', '.join(pickles[:3])}), which run code when read; "
-            "save the model with transformers' save_pretrained, which writes safetensors"
-        )
-    raise MissingTensor(
-        f"{folder}: no *.safetensors; a hub checkpoint without them must be converted with save_pretrained"
-    )
+    _refuse_pickles(str(folder), pickles)
+    raise MissingTensor(f"{folder}: no *.safetensors; give a whole transformers checkpoint")
 
 
 def _indexed_shards(folder: Path, index: Path) -> dict[Path, frozenset[str] | None]:

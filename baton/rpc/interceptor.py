@@ -7,12 +7,13 @@ aborts pass untouched. Handlers are coroutine functions or async generator funct
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import traceback
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, NoReturn
 
 import grpc
@@ -30,7 +31,16 @@ _Behavior = Any
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every handler of a server."""
+    """Wraps every handler of a server, and knows when none runs. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._num_running = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    async def wait_idle(self) -> None:
+        """Returns when no handler runs, the clean-up of cancelled ones included."""
+        await self._is_idle.wait()
 
     async def intercept_service(
         self,
@@ -41,7 +51,50 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """The handler, wrapped; None for a method that does not exist, which grpc answers itself."""
         handler = await continuation(handler_call_details)
-        return handler and _wrapped(handler, handler_call_details.method)
+        return handler and self._wrapped(handler, handler_call_details.method)
+
+    def _wrapped(
+        self, handler: grpc.RpcMethodHandler[Any, Any], method: str
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        codecs = (handler.request_deserializer, handler.response_serializer)
+        behavior: _Behavior
+        if behavior := handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(self._unary(behavior, method), *codecs)
+        if behavior := handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(self._stream(behavior, method), *codecs)
+        if behavior := handler.stream_unary:
+            return grpc.stream_unary_rpc_method_handler(self._unary(behavior, method), *codecs)
+        behavior = handler.stream_stream
+        return grpc.stream_stream_rpc_method_handler(self._stream(behavior, method), *codecs)
+
+    def _unary(self, behavior: _Behavior, method: str) -> _Behavior:
+        async def call(request: Any, context: _Context) -> Any:
+            async with self._guard(context, method):
+                return await behavior(request, context)
+
+        return call
+
+    def _stream(self, behavior: _Behavior, method: str) -> _Behavior:
+        async def call(request: Any, context: _Context) -> None:
+            async with self._guard(context, method):
+                await _drain(behavior(request, context), context)
+
+        return call
+
+    @asynccontextmanager
+    async def _guard(self, context: _Context, method: str) -> AsyncIterator[None]:
+        self._num_running += 1
+        self._is_idle.clear()
+        try:
+            yield
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001, the one border where any failure becomes a status
+            await _fail(context, method, error)
+        finally:
+            self._num_running -= 1
+            if self._num_running == 0:
+                self._is_idle.set()
 
 
 def request_id_of(context: _Context) -> str:
@@ -50,45 +103,6 @@ def request_id_of(context: _Context) -> str:
         if key == REQUEST_ID_KEY and isinstance(value, str) and _REQUEST_ID.fullmatch(value):
             return value
     return uuid.uuid4().hex
-
-
-def _wrapped(
-    handler: grpc.RpcMethodHandler[Any, Any], method: str
-) -> grpc.RpcMethodHandler[Any, Any]:
-    codecs = (handler.request_deserializer, handler.response_serializer)
-    behavior: _Behavior
-    if behavior := handler.unary_unary:
-        return grpc.unary_unary_rpc_method_handler(_guarded_unary(behavior, method), *codecs)
-    if behavior := handler.unary_stream:
-        return grpc.unary_stream_rpc_method_handler(_guarded_stream(behavior, method), *codecs)
-    if behavior := handler.stream_unary:
-        return grpc.stream_unary_rpc_method_handler(_guarded_unary(behavior, method), *codecs)
-    behavior = handler.stream_stream
-    return grpc.stream_stream_rpc_method_handler(_guarded_stream(behavior, method), *codecs)
-
-
-def _guarded_unary(behavior: _Behavior, method: str) -> _Behavior:
-    async def call(request: Any, context: _Context) -> Any:
-        try:
-            return await behavior(request, context)
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:  # noqa: BLE001, the one border where any failure becomes a status
-            await _fail(context, method, error)
-
-    return call
-
-
-def _guarded_stream(behavior: _Behavior, method: str) -> _Behavior:
-    async def call(request: Any, context: _Context) -> None:
-        try:
-            await _drain(behavior(request, context), context)
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:  # noqa: BLE001, the one border where any failure becomes a status
-            await _fail(context, method, error)
-
-    return call
 
 
 async def _drain(result: Any, context: _Context) -> None:

@@ -28,14 +28,22 @@ SERVER_OPTIONS: Options = (
     ("grpc.so_reuseport", 0),
 )
 
+_CLEAN_UP_S = 5.0
+
 
 class RunningServer:
     """A started server. Belongs to the event loop that started it; `stop` ends it, and may be called again."""
 
     def __init__(
-        self, server: grpc.aio.Server, health_service: health.HealthService, host: str, port: int
+        self,
+        server: grpc.aio.Server,
+        interceptor: ErrorInterceptor,
+        health_service: health.HealthService,
+        host: str,
+        port: int,
     ) -> None:
         self._server = server
+        self._interceptor = interceptor
         self._health = health_service
         self._wake = asyncio.Event()
         self._is_stopping = False
@@ -84,12 +92,15 @@ class RunningServer:
     async def stop(self, grace_s: float | None = None) -> None:
         """Health NOT_SERVING, no new calls; running ones have `grace_s` to finish and are cancelled then.
 
-        None cancels them at once. Returns when the port is closed and all calls have ended.
+        None cancels them at once. Returns when the port is closed, and all handlers have cleaned up or had 5 s for it.
         """
         self._is_stopping = True
         self._wake.set()
         self._health.shut_down()
         await self._server.stop(grace_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLEAN_UP_S):
+                await self._interceptor.wait_idle()
 
     async def wait_stopped(self) -> None:
         """Returns after `stop` has ended."""
@@ -113,8 +124,9 @@ async def start_server(
     max_concurrent_rpcs: more are refused with RESOURCE_EXHAUSTED by grpc itself.
     Raises ConfigError if the address cannot be bound.
     """
+    interceptor = ErrorInterceptor()
     server = grpc.aio.server(
-        interceptors=(ErrorInterceptor(),),
+        interceptors=(interceptor,),
         options=SERVER_OPTIONS,
         maximum_concurrent_rpcs=max_concurrent_rpcs,
     )
@@ -126,7 +138,7 @@ async def start_server(
     )
     port = _bind(server, address)
     await server.start()
-    return RunningServer(server, health_service, address.rpartition(":")[0], port)
+    return RunningServer(server, interceptor, health_service, address.rpartition(":")[0], port)
 
 
 def _bind(server: grpc.aio.Server, address: str) -> int:

@@ -44,6 +44,7 @@ _MAX_INFO_BYTES = 768
 _MAX_REQUEST_ID_BYTES = 128
 _MAX_VALUE_BYTES = 256
 _MAX_DESCRIPTION_BYTES = 512
+_MAX_RETRY_S = 1e7
 _REQUEST_ID_ENTRY = "request_id"
 
 _BY_CODE: Mapping[grpc.StatusCode, type[BatonError]] = {
@@ -88,14 +89,15 @@ def to_proto(error: BatonError) -> status_pb2.Status:
     if error.request_id:
         info.metadata[_REQUEST_ID_ENTRY] = clip(error.request_id, _MAX_REQUEST_ID_BYTES)
     for key, value in error.metadata.items():
-        entry = {clip(key, 64): clip(value, _MAX_VALUE_BYTES)}
-        added = sum(len(k) + len(v.encode()) + 8 for k, v in entry.items())
-        if info.ByteSize() + added <= _MAX_INFO_BYTES:
-            info.metadata.update(entry)
+        short_key, short_value = clip(key, 64), clip(value, _MAX_VALUE_BYTES)
+        added_bytes = len(short_key.encode()) + len(short_value.encode()) + 8
+        if info.ByteSize() + added_bytes <= _MAX_INFO_BYTES:
+            info.metadata[short_key] = short_value
     _attach(status, info)
     if error.retry_after_s is not None:
         retry = error_details_pb2.RetryInfo()
-        retry.retry_delay.FromNanoseconds(max(0, round(error.retry_after_s * 1e9)))
+        delay_s = min(max(error.retry_after_s, 0.0), _MAX_RETRY_S)
+        retry.retry_delay.FromNanoseconds(round(delay_s * 1e9))
         _attach(status, retry)
     if error.request_id:
         request_id = clip(error.request_id, _MAX_REQUEST_ID_BYTES)

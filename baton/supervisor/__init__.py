@@ -3,7 +3,7 @@
 from baton.supervisor.child import ChildFailed
 from baton.supervisor.cluster import Cluster
 from baton.supervisor.plan import PROGRAMS, ChildSpec, Programs
-from baton.supervisor.serve import print_ready, serve_cluster
+from baton.supervisor.serve import describe_start, print_ready, serve_cluster
 
 __all__ = [
     "PROGRAMS",
@@ -11,6 +11,7 @@ __all__ = [
     "ChildSpec",
     "Cluster",
     "Programs",
+    "describe_start",
     "print_ready",
     "serve_cluster",
 ]

@@ -13,6 +13,7 @@ from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 
 from baton.errors import StartupError
 from baton.service import EXIT_REFUSED, ReadyReport
@@ -146,9 +147,9 @@ class Child:
             self._on_line(self.name, line)
 
     async def _report_from(self, line: bytes) -> ReadyReport:
-        message = json.loads(line) if line.endswith(b"\n") else {}
+        message = _parse_ready(line)
         if "address" in message:
-            return ReadyReport(message["address"], message["phases"])
+            return ReadyReport(str(message["address"]), message.get("phases", {}))
         try:
             async with asyncio.timeout(_EXIT_S):
                 await self.wait()
@@ -171,6 +172,15 @@ def describe_exit(status: int | None) -> str:
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
     return "refused" if status == EXIT_REFUSED else f"exit status {status}"
+
+
+def _parse_ready(line: bytes) -> Mapping[str, Any]:
+    """What a child told when its start ended; nothing if it told less than a line, or no JSON object."""
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return {}
+    return message if isinstance(message, dict) and line.endswith(b"\n") else {}
 
 
 def _kill_group(leader: int) -> None:

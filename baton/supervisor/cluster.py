@@ -12,6 +12,7 @@ from typing import Self
 
 from baton.config.load import ENV_PREFIX
 from baton.config.options import ServeOptions
+from baton.service import GRPC_ENVIRONMENT
 from baton.supervisor.child import Child, ChildFailed, describe_exit
 from baton.supervisor.log_lines import forward_to_stderr
 from baton.supervisor.plan import PROGRAMS, ChildSpec, Programs, plan_gateway, plan_workers
@@ -197,4 +198,5 @@ class Cluster:
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """What a child inherits: all but our own variables, whose meaning the child gets as flags."""
-    return {name: value for name, value in environment.items() if not name.startswith(ENV_PREFIX)}
+    kept = {name: value for name, value in environment.items() if not name.startswith(ENV_PREFIX)}
+    return {**GRPC_ENVIRONMENT, **kept}

@@ -11,6 +11,9 @@ import torch
 
 from baton_kernels.dispatch import op
 
+#: keep_top_p sorts a row as a whole only if this many of its best tokens do not reach top_p.
+TOP_P_CANDIDATES = 256
+
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 _WEYL = 0x9E3779B1
 
@@ -58,12 +61,35 @@ def keep_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> None:
 
     Equals enter by ascending id. The likeliest token always stays.
     """
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    probabilities = ordered.softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities
-    drop = before >= top_p[:, None]
-    drop[:, 0] = False
-    logits.masked_fill_(torch.zeros_like(drop).scatter_(1, order, drop), float("-inf"))
+    vocab_size = logits.shape[-1]
+    total = logits.logsumexp(-1)
+    counts, thresholds = _nucleus(logits, total, top_p, min(TOP_P_CANDIDATES, vocab_size))
+    wide = torch.nonzero(counts > TOP_P_CANDIDATES).flatten()
+    if len(wide):
+        counts[wide], thresholds[wide] = _nucleus(
+            logits[wide], total[wide], top_p[wide], vocab_size
+        )
+    above = logits > thresholds[:, None]
+    equal = logits == thresholds[:, None]
+    missing = counts - above.sum(-1)
+    kept = above | (equal & (equal.cumsum(-1) <= missing[:, None]))
+    logits.masked_fill_(~kept, float("-inf"))
+
+
+def _nucleus(
+    logits: torch.Tensor, total: torch.Tensor, top_p: torch.Tensor, num_candidates: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Size of each row's set and the logit of its last member; a size of num_candidates + 1 if those do not reach top_p.
+
+    total [rows] is the rows' logsumexp, so that candidates alone have the probabilities that they have in the whole row.
+    """
+    best = logits.topk(num_candidates, dim=-1).values
+    probabilities = (best - total[:, None]).exp()
+    reached = probabilities.cumsum(-1)
+    counts = (reached - probabilities < top_p[:, None]).sum(-1).clamp_(min=1)
+    is_open = (reached[:, -1] < top_p) & (num_candidates < logits.shape[-1])
+    thresholds = best.gather(1, counts[:, None] - 1)[:, 0]
+    return counts + is_open, thresholds
 
 
 @op

@@ -21,7 +21,7 @@ Run = Callable[..., Any]
 def executed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Command lines that this process would have become."""
     commands: list[list[str]] = []
-    monkeypatch.setattr(os, "execv", lambda _path, command: commands.append(command))
+    monkeypatch.setattr(os, "execve", lambda _path, command, _env: commands.append(command))
     return commands
 
 

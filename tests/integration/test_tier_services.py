@@ -219,5 +219,3 @@ async def test_workers_describe_themselves_and_drain() -> None:
             refused = event if isinstance(event, Failed) else refused
         assert (refused.reason, refused.is_retriable) == ("DRAINING", True)
         assert (await drained).num_remaining == 0
-
-

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from baton_kernels.sampling import (
+    TOP_P_CANDIDATES,
     add_bias,
     gumbel_argmax,
     hash_uniform,
@@ -64,6 +65,33 @@ def test_keep_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
         logits = probabilities.log()
         keep_top_p(logits, torch.tensor([top_p]))
         assert torch.nonzero(logits[0] > NEG).flatten().tolist() == kept
+
+
+def test_equals_enter_the_set_of_top_p_by_id() -> None:
+    logits = torch.zeros(1, 10)
+    keep_top_p(logits, torch.tensor([0.35]))
+    assert torch.nonzero(logits[0] > NEG).flatten().tolist() == [0, 1, 2, 3]
+
+
+def test_top_p_of_flat_and_steep_rows_together() -> None:
+    """Rows whose set is beyond the candidates of the quick way, beside rows whose set is within."""
+    generator = torch.Generator().manual_seed(0)
+    vocab = 5 * TOP_P_CANDIDATES
+    spread = torch.tensor([0.01, 5.0, 0.5, 20.0])[:, None]
+    logits = torch.randn(4, vocab, generator=generator) * spread
+    for top_p in (0.1, 0.5, 0.95, 0.9999):
+        ordered, order = logits.double().sort(dim=-1, descending=True, stable=True)
+        probabilities = ordered.softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities
+        edge = ((before - top_p).abs() < 1e-6).any(-1)
+        wanted = torch.zeros(4, vocab, dtype=torch.bool).scatter_(1, order, before < top_p)
+        got = logits.clone()
+        keep_top_p(got, torch.full((4,), top_p))
+        assert edge.sum() < 4
+        assert torch.equal((got > NEG)[~edge], wanted[~edge])
+        alone = logits[2:3].clone()
+        keep_top_p(alone, torch.tensor([top_p]))
+        assert torch.equal(alone, got[2:3])
 
 
 def test_keep_min_p() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -116,9 +115,9 @@ def check_attention(
         fresh.append((query, key[cached:], value[cached:]))
         slices.append(AttentionSlice(first_row, new, cached, table))
         first_row += new
-    packed: Any = [torch.cat(parts).float() for parts in zip(*fresh, strict=True)]
+    query, key, value = (torch.cat(parts).float() for parts in zip(*fresh, strict=True))
     plan = plan_attention(slices, pool, num_heads, scale, window)
-    got = paged_attention(*packed, pool, layer, plan)
+    got = paged_attention(query, key, value, pool, layer, plan)
     torch.testing.assert_close(got.double(), torch.cat(wanted), atol=2e-5, rtol=1e-4)
 
 

@@ -154,11 +154,27 @@ def test_leases_are_renewed_only_while_the_engine_shows_life():
     desk.pass_time(0.2)
     assert desk.peer.sent.count(renew) == 1
     desk.now += 10.1
-    desk.sender.send("unknown", (), 0, 1, 0, 1)
-    desk.sender.abort("unknown", "CANCELLED", "")
-    assert desk.peer.sent.count(renew) == 1
-    desk.sender.heartbeat()
-    assert desk.peer.sent.count(renew) == 2
+    desk.begin("later", 2)
+    assert desk.peer.sent.count(renew) == 1, "frames flow, but the engine loop stands still"
+    desk.pass_time(10.1)
+    assert kv_pb2.KvRenew(ticket_ids=[1, 2]) in desk.peer.sent
+
+
+def test_a_key_that_is_used_again_gets_nothing_of_its_former_handoff():
+    desk = Desk()
+    desk.begin("k", 1)
+    desk.sender.send("k", (0, 1), 0, 4, 0, 1)
+    desk.sender.commit("k", 4, Sample(1), desk.now)
+    desk.sender.abort("k", "CANCELLED", "")
+    desk.begin("k", 2)
+    desk.peer.num_credits = 9
+    desk.say(ACCEPT)
+    assert [type(frame) for frame in desk.peer.sent] == [kv_pb2.KvHello, kv_pb2.KvBegin]
+    assert len(desk.dones) == 1
+    desk.sender.send("k", (2, 3), 0, 4, 0, 1)
+    chunk = desk.peer.sent[-1]
+    assert isinstance(chunk, kv_pb2.KvChunk)
+    assert chunk.ticket_id == 2
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from baton.errors import Cancelled, HandoffFailed
 from baton.types import Sample
-from kv_transfer.ticket import TicketCommitted, TicketDead
+from kv_transfer.ticket import TicketCommitted, TicketDead, TicketState
 
 TRANSPORTS = ["loopback", "shm", "tcp"]
 POINTS = ["before", "begun", "half sent", "sent", "committed", "settled"]
@@ -106,6 +106,8 @@ def test_a_lane_works_again_after_its_connection_was_lost(make_rig, transport):
         cut = rig.offer(tuple(range(4, 8)), 0, NUM_TOKENS)
         rig.sender.begin("cut", cut.data)
         rig.sender.send("cut", BLOCKS, 0, NUM_TOKENS, 0, 2)
+        while rig.running.tickets.state(cut.ticket_id) is not TicketState.RECEIVING:
+            assert rig.dones.empty()
         if transport == "loopback":
             for connection in listener._connections:
                 connection.lose("cut")

@@ -186,6 +186,7 @@ def test_a_bad_chunk_kills_its_ticket_alone(damage: Damage):
     (answer,) = desk.take(session, header, damage(header, payload))
     assert isinstance(answer, kv_pb2.KvAbort)
     assert answer.reason == "HANDOFF_FAILED"
+    assert "could not store" not in answer.message, "the pool is no judge of sizes"
     assert desk.is_untouched
     (event,) = desk.events
     assert isinstance(event, TicketDead)
@@ -319,6 +320,48 @@ def test_order_of_frames_is_kept():
     ]
     with pytest.raises(FrameError, match="refusal"):
         refused.on_frame(hello(), memoryview(b""))
+
+
+U32 = st.one_of(st.integers(0, 9), st.just(2**32 - 1))
+U64 = st.one_of(st.integers(0, 9), st.just(2**64 - 1))
+HOSTILE = st.one_of(
+    st.builds(
+        kv_pb2.KvChunk,
+        ticket_id=U64,
+        epoch=U32,
+        first_token=U32,
+        num_tokens=U32,
+        first_layer=U32,
+        num_layers=U32,
+        checksum=U64,
+        payload_bytes=U32,
+        slot=U32,
+    ),
+    st.builds(
+        kv_pb2.KvCommit, ticket_id=U64, epoch=U32, num_tokens=U32, checksum=U64, exposed_us=U64
+    ),
+    st.builds(kv_pb2.KvRenew, ticket_ids=st.lists(U64, max_size=3)),
+    st.builds(kv_pb2.KvAbort, ticket_id=U64, epoch=U32, reason=st.text(max_size=5)),
+    st.builds(kv_pb2.KvBegin, ticket=st.binary(max_size=30)),
+    st.builds(kv_pb2.KvCredit, slots=st.lists(U32, max_size=3)),
+    st.builds(kv_pb2.KvHello, max_version=U32),
+)
+
+
+@settings(deadline=None, database=None, max_examples=150)
+@given(st.lists(st.tuples(HOSTILE, st.binary(max_size=70)), max_size=12))
+def test_sound_frames_of_nonsense_write_nothing_and_raise_nothing_else(script):
+    desk = Desk()
+    session, offered = desk.begun()
+    try:
+        for frame, payload in script:
+            session.on_frame(frame, memoryview(bytearray(payload)))
+    except FrameError:
+        session.on_close("broke the rules")
+    assert desk.is_untouched
+    assert all(isinstance(event, TicketDead) for event in desk.events)
+    desk.table.abort(offered.ticket_id, "CANCELLED", "")
+    assert [event.ticket_id for event in desk.events] == [offered.ticket_id]
 
 
 def test_an_abort_during_an_unpack_is_told_after_it():

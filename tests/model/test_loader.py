@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,42 @@ def test_pickles_are_never_read(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
     with pytest.raises(UnsafeCheckpoint, match=r"pytorch_model\.bin.*save_pretrained"):
         fingerprint(checkpoint)
+
+
+def test_a_hub_id_is_fetched_without_pickles(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str | None, list[str]]] = []
+
+    def fetch(repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((repo_id, revision, allow_patterns))
+        return str(checkpoint)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    load_engine("some/model", revision="abc", num_blocks=1)
+    repo_id, revision, patterns = asked[0]
+    assert (repo_id, revision) == ("some/model", "abc")
+    assert not any(fnmatch("pytorch_model.bin", pattern) for pattern in patterns)
+
+
+def test_a_hub_checkpoint_of_pickles_is_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(checkpoint))
+    files = ["config.json", "pytorch_model.bin"]
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda *_, **__: files)
+    with pytest.raises(UnsafeCheckpoint, match=r"some/model.*pytorch_model\.bin"):
+        load_engine("some/model", num_blocks=1)
+
+
+def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(ModelError, match="some/model: neither a folder.*no route"):
+        load_engine("some/model", num_blocks=1)
 
 
 def test_no_weights_at_all(checkpoint: Path) -> None:

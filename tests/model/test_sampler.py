@@ -45,17 +45,18 @@ def draws(logits: torch.Tensor, count: int, **options: float) -> Counter[int]:
     return Counter(one.token_id for one in sample(logits.expand(count, -1), rows))
 
 
-def warped(logits: torch.Tensor, **options: float) -> torch.Tensor:
+def warped(logits: Any, **options: float) -> torch.Tensor:
     """Probabilities [vocab] after transformers' warpers, in its order."""
-    ids = torch.zeros(1, 1, dtype=torch.int64)
-    scores = TemperatureLogitsWarper(options["temperature"])(ids, logits)
+    ids: Any = torch.zeros(1, 1, dtype=torch.int64)
+    scores: Any = TemperatureLogitsWarper(options["temperature"])(ids, logits)
     if options.get("top_k"):
         scores = TopKLogitsWarper(int(options["top_k"]))(ids, scores)
     if "top_p" in options:
         scores = TopPLogitsWarper(options["top_p"])(ids, scores)
     if "min_p" in options:
         scores = MinPLogitsWarper(options["min_p"])(ids, scores)
-    return scores.softmax(-1)[0]
+    probabilities: torch.Tensor = scores.softmax(-1)[0]
+    return probabilities
 
 
 @pytest.mark.parametrize(

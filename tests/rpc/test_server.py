@@ -231,7 +231,7 @@ async def test_stopping_lets_running_calls_finish_and_refuses_new_ones(
     call = stub.Generate(inference_pb2.GenerateRequest(model="hang"))
     await call.read()
     await server.stop(grace_s=0.05)
-    assert fake.ended.get() == ("hang", "cancelled")
+    assert fake.ended.get_nowait() == ("hang", "cancelled")
     with pytest.raises(grpc.aio.AioRpcError):
         await tokenize(stub)
     call.cancel()

@@ -95,7 +95,9 @@ class Client:
             if spec is None:
                 continue
             if isinstance(event, prefill.PrefillFailed):
-                self.failed[spec.request_id] = Failed(event.error.reason, event.error.message, False)
+                self.failed[spec.request_id] = Failed(
+                    event.error.reason, event.error.message, False
+                )
                 self.home[int(event.key)].submit(decode.Abort(0, int(event.key)))
                 del self.live[int(event.key)]
                 continue
@@ -193,7 +195,9 @@ SHAPES = [
         id="small-chunks-local-prefill",
     ),
     pytest.param(
-        SimShape(enable_prefix_caching=False, max_num_seqs=3), SimShape(block_size=16), id="no-cache"
+        SimShape(enable_prefix_caching=False, max_num_seqs=3),
+        SimShape(block_size=16),
+        id="no-cache",
     ),
 ]
 
@@ -241,9 +245,7 @@ def test_cancels_at_any_moment_leave_no_block_behind_and_disturb_nobody(seed: in
 def test_memory_pressure_preempts() -> None:
     seen: set[str] = set()
     for seed in range(6):
-        client = make(
-            seed, decode_shape=SimShape(num_blocks=24), prefill_shape=SimShape(), num=1
-        )
+        client = make(seed, decode_shape=SimShape(num_blocks=24), prefill_shape=SimShape(), num=1)
         client.waiting += [draw_spec(client.rng, index) for index in range(20)]
         client.run()
         seen |= client.seen

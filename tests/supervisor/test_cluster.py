@@ -194,7 +194,7 @@ async def test_serve_prints_one_line_and_drains_on_a_signal(
 ) -> None:
     process, line = await start_supervisor(stage)
     assert line.startswith(b"Baton is ready at 127.0.0.1:")
-    assert b"prefill-0 load 0.2 s" in line
+    assert b" s (load 0.2 s), decode-0 " in line
     process.send_signal(signum)
     rest, log = await process.communicate()
     assert process.returncode == 0, log

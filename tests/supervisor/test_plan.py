@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.config import ServeOptions
+from baton.supervisor.cluster import child_environment
 from baton.supervisor.plan import plan_gateway, plan_workers, threads_per_worker
 
 
@@ -63,3 +64,10 @@ def test_a_restart_takes_the_port_of_the_first_start() -> None:
     (_, decode) = plan_workers(ServeOptions(model="m"), 2)
     ports = [part for part in decode.at_port(4711).arguments if part.startswith("--port")]
     assert ports == ["--port=4711"]
+
+
+def test_children_get_flags_in_place_of_our_variables() -> None:
+    """A variable that was refused or overruled here must not come back in a child."""
+    inherited = child_environment({"PATH": "/bin", "BATON_BLOCK_SIZE": "8"})
+    assert inherited["PATH"] == "/bin"
+    assert "BATON_BLOCK_SIZE" not in inherited

@@ -1,15 +1,19 @@
-"""Real worker services in this process: real gRPC, real sockets, oracle engines."""
+"""Real services in this process: real gRPC, real sockets, oracle engines, the tokenizer of the model in the box."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from baton.config import DecodeOptions, PrefillOptions
+from baton.client import AsyncClient
+from baton.config import DecodeOptions, GatewayOptions, PrefillOptions
 from baton.service import ReadyReport
 from decode_svc.server import serve_decode
+from gateway.server import serve_gateway
 from prefill_svc.server import serve_prefill
 
 
@@ -42,3 +46,68 @@ def prefill_worker(**options: Any) -> Any:
     """A prefill worker on an oracle engine; drains for 1 s at most."""
     defaults = {"model": "oracle", "engine": "oracle", "drain_timeout_s": 1.0, "block_size": 8}
     return serving(serve_prefill, PrefillOptions(**{**defaults, **options}))
+
+
+BOX_MODEL = Path(__file__).parents[2] / "models" / "baton-py-6m"
+
+
+def gateway(prefills: list[str], decodes: list[str], **options: Any) -> Any:
+    """A gateway before the workers at these addresses."""
+    defaults = {
+        "model": str(BOX_MODEL),
+        "served_model_name": "oracle",
+        "port": 0,
+        "drain_timeout_s": 1.0,
+    }
+    workers = {"prefill_workers": tuple(prefills), "decode_workers": tuple(decodes)}
+    return serving(serve_gateway, GatewayOptions(**{**defaults, **workers, **options}))
+
+
+@dataclass(frozen=True)
+class LiveSystem:
+    """Addresses of everything, and a client."""
+
+    gateway: str
+    prefills: list[str]
+    decodes: list[str]
+    client: AsyncClient
+
+    async def until_quiet(self) -> None:
+        """Return when no worker holds a block and the gateway has nothing in flight."""
+        while True:
+            model = await self.client.model()
+            if not any(
+                w.num_leased_blocks or w.num_in_flight or w.num_running for w in model.workers
+            ):
+                return
+            # The gateway hears of a change with the next load report; asking again is all a client can do.
+            await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def live_system(
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    *,
+    worker_options: dict[str, Any] | None = None,
+    decode_options: dict[str, Any] | None = None,
+    gateway_options: dict[str, Any] | None = None,
+) -> AsyncIterator[LiveSystem]:
+    """Workers, a gateway and a client, stopped in order at the end."""
+    common = worker_options or {}
+    async with AsyncExitStack() as stack:
+        prefills = [
+            await stack.enter_async_context(prefill_worker(worker_id=f"p{i}", **common))
+            for i in range(num_prefill)
+        ]
+        decodes = [
+            await stack.enter_async_context(
+                decode_worker(worker_id=f"d{i}", **{**common, **(decode_options or {})})
+            )
+            for i in range(num_decode)
+        ]
+        address = await stack.enter_async_context(
+            gateway(prefills, decodes, **(gateway_options or {}))
+        )
+        client = await stack.enter_async_context(AsyncClient(address))
+        yield LiveSystem(address, prefills, decodes, client)

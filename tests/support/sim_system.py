@@ -84,9 +84,7 @@ class PrefillNode(_Node):
         self.answers: dict[str, asyncio.Future[PrefillResult]] = {}
         self.num_keys = 0
         spec = self.worker.engine.spec
-        info = info_of(
-            name, Tier.PREFILL, system.prefill_shape, spec.layout, spec.max_model_len
-        )
+        info = info_of(name, Tier.PREFILL, system.prefill_shape, spec.layout, spec.max_model_len)
         system.fleet.join_prefill(name, info, self)
         self.start(self.turn)
 

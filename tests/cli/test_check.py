@@ -1,0 +1,72 @@
+"""`baton check`: what it passes on and what its exit status says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+import baton.check.run
+from baton.check.run import Shape, Verdict
+
+Run = Callable[..., Any]
+
+
+def verdict(shape: Shape, *, is_equal: bool) -> Verdict:
+    return Verdict(
+        shape=shape,
+        num_equal=3 if is_equal else 2,
+        num_requests=3,
+        num_tokens=30,
+        num_handed_over=1,
+        seconds=0.5,
+        first_difference=None if is_equal else (1, 7),
+    )
+
+
+class FakeCheck:
+    """Finds what it was told to find, for every shape."""
+
+    def __init__(self, *, is_equal: bool) -> None:
+        self.is_equal = is_equal
+        self.options: Mapping[str, object] = {}
+        self.shapes: Sequence[Shape] = ()
+        self.num_requests = 0
+
+    async def __call__(
+        self,
+        options: Mapping[str, object],
+        shapes: Sequence[Shape],
+        *,
+        num_requests: int,
+        seed: int,
+        on_verdict: Callable[[Verdict], None],
+    ) -> bool:
+        self.options, self.shapes, self.num_requests = options, shapes, num_requests + seed
+        for shape in shapes:
+            on_verdict(verdict(shape, is_equal=self.is_equal))
+        return self.is_equal
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_the_exit_status_says_whether_outputs_are_equal(
+    is_equal: bool, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeCheck(is_equal=is_equal)
+    monkeypatch.setattr(baton.check.run, "check", fake)
+    result = run("check", "m", "--num-requests", "3")
+    assert result.exit_code == (0 if is_equal else 1)
+    lines = result.stdout.splitlines()
+    assert len(lines) == len(fake.shapes) + 1
+    assert all(("request 1, token 7" in line) is not is_equal for line in lines[:-1])
+    assert (fake.options["model"], fake.num_requests) == ("m", 3)
+    assert {shape.options["kv_transport"] for shape in fake.shapes} == {"shm", "tcp"}
+
+
+def test_a_wrong_option_starts_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCheck(is_equal=True)
+    monkeypatch.setattr(baton.check.run, "check", fake)
+    for flags in (("--dtype", "int1"), ("--kv-transport", "pigeon"), ("--num-requests", "0")):
+        assert run("check", "m", *flags).exit_code == 2
+    assert fake.shapes == ()

@@ -1,0 +1,232 @@
+"""Many requests over few and small workers: all that are admitted end, in order, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.errors import BatonError, NoWorkers
+from baton.types import Tier
+from gateway.dispatcher import Placement
+from tests.support.fake_workers import expected_output
+from tests.support.gateway_world import Client, World, gateway_world, make_spec
+from tests.support.virtual_loop import run_virtual
+
+
+@dataclass(frozen=True)
+class Job:
+    start_ms: int
+    num_prompt_tokens: int
+    max_tokens: int
+    priority: int
+    cancel_after_ms: int | None
+
+
+JOBS = st.lists(
+    st.builds(
+        Job,
+        start_ms=st.integers(0, 300),
+        num_prompt_tokens=st.integers(1, 40),
+        max_tokens=st.integers(1, 30),
+        priority=st.integers(-1, 1),
+        cancel_after_ms=st.none() | st.integers(0, 400),
+    ),
+    min_size=1,
+    max_size=14,
+)
+FAULTS = st.lists(
+    st.tuples(
+        st.integers(0, 500), st.sampled_from(["preempt", "handoff", "decode", "prefill"])
+    ),
+    max_size=3,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    jobs=JOBS,
+    faults=FAULTS,
+    num_prefills=st.integers(0, 2),
+    num_decodes=st.integers(1, 2),
+    num_blocks=st.integers(18, 30),
+    max_num_seqs=st.integers(1, 4),
+    tokens_per_step=st.integers(1, 4),
+)
+def test_all_admitted_requests_end_right(
+    jobs: list[Job],
+    faults: list[tuple[int, str]],
+    num_prefills: int,
+    num_decodes: int,
+    num_blocks: int,
+    max_num_seqs: int,
+    tokens_per_step: int,
+) -> None:
+    async def run_job(world: World, number: int, job: Job) -> None:
+        await asyncio.sleep(job.start_ms / 1e3)
+        spec = make_spec(
+            f"r{number}",
+            [number + 1] * job.num_prompt_tokens,
+            arrival_ns=number,
+            max_tokens=job.max_tokens,
+        )
+        client = Client()
+        limit_s = None if job.cancel_after_ms is None else job.cancel_after_ms / 1e3
+        try:
+            async with asyncio.timeout(limit_s):
+                await world.generate(spec, client)
+        except TimeoutError:
+            assert client.token_ids == expected_output(spec)[: len(client.token_ids)]
+        except NoWorkers:
+            assert client.chunks == []
+        else:
+            assert client.token_ids == expected_output(spec)
+
+    async def run_fault(world: World, at_ms: int, kind: str) -> None:
+        await asyncio.sleep(at_ms / 1e3)
+        if kind == "preempt":
+            world.decodes[-1].preempt_all()
+        elif kind == "handoff":
+            world.decodes[0].fail("HANDOFF_FAILED", is_retriable=True)
+        elif kind == "decode":
+            world.decodes[0].go_down()
+            await asyncio.sleep(0.2)
+            world.decodes[0].come_up()
+        elif world.prefills:
+            world.prefills[0].go_down()
+            await asyncio.sleep(0.2)
+            world.prefills[0].come_up()
+
+    async def main() -> None:
+        async with gateway_world(
+            num_prefills=num_prefills,
+            num_decodes=num_decodes,
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+        ) as world:
+            for decode in world.decodes:
+                decode.tokens_per_step = tokens_per_step
+            distinct = {kind: at_ms for at_ms, kind in faults}  # a worker dies once at a time
+            async with asyncio.TaskGroup() as group:
+                for number, job in enumerate(jobs):
+                    group.create_task(run_job(world, number, job))
+                for kind, at_ms in distinct.items():
+                    group.create_task(run_fault(world, at_ms, kind))
+            await world.settle()
+            world.check_empty()
+
+    run_virtual(main(), max_time_s=3600)
+
+
+def test_waiting_sequences_are_placed_by_priority_then_arrival() -> None:
+    async def main() -> None:
+        async with gateway_world(num_prefills=0, max_num_seqs=1) as world:
+            order: list[str] = []
+
+            async def run(name: str, arrival_ns: int, priority: int) -> None:
+                spec = make_spec(name, arrival_ns=arrival_ns)
+                spec = type(spec)(**{f: getattr(spec, f) for f in spec.__slots__} | {"priority": priority})
+                await world.generate(spec)
+                order.append(name)
+
+            first = asyncio.create_task(run("first", 0, 0))
+            await asyncio.sleep(0.01)
+            rest = [run("late", 3, 0), run("early", 2, 0), run("urgent", 4, -1), run("idle", 1, 1)]
+            await asyncio.gather(first, *rest)
+            assert order == ["first", "urgent", "early", "late", "idle"]
+
+    run_virtual(main())
+
+
+def test_a_prefill_worker_keeps_a_short_queue() -> None:
+    async def main() -> None:
+        async with gateway_world(num_blocks=10_000, max_num_seqs=1000) as world:
+            requests = [
+                world.generate(make_spec(f"r{i}", [i + 1] * 40, arrival_ns=i)) for i in range(30)
+            ]
+            await asyncio.gather(*requests)
+            limit = 2 * world.prefills[0].info.max_num_batched_tokens + 40
+            assert world.prefills[0].max_pending_tokens <= limit
+
+    run_virtual(main())
+
+
+def test_memory_is_reserved_only_when_the_prefill_is_about_to_start() -> None:
+    """What waits for the prefill tier holds no block of the decode tier."""
+
+    async def main() -> None:
+        async with gateway_world(num_blocks=10_000, max_num_seqs=1000) as world:
+            requests = [
+                asyncio.create_task(world.generate(make_spec(f"r{i}", [i + 1] * 40, arrival_ns=i)))
+                for i in range(30)
+            ]
+            await asyncio.sleep(0.01)
+            used = 10_000 - world.decodes[0].num_free_blocks
+            assert 0 < used <= 4 * 11, "four prompts at most: the prefill worker's credit"
+            await asyncio.gather(*requests)
+
+    run_virtual(main())
+
+
+def test_placements_are_counted_until_they_are_released_once() -> None:
+    async def main() -> None:
+        async with gateway_world() as world:
+            placement = await world.dispatcher.place(make_spec("a"))
+            prefill, decode = world.fleet.workers["p0:1"], world.fleet.workers["d0:1"]
+            assert (prefill.outstanding_tokens, prefill.num_in_flight) == (5, 1)
+            assert (decode.num_unreported_blocks, decode.num_in_flight) == (2, 1)
+            for _ in range(2):
+                placement.release()
+            world.check_empty()
+
+    run_virtual(main())
+
+
+def test_settled_blocks_are_counted_until_the_next_report() -> None:
+    async def main() -> None:
+        async with gateway_world() as world:
+            decode = world.fleet.workers["d0:1"]
+            placement: Placement = await world.dispatcher.place(make_spec("a"))
+            world.fleet.report("d0:1", decode.load)
+            assert decode.num_unreported_blocks == 2, "the worker has not answered yet"
+            placement.settle()
+            assert decode.num_unreported_blocks == 2
+            world.fleet.report("d0:1", decode.load)
+            assert decode.num_unreported_blocks == 0
+            placement.release()
+
+    run_virtual(main())
+
+
+def test_new_requests_are_refused_at_once_while_no_decode_worker_is_ready() -> None:
+    async def main() -> None:
+        async with gateway_world() as world:
+            world.decodes[0].go_down()
+            with pytest.raises(NoWorkers) as caught:
+                await world.generate(make_spec("a"))
+            assert caught.value.retry_after_s
+            world.decodes[0].come_up()
+            await asyncio.sleep(0.1)
+            await world.generate(make_spec("b"))
+
+    run_virtual(main())
+
+
+def test_those_who_wait_share_the_error_when_nobody_comes() -> None:
+    async def main() -> None:
+        async with gateway_world(num_prefills=0, max_num_seqs=1) as world:
+            requests = [
+                asyncio.create_task(world.generate(make_spec(f"r{i}", arrival_ns=i)))
+                for i in range(4)
+            ]
+            await asyncio.sleep(0.02)
+            world.decodes[0].go_down()
+            results = await asyncio.gather(*requests, return_exceptions=True)
+            assert all(isinstance(result, BatonError) for result in results)
+            assert not world.fleet.ready(Tier.DECODE)
+            world.check_empty()
+
+    run_virtual(main())

@@ -1,0 +1,246 @@
+"""Choosing workers: never one without room, evenly among equals, by affinity only where loads are alike."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import Overloaded
+from gateway.admission import AdmissionQueue, Rank
+from gateway.affinity import PrefixAffinity, prefix_digests
+from gateway.backoff import MAX_S, backoff_s
+from gateway.router import DecodeView, Need, Plan, PrefillView, Verdict, choose
+
+NEED = Need(num_tokens=40, max_num_tokens=60, needs_decode=True)
+PREFILL = PrefillView("p", 100, outstanding_tokens=0, max_outstanding_tokens=128)
+DECODE = DecodeView(
+    "d",
+    max_model_len=100,
+    max_local_prefill_tokens=0,
+    block_size=4,
+    num_blocks=100,
+    num_available_blocks=100,
+    num_sequences=0,
+    max_num_seqs=8,
+)
+
+PREFILLS = st.lists(
+    st.builds(
+        PrefillView,
+        address=st.integers(0, 5).map("p{}".format),
+        max_model_len=st.sampled_from([50, 100]),
+        outstanding_tokens=st.integers(0, 200),
+        max_outstanding_tokens=st.just(128),
+        matched_tokens=st.integers(0, 40),
+    ),
+    max_size=4,
+    unique_by=lambda v: v.address,
+)
+DECODES = st.lists(
+    st.builds(
+        DecodeView,
+        address=st.integers(0, 5).map("d{}".format),
+        max_model_len=st.sampled_from([50, 100]),
+        max_local_prefill_tokens=st.sampled_from([0, 20, 100]),
+        block_size=st.sampled_from([1, 4, 16]),
+        num_blocks=st.integers(1, 60),
+        num_available_blocks=st.integers(-5, 60),
+        num_sequences=st.integers(0, 9),
+        max_num_seqs=st.just(8),
+        is_awaiting_report=st.booleans(),
+        matched_tokens=st.integers(0, 40),
+    ),
+    max_size=4,
+    unique_by=lambda v: v.address,
+)
+NEEDS = st.builds(
+    Need,
+    num_tokens=st.integers(1, 55),
+    max_num_tokens=st.integers(56, 90),
+    needs_decode=st.booleans(),
+    avoid=st.frozensets(st.sampled_from(["p0", "p1", "d0", "d1"])),
+)
+
+
+@given(need=NEEDS, prefills=PREFILLS, decodes=DECODES)
+def test_a_plan_names_workers_that_have_room(
+    need: Need, prefills: list[PrefillView], decodes: list[DecodeView]
+) -> None:
+    plan = choose(need, prefills, decodes, b"k")
+    assert plan == choose(need, prefills[::-1], decodes[::-1], b"k"), "the order says nothing"
+    if isinstance(plan, Plan):
+        assert plan.prefill or plan.decode
+        assert plan.decode or not need.needs_decode
+        for prefill in prefills:
+            if prefill.address == plan.prefill:
+                assert prefill.outstanding_tokens < prefill.max_outstanding_tokens
+                assert prefill.max_model_len >= need.max_num_tokens
+        for decode in decodes:
+            if decode.address == plan.decode:
+                assert decode.num_blocks_for(need) <= decode.num_available_blocks
+                assert decode.num_sequences < decode.max_num_seqs
+                assert not decode.is_awaiting_report
+    elif plan is Verdict.NO_WORKER:
+        assert not any(decode.fits(need) for decode in decodes)
+
+
+@given(need=NEEDS, prefills=PREFILLS, decodes=DECODES)
+def test_not_now_means_that_idle_workers_would_do(
+    need: Need, prefills: list[PrefillView], decodes: list[DecodeView]
+) -> None:
+    """No sequence waits for ever: whoever is told to wait is placed when the workers are empty."""
+    if choose(need, prefills, decodes, b"k") is Verdict.NOT_NOW:
+        idle_prefills = [replace(p, outstanding_tokens=0) for p in prefills]
+        idle_decodes = [
+            replace(
+                d,
+                num_available_blocks=d.num_blocks,
+                num_sequences=0,
+                is_awaiting_report=False,
+            )
+            for d in decodes
+        ]
+        assert isinstance(choose(need, idle_prefills, idle_decodes, b"k"), Plan)
+
+
+def test_equal_workers_share_evenly() -> None:
+    prefills = [replace(PREFILL, address=f"p{i}") for i in range(4)]
+    decodes = [replace(DECODE, address=f"d{i}") for i in range(4)]
+    plans = [choose(NEED, prefills, decodes, i.to_bytes(4, "big")) for i in range(2000)]
+    for tier in ("prefill", "decode"):
+        counts = Counter(getattr(plan, tier) for plan in plans)
+        assert len(counts) == 4
+        assert all(400 < count < 600 for count in counts.values())
+
+
+def test_a_cached_prefix_wins_while_it_saves_more_than_the_queue_costs() -> None:
+    cached = replace(PREFILL, address="cached", matched_tokens=32)
+    for outstanding, winner in ((0, "cached"), (31, "cached"), (33, "p")):
+        prefills = [PREFILL, replace(cached, outstanding_tokens=outstanding)]
+        plan = choose(NEED, prefills, [DECODE], b"k")
+        assert isinstance(plan, Plan)
+        assert plan.prefill == winner
+
+
+def test_a_cached_prefix_wins_among_decode_workers_of_like_load() -> None:
+    cached = replace(DECODE, address="cached", matched_tokens=40)
+    for num_sequences, winner in ((0, "cached"), (1, "cached"), (2, "d")):
+        decodes = [DECODE, replace(cached, num_sequences=num_sequences)]
+        plan = choose(NEED, [PREFILL], decodes, b"k")
+        assert isinstance(plan, Plan)
+        assert plan.decode == winner
+
+
+def test_the_emptier_worker_wins() -> None:
+    decodes = [DECODE, replace(DECODE, address="full", num_available_blocks=20)]
+    prefills = [PREFILL, replace(PREFILL, address="busy", outstanding_tokens=1)]
+    assert choose(NEED, prefills, decodes, b"k") == Plan("p", "d")
+
+
+def test_workers_that_failed_a_sequence_are_its_last_choice() -> None:
+    need = replace(NEED, avoid=frozenset(("p", "d")))
+    other = replace(DECODE, address="other", num_sequences=5)
+    assert choose(need, [PREFILL], [DECODE, other], b"k") == Plan("p", "other")
+    assert choose(need, [PREFILL], [DECODE], b"k") == Plan("p", "d")
+
+
+def test_an_empty_decode_worker_takes_what_fills_it() -> None:
+    tight = replace(DECODE, num_blocks=11, num_available_blocks=11)
+    assert choose(NEED, [], [tight], b"k") == Plan(None, "d")
+    assert choose(NEED, [], [replace(tight, num_sequences=1)], b"k") is Verdict.NOT_NOW
+
+
+TOKEN_LISTS = st.lists(st.integers(0, 3), max_size=40)
+
+
+@given(a=TOKEN_LISTS, b=TOKEN_LISTS)
+def test_digests_agree_exactly_on_the_common_prefix(a: list[int], b: list[int]) -> None:
+    da, db = (prefix_digests(t, b"", b"key", chunk_tokens=4) for t in (a, b))
+    common = 0
+    while common < min(len(a), len(b)) and a[common] == b[common]:
+        common += 1
+    num_equal = sum(x == y for x, y in zip(da, db, strict=False))
+    assert num_equal == min(common // 4, len(a) // 4, len(b) // 4)
+
+
+def test_tenants_and_processes_share_no_digests() -> None:
+    tokens = list(range(64))
+    sets = [
+        set(prefix_digests(tokens, tenant, key, chunk_tokens=4))
+        for tenant in (b"", b"t" * 16)
+        for key in (b"k1", b"k2")
+    ]
+    assert len(set.union(*sets)) == sum(map(len, sets))
+
+
+@given(
+    records=st.lists(st.tuples(st.integers(0, 2), TOKEN_LISTS), max_size=12), query=TOKEN_LISTS
+)
+def test_affinity_tells_the_longest_prefix_of_each_worker(
+    records: list[tuple[int, list[int]]], query: list[int]
+) -> None:
+    def digests(tokens: list[int]) -> tuple[bytes, ...]:
+        return prefix_digests(tokens, b"", b"key", chunk_tokens=4)
+
+    affinity = PrefixAffinity(10_000, chunk_tokens=4)
+    expected: dict[str, int] = {}
+    for number, tokens in records:
+        affinity.record(digests(tokens), f"w{number}")
+        pairs = zip(digests(tokens), digests(query), strict=False)
+        matched = 4 * sum(x == y for x, y in pairs)
+        expected[f"w{number}"] = max(matched, expected.get(f"w{number}", 0))
+    assert affinity.matched_tokens(digests(query)) == {w: n for w, n in expected.items() if n}
+    affinity.forget("w0")
+    assert "w0" not in affinity.matched_tokens(digests(query))
+
+
+def test_affinity_is_bounded_and_forgets_what_was_not_used() -> None:
+    affinity = PrefixAffinity(8, chunk_tokens=4)
+    old = prefix_digests([1] * 16, b"", b"k", chunk_tokens=4)
+    affinity.record(old, "w")
+    for number in range(2, 10):
+        affinity.record(prefix_digests([number] * 16, b"", b"k", chunk_tokens=4), "w")
+        assert len(affinity) <= 8
+    assert affinity.matched_tokens(old) == {}
+
+
+RANKS = st.tuples(st.integers(-2, 2), st.integers(0, 50), st.text("ab", max_size=3))
+
+
+@given(ranks=st.lists(RANKS, unique=True, max_size=20), removed=st.sets(st.integers(0, 19)))
+def test_the_queue_is_in_order_and_removal_leaves_no_trace(
+    ranks: list[Rank], removed: set[int]
+) -> None:
+    queue: AdmissionQueue[Rank] = AdmissionQueue(100)
+    for rank in ranks:
+        queue.add(rank, rank, is_return=False, seconds_per_item=0.0)
+    for index in removed:
+        if index < len(ranks):
+            queue.remove(ranks[index])
+            queue.remove(ranks[index])
+    left = sorted(rank for i, rank in enumerate(ranks) if i not in removed)
+    assert len(queue) == len(left)
+    assert [queue.pop() for _ in left] == left
+    assert queue.pop() is None
+
+
+def test_a_full_queue_refuses_new_ones_only() -> None:
+    queue: AdmissionQueue[str] = AdmissionQueue(2)
+    for number in range(2):
+        queue.add((0, number, ""), "x", is_return=False, seconds_per_item=0.0)
+    with pytest.raises(Overloaded) as caught:
+        queue.add((0, 9, ""), "x", is_return=False, seconds_per_item=4.0)
+    assert caught.value.retry_after_s == 8.0
+    queue.add((0, 9, ""), "x", is_return=True, seconds_per_item=0.0)
+    assert len(queue) == 3
+
+
+@given(num_failures=st.integers(1, 10_000), random=st.floats(0, 1, exclude_max=True))
+def test_back_off_grows_to_a_bound(num_failures: int, random: float) -> None:
+    wait_s = backoff_s(num_failures, random)
+    assert 0 < wait_s <= MAX_S
+    assert backoff_s(num_failures + 1, random) >= wait_s

@@ -1,0 +1,248 @@
+"""The whole gateway process in this one, over gRPC, with small workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from baton.config import GatewayOptions
+from baton.errors import BatonError, ConfigError, InvalidRequest, ModelNotFound, NoWorkers
+from baton.rpc.channel import aio_channel
+from baton.rpc.status import from_rpc_error
+from baton.service import ReadyReport
+from baton.types import Tier
+from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from gateway import server as server_module
+from gateway.server import SERVICE_NAME, serve_gateway
+from tests.support.fake_workers import expected_output, make_info
+from tests.support.gateway_world import make_spec
+from tests.support.grpc_workers import GrpcWorker, serving
+
+Prompt = inference_pb2.Prompt
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('no bad ones') }}"
+    "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+)
+
+
+@pytest.fixture
+def model_path(tmp_path: Path) -> Path:
+    """A directory with a tokenizer of 97 ids, one per byte or character, and a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ascii_first = sorted(alphabet, key=lambda c: (not c.isascii(), c))
+    tokenizer = HfTokenizer(models.BPE({c: i for i, c in enumerate(ascii_first[:97])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 300}))
+    return tmp_path
+
+
+@contextlib.asynccontextmanager
+async def gateway(model_path: Path, **options: Any) -> AsyncIterator[grpc.aio.Channel]:
+    """A serving gateway; leaves nothing running."""
+    ready: asyncio.Future[ReadyReport] = asyncio.get_running_loop().create_future()
+    stop = asyncio.Event()
+    filled = GatewayOptions(model=str(model_path), served_model_name="m", port=0, **options)
+    running = asyncio.create_task(serve_gateway(filled, stop, ready.set_result))
+    try:
+        await asyncio.wait((ready, running), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+        async with aio_channel(ready.result().address) as channel:
+            yield channel
+    finally:
+        stop.set()
+        await running
+
+
+@contextlib.asynccontextmanager
+async def cluster(
+    model_path: Path, *, is_holding: bool = False
+) -> AsyncIterator[tuple[grpc.aio.Channel, GrpcWorker, GrpcWorker]]:
+    """A gateway with one worker of each tier, all ready."""
+    decode = GrpcWorker(make_info("d", Tier.DECODE), is_holding=is_holding)
+    prefill = GrpcWorker(make_info("p", Tier.PREFILL))
+    async with (
+        serving(decode) as d,
+        serving(prefill) as p,
+        gateway(
+            model_path, prefill_workers=(p.address,), decode_workers=(d.address,)
+        ) as channel,
+    ):
+        yield channel, prefill, decode
+
+
+def generate_request(prompt: Prompt, **sampling: Any) -> inference_pb2.GenerateRequest:
+    params = sampling_pb2.SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "seed": 0, **sampling})
+    return inference_pb2.GenerateRequest(prompt=prompt, sampling=params)
+
+
+def ids_prompt(*ids: int) -> Prompt:
+    return Prompt(token_ids=inference_pb2.TokenIds(ids=ids))
+
+
+async def refusal(call: Any) -> BatonError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        if hasattr(call, "read"):
+            await call.read()
+        else:
+            await call
+    return from_rpc_error(caught.value)
+
+
+async def test_a_request_streams_from_both_tiers(model_path: Path) -> None:
+    async with cluster(model_path) as (channel, _, _):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        call = stub.Generate(
+            generate_request(ids_prompt(1, 2, 3)), metadata=(("x-request-id", "mine.1"),)
+        )
+        headers = dict(await call.initial_metadata())
+        chunks = [chunk async for chunk in call]
+        expected = expected_output(make_spec("x", (1, 2, 3)))
+        assert [t for chunk in chunks for t in chunk.token_ids] == expected
+        detokenized = await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=expected))
+        assert "".join(chunk.text for chunk in chunks) == detokenized.text
+        last = chunks[-1]
+        assert last.finish_reason == sampling_pb2.FINISH_REASON_LENGTH
+        assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (3, 8)
+        assert (last.usage.cached_tokens, last.usage.decode_cached_tokens) == (1, 2)
+        assert (last.timing.prefill_worker, last.timing.decode_worker) == ("p", "d")
+        assert (last.timing.transfer_exposed_ms, last.timing.prefill_queue_ms) == (1.5, 2.0)
+        # The client's own name, made unique.
+        assert headers["x-request-id"] == last.request_id
+        assert last.request_id.startswith("mine.1-")
+
+
+@pytest.mark.parametrize("bad_id", ["", "two words", "x" * 129])
+async def test_a_request_id_that_is_none_is_replaced(model_path: Path, bad_id: str) -> None:
+    async with cluster(model_path) as (channel, _, _):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        metadata = (("x-request-id", bad_id),)
+        call = stub.Generate(generate_request(ids_prompt(1)), metadata=metadata)
+        headers = dict(await call.initial_metadata())
+        assert headers["x-request-id"].startswith("req-")
+        assert [chunk async for chunk in call]
+
+
+async def test_text_and_chat_are_tokenized_by_the_models_own_rules(model_path: Path) -> None:
+    async with cluster(model_path) as (channel, _, _):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        message = inference_pb2.ChatMessage(role="user", content="hi")
+        chat = Prompt(chat=inference_pb2.ChatPrompt(messages=[message]))
+        by_chat = await stub.Tokenize(inference_pb2.TokenizeRequest(prompt=chat))
+        text = Prompt(text="<user>hi<assistant>")
+        by_text = await stub.Tokenize(inference_pb2.TokenizeRequest(prompt=text))
+        assert by_chat.token_ids == by_text.token_ids
+        assert by_text.max_model_len == 200, "as the workers tell, not as the files do"
+        chunks = [chunk async for chunk in stub.Generate(generate_request(chat))]
+        expected = expected_output(make_spec("x", by_text.token_ids))
+        assert [t for chunk in chunks for t in chunk.token_ids] == expected
+
+
+async def test_refusals_are_rich_and_disturb_nobody(model_path: Path) -> None:
+    async with cluster(model_path) as (channel, _, decode):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        bad = await refusal(stub.Generate(generate_request(Prompt(text=""), top_p=7.0)))
+        assert isinstance(bad, InvalidRequest)
+        assert [v.field for v in bad.violations] == ["prompt.text", "sampling.top_p"]
+        assert bad.request_id
+        unknown = inference_pb2.GetModelRequest(model="other")
+        assert isinstance(await refusal(stub.GetModel(unknown)), ModelNotFound)
+        message = inference_pb2.ChatMessage(role="user", content="bad")
+        chat = Prompt(chat=inference_pb2.ChatPrompt(messages=[message]))
+        refused = await refusal(stub.Generate(generate_request(chat)))
+        assert isinstance(refused, InvalidRequest)
+        assert refused.violations[0].field == "prompt.chat"
+        assert "no bad ones" in refused.violations[0].description
+        assert decode.num_opened == 0
+
+
+async def test_a_client_that_leaves_frees_the_decode_worker(model_path: Path) -> None:
+    async with cluster(model_path, is_holding=True) as (channel, _, decode):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        call = stub.Generate(generate_request(ids_prompt(1, 2, 3)))
+        await call.read()
+        await decode.wait_until_holding(1)
+        call.cancel()
+        await decode.wait_until_holding(0)
+
+
+async def test_a_clients_deadline_frees_the_decode_worker(model_path: Path) -> None:
+    async with cluster(model_path, is_holding=True) as (channel, _, decode):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        call = stub.Generate(generate_request(ids_prompt(1, 2, 3)), timeout=0.5)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [chunk async for chunk in call]
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await decode.wait_until_holding(0)
+
+
+async def test_the_model_is_described_with_its_workers(model_path: Path) -> None:
+    async with cluster(model_path) as (channel, _, _):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        model = (await stub.GetModel(inference_pb2.GetModelRequest(model="m"))).model
+        assert (model.name, model.max_model_len, model.vocab_size) == ("m", 200, 97)
+        assert model.has_chat_template
+        assert [(w.worker_id, w.tier, w.state) for w in model.workers] == [
+            ("p", "prefill", "ready"),
+            ("d", "decode", "ready"),
+        ]
+        assert model.workers[1].num_blocks == 64
+        listed = (await stub.ListModels(inference_pb2.ListModelsRequest())).models
+        assert [m.name for m in listed] == ["m"]
+
+
+async def test_a_gateway_without_workers_serves_and_says_so(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "WORKERS_TIMEOUT_S", 0.0)
+    decode = GrpcWorker(make_info("d", Tier.DECODE))
+    async with serving(decode) as running:
+        address, port = running.address, running.port
+    async with gateway(model_path, decode_workers=(address,)) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        health = health_pb2_grpc.HealthStub(channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        missing = await refusal(stub.Generate(generate_request(ids_prompt(1))))
+        assert isinstance(missing, NoWorkers)
+        assert missing.retry_after_s
+        async with serving(decode, port):
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            chunks = [c async for c in stub.Generate(generate_request(ids_prompt(1)))]
+            assert chunks[-1].usage.completion_tokens == 8
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        watch.cancel()
+
+
+async def test_a_missing_tokenizer_is_a_clear_refusal(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        async with gateway(tmp_path):
+            pass
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        async with gateway(tmp_path):
+            pass
+
+
+def test_no_torch_in_the_process() -> None:
+    code = (
+        "import sys, gateway.server, gateway.__main__;"
+        "bad = {'torch', 'transformers'} & set(sys.modules); sys.exit(str(bad) if bad else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

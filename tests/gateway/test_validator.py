@@ -1,0 +1,232 @@
+"""The validator: every bad field is named, with its value; what passes has a meaning."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import InvalidRequest, ModelNotFound
+from baton.v1 import inference_pb2, sampling_pb2
+from gateway.validator import (
+    Ids,
+    ModelFacts,
+    check_detokenize,
+    check_request,
+    check_tokenize,
+    resolve,
+)
+
+FACTS = ModelFacts("m", 100, 64, 48, frozenset((2,)), has_chat_template=True)
+IDS = Ids("r", seed=7, arrival_ns=5)
+Params = sampling_pb2.SamplingParams
+Prompt = inference_pb2.Prompt
+
+
+def request(prompt: Prompt | None = None, **sampling: object) -> inference_pb2.GenerateRequest:
+    prompt = prompt or Prompt(text="hello")
+    return inference_pb2.GenerateRequest(prompt=prompt, sampling=Params(**sampling))  # type: ignore[arg-type]
+
+
+def ids_prompt(*ids: int) -> Prompt:
+    return Prompt(token_ids=inference_pb2.TokenIds(ids=ids))
+
+
+def chat(*messages: tuple[str, str]) -> Prompt:
+    return Prompt(
+        chat=inference_pb2.ChatPrompt(
+            messages=[inference_pb2.ChatMessage(role=r, content=c) for r, c in messages]
+        )
+    )
+
+
+def violations(bad: inference_pb2.GenerateRequest, facts: ModelFacts = FACTS) -> dict[str, str]:
+    with pytest.raises(InvalidRequest) as caught:
+        check_request(bad, facts)
+    return {v.field: v.description for v in caught.value.violations}
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("n", [0, 2, 128, 129, 2**32 - 1]),
+        ("temperature", [-0.1, 100.5, math.nan, math.inf, -math.inf]),
+        ("top_p", [0.0, -1.0, 1.01, math.nan]),
+        ("min_p", [-0.01, 1.01, math.nan]),
+        ("repetition_penalty", [0.0, -1.0, 101.0, math.nan, math.inf]),
+        ("presence_penalty", [-2.5, 2.5, math.nan]),
+        ("frequency_penalty", [-2.5, 2.5, math.nan]),
+        ("max_tokens", [0]),
+        ("logprobs", [21]),
+        ("stop_token_ids", [[1] * 65]),
+        ("stop", [["x"] * 17, ["x"] * 1000]),
+        ("logit_bias", [{i: 0.0 for i in range(1025)}]),
+    ],
+)
+def test_a_field_out_of_range_is_named_alone(field: str, values: list[object]) -> None:
+    for value in values:
+        found = violations(request(**{field: value}), ModelFacts("m", 5000, 64, 48, frozenset(), True))
+        assert list(found) == [f"sampling.{field}"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "field"),
+    [
+        (request(stop=["ok", ""]), "sampling.stop[1]"),
+        (request(stop=["x" * 1025]), "sampling.stop[0]"),
+        (request(stop_token_ids=[1, 100]), "sampling.stop_token_ids[1]"),
+        (request(logit_bias={100: 1.0}), "sampling.logit_bias[100]"),
+        (request(logit_bias={3: math.nan}), "sampling.logit_bias[3]"),
+        (request(logit_bias={3: 100.5}), "sampling.logit_bias[3]"),
+        (request(min_tokens=5, max_tokens=4), "sampling.min_tokens"),
+        (request(Prompt()), "prompt"),
+        (request(Prompt(text="")), "prompt.text"),
+        (request(ids_prompt()), "prompt.token_ids"),
+        (request(ids_prompt(1, 2**32 - 1)), "prompt.token_ids.ids[1]"),
+        (request(ids_prompt(*[1] * 64)), "prompt"),
+        (request(ids_prompt(*[1] * 48)), "prompt"),
+        (request(ids_prompt(*[1] * 40), max_tokens=25), "sampling.max_tokens"),
+        (request(ids_prompt(*[1] * 40), min_tokens=25), "sampling.min_tokens"),
+        (request(chat()), "prompt.chat.messages"),
+        (request(chat(*[("user", "x")] * 1025)), "prompt.chat.messages"),
+        (request(chat(("", "x"))), "prompt.chat.messages[0].role"),
+        (inference_pb2.GenerateRequest(prompt=Prompt(text="x"), priority=1001), "priority"),
+        (inference_pb2.GenerateRequest(prompt=Prompt(text="x"), cache_salt="x" * 257), "cache_salt"),
+    ],
+)
+def test_each_wrong_request_names_its_field(bad: inference_pb2.GenerateRequest, field: str) -> None:
+    assert list(violations(bad)) == [field]
+
+
+def test_all_violations_come_in_one_error() -> None:
+    bad = request(Prompt(text=""), temperature=math.nan, n=0, top_p=2.0, stop=[""])
+    assert set(violations(bad)) == {
+        "prompt.text",
+        "sampling.temperature",
+        "sampling.n",
+        "sampling.top_p",
+        "sampling.stop[0]",
+    }
+
+
+def test_more_than_one_choice_is_refused_with_the_reason() -> None:
+    assert violations(request(n=2))["sampling.n"] == (
+        "2: only one choice per request is served by this version"
+    )
+
+
+def test_a_flood_of_wrong_entries_is_not_repeated_in_full() -> None:
+    assert len(violations(request(stop=[""] * 1000))) < 10
+    assert len(violations(request(ids_prompt(*[500] * 60)))) < 10
+
+
+def test_long_values_are_shown_cut() -> None:
+    shown = violations(request(stop=["x" * 5000]))["sampling.stop[0]"]
+    assert len(shown) < 200
+
+
+def test_another_model_is_not_found() -> None:
+    for name in ("x", "x" * 10_000):
+        with pytest.raises(ModelNotFound) as caught:
+            check_request(inference_pb2.GenerateRequest(model=name, prompt=Prompt(text="x")), FACTS)
+        assert len(caught.value.message) < 300
+    check_request(inference_pb2.GenerateRequest(model="m", prompt=Prompt(text="x")), FACTS)
+
+
+def test_a_model_without_a_template_takes_no_chat() -> None:
+    facts = ModelFacts("m", 100, 64, 48, frozenset(), has_chat_template=False)
+    assert list(violations(request(chat(("user", "x"))), facts)) == ["prompt.chat"]
+
+
+def test_a_text_is_measured_once_it_is_tokenized() -> None:
+    with pytest.raises(InvalidRequest, match="no token"):
+        resolve(request(), (), FACTS, IDS)
+    with pytest.raises(InvalidRequest, match="KV memory holds 48"):
+        resolve(request(), (1,) * 48, FACTS, IDS)
+    with pytest.raises(InvalidRequest, match="lower it to 24"):
+        resolve(request(max_tokens=25), (1,) * 40, FACTS, IDS)
+
+
+def test_unset_fields_take_their_defaults() -> None:
+    spec, text = resolve(request(), (1, 3), FACTS, IDS)
+    sampling = spec.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.repetition_penalty) == (1.0, 1.0, 1.0)
+    assert (sampling.top_k, sampling.min_p, sampling.min_tokens) == (0, 0.0, 0)
+    assert sampling.max_tokens == 62
+    assert sampling.stop_token_ids == {2}
+    assert (sampling.seed, sampling.logprobs) == (7, -1)
+    assert text.skip_special_tokens
+    assert spec.rank == (0, 5, "r")
+    assert spec.tenant == b""
+
+
+def test_given_fields_are_kept() -> None:
+    params = {
+        "temperature": 0.0,
+        "max_tokens": 3,
+        "seed": 0,
+        "logprobs": 0,
+        "ignore_eos": True,
+        "stop_token_ids": [9],
+        "skip_special_tokens": False,
+        "logit_bias": {4: -1.5},
+    }
+    given_request = request(**params)
+    given_request.cache_salt = "salt"
+    given_request.priority = -4
+    spec, text = resolve(given_request, (1,), FACTS, IDS)
+    sampling = spec.sampling
+    assert sampling.is_greedy
+    assert (sampling.max_tokens, sampling.seed, sampling.logprobs) == (3, 0, 0)
+    assert sampling.stop_token_ids == {9}
+    assert dict(sampling.logit_bias) == {4: -1.5}
+    assert text.user_stop_token_ids == {9}
+    assert not text.skip_special_tokens
+    assert len(spec.tenant) == 16
+    assert spec.priority == -4
+
+
+@given(
+    num_prompt=st.integers(1, 70),
+    max_tokens=st.none() | st.integers(1, 70),
+    min_tokens=st.integers(0, 70),
+)
+def test_what_passes_fits_the_model(
+    num_prompt: int, max_tokens: int | None, min_tokens: int
+) -> None:
+    bad = request(ids_prompt(*[1] * num_prompt), max_tokens=max_tokens, min_tokens=min_tokens)
+    try:
+        check_request(bad, FACTS)
+        spec, _ = resolve(bad, (1,) * num_prompt, FACTS, IDS)
+    except InvalidRequest:
+        fits = num_prompt <= 47 and num_prompt + max(max_tokens or 1, min_tokens) <= 64
+        assert not fits or min_tokens > (max_tokens or 64)
+    else:
+        assert 1 <= spec.sampling.max_tokens <= 64 - num_prompt
+        assert spec.sampling.min_tokens <= spec.sampling.max_tokens
+        assert num_prompt + 1 <= FACTS.max_kv_tokens
+
+
+@given(data=st.binary(max_size=200))
+def test_hostile_bytes_are_a_request_or_a_refusal(data: bytes) -> None:
+    try:
+        parsed = inference_pb2.GenerateRequest.FromString(data)
+    except Exception:  # noqa: BLE001 - protobuf's own refusal
+        return
+    try:
+        check_request(parsed, FACTS)
+        spec, _ = resolve(parsed, (1,), FACTS, IDS)
+    except (InvalidRequest, ModelNotFound):
+        return
+    assert math.isfinite(spec.sampling.temperature)
+
+
+def test_tokenize_and_detokenize_are_checked_by_the_same_rules() -> None:
+    with pytest.raises(InvalidRequest, match=r"prompt\.text"):
+        check_tokenize(inference_pb2.TokenizeRequest(prompt=Prompt(text="")), FACTS)
+    with pytest.raises(InvalidRequest, match=r"token_ids\[1\]"):
+        check_detokenize(inference_pb2.DetokenizeRequest(token_ids=[1, 100]), FACTS)
+    check_tokenize(inference_pb2.TokenizeRequest(prompt=Prompt(text="x")), FACTS)
+    check_detokenize(inference_pb2.DetokenizeRequest(token_ids=[1, 99]), FACTS)

@@ -1,0 +1,173 @@
+"""Connections to workers over real gRPC: join, refusal, loss, return."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import pytest
+
+from baton.errors import WorkerLost
+from baton.events import DecodeEvent, Failed, Offered
+from baton.types import Tier
+from gateway import workers as workers_module
+from gateway.fleet import Fleet, WorkerState
+from gateway.workers import keep_connected
+from tests.support.fake_workers import LAYOUT, make_info
+from tests.support.gateway_world import make_spec
+from tests.support.grpc_workers import GrpcWorker, serving
+
+DECODE = make_info("d", Tier.DECODE)
+PREFILL = make_info("p", Tier.PREFILL)
+
+
+async def until(fleet: Fleet, is_so: Callable[[], bool]) -> None:
+    """Wait for the fleet to change until `is_so`."""
+    changed = asyncio.Event()
+    fleet.listen(changed.set)
+    while not is_so():
+        changed.clear()
+        await changed.wait()
+
+
+@contextlib.asynccontextmanager
+async def connected(fleet: Fleet) -> AsyncIterator[None]:
+    tasks = [asyncio.create_task(keep_connected(fleet, a, draw=lambda: 0.99)) for a in fleet.workers]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def state(fleet: Fleet, address: str) -> WorkerState:
+    return fleet.workers[address].state
+
+
+async def test_workers_join_and_tell_their_load() -> None:
+    async with serving(GrpcWorker(DECODE)) as d, serving(GrpcWorker(PREFILL)) as p:
+        fleet = Fleet([p.address], [d.address])
+        async with connected(fleet):
+            await until(fleet, lambda: all(w.is_ready for w in fleet.workers.values()))
+            assert fleet.workers[d.address].info == DECODE
+            assert fleet.workers[d.address].load.blocks.free == DECODE.num_blocks
+
+
+async def test_a_worker_that_starts_later_joins_and_one_that_left_joins_again() -> None:
+    async with serving(GrpcWorker(DECODE)) as running:
+        address, port = running.address, running.port
+    fleet = Fleet([], [address])
+    async with connected(fleet):
+        await until(fleet, lambda: "not reachable" in fleet.workers[address].reason)
+        for generation in (1, 2):
+            info = replace(DECODE, identity=replace(DECODE.identity, generation=generation))
+            async with serving(GrpcWorker(info), port):
+                await until(fleet, lambda: state(fleet, address) is WorkerState.READY)
+                assert fleet.workers[address].info == info
+            await until(fleet, lambda: state(fleet, address) is WorkerState.UNREACHABLE)
+
+
+@pytest.mark.parametrize(
+    ("info", "field"),
+    [
+        (replace(PREFILL, min_protocol_version=7, max_protocol_version=9), "protocol_version"),
+        (replace(PREFILL, tier=Tier.DECODE), "tier"),
+        (replace(PREFILL, model="another"), "model"),
+        (replace(PREFILL, vocab_size=5), "vocab_size"),
+        (replace(PREFILL, identity=DECODE.identity), "worker_id"),
+        (replace(PREFILL, layout=replace(LAYOUT, fingerprint="other weights")), "fingerprint"),
+        (replace(PREFILL, layout=replace(LAYOUT, num_kv_heads=7)), "num_kv_heads"),
+    ],
+)
+async def test_a_worker_that_does_not_fit_is_refused_by_name(info: object, field: str) -> None:
+    odd = GrpcWorker(info)  # type: ignore[arg-type]
+    async with serving(GrpcWorker(DECODE)) as d, serving(odd) as p:
+        fleet = Fleet([p.address], [d.address])
+        fleet.join_decode(d.address, DECODE, None)  # type: ignore[arg-type]
+        fleet.report(d.address, fleet.workers[d.address].load)
+        async with contextlib.AsyncExitStack() as stack:
+            task = asyncio.create_task(keep_connected(fleet, p.address))
+            stack.callback(task.cancel)
+            await until(fleet, lambda: state(fleet, p.address) is WorkerState.REFUSED)
+        reason = fleet.workers[p.address].reason
+        assert field in reason
+        assert p.address in reason
+        assert fleet.ready(Tier.PREFILL) == []
+
+
+async def test_unequal_block_sizes_work_together() -> None:
+    info = replace(PREFILL, layout=replace(LAYOUT, block_size=32))
+    async with serving(GrpcWorker(DECODE)) as d, serving(GrpcWorker(info)) as p:
+        fleet = Fleet([p.address], [d.address])
+        async with connected(fleet):
+            await until(fleet, lambda: all(w.is_ready for w in fleet.workers.values()))
+
+
+async def test_a_worker_that_drains_takes_no_more_work() -> None:
+    worker = GrpcWorker(DECODE)
+    async with serving(worker) as d:
+        fleet = Fleet([], [d.address])
+        async with connected(fleet):
+            await until(fleet, lambda: state(fleet, d.address) is WorkerState.READY)
+            worker.is_draining = True
+            await until(fleet, lambda: state(fleet, d.address) is WorkerState.DRAINING)
+            assert fleet.ready(Tier.DECODE) == []
+
+
+@pytest.mark.parametrize("cause", ["old heartbeat", "silence", "stop"])
+async def test_a_lost_worker_is_out_before_its_sequences_are_told(
+    cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers_module, "STALE_S", 0.5)
+    worker = GrpcWorker(DECODE, is_holding=True)
+    async with serving(worker) as d:
+        fleet = Fleet([], [d.address])
+        async with connected(fleet):
+            await until(fleet, lambda: state(fleet, d.address) is WorkerState.READY)
+            events: asyncio.Queue[tuple[DecodeEvent, WorkerState]] = asyncio.Queue()
+            link = fleet.workers[d.address].decode_link
+            assert link is not None
+            link.open(
+                make_spec("a"), False, lambda e: events.put_nowait((e, state(fleet, d.address)))
+            )
+            event, _ = await events.get()
+            assert isinstance(event, Offered)
+            if cause == "old heartbeat":
+                worker.heartbeat_age_ms = 5000
+            elif cause == "silence":
+                worker.is_silent = True
+            else:
+                await d.stop()
+            event, seen = await events.get()
+            assert event == Failed(WorkerLost.reason, event.message, is_retriable=True)  # type: ignore[union-attr]
+            assert seen is not WorkerState.READY
+            # A link that was lost tells so itself, and not from within open.
+            link.open(make_spec("b"), False, lambda e: events.put_nowait((e, seen)))
+            assert events.empty()
+            assert isinstance((await events.get())[0], Failed)
+
+
+async def test_an_abort_reaches_the_worker_and_silences_it() -> None:
+    worker = GrpcWorker(DECODE, is_holding=True)
+    async with serving(worker) as d:
+        fleet = Fleet([], [d.address])
+        async with connected(fleet):
+            await until(fleet, lambda: state(fleet, d.address) is WorkerState.READY)
+            link = fleet.workers[d.address].decode_link
+            assert link is not None
+            events: list[DecodeEvent] = []
+            handle = link.open(make_spec("a"), True, events.append)
+            await worker.wait_until_holding(1)
+            link.abort(handle)
+            link.abort(handle)
+            await worker.wait_until_holding(0)
+            num_events = len(events)
+            worker.is_holding = False
+            worker._produce(handle, ())
+            second: asyncio.Queue[DecodeEvent] = asyncio.Queue()
+            link.open(make_spec("b"), True, second.put_nowait)
+            await second.get()  # the stream is in order: what came before it was dropped
+            assert len(events) == num_events

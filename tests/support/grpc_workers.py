@@ -1,0 +1,160 @@
+"""Small workers over real gRPC, in the test's own process and event loop, without engines or KV.
+
+Each knows its partner by the ticket's text. What a test wants to see is counted; what it wants to happen is a method.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+
+from baton.events import Committed, DecodeEvent, Deferred, Offered, PrefillsHere, Tokens
+from baton.rpc.server import RunningServer, start_server
+from baton.types import BlockCounts, FinishReason, Sample, SequenceSpec, Tier, WorkerInfo, WorkerLoad
+from baton.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from baton.wire import info_to_proto, load_to_proto, sequence_from_proto, step_to_proto
+from tests.support.fake_workers import expected_output, next_token
+
+_HEARTBEAT_S = 0.2
+
+
+@dataclass(eq=False)
+class GrpcWorker(
+    worker_pb2_grpc.WorkerServiceServicer,
+    decode_pb2_grpc.DecodeServiceServicer,
+    prefill_pb2_grpc.PrefillServiceServicer,
+):
+    """Either tier, as `info` says. `is_holding`: sequences stay open without a token until they are aborted."""
+
+    info: WorkerInfo
+    is_holding: bool = False
+    is_silent: bool = False
+    heartbeat_age_ms: int = 0
+    is_draining: bool = False
+    num_opened: int = 0
+    open_handles: set[int] = field(default_factory=set)
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    num_prefills_running: int = 0
+    responses: dict[int, asyncio.Queue[decode_pb2.DecodeResponse]] = field(default_factory=dict)
+    specs: dict[int, SequenceSpec] = field(default_factory=dict)
+
+    async def wait_until_holding(self, num_sequences: int) -> None:
+        """Until so many sequences are open here."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: len(self.open_handles) == num_sequences)
+
+    # The services.
+
+    async def GetWorkerInfo(self, request: Any, context: Any) -> Any:  # noqa: N802, ARG002
+        return info_to_proto(self.info)
+
+    async def WatchLoad(self, request: Any, context: Any) -> AsyncIterator[Any]:  # type: ignore[override] # noqa: N802, ARG002
+        while True:
+            if not self.is_silent:
+                blocks = BlockCounts(self.info.num_blocks - len(self.open_handles), 0, 0)
+                load = WorkerLoad(
+                    num_running=len(self.open_handles), blocks=blocks, is_draining=self.is_draining
+                )
+                yield load_to_proto(load, self.heartbeat_age_ms)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_HEARTBEAT_S), self.changed:
+                    await self.changed.wait()
+
+    async def Prefill(self, request: Any, context: Any) -> Any:  # noqa: N802, ARG002
+        spec = sequence_from_proto(request.sequence)
+        token_id = next_token(spec.token_ids, spec.sampling.seed)
+        if request.ticket:
+            worker, handle = _TICKETS[request.ticket]
+            worker.commit(handle, token_id)
+        return prefill_pb2.PrefillResponse(token_id=token_id, num_cached_tokens=1, queue_ms=2.0)
+
+    async def Decode(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # type: ignore[override] # noqa: N802, ARG002
+        outgoing: asyncio.Queue[decode_pb2.DecodeResponse] = asyncio.Queue()
+        reader = asyncio.create_task(self._read(requests, outgoing))
+        try:
+            while True:
+                yield await outgoing.get()
+        finally:
+            reader.cancel()
+            self.open_handles.clear()
+
+    # What it does.
+
+    def commit(self, handle: int, token_id: int) -> None:
+        self._send(handle, Committed(1.5, 64))
+        self._produce(handle, (token_id,))
+
+    async def _read(self, requests: Any, outgoing: Any) -> None:
+        async for request in requests:
+            if request.HasField("abort"):
+                self.open_handles.discard(request.abort.handle)
+            else:
+                self._open(request.open, outgoing)
+            async with self.changed:
+                self.changed.notify_all()
+
+    def _open(self, request: decode_pb2.OpenSequence, outgoing: Any) -> None:
+        handle = request.handle
+        self.num_opened += 1
+        self.open_handles.add(handle)
+        self.responses[handle] = outgoing
+        self.specs[handle] = sequence_from_proto(request.sequence)
+        if self.info.num_blocks < len(self.open_handles):
+            self._send(handle, Deferred("full"))
+        elif request.prefill_here:
+            self._send(handle, PrefillsHere(0))
+            self._produce(handle, ())
+        else:
+            ticket = f"{self.info.identity.worker_id}/{handle}".encode()
+            _TICKETS[ticket] = (self, handle)
+            self._send(handle, Offered(ticket, 2))
+
+    def _produce(self, handle: int, before: tuple[int, ...]) -> None:
+        """All the rest of the output, in two messages."""
+        if self.is_holding:
+            return
+        spec = self.specs[handle]
+        first = len(spec.output_token_ids) + len(before)
+        rest = [Sample(token_id) for token_id in expected_output(spec)[first:]]
+        middle = len(rest) // 2
+        if middle:
+            self._send(handle, Tokens(first, tuple(rest[:middle])))
+        self._send(handle, Tokens(first + middle, tuple(rest[middle:]), FinishReason.LENGTH))
+        self.open_handles.discard(handle)
+
+    def _send(self, handle: int, event: DecodeEvent) -> None:
+        self.responses[handle].put_nowait(step_to_proto([(handle, event)]))
+
+
+_TICKETS: dict[bytes, tuple[GrpcWorker, int]] = {}
+
+
+@contextlib.asynccontextmanager
+async def serving(worker: GrpcWorker, port: int = 0) -> AsyncIterator[RunningServer]:
+    """`worker` behind a port of this host."""
+
+    def register(server: grpc.aio.Server) -> Sequence[str]:
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
+        if worker.info.tier is Tier.DECODE:
+            decode_pb2_grpc.add_DecodeServiceServicer_to_server(worker, server)
+        else:
+            prefill_pb2_grpc.add_PrefillServiceServicer_to_server(worker, server)
+        return ("baton.v1.WorkerService",)
+
+    running = await start_server(f"127.0.0.1:{port}", register)
+    try:
+        yield running
+    finally:
+        await running.stop()
