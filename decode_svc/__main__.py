@@ -5,4 +5,4 @@ from baton.service import main
 from decode_svc.server import serve_decode
 
 if __name__ == "__main__":
-    main(DecodeOptions, serve_decode, "baton-decode")
+    main(DecodeOptions, serve_decode, "decode")

@@ -1,0 +1,1 @@
+"""The front door: validate, tokenize, admit, route, relay, resume. No torch."""

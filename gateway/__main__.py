@@ -5,4 +5,4 @@ from baton.service import main
 from gateway.server import serve_gateway
 
 if __name__ == "__main__":
-    main(GatewayOptions, serve_gateway, "baton-gateway")
+    main(GatewayOptions, serve_gateway, "gateway")

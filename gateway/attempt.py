@@ -33,10 +33,10 @@ from baton.events import (
     Tokens,
 )
 from baton.types import FinishReason, SequenceSpec
-from gateway.dispatcher import Placement
 from gateway.inbox import Inbox
 from gateway.links import PrefillResult
 from gateway.output import Output
+from gateway.placement import Placement
 from gateway.timing import Timeline
 
 #: How long a decode worker may take to answer an opening. A frozen one is noticed sooner; this is for lost messages.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 FIRST_S = 0.2
-MAX_S = 5.0
+MAX_S = 2.0
 _JITTER = 0.5
 
 

@@ -85,7 +85,7 @@ class ChatRenderer:
             return process
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                await _ask(process, self._start_line)
+                await _answer(process)
         except TimeoutError:
             await self._kill()
             raise EngineFault("the chat template renderer did not start in time") from None
@@ -108,6 +108,7 @@ class ChatRenderer:
             env={**os.environ, "TRANSFORMERS_VERBOSITY": "error"},
             start_new_session=True,  # a Ctrl-C at the terminal is for the gateway
         )
+        _write(self._process, self._start_line)  # it gets ready while nobody waits
         _log.info("chat template renderer started, pid %s", self._process.pid)
         return self._process
 
@@ -121,10 +122,20 @@ class ChatRenderer:
 
 
 async def _ask(process: asyncio.subprocess.Process, question: object) -> dict[str, Any]:
+    _write(process, question)
+    return await _answer(process)
+
+
+def _write(process: asyncio.subprocess.Process, line: object) -> None:
+    if process.stdin is None:
+        raise EngineFault("the chat template renderer has no input")
+    process.stdin.write(json.dumps(line).encode() + b"\n")
+
+
+async def _answer(process: asyncio.subprocess.Process) -> dict[str, Any]:
     if process.stdin is None or process.stdout is None:
         raise EngineFault("the chat template renderer has no pipes")
     try:
-        process.stdin.write(json.dumps(question).encode() + b"\n")
         await process.stdin.drain()
         line = await process.stdout.readline()
     except ConnectionError:

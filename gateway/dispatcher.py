@@ -17,6 +17,7 @@ from baton.types import SequenceSpec, Tier
 from gateway.admission import AdmissionQueue, Rank
 from gateway.affinity import Digest, PrefixAffinity, prefix_digests
 from gateway.fleet import Fleet, Worker
+from gateway.placement import Placement
 from gateway.router import Need, Plan, Verdict, choose
 
 #: How long what waits already goes on waiting for a worker that can serve it.
@@ -27,81 +28,6 @@ _MAX_DIGESTS = 65_536
 
 #: Share of the newest interval in the mean interval between two placements.
 _INTERVAL_WEIGHT = 0.1
-
-
-class Placement:
-    """A sequence's claim on workers, counted in the fleet from the start until it is released. Release is idempotent."""
-
-    def __init__(
-        self,
-        fleet: Fleet,
-        placement_id: int,
-        prefill: Worker | None,
-        decode: Worker | None,
-        num_tokens: int,
-        num_blocks: int,
-    ) -> None:
-        self.prefill = prefill
-        self.decode = decode
-        # Those of now: after a loss the same address gets another link.
-        self.prefill_link = prefill.prefill_link if prefill else None
-        self.decode_link = decode.decode_link if decode else None
-        self._fleet = fleet
-        self._id = placement_id
-        self._prefill_tokens = num_tokens if prefill else 0
-        self._holds_decode = decode is not None
-        if prefill:
-            prefill.num_in_flight += 1
-            prefill.outstanding_tokens += num_tokens
-        if decode:
-            decode.num_in_flight += 1
-            decode.reserve_blocks(placement_id, num_blocks)
-
-    @property
-    def prefill_name(self) -> str:
-        """The prefill worker's id; empty if there is none."""
-        return _name_of(self.prefill)
-
-    @property
-    def decode_name(self) -> str:
-        """The decode worker's id; empty if there is none."""
-        return _name_of(self.decode)
-
-    def settle(self) -> None:
-        """The decode worker has reserved what it needs; its reports count it from now on."""
-        if self.decode and self._holds_decode:
-            self.decode.settle(self._id)
-
-    def defer(self) -> None:
-        """The decode worker had no room after all."""
-        if self.decode:
-            self.decode.is_awaiting_report = True
-
-    def suspect_prefill(self) -> None:
-        """The prefill worker could not be reached."""
-        if self.prefill:
-            self._fleet.suspect(self.prefill.address)
-
-    def release_prefill(self) -> None:
-        """The prefill worker is done with the sequence, or was not needed."""
-        if self.prefill and self._prefill_tokens:
-            self.prefill.num_in_flight -= 1
-            self.prefill.outstanding_tokens -= self._prefill_tokens
-            self._prefill_tokens = 0
-            self._fleet.changed()
-
-    def release(self) -> None:
-        """Nothing is left of the sequence on either worker."""
-        self.release_prefill()
-        if self.decode and self._holds_decode:
-            self._holds_decode = False
-            self.decode.num_in_flight -= 1
-            self.decode.drop_blocks(self._id)
-            self._fleet.changed()
-
-
-def _name_of(worker: Worker | None) -> str:
-    return worker.info.identity.worker_id if worker and worker.info else ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +48,7 @@ class Dispatcher:
         self._queue: AdmissionQueue[_Entry] = AdmissionQueue(max_queue_size)
         self._affinity = PrefixAffinity(_MAX_DIGESTS)
         self._wake = asyncio.Event()
-        self._num_placed = 0
+        self._num_tries = 0
         self._placed_at_s = 0.0
         self._interval_s = 0.0
         self._stranded_s: dict[Rank, float] = {}
@@ -215,12 +141,12 @@ class Dispatcher:
     def _place(self, entry: _Entry, now_s: float) -> Verdict | None:
         """Place one, or tell why not."""
         matched = self._affinity.matched_tokens(entry.digests)
-        self._num_placed += 1
+        self._num_tries += 1
         plan = choose(
             entry.need,
             [w.prefill_view(matched.get(w.address, 0)) for w in self._fleet.ready(Tier.PREFILL)],
             [w.decode_view(matched.get(w.address, 0)) for w in self._fleet.ready(Tier.DECODE)],
-            self._key + self._num_placed.to_bytes(8, "big"),
+            self._key + self._num_tries.to_bytes(8, "big"),
         )
         if isinstance(plan, Verdict):
             return plan
@@ -240,7 +166,7 @@ class Dispatcher:
             if worker:
                 self._affinity.record(entry.digests, worker.address)
         return Placement(
-            self._fleet, self._num_placed, prefill, decode, entry.need.num_tokens, num_blocks
+            self._fleet, self._num_tries, prefill, decode, entry.need.num_tokens, num_blocks
         )
 
     def _is_worth_waiting(self, entry: _Entry, now_s: float) -> bool:

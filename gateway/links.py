@@ -37,7 +37,11 @@ class PrefillLink(Protocol):
 
 
 class DecodeLink(Protocol):
-    """A way to one decode worker."""
+    """A way to one decode worker.
+
+    When the worker is lost, its owner takes it out of the fleet first and tells the sinks then: who is told looks for
+    another place at once, and must not find this one.
+    """
 
     def open(self, spec: SequenceSpec, prefill_here: bool, sink: Sink) -> int:
         """Ask for room for `spec`. All that becomes of it goes to `sink`, the loss of the worker too:

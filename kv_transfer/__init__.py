@@ -1,0 +1,1 @@
+"""The KV channel: tickets, frames, sender, receiver and the transports between them."""

@@ -5,4 +5,4 @@ from baton.service import main
 from prefill_svc.server import serve_prefill
 
 if __name__ == "__main__":
-    main(PrefillOptions, serve_prefill, "baton-prefill")
+    main(PrefillOptions, serve_prefill, "prefill")

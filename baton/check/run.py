@@ -48,23 +48,28 @@ REFERENCE = Shape("one process", {"colocated": True, "enable_prefix_caching": Fa
 
 
 def split_shapes(transports: Sequence[str]) -> tuple[Shape, ...]:
-    """Two-tier shapes: each transport with equal and unequal block sizes, small and large chunks, one and more workers."""
-    blocks = itertools.cycle([(16, 16, 2048, 1), (32, 8, 64, 1), (8, 32, 160, 2)])
-    rounds = [(transport, next(blocks)) for _ in range(3) for transport in transports]
-    return tuple(
-        Shape(
-            name=f"{transport}, blocks {prefill_block}->{decode_block}, chunk {chunk}, {workers}+{workers} workers",
-            options={
-                "kv_transport": transport,
-                "prefill_block_size": prefill_block,
-                "decode_block_size": decode_block,
-                "max_num_batched_tokens": chunk,
-                "num_prefill_workers": workers,
-                "num_decode_workers": workers,
-            },
-            concurrency=32,
-        )
-        for transport, (prefill_block, decode_block, chunk, workers) in rounds
+    """Two-tier shapes: each transport twice, among them equal and unequal block sizes, small chunks, several workers."""
+    mixes = itertools.cycle([(16, 16, 2048, 1), (32, 8, 64, 1), (8, 32, 160, 2)])
+    return tuple(_shape(transport, *next(mixes)) for _ in range(2) for transport in transports)
+
+
+def _shape(
+    transport: str, prefill_block: int, decode_block: int, chunk: int, num_workers: int
+) -> Shape:
+    return Shape(
+        name=(
+            f"{transport}, blocks {prefill_block}->{decode_block}, chunk {chunk}, "
+            f"{num_workers}+{num_workers} workers"
+        ),
+        options={
+            "kv_transport": transport,
+            "prefill_block_size": prefill_block,
+            "decode_block_size": decode_block,
+            "max_num_batched_tokens": chunk,
+            "num_prefill_workers": num_workers,
+            "num_decode_workers": num_workers,
+        },
+        concurrency=32,
     )
 
 

@@ -1,0 +1,1 @@
+"""Models as we run them: configuration, weights, memory, and the decoder."""

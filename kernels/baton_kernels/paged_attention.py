@@ -11,6 +11,7 @@ of queries, each over the keys it may see.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,9 @@ MAX_GROUPED_TOKENS = 16
 MAX_GROUP_KV_TOKENS = 8192
 #: Queries of one tile of a long sequence.
 TILE_TOKENS = 256
+#: Without a window, keys are padded, masked, to a multiple of this many and queries to at least as many rows: matrix products and
+#: sums then take their terms in one order, and low-precision results are bit for bit the same whatever the chunks.
+ALIGN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ class Group:
 
     rows: [seqs * num_tokens] int64, rows of the packed batch.
     kv_rows: [seqs * kv_heads * blocks] int64, see _kv_rows.
-    bias: [seqs, 1, heads_per_kv_head * num_tokens or 1, blocks * block_size], 0 or -inf.
+    bias: [seqs, 1, rows or 1, blocks * block_size], 0 or -inf; rows as _run_group has them.
     stale: rows of the gathered KV, seen as [seqs * kv_heads * blocks * block_size, head_dim], that no token of the
         sequence wrote. They are masked, but masking multiplies, and what an earlier owner left may be NaN.
     """
@@ -75,7 +79,7 @@ class Long:
 class AttentionPlan:
     """What the layers with one window do in one step.
 
-    band: [TILE_TOKENS, reach + TILE_TOKENS]; band[i, reach + d] is the bias of query a + i on key a + d.
+    band: [TILE_TOKENS, reach + TILE_TOKENS + ALIGN]; band[i, reach + d] is the bias of query a + i on key a + d.
     """
 
     scale: float
@@ -154,7 +158,8 @@ def _plan_group(
     num_tokens = members[0].num_tokens
     firsts = [_first_block(m, block_size, window) for m in members]
     widths = [_num_blocks(m, block_size, window) for m in members]
-    width = max(widths)
+    multiple = ALIGN // math.gcd(ALIGN, block_size)
+    width = -(-max(widths) // multiple) * multiple
     # Padding repeats a block of the sequence itself, so that no other sequence's values are ever touched.
     tables = torch.tensor(
         [
@@ -172,6 +177,7 @@ def _plan_group(
         visible &= key_index > query - window
     bias = torch.zeros(visible.shape, dtype=pool.dtype).masked_fill_(~visible, float("-inf"))
     repeats = 1 if num_tokens == 1 else num_heads // num_kv_heads
+    spare = 0 if num_tokens == 1 else max(0, ALIGN - repeats * num_tokens)
     rows = torch.tensor([m.first_row for m in members])[:, None] + steps
     device = pool.device
     return Group(
@@ -179,8 +185,8 @@ def _plan_group(
         num_tokens,
         rows.flatten().to(device),
         _kv_rows(tables, pool).to(device),
-        bias[:, None].repeat(1, 1, repeats, 1).to(device),
-        _stale_rows(members, firsts, widths, pool).to(device),
+        F.pad(bias[:, None].repeat(1, 1, repeats, 1), (0, 0, 0, spare)).to(device),
+        _stale_rows(members, firsts, widths, width * block_size, pool).to(device),
     )
 
 
@@ -188,11 +194,11 @@ def _stale_rows(
     members: Sequence[AttentionSlice],
     firsts: Sequence[int],
     widths: Sequence[int],
+    num_keys: int,
     pool: torch.Tensor,
 ) -> torch.Tensor:
     """See Group.stale. Padding repeats a full block, and needs no care, but for sequences of a single block."""
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
-    num_keys = max(widths) * block_size
     rows = []
     for index, (part, first, own) in enumerate(zip(members, firsts, widths, strict=True)):
         used = part.start + part.num_tokens - first * block_size
@@ -216,7 +222,7 @@ def _plan_long(part: AttentionSlice, pool: torch.Tensor, window: int | None) -> 
 def _band(reach: int, window: int | None, pool: torch.Tensor) -> torch.Tensor:
     """The bias of any tile is a slice of this one, because it depends on key minus query position alone."""
     query = torch.arange(TILE_TOKENS, device=pool.device)[:, None]
-    key = torch.arange(-reach, TILE_TOKENS, device=pool.device)[None, :]
+    key = torch.arange(-reach, TILE_TOKENS + ALIGN, device=pool.device)[None, :]
     visible = key <= query
     if window is not None:
         visible &= key > query - window
@@ -273,8 +279,11 @@ def _run_group(
         gathered.view(-1, head_dim).index_fill_(0, group.stale, 0)
     # The heads that share a KV head are rows of one matrix: [seqs, kv_heads, heads_per_kv * tokens, head_dim].
     packed = query[group.rows].view(shape).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    num_rows = packed.shape[2]
+    packed = F.pad(packed, (0, 0, 0, max(0, ALIGN - num_rows)))
     result = F.scaled_dot_product_attention(packed, keys, values, attn_mask=group.bias, scale=scale)
-    result = result.view(group.num_seqs, num_kv_heads, shape[3], group.num_tokens, head_dim)
+    result = result[:, :, :num_rows]
+    result = result.reshape(group.num_seqs, num_kv_heads, shape[3], group.num_tokens, head_dim)
     out[group.rows] = result.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, head_dim)
 
 
@@ -295,6 +304,9 @@ def _run_long(
         keys, values = (x[own].transpose(0, 1) for x in (key, value))
     else:
         keys, values = (x[0] for x in _gather(pool, layer, long.kv_rows, 1))
+    num_keys = long.start + long.num_tokens - long.first_kv
+    padding = (0, 0, 0, -num_keys % ALIGN)
+    keys, values = (F.pad(x[:, :num_keys], padding) for x in (keys, values))
     heads_per_kv = num_heads // num_kv_heads
     queries = query[own].view(-1, num_kv_heads, heads_per_kv, head_dim).permute(1, 2, 0, 3)
     results = out[own].view(-1, num_kv_heads, heads_per_kv, head_dim).permute(1, 2, 0, 3)
@@ -304,6 +316,7 @@ def _run_long(
         at = long.start - long.first_kv + first
         low = 0 if plan.window is None else max(0, at - plan.window + 1)
         high = at + tile.stop - tile.start
+        high += -high % ALIGN
         if plan.band is None:
             raise ValueError("the plan of a long sequence has no band")
         bias = plan.band[: tile.stop - tile.start, plan.reach + low - at : plan.reach + high - at]

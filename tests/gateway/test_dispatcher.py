@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.errors import BatonError, NoWorkers
 from baton.types import Tier
-from gateway.dispatcher import Placement
+from gateway.placement import Placement
 from tests.support.fake_workers import expected_output
 from tests.support.gateway_world import Client, World, gateway_world, make_spec
 from tests.support.virtual_loop import run_virtual
@@ -39,9 +39,7 @@ JOBS = st.lists(
     max_size=14,
 )
 FAULTS = st.lists(
-    st.tuples(
-        st.integers(0, 500), st.sampled_from(["preempt", "handoff", "decode", "prefill"])
-    ),
+    st.tuples(st.integers(0, 500), st.sampled_from(["preempt", "handoff", "decode", "prefill"])),
     max_size=3,
 )
 
@@ -128,7 +126,9 @@ def test_waiting_sequences_are_placed_by_priority_then_arrival() -> None:
 
             async def run(name: str, arrival_ns: int, priority: int) -> None:
                 spec = make_spec(name, arrival_ns=arrival_ns)
-                spec = type(spec)(**{f: getattr(spec, f) for f in spec.__slots__} | {"priority": priority})
+                spec = type(spec)(
+                    **{f: getattr(spec, f) for f in spec.__slots__} | {"priority": priority}
+                )
                 await world.generate(spec)
                 order.append(name)
 
@@ -185,6 +185,22 @@ def test_placements_are_counted_until_they_are_released_once() -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize("num_turns", range(8))
+def test_a_place_given_to_one_who_just_left_is_given_back(num_turns: int) -> None:
+    async def main() -> None:
+        async with gateway_world() as world:
+            waiting = asyncio.create_task(world.dispatcher.place(make_spec("a")))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            if waiting.done():
+                waiting.result().release()
+            waiting.cancel()
+            await asyncio.wait((waiting,))
+            world.check_empty()
+
+    run_virtual(main())
+
+
 def test_settled_blocks_are_counted_until_the_next_report() -> None:
     async def main() -> None:
         async with gateway_world() as world:
@@ -205,8 +221,10 @@ def test_new_requests_are_refused_at_once_while_no_decode_worker_is_ready() -> N
     async def main() -> None:
         async with gateway_world() as world:
             world.decodes[0].go_down()
+            now_s = asyncio.get_running_loop().time()
             with pytest.raises(NoWorkers) as caught:
                 await world.generate(make_spec("a"))
+            assert asyncio.get_running_loop().time() == now_s
             assert caught.value.retry_after_s
             world.decodes[0].come_up()
             await asyncio.sleep(0.1)
@@ -228,5 +246,20 @@ def test_those_who_wait_share_the_error_when_nobody_comes() -> None:
             assert all(isinstance(result, BatonError) for result in results)
             assert not world.fleet.ready(Tier.DECODE)
             world.check_empty()
+
+    run_virtual(main())
+
+
+def test_a_prompt_goes_where_its_beginning_was_seen() -> None:
+    async def main() -> None:
+        async with gateway_world(num_prefills=3, num_decodes=3, num_blocks=200) as world:
+            prompt = list(range(90))
+            first = await world.generate(make_spec("r0", prompt))
+            for number in range(1, 6):
+                await asyncio.sleep(0.1)
+                spec = make_spec(f"r{number}", [*prompt, number], arrival_ns=number)
+                timing = (await world.generate(spec)).last.timing
+                assert timing.prefill_worker == first.last.timing.prefill_worker
+                assert timing.decode_worker == first.last.timing.decode_worker
 
     run_virtual(main())

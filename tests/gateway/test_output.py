@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -30,7 +31,7 @@ def strip_text(token_ids: Sequence[int]) -> str:
 def cut(items: Sequence[int], borders: Sequence[int]) -> list[Sequence[int]]:
     """`items` in pieces; borders beyond the end are harmless."""
     edges = [0, *sorted(b % (len(items) + 1) for b in borders), len(items)]
-    return [items[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [items[a:b] for a, b in pairwise(edges)]
 
 
 IDS = st.lists(st.integers(0, 300), max_size=200) | st.text(max_size=60).map(

@@ -139,6 +139,22 @@ def test_a_cancel_in_any_state_frees_everything(after_s: float, queued_behind: i
     in_world(test)
 
 
+@pytest.mark.parametrize("after_s", [0.003, 0.008, 0.05])
+def test_a_cancel_reaches_both_tiers_at_once(after_s: float) -> None:
+    async def test(world: World) -> None:
+        request = asyncio.create_task(world.generate(make_spec("a", [1] * 6, max_tokens=60)))
+        await asyncio.sleep(after_s)
+        assert world.decodes[0].num_sequences == 1
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        await asyncio.sleep(1e-6)  # far less than a step
+        assert world.decodes[0].num_sequences == 0
+        assert world.prefills[0].num_in_flight == 0
+
+    in_world(test)
+
+
 def test_a_deferred_sequence_waits_at_its_old_rank() -> None:
     async def test(world: World) -> None:
         decode = world.decodes[0]
@@ -168,6 +184,8 @@ def test_a_preempted_sequence_goes_on_where_it_was() -> None:
         assert client.token_ids == expected_output(spec)
         assert client.text == text_of(expected_output(spec))
         assert client.last.timing.num_resumes == 5, "preemptions are not limited"
+        lengths = [len(opened.output_token_ids) for opened in world.decodes[0].specs]
+        assert lengths == sorted(set(lengths)), "each placement goes on from where the last one was"
 
     in_world(test)
 
@@ -283,7 +301,10 @@ def test_a_changed_token_or_a_gap_is_a_fault(event: Tokens) -> None:
         world.decodes[0].tell_all(event)
         with pytest.raises(EngineFault):
             await request
-        assert client.token_ids == expected_output(make_spec("a", max_tokens=20))[: len(client.token_ids)]
+        assert (
+            client.token_ids
+            == expected_output(make_spec("a", max_tokens=20))[: len(client.token_ids)]
+        )
 
     in_world(test)
 

@@ -177,9 +177,7 @@ def test_tenants_and_processes_share_no_digests() -> None:
     assert len(set.union(*sets)) == sum(map(len, sets))
 
 
-@given(
-    records=st.lists(st.tuples(st.integers(0, 2), TOKEN_LISTS), max_size=12), query=TOKEN_LISTS
-)
+@given(records=st.lists(st.tuples(st.integers(0, 2), TOKEN_LISTS), max_size=12), query=TOKEN_LISTS)
 def test_affinity_tells_the_longest_prefix_of_each_worker(
     records: list[tuple[int, list[int]]], query: list[int]
 ) -> None:

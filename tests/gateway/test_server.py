@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -80,15 +80,15 @@ async def cluster(
     async with (
         serving(decode) as d,
         serving(prefill) as p,
-        gateway(
-            model_path, prefill_workers=(p.address,), decode_workers=(d.address,)
-        ) as channel,
+        gateway(model_path, prefill_workers=(p.address,), decode_workers=(d.address,)) as channel,
     ):
         yield channel, prefill, decode
 
 
 def generate_request(prompt: Prompt, **sampling: Any) -> inference_pb2.GenerateRequest:
-    params = sampling_pb2.SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "seed": 0, **sampling})
+    params = sampling_pb2.SamplingParams(
+        **{"max_tokens": 8, "temperature": 0.0, "seed": 0, **sampling}
+    )
     return inference_pb2.GenerateRequest(prompt=prompt, sampling=params)
 
 
@@ -98,10 +98,7 @@ def ids_prompt(*ids: int) -> Prompt:
 
 async def refusal(call: Any) -> BatonError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        if hasattr(call, "read"):
-            await call.read()
-        else:
-            await call
+        await (call.read() if hasattr(call, "read") else call)
     return from_rpc_error(caught.value)
 
 
@@ -135,7 +132,7 @@ async def test_a_request_id_that_is_none_is_replaced(model_path: Path, bad_id: s
         metadata = (("x-request-id", bad_id),)
         call = stub.Generate(generate_request(ids_prompt(1)), metadata=metadata)
         headers = dict(await call.initial_metadata())
-        assert headers["x-request-id"].startswith("req-")
+        assert str(headers["x-request-id"]).startswith("req-")
         assert [chunk async for chunk in call]
 
 

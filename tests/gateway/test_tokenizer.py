@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,9 @@ def byte_level() -> HfTokenizer:
     tokenizer = HfTokenizer(models.BPE(vocab, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    tokenizer.add_special_tokens(
+        [AddedToken("<s>", special=True), AddedToken("</s>", special=True)]
+    )
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 256)]
     )
@@ -58,7 +61,7 @@ def test_byte_level_pieces_are_the_whole_text(
     tokenizer = Tokenizer(byte_level(), FACTS)
     detokenizer = Detokenizer(lambda ids: tokenizer.decode(ids, skip_special_tokens))
     edges = [0, *sorted(c % (len(ids) + 1) for c in cuts), len(ids)]
-    pieces = [ids[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [ids[a:b] for a, b in pairwise(edges)]
     text = "".join(map(detokenizer.feed, pieces)) + detokenizer.flush()
     assert text == tokenizer.decode(ids, skip_special_tokens)
 

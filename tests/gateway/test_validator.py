@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,9 +26,9 @@ Params = sampling_pb2.SamplingParams
 Prompt = inference_pb2.Prompt
 
 
-def request(prompt: Prompt | None = None, **sampling: object) -> inference_pb2.GenerateRequest:
+def request(prompt: Prompt | None = None, **sampling: Any) -> inference_pb2.GenerateRequest:
     prompt = prompt or Prompt(text="hello")
-    return inference_pb2.GenerateRequest(prompt=prompt, sampling=Params(**sampling))  # type: ignore[arg-type]
+    return inference_pb2.GenerateRequest(prompt=prompt, sampling=Params(**sampling))
 
 
 def ids_prompt(*ids: int) -> Prompt:
@@ -62,12 +63,14 @@ def violations(bad: inference_pb2.GenerateRequest, facts: ModelFacts = FACTS) ->
         ("logprobs", [21]),
         ("stop_token_ids", [[1] * 65]),
         ("stop", [["x"] * 17, ["x"] * 1000]),
-        ("logit_bias", [{i: 0.0 for i in range(1025)}]),
+        ("logit_bias", [dict.fromkeys(range(1025), 0.0)]),
     ],
 )
-def test_a_field_out_of_range_is_named_alone(field: str, values: list[object]) -> None:
+def test_a_field_out_of_range_is_named_alone(field: str, values: list[Any]) -> None:
     for value in values:
-        found = violations(request(**{field: value}), ModelFacts("m", 5000, 64, 48, frozenset(), True))
+        found = violations(
+            request(**{field: value}), ModelFacts("m", 5000, 64, 48, frozenset(), True)
+        )
         assert list(found) == [f"sampling.{field}"]
 
 
@@ -93,7 +96,10 @@ def test_a_field_out_of_range_is_named_alone(field: str, values: list[object]) -
         (request(chat(*[("user", "x")] * 1025)), "prompt.chat.messages"),
         (request(chat(("", "x"))), "prompt.chat.messages[0].role"),
         (inference_pb2.GenerateRequest(prompt=Prompt(text="x"), priority=1001), "priority"),
-        (inference_pb2.GenerateRequest(prompt=Prompt(text="x"), cache_salt="x" * 257), "cache_salt"),
+        (
+            inference_pb2.GenerateRequest(prompt=Prompt(text="x"), cache_salt="x" * 257),
+            "cache_salt",
+        ),
     ],
 )
 def test_each_wrong_request_names_its_field(bad: inference_pb2.GenerateRequest, field: str) -> None:
@@ -163,7 +169,7 @@ def test_unset_fields_take_their_defaults() -> None:
 
 
 def test_given_fields_are_kept() -> None:
-    params = {
+    params: dict[str, Any] = {
         "temperature": 0.0,
         "max_tokens": 3,
         "seed": 0,

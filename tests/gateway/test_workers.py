@@ -34,7 +34,9 @@ async def until(fleet: Fleet, is_so: Callable[[], bool]) -> None:
 
 @contextlib.asynccontextmanager
 async def connected(fleet: Fleet) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(keep_connected(fleet, a, draw=lambda: 0.99)) for a in fleet.workers]
+    tasks = [
+        asyncio.create_task(keep_connected(fleet, a, draw=lambda: 0.99)) for a in fleet.workers
+    ]
     try:
         yield
     finally:

@@ -117,7 +117,7 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("no route")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
-    with pytest.raises(ModelError, match="some/model: neither a folder.*no route"):
+    with pytest.raises(ModelError, match=r"some/model: neither a folder.*no route"):
         load_engine("some/model", num_blocks=1)
 
 

@@ -113,6 +113,8 @@ class FakeDecode:
         self.info = info
         self.step_s = step_s
         self.num_opens = 0
+        self.specs: list[SequenceSpec] = []
+        """All that were ever opened here, in order."""
         self.num_deferrals = 0
         self.num_preemptions = 0
         self.tokens_per_step = 1
@@ -140,6 +142,7 @@ class FakeDecode:
 
     def open(self, spec: SequenceSpec, prefill_here: bool, sink: Sink) -> int:
         self.num_opens += 1
+        self.specs.append(spec)
         handle = self.num_opens
         self._loop.call_soon(self._admit, handle, spec, prefill_here, sink)
         return handle

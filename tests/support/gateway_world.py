@@ -20,7 +20,11 @@ Chunk = inference_pb2.GenerateResponse
 
 
 def make_spec(
-    request_id: str, prompt: Sequence[int] = (1, 2, 3, 4, 5), *, arrival_ns: int = 0, **sampling: Any
+    request_id: str,
+    prompt: Sequence[int] = (1, 2, 3, 4, 5),
+    *,
+    arrival_ns: int = 0,
+    **sampling: Any,
 ) -> SequenceSpec:
     return SequenceSpec(
         request_id=request_id,

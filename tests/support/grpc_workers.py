@@ -15,7 +15,15 @@ import grpc.aio
 
 from baton.events import Committed, DecodeEvent, Deferred, Offered, PrefillsHere, Tokens
 from baton.rpc.server import RunningServer, start_server
-from baton.types import BlockCounts, FinishReason, Sample, SequenceSpec, Tier, WorkerInfo, WorkerLoad
+from baton.types import (
+    BlockCounts,
+    FinishReason,
+    Sample,
+    SequenceSpec,
+    Tier,
+    WorkerInfo,
+    WorkerLoad,
+)
 from baton.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -60,7 +68,7 @@ class GrpcWorker(
     async def GetWorkerInfo(self, request: Any, context: Any) -> Any:  # noqa: N802, ARG002
         return info_to_proto(self.info)
 
-    async def WatchLoad(self, request: Any, context: Any) -> AsyncIterator[Any]:  # type: ignore[override] # noqa: N802, ARG002
+    async def WatchLoad(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802, ARG002
         while True:
             if not self.is_silent:
                 blocks = BlockCounts(self.info.num_blocks - len(self.open_handles), 0, 0)
@@ -80,7 +88,7 @@ class GrpcWorker(
             worker.commit(handle, token_id)
         return prefill_pb2.PrefillResponse(token_id=token_id, num_cached_tokens=1, queue_ms=2.0)
 
-    async def Decode(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # type: ignore[override] # noqa: N802, ARG002
+    async def Decode(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802, ARG002
         outgoing: asyncio.Queue[decode_pb2.DecodeResponse] = asyncio.Queue()
         reader = asyncio.create_task(self._read(requests, outgoing))
         try:
@@ -89,6 +97,10 @@ class GrpcWorker(
         finally:
             reader.cancel()
             self.open_handles.clear()
+
+    async def Drain(self, request: Any, context: Any) -> Any:  # noqa: N802, ARG002
+        self.is_draining = True
+        return worker_pb2.DrainResponse(num_remaining=len(self.open_handles))
 
     # What it does.
 

@@ -1,0 +1,80 @@
+"""A sequence's claim on the workers it was given to."""
+
+from __future__ import annotations
+
+from gateway.fleet import Fleet, Worker
+
+
+class Placement:
+    """A sequence's claim on workers, counted in the fleet from the start until it is released. Release is idempotent."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        placement_id: int,
+        prefill: Worker | None,
+        decode: Worker | None,
+        num_tokens: int,
+        num_blocks: int,
+    ) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        # Those of now: after a loss the same address gets another link.
+        self.prefill_link = prefill.prefill_link if prefill else None
+        self.decode_link = decode.decode_link if decode else None
+        self._fleet = fleet
+        self._id = placement_id
+        self._prefill_tokens = num_tokens if prefill else 0
+        self._holds_decode = decode is not None
+        if prefill:
+            prefill.num_in_flight += 1
+            prefill.outstanding_tokens += num_tokens
+        if decode:
+            decode.num_in_flight += 1
+            decode.reserve_blocks(placement_id, num_blocks)
+
+    @property
+    def prefill_name(self) -> str:
+        """The prefill worker's id; empty if there is none."""
+        return _name_of(self.prefill)
+
+    @property
+    def decode_name(self) -> str:
+        """The decode worker's id; empty if there is none."""
+        return _name_of(self.decode)
+
+    def settle(self) -> None:
+        """The decode worker has reserved what it needs; its reports count it from now on."""
+        if self.decode and self._holds_decode:
+            self.decode.settle(self._id)
+
+    def defer(self) -> None:
+        """The decode worker had no room after all."""
+        if self.decode:
+            self.decode.is_awaiting_report = True
+
+    def suspect_prefill(self) -> None:
+        """The prefill worker could not be reached."""
+        if self.prefill:
+            self._fleet.suspect(self.prefill.address)
+
+    def release_prefill(self) -> None:
+        """The prefill worker is done with the sequence, or was not needed."""
+        if self.prefill and self._prefill_tokens:
+            self.prefill.num_in_flight -= 1
+            self.prefill.outstanding_tokens -= self._prefill_tokens
+            self._prefill_tokens = 0
+            self._fleet.changed()
+
+    def release(self) -> None:
+        """Nothing is left of the sequence on either worker."""
+        self.release_prefill()
+        if self.decode and self._holds_decode:
+            self._holds_decode = False
+            self.decode.num_in_flight -= 1
+            self.decode.drop_blocks(self._id)
+            self._fleet.changed()
+
+
+def _name_of(worker: Worker | None) -> str:
+    return worker.info.identity.worker_id if worker and worker.info else ""
