@@ -11,8 +11,6 @@ On a CPU with AVX-512 bf16 and without a sliding window, bfloat16 KV was bit for
 from __future__ import annotations
 
 import logging
-import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +23,7 @@ from baton.engine.torch_step import check_batch, fault, pack_batch, sample_rows
 from baton.errors import ConfigError
 from baton.model.config import DTYPES, ModelConfig, read_config
 from baton.model.decoder import Decoder
+from baton.model.host_memory import available_memory_bytes
 from baton.model.memory_plan import MemoryPlan, plan_memory
 from baton.model.parameters import Parameters, empty_parameters
 from baton.model.rope import Rope, make_rope
@@ -39,9 +38,6 @@ from baton.types import KvLayout, Sample
 
 _log = logging.getLogger(__name__)
 
-#: A forward tells about finished layers in this many groups.
-LAYER_GROUPS = 4
-
 
 @dataclass(frozen=True, slots=True)
 class _Model:
@@ -54,8 +50,16 @@ class TorchEngine:
     """See baton.engine.interface.Engine. Driven by one thread."""
 
     def __init__(
-        self, spec: EngineSpec, config: ModelConfig, decoder: Decoder, rope: Rope, kv: TorchKvPool
+        self,
+        spec: EngineSpec,
+        config: ModelConfig,
+        decoder: Decoder,
+        rope: Rope,
+        kv: TorchKvPool,
+        layer_group_size: int,
     ) -> None:
+        """layer_group_size: layers that a forward tells `layers_done` of at once."""
+        self._layer_group_size = layer_group_size
         self._spec = spec
         self._model = _Model(config, decoder, rope)
         self._kv = kv
@@ -94,16 +98,19 @@ class TorchEngine:
             return torch.empty(0, spec.vocab_size)
         with torch.inference_mode():
             packed = pack_batch(batch, model.config, model.rope, self._kv.tensor)
-            done = _in_groups(layers_done, model.config.num_layers) if layers_done else None
+            done = (
+                _in_groups(layers_done, model.config.num_layers, self._layer_group_size)
+                if layers_done
+                else None
+            )
             hidden = model.decoder.forward(packed, self._kv.tensor, done)
             _, packed_rows, _ = sample_rows(batch)
             index = torch.tensor(packed_rows, dtype=torch.int64, device=hidden.device)
             return model.decoder.logits(hidden[index])
 
 
-def _in_groups(layers_done: LayersDone, num_layers: int) -> Callable[[int], None]:
-    """Tell `layers_done` about consecutive groups of layers instead of each."""
-    size = math.ceil(num_layers / LAYER_GROUPS)
+def _in_groups(layers_done: LayersDone, num_layers: int, size: int) -> Callable[[int], None]:
+    """Tell `layers_done` about groups of `size` consecutive layers instead of each."""
 
     def done(layer: int) -> None:
         end = layer + 1
@@ -123,9 +130,11 @@ def load_engine(
     max_model_len: int | None = None,
     block_size: int = 16,
     kv_cache_memory_bytes: int | None = None,
+    memory_share: float = 0.8,
     num_blocks: int | None = None,
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 2048,
+    layer_group_size: int = 4,
     served_model_name: str | None = None,
     num_threads: int | None = None,
     on_plan: Callable[[MemoryPlan], None] | None = None,
@@ -152,10 +161,17 @@ def load_engine(
         max_model_len=longest,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        available_bytes=_available_bytes(where),
+        available_bytes=int(_available_bytes(where) * memory_share),
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         num_blocks=num_blocks,
     )
+    if max_model_len is not None and plan.longest_context < max_model_len:
+        raise ConfigError.of(
+            "max_model_len",
+            max_model_len,
+            f"{plan.num_blocks} KV blocks hold {plan.longest_context} tokens; lower it, or raise "
+            "kv_cache_memory_bytes or gpu_memory_utilization",
+        )
     (on_plan or _log_plan)(plan)
     parameters = empty_parameters(config, getattr(torch, name), where)
     digest = _load(folder, parameters, progress)
@@ -173,11 +189,11 @@ def load_engine(
         layout=layout,
         num_blocks=plan.num_blocks,
         vocab_size=config.vocab_size,
-        max_model_len=longest,
+        max_model_len=plan.longest_context,
         shared_prompt_limit=config.max_position_embeddings if rope.is_dynamic else None,
     )
     pool = TorchKvPool(layout, plan.num_blocks, where)
-    return TorchEngine(spec, config, Decoder(config, parameters), rope, pool)
+    return TorchEngine(spec, config, Decoder(config, parameters), rope, pool, layer_group_size)
 
 
 def _load(folder: Path, parameters: Parameters, progress: ProgressHook | None) -> str:
@@ -227,12 +243,4 @@ def _available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvail"))
-        root = Path("/sys/fs/cgroup")
-        limit, used = (int((root / f"memory.{n}").read_text()) for n in ("max", "current"))
-    except (OSError, ValueError, StopIteration):
-        return free
-    return min(free, max(0, limit - used))
+    return available_memory_bytes()

@@ -113,7 +113,7 @@ def plan_memory(
     num_blocks: int | None = None,
 ) -> MemoryPlan:
     """How many KV blocks to have: `num_blocks`, or what fits `kv_cache_memory_bytes`, or enough for max_num_seqs sequences of
-    max_model_len tokens within four tenths of what the weights leave of `available_bytes`.
+    max_model_len tokens within what weights and activations leave of `available_bytes`.
 
     Raises ConfigError if that is not even one block, or the weights do not fit.
     """
@@ -132,7 +132,7 @@ def plan_memory(
         budget = kv_cache_memory_bytes
         if budget is None:
             wanted = max_num_seqs * -(-max_model_len // block_size) * block_bytes
-            budget = min(wanted, max(0, available_bytes - weights - active) * 4 // 10)
+            budget = min(wanted, max(0, available_bytes - weights - active))
         num_blocks = budget // block_bytes
     if num_blocks < 1:
         raise ConfigError.of(

@@ -63,6 +63,12 @@ def threads_per_worker(options: ServeOptions, num_cores: int) -> int:
     return max(1, num_cores // (num_prefill_workers(options) + options.num_decode_workers))
 
 
+def memory_share_per_worker(options: ServeOptions) -> float:
+    """Share of the free memory of each worker: an equal part of what all of them may take, since they start together."""
+    num_workers = num_prefill_workers(options) + options.num_decode_workers
+    return options.gpu_memory_utilization / num_workers
+
+
 def plan_workers(
     options: ServeOptions, num_cores: int, programs: Programs = PROGRAMS
 ) -> tuple[ChildSpec, ...]:
@@ -106,7 +112,13 @@ def _worker(
     num_threads: int,
     block_size: int,
 ) -> ChildSpec:
-    own = {"worker_id": name, "num_threads": num_threads, "block_size": block_size, "port": 0}
+    own = {
+        "worker_id": name,
+        "num_threads": num_threads,
+        "block_size": block_size,
+        "gpu_memory_utilization": memory_share_per_worker(options),
+        "port": 0,
+    }
     return _child(cls, options, program, name, own)
 
 

@@ -6,7 +6,6 @@ import secrets
 
 from baton.cache.pool import BlockPool
 from baton.config import EngineOptions
-from baton.config.memory import available_memory_bytes, default_kv_cache_memory_bytes
 from baton.engine.interface import Engine
 from baton.engine.oracle import OracleEngine, OracleOptions
 
@@ -51,9 +50,6 @@ def _build_torch(options: EngineOptions) -> Engine:
 
     best_device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    kv_bytes = options.kv_cache_memory_bytes or default_kv_cache_memory_bytes(
-        available_memory_bytes()
-    )
     return load_engine(
         model=options.model,
         revision=options.revision,
@@ -61,10 +57,12 @@ def _build_torch(options: EngineOptions) -> Engine:
         device=best_device if options.device == "auto" else options.device,
         max_model_len=options.max_model_len,
         block_size=options.block_size,
-        kv_cache_memory_bytes=kv_bytes,
+        kv_cache_memory_bytes=options.kv_cache_memory_bytes,
+        memory_share=options.gpu_memory_utilization,
         num_blocks=options.num_gpu_blocks_override,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
+        layer_group_size=options.layer_group_size,
         served_model_name=options.served_model_name,
         num_threads=options.num_threads,
     )

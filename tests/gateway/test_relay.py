@@ -51,6 +51,10 @@ def test_a_request_passes_both_tiers_and_comes_out_whole() -> None:
         timing = client.last.timing
         assert (timing.prefill_worker, timing.decode_worker) == ("p0:1", "d0:1")
         assert timing.transfer_bytes == 100
+        assert timing.prefill_ms == pytest.approx(5.0)
+        assert timing.time_to_first_token_ms == pytest.approx(5.0)
+        assert timing.total_ms == pytest.approx(5.0 + timing.decode_ms)
+        assert timing.decode_ms > 10.0 * 6
         assert timing.num_resumes == 0
         # The first token comes from the prefill worker, before the KV is there.
         assert list(client.chunks[0].token_ids) == expected_output(spec)[:1]

@@ -42,9 +42,17 @@ def tiny_engine(tiny_model: MakeModel) -> MakeEngine:
     """An engine over tiny_model(family, **overrides); not shared."""
 
     def make(
-        family: Family = "llama", block_size: int = 8, num_blocks: int = 64, **overrides: Any
+        family: Family = "llama",
+        block_size: int = 8,
+        num_blocks: int = 64,
+        layer_group_size: int = 4,
+        **overrides: Any,
     ) -> TorchEngine:
-        path = tiny_model(family, **overrides)
-        return load_engine(str(path), block_size=block_size, num_blocks=num_blocks)
+        return load_engine(
+            str(tiny_model(family, **overrides)),
+            block_size=block_size,
+            num_blocks=num_blocks,
+            layer_group_size=layer_group_size,
+        )
 
     return make

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.torch_engine import LAYER_GROUPS, TorchEngine
+from baton.engine.torch_engine import TorchEngine
 from baton.errors import EngineFault
 from baton.types import Sampling
 from tests.support.drive_engine import generate, token_ids
@@ -134,8 +134,10 @@ def test_a_slice_outside_its_own_is_refused_before_anything_is_written(
 
 
 def test_layers_are_told_in_order_once_written(tiny_engine: MakeEngine) -> None:
-    for num_layers in (1, 2, 5, 8):
-        engine = tiny_engine(block_size=4, num_hidden_layers=num_layers)
+    for num_layers, group_size in ((1, 4), (2, 1), (5, 2), (8, 4)):
+        engine = tiny_engine(
+            block_size=4, num_hidden_layers=num_layers, layer_group_size=group_size
+        )
         tokens = prompt(9)
         seen: list[tuple[int, int, torch.Tensor]] = []
 
@@ -151,7 +153,7 @@ def test_layers_are_told_in_order_once_written(tiny_engine: MakeEngine) -> None:
         engine.forward(Batch((SequenceSlice(tokens, 0, (0, 1, 2)),)), hook)
         told = [layer for first, count, _ in seen for layer in range(first, first + count)]
         assert told == list(range(num_layers))
-        assert len(seen) == min(num_layers, len(seen)) <= LAYER_GROUPS
+        assert len(seen) == -(-num_layers // group_size)
         for first, count, layers in seen:
             assert torch.equal(layers, engine.kv.tensor[:3, first : first + count])
             assert layers[:2].abs().sum(dim=(2, 3, 4, 5)).all()

@@ -1,23 +1,12 @@
-"""How much memory KV blocks take when nobody says."""
+"""How much memory of this machine a process may still take."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-MAX_DEFAULT_KV_BYTES = 1024**3
-_SHARE = 4
-
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
-
-
-def default_kv_cache_memory_bytes(available_bytes: int, num_workers: int = 1) -> int:
-    """KV memory of each of `num_workers` workers that share `available_bytes` of host memory.
-
-    Together they take at most a quarter, and each at most 1 GiB.
-    """
-    return min(MAX_DEFAULT_KV_BYTES, available_bytes // (_SHARE * num_workers))
 
 
 def available_memory_bytes(

@@ -1,25 +1,12 @@
-"""The default size of KV memory."""
+"""What a process may still take of the machine's memory."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from baton.config.memory import (
-    MAX_DEFAULT_KV_BYTES,
-    available_memory_bytes,
-    default_kv_cache_memory_bytes,
-)
-
-
-@given(available=st.integers(0, 2**50), num_workers=st.integers(1, 64))
-def test_workers_together_take_a_quarter_at_most(available: int, num_workers: int) -> None:
-    size = default_kv_cache_memory_bytes(available, num_workers)
-    assert 0 <= size <= MAX_DEFAULT_KV_BYTES
-    assert 4 * num_workers * size <= available
+from baton.model.host_memory import available_memory_bytes
 
 
 @pytest.mark.parametrize(
