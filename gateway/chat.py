@@ -35,7 +35,11 @@ class ChatRenderer:
         *,
         render_timeout_s: float = RENDER_TIMEOUT_S,
     ) -> None:
-        self._start_line = {"template": template, "special_tokens": dict(special_tokens)}
+        self._start_line = {
+            "template": template,
+            "special_tokens": dict(special_tokens),
+            "render_timeout_s": render_timeout_s,
+        }
         self._render_timeout_s = render_timeout_s
         self._turn = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None

@@ -1,7 +1,8 @@
 """A process that renders chat templates, so that one which does not end can be killed: python -m gateway.chat_renderer
 
-JSON lines. First in: {"template": str, "special_tokens": {name: text}}; first out: {"ready": true}.
+JSON lines. First in: {"template": str, "special_tokens": {name: text}, "render_timeout_s": float}; first out: {"ready": true}.
 Then for each line in, {"messages": [{"role": str, "content": str}]}, one line out: {"text": str} or {"error": str}.
+A render that takes twice its time ends the process (SIGALRM), should nobody be left to kill it.
 Uses transformers' own rendering (a sandboxed jinja environment with its extensions), without torch.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
@@ -59,7 +61,10 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
     render = _make_render(start["template"], start["special_tokens"])
     write({"ready": True})
     for line in requests:
-        write(_answer(render, json.loads(line)["messages"]))
+        signal.setitimer(signal.ITIMER_REAL, 2 * start["render_timeout_s"])
+        answer = _answer(render, json.loads(line)["messages"])
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        write(answer)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from baton.cli import chat, check, generate, start, status, version
+from baton.cli import chat, check, generate, health, start, status, version
 from baton.errors import BatonError, StartupError
 from baton.service import refuse
 
@@ -39,5 +39,6 @@ start.register(app)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("status")(status.status)
+app.command("health")(health.health)
 app.command("check")(check.check)
 app.command("version")(version.version)

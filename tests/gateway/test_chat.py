@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
+import sys
 
 import pytest
 
@@ -47,6 +49,17 @@ async def test_a_template_that_does_not_end_is_killed_and_others_are_served() ->
         assert await renderer.render([("user", "x")]) == "[user] x\n[assistant]"
     finally:
         await renderer.close()
+
+
+async def test_a_render_that_nobody_is_left_to_kill_ends_by_itself() -> None:
+    start = {"template": TEMPLATE, "special_tokens": {}, "render_timeout_s": 0.2}
+    endless = {"messages": [{"role": "endless", "content": "x"}]}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "gateway.chat_renderer", stdin=asyncio.subprocess.PIPE
+    )
+    assert process.stdin is not None
+    process.stdin.write(f"{json.dumps(start)}\n{json.dumps(endless)}\n".encode())
+    assert await process.wait() == -signal.SIGALRM
 
 
 async def test_an_answer_never_goes_to_another_after_a_cancel() -> None:

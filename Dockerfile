@@ -1,0 +1,31 @@
+# One image for gateway, prefill and decode; the command says which. See compose.yaml.
+ARG PYTHON_VERSION=3.12
+
+FROM python:${PYTHON_VERSION}-slim AS build
+# Where torch comes from: the CPU build unless told otherwise.
+ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python -m venv /opt/baton
+ENV PATH=/opt/baton/bin:$PATH
+# torch first: it is by far the largest layer, and changes least.
+RUN pip install --index-url "$TORCH_INDEX_URL" "torch>=2.11,<=2.13.0"
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
+COPY baton baton
+COPY gateway gateway
+COPY prefill_svc prefill_svc
+COPY decode_svc decode_svc
+COPY kv_transfer kv_transfer
+COPY kernels kernels
+RUN pip install ".[gateway,worker]"
+
+FROM python:${PYTHON_VERSION}-slim
+RUN groupadd --gid 10001 baton && useradd --uid 10001 --gid 10001 --no-create-home --shell /usr/sbin/nologin baton
+COPY --from=build /opt/baton /opt/baton
+ENV PATH=/opt/baton/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+USER 10001:10001
+WORKDIR /
+EXPOSE 50051
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["baton"]
+CMD ["--help"]

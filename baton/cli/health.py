@@ -1,0 +1,28 @@
+"""`baton health`: whether a process of Baton serves now; what containers are probed with."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from baton.cli import options
+
+
+def health(
+    address: options.Address = options.DEFAULT_ADDRESS,
+    service: Annotated[
+        str, typer.Option(help="Full name of one gRPC service; the whole server if not given.")
+    ] = "",
+    timeout_s: Annotated[
+        float, typer.Option("--timeout-s", help="Time to wait for the answer, in seconds.")
+    ] = 5.0,
+) -> None:
+    """Ask a gateway or a worker for its health. Exit status 1 if it does not serve, or does not answer."""
+    from baton.client import Client
+
+    with Client(address, timeout_s=timeout_s) as client:
+        is_serving = client.health(service)
+    typer.echo("serving" if is_serving else "not serving")
+    if not is_serving:
+        raise SystemExit(1)
