@@ -11,7 +11,8 @@ On a CPU with AVX-512 bf16 and without a sliding window, bfloat16 KV was bit for
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import torch
 from baton.engine.interface import Batch, EngineSpec, LayersDone
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.engine.torch_step import check_batch, fault, pack_batch, sample_rows
-from baton.errors import ConfigError
+from baton.errors import ConfigError, ModelError
 from baton.model.config import DTYPES, ModelConfig, read_config
 from baton.model.decoder import Decoder
 from baton.model.host_memory import available_memory_bytes
@@ -29,6 +30,7 @@ from baton.model.parameters import Parameters, empty_parameters
 from baton.model.rope import Rope, make_rope
 from baton.model.weights import (
     ProgressHook,
+    find_shards,
     load_weights,
     resolve_checkpoint,
     terminal_progress,
@@ -148,8 +150,10 @@ def load_engine(
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     where = _device(device)
-    folder = resolve_checkpoint(model, revision)
-    config = read_config(folder)
+    with _naming(model):
+        folder = resolve_checkpoint(model, revision)
+        config = read_config(folder)
+        find_shards(folder)
     name = _dtype_name(dtype, config)
     longest = _max_len(max_model_len, config)
     if block_size < 1:
@@ -174,7 +178,8 @@ def load_engine(
         )
     (on_plan or _log_plan)(plan)
     parameters = empty_parameters(config, getattr(torch, name), where)
-    digest = _load(folder, parameters, progress)
+    with _naming(model):
+        digest = _load(folder, parameters, progress)
     layout = KvLayout(
         fingerprint=f"{digest}:{config.kv_digest}",
         num_layers=config.num_layers,
@@ -194,6 +199,16 @@ def load_engine(
     )
     pool = TorchKvPool(layout, plan.num_blocks, where)
     return TorchEngine(spec, config, Decoder(config, parameters), rope, pool, layer_group_size)
+
+
+@contextmanager
+def _naming(model: str) -> Iterator[None]:
+    """Errors of the checkpoint begin with the option that chose it."""
+    try:
+        yield
+    except ModelError as error:
+        told = error.message.removeprefix(f"{model}: ")
+        raise type(error)(f"MODEL={model}: {told}", **error.metadata) from error
 
 
 def _load(folder: Path, parameters: Parameters, progress: ProgressHook | None) -> str:
@@ -216,7 +231,7 @@ def _device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError.of("device", name, "use cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError.of("device", name, "torch sees no CUDA device here; use device=cpu")
+        raise ConfigError.of("device", name, "torch sees no CUDA device here; give cpu or auto")
     return device
 
 

@@ -79,7 +79,7 @@ class TorchKvPool:
     ) -> None:
         """See KvPool. Raises ValueError if a range or a size is wrong."""
         packed = self._packed(block_ids, first_token, num_tokens, first_layer, num_layers, data)
-        source: Slab = packed if self._is_host else torch.from_dlpack(packed)
+        source: Slab = packed if self._is_host else torch.utils.dlpack.from_dlpack(packed)
         kv_unpack(self._bits, block_ids, first_token, first_layer, source)
 
     def _packed(

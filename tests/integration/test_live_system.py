@@ -7,7 +7,7 @@ import gc
 import os
 import random
 import threading
-from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -175,9 +175,13 @@ async def test_a_client_that_stops_reading_is_ended_and_holds_up_nobody() -> Non
             await check_alive(system)
             await system.until_quiet()
             with pytest.raises(grpc.RpcError) as ended:
-                while await call.read() is not grpc.aio.EOF:
-                    pass
+                await read_to_end(call)
         assert isinstance(from_rpc_error(ended.value), ClientStalled)
+
+
+async def read_to_end(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
 
 
 async def test_memory_pressure_preempts_and_every_stream_is_right() -> None:
@@ -207,22 +211,24 @@ async def test_a_full_gateway_says_when_to_come_again() -> None:
         await system.until_quiet()
 
 
-async def test_a_missing_worker_is_told_and_joins_when_it_appears(tmp_path: Path) -> None:
-    del tmp_path
+async def test_a_missing_worker_is_told_and_joins_when_it_appears() -> None:
     async with decode_worker() as first:
         port = int(first.rpartition(":")[2])
     # The address is free again: nobody is there when the gateway starts.
-    async with prefill_worker() as prefill, gateway([prefill], [first]) as address:
-        async with AsyncClient(address) as client:
-            with pytest.raises(NoWorkers) as refused:
-                await client.generate([1, 2], greedy(3))
-            assert refused.value.retry_after_s
-            assert not await client.health()
-            async with decode_worker(port=port):
-                while not await client.health():
-                    await asyncio.sleep(0.02)
-                done = await client.generate([1, 2], greedy(3))
-                assert done.token_ids == expected([1, 2], 3)
+    async with (
+        prefill_worker() as prefill,
+        gateway([prefill], [first]) as address,
+        AsyncClient(address) as client,
+    ):
+        with pytest.raises(NoWorkers) as refused:
+            await client.generate([1, 2], greedy(3))
+        assert refused.value.retry_after_s
+        assert not await client.health()
+        async with decode_worker(port=port):
+            while not await client.health():
+                await asyncio.sleep(0.02)
+            done = await client.generate([1, 2], greedy(3))
+            assert done.token_ids == expected([1, 2], 3)
 
 
 async def test_a_worker_of_another_model_is_refused_by_name_and_disturbs_nobody() -> None:

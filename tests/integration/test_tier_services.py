@@ -156,7 +156,10 @@ async def test_an_abort_ends_one_sequence_and_no_other() -> None:
 
 
 async def test_a_cancelled_prefill_kills_its_ticket() -> None:
-    async with tiers(oracle_step_ms=50.0, max_num_batched_tokens=4) as (decode_channel, channel):
+    async with tiers(oracle_step_ms=50.0, max_num_batched_tokens=4, max_num_seqs=4) as (
+        decode_channel,
+        channel,
+    ):
         stream = Stream(decode_channel)
         await stream.open(spec_of())
         offered = await stream.next()
