@@ -70,6 +70,7 @@ def test_one_stop_string_is_not_taken_apart() -> None:
 def test_results_have_the_fields_of_the_contract() -> None:
     for kind, message in (
         (results.Usage, inference_pb2.Usage),
+        (results.TimeToFirstToken, inference_pb2.TimeToFirstToken),
         (results.Timing, inference_pb2.RequestTiming),
         (results.WorkerStatus, inference_pb2.WorkerStatus),
         (results.Model, inference_pb2.Model),

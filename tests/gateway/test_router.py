@@ -184,7 +184,7 @@ def test_affinity_tells_the_longest_prefix_of_each_worker(
     def digests(tokens: list[int]) -> tuple[bytes, ...]:
         return prefix_digests(tokens, b"", b"key", chunk_tokens=4)
 
-    affinity = PrefixAffinity(10_000, chunk_tokens=4)
+    affinity = PrefixAffinity(10_000)
     expected: dict[str, int] = {}
     for number, tokens in records:
         affinity.record(digests(tokens), f"w{number}")
@@ -197,7 +197,7 @@ def test_affinity_tells_the_longest_prefix_of_each_worker(
 
 
 def test_affinity_is_bounded_and_forgets_what_was_not_used() -> None:
-    affinity = PrefixAffinity(8, chunk_tokens=4)
+    affinity = PrefixAffinity(8)
     old = prefix_digests([1] * 16, b"", b"k", chunk_tokens=4)
     affinity.record(old, "w")
     for number in range(2, 10):

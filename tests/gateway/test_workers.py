@@ -97,7 +97,7 @@ async def test_a_worker_that_does_not_fit_is_refused_by_name(info: object, field
         reason = fleet.workers[p.address].reason
         assert field in reason
         assert p.address in reason
-        assert fleet.ready(Tier.PREFILL) == []
+        assert not fleet.ready(Tier.PREFILL)
 
 
 async def test_unequal_block_sizes_work_together() -> None:
@@ -116,7 +116,7 @@ async def test_a_worker_that_drains_takes_no_more_work() -> None:
             await until(fleet, lambda: state(fleet, d.address) is WorkerState.READY)
             worker.is_draining = True
             await until(fleet, lambda: state(fleet, d.address) is WorkerState.DRAINING)
-            assert fleet.ready(Tier.DECODE) == []
+            assert not fleet.ready(Tier.DECODE)
 
 
 @pytest.mark.parametrize("cause", ["old heartbeat", "silence", "stop"])

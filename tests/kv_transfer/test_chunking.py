@@ -23,13 +23,28 @@ def cells(piece: KvRange) -> set[tuple[int, int]]:
 
 
 @quick
-@given(PIECES, st.integers(1, 20), st.integers(1, 50))
-def test_chunks_are_small_enough_and_cover_the_range_once(piece, token_layer_bytes, factor):
+@given(PIECES, st.integers(1, 20), st.integers(1, 50), st.integers(1, 9))
+def test_chunks_are_small_enough_and_cover_the_range_once(
+    piece, token_layer_bytes, factor, block_size
+):
     limit = token_layer_bytes * factor
-    found = list(chunks(piece, token_layer_bytes, limit))
+    found = list(chunks(piece, token_layer_bytes, limit, block_size))
     assert all(0 < chunk.num_bytes(token_layer_bytes) <= limit for chunk in found)
     assert sum(len(cells(chunk)) for chunk in found) == len(cells(piece))
     assert set().union(*map(cells, found)) == cells(piece)
+
+
+@quick
+@given(PIECES, st.integers(1, 50), st.integers(1, 9))
+def test_blocks_stay_whole_where_one_fits_and_keep_all_layers_where_they_fit(
+    piece, limit, block_size
+):
+    found = list(chunks(piece, 1, limit, block_size))
+    if limit >= block_size:
+        borders = {chunk.end_token for chunk in found} - {piece.end_token}
+        assert all(border % block_size == 0 for border in borders)
+    if limit >= block_size * piece.num_layers:
+        assert {chunk.num_layers for chunk in found} == {piece.num_layers}
 
 
 def test_a_chunk_that_cannot_hold_a_token_is_refused():

@@ -43,8 +43,8 @@ class DeafConnection:
         del staged
         self.num_credits += 1
 
-    def send(self, frame: Frame, staged: Staged | None = None) -> None:
-        del staged
+    def send(self, frame: Frame, staged: Staged | None = None, *, more: bool = False) -> None:
+        del staged, more
         self.sent.append(frame)
 
     def receive(self) -> Frame | None:

@@ -39,7 +39,7 @@ class Desk:
         self.table = TicketTable(
             OWNER, LAYOUT, (), 10.0, self.events.append, lambda: 0.0, b"s" * 32, self.draw
         )
-        self.receiver = Receiver(OWNER, LAYOUT, self.pool, self.table, 4, 1 << 12)
+        self.receiver = Receiver(OWNER, LAYOUT, self.pool, self.table, 1, 1 << 12)
 
     def draw(self) -> int:
         self.next_id += 1
@@ -394,3 +394,33 @@ def test_a_pool_that_cannot_store_kills_the_ticket_alone():
     (answer,) = desk.take(session, *chunk_of(offered.ticket_id, 1, 5, 0))
     assert isinstance(answer, kv_pb2.KvAbort)
     assert [type(event) for event in desk.events] == [TicketDead]
+
+
+def test_a_sender_whose_blocks_have_no_tokens_is_refused():
+    desk = Desk()
+    session = desk.receiver.session(desk.replies.append)
+    greeting = hello()
+    greeting.layout.block_size = 0
+    session.on_frame(greeting, memoryview(b""))
+    (refusal,) = desk.replies
+    assert isinstance(refusal, kv_pb2.KvRefuse)
+    assert (refusal.field, refusal.actual) == ("block_size", "0")
+    assert session.is_refused
+
+
+@pytest.mark.parametrize("num_credits", range(1, 20))
+def test_credits_come_back_in_batches_and_never_all_stay_away(num_credits: int):
+    desk = Desk()
+    desk.receiver = Receiver(OWNER, LAYOUT, desk.pool, desk.table, num_credits, 1 << 12)
+    session, free = desk.session(), set(range(num_credits))
+    for number in range(100):
+        assert free, f"no room for chunk {number}"
+        slot = free.pop()
+        chunk, payload = chunk_of(99, 0, 1, 0)
+        chunk.slot = slot
+        session.on_frame(chunk, memoryview(bytearray(payload)))
+        for reply in desk.replies:
+            if isinstance(reply, kv_pb2.KvCredit):
+                assert not free & set(reply.slots)
+                free |= set(reply.slots)
+        desk.replies.clear()

@@ -143,6 +143,22 @@ async def test_a_port_in_use_is_told_with_its_fix(server: RunningServer) -> None
         await start_server(server.address, lambda _: ())
 
 
+async def test_servers_share_a_port_if_all_ask_for_it_and_only_then() -> None:
+    first = await start_server("127.0.0.1:0", lambda _: (), reuse_port=True)
+    try:
+        second = await start_server(first.address, lambda _: (), reuse_port=True)
+        assert second.port == first.port
+        with pytest.raises(ConfigError, match=f"{first.port}"):
+            await start_server(first.address, lambda _: ())
+        # Whoever of the two is gone, the other answers.
+        await first.stop()
+        async with aio_channel(second.address) as channel:
+            assert await check(health_pb2_grpc.HealthStub(channel)) == SERVING
+        await second.stop()
+    finally:
+        await first.stop()
+
+
 @pytest.mark.parametrize("address", ["localhost", "localhost:", "127.0.0.1:http"])
 async def test_an_address_needs_a_port(address: str) -> None:
     with pytest.raises(ConfigError, match="host:port"):

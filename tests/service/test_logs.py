@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.logs import JsonFormatter, PlainFormatter, configure_logging
+from baton.supervisor.log_lines import readable
 
 
 class Terminal(io.StringIO):
@@ -68,3 +69,16 @@ def test_configuring_again_replaces() -> None:
 def test_plain_lines_without_a_request() -> None:
     record = logging.makeLogRecord({"msg": "hello", "levelname": "INFO", "name": "x"})
     assert PlainFormatter().format(record).endswith("x: hello")
+
+
+@pytest.mark.parametrize(
+    ("ids", "told"),
+    [({}, ""), ({"request_id": "r1"}, " [r1]"), ({"request_id": "r1", "trace_id": "t"}, " [r1 t]")],
+)
+def test_both_forms_tell_the_ids_that_are_known(ids: dict[str, str], told: str) -> None:
+    record = logging.makeLogRecord({"msg": "hello", "levelname": "INFO", "name": "x", **ids})
+    assert PlainFormatter().format(record).endswith(f"x: hello{told}")
+    line = JsonFormatter("p").format(record)
+    entry = json.loads(line)
+    assert {name: entry[name] for name in ("request_id", "trace_id") if name in entry} == ids
+    assert readable("p", line).endswith(f"p: hello{told}")

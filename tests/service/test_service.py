@@ -79,7 +79,7 @@ async def test_a_start_that_is_refused_is_one_line_and_status_2(
 ) -> None:
     service = await start(writers, "refuse")
     assert json.loads(await service.ready.read()) == {
-        "error": "no such\nweights",
+        "error": "no such weights",
         "reason": "MODEL",
     }
     assert await service.ended() == (2, ["baton decode: error: no such weights"])

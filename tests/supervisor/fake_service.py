@@ -43,7 +43,12 @@ async def serve(
         return
     if how == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    server = await asyncio.start_server(lambda _r, w: w.close(), options.host, options.port)
+    server = await asyncio.start_server(
+        lambda _r, w: w.close(),
+        options.host,
+        options.port,
+        reuse_port=getattr(options, "reuse_port", False),
+    )
     host, port = server.sockets[0].getsockname()[:2]
     _note(folder, f"{name} started {os.getpid()}")
     on_ready(ReadyReport(f"{host}:{port}", {"load": 0.25}))

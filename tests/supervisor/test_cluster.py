@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from baton.errors import StartupError
+from baton.errors import ConfigError, StartupError
 from baton.supervisor import ChildFailed, Cluster
 
 if TYPE_CHECKING:
@@ -62,6 +63,30 @@ async def test_all_start_and_the_gateway_stops_first(stage: Stage) -> None:
         f"{tier}-{index} stopped" for tier in ("decode", "prefill") for index in (0, 1)
     ]
     assert not any(map(is_running, pids))
+
+
+async def test_several_gateways_share_one_port_and_stop_before_the_workers(stage: Stage) -> None:
+    async with stage.cluster(num_gateways=3) as cluster:
+        gateways = ["gateway", "gateway-1", "gateway-2"]
+        assert cluster.names == ("prefill-0", "decode-0", *gateways)
+        assert {cluster.address_of(name) for name in gateways} == {cluster.address}
+        assert len({cluster.pid_of(name) for name in gateways}) == 3
+    stops = [line for line in stage.journal() if line.endswith("stopped")]
+    assert stops[:3] == ["gateway stopped"] * 3
+    assert sorted(stops[3:]) == ["decode-0 stopped", "prefill-0 stopped"]
+
+
+async def test_gateways_share_their_port_with_no_stranger(stage: Stage) -> None:
+    """One that shares ports too would get a part of the requests without a word."""
+    with socket.socket() as stranger:
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        port = stranger.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port={port}: is in use"):
+            async with stage.cluster(num_gateways=2, port=port):
+                pytest.fail("it started")
+    assert stage.journal() == []
 
 
 async def test_each_phase_of_the_start_is_told(stage: Stage) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from baton.config import ServeOptions
 from baton.supervisor.cluster import child_environment
-from baton.supervisor.plan import plan_gateway, plan_workers, threads_per_worker
+from baton.supervisor.plan import plan_gateways, plan_workers, threads_per_worker
 
 
 @given(num_prefill=st.integers(1, 8), num_decode=st.integers(1, 8), num_cores=st.integers(1, 256))
@@ -41,7 +41,7 @@ def test_each_worker_has_its_name_and_its_tiers_block_size() -> None:
 def test_options_of_one_role_go_to_that_role_alone() -> None:
     options = ServeOptions(model="m", max_local_prefill_tokens=3, max_queue_size=9, port=1234)
     prefill, decode = plan_workers(options, 2)
-    gateway = plan_gateway(options, {"prefill-0": "a:1", "decode-0": "b:2"})
+    (gateway,) = plan_gateways(options, {"prefill-0": "a:1", "decode-0": "b:2"})
     roles = {"prefill": prefill, "decode": decode, "gateway": gateway}
     for argument, role in {
         "--max-local-prefill-tokens=3": "decode",
@@ -58,6 +58,16 @@ def test_colocated_has_no_prefill_workers() -> None:
     specs = plan_workers(options, 4)
     assert [spec.name for spec in specs] == ["decode-0", "decode-1"]
     assert all("--colocated" in spec.arguments for spec in specs)
+
+
+def test_several_gateways_differ_in_name_only_and_share_the_port() -> None:
+    addresses = {"prefill-0": "a:1", "decode-0": "b:2"}
+    first, *others = plan_gateways(ServeOptions(model="m", num_gateways=3), addresses)
+    assert [first.name, *(spec.name for spec in others)] == ["gateway", "gateway-1", "gateway-2"]
+    assert all(spec.arguments == first.arguments for spec in others)
+    assert "--reuse-port" in first.arguments
+    (only,) = plan_gateways(ServeOptions(model="m"), addresses)
+    assert "--reuse-port" not in only.arguments
 
 
 def test_a_restart_takes_the_port_of_the_first_start() -> None:

@@ -1,0 +1,29 @@
+"""What the documents say about the tree is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PATH = re.compile(r"`([a-z_]+(?:/[\w.-]+)+/?)`")
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)(?:#[^)]*)?\)")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_paths_and_links_lead_somewhere(document: Path) -> None:
+    text = document.read_text()
+    paths = [ROOT / found for found in PATH.findall(text) if (ROOT / found.split("/")[0]).is_dir()]
+    links = [document.parent / found for found in LINK.findall(text)]
+    missing = [str(path) for path in (*paths, *links) if not path.exists()]
+    assert not missing
+
+
+def test_the_architecture_names_a_file_for_every_step_of_a_request() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    folders = ("gateway", "prefill_svc", "decode_svc", "kv_transfer", "baton", "kernels")
+    for folder in folders:
+        assert f"`{folder}/" in text

@@ -1,0 +1,72 @@
+"""The open loop: nobody waits for anybody's answer, and a failure is a record."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from baton.client import AsyncClient
+from baton.errors import Overloaded
+from baton.v1 import inference_pb2
+from bench.drive import DriveOptions, Progress, drive
+from bench.workload import LoadRequest
+from tests.support.fake_inference import FakeInference, serve
+
+NUM_REQUESTS = 5
+REQUESTS = tuple(LoadRequest(index * 0.001, (1, 2, 3), 4) for index in range(NUM_REQUESTS))
+
+
+class Barrier(FakeInference):
+    """Answers nobody before all have asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all_are_here = asyncio.Event()
+
+    async def _pieces(self, request: Any) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        if len(self.requests) == NUM_REQUESTS:
+            self.all_are_here.set()
+        await self.all_are_here.wait()
+        async for piece in super()._pieces(request):
+            yield piece
+
+
+async def drive_against(
+    fake: FakeInference, options: DriveOptions
+) -> tuple[tuple[Any, ...], list[Progress]]:
+    seen: list[Progress] = []
+    server = await serve(fake)
+    try:
+        async with AsyncClient(server.address) as client:
+            records = await drive(client, REQUESTS, options, seen.append)
+    finally:
+        await server.stop()
+    return records, seen
+
+
+async def test_requests_are_sent_whether_or_not_others_are_answered() -> None:
+    fake = Barrier()
+    records, seen = await drive_against(fake, DriveOptions(cache_salt="s", temperature=0.5))
+    assert [record.due_s for record in records] == [request.due_s for request in REQUESTS]
+    for record in records:
+        assert record.is_complete
+        assert record.num_prompt_tokens == 3
+        assert record.num_output_tokens == 3
+        assert record.due_s <= record.sent_s <= record.pieces[0][0] <= record.end_s
+    assert len(seen) == 2 * NUM_REQUESTS
+    assert (seen[-1].num_done, seen[-1].num_failed, seen[-1].num_running) == (NUM_REQUESTS, 0, 0)
+    assert seen[-1].num_output_tokens == 3 * NUM_REQUESTS
+    for request in fake.requests:
+        assert request.cache_salt == "s"
+        assert (request.sampling.max_tokens, request.sampling.ignore_eos) == (4, True)
+        assert request.sampling.temperature == 0.5
+
+
+async def test_a_request_that_fails_is_told_by_its_reason_and_others_go_on() -> None:
+    fake = FakeInference()
+    fake.failures.append(Overloaded("full"))
+    fake.failures_after_first.append(Overloaded("full now"))
+    records, seen = await drive_against(fake, DriveOptions())
+    assert sorted(record.error for record in records) == ["", "", "", "OVERLOADED", "OVERLOADED"]
+    assert sum(not record.is_complete for record in records) == seen[-1].num_failed == 2

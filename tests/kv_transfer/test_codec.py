@@ -1,0 +1,75 @@
+"""A payload holds the sender's blocks as they lie in its pool, and lands in whatever blocks the receiver has."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.engine.array_kv_pool import ArrayKvPool
+from baton.types import KvLayout
+from kv_transfer.codec import pack_chunk, unpack_chunk
+from kv_transfer.coverage import KvRange
+
+quick = settings(deadline=None, database=None, max_examples=80)
+NUM_LAYERS, NUM_BLOCKS = 4, 12
+
+
+def pool_of(block_size: int) -> ArrayKvPool:
+    pool = ArrayKvPool(KvLayout("m", NUM_LAYERS, 2, 3, "int64", block_size), NUM_BLOCKS)
+    pool.data[...] = np.arange(pool.data.size).reshape(pool.data.shape)
+    return pool
+
+
+def buffer_of(pool: ArrayKvPool, piece: KvRange) -> memoryview:
+    return memoryview(bytearray(piece.num_bytes(pool.layout.token_layer_bytes)))
+
+
+@quick
+@given(st.data())
+def test_what_is_packed_from_blocks_of_one_size_lands_in_blocks_of_another(data):
+    source, target = (pool_of(data.draw(st.integers(1, 7))) for _ in range(2))
+    room = min(source.layout.block_size, target.layout.block_size) * NUM_BLOCKS
+    first = data.draw(st.integers(0, room - 1))
+    layer = data.draw(st.integers(0, NUM_LAYERS - 1))
+    piece = KvRange(
+        first,
+        data.draw(st.integers(1, room - first)),
+        layer,
+        data.draw(st.integers(1, NUM_LAYERS - layer)),
+    )
+    tables = [tuple(data.draw(st.permutations(range(NUM_BLOCKS)))) for _ in range(2)]
+    target.data[...] = -1
+    expected = target.data.copy()
+    layers = slice(piece.first_layer, piece.end_layer)
+    for token in range(piece.first_token, piece.end_token):
+        (s, i), (t, j) = (divmod(token, p.layout.block_size) for p in (source, target))
+        expected[tables[1][t], layers, :, :, j] = source.data[tables[0][s], layers, :, :, i]
+    wire = buffer_of(source, piece)
+    pack_chunk(source, tables[0], piece, wire)
+    unpack_chunk(target, tables[1], piece, source.layout.block_size, wire)
+    np.testing.assert_array_equal(target.data, expected)
+
+
+def test_whole_blocks_travel_as_they_lie_in_the_pool():
+    pool, table = pool_of(4), (5, 2, 9)
+    piece = KvRange(4, 8, 1, 2)
+    wire = buffer_of(pool, piece)
+    pack_chunk(pool, table, piece, wire)
+    assert bytes(wire) == pool.data[2, 1:3].tobytes() + pool.data[9, 1:3].tobytes()
+
+
+def test_a_buffer_of_another_size_is_refused():
+    pool, piece = pool_of(4), KvRange(0, 4, 0, 1)
+    short = buffer_of(pool, piece)[8:]
+    with pytest.raises(ValueError, match="bytes for"):
+        pack_chunk(pool, (0,), piece, short)
+    with pytest.raises(ValueError, match="bytes for"):
+        unpack_chunk(pool, (0,), piece, 4, short)
+
+
+def test_tokens_past_the_blocks_are_refused():
+    pool, piece = pool_of(4), KvRange(3, 4, 0, 1)
+    with pytest.raises(ValueError, match="tokens"):
+        pack_chunk(pool, (0,), piece, buffer_of(pool, piece))

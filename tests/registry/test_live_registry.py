@@ -1,0 +1,181 @@
+"""The whole system with its registry in a real Redis, which is stopped, restarted empty, and frozen under load."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from baton.client import AsyncClient, SamplingParams
+from baton.engine.oracle import oracle_tokens
+from baton.errors import NoWorkers
+from baton.registry import redis as redis_module
+from baton.types import Sampling
+from gateway import server as gateway_module
+from tests.support.live_tiers import decode_worker, gateway, prefill_worker
+from tests.support.redis_server import RedisServer, redis_server
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases and periods of a tenth."""
+    kind = redis_module.RedisRegistry
+    brisk = functools.partial(kind, lease_s=1.0, period_s=0.1, timeout_s=0.5)
+    monkeypatch.setattr(redis_module, "RedisRegistry", brisk)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[RedisServer]:
+    async with redis_server() as running:
+        yield running
+
+
+class Load:
+    """Requests from several clients at once, for as long as the block lasts; each answer is checked."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._is_over = False
+        self.num_done = 0
+        self.moved = asyncio.Condition()
+
+    async def requests(self, number: int) -> None:
+        """Returns when so many more requests have been answered."""
+        goal = self.num_done + number
+        async with self.moved:
+            await self.moved.wait_for(lambda: self.num_done >= goal)
+
+    async def _one_client(self, number: int) -> None:
+        while not self._is_over:
+            prompt = [number, self.num_done % 900, *range(20)]
+            params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+            done = await self._client.generate(prompt, params)
+            assert done.token_ids == tuple(oracle_tokens(prompt, Sampling(max_tokens=12), 1000))
+            async with self.moved:
+                self.num_done += 1
+                self.moved.notify_all()
+
+    @asynccontextmanager
+    async def running(self, num_clients: int = 6) -> AsyncIterator[None]:
+        """Raises, at the end or at once, whatever any request raised."""
+        async with asyncio.TaskGroup() as group:
+            for number in range(num_clients):
+                group.create_task(self._one_client(number))
+            yield
+            self._is_over = True
+
+
+async def until_ready(client: AsyncClient, *names: str) -> None:
+    """Return when exactly these workers are known, and all are ready."""
+    while True:
+        workers = (await client.model()).workers
+        if sorted(w.worker_id for w in workers if w.state == "ready") == sorted(names):
+            return
+        await asyncio.sleep(0.02)
+
+
+async def until_told(caplog: pytest.LogCaptureFixture, text: str, times: int) -> None:
+    while caplog.text.count(text) < times:
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("how", ["stopped and restarted empty", "frozen"])
+async def test_an_outage_under_load_fails_no_request(
+    server: RedisServer, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    caplog.set_level("INFO")
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        await enter(prefill_worker(worker_id="p0", registry=server.url))
+        await enter(decode_worker(worker_id="d0", registry=server.url))
+        client = await enter(AsyncClient(await enter(gateway([], [], registry=server.url))))
+        await until_ready(client, "p0", "d0")
+        load = Load(client)
+        async with load.running():
+            await load.requests(20)
+            if how == "frozen":
+                server.freeze()
+            else:
+                await server.stop()
+            await until_told(caplog, "cannot be used", 3)  # both workers and the gateway
+            await load.requests(20)
+            # While nobody can be told: one worker comes.
+            await enter(decode_worker(worker_id="d1", registry=server.url))
+            await until_told(caplog, "cannot be used", 4)
+            await load.requests(20)
+            if how == "frozen":
+                server.thaw()
+            else:
+                await server.start()
+            await until_ready(client, "p0", "d0", "d1")
+            await load.requests(20)
+        assert load.num_done >= 80
+        assert "is unreachable" not in caplog.text, "no connection was given up"
+
+
+async def test_a_gateway_that_starts_in_an_outage_serves_after_it(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_module, "WORKERS_TIMEOUT_S", 0.2)
+    await server.stop()
+    async with (
+        decode_worker(worker_id="d0", registry=server.url),
+        gateway([], [], registry=server.url) as address,
+        AsyncClient(address) as client,
+    ):
+        with pytest.raises(NoWorkers):
+            await client.generate([1, 2], SamplingParams(max_tokens=2))
+        assert not await client.health()
+        await server.start()
+        await until_ready(client, "d0")
+        assert await client.health()
+        async with Load(client).running(2):
+            pass
+
+
+async def test_workers_come_and_go_under_load_and_several_gateways_see_it(
+    server: RedisServer,
+) -> None:
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        await enter(prefill_worker(worker_id="p0", registry=server.url))
+        await enter(decode_worker(worker_id="d0", registry=server.url))
+        clients = [
+            await enter(AsyncClient(await enter(gateway([], [], registry=server.url))))
+            for _ in range(2)
+        ]
+        loads = [Load(client) for client in clients]
+        for client in clients:
+            await until_ready(client, "p0", "d0")
+        async with loads[0].running(4), loads[1].running(4):
+            async with decode_worker(worker_id="d1", registry=server.url):
+                for client in clients:
+                    await until_ready(client, "p0", "d0", "d1")
+                for load in loads:
+                    await load.requests(10)
+            # It drained: whatever ran there ended there or went elsewhere.
+            for client in clients:
+                await until_ready(client, "p0", "d0")
+            for load in loads:
+                await load.requests(10)
+        for client in clients:
+            while len((await client.model()).workers) > 2:
+                await asyncio.sleep(0.02)
+
+
+async def test_workers_of_another_model_are_left_to_other_gateways(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with (
+        decode_worker(worker_id="odd", registry=server.url, served_model_name="other"),
+        decode_worker(worker_id="mine", registry=server.url),
+        gateway([], [], registry=server.url) as address,
+        AsyncClient(address) as client,
+    ):
+        await until_ready(client, "mine")
+        await until_told(caplog, "left to other gateways", 1)
+        assert [w.worker_id for w in (await client.model()).workers] == ["mine"]
