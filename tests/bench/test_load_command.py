@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from bench.load import app, settings_of
 from bench.targets import cluster_options
+from tests.support.fake_inference import FakeInference, serve
 
 
 async def load(*arguments: str) -> tuple[int | None, str, str]:
@@ -60,6 +61,35 @@ async def test_split_and_colocated_are_compared_on_one_trace(tmp_path: Path) -> 
     assert "grpcio" in told["versions"]
     assert told["options"]["load"]["trace"] == str(trace)
     assert plot_path.read_bytes().startswith(b"\x89PNG")
+
+
+async def test_a_gateway_that_runs_already_is_measured_and_left_running(tmp_path: Path) -> None:
+    told_path = tmp_path / "t.json"
+    fake = FakeInference()
+    server = await serve(fake)
+    flags = ("--rate", "200", "--num-requests", "5", "--arrivals", "burst", "--burst-size", "2")
+    try:
+        status, out, err = await load("--address", server.address, *flags, "--json", str(told_path))
+        assert status == 0, err
+        status, _, _ = await load("--address", server.address, *flags)
+        assert status == 0
+    finally:
+        await server.stop()
+    assert "5/5" in out
+    (point,) = json.loads(told_path.read_text())["points"]
+    assert point["target"] == "given"
+    generated = [request for request in fake.requests if hasattr(request, "prompt")]
+    salts = [request.cache_salt for request in generated]
+    # Warming up, then a run of its own salt, twice.
+    assert [salts.count(salt) for salt in dict.fromkeys(salts)] == [6, 5, 5]
+    assert all(token < 99 for request in generated for token in request.prompt.token_ids.ids)
+
+
+async def test_a_gateway_that_is_not_there_is_told_in_one_line() -> None:
+    status, _, err = await load("--address", "127.0.0.1:1", "--rate", "1")
+    assert status == 1
+    assert "load: gateway not reachable at 127.0.0.1:1" in err
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(

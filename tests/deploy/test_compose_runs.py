@@ -12,6 +12,7 @@ from typing import Any
 from baton.client import AsyncClient
 from baton.supervisor import ChildSpec
 from baton.supervisor.child import Child
+from baton.supervisor.serving import wait_until_serving
 from tests.support.compose_file import ROOT, Localhost, entrypoint, services_of
 
 KV_SOCKETS = "/run/baton-kv"
@@ -80,6 +81,7 @@ async def test_the_services_start_in_order_are_healthy_and_answer(
             report = await child.start(lifeline[0])
             addresses[name] = "127.0.0.1:" + report.address.rpartition(":")[2]
         localhost = world(tmp_path, services, addresses)
+        await wait_until_serving(addresses["gateway"])
         for name, service in services.items():
             assert await is_healthy(service, localhost, addresses[name], image_environment), name
         async with AsyncClient(addresses["gateway"]) as client:

@@ -1,0 +1,99 @@
+"""What is run, in which order, and what each run sends. Pure but for reading the trace file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Literal
+
+from bench.arrivals import ArrivalsError, burst, mean_rate, poisson, replay
+from bench.recorded import TraceEntry, read_trace
+from bench.workload import LoadRequest, fitted, requests_of, synthetic_entries
+
+Arrivals = Literal["poisson", "burst", "trace"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """One kind of load. Lengths are in tokens; rates in requests/s.
+
+    trace: where lengths and shared prefixes come from, and arrivals too if they are "trace"; else lengths are drawn.
+    max_model_len: the model's own if None.
+    """
+
+    arrivals: Arrivals = "poisson"
+    num_requests: int = 100
+    num_input_tokens: int = 256
+    num_output_tokens: int = 64
+    length_spread: float = 0.5
+    burst_size: int = 8
+    trace: Path | None = None
+    input_scale: float = 1.0
+    output_scale: float = 1.0
+    max_model_len: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One load against one target. rate: None for a trace's own."""
+
+    target: str
+    rate: float | None
+    repetition: int
+
+
+def runs_of(
+    targets: Sequence[str], rates: Sequence[float | None], num_repetitions: int
+) -> tuple[Run, ...]:
+    """Every rate, ascending, as often as asked, on every target. Targets take turns, and so does who goes first: what
+    disturbs the machine for a while disturbs all of them."""
+    runs: list[Run] = []
+    num_rounds = 0
+    for rate in sorted(rates, key=lambda rate: rate or 0.0):
+        for repetition in range(num_repetitions):
+            order = targets if num_rounds % 2 == 0 else targets[::-1]
+            runs += (Run(target, rate, repetition) for target in order)
+            num_rounds += 1
+    return tuple(runs)
+
+
+def entries_of(options: LoadOptions, max_model_len: int) -> tuple[TraceEntry, ...]:
+    """The load's requests without their times: the same for every rate. Raises TraceError, OSError."""
+    limit = min(max_model_len, options.max_model_len or max_model_len)
+    if options.trace is not None:
+        entries = read_trace(options.trace, options.num_requests)
+    else:
+        entries = synthetic_entries(
+            options.num_requests,
+            options.num_input_tokens,
+            options.num_output_tokens,
+            options.length_spread,
+            Random(f"{options.seed}/lengths"),
+        )
+    return fitted(entries, options.input_scale, options.output_scale, limit)
+
+
+def due_times(
+    options: LoadOptions, entries: Sequence[TraceEntry], run: Run
+) -> tuple[tuple[float, ...], float]:
+    """When each request is sent, in seconds, and the mean rate: equal for all targets. Raises ArrivalsError."""
+    rng = Random(f"{options.seed}/arrivals/{run.rate}/{run.repetition}")
+    if options.arrivals == "trace":
+        times = replay([entry.arrival_s for entry in entries], run.rate)
+        return times, run.rate or mean_rate(times) or 0.0
+    if run.rate is None:
+        raise ArrivalsError(f"arrivals {options.arrivals}: give a rate")
+    if options.arrivals == "burst":
+        return burst(len(entries), run.rate, options.burst_size, rng), run.rate
+    return poisson(len(entries), run.rate, rng), run.rate
+
+
+def load_of(
+    options: LoadOptions, entries: Sequence[TraceEntry], run: Run, vocab_size: int
+) -> tuple[tuple[LoadRequest, ...], float]:
+    """What one run sends, and its rate. Raises ArrivalsError."""
+    due_s, rate = due_times(options, entries, run)
+    return requests_of(entries, due_s, vocab_size, options.seed), rate
