@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 MODEL ?= models/baton-py-6m
 ARGS ?=
 
-.PHONY: help venv demo serve test check protos clean
+.PHONY: help venv demo serve test check protos docs clean
 
 help:
 	@echo "make demo               serve the model in the box, stream a completion, tell each tier's timing"
@@ -14,6 +14,7 @@ help:
 	@echo "make test               run the tests (ARGS= adds pytest's options)"
 	@echo "make check              lint, formatting, types, import directions, protos"
 	@echo "make protos             generate baton/v1 from protos/"
+	@echo "make docs               generate docs/cli.md and docs/protocol.md"
 	@echo "make venv               only set up .venv"
 
 venv: $(STAMP)
@@ -38,9 +39,13 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/buf lint protos
 	$(BIN)/python scripts/protos.py --check
+	$(BIN)/python scripts/docs.py --check
 
 protos: $(STAMP)
 	$(BIN)/python scripts/protos.py
+
+docs: $(STAMP)
+	$(BIN)/python scripts/docs.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

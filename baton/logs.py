@@ -1,6 +1,6 @@
 """Logging of a process: lines for people on a terminal, JSON lines elsewhere; both name the request they are about.
 
-A message belongs to a request when it is logged with `extra={"request_id": ...}`.
+A message belongs to a request when it is logged with `extra={"request_id": ...}`, and to a trace with "trace_id" there.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from datetime import UTC, datetime
 from typing import IO
 
 from baton.config.options import LogLevel
+
+#: What a record may say about where it belongs, in the order of the lines.
+_IDS = ("request_id", "trace_id")
 
 _PLAIN = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
@@ -30,19 +33,21 @@ def configure_logging(level: LogLevel, process: str, stream: IO[str] | None = No
 
 
 class PlainFormatter(logging.Formatter):
-    """Time, level, logger and message, then the request's id if there is one."""
+    """Time, level, logger and message, then the ids of request and trace if there are any."""
 
     def __init__(self) -> None:
         super().__init__(_PLAIN, datefmt="%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        request_id = getattr(record, "request_id", "")
         text = super().formatMessage(record)
-        return f"{text} [{request_id}]" if request_id else text
+        ids = " ".join(_ids_of(record).values())
+        return f"{text} [{ids}]" if ids else text
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per record: time (UTC, ISO 8601), level, process, logger, message, request_id, exception."""
+    """One JSON object per record: time (UTC, ISO 8601), level, process, logger, message, request_id, trace_id,
+    exception. The last three only where they are known.
+    """
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -56,8 +61,12 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        if request_id := getattr(record, "request_id", ""):
-            entry["request_id"] = str(request_id)
+        entry |= _ids_of(record)
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry, ensure_ascii=True)
+
+
+def _ids_of(record: logging.LogRecord) -> dict[str, str]:
+    """The ids that the record has."""
+    return {name: str(value) for name in _IDS if (value := getattr(record, name, ""))}

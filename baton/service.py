@@ -21,8 +21,9 @@ from typing import NoReturn, Protocol, TypeVar
 
 import uvloop
 
+from baton.config.load import as_told
 from baton.config.options import ServiceOptions
-from baton.errors import StartupError
+from baton.errors import ConfigError, StartupError
 from baton.logs import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,10 @@ ORPHAN_GRACE_S = 10.0
 
 #: What a process of ours needs in its environment before gRPC is imported. The children it starts are executed at
 #: once: gRPC has nothing to repair in them, and would complain that it cannot.
-GRPC_ENVIRONMENT: Mapping[str, str] = MappingProxyType({"GRPC_ENABLE_FORK_SUPPORT": "0"})
+#: What goes wrong is told by our own errors, not by lines of the C core.
+GRPC_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
+    {"GRPC_ENABLE_FORK_SUPPORT": "0", "GRPC_VERBOSITY": "NONE"}
+)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -75,13 +79,18 @@ def run_service(
     A second signal ends the process at once. StartupError is told in one line, and is exit status 2.
     name: the process's name in its log and messages. announce: tells people that the service is ready.
     """
+    quiet_grpc()
     configure_logging(options.log_level, name)
+    try:
+        check_descriptors(options)
+    except StartupError as error:
+        return refuse(name, error)
     ready = _ReadyPipe(options.ready_fd)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(options, serve, ready, announce))
     except StartupError as error:
-        ready.write({"error": error.message, "reason": error.reason})
+        ready.write({"error": as_told(error), "reason": error.reason})
         return refuse(name, error)
     finally:
         ready.close()
@@ -90,9 +99,26 @@ def run_service(
 
 def refuse(name: str, error: StartupError) -> int:
     """Tell in one line why a process does not start; return its exit status."""
-    message = " ".join(error.message.split())
-    sys.stderr.write(f"baton {name}: error: {message}\n")
+    sys.stderr.write(f"baton {name}: error: {as_told(error)}\n")
     return EXIT_REFUSED
+
+
+def quiet_grpc() -> None:
+    """Give gRPC the environment that our processes need, but for what the user has set. Before its first channel."""
+    for name, value in GRPC_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def check_descriptors(options: ServiceOptions) -> None:
+    """Raises ConfigError if a file descriptor that the options name is not open."""
+    for option, fd in (("ready_fd", options.ready_fd), ("parent_fd", options.parent_fd)):
+        if fd is None:
+            continue
+        try:
+            os.fstat(fd)
+        except OSError as error:
+            fix = f"{error.strerror}; leave it out, or pass the descriptor on to this process"
+            raise ConfigError.of(option, fd, fix) from error
 
 
 def main(

@@ -94,6 +94,8 @@ class SequenceSpec:
     tenant: bytes = b""
     priority: int = 0
     arrival_ns: int = 0
+    traceparent: str = ""
+    """W3C trace context of the request's span at the gateway; empty if there is none. Changes nothing but telemetry."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:

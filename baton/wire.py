@@ -78,6 +78,7 @@ def sequence_to_proto(spec: SequenceSpec) -> sequence_pb2.SequenceState:
         sampling=sampling_to_proto(spec.sampling),
         priority=spec.priority,
         arrival_ns=spec.arrival_ns,
+        traceparent=spec.traceparent,
     )
 
 
@@ -91,6 +92,7 @@ def sequence_from_proto(message: sequence_pb2.SequenceState) -> SequenceSpec:
         sampling=sampling_from_proto(message.sampling),
         priority=message.priority,
         arrival_ns=message.arrival_ns,
+        traceparent=message.traceparent,
     )
 
 

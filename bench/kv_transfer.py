@@ -1,6 +1,6 @@
 """What a handoff's bytes cost: the KV channel between two processes, next to memcpy, a bare socket and grpc.aio.
 
-    python bench/kv_transfer.py [--sizes 64KiB,1MiB,64MiB] [--rounds 9] [--json FILE]
+    python -m bench.kv_transfer [--sizes 64KiB,1MiB,64MiB] [--rounds 9] [--json FILE]
 
 Every way moves the same number of bytes between the same two processes of one run; ways take turns within a round, and
 medians over the rounds are told. A handoff's time runs from `begin` to the peer's confirmation that it owns the blocks:
@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -49,6 +49,7 @@ _GRPC_METHOD = "/baton.bench.Sink/Put"
 _GRPC_OPTIONS = [("grpc.max_receive_message_length", 4 << 20)]
 _CHECKSUM_PIECE_BYTES = 1 << 20
 _PATIENCE_S = 60.0
+_ROOT = Path(__file__).resolve().parents[1]
 
 #: One transfer; returns when the bytes are there.
 Transfer = Callable[[], None]
@@ -108,7 +109,7 @@ def fill(sock: socket.socket, view: memoryview) -> bool:
 
 def serve_raw(max_bytes: int) -> None:
     """Per message: eight bytes of length, that many bytes into warm memory, one byte back."""
-    memory = memoryview(np.ones(max_bytes, np.uint8)).cast("B")
+    memory = np.ones(max_bytes, np.uint8).data
     with socket.create_server(("127.0.0.1", 0)) as server:
         tell({"port": server.getsockname()[1]})
         sock, _ = server.accept()
@@ -133,7 +134,7 @@ async def serve_grpc(max_bytes: int) -> None:
 
     server = grpc.aio.server(options=_GRPC_OPTIONS)
     service, method = _GRPC_METHOD.strip("/").split("/")
-    handlers = {method: grpc.stream_unary_rpc_method_handler(put)}
+    handlers: dict[str, Any] = {method: grpc.stream_unary_rpc_method_handler(put)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -165,9 +166,10 @@ class Peer:
 @contextmanager
 def peer(kind: str, max_bytes: int) -> Iterator[Peer]:
     """Start a peer of a kind and wait for its first line."""
-    command = [sys.executable, __file__, "--peer", kind, "--max-bytes", str(max_bytes)]
+    command = [sys.executable, "-m", "bench.kv_transfer", "--peer", kind]
+    command += ["--max-bytes", str(max_bytes)]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT
     ) as process:
         waiting = Peer(process, {})
         try:
@@ -177,22 +179,58 @@ def peer(kind: str, max_bytes: int) -> Iterator[Peer]:
                 process.stdin.close()
 
 
-# The ways. Each yields a function that makes the transfer of so many bytes.
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How bytes can go. prepare: makes the transfer of so many. peer_pid: the process that takes them, if it is another."""
 
-Way = Callable[[int], Transfer]
+    prepare: Callable[[int], Transfer]
+    peer_pid: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one transfer, in seconds: by the clock, and on the CPU of the side that needs more of it."""
+
+    wall_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Of many. On a machine with other work the best is nearer to what a transfer costs than the median."""
+
+    median_s: float
+    best_s: float
+    median_cpu_s: float
+
+
+def summary_of(costs: Sequence[Cost]) -> Summary:
+    wall_s = [cost.wall_s for cost in costs]
+    return Summary(
+        statistics.median(wall_s), min(wall_s), statistics.median(cost.cpu_s for cost in costs)
+    )
+
+
+def peer_cpu_s_of(way: Way) -> float:
+    """Seconds that the threads of the other process have run; 0 where the kernel does not tell."""
+    tasks = Path(f"/proc/{way.peer_pid}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
+
+# The ways.
 
 
 @contextmanager
 def memcpy(max_bytes: int) -> Iterator[Way]:
     """One thread, from warm memory to warm memory. Above the cache's size the C library streams past the cache."""
     source, target = np.ones(max_bytes, np.uint8), np.ones(max_bytes, np.uint8)
-    yield lambda num_bytes: lambda: np.copyto(target[:num_bytes], source[:num_bytes])
+    yield Way(lambda num_bytes: lambda: np.copyto(target[:num_bytes], source[:num_bytes]))
 
 
 @contextmanager
 def raw_socket(max_bytes: int) -> Iterator[Way]:
     """Blocking sends on a loopback TCP connection."""
-    memory = memoryview(np.ones(max_bytes, np.uint8)).cast("B")
+    memory = np.ones(max_bytes, np.uint8).data
     with (
         peer("raw", max_bytes) as other,
         socket.create_connection(("127.0.0.1", other.hello["port"])) as sock,
@@ -205,7 +243,7 @@ def raw_socket(max_bytes: int) -> Iterator[Way]:
             if not sock.recv(1):
                 raise EOFError
 
-        yield lambda num_bytes: lambda: transfer(num_bytes)
+        yield Way(lambda num_bytes: lambda: transfer(num_bytes), other.process.pid)
 
 
 @contextmanager
@@ -214,7 +252,7 @@ def grpc_aio(max_bytes: int) -> Iterator[Way]:
     memory = bytes(min(max_bytes, _GRPC_MESSAGE_BYTES))
     with peer("grpc", max_bytes) as other, asyncio.Runner() as runner:
         channel = runner.run(_open_channel(other.hello["port"]))
-        call = channel.stream_unary(_GRPC_METHOD)
+        call: Any = channel.stream_unary(_GRPC_METHOD)
 
         async def messages(num_bytes: int) -> AsyncIterator[bytes]:
             for at in range(0, num_bytes, len(memory)):
@@ -223,7 +261,7 @@ def grpc_aio(max_bytes: int) -> Iterator[Way]:
         async def transfer(num_bytes: int) -> None:
             await call(messages(num_bytes))
 
-        yield lambda num_bytes: lambda: runner.run(transfer(num_bytes))
+        yield Way(lambda num_bytes: lambda: runner.run(transfer(num_bytes)), other.process.pid)
         runner.run(channel.close())
 
 
@@ -267,24 +305,32 @@ def kv_channel(
 
             return transfer
 
-        yield prepare
+        yield Way(prepare, other.process.pid)
         sender.close()
 
 
-def measure(ways: dict[str, Way], sizes: Sequence[int], num_rounds: int) -> dict[str, list[float]]:
-    """Median seconds of each way, per size. The first round warms up and is not counted."""
-    medians: dict[str, list[float]] = {name: [] for name in ways}
+def timed(way: Way, num_bytes: int) -> Cost:
+    transfer = way.prepare(num_bytes)
+    peer_cpu_s = peer_cpu_s_of(way)
+    own_cpu_s, start = time.process_time(), time.perf_counter()
+    transfer()
+    wall_s, own_cpu_s = time.perf_counter() - start, time.process_time() - own_cpu_s
+    return Cost(wall_s, max(own_cpu_s, peer_cpu_s_of(way) - peer_cpu_s))
+
+
+def measure(
+    ways: dict[str, Way], sizes: Sequence[int], num_rounds: int
+) -> dict[str, list[Summary]]:
+    """What each way costs, per size. The first round warms up and is not counted."""
+    found: dict[str, list[Summary]] = {name: [] for name in ways}
     for num_bytes in sizes:
-        times: dict[str, list[float]] = {name: [] for name in ways}
+        costs: dict[str, list[Cost]] = {name: [] for name in ways}
         for _ in range(num_rounds + 1):
             for name, way in ways.items():
-                transfer = way(num_bytes)
-                start = time.perf_counter()
-                transfer()
-                times[name].append(time.perf_counter() - start)
-        for name, seconds in times.items():
-            medians[name].append(statistics.median(seconds[1:]))
-    return medians
+                costs[name].append(timed(way, num_bytes))
+        for name, (_, *counted) in costs.items():
+            found[name].append(summary_of(counted))
+    return found
 
 
 def checksum_rate() -> float:
@@ -299,39 +345,52 @@ def checksum_rate() -> float:
     return _CHECKSUM_PIECE_BYTES / statistics.median(seconds)
 
 
-def table(sizes: Sequence[str], medians: dict[str, list[float]]) -> str:
-    """Markdown: GB/s, and microseconds of one transfer."""
-    rows = ["| GB/s (and us) | " + " | ".join(sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
-    for name, seconds in medians.items():
-        cells = (
-            f"{num_bytes_of(size) / s / 1e9:.2f} ({s * 1e6:.0f})"
-            for size, s in zip(sizes, seconds, strict=True)
-        )
+def table(sizes: Sequence[str], found: dict[str, list[Summary]]) -> str:
+    """Markdown: GB/s of the median and of the best, and microseconds of the median."""
+    rows = ["| GB/s, best (us) | " + " | ".join(sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
+    for name, summaries in found.items():
+        cells = []
+        for size, summary in zip(sizes, summaries, strict=True):
+            median, best = (
+                num_bytes_of(size) / time_s / 1e9 for time_s in (summary.median_s, summary.best_s)
+            )
+            cells.append(f"{median:.2f}, {best:.2f} ({summary.median_s * 1e6:.0f})")
         rows.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 
 def ratios(
-    sizes: Sequence[str], medians: dict[str, list[float]], checksum: float
+    sizes: Sequence[str], found: dict[str, list[Summary]], checksum_s_per_byte: float
 ) -> dict[str, dict[str, float]]:
-    """Per size: the channel's rate as a share of its roofs'; and one side's checksum time in a transfer's."""
+    """Per size, of each way of the channel: its rate next to its roof's and grpc.aio's (medians, bests, and by the CPU
+    of the busier side), and the share of the time in which one side computes checksums."""
 
     def of(index: int) -> dict[str, float]:
-        time_s = {name: seconds[index] for name, seconds in medians.items()}
-        found = {}
-        for name in time_s:
-            transport = name.split()[0]
-            if transport not in ("shm", "tcp"):
+        summary_by = {name: summaries[index] for name, summaries in found.items()}
+        checksum_s = num_bytes_of(sizes[index]) * checksum_s_per_byte
+        values = {}
+        for name, own in summary_by.items():
+            roof = {"shm": "memcpy", "tcp": "raw tcp"}.get(name.split()[0])
+            if not roof:
                 continue
-            roof = "memcpy" if transport == "shm" else "raw tcp"
-            found[f"{name} / {roof}"] = time_s[roof] / time_s[name]
-            found[f"{name} / grpc.aio"] = time_s["grpc.aio"] / time_s[name]
-            found[f"{name}: checksum share"] = (
-                num_bytes_of(sizes[index]) / checksum / time_s[name]
-            )
-        return {name: round(value, 3) for name, value in found.items()}
+            for other in (roof, "grpc.aio"):
+                theirs = summary_by[other]
+                values[f"{name} / {other}"] = theirs.median_s / own.median_s
+                values[f"{name} / {other}, best"] = theirs.best_s / own.best_s
+                values[f"{name} / {other}, CPU"] = theirs.median_cpu_s / own.median_cpu_s
+            values[f"{name}: checksum share"] = checksum_s / own.best_s
+        return {name: round(value, 3) for name, value in values.items()}
 
     return {size: of(index) for index, size in enumerate(sizes)}
+
+
+def ratio_table(found: dict[str, dict[str, float]]) -> str:
+    """Markdown."""
+    rows = ["| ratio | " + " | ".join(found) + " |", "|---" * (len(found) + 1) + "|"]
+    for name in next(iter(found.values())):
+        cells = " | ".join(f"{of_size[name]:.2f}" for of_size in found.values())
+        rows.append(f"| {name} | {cells} |")
+    return "\n".join(rows)
 
 
 def machine() -> dict[str, Any]:
@@ -346,7 +405,20 @@ def machine() -> dict[str, Any]:
     } | {name: version(name) for name in ("torch", "numpy", "grpcio", "xxhash")}
 
 
-def run(sizes: Sequence[str], num_rounds: int) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Result:
+    """All of a run; written as JSON."""
+
+    machine: dict[str, Any]
+    sizes: Sequence[str]
+    num_rounds: int
+    layout: KvLayout
+    checksum_gb_per_s: float
+    summaries: dict[str, list[Summary]]
+    ratios: dict[str, dict[str, float]]
+
+
+def run(sizes: Sequence[str], num_rounds: int) -> Result:
     max_bytes = max(map(num_bytes_of, sizes))
     source = TorchKvPool(LAYOUT, _num_blocks(max_bytes), torch.device("cpu"))
     source.tensor.uniform_(-1, 1)
@@ -361,15 +433,11 @@ def run(sizes: Sequence[str], num_rounds: int) -> dict[str, Any]:
                 name = f"{transport} {'scattered' if is_scattered else 'contiguous'}"
                 opened = kv_channel(transport, source, is_scattered, max_bytes)
                 ways[name] = stack.enter_context(opened)
-        medians = measure(ways, [num_bytes_of(size) for size in sizes], num_rounds)
+        found = measure(ways, [num_bytes_of(size) for size in sizes], num_rounds)
     rate = checksum_rate()
-    return {
-        "machine": machine(),
-        "options": {"sizes": sizes, "rounds": num_rounds, "layout": str(LAYOUT)},
-        "checksum_gb_per_s": round(rate / 1e9, 1),
-        "median_s": medians,
-        "ratios": ratios(sizes, medians, rate),
-    }
+    return Result(
+        machine(), sizes, num_rounds, LAYOUT, rate / 1e9, found, ratios(sizes, found, 1 / rate)
+    )
 
 
 def _num_blocks(max_bytes: int) -> int:
@@ -399,11 +467,10 @@ def main() -> None:
         return
     sizes = options.sizes.split(",")
     result = run(sizes, options.rounds)
-    print(table(sizes, result["median_s"]))
-    print(json.dumps(result["ratios"], indent=1))
-    print(json.dumps(result["machine"]))
+    print(table(sizes, result.summaries), ratio_table(result.ratios), sep="\n\n")
+    print(json.dumps(result.machine | {"checksum_gb_per_s": result.checksum_gb_per_s}))
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        options.json.write_text(json.dumps(asdict(result), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """What telemetry costs: throughput of one set of services with everything on, and of one with it off, by turns.
 
-    python bench/tracing_overhead.py [--model DIR] [--rounds 8] [--num-requests 48] [--concurrency 8]
+    python -m bench.tracing_overhead [--model DIR] [--rounds 20] [--num-requests 24] [--concurrency 8]
 
 Both sets run all the time, one of them idle, so that whatever else the machine does falls on both. Each round drives
 the same requests through one and then the other, in alternating order. On: every request traced, spans and metrics
 exported by OTLP to a sink in this process (a real collector is elsewhere; the sink only takes bytes), and metrics served
-on Prometheus ports. The result is the median over the rounds of the ratio on : off; rounds are noisy, the median less.
+on Prometheus ports. Told are medians over the rounds of the ratio on : off, of tokens a second, and of CPU seconds of
+the services a token, which hardly depend on what else runs and bound the loss of throughput of a machine that is full.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -38,7 +41,10 @@ class Sink(grpc.GenericRpcHandler):
     def __init__(self) -> None:
         self.num_bytes = 0
 
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> object:  # noqa: ARG002
+    def service(
+        self,
+        handler_call_details: grpc.HandlerCallDetails,  # noqa: ARG002
+    ) -> grpc.RpcMethodHandler[Any, Any]:
         async def take(request: bytes, context: object) -> bytes:  # noqa: ARG001
             self.num_bytes += len(request)
             return b""
@@ -66,8 +72,26 @@ class Load:
     max_tokens: int
 
 
-async def tokens_per_s(client: AsyncClient, load: Load, first: int) -> float:
-    """Throughput of one turn. Prompts differ by `first`, so that no turn finds another's prefixes."""
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one set of services did in one turn."""
+
+    tokens_per_s: float
+    cpu_ms_per_token: float
+
+
+def cpu_s(cluster: Cluster) -> float:
+    """CPU seconds of a set of services since their start."""
+    ticks = 0
+    for name in cluster.names:
+        stat = Path(f"/proc/{cluster.pid_of(name)}/stat").read_text()
+        user, system = stat.rpartition(")")[2].split()[11:13]
+        ticks += int(user) + int(system)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+async def drive(cluster: Cluster, client: AsyncClient, load: Load, first: int) -> Turn:
+    """One turn. Prompts differ by `first`, so that no turn finds another's prefixes."""
     params = SamplingParams(temperature=0.0, max_tokens=load.max_tokens, ignore_eos=True)
     turn = asyncio.Semaphore(load.concurrency)
     num_tokens = 0
@@ -79,13 +103,14 @@ async def tokens_per_s(client: AsyncClient, load: Load, first: int) -> float:
             done = await client.generate(prompt, params)
         num_tokens += len(done.token_ids)
 
-    begin_s = time.perf_counter()
+    begin_s, begin_cpu_s = time.perf_counter(), cpu_s(cluster)
     await asyncio.gather(*(one(index) for index in range(load.num_requests)))
-    return num_tokens / (time.perf_counter() - begin_s)
+    elapsed_s, used_s = time.perf_counter() - begin_s, cpu_s(cluster) - begin_cpu_s
+    return Turn(num_tokens / elapsed_s, used_s * 1e3 / num_tokens)
 
 
-async def measure(options: ServeOptions, load: Load, num_rounds: int) -> list[tuple[float, float]]:
-    """(off, on) tokens a second of each round."""
+async def measure(options: ServeOptions, load: Load, num_rounds: int) -> list[tuple[Turn, Turn]]:
+    """(off, on) of each round."""
     async with AsyncExitStack() as stack:
         sink, endpoint = await stack.enter_async_context(running_sink())
         off = await stack.enter_async_context(Cluster(options, on_line=_drop))
@@ -93,25 +118,30 @@ async def measure(options: ServeOptions, load: Load, num_rounds: int) -> list[tu
         os.environ["OTEL_TRACES_SAMPLER"] = "always_on"
         traced = options.model_copy(update={"metrics_port": METRICS_PORT})
         on = await stack.enter_async_context(Cluster(traced, on_line=_drop))
-        clients = [
-            await stack.enter_async_context(AsyncClient(cluster.address)) for cluster in (off, on)
+        sets = [
+            (cluster, await stack.enter_async_context(AsyncClient(cluster.address)))
+            for cluster in (off, on)
         ]
-        for client in clients:
-            await tokens_per_s(client, load, 0)
+        for cluster, client in sets:
+            await drive(cluster, client, load, 0)
         rounds = []
         for number in range(1, num_rounds + 1):
-            speeds = [0.0, 0.0]
+            turns: dict[int, Turn] = {}
             for which in (0, 1) if number % 2 else (1, 0):
-                speeds[which] = await tokens_per_s(clients[which], load, number)
-            rounds.append((speeds[0], speeds[1]))
-            ratio = speeds[1] / speeds[0]
-            sys.stderr.write(
-                f"round {number}: off {speeds[0]:.0f}, on {speeds[1]:.0f} tok/s, {ratio:.3f}\n"
-            )
+                turns[which] = await drive(*sets[which], load, number)
+            rounds.append((turns[0], turns[1]))
+            _tell(number, turns[0], turns[1])
         sys.stderr.write(f"exported {sink.num_bytes} bytes\n")
         if not sink.num_bytes:
             raise SystemExit("nothing was exported: this measured nothing")
         return rounds
+
+
+def _tell(number: int, off: Turn, on: Turn) -> None:
+    sys.stderr.write(
+        f"round {number}: off {off.tokens_per_s:.0f}, on {on.tokens_per_s:.0f} tok/s; "
+        f"CPU off {off.cpu_ms_per_token:.2f}, on {on.cpu_ms_per_token:.2f} ms a token\n"
+    )
 
 
 def _drop(name: str, line: str) -> None:
@@ -121,8 +151,8 @@ def _drop(name: str, line: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default="models/baton-py-6m")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--num-requests", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--num-requests", type=int, default=24)
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--max-tokens", type=int, default=32)
@@ -130,13 +160,14 @@ def main() -> None:
     options = ServeOptions(model=given.model, dtype="float32", port=0, log_level="warning")
     load = Load(given.num_requests, given.concurrency, given.prompt_tokens, given.max_tokens)
     rounds = asyncio.run(measure(options, load, given.rounds))
-    ratios = [on / off for off, on in rounds]
+    speed = statistics.median(on.tokens_per_s / off.tokens_per_s for off, on in rounds)
+    cpu = statistics.median(on.cpu_ms_per_token / off.cpu_ms_per_token for off, on in rounds)
     result = {
-        "rounds": [{"off_tokens_per_s": off, "on_tokens_per_s": on} for off, on in rounds],
-        "median_off_tokens_per_s": statistics.median(off for off, _ in rounds),
-        "median_on_tokens_per_s": statistics.median(on for _, on in rounds),
-        "median_ratio": statistics.median(ratios),
-        "cost_percent": 100 * (1 - statistics.median(ratios)),
+        "rounds": [{"off": asdict(off), "on": asdict(on)} for off, on in rounds],
+        "throughput_ratio": speed,
+        "throughput_cost_percent": 100 * (1 - speed),
+        "cpu_ratio": cpu,
+        "cpu_cost_percent": 100 * (cpu - 1),
     }
     print(json.dumps(result, indent=2))
 

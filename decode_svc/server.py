@@ -11,6 +11,7 @@ import grpc.aio
 from baton.config import DecodeOptions
 from baton.engine.interface import Engine
 from baton.engine.loop import EngineLoop
+from baton.rpc.bind import check_bindable
 from baton.service import ReadyReport
 from baton.types import WorkerLoad
 from baton.v1 import decode_pb2, decode_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -18,7 +19,9 @@ from baton.worker.build import build_engine, build_pool
 from baton.worker.host import PhaseClock, WorkerHost, describe, new_identity
 from baton.worker.load_board import LoadBoard
 from baton.worker.service import WorkerServicer
+from baton.worker.telemetry import open_worker_telemetry
 from decode_svc.core import DecodeCommand, DecodeCore, DecodeLimits, Drain, StreamEvent
+from decode_svc.recorder import DecodeRecorder
 from decode_svc.service import DecodeServicer
 from kv_transfer.running_receiver import open_receiver
 
@@ -31,13 +34,20 @@ async def serve_decode(
 ) -> None:
     """Decode worker: streams tokens of sequences whose KV prefill workers send."""
     clock = PhaseClock()
+    check_bindable(options.host, options.port)
+    if options.kv_transport != "shm":
+        check_bindable(options.kv_host, 0, "kv_host")
     engine = await asyncio.to_thread(build_engine, options)
     clock.lap("load")
     identity = new_identity(options)
     limits = limits_of(options, engine)
     board = LoadBoard()
+    telemetry = await asyncio.to_thread(open_worker_telemetry, options, board, engine.spec.model)
+    recorder = DecodeRecorder(telemetry, time.monotonic) if telemetry.is_on else None
 
     def submit(command: DecodeCommand) -> None:
+        if recorder:
+            recorder.on_command(command)
         loop.submit(command)
 
     servicer = DecodeServicer(submit)
@@ -45,6 +55,8 @@ async def serve_decode(
     def deliver(events: Sequence[StreamEvent], load: WorkerLoad) -> None:
         servicer.deliver(events)
         board.publish(load)
+        if recorder:
+            recorder.on_step(events)
 
     def register(server: grpc.aio.Server) -> Sequence[str]:
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
@@ -70,12 +82,13 @@ async def serve_decode(
         loop: EngineLoop[DecodeCommand, StreamEvent] = EngineLoop(
             core, deliver, name="decode-engine"
         )
-        host = WorkerHost(options, loop, board, Drain())
         info = describe(options, identity, engine.spec, limits.max_local_prefill_tokens)
+        host = WorkerHost(options, loop, board, Drain(), info)
         worker = WorkerServicer(info, board, lambda: loop.heartbeat_age_s, host.start_draining)
         await host.serve(register, stop, on_ready, clock)
     finally:
         await asyncio.to_thread(channel.close)
+        await asyncio.to_thread(telemetry.close)
 
 
 def limits_of(options: DecodeOptions, engine: Engine) -> DecodeLimits:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.errors import (
@@ -32,6 +33,7 @@ from baton.events import (
     PrefillsHere,
     Tokens,
 )
+from baton.telemetry import Phase, RequestEvent
 from baton.types import FinishReason, SequenceSpec
 from gateway.inbox import Inbox
 from gateway.links import PrefillResult
@@ -71,7 +73,9 @@ class Attempt:
         output: Output,
         timeline: Timeline,
         deadline_s: float,
+        clock: Callable[[], float] | None = None,
     ) -> None:
+        """deadline_s: on the event loop's clock. clock: the timeline's, the loop's own if not given."""
         self._placement = placement
         self._spec = spec
         self._output = output
@@ -79,10 +83,11 @@ class Attempt:
         self._deadline_s = deadline_s
         self._inbox: Inbox[_Event] = Inbox()
         self._loop = asyncio.get_running_loop()
+        self._clock = clock or self._loop.time
         self._handle: int | None = None
         self._prefill: asyncio.Task[PrefillResult] | None = None
         self._asked_s: float | None = None
-        """When the decode worker was asked for room, until it answers."""
+        """When the decode worker was asked for room, on the loop's clock, until it answers."""
         self._is_first_awaited = False
         self._early_tokens: list[Tokens] = []
 
@@ -93,6 +98,7 @@ class Attempt:
             self._start_prefill(b"")
             return
         self._asked_s = self._loop.time()
+        self._timeline.enter(Phase.RESERVE, self._clock())
         self._handle = link.open(self._spec, self._placement.prefill_link is None, self._inbox.put)
 
     async def step(self) -> Outcome:
@@ -134,18 +140,26 @@ class Attempt:
                 return self._take_first(event)
             case Offered(ticket, num_cached_tokens):
                 self._take_answer(num_cached_tokens)
+                self._timeline.ticket_came(self._clock())
+                self._note(RequestEvent.OFFERED)
                 self._placement.settle()
                 self._start_prefill(ticket)
             case PrefillsHere(num_cached_tokens):
                 self._take_answer(num_cached_tokens)
+                self._note(RequestEvent.PREFILLS_HERE)
+                self._timeline.prefills_here()
+                self._check_split(self._spec.num_tokens - num_cached_tokens)
                 self._placement.release_prefill()
             case Committed(transfer_exposed_ms, transfer_bytes):
                 self._timeline.transfer_exposed_ms += transfer_exposed_ms
                 self._timeline.transfer_bytes += transfer_bytes
+                self._note(RequestEvent.COMMITTED)
             case Deferred():
+                self._note(RequestEvent.DEFERRED)
                 self._placement.defer()
                 return Outcome.DEFERRED
             case Preempted():
+                self._note(RequestEvent.PREEMPTED)
                 return Outcome.PREEMPTED
             case Failed():
                 raise _error_of(event)
@@ -160,13 +174,17 @@ class Attempt:
             self._early_tokens.append(event)
             return Outcome.GOES_ON
         self._placement.settle()
+        self._timeline.tokens_here(self._clock())
         self._output.add(event.token_index, event.samples, event.finish)
         return self._ended_or_goes_on()
 
     def _take_first(self, result: PrefillResult) -> Outcome:
         self._is_first_awaited = False
         self._placement.release_prefill()
-        timeline = self._timeline
+        timeline, now_s = self._timeline, self._clock()
+        timeline.note(RequestEvent.PREFILLED, now_s)
+        timeline.prefill_answered(result.queue_ms + result.compute_ms, now_s)
+        timeline.tokens_here(now_s)
         timeline.prefill_queue_ms += result.queue_ms
         timeline.prefill_ms += result.compute_ms
         if timeline.cached_tokens is None:
@@ -185,9 +203,7 @@ class Attempt:
         return Outcome.OVER if is_over else Outcome.GOES_ON
 
     def _take_answer(self, num_cached_tokens: int) -> None:
-        if self._asked_s is not None:
-            self._timeline.reserve_ms += (self._loop.time() - self._asked_s) * 1e3
-            self._asked_s = None
+        self._asked_s = None
         if self._timeline.decode_cached_tokens is None:
             self._timeline.decode_cached_tokens = num_cached_tokens
 
@@ -196,9 +212,18 @@ class Attempt:
         if link is None:
             raise EngineFault("a ticket came for a sequence that needs no prefill worker")
         self._is_first_awaited = True
+        self._timeline.enter(Phase.PREFILL, self._clock())
         timeout_s = max(0.0, self._deadline_s - self._loop.time())
         self._prefill = self._loop.create_task(link.prefill(self._spec, ticket, timeout_s))
         self._prefill.add_done_callback(self._prefill_done)
+
+    def _note(self, event: RequestEvent) -> None:
+        self._timeline.note(event, self._clock())
+
+    def _check_split(self, num_missing_tokens: int) -> None:
+        if self._placement.bypasses_split(num_missing_tokens):
+            timeline = self._timeline
+            timeline.num_bypassed_tokens = max(timeline.num_bypassed_tokens, num_missing_tokens)
 
     def _prefill_done(self, task: asyncio.Task[PrefillResult]) -> None:
         if task.cancelled():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from baton.errors import FieldViolation, InvalidRequest, NoWorkers
@@ -18,13 +18,18 @@ from gateway.admission import AdmissionQueue, Rank
 from gateway.affinity import Digest, PrefixAffinity, prefix_digests
 from gateway.fleet import Fleet, Worker
 from gateway.placement import Placement
-from gateway.router import Need, Plan, Verdict, choose
+from gateway.planner import plan
+from gateway.router import Need, Plan, Verdict
 
 #: How long what waits already goes on waiting for a worker that can serve it.
 NO_WORKER_GRACE_S = 10.0
 
-#: Prefix digests remembered; about 100 bytes each.
-_MAX_DIGESTS = 65_536
+#: Prefix digests remembered; about 300 bytes each.
+_MAX_DIGESTS = 131_072
+
+#: In a fleet of more workers than this, a search that found no room is not repeated at each report of one of them, but
+#: after a pause, in seconds.
+_MANY_WORKERS, _SEARCH_PAUSE_S = 64, 0.005
 
 #: Share of the newest interval in the mean interval between two placements.
 _INTERVAL_WEIGHT = 0.1
@@ -115,58 +120,65 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         while True:
             self._wake.clear()
-            self._place_all(loop.time())
+            is_full = self._place_all(loop.time())
+            if is_full and len(self._fleet.workers) > _MANY_WORKERS:
+                await asyncio.sleep(_SEARCH_PAUSE_S)
             since_s = min(self._stranded_s.values(), default=None)
             until_s = None if since_s is None else since_s + NO_WORKER_GRACE_S
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(until_s):
                     await self._wake.wait()
 
-    def _place_all(self, now_s: float) -> None:
-        """Place from the head on, up to the first that has to wait for room."""
+    def _place_all(self, now_s: float) -> bool:
+        """Place from the head on, up to the first that has to wait for room; tell whether there is such a one."""
         passed_over: list[_Entry] = []
+        is_full = False
         while (entry := self._queue.pop()) is not None:
             verdict = self._place(entry, now_s)
             if verdict is Verdict.NO_WORKER and self._is_worth_waiting(entry, now_s):
                 passed_over.append(entry)
             elif verdict is Verdict.NOT_NOW:
                 self._queue.restore(entry.spec.rank, entry)
+                is_full = True
                 break
         self._stranded_s = {
             entry.spec.rank: self._stranded_s.get(entry.spec.rank, now_s) for entry in passed_over
         }
         for entry in passed_over:
             self._queue.restore(entry.spec.rank, entry)
+        return is_full
 
     def _place(self, entry: _Entry, now_s: float) -> Verdict | None:
         """Place one, or tell why not."""
         matched = self._affinity.matched_tokens(entry.digests)
         self._num_tries += 1
-        plan = choose(
-            entry.need,
-            [w.prefill_view(matched.get(w.address, 0)) for w in self._fleet.ready(Tier.PREFILL)],
-            [w.decode_view(matched.get(w.address, 0)) for w in self._fleet.ready(Tier.DECODE)],
-            self._key + self._num_tries.to_bytes(8, "big"),
-        )
-        if isinstance(plan, Verdict):
-            return plan
+        key = self._key + self._num_tries.to_bytes(8, "big")
+        choice = plan(entry.need, self._fleet, matched, key)
+        if isinstance(choice, Verdict):
+            return choice
         if entry.placed.done():
             return None
-        entry.placed.set_result(self._claim(entry, plan))
+        entry.placed.set_result(self._claim(entry, choice, matched))
         self._interval_s += _INTERVAL_WEIGHT * (now_s - self._placed_at_s - self._interval_s)
         self._placed_at_s = now_s
         return None
 
-    def _claim(self, entry: _Entry, plan: Plan) -> Placement:
+    def _claim(self, entry: _Entry, choice: Plan, matched: Mapping[str, int]) -> Placement:
         workers = self._fleet.workers
-        prefill = workers[plan.prefill] if plan.prefill else None
-        decode = workers[plan.decode] if plan.decode else None
+        prefill = workers[choice.prefill] if choice.prefill else None
+        decode = workers[choice.decode] if choice.decode else None
+        num_cached = matched.get(prefill.address, 0) if prefill else 0
         num_blocks = decode.decode_view(0).num_blocks_for(entry.need) if decode else 0
         for worker in (prefill, decode):
             if worker:
                 self._affinity.record(entry.digests, worker.address)
         return Placement(
-            self._fleet, self._num_tries, prefill, decode, entry.need.num_tokens, num_blocks
+            self._fleet,
+            self._num_tries,
+            prefill,
+            decode,
+            max(1, entry.need.num_tokens - num_cached),
+            num_blocks,
         )
 
     def _is_worth_waiting(self, entry: _Entry, now_s: float) -> bool:

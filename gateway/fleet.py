@@ -7,7 +7,8 @@ dispatcher reads snapshots. Whoever listens is told of each change that may make
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from baton.errors import PeerMismatch
 from baton.types import PROTOCOL_VERSION, Tier, WorkerInfo, WorkerLoad
@@ -44,6 +45,9 @@ class Worker:
         """Whether it was accepted and its connection stands."""
         self.num_in_flight = 0
         self.outstanding_tokens = 0
+        """Prompt tokens that this gateway has given it to compute."""
+        self._other_tokens = 0
+        """Those that it had beside them at its last report: from other gateways, or more than was thought."""
         self.is_awaiting_report = False
         """After a deferral: what we believe about its memory is wrong until it reports again."""
         self._unreported: dict[int, int] = {}
@@ -81,6 +85,7 @@ class Worker:
         """Take a load report."""
         self.load = load
         self.is_awaiting_report = False
+        self._other_tokens = max(0, load.num_pending_tokens - self.outstanding_tokens)
         for placement_id in self._settled:
             self._unreported.pop(placement_id, None)
         self._settled.clear()
@@ -90,7 +95,7 @@ class Worker:
         return PrefillView(
             address=self.address,
             max_model_len=info.max_model_len,
-            outstanding_tokens=self.outstanding_tokens,
+            outstanding_tokens=self.outstanding_tokens + self._other_tokens,
             max_outstanding_tokens=_PREFILL_QUEUE_BATCHES * info.max_num_batched_tokens,
             matched_tokens=matched_tokens,
         )
@@ -121,11 +126,17 @@ class Worker:
 class Fleet:
     """All workers, by address."""
 
-    def __init__(self, prefill_addresses: Iterable[str], decode_addresses: Iterable[str]) -> None:
-        tiers = ((Tier.PREFILL, prefill_addresses), (Tier.DECODE, decode_addresses))
-        self.workers: Mapping[str, Worker] = {
-            address: Worker(address, tier) for tier, addresses in tiers for address in addresses
-        }
+    def __init__(
+        self, prefill_addresses: Iterable[str] = (), decode_addresses: Iterable[str] = ()
+    ) -> None:
+        self._workers: dict[str, Worker] = {}
+        self.workers: Mapping[str, Worker] = MappingProxyType(self._workers)
+        self._ready: dict[Tier, tuple[Worker, ...] | None] = dict.fromkeys(Tier)
+        """Who is ready, by tier; None until it is asked for again after a change."""
+        for address in prefill_addresses:
+            self._workers[address] = Worker(address, Tier.PREFILL)
+        for address in decode_addresses:
+            self._workers[address] = Worker(address, Tier.DECODE)
         self._listeners: list[Callable[[], None]] = []
         self._leave_listeners: list[Callable[[str], None]] = []
 
@@ -144,8 +155,27 @@ class Fleet:
     def tier(self, tier: Tier) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.tier is tier]
 
-    def ready(self, tier: Tier) -> list[Worker]:
-        return [w for w in self.workers.values() if w.tier is tier and w.is_ready]
+    def ready(self, tier: Tier) -> Sequence[Worker]:
+        """Workers of the tier that take work."""
+        ready = self._ready[tier]
+        if ready is None:
+            ready = tuple(w for w in self.workers.values() if w.tier is tier and w.is_ready)
+            self._ready[tier] = ready
+        return ready
+
+    def add(self, address: str, tier: Tier) -> Worker:
+        """A worker is to be found at `address`, which no other worker has. It is used once it has joined."""
+        if address in self._workers:
+            raise ValueError(f"{address} is in the fleet already")
+        worker = self._workers[address] = Worker(address, tier)
+        self.changed()
+        return worker
+
+    def remove(self, address: str) -> None:
+        """Nobody is to be found at `address` any more. What is placed there keeps its claim until it is released."""
+        self.leave(address, WorkerState.UNREACHABLE, "listed no more")
+        del self._workers[address]
+        self.changed()
 
     def join_prefill(self, address: str, info: WorkerInfo, link: PrefillLink) -> None:
         """Take a prefill worker that was reached. It is used from its first load report on.
@@ -164,15 +194,17 @@ class Fleet:
         """Take a joined worker's load."""
         worker = self.workers[address]
         worker.report(load)
-        worker.state = WorkerState.DRAINING if load.is_draining else WorkerState.READY
-        worker.reason = "draining: finishes what it has" if load.is_draining else ""
+        if load.is_draining:
+            self._set_state(worker, WorkerState.DRAINING, "draining: finishes what it has")
+        else:
+            self._set_state(worker, WorkerState.READY, "")
         self.changed()
 
     def leave(self, address: str, state: WorkerState, reason: str) -> None:
         """The worker takes no more work: lost, stalled or refused."""
         worker = self.workers[address]
         was_joined, worker.is_joined = worker.is_joined, False
-        worker.state, worker.reason = state, reason
+        self._set_state(worker, state, reason)
         worker.load = WorkerLoad()
         if was_joined:
             for listener in self._leave_listeners:
@@ -181,10 +213,15 @@ class Fleet:
 
     def suspect(self, address: str) -> None:
         """A call found the worker gone, maybe before its connection did. Its next load report clears it."""
-        worker = self.workers[address]
-        if worker.is_ready:
-            worker.state, worker.reason = WorkerState.UNREACHABLE, "a call did not reach it"
+        worker = self.workers.get(address)
+        if worker is not None and worker.is_ready:
+            self._set_state(worker, WorkerState.UNREACHABLE, "a call did not reach it")
             self.changed()
+
+    def _set_state(self, worker: Worker, state: WorkerState, reason: str) -> None:
+        if worker.is_ready != (state is WorkerState.READY):
+            self._ready[worker.tier] = None
+        worker.state, worker.reason = state, reason
 
     def _join(self, address: str, info: WorkerInfo) -> Worker:
         worker = self.workers[address]

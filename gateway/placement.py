@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from baton.types import Tier
 from gateway.fleet import Fleet, Worker
 
 
@@ -14,9 +15,10 @@ class Placement:
         placement_id: int,
         prefill: Worker | None,
         decode: Worker | None,
-        num_tokens: int,
+        num_prefill_tokens: int,
         num_blocks: int,
     ) -> None:
+        """num_prefill_tokens: those that the prefill worker probably has to compute, at least 1."""
         self.prefill = prefill
         self.decode = decode
         # Those of now: after a loss the same address gets another link.
@@ -24,11 +26,11 @@ class Placement:
         self.decode_link = decode.decode_link if decode else None
         self._fleet = fleet
         self._id = placement_id
-        self._prefill_tokens = num_tokens if prefill else 0
+        self._prefill_tokens = num_prefill_tokens if prefill else 0
         self._holds_decode = decode is not None
         if prefill:
             prefill.num_in_flight += 1
-            prefill.outstanding_tokens += num_tokens
+            prefill.outstanding_tokens += num_prefill_tokens
         if decode:
             decode.num_in_flight += 1
             decode.reserve_blocks(placement_id, num_blocks)
@@ -42,6 +44,13 @@ class Placement:
     def decode_name(self) -> str:
         """The decode worker's id; empty if there is none."""
         return _name_of(self.decode)
+
+    def bypasses_split(self, num_missing_tokens: int) -> bool:
+        """Whether a decode worker that computes so many tokens does what the prefill workers named should do."""
+        info = self.decode.info if self.decode else None
+        if info is None or num_missing_tokens <= info.max_local_prefill_tokens:
+            return False
+        return bool(self._fleet.tier(Tier.PREFILL))
 
     def settle(self) -> None:
         """The decode worker has reserved what it needs; its reports count it from now on."""

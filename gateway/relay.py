@@ -20,6 +20,7 @@ from baton.errors import (
     NoWorkers,
     RetriableError,
 )
+from baton.telemetry import Phase, RequestEvent
 from baton.types import SequenceSpec
 from baton.v1 import inference_pb2, sampling_pb2
 from baton.wire import logprobs_to_proto
@@ -50,21 +51,31 @@ class RelayContext:
     dispatcher: Dispatcher
     text_of: TextOf
     client_stall_timeout_s: float
+    clock: Callable[[], float] | None = None
+    """Of arrivals and timelines, in seconds; the event loop's own, which may be coarse, if not given."""
 
 
 class Relay:
-    """One request. `deadline_s` is on the event loop's clock."""
+    """One request. `deadline_s` is on the event loop's clock, all other times on the context's."""
 
     def __init__(
-        self, context: RelayContext, request: ValidatedRequest, write: Write, deadline_s: float
+        self,
+        context: RelayContext,
+        request: ValidatedRequest,
+        write: Write,
+        deadline_s: float,
+        timeline: Timeline | None = None,
     ) -> None:
+        """timeline: the request's, from its arrival on, for whoever wants to read it; one of the relay's if not given."""
         skip_special_tokens = request.text.skip_special_tokens
         self._context = context
         self._request = request
         self._write = write
         self._deadline_s = deadline_s
         self._loop = asyncio.get_running_loop()
-        self._timeline = Timeline(request.arrival_s, tokenize_ms=request.tokenize_ms)
+        self._clock = context.clock or self._loop.time
+        self._timeline = timeline or Timeline(request.arrival_s)
+        self._timeline.tokenize_ms = request.tokenize_ms
         self._output = Output(
             lambda ids: context.text_of(ids, skip_special_tokens),
             request.text,
@@ -96,7 +107,9 @@ class Relay:
             spec = self._spec_so_far()
             placement = await self._place(spec, is_return, on_admitted)
             is_return, on_admitted = True, None
-            attempt = Attempt(placement, spec, self._output, self._timeline, self._deadline_s)
+            attempt = Attempt(
+                placement, spec, self._output, self._timeline, self._deadline_s, self._clock
+            )
             try:
                 outcome = await self._follow(attempt)
             except RetriableError as error:
@@ -109,7 +122,11 @@ class Relay:
                 await self._send(is_last=True)
                 return
             if outcome is Outcome.PREEMPTED:
-                self._timeline.num_resumes += 1
+                self._note_resume()
+
+    def _note_resume(self) -> None:
+        self._timeline.num_resumes += 1
+        self._timeline.note(RequestEvent.RESUMED, self._clock())
 
     def _spec_so_far(self) -> SequenceSpec:
         spec = self._request.spec
@@ -121,7 +138,9 @@ class Relay:
         is_return: bool,
         on_admitted: Callable[[], Awaitable[None]] | None,
     ) -> Placement:
-        queued_s = self._loop.time()
+        queued_s = self._clock()
+        self._timeline.enter(Phase.QUEUE, queued_s)
+        self._timeline.note(RequestEvent.QUEUED, queued_s)
         try:
             placement = await self._context.dispatcher.place(
                 spec, on_admitted=on_admitted, is_return=is_return, avoid=self._avoid
@@ -130,7 +149,9 @@ class Relay:
             if self._failures:
                 raise self._failures[-1] from None
             raise
-        self._timeline.queue_ms += (self._loop.time() - queued_s) * 1e3
+        placed_s = self._clock()
+        self._timeline.queue_ms += (placed_s - queued_s) * 1e3
+        self._timeline.note(RequestEvent.PLACED, placed_s)
         self._timeline.name_workers(placement.prefill_name, placement.decode_name)
         return placement
 
@@ -146,9 +167,10 @@ class Relay:
     def _note_failure(self, error: RetriableError, placement: Placement) -> None:
         """Count a failure, and see to it that the next try goes elsewhere if it can. Raises the last one too many."""
         self._failures.append(error)
+        self._timeline.note(RequestEvent.FAILED, self._clock())
         if len(self._failures) > MAX_FAILURES:
             raise error
-        self._timeline.num_resumes += 1
+        self._note_resume()
         for worker in (placement.prefill, placement.decode):
             if worker is not None:
                 self._avoid |= {worker.address}
@@ -163,7 +185,8 @@ class Relay:
         if piece is None:
             return
         if piece.samples:
-            self._timeline.token_came(self._loop.time())
+            self._timeline.token_came(self._clock())
+            self._timeline.num_output_tokens = self._output.num_tokens
         chunk = _chunk_of(self._request, piece)
         if is_last:
             self._complete(chunk)
@@ -187,7 +210,10 @@ class Relay:
         chunk.usage.completion_tokens = self._output.num_tokens
         chunk.usage.cached_tokens = timeline.cached_tokens or 0
         chunk.usage.decode_cached_tokens = timeline.decode_cached_tokens or 0
-        chunk.timing.CopyFrom(timeline.to_proto(self._loop.time()))
+        now_s = self._clock()
+        timeline.finish = self._output.finish
+        timeline.note(RequestEvent.FINISHED, now_s)
+        chunk.timing.CopyFrom(timeline.to_proto(now_s))
 
 
 def _chunk_of(request: ValidatedRequest, piece: Piece) -> inference_pb2.GenerateResponse:

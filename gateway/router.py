@@ -1,8 +1,8 @@
 """Which workers a sequence goes to. Pure: need and snapshots in, a plan or a reason to wait out.
 
 A prefill worker is charged in tokens: those it has yet to compute, plus those of this sequence that its cache probably
-lacks. So a cached prefix wins as long as it saves more than the difference of the queues. A decode worker is charged
-by how full it is, batch or memory, and a cached prefix is worth at most AFFINITY_WEIGHT of that.
+lacks, which weigh more. So a cached prefix wins as long as it saves enough to outweigh the difference of the queues. A
+decode worker is charged by how full it is, batch or memory, and a cached prefix decides only between like ones.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: Difference of two decode workers' fill (0..1) that a wholly cached prompt outweighs.
-AFFINITY_WEIGHT = 0.15
+#: How much more a token computed again weighs than one to wait for: it delays all who come later, too.
+RECOMPUTE_WEIGHT = 2.0
+
+#: Difference of two decode workers' fill (0..1) that a wholly cached prompt outweighs: of the fill itself, and at least.
+AFFINITY_SHARE, MIN_AFFINITY = 0.05, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,8 @@ class PrefillView:
         return self.outstanding_tokens < self.max_outstanding_tokens
 
     def cost(self, need: Need) -> float:
-        return float(self.outstanding_tokens + need.num_tokens - self.matched_tokens)
+        num_computed = max(0, need.num_tokens - self.matched_tokens)
+        return self.outstanding_tokens + RECOMPUTE_WEIGHT * num_computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +91,9 @@ class DecodeView:
     def cost(self, need: Need) -> float:
         batch = self.num_sequences / self.max_num_seqs
         memory = 1.0 - self.num_available_blocks / self.num_blocks
+        fill = max(batch, memory)
         matched = min(1.0, self.matched_tokens / need.num_tokens)
-        return max(batch, memory) - AFFINITY_WEIGHT * matched
+        return fill - matched * (MIN_AFFINITY + AFFINITY_SHARE * fill)
 
 
 @dataclass(frozen=True, slots=True)

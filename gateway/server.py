@@ -5,25 +5,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
+import socket
+import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
 import grpc.aio
 
+from baton import __version__
 from baton.config import GatewayOptions
+from baton.registry import StaticRegistry, make_registry
 from baton.rpc.server import Register, RunningServer, start_server
 from baton.service import OnReady, ReadyReport
+from baton.telemetry import TelemetrySettings, running_telemetry
+from baton.telemetry.build_info import observe_build
 from baton.types import Tier
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from gateway.chat import ChatRenderer
 from gateway.dispatcher import Dispatcher
 from gateway.fleet import Fleet
+from gateway.gauges import observe_gateway
 from gateway.phase_clock import PhaseClock
+from gateway.recorder import GatewayRecorder
 from gateway.relay import RelayContext
+from gateway.roster import Roster
 from gateway.service import InferenceService, ServiceOptions
 from gateway.tokenizer import Tokenizer, load_tokenizer
-from gateway.workers import keep_connected
 
 _log = logging.getLogger(__name__)
 
@@ -40,31 +49,59 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
     clock = PhaseClock()
     tokenizer = await asyncio.to_thread(load_tokenizer, options.tokenizer_name, options.revision)
     clock.lap("tokenizer")
-    fleet = Fleet(options.prefill_workers, options.decode_workers)
+    fleet = Fleet()
+    registries = (
+        StaticRegistry(options.prefill_workers, options.decode_workers),
+        make_registry(options.registry, options.model_name),
+    )
     dispatcher = Dispatcher(
         fleet, max_queue_size=options.max_queue_size, key=secrets.token_bytes(32)
     )
-    context = RelayContext(fleet, dispatcher, tokenizer.decode, options.client_stall_timeout_s)
-    async with _chat_renderer(tokenizer) as chat:
+    context = RelayContext(
+        fleet, dispatcher, tokenizer.decode, options.client_stall_timeout_s, time.monotonic
+    )
+    # The exporters' threads, too, come after the chat renderer's fork.
+    async with (
+        _chat_renderer(tokenizer) as chat,
+        running_telemetry(_telemetry_settings(options)) as telemetry,
+    ):
+        observe_build(telemetry.meter, __version__)
+        observe_gateway(telemetry.meter, fleet, dispatcher)
         service = InferenceService(
             ServiceOptions(options.model_name, options.request_timeout_s),
             context,
             tokenizer,
             chat,
+            GatewayRecorder(telemetry, options.model_name, time.monotonic),
         )
         server = await start_server(
-            f"{options.host}:{options.port}", _register(service), is_serving=False
+            f"{options.host}:{options.port}",
+            _register(service),
+            is_serving=False,
+            reuse_port=options.reuse_port,
         )
-        jobs = [dispatcher.run(), *(keep_connected(fleet, address) for address in fleet.workers)]
+        jobs = [dispatcher.run(), *(Roster(fleet).follow(r) for r in registries)]
         async with _background(jobs):
             fleet.listen(lambda: _set_health(server, fleet))
             try:
-                await _wait_for_workers(fleet)
+                await _wait_for_workers(fleet, options)
                 clock.lap("workers")
                 on_ready(ReadyReport(server.address, clock.phases))
                 await stop.wait()
             finally:
                 await server.stop(options.drain_timeout_s if stop.is_set() else None)
+
+
+def _telemetry_settings(options: GatewayOptions) -> TelemetrySettings:
+    return TelemetrySettings(
+        service="gateway",
+        instance=f"gateway-{socket.gethostname()}-{os.getpid()}",
+        version=__version__,
+        model=options.model_name,
+        metrics_host=options.host,
+        metrics_port=options.metrics_port,
+        metrics_compat=options.metrics_compat,
+    )
 
 
 def _register(service: InferenceService) -> Register:
@@ -82,13 +119,23 @@ def _set_health(server: RunningServer, fleet: Fleet) -> None:
         server.set_serving(name, is_serving)
 
 
-async def _wait_for_workers(fleet: Fleet) -> None:
-    """Until every worker named is ready, but not for long: who is missing may join later."""
+async def _wait_for_workers(fleet: Fleet, options: GatewayOptions) -> None:
+    """Until every worker named is ready, and all that a registry lists, but not for long: who is missing may join later.
+
+    With a registry, a decode worker is waited for, too: without one nothing can be served.
+    """
+    named = {*options.prefill_workers, *options.decode_workers}
+
+    def is_complete() -> bool:
+        is_served = options.registry is None or bool(fleet.ready(Tier.DECODE))
+        is_all_ready = all(worker.is_ready for worker in fleet.workers.values())
+        return is_served and is_all_ready and named <= fleet.workers.keys()
+
     changed = asyncio.Event()
     fleet.listen(changed.set)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(WORKERS_TIMEOUT_S):
-            while not all(worker.is_ready for worker in fleet.workers.values()):
+            while not is_complete():
                 changed.clear()
                 await changed.wait()
 

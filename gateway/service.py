@@ -6,18 +6,20 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc.aio
 
-from baton.errors import BatonError, DeadlineExceeded
+from baton.errors import BatonError, Cancelled, DeadlineExceeded, EngineFault
 from baton.rpc.status import REQUEST_ID_KEY
+from baton.telemetry import no_telemetry
 from baton.types import Tier
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from gateway.chat import ChatRenderer
 from gateway.fail_at import fail_at
 from gateway.fleet import Fleet, Worker
+from gateway.recorder import GatewayRecorder, RequestRecord
 from gateway.relay import Relay, RelayContext
 from gateway.request import ValidatedRequest
 from gateway.request_id import unique_request_id
@@ -55,39 +57,63 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         relay_context: RelayContext,
         tokenizer: Tokenizer,
         chat: ChatRenderer | None,
+        recorder: GatewayRecorder | None = None,
         *,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """chat: None if the model has no chat template."""
+        """chat: None if the model has no chat template. recorder: on relay_context's clock; None tells nobody."""
         self._options = options
         self._relay_context = relay_context
         self._fleet: Fleet = relay_context.fleet
         self._tokenizer = tokenizer
         self._chat = chat
         self._now_ns = now_ns
+        self._clock = relay_context.clock or time.monotonic
+        self._recorder = recorder or GatewayRecorder(
+            no_telemetry(), options.model_name, self._clock
+        )
 
     async def Generate(  # type: ignore[override]  # noqa: N802, the name in the .proto
         self, request: inference_pb2.GenerateRequest, context: _Context
     ) -> None:
         """Streams by context.write, so that a slow client is seen."""
-        loop = asyncio.get_running_loop()
-        arrival_s = loop.time()
+        arrival_s = self._clock()
+        is_chat = request.prompt.WhichOneof("kind") == "chat"
+        metadata = context.invocation_metadata()
+        record = self._recorder.begin(metadata, arrival_s, is_chat=is_chat)
+        error: str | None = EngineFault.reason
+        try:
+            await self._generate(request, context, record)
+            error = None
+        except BatonError as failure:
+            error = failure.reason
+            raise
+        except asyncio.CancelledError:
+            error = Cancelled.reason
+            raise
+        finally:
+            self._recorder.end(record, error)
+
+    async def _generate(
+        self, request: inference_pb2.GenerateRequest, context: _Context, record: RequestRecord
+    ) -> None:
         request_id = unique_request_id(context.invocation_metadata())
         remaining_s = context.time_remaining()
         timeout_s = self._options.request_timeout_s if remaining_s is None else remaining_s
 
-        deadline_s = arrival_s + timeout_s
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
 
         async def on_admitted() -> None:
             await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
 
         try:
             async with fail_at(deadline_s, _too_late):
-                validated = await self._validated(request, request_id, arrival_s)
+                validated = await self._validated(request, request_id, record)
         except BatonError as error:
             error.request_id = request_id
             raise
-        await Relay(self._relay_context, validated, context.write, deadline_s).run(on_admitted)
+        relay = Relay(self._relay_context, validated, context.write, deadline_s, record.timeline)
+        await relay.run(on_admitted)
 
     async def Tokenize(  # noqa: N802
         self,
@@ -131,16 +157,17 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.GetModelResponse(model=self._model())
 
     async def _validated(
-        self, request: inference_pb2.GenerateRequest, request_id: str, arrival_s: float
+        self, request: inference_pb2.GenerateRequest, request_id: str, record: RequestRecord
     ) -> ValidatedRequest:
         facts = self._facts()
         check_request(request, facts)
-        started_s = asyncio.get_running_loop().time()
+        started_s = self._clock()
         prompt_token_ids = await self._tokenize(request.prompt)
-        tokenize_ms = (asyncio.get_running_loop().time() - started_s) * 1e3
+        tokenize_ms = (self._clock() - started_s) * 1e3
         ids = Ids(request_id, secrets.randbits(64), self._now_ns())
         spec, text = resolve(request, prompt_token_ids, facts, ids)
-        return ValidatedRequest(spec, text, arrival_s, tokenize_ms)
+        spec = record.spec = replace(spec, traceparent=record.traceparent)
+        return ValidatedRequest(spec, text, record.timeline.arrival_s, tokenize_ms)
 
     async def _tokenize(self, prompt: inference_pb2.Prompt) -> tuple[int, ...]:
         match prompt.WhichOneof("kind"):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
+from baton.telemetry import Phase, RequestEvent
+from baton.types import FinishReason
 from baton.v1 import inference_pb2
 
 
@@ -27,10 +30,77 @@ class Timeline:
     cached_tokens: int | None = None
     """Of the first prefill, once it is known; later ones find our own tokens."""
     decode_cached_tokens: int | None = None
+    num_output_tokens: int = 0
+    finish: FinishReason = FinishReason.NONE
+    num_bypassed_tokens: int = 0
+    """Most tokens that a decode worker was made to prefill beyond what it should, for want of prefill workers."""
+    events: list[tuple[RequestEvent, float]] = field(default_factory=list)
+    """What happened, and when."""
+    _phases: list[tuple[Phase, float]] = field(default_factory=list)
+    """Beginnings; each phase lasts until the next one. The first is TOKENIZE, from the arrival on."""
+    _prefill_excess_s: float = 0.0
+    """Of the phases PREFILL before the first token, what the prefill worker does not account for: the way there and back."""
+
+    @property
+    def phase(self) -> Phase:
+        """What the request waits for now."""
+        return self._phases[-1][0] if self._phases else Phase.TOKENIZE
+
+    def enter(self, phase: Phase, now_s: float) -> None:
+        """From now on the request waits for something else."""
+        self._phases.append((phase, now_s))
+
+    def note(self, event: RequestEvent, now_s: float) -> None:
+        self.events.append((event, now_s))
+
+    def ticket_came(self, now_s: float) -> None:
+        """The decode worker has reserved room."""
+        if self.phase is Phase.RESERVE:
+            self.reserve_ms += (now_s - self._phases[-1][1]) * 1e3
+
+    def prefills_here(self) -> None:
+        """The decode worker computes the prompt. It tells so with what it computed in the same step, so that asking it
+        was the beginning of the prefill."""
+        if self.phase is Phase.RESERVE:
+            self._phases[-1] = (Phase.PREFILL, self._phases[-1][1])
+
+    def prefill_answered(self, told_ms: float, now_s: float) -> None:
+        """The prefill worker's answer came; told_ms: what it says it took, its queue included."""
+        if self.first_token_s is None and self.phase is Phase.PREFILL:
+            waited_s = now_s - self._phases[-1][1]
+            self._prefill_excess_s += max(0.0, waited_s - told_ms / 1e3)
+
+    def tokens_here(self, now_s: float) -> None:
+        """Tokens came, and go to the client next."""
+        if self.first_token_s is None:
+            if self.phase is not Phase.FIRST_STEP:
+                self.enter(Phase.FIRST_STEP, now_s)
+        elif self.phase is not Phase.DECODE:
+            self.enter(Phase.DECODE, now_s)
+
+    def intervals(self, end_s: float) -> Iterator[tuple[Phase, float, float]]:
+        """All phases with their beginnings and ends, without gap from the arrival to `end_s`."""
+        phase, start_s = Phase.TOKENIZE, self.arrival_s
+        for following, next_s in (*self._phases, (Phase.DECODE, end_s)):
+            yield phase, start_s, max(start_s, next_s)
+            phase, start_s = following, max(start_s, next_s)
+
+    def first_token_parts_ms(self) -> dict[Phase, float]:
+        """What the time to the first token was spent on, in milliseconds; all of it, and 0 before there is one."""
+        parts = dict.fromkeys(Phase, 0.0)
+        if self.first_token_s is None:
+            return parts
+        for phase, start_s, end_s in self.intervals(self.first_token_s):
+            parts[phase] += max(0.0, min(end_s, self.first_token_s) - start_s) * 1e3
+        excess_ms = self._prefill_excess_s * 1e3
+        parts[Phase.PREFILL] -= excess_ms
+        parts[Phase.FIRST_STEP] += excess_ms + parts.pop(Phase.DECODE)
+        return parts
 
     def token_came(self, now_s: float) -> None:
         if self.first_token_s is None:
             self.first_token_s = now_s
+            self.enter(Phase.DECODE, now_s)
         self.last_token_s = now_s
 
     def name_workers(self, prefill: str, decode: str) -> None:
@@ -55,4 +125,15 @@ class Timeline:
             prefill_worker=self.prefill_worker,
             decode_worker=self.decode_worker,
             num_resumes=self.num_resumes,
+            first_token=self._first_token_to_proto(),
+        )
+
+    def _first_token_to_proto(self) -> inference_pb2.TimeToFirstToken:
+        parts = self.first_token_parts_ms()
+        return inference_pb2.TimeToFirstToken(
+            tokenize_ms=parts[Phase.TOKENIZE],
+            queue_ms=parts[Phase.QUEUE],
+            reserve_ms=parts[Phase.RESERVE],
+            prefill_ms=parts[Phase.PREFILL],
+            first_step_ms=parts[Phase.FIRST_STEP],
         )

@@ -105,6 +105,8 @@ def _folder_of(name: str, revision: str | None) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigError.of("tokenizer", name, "no such folder; give one, or a Hub id")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

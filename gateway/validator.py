@@ -238,7 +238,7 @@ def _stop_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) -> 
     for index, stop in wrong[:_MAX_TOLD]:
         yield FieldViolation(
             f"sampling.stop[{index}]",
-            f"{_shown(stop)}, {len(stop)} characters: must have 1 to {MAX_STOP_CHARS}",
+            f"{len(stop)} characters: must have 1 to {MAX_STOP_CHARS}",
         )
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         yield FieldViolation(

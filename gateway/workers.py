@@ -12,7 +12,7 @@ import logging
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc.aio
 
@@ -46,19 +46,31 @@ class _Stalled(WorkerLost):
     """The worker's engine loop stands still, or it tells nothing though its connection stands."""
 
 
+def _always() -> bool:
+    return True
+
+
 async def keep_connected(
-    fleet: Fleet, address: str, *, draw: Callable[[], float] = random.random
-) -> NoReturn:
-    """Have the worker at `address` in the fleet whenever it can be reached. Ends by cancellation only."""
+    fleet: Fleet,
+    address: str,
+    *,
+    is_wanted: Callable[[], bool] = _always,
+    draw: Callable[[], float] = random.random,
+) -> None:
+    """Have the worker at `address` ready in the fleet whenever it can be reached.
+
+    Ends by cancellation, or once it is not wanted and no connection stands: one that stands is kept.
+    """
     num_failures = 0
     last_reason = ""
-    while True:
+    while is_wanted():
         loss = await _connect_once(fleet, fleet.workers[address])
         num_failures = 1 if loss.was_used else num_failures + 1
         if loss.reason != last_reason:
             last_reason = loss.reason
             _log.warning("worker at %s is %s: %s", address, loss.state.value, loss.reason)
-        await asyncio.sleep(backoff_s(num_failures, draw()))
+        if is_wanted():
+            await asyncio.sleep(backoff_s(num_failures, draw()))
 
 
 async def _connect_once(fleet: Fleet, worker: Worker) -> _Loss:

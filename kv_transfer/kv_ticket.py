@@ -32,6 +32,7 @@ class KvTicket:
     layout: KvLayout
     endpoints: tuple[Endpoint, ...]
     lease_s: float
+    traceparent: str = ""
 
 
 def encode_ticket(ticket: KvTicket, secret: bytes) -> bytes:
@@ -48,6 +49,7 @@ def encode_ticket(ticket: KvTicket, secret: bytes) -> bytes:
         layout=layout_to_proto(ticket.layout),
         endpoints=[endpoint_to_proto(endpoint) for endpoint in ticket.endpoints],
         lease_ms=max(1, round(ticket.lease_s * 1000)),
+        traceparent=ticket.traceparent,
     )
     message.mac = _mac(message, secret)
     return message.SerializeToString(deterministic=True)
@@ -77,6 +79,7 @@ def parse_ticket(data: bytes) -> KvTicket:
         layout=layout,
         endpoints=endpoints_from_proto(list(message.endpoints)),
         lease_s=message.lease_ms / 1000,
+        traceparent=message.traceparent,
     )
 
 

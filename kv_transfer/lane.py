@@ -9,25 +9,26 @@ Deadlines: connect (until KvAccept), credit (room for the next chunk), commit (u
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-
-import xxhash
+from dataclasses import dataclass, field, replace
 
 from baton.errors import BY_REASON, BatonError, EngineFault, HandoffFailed, PeerMismatch
 from baton.types import WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto, sample_logprobs
 from kv_transfer.chunking import chunks
+from kv_transfer.codec import LendingPool, checksum_of, lend_chunk, pack_chunk
 from kv_transfer.coverage import KvRange
 from kv_transfer.frame import Frame, FrameError, clipped
 from kv_transfer.kv_ticket import KvTicket
 from kv_transfer.receiver import MAX_VERSION, MIN_VERSION
 from kv_transfer.send_task import Begin, Cancel, Finish, Send, SendDone, SenderConfig, Task
-from kv_transfer.transport.base import Connection
+from kv_transfer.transport.base import Connection, Staged
 
 _MASK = (1 << 64) - 1
+_log = logging.getLogger("baton.kv")
 #: Tickets in one KvRenew, so that it fits a header.
 _MAX_RENEWED = 1024
 
@@ -43,6 +44,8 @@ class _Handoff:
     checksum: int = 0
     num_bytes: int = 0
     commit_deadline: float | None = None
+    prefill_end: float = 0.0
+    committed_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -84,6 +87,7 @@ class Lane:
         self._config = config
         self._heartbeat = heartbeat
         self._on_done = on_done
+        self._lender = config.pool if isinstance(config.pool, LendingPool) else None
         self._handoffs: dict[str, _Handoff] = {}
         # Each with the handoff that it is about: a key may be used again once its handoff is done.
         self._tasks: deque[tuple[_Handoff, Begin | Send | Finish]] = deque()
@@ -187,6 +191,7 @@ class Lane:
             case kv_pb2.KvCommitted() if link.accept is not None:
                 handoff = self._find(frame.ticket_id)
                 if handoff and handoff.commit_deadline is not None:
+                    self._log_end(handoff)
                     self._done(handoff, None)
             case kv_pb2.KvAbort() if link.accept is not None:
                 handoff = self._find(frame.ticket_id)
@@ -269,7 +274,8 @@ class Lane:
             first_token, piece.end_token - first_token, piece.first_layer, piece.num_layers
         )
         max_bytes = min(self._config.max_chunk_bytes, link.accept.max_chunk_bytes)
-        rest = chunks(missing, self._config.layout.token_layer_bytes, max_bytes)
+        layout = self._config.layout
+        rest = chunks(missing, layout.token_layer_bytes, max_bytes, layout.block_size)
         link.waiting.append(_Chunks(handoff, block_ids, rest, next(rest, None)))
 
     def _send_chunk(self, link: _Link, work: _Chunks) -> bool:
@@ -284,12 +290,13 @@ class Lane:
             if link.stalled_since is None:
                 link.stalled_since = self._config.clock()
             return False
-        fault = self._pack(work.block_ids, piece, staged.buffer)
-        if fault:
+        filled = self._fill(work.block_ids, piece, staged)
+        if isinstance(filled, EngineFault):
             link.connection.unstage(staged)
-            self._give_up(handoff, fault)
+            self._give_up(handoff, filled)
             return True
-        checksum = xxhash.xxh3_64_intdigest(staged.buffer)
+        checksum = checksum_of(filled.payload)
+        work.next = next(work.rest, None)
         link.connection.send(
             kv_pb2.KvChunk(
                 ticket_id=handoff.ticket.ticket_id,
@@ -300,30 +307,36 @@ class Lane:
                 num_layers=piece.num_layers,
                 checksum=checksum,
                 payload_bytes=num_bytes,
-                slot=staged.slot,
+                slot=filled.slot,
             ),
-            staged,
+            filled,
+            more=work.next is None and len(link.waiting) == 1 and self._commits_next(handoff),
         )
         handoff.checksum = (handoff.checksum + checksum) & _MASK
         handoff.num_bytes += num_bytes
-        work.next = next(work.rest, None)
         return True
 
-    def _pack(
-        self, block_ids: tuple[int, ...], piece: KvRange, out: memoryview
-    ) -> EngineFault | None:
+    def _commits_next(self, handoff: _Handoff) -> bool:
+        """Whether the next task is this handoff's commit."""
+        if not self._tasks:
+            return False
+        owner, task = self._tasks[0]
+        return owner is handoff and isinstance(task, Finish)
+
+    def _fill(
+        self, block_ids: tuple[int, ...], piece: KvRange, staged: Staged
+    ) -> Staged | EngineFault:
+        """Put a chunk's payload into `staged`: a copy, or, where that will do, the blocks themselves."""
+        pool = self._config.pool
         try:
-            self._config.pool.pack(
-                block_ids,
-                piece.first_token,
-                piece.num_tokens,
-                piece.first_layer,
-                piece.num_layers,
-                out,
-            )
+            if staged.can_gather and self._lender:
+                pieces = lend_chunk(self._lender, pool.layout, block_ids, piece)
+                if pieces:
+                    return replace(staged, pieces=pieces)
+            pack_chunk(pool, block_ids, piece, staged.buffer)
         except (ValueError, RuntimeError) as error:
             return EngineFault(f"the KV of {piece} could not be read: {error}")
-        return None
+        return staged
 
     def _commit(self, link: _Link, handoff: _Handoff, task: Finish) -> None:
         now = self._config.clock()
@@ -337,6 +350,7 @@ class Lane:
             logprobs=sample_logprobs(task.first),
         )
         handoff.commit_deadline = now + self._config.ack_timeout_s
+        handoff.prefill_end, handoff.committed_at = task.prefill_end, now
         link.connection.send(frame)
 
     # Time.
@@ -373,6 +387,15 @@ class Lane:
                 self._give_up(handoff, HandoffFailed(text))
 
     # Ends.
+
+    def _log_end(self, handoff: _Handoff) -> None:
+        _log.debug(
+            "%d bytes of KV for %s: committed %.3f ms, confirmed %.3f ms after the prefill",
+            handoff.num_bytes,
+            self._peer.worker_id,
+            (handoff.committed_at - handoff.prefill_end) * 1e3,
+            (self._config.clock() - handoff.prefill_end) * 1e3,
+        )
 
     def _find(self, ticket_id: int) -> _Handoff | None:
         return next((h for h in self._handoffs.values() if h.ticket.ticket_id == ticket_id), None)

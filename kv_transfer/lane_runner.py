@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import selectors
+import math
+import select
 import socket
 import threading
 from collections import deque
@@ -100,6 +101,8 @@ class ThreadLane:
         self._inbox: deque[Task] = deque()
         self._is_closed = False
         self._is_over = False
+        # A byte is on its way to the thread, which has not taken its tasks since.
+        self._is_woken = False
         self._wake_receive, self._wake_send = socket.socketpair()
         self._wake_receive.setblocking(False)
         self._wake_send.setblocking(False)
@@ -130,11 +133,10 @@ class ThreadLane:
             self._thread.join()
 
     def _wake(self) -> None:
-        """Under the lock, and not after the end. A full pipe wakes as well as one more byte does."""
-        try:
+        """Under the lock, and not after the end."""
+        if not self._is_woken:
+            self._is_woken = True
             self._wake_send.send(b"\0")
-        except BlockingIOError:
-            return
 
     def _run(self) -> None:
         error: BatonError = HandoffFailed("the lane's thread has failed")
@@ -157,6 +159,7 @@ class ThreadLane:
     def _take_tasks(self) -> bool:
         """Pass the inbox to the lane. False: it is time to end."""
         with self._lock:
+            self._is_woken = False
             tasks = tuple(self._inbox)
             self._inbox.clear()
             if not tasks and not self._is_closed and self._lane.is_over:
@@ -168,13 +171,11 @@ class ThreadLane:
 
     def _wait(self) -> None:
         timeout_s = max(0.0, self._lane.next_deadline() - self._clock())
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wake_receive, selectors.EVENT_READ)
-            if (fileno := self._lane.fileno()) >= 0:
-                selector.register(fileno, selectors.EVENT_READ)
-            selector.select(timeout_s)
-        try:
-            while self._wake_receive.recv(4096):
-                pass
-        except BlockingIOError:
-            return
+        poll = select.poll()
+        poll.register(self._wake_receive, select.POLLIN)
+        if (fileno := self._lane.fileno()) >= 0:
+            poll.register(fileno, select.POLLIN)
+        # Rounded up, so that a deadline is over when the thread wakes for it.
+        ready = poll.poll(math.ceil(timeout_s * 1000))
+        if any(fd == self._wake_receive.fileno() for fd, _ in ready):
+            self._wake_receive.recv(64)

@@ -14,6 +14,7 @@ from baton.errors import BY_REASON, HandoffFailed
 from baton.types import PROTOCOL_VERSION, KvLayout, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_from_proto, logprobs_from_proto
+from kv_transfer.codec import unpack_chunk
 from kv_transfer.coverage import KvRange
 from kv_transfer.frame import Frame, FrameError, clipped
 from kv_transfer.ticket import Commit, Rejection, TicketTable
@@ -44,6 +45,8 @@ class Receiver:
         self.pool = pool
         self.tickets = tickets
         self.num_credits = num_credits
+        # Told together, since each telling wakes the sender's thread; the rest keeps it busy meanwhile.
+        self.credit_batch = max(1, num_credits // 2)
         self.max_chunk_bytes = max_chunk_bytes
         self._connections = itertools.count(1)
 
@@ -58,6 +61,7 @@ class _Peer:
 
     worker_id: str
     generation: int
+    block_size: int
 
 
 class ReceiverSession:
@@ -73,6 +77,8 @@ class ReceiverSession:
         self._connection = connection
         self._reply = reply
         self._peer: _Peer | None = None
+        # Slots that are free again, and not yet told: fewer than credit_batch, so that the sender is never without any.
+        self._credits: list[int] = []
         self.is_refused = False
 
     @property
@@ -91,7 +97,7 @@ class ReceiverSession:
             raise FrameError(f"a {type(frame).__name__} before the KvHello")
         match frame:
             case kv_pb2.KvChunk():
-                self._on_chunk(frame, payload)
+                self._on_chunk(self._peer, frame, payload)
             case kv_pb2.KvBegin():
                 self._on_begin(frame)
             case kv_pb2.KvCommit():
@@ -110,15 +116,14 @@ class ReceiverSession:
     def _on_hello(self, hello: kv_pb2.KvHello) -> None:
         if self._peer is not None:
             raise FrameError("a second KvHello")
-        difference = _version_difference(hello) or self._receiver.layout.difference(
-            layout_from_proto(hello.layout)
-        )
+        layout = layout_from_proto(hello.layout)
+        difference = _version_difference(hello) or _layout_difference(self._receiver.layout, layout)
         if difference:
             self.is_refused = True
             field, expected, actual = difference
             self._reply(kv_pb2.KvRefuse(field=field, expected=expected, actual=actual))
             return
-        self._peer = _Peer(hello.worker_id, hello.generation)
+        self._peer = _Peer(hello.worker_id, hello.generation, layout.block_size)
         self._reply(
             kv_pb2.KvAccept(
                 version=min(MAX_VERSION, hello.max_version),
@@ -139,13 +144,16 @@ class ReceiverSession:
             raise FrameError("a KvBegin without a ticket") from None
         self._reject(ticket.ticket_id, ticket.epoch, outcome)
 
-    def _on_chunk(self, chunk: kv_pb2.KvChunk, payload: memoryview) -> None:
-        rejection = self._write(chunk, payload)
-        self._reply(kv_pb2.KvCredit(slots=[chunk.slot]))
+    def _on_chunk(self, peer: _Peer, chunk: kv_pb2.KvChunk, payload: memoryview) -> None:
+        rejection = self._write(peer, chunk, payload)
+        self._credits.append(chunk.slot)
+        if len(self._credits) >= self._receiver.credit_batch:
+            self._reply(kv_pb2.KvCredit(slots=self._credits))
+            self._credits.clear()
         if rejection:
             self._reject(chunk.ticket_id, chunk.epoch, rejection)
 
-    def _write(self, chunk: kv_pb2.KvChunk, payload: memoryview) -> Rejection | None:
+    def _write(self, peer: _Peer, chunk: kv_pb2.KvChunk, payload: memoryview) -> Rejection | None:
         """Verify, then copy into the ticket's blocks. What fails here kills the ticket if this connection holds it."""
         piece = KvRange(chunk.first_token, chunk.num_tokens, chunk.first_layer, chunk.num_layers)
         fault = ""
@@ -159,14 +167,7 @@ class ReceiverSession:
         if isinstance(pinned, Rejection):
             return pinned
         try:
-            self._receiver.pool.unpack(
-                pinned,
-                piece.first_token,
-                piece.num_tokens,
-                piece.first_layer,
-                piece.num_layers,
-                payload,
-            )
+            unpack_chunk(self._receiver.pool, pinned, piece, peer.block_size, payload)
         except (ValueError, RuntimeError) as error:
             return self._fail(chunk, f"the worker could not store a chunk: {error}")
         finally:
@@ -215,6 +216,13 @@ class ReceiverSession:
                 message=clipped(rejection.message),
             )
         )
+
+
+def _layout_difference(ours: KvLayout, theirs: KvLayout) -> tuple[str, str, str] | None:
+    """(field, ours, theirs) if a sender with that layout cannot write into blocks of ours."""
+    if theirs.block_size < 1:
+        return "block_size", "at least 1", str(theirs.block_size)
+    return ours.difference(theirs)
 
 
 def _version_difference(hello: kv_pb2.KvHello) -> tuple[str, str, str] | None:

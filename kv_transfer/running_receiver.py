@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from baton.engine.interface import KvPool
 from baton.errors import ConfigError, HandoffFailed
+from baton.rpc.bind import bind_fault
 from baton.types import WorkerIdentity
 from kv_transfer.endpoint import Endpoint
 from kv_transfer.receiver import Receiver
@@ -18,8 +20,9 @@ from kv_transfer.transport.loopback import LoopbackHub
 from kv_transfer.transport.shm import listen_shm
 from kv_transfer.transport.tcp import listen_tcp
 
-DEFAULT_NUM_CREDITS = 8
-DEFAULT_MAX_CHUNK_BYTES = 1 << 20
+#: Large enough that a chunk's fixed cost is little, all together small enough to stay in a CPU's last cache.
+DEFAULT_NUM_CREDITS = 4
+DEFAULT_MAX_CHUNK_BYTES = 2 << 20
 
 
 class Listener(Protocol):
@@ -73,8 +76,7 @@ def open_receiver(
     """Bind, then serve. transports: any of "loopback" (its name is the worker's id, in `hub`), "shm" and "tcp".
 
     secret: of the tickets' digests; drawn anew if none is given. Each connection has num_credits * max_chunk_bytes of
-    shared memory, or max_chunk_bytes of buffer. Raises ConfigError for an unknown transport, OSError if one cannot be
-    bound.
+    shared memory, or max_chunk_bytes of buffer. Raises ConfigError for an unknown transport, or one that cannot be bound.
     """
     listeners: list[Listener] = []
     with contextlib.ExitStack() as undo:
@@ -116,9 +118,27 @@ def _listen(
 ) -> Listener:
     match transport:
         case "shm":
-            return listen_shm()
+            return _listen_shm()
         case "tcp":
-            return listen_tcp(tcp_host, tcp_port, tcp_advertise_host)
+            return _listen_tcp(tcp_host, tcp_port, tcp_advertise_host)
         case "loopback" if hub is not None:
             return hub.listen(identity.worker_id)
     raise ConfigError.of("kv_transport", transport, "use shm or tcp, or loopback within a hub")
+
+
+def _listen_shm() -> Listener:
+    try:
+        return listen_shm()
+    except OSError as error:
+        folder = tempfile.gettempdir()
+        fix = f"no Unix socket there ({error}); set TMPDIR to a short path that can be written"
+        raise ConfigError.of("TMPDIR", folder, f"{fix}, or give --kv-transport=tcp") from error
+
+
+def _listen_tcp(host: str, port: int, advertise_host: str) -> Listener:
+    try:
+        return listen_tcp(host, port, advertise_host)
+    except OSError as error:
+        fault = bind_fault(host, port, "kv_host", "kv_port")
+        fallback = ConfigError.of("kv_host", host, f"cannot listen there ({error})")
+        raise fault or fallback from error

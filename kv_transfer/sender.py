@@ -16,7 +16,8 @@ from kv_transfer.lane_runner import InlineLane, LaneRunner, RunLane, ThreadLane
 from kv_transfer.send_task import Begin, Cancel, Finish, Send, SendDone, SenderConfig
 from kv_transfer.transport.base import Connector
 
-DEFAULT_MAX_CHUNK_BYTES = 1 << 20
+#: A bound only: a receiver tells how large its chunks may be.
+DEFAULT_MAX_CHUNK_BYTES = 16 << 20
 
 __all__ = ["KvTicket", "SendDone", "Sender", "parse_ticket"]
 

@@ -63,6 +63,10 @@ class TicketCommitted:
     first: Sample
     transfer_exposed_ms: float
     num_bytes: int
+    reserved_s: float = 0.0
+    """When the sender presented the ticket, by the table's clock."""
+    receiving_s: float = 0.0
+    """When its first chunk was taken; when the ticket was presented if none had to come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,8 @@ class _Entry:
     checksum: int = 0
     num_bytes: int = 0
     death: TicketDead | None = None
+    reserved_s: float = 0.0
+    receiving_s: float = 0.0
 
 
 class TicketTable:
@@ -200,6 +206,7 @@ class TicketTable:
             layout=self._layout,
             endpoints=self._endpoints,
             lease_s=self._lease_s,
+            traceparent=spec.traceparent,
         )
         return OfferedTicket(ticket_id, encode_ticket(ticket, self._secret))
 
@@ -264,6 +271,7 @@ class TicketTable:
                 return Rejection(HandoffFailed.reason, "the ticket has been used")
             entry.state = TicketState.RESERVED
             entry.connection = connection
+            entry.reserved_s = entry.receiving_s = self._clock()
             self._renew(entry)
             return ticket
 
@@ -277,6 +285,8 @@ class TicketTable:
                 return entry
             fault = self._fault(entry, piece)
             if not fault:
+                if entry.state is TicketState.RESERVED:
+                    entry.receiving_s = self._clock()
                 entry.state = TicketState.RECEIVING
                 entry.num_pins += 1
                 self._renew(entry)
@@ -327,6 +337,8 @@ class TicketTable:
                         commit.first,
                         commit.exposed_ms,
                         entry.num_bytes,
+                        entry.reserved_s,
+                        entry.receiving_s,
                     ),
                 )
         self._tell(events)

@@ -19,7 +19,7 @@ from baton.engine.loop import Step
 from baton.errors import BatonError, Cancelled, Draining
 from baton.types import FinishReason, Sample, SequenceSpec, WorkerLoad, finish_reason
 from kv_transfer.sender import SendDone
-from prefill_svc.job import PrefillJob, Stage
+from prefill_svc.job import ChunkTime, PrefillJob, Stage
 from prefill_svc.scheduler import share_budget
 
 
@@ -58,6 +58,7 @@ class Prefilled:
     num_cached_tokens: int
     queue_s: float
     compute_s: float
+    chunks: tuple[ChunkTime, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +195,12 @@ class PrefillCore:
             for job, num_new in last_chunks:
                 self._send_layers(job, num_new, first_layer, num_layers)
 
+        begin_s = self._clock()
         outcomes = forward_guarded(self._engine, batch, send_layers)
+        end_s = self._clock()
         self._num_steps += 1
         for (job, num_new), outcome in zip(grants, outcomes, strict=True):
+            job.chunks.append(ChunkTime(begin_s, end_s, num_new))
             self._advance(job, num_new, outcome)
         return True
 
@@ -255,6 +259,7 @@ class PrefillCore:
                 num_cached_tokens=job.num_cached_tokens,
                 queue_s=job.started_s - job.arrived_s,
                 compute_s=now - job.started_s,
+                chunks=tuple(job.chunks),
             )
         )
         if not job.has_ticket:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.cache.pool import BlockLease
 from baton.engine.interface import SampleRow, SequenceSlice
@@ -21,6 +21,15 @@ class Stage(enum.Enum):
     COMPUTING = enum.auto()
     SENDING = enum.auto()
     CLOSING = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTime:
+    """When a step computed a chunk of a prompt, in seconds of the engine loop's clock."""
+
+    begin_s: float
+    end_s: float
+    num_tokens: int
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +51,7 @@ class PrefillJob:
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
     num_sent_layers: int = 0
+    chunks: list[ChunkTime] = field(default_factory=list)
 
     @property
     def rank(self) -> tuple[int, int, str]:

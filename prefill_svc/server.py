@@ -10,6 +10,7 @@ import grpc.aio
 
 from baton.config import PrefillOptions
 from baton.engine.loop import EngineLoop
+from baton.rpc.bind import check_bindable
 from baton.service import ReadyReport
 from baton.types import WorkerLoad
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -17,9 +18,11 @@ from baton.worker.build import build_engine, build_pool
 from baton.worker.host import PhaseClock, WorkerHost, describe, new_identity
 from baton.worker.load_board import LoadBoard
 from baton.worker.service import WorkerServicer
+from baton.worker.telemetry import open_worker_telemetry
 from kv_transfer.sender import Sender
 from kv_transfer.transport.connector import make_connector
 from prefill_svc.core import Drain, PrefillCommand, PrefillCore, PrefillEvent, PrefillLimits
+from prefill_svc.recorder import PrefillRecorder
 from prefill_svc.service import PrefillServicer
 
 
@@ -28,12 +31,17 @@ async def serve_prefill(
 ) -> None:
     """Prefill worker: computes prompts and sends their KV to decode workers."""
     clock = PhaseClock()
+    check_bindable(options.host, options.port)
     engine = await asyncio.to_thread(build_engine, options)
     clock.lap("load")
     identity = new_identity(options)
     board = LoadBoard()
+    telemetry = await asyncio.to_thread(open_worker_telemetry, options, board, engine.spec.model)
+    recorder = PrefillRecorder(telemetry, time.monotonic) if telemetry.is_on else None
 
     def submit(command: PrefillCommand) -> None:
+        if recorder:
+            recorder.on_command(command)
         loop.submit(command)
 
     servicer = PrefillServicer(submit)
@@ -41,6 +49,8 @@ async def serve_prefill(
     def deliver(events: Sequence[PrefillEvent], load: WorkerLoad) -> None:
         servicer.deliver(events)
         board.publish(load)
+        if recorder:
+            recorder.on_step(events)
 
     def register(server: grpc.aio.Server) -> Sequence[str]:
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
@@ -64,10 +74,11 @@ async def serve_prefill(
     loop: EngineLoop[PrefillCommand, PrefillEvent] = EngineLoop(
         core, deliver, name="prefill-engine"
     )
-    host = WorkerHost(options, loop, board, Drain())
     info = describe(options, identity, engine.spec)
+    host = WorkerHost(options, loop, board, Drain(), info)
     worker = WorkerServicer(info, board, lambda: loop.heartbeat_age_s, host.start_draining)
     try:
         await host.serve(register, stop, on_ready, clock)
     finally:
         await asyncio.to_thread(sender.close)
+        await asyncio.to_thread(telemetry.close)

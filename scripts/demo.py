@@ -24,7 +24,7 @@ def find_files(path, suffix):
 
 
 async def demo(model: str, prompt: str, max_tokens: int) -> Usage:
-    """Start the tiers, stream one greedy completion to stdout, and stop them. Raises BatonError."""
+    """Start the tiers, stream one completion to stdout, and stop them. Raises BatonError."""
     options = ServeOptions(model=model, port=0, log_level="warning")
     print(f"Starting gateway, prefill worker and decode worker for {model} ...", flush=True)
     async with Cluster(options) as cluster:
@@ -39,7 +39,7 @@ async def complete(client: AsyncClient, prompt: str, max_tokens: int) -> Usage:
     """Stream one completion and print its timing."""
     print(prompt, end="", flush=True)
     usage = Usage()
-    stream = client.stream(prompt, max_tokens=max_tokens, temperature=0.0)
+    stream = client.stream(prompt, max_tokens=max_tokens, temperature=0.7, top_p=0.9, seed=1)
     async with stream:
         async for chunk in stream:
             print(chunk.text, end="", flush=True)

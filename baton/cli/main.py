@@ -7,17 +7,26 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from baton.cli import chat, check, generate, health, start, status, version
+from baton.cli import chat, check, doctor, generate, health, start, status, version
 from baton.errors import BatonError, StartupError
-from baton.service import refuse
+from baton.service import EXIT_REFUSED, quiet_grpc, refuse
+
+#: What typer raises for a command line that does not fit: it has a name only in some versions.
+_UsageError: Any = typer.BadParameter.__base__
 
 
 class _Commands(TyperGroup):
-    """Tells every BatonError in one line: exit status 2 if nothing was started, 1 if a request failed."""
+    """Tells every error in one line: exit status 2 if nothing was started, 1 if a request failed."""
 
     def invoke(self, ctx: Any) -> Any:
+        quiet_grpc()
         try:
             return super().invoke(ctx)
+        except _UsageError as error:
+            told = " ".join(error.format_message().split())
+            path = error.ctx.command_path if error.ctx else "baton"
+            typer.echo(f"{path}: error: {told.rstrip('.')}; see {path} --help", err=True)
+            raise SystemExit(EXIT_REFUSED) from None
         except StartupError as error:
             raise SystemExit(refuse(ctx.invoked_subcommand or "", error)) from None
         except BatonError as error:
@@ -41,4 +50,5 @@ app.command("chat")(chat.chat)
 app.command("status")(status.status)
 app.command("health")(health.health)
 app.command("check")(check.check)
+app.command("doctor")(doctor.doctor)
 app.command("version")(version.version)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from baton.client.results import (
@@ -11,6 +11,7 @@ from baton.client.results import (
     Chunk,
     Completion,
     Model,
+    TimeToFirstToken,
     Timing,
     Tokenization,
     Usage,
@@ -21,7 +22,7 @@ from baton.types import FinishReason
 from baton.v1 import inference_pb2
 from baton.wire import logprobs_from_proto
 
-_T = TypeVar("_T", Usage, Timing, WorkerStatus)
+_T = TypeVar("_T", Usage, TimeToFirstToken, Timing, WorkerStatus)
 
 
 def chunk_of(response: inference_pb2.GenerateResponse) -> Chunk:
@@ -34,10 +35,15 @@ def chunk_of(response: inference_pb2.GenerateResponse) -> Chunk:
         finish_reason=_finish_reason(response.finish_reason),
         stop=_stop(response),
         usage=_same_fields(Usage, response.usage) if response.HasField("usage") else None,
-        timing=_same_fields(Timing, response.timing) if response.HasField("timing") else None,
+        timing=_timing(response.timing) if response.HasField("timing") else None,
         choice=response.choice,
         request_id=response.request_id,
     )
+
+
+def _timing(message: inference_pb2.RequestTiming) -> Timing:
+    first_token = _same_fields(TimeToFirstToken, message.first_token)
+    return replace(_same_fields(Timing, message), first_token=first_token)
 
 
 def tokenization_of(response: inference_pb2.TokenizeResponse) -> Tokenization:

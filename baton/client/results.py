@@ -28,6 +28,18 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class TimeToFirstToken:
+    """What the time to the first token was spent on; see baton.v1.TimeToFirstToken. The parts add up to it."""
+
+    tokenize_ms: float = 0.0
+    queue_ms: float = 0.0
+    reserve_ms: float = 0.0
+    prefill_ms: float = 0.0
+    transfer_exposed_ms: float = 0.0
+    first_step_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Timing:
     """Where the time of a request went; see baton.v1.RequestTiming."""
 
@@ -44,6 +56,7 @@ class Timing:
     prefill_worker: str = ""
     decode_worker: str = ""
     num_resumes: int = 0
+    first_token: TimeToFirstToken = TimeToFirstToken()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import EnvSettingsSource
 
 from baton.config.options import Options
-from baton.errors import ConfigError
+from baton.errors import ConfigError, StartupError
 
 ENV_PREFIX = "BATON_"
 
@@ -49,6 +49,15 @@ O = TypeVar("O", bound=Options)  # noqa: E741
 def flag_of(name: str) -> str:
     """How the option `name` is spelled on the command line; the model is the one positional argument."""
     return "MODEL" if name == "model" else "--" + name.replace("_", "-")
+
+
+def as_told(error: StartupError) -> str:
+    """The message of an error on one line; an option that it names by its field is spelled as on the command line."""
+    message = " ".join(error.message.split())
+    option = error.metadata.get("option", "")
+    if option.isidentifier() and option.islower() and message.startswith(f"{option}="):
+        message = flag_of(option) + message.removeprefix(option)
+    return message
 
 
 def load_options(cls: type[O], flags: Mapping[str, object], config_file: Path | None = None) -> O:

@@ -20,6 +20,7 @@ from pydantic_settings import (
 )
 
 from baton.config.byte_size import parse_byte_size
+from baton.rpc.address import is_address
 from baton.types import Tier
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -33,6 +34,9 @@ BlockSize = Annotated[int, Field(ge=1, le=256)]
 Seconds = Annotated[float, Field(gt=0)]
 ByteSize = Annotated[int, BeforeValidator(parse_byte_size), Field(ge=1)]
 FileDescriptor = Annotated[int, Field(ge=0)]
+
+#: Hosts to listen on that nobody can connect to from elsewhere.
+_ALL_ADDRESSES = frozenset({"0.0.0.0", "[::]", "::"})
 
 HIDDEN: dict[str, Any] = {"hidden": True}
 
@@ -48,13 +52,17 @@ def _split_commas(value: object) -> object:
 
 def _check_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
     for address in addresses:
-        host, colon, port = address.rpartition(":")
-        is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 65536
-        if not (host and colon and is_port) or (":" in host and not host.startswith("[")):
+        if not is_address(address):
             raise ValueError(f"{address!r} is no address; give host:port, with an IPv6 host in []")
     if len(set(addresses)) != len(addresses):
         raise ValueError("give each address once")
     return addresses
+
+
+def _check_registry(url: str) -> str:
+    if re.fullmatch(r"rediss?://[^\s/]+(/\d+)?", url, re.ASCII) is None:
+        raise ValueError("give redis://host:port/db")
+    return url
 
 
 def _check_device(device: str) -> str:
@@ -70,6 +78,10 @@ Addresses = Annotated[
     BeforeValidator(_split_commas),
     AfterValidator(_check_addresses),
 ]
+
+
+#: redis://[user:password@]host:port/db, or rediss:// for TLS.
+RegistryUrl = Annotated[str, AfterValidator(_check_registry)]
 
 
 class Options(BaseSettings):
@@ -105,6 +117,11 @@ class ServiceOptions(Options):
     """Least severe messages to log."""
     drain_timeout_s: Seconds = 60.0
     """Time, in seconds, that running requests have to end when the process is told to stop."""
+    metrics_port: Port = 0
+    """Port of the Prometheus exporter, on --host; 0 for none. With baton serve, the first of consecutive ports: gateways,
+    prefill workers, decode workers."""
+    metrics_compat: Literal["none", "vllm"] = "none"
+    """vllm: tell metrics on that port under vLLM's names, too, so that boards made for it work."""
     ready_fd: FileDescriptor | None = Field(default=None, json_schema_extra=HIDDEN)
     """File descriptor to write one JSON line to when the process is ready or cannot start."""
     parent_fd: FileDescriptor | None = Field(default=None, json_schema_extra=HIDDEN)
@@ -159,6 +176,17 @@ class EngineOptions(ModelOptions):
     layer_group_size: Count = 4
     """Layers that are sent together while the last chunk of a prompt is computed."""
 
+    @model_validator(mode="after")
+    def _check_batch(self) -> Self:
+        """Each running sequence adds a token to a batch, so that a smaller batch would starve the last of them."""
+        tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if tokens < seqs:
+            raise ValueError(
+                f"--max-num-batched-tokens={tokens}: is less than --max-num-seqs={seqs}; "
+                f"give at least {seqs} tokens, or at most {tokens} sequences"
+            )
+        return self
+
 
 class HandoffOptions(Options):
     """How workers pass sequences on."""
@@ -169,7 +197,14 @@ class HandoffOptions(Options):
     """Silence of a sender, in seconds, after which its reservation is given up."""
 
 
-class WorkerOptions(EngineOptions, HandoffOptions, ServiceOptions):
+class RegistryOptions(Options):
+    """Where workers and gateways find each other."""
+
+    registry: RegistryUrl | None = None
+    """Redis by which gateways find workers, redis://host:port/db; not needed where their addresses are given."""
+
+
+class WorkerOptions(EngineOptions, HandoffOptions, RegistryOptions, ServiceOptions):
     """What a worker of either tier takes."""
 
     tier: ClassVar[Tier]
@@ -182,11 +217,19 @@ class WorkerOptions(EngineOptions, HandoffOptions, ServiceOptions):
     """Name of the worker, unique among all; tier-hostname-pid if not given."""
     kv_host: NonEmpty = "127.0.0.1"
     """Address under which other workers reach this one's KV channel."""
+    advertise_host: NonEmpty | None = None
+    """Host that the registry names this worker by; if not given, --host, or for 0.0.0.0 this machine's name."""
 
     @property
     def worker_name(self) -> str:
         """worker_id, or the name of this process."""
         return self.worker_id or f"{self.tier.name.lower()}-{socket.gethostname()}-{os.getpid()}"
+
+    @property
+    def advertised_host(self) -> str:
+        """advertise_host, or what stands in for it."""
+        fallback = socket.gethostname() if self.host in _ALL_ADDRESSES else self.host
+        return self.advertise_host or fallback
 
 
 class PrefillOptions(WorkerOptions):
@@ -223,13 +266,15 @@ class FrontDoorOptions(Options):
     """Time, in seconds, that a client may leave a piece unread before its request is ended."""
 
 
-class GatewayOptions(ModelOptions, FrontDoorOptions, ServiceOptions):
+class GatewayOptions(ModelOptions, FrontDoorOptions, RegistryOptions, ServiceOptions):
     """Options of `baton gateway`."""
 
     host: NonEmpty = "127.0.0.1"
     """Address to listen on."""
     port: Port = 50051
     """Port to listen on; 0 takes a free one."""
+    reuse_port: bool = False
+    """Share the port with other gateways that have this option: the kernel spreads connections over them."""
     prefill_workers: Addresses = ()
     """Addresses of prefill workers, host:port; repeat the option or separate with commas."""
     decode_workers: Addresses = ()
@@ -238,6 +283,16 @@ class GatewayOptions(ModelOptions, FrontDoorOptions, ServiceOptions):
     @property
     def tokenizer_name(self) -> str:
         return self.tokenizer or self.model
+
+    @model_validator(mode="after")
+    def _check_tiers(self) -> Self:
+        both = sorted(set(self.prefill_workers) & set(self.decode_workers))
+        if both:
+            raise ValueError(
+                f"--decode-workers={both[0]}: is in --prefill-workers, too; a worker has one tier: "
+                "leave it out of one of them"
+            )
+        return self
 
 
 class ServeOptions(
@@ -253,6 +308,8 @@ class ServeOptions(
     """Number of prefill processes."""
     num_decode_workers: Count = 1
     """Number of decode processes."""
+    num_gateways: Count = 1
+    """Number of gateway processes, all on one port."""
     prefill_block_size: BlockSize | None = None
     """Tokens per KV block in the prefill tier; --block-size if not given."""
     decode_block_size: BlockSize | None = None

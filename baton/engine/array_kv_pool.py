@@ -86,6 +86,13 @@ class ArrayKvPool:
         for block_id, inside, tokens in self._pieces(block_ids, first_token, num_tokens):
             self.data[block_id, layers, :, :, inside] = wire[:, :, :, tokens]
 
+    def lend(self, block_id: int, first_layer: int, num_layers: int) -> memoryview:
+        """The bytes of a whole block's layers, to be read only. Raises ValueError if there are none such."""
+        if not 0 <= block_id < self.num_blocks:
+            raise ValueError(f"block {block_id} of {self.num_blocks}")
+        layers = self.data[block_id, self._layers(first_layer, num_layers)]
+        return layers.data.cast("B").toreadonly()
+
     def _wire(self, num_tokens: int, num_layers: int, buffer: memoryview) -> NDArray[Any]:
         """`buffer` as [num_layers, 2, num_kv_heads, num_tokens, head_dim]."""
         expected = num_layers * num_tokens * self._layout.token_layer_bytes

@@ -11,8 +11,7 @@ On a CPU with AVX-512 bf16 and without a sliding window, bfloat16 KV was bit for
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,8 @@ import torch
 from baton.engine.interface import Batch, EngineSpec, LayersDone
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.engine.torch_step import check_batch, fault, pack_batch, sample_rows
-from baton.errors import ConfigError, ModelError
+from baton.errors import ConfigError
+from baton.model.checkpoint import find_shards, naming_model, resolve_checkpoint
 from baton.model.config import DTYPES, ModelConfig, read_config
 from baton.model.decoder import Decoder
 from baton.model.host_memory import available_memory_bytes
@@ -30,9 +30,7 @@ from baton.model.parameters import Parameters, empty_parameters
 from baton.model.rope import Rope, make_rope
 from baton.model.weights import (
     ProgressHook,
-    find_shards,
     load_weights,
-    resolve_checkpoint,
     terminal_progress,
 )
 from baton.sampling.sampler import broken_rows, sample
@@ -150,7 +148,7 @@ def load_engine(
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     where = _device(device)
-    with _naming(model):
+    with naming_model(model):
         folder = resolve_checkpoint(model, revision)
         config = read_config(folder)
         find_shards(folder)
@@ -178,7 +176,7 @@ def load_engine(
         )
     (on_plan or _log_plan)(plan)
     parameters = empty_parameters(config, getattr(torch, name), where)
-    with _naming(model):
+    with naming_model(model):
         digest = _load(folder, parameters, progress)
     layout = KvLayout(
         fingerprint=f"{digest}:{config.kv_digest}",
@@ -199,16 +197,6 @@ def load_engine(
     )
     pool = TorchKvPool(layout, plan.num_blocks, where)
     return TorchEngine(spec, config, Decoder(config, parameters), rope, pool, layer_group_size)
-
-
-@contextmanager
-def _naming(model: str) -> Iterator[None]:
-    """Errors of the checkpoint begin with the option that chose it."""
-    try:
-        yield
-    except ModelError as error:
-        told = error.message.removeprefix(f"{model}: ")
-        raise type(error)(f"MODEL={model}: {told}", **error.metadata) from error
 
 
 def _load(folder: Path, parameters: Parameters, progress: ProgressHook | None) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,8 +35,13 @@ class TorchKvPool:
             layout.block_size,
             layout.head_dim,
         )
-        # torch.zeros may leave pages to be touched by the first steps that use them; zero_ touches them now.
-        self.tensor = torch.empty(shape, dtype=getattr(torch, layout.dtype), device=device).zero_()
+        dtype = getattr(torch, layout.dtype)
+        if device.type == "cpu":
+            self.tensor = _host_memory(num_blocks * layout.block_bytes).view(dtype).view(shape)
+        else:
+            self.tensor = torch.empty(shape, dtype=dtype, device=device)
+        # Touches every page now, so that no step pays for it.
+        self.tensor.zero_()
         bits, self._array_dtype = _BITS[DTYPE_BYTES[layout.dtype]]
         view = self.tensor.view(bits)
         self._bits: Slab = view.numpy() if device.type == "cpu" else view
@@ -82,6 +89,18 @@ class TorchKvPool:
         source: Slab = packed if self._is_host else torch.utils.dlpack.from_dlpack(packed)
         kv_unpack(self._bits, block_ids, first_token, first_layer, source)
 
+    def lend(self, block_id: int, first_layer: int, num_layers: int) -> memoryview | None:
+        """The bytes of a whole block's layers, to be read only; None off the host. Raises ValueError for a wrong range."""
+        if not self._is_host:
+            return None
+        if not 0 <= block_id < self._num_blocks:
+            raise ValueError(f"block {block_id} is not in [0, {self._num_blocks})")
+        if not 0 <= first_layer < first_layer + num_layers <= self._layout.num_layers:
+            raise ValueError(f"layers [{first_layer}, {first_layer + num_layers})")
+        layers = self._bits[block_id, first_layer : first_layer + num_layers]
+        view: memoryview = layers.data
+        return view.cast("B").toreadonly()
+
     def _packed(
         self,
         block_ids: Sequence[int],
@@ -108,3 +127,11 @@ class TorchKvPool:
         if array.size != math.prod(shape):
             raise ValueError(f"{data.nbytes} bytes do not hold {shape} of {layout.dtype}")
         return array.reshape(shape)
+
+
+def _host_memory(num_bytes: int) -> torch.Tensor:
+    """Fresh bytes, in huge pages where the kernel has them: these are touched about three times as fast."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -139,7 +139,8 @@ def plan_memory(
             "kv_cache_memory_bytes",
             kv_cache_memory_bytes,
             f"no KV block fits; one block of {block_size} tokens needs {format_bytes(block_bytes)}, "
-            f"and the weights take {format_bytes(weights)} of {format_bytes(available_bytes)}",
+            f"and the weights take {format_bytes(weights)} of {format_bytes(available_bytes)}; "
+            "give more memory, or a smaller --block-size",
         )
     return MemoryPlan(
         weights, active, block_bytes, num_blocks, block_size, max_model_len, max_num_seqs, dtype

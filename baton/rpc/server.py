@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 
 from baton.errors import ConfigError
 from baton.rpc import health
+from baton.rpc.bind import bind_fault
 from baton.rpc.channel import COMMON_OPTIONS, KEEPALIVE_MS, Options
 from baton.rpc.interceptor import ErrorInterceptor
 
@@ -24,8 +25,6 @@ SERVER_OPTIONS: Options = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
     ("grpc.http2.max_ping_strikes", 0),
-    # Two servers on one port would share its connections without a word.
-    ("grpc.so_reuseport", 0),
 )
 
 _CLEAN_UP_S = 5.0
@@ -117,17 +116,19 @@ async def start_server(
     *,
     is_serving: bool = True,
     max_concurrent_rpcs: int | None = None,
+    reuse_port: bool = False,
 ) -> RunningServer:
     """Serve what `register` adds, with health and reflection, at "host:port"; port 0 takes a free one.
 
     is_serving: the health of all services at first.
     max_concurrent_rpcs: more are refused with RESOURCE_EXHAUSTED by grpc itself.
+    reuse_port: share the port, and its connections, with other servers that ask for it; else it is this one's alone.
     Raises ConfigError if the address cannot be bound.
     """
     interceptor = ErrorInterceptor()
     server = grpc.aio.server(
         interceptors=(interceptor,),
-        options=SERVER_OPTIONS,
+        options=(*SERVER_OPTIONS, ("grpc.so_reuseport", int(reuse_port))),
         maximum_concurrent_rpcs=max_concurrent_rpcs,
     )
     names = tuple(register(server))
@@ -147,8 +148,10 @@ def _bind(server: grpc.aio.Server, address: str) -> int:
         raise ConfigError.of("address", address, fix)
     try:
         port = server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise ConfigError.of("address", address, f"cannot be bound ({error}); {fix}") from error
+    except RuntimeError:
+        port = 0
     if port == 0:
-        raise ConfigError.of("address", address, f"cannot be bound; {fix}")
+        host, _, wanted = address.rpartition(":")
+        fault = bind_fault(host, int(wanted))
+        raise fault or ConfigError.of("address", address, f"cannot be bound; {fix}")
     return port

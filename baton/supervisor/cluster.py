@@ -12,10 +12,11 @@ from typing import Self
 
 from baton.config.load import ENV_PREFIX
 from baton.config.options import ServeOptions
+from baton.rpc.bind import check_bindable
 from baton.service import GRPC_ENVIRONMENT
 from baton.supervisor.child import Child, ChildFailed, describe_exit
 from baton.supervisor.log_lines import forward_to_stderr
-from baton.supervisor.plan import PROGRAMS, ChildSpec, Programs, plan_gateway, plan_workers
+from baton.supervisor.plan import PROGRAMS, ChildSpec, Programs, plan_gateways, plan_workers
 from baton.supervisor.serving import wait_until_serving
 
 logger = logging.getLogger(__name__)
@@ -31,10 +32,10 @@ _STABLE_S = 60.0
 
 
 class Cluster:
-    """Prefill and decode workers and the gateway before them, as children of this process.
+    """Prefill and decode workers and the gateways before them, as children of this process.
 
     `async with Cluster(options) as cluster` starts them, waits until the gateway serves, and stops them at the end:
-    the gateway first, then the workers. A child that dies in between is started again on its port. If this process is
+    the gateways first, then the workers. A child that dies in between is started again on its port. If this process is
     killed, the children see the end of a pipe and stop by themselves.
     """
 
@@ -46,7 +47,7 @@ class Cluster:
         on_line: Callable[[str, str], None] = forward_to_stderr,
         wait_serving: Callable[[str], Awaitable[None]] = wait_until_serving,
     ) -> None:
-        """on_line: takes a child's name and each line of its log. wait_serving: returns when the gateway at the
+        """on_line: takes a child's name and each line of its log. wait_serving: returns when a gateway at the
         address takes requests, or raises StartupError."""
         self._options = options
         self._programs = programs
@@ -60,7 +61,7 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """host:port of the gateway."""
+        """host:port of the gateways."""
         return self.address_of("gateway")
 
     @property
@@ -70,7 +71,7 @@ class Cluster:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the children: prefill-N, decode-N, gateway."""
+        """Names of the children: prefill-N, decode-N, gateway, and gateway-N for further ones."""
         return tuple(self._children)
 
     def address_of(self, name: str) -> str:
@@ -103,11 +104,13 @@ class Cluster:
     async def start(self) -> None:
         """Start all children. Raises StartupError; call `stop` then too."""
         begin = time.monotonic()
+        # Sockets that share a port never tell that it is taken.
+        check_bindable(self._options.host, self._options.port)
         self._lifeline = os.pipe()
         workers = plan_workers(self._options, len(os.sched_getaffinity(0)), programs=self._programs)
         await self._start_all(workers)
         addresses = {spec.name: self.address_of(spec.name) for spec in workers}
-        await self._start_all((plan_gateway(self._options, addresses, self._programs),))
+        await self._start_gateways(addresses)
         before = time.monotonic()
         await self._serving()
         self._phases["serving"] = time.monotonic() - before
@@ -125,14 +128,21 @@ class Cluster:
         await asyncio.gather(*self._keepers, return_exceptions=True)
         self._keepers = []
         grace_s = self._options.drain_timeout_s + _KILL_MARGIN_S
-        gateway = self._children.get("gateway")
-        if gateway is not None:
-            await gateway.stop(grace_s)
+        gateways = [child for name, child in self._children.items() if name.startswith("gateway")]
+        await asyncio.gather(*(gateway.stop(grace_s) for gateway in gateways))
         await asyncio.gather(*(child.stop(grace_s) for child in self._children.values()))
         for fd in self._lifeline:
             if fd >= 0:
                 os.close(fd)
         self._lifeline = (-1, -1)
+
+    async def _start_gateways(self, addresses: Mapping[str, str]) -> None:
+        """The first takes the port; the others share it."""
+        first, *others = plan_gateways(self._options, addresses, self._programs)
+        await self._start_all((first,))
+        if others:
+            port = int(self.address.rpartition(":")[2])
+            await self._start_all(tuple(other.at_port(port) for other in others))
 
     async def _start_all(self, specs: tuple[ChildSpec, ...]) -> None:
         """Start the children at once; when one fails, the first failure is raised and the others are left to stop()."""

@@ -20,8 +20,9 @@ def readable(name: str, line: str) -> str:
     except (ValueError, KeyError, TypeError):
         return f"{name}: {line}"
     text = f"{str(time)[11:19]} {str(level).upper():<7} {name}: {message}"
-    if request_id := entry.get("request_id"):
-        text += f" [{request_id}]"
+    ids = " ".join(str(entry[name]) for name in ("request_id", "trace_id") if entry.get(name))
+    if ids:
+        text += f" [{ids}]"
     if exception := entry.get("exception"):
         text += f"\n{exception}"
     return text

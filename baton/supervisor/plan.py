@@ -18,7 +18,7 @@ from baton.config.options import (
 )
 
 #: Options of `baton serve` that are about its own process, or that each child gets a value of its own for.
-_NOT_PASSED_ON = frozenset({"host", "port", "ready_fd", "parent_fd"})
+_NOT_PASSED_ON = frozenset({"host", "port", "ready_fd", "parent_fd", "metrics_port"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +87,34 @@ def plan_workers(
     return (*prefill, *decode)
 
 
-def plan_gateway(
+def plan_gateways(
     options: ServeOptions, addresses: Mapping[str, str], programs: Programs = PROGRAMS
-) -> ChildSpec:
-    """The gateway in front of the workers whose addresses are given by name."""
+) -> tuple[ChildSpec, ...]:
+    """The gateways in front of the workers whose addresses are given by name, all on the first one's port."""
     own = {
         "host": options.host,
         "port": options.port,
         "prefill_workers": _addresses_of("prefill-", addresses),
         "decode_workers": _addresses_of("decode-", addresses),
     }
-    return _child(GatewayOptions, options, programs.gateway, "gateway", own)
+    if options.num_gateways > 1:
+        own["reuse_port"] = True
+    names = ("gateway", *(f"gateway-{i}" for i in range(1, options.num_gateways)))
+    return tuple(_child(GatewayOptions, options, programs.gateway, name, own) for name in names)
+
+
+def metrics_port(options: ServeOptions, name: str) -> int:
+    """The Prometheus port of the child of that name: consecutive ones for gateways, prefill and decode workers. 0: none.
+
+    Raises ValueError for a name that no child has.
+    """
+    names = (
+        "gateway",
+        *(f"gateway-{i}" for i in range(1, options.num_gateways)),
+        *(f"prefill-{i}" for i in range(num_prefill_workers(options))),
+        *(f"decode-{i}" for i in range(options.num_decode_workers)),
+    )
+    return options.metrics_port + names.index(name) if options.metrics_port else 0
 
 
 def _addresses_of(prefix: str, addresses: Mapping[str, str]) -> tuple[str, ...]:
@@ -135,5 +152,7 @@ def _child(
         for field in cls.model_fields
         if field in options.model_fields_set and field not in _NOT_PASSED_ON
     }
-    child_options = build_options(cls, {**passed_on, **own})
+    port = metrics_port(options, name)
+    metrics = {"metrics_port": port} if port else {}
+    child_options = build_options(cls, {**passed_on, **metrics, **own})
     return ChildSpec(name, program, tuple(to_arguments(child_options)))

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Mapping
 
 from baton.config.options import ServeOptions
+from baton.rpc.bind import check_bindable
 from baton.service import OnReady, ReadyReport, describe_phases
 from baton.supervisor.cluster import Cluster
 
 
 async def serve_cluster(options: ServeOptions, stop: asyncio.Event, on_ready: OnReady) -> None:
     """Start a gateway and workers of both tiers on this machine, and serve until told to stop."""
+    check_bindable(options.host, options.port)
     cluster = Cluster(options)
     starting = asyncio.create_task(cluster.start(), name="start")
     stopping = asyncio.create_task(stop.wait(), name="stop")

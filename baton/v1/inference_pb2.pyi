@@ -304,12 +304,13 @@ class RequestTiming(message.Message):
     PREFILL_WORKER_FIELD_NUMBER: builtins.int
     DECODE_WORKER_FIELD_NUMBER: builtins.int
     NUM_RESUMES_FIELD_NUMBER: builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: builtins.int
     tokenize_ms: builtins.float
     """Rendering and tokenizing the prompt."""
     queue_ms: builtins.float
     """Waiting in the gateway for workers to be free."""
     reserve_ms: builtins.float
-    """From asking the decode worker until it gave a ticket."""
+    """From asking the decode worker until it gave a ticket; 0 if it prefilled itself."""
     prefill_queue_ms: builtins.float
     """Waiting in the prefill worker."""
     prefill_ms: builtins.float
@@ -330,6 +331,10 @@ class RequestTiming(message.Message):
     """Worker that ran the decode; empty if the output ended with the prefill."""
     num_resumes: builtins.int
     """Times the sequence was placed anew, after a preemption or the loss of a worker."""
+    @builtins.property
+    def first_token(self) -> TimeToFirstToken:
+        """What the time to the first token was spent on."""
+
     def __init__(
         self,
         *,
@@ -346,10 +351,53 @@ class RequestTiming(message.Message):
         prefill_worker: builtins.str = ...,
         decode_worker: builtins.str = ...,
         num_resumes: builtins.int = ...,
+        first_token: TimeToFirstToken | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["first_token", b"first_token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["decode_ms", b"decode_ms", "decode_worker", b"decode_worker", "first_token", b"first_token", "num_resumes", b"num_resumes", "prefill_ms", b"prefill_ms", "prefill_queue_ms", b"prefill_queue_ms", "prefill_worker", b"prefill_worker", "queue_ms", b"queue_ms", "reserve_ms", b"reserve_ms", "time_to_first_token_ms", b"time_to_first_token_ms", "tokenize_ms", b"tokenize_ms", "total_ms", b"total_ms", "transfer_bytes", b"transfer_bytes", "transfer_exposed_ms", b"transfer_exposed_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class TimeToFirstToken(message.Message):
+    """The time from the arrival of a request to its first token, in milliseconds, by what the request waited for. The parts
+    add up to RequestTiming.time_to_first_token_ms.
+    """
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    TOKENIZE_MS_FIELD_NUMBER: builtins.int
+    QUEUE_MS_FIELD_NUMBER: builtins.int
+    RESERVE_MS_FIELD_NUMBER: builtins.int
+    PREFILL_MS_FIELD_NUMBER: builtins.int
+    TRANSFER_EXPOSED_MS_FIELD_NUMBER: builtins.int
+    FIRST_STEP_MS_FIELD_NUMBER: builtins.int
+    tokenize_ms: builtins.float
+    """Validating, rendering and tokenizing the prompt."""
+    queue_ms: builtins.float
+    """Waiting in the gateway for workers to be free."""
+    reserve_ms: builtins.float
+    """From asking the decode worker until it gave a ticket; 0 if it prefilled itself."""
+    prefill_ms: builtins.float
+    """Waiting and computing in the tier that prefilled."""
+    transfer_exposed_ms: builtins.float
+    """Waiting for KV to arrive: 0 as long as the first token comes from the prefill worker, past the transfer."""
+    first_step_ms: builtins.float
+    """From the end of the prefill until the gateway had the first token."""
+    def __init__(
+        self,
+        *,
+        tokenize_ms: builtins.float = ...,
+        queue_ms: builtins.float = ...,
+        reserve_ms: builtins.float = ...,
+        prefill_ms: builtins.float = ...,
+        transfer_exposed_ms: builtins.float = ...,
+        first_step_ms: builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["decode_ms", b"decode_ms", "decode_worker", b"decode_worker", "num_resumes", b"num_resumes", "prefill_ms", b"prefill_ms", "prefill_queue_ms", b"prefill_queue_ms", "prefill_worker", b"prefill_worker", "queue_ms", b"queue_ms", "reserve_ms", b"reserve_ms", "time_to_first_token_ms", b"time_to_first_token_ms", "tokenize_ms", b"tokenize_ms", "total_ms", b"total_ms", "transfer_bytes", b"transfer_bytes", "transfer_exposed_ms", b"transfer_exposed_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["first_step_ms", b"first_step_ms", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "reserve_ms", b"reserve_ms", "tokenize_ms", b"tokenize_ms", "transfer_exposed_ms", b"transfer_exposed_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -135,6 +135,7 @@ class KvTicket(message.Message):
     LAYOUT_FIELD_NUMBER: builtins.int
     ENDPOINTS_FIELD_NUMBER: builtins.int
     LEASE_MS_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
     MAC_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """Worker that owns the blocks."""
@@ -154,8 +155,10 @@ class KvTicket(message.Message):
     """Tokens the reservation has room for, cached ones included."""
     lease_ms: builtins.int
     """Time without any frame for this ticket after which it is aborted, in milliseconds."""
+    traceparent: builtins.str
+    """As in SequenceState: the KV channel carries the trace on."""
     mac: builtins.bytes
-    """Keyed digest of all fields above under a secret of the owner's boot; 32 bytes."""
+    """Keyed digest of all other fields under a secret of the owner's boot; 32 bytes."""
     @builtins.property
     def layout(self) -> KvLayout:
         """Layout of the owner's blocks."""
@@ -178,11 +181,12 @@ class KvTicket(message.Message):
         layout: KvLayout | None = ...,
         endpoints: abc.Iterable[KvEndpoint] | None = ...,
         lease_ms: builtins.int = ...,
+        traceparent: builtins.str = ...,
         mac: builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["endpoints", b"endpoints", "epoch", b"epoch", "generation", b"generation", "layout", b"layout", "lease_ms", b"lease_ms", "mac", b"mac", "num_cached_tokens", b"num_cached_tokens", "num_tokens", b"num_tokens", "request_id", b"request_id", "tenant", b"tenant", "ticket_id", b"ticket_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["endpoints", b"endpoints", "epoch", b"epoch", "generation", b"generation", "layout", b"layout", "lease_ms", b"lease_ms", "mac", b"mac", "num_cached_tokens", b"num_cached_tokens", "num_tokens", b"num_tokens", "request_id", b"request_id", "tenant", b"tenant", "ticket_id", b"ticket_id", "traceparent", b"traceparent", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -338,7 +342,9 @@ class KvChunk(message.Message):
     checksum: builtins.int
     """xxh3_64 of the payload."""
     payload_bytes: builtins.int
-    """Bytes of the payload, laid out [layers, 2, kv_heads, tokens, head_dim]."""
+    """Bytes of the payload: block by block of the sender (KvHello.layout.block_size), those of its tokens that are in the piece,
+    laid out [layers, 2, kv_heads, tokens, head_dim].
+    """
     slot: builtins.int
     """Staging slot that holds the payload (SHM); 0 where it follows the header."""
     def __init__(

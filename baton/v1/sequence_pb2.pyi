@@ -33,6 +33,7 @@ class SequenceState(message.Message):
     SAMPLING_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     ARRIVAL_NS_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Names the request in logs and errors; never used as a key to memory."""
     choice: builtins.int
@@ -43,6 +44,8 @@ class SequenceState(message.Message):
     """Lower numbers first."""
     arrival_ns: builtins.int
     """Order of arrival at the gateway, in nanoseconds of its clock; breaks ties of priority."""
+    traceparent: builtins.str
+    """W3C trace context of the request's span at the gateway; empty if there is none."""
     @builtins.property
     def prompt_token_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens of the prompt, at least 1."""
@@ -66,9 +69,10 @@ class SequenceState(message.Message):
         sampling: sampling_pb2.TokenSampling | None = ...,
         priority: builtins.int = ...,
         arrival_ns: builtins.int = ...,
+        traceparent: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["arrival_ns", b"arrival_ns", "choice", b"choice", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["arrival_ns", b"arrival_ns", "choice", b"choice", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...

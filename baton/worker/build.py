@@ -43,6 +43,7 @@ def _build_oracle(options: EngineOptions) -> OracleEngine:
 
 
 def _build_torch(options: EngineOptions) -> Engine:
+    _check_model(options)
     # Only a process that runs a model pays for importing torch.
     import torch
 
@@ -66,3 +67,16 @@ def _build_torch(options: EngineOptions) -> Engine:
         served_model_name=options.served_model_name,
         num_threads=options.num_threads,
     )
+
+
+def _check_model(options: EngineOptions) -> None:
+    """Find faults of the model's files and of the length asked for before the seconds that importing torch takes."""
+    from baton.model.checkpoint import find_shards, naming_model, resolve_checkpoint
+    from baton.model.config import read_config
+
+    with naming_model(options.model):
+        folder = resolve_checkpoint(options.model, options.revision)
+        if (folder / "config.json").is_file():
+            find_shards(folder)
+        # Of a family that we serve, this imports torch, by way of transformers: the last.
+        read_config(folder)

@@ -14,9 +14,11 @@ from baton.config import WorkerOptions
 from baton.engine.interface import EngineSpec
 from baton.engine.loop import EngineLoop
 from baton.errors import EngineFault
+from baton.registry import make_registry
 from baton.rpc.server import Register, start_server
 from baton.service import ReadyReport
 from baton.types import WorkerIdentity, WorkerInfo
+from baton.worker.announcing import registration_of
 from baton.worker.load_board import LoadBoard, is_empty
 
 #: Age of the last heartbeat, in seconds, from which the worker's health is NOT_SERVING.
@@ -72,8 +74,11 @@ class WorkerHost(Generic[CommandT, EventT]):
         loop: EngineLoop[CommandT, EventT],
         board: LoadBoard,
         drain: CommandT,
+        info: WorkerInfo,
     ) -> None:
         self._options = options
+        self._info = info
+        self._registry = make_registry(options.registry)
         self._loop = loop
         self._board = board
         self._drain = drain
@@ -101,6 +106,7 @@ class WorkerHost(Generic[CommandT, EventT]):
         clock.lap("listen")
         on_ready(ReadyReport(address=server.address, phases=clock.phases))
         health = asyncio.create_task(server.drive_health(self.is_alive))
+        announcing = asyncio.create_task(self._announce(server.port))
         waits = {asyncio.create_task(stop.wait()), asyncio.create_task(self._loop.ended.wait())}
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -108,11 +114,17 @@ class WorkerHost(Generic[CommandT, EventT]):
                 raise EngineFault("the engine loop ended; its error is in the log above")
             await self._drain_all()
         finally:
-            for task in (health, *waits):
+            for task in (announcing, health, *waits):
                 task.cancel()
-            await asyncio.gather(health, *waits, return_exceptions=True)
+            await asyncio.gather(announcing, health, *waits, return_exceptions=True)
             await server.stop(grace_s=1.0)
             await self._loop.stop()
+
+    async def _announce(self, port: int) -> None:
+        current = registration_of(
+            self._options, self._info, port, lambda: self._board.load, self.is_alive
+        )
+        await self._registry.announce(current)
 
     async def _drain_all(self) -> None:
         self.start_draining()

@@ -17,10 +17,20 @@ class TransportError(HandoffFailed):
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Room for one payload: `buffer` has the size asked for; `slot` goes into the chunk's header."""
+    """Room for one payload: `buffer` has the size asked for; `slot` goes into the chunk's header.
+
+    can_gather: `pieces` may take the place of the buffer; they are read, and not kept, while it is sent.
+    """
 
     slot: int
     buffer: memoryview
+    can_gather: bool = False
+    pieces: tuple[memoryview, ...] = ()
+
+    @property
+    def payload(self) -> tuple[memoryview, ...]:
+        """The payload's bytes, in order."""
+        return self.pieces or (self.buffer,)
 
 
 class Connection(Protocol):
@@ -37,8 +47,11 @@ class Connection(Protocol):
         """Take back room that nothing was sent with."""
         ...
 
-    def send(self, frame: Frame, staged: Staged | None = None) -> None:
-        """Send a frame, with the payload that was packed into `staged`. Waits no longer than the send timeout."""
+    def send(self, frame: Frame, staged: Staged | None = None, *, more: bool = False) -> None:
+        """Send a frame, with the payload that was put into `staged`. Waits no longer than the send timeout.
+
+        more: another frame follows at once; this one may wait for it, so that one write wakes the receiver once.
+        """
         ...
 
     def receive(self) -> Frame | None:

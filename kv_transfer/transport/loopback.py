@@ -93,7 +93,8 @@ class LoopbackConnection:
     def unstage(self, staged: Staged) -> None:
         """Nothing to do: the one buffer is free whenever this end calls."""
 
-    def send(self, frame: Frame, staged: Staged | None = None) -> None:
+    def send(self, frame: Frame, staged: Staged | None = None, *, more: bool = False) -> None:
+        del more
         if self._lost:
             raise TransportError(self._lost)
         try:

@@ -15,11 +15,12 @@ import shutil
 import socket
 import struct
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from baton.v1 import kv_pb2
 from kv_transfer.endpoint import Endpoint, TransportKind, local_host_id
-from kv_transfer.frame import Frame, FrameError, Preamble, encode
+from kv_transfer.frame import Frame, FrameBuffer, FrameError, Preamble, encode
 from kv_transfer.receiver import Receiver
 from kv_transfer.transport.base import Staged, TransportError
 from kv_transfer.transport.stream_connection import StreamConnection
@@ -29,6 +30,7 @@ _FD = struct.Struct("@i")
 _NO_PAYLOAD = memoryview(b"")
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MAX_SEGMENT_BYTES = 1 << 36
+_READ_BYTES = 64 * 1024
 
 
 def connect_shm(path: str, timeout_s: float, send_timeout_s: float) -> ShmConnection:
@@ -76,7 +78,9 @@ class _Segment:
 
     def __init__(self, fd: int, num_slots: int, slot_bytes: int) -> None:
         self._stride = _stride(slot_bytes)
-        self._map = mmap.mmap(fd, num_slots * self._stride)
+        # Every page is mapped now, so that no chunk pays for the first touch.
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        self._map = mmap.mmap(fd, num_slots * self._stride, flags)
         self._view = memoryview(self._map)
 
     def slot(self, index: int, num_bytes: int) -> memoryview:
@@ -163,9 +167,9 @@ class ShmConnection(StreamConnection):
             self._in_flight.remove(slot)
             self._free.append(slot)
 
-    def payload_of(self, staged: Staged | None) -> memoryview:
+    def payload_of(self, staged: Staged | None) -> tuple[memoryview, ...]:
         del staged
-        return _NO_PAYLOAD
+        return ()
 
     def close(self) -> None:
         super().close()
@@ -183,6 +187,8 @@ class ShmServerStream(ServerStream):
     def __init__(self, sock: socket.socket, receiver: Receiver) -> None:
         super().__init__(sock, receiver)
         self._segment: _Segment | None = None
+        self._buffer = FrameBuffer()
+        self._frames: Iterator[Frame] = iter(())
 
     @property
     def max_payload_bytes(self) -> int:
@@ -201,8 +207,20 @@ class ShmServerStream(ServerStream):
         finally:
             os.close(fd)
 
+    def read_frame(self) -> tuple[Frame, memoryview]:
+        # No payload follows a header here, so one read may bring many frames.
+        while (frame := next(self._frames, None)) is None:
+            data = self.sock.recv(_READ_BYTES)
+            if not data:
+                raise EOFError
+            self._frames = self._buffer.feed(data)
+        return frame, self._payload(frame)
+
     def payload(self, preamble: Preamble, frame: Frame) -> memoryview:
         del preamble
+        return self._payload(frame)
+
+    def _payload(self, frame: Frame) -> memoryview:
         if not isinstance(frame, kv_pb2.KvChunk):
             return _NO_PAYLOAD
         if (

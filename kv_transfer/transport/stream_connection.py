@@ -12,6 +12,7 @@ from kv_transfer.frame import Frame, FrameBuffer, encode
 from kv_transfer.transport.base import Staged, TransportError
 
 _READ_BYTES = 64 * 1024
+_MAX_HELD_BYTES = 64 * 1024
 
 
 def set_socket_timeout(sock: socket.socket, option: int, timeout_s: float) -> None:
@@ -40,6 +41,8 @@ class StreamConnection(ABC):
         self._sock = sock
         self._buffer = FrameBuffer()
         self._frames: deque[Frame] = deque()
+        # Frames without payload that go out with the next.
+        self._held = b""
 
     @abstractmethod
     def stage(self, num_bytes: int) -> Staged | None: ...
@@ -56,13 +59,17 @@ class StreamConnection(ABC):
         """The peer gives room back. Raises FrameError if it was not taken."""
 
     @abstractmethod
-    def payload_of(self, staged: Staged | None) -> memoryview:
+    def payload_of(self, staged: Staged | None) -> tuple[memoryview, ...]:
         """What must follow the header on the socket."""
 
-    def send(self, frame: Frame, staged: Staged | None = None) -> None:
+    def send(self, frame: Frame, staged: Staged | None = None, *, more: bool = False) -> None:
         payload = self.payload_of(staged)
+        self._held += encode(frame, sum(piece.nbytes for piece in payload))
+        if more and not payload and len(self._held) < _MAX_HELD_BYTES:
+            return
+        held, self._held = self._held, b""
         try:
-            send_all(self._sock, encode(frame, payload.nbytes), payload)
+            send_all(self._sock, held, *payload)
         except BlockingIOError:
             raise TransportError("the receiver takes no bytes any more") from None
         except OSError as error:

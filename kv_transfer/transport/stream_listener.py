@@ -71,7 +71,8 @@ class ServerStream(ABC):
     def read_into(self, view: memoryview) -> None:
         """Fill `view`. Raises EOFError if the stream ends before."""
         while view:
-            num_bytes = self.sock.recv_into(view)
+            # The kernel waits for all of it: a thread that wakes for each packet spends its time waking.
+            num_bytes = self.sock.recv_into(view, 0, socket.MSG_WAITALL)
             if not num_bytes:
                 raise EOFError
             view = view[num_bytes:]

@@ -13,6 +13,8 @@ from kv_transfer.transport.stream_connection import StreamConnection
 from kv_transfer.transport.stream_listener import ServerStream, StreamListener
 
 _NO_PAYLOAD = memoryview(b"")
+#: Small enough that a payload is still in the second cache when it is verified and unpacked.
+_PREFERRED_CHUNK_BYTES = 1 << 20
 
 
 def connect_tcp(address: str, timeout_s: float, send_timeout_s: float) -> TcpConnection:
@@ -57,8 +59,8 @@ class TcpConnection(StreamConnection):
             return None
         self._num_in_flight += 1
         if len(self._staging) < num_bytes:
-            self._staging = bytearray(num_bytes)
-        return Staged(0, memoryview(self._staging)[:num_bytes])
+            self._staging = _touched(num_bytes)
+        return Staged(0, memoryview(self._staging)[:num_bytes], can_gather=True)
 
     def unstage(self, staged: Staged) -> None:
         del staged
@@ -69,8 +71,8 @@ class TcpConnection(StreamConnection):
             raise FrameError("the receiver gives back more credits than are in use")
         self._num_in_flight -= len(slots)
 
-    def payload_of(self, staged: Staged | None) -> memoryview:
-        return staged.buffer if staged else _NO_PAYLOAD
+    def payload_of(self, staged: Staged | None) -> tuple[memoryview, ...]:
+        return staged.payload if staged else ()
 
 
 class TcpServerStream(ServerStream):
@@ -86,7 +88,10 @@ class TcpServerStream(ServerStream):
         return self._staging.nbytes
 
     def accept(self, frame: kv_pb2.KvAccept) -> None:
-        self._staging = memoryview(bytearray(frame.max_chunk_bytes))
+        smallest = self.receiver.layout.token_layer_bytes
+        num_bytes = min(frame.max_chunk_bytes, max(smallest, _PREFERRED_CHUNK_BYTES))
+        self._staging = memoryview(_touched(num_bytes))
+        frame.max_chunk_bytes = num_bytes
         super().accept(frame)
 
     def payload(self, preamble: Preamble, frame: Frame) -> memoryview:
@@ -99,6 +104,11 @@ class TcpServerStream(ServerStream):
         payload = self._staging[: preamble.payload_bytes]
         self.read_into(payload)
         return payload
+
+
+def _touched(num_bytes: int) -> bytearray:
+    """A buffer whose pages are written now: the first touch of a page costs more than all later ones."""
+    return bytearray(b"\0") * num_bytes
 
 
 def _tune(sock: socket.socket) -> None:

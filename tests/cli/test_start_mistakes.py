@@ -59,6 +59,7 @@ MISTAKES = (
         "--decode-workers=a:1",
         "leave it out",
     ),
+    Mistake("gateway {box} --registry http://here", "--registry=http://here", "redis://host"),
     # The environment and the file.
     Mistake("decode {box}", "BATON_BLOK_SIZE=8", "BLOCK_SIZE", (("BATON_BLOK_SIZE", "8"),)),
     Mistake("decode {box} --config {tmp}/unknown.yaml", "unknown.yaml: blok_size=8", "block_size"),
@@ -67,9 +68,19 @@ MISTAKES = (
     Mistake("decode {box} --config {tmp}/no.yaml", "--config={tmp}/no.yaml", "readable file"),
     # The process and its surroundings.
     Mistake("gateway {box} --port {taken}", "--port={taken}", "another port"),
+    Mistake("serve {box} --port {taken}", "--port={taken}", "another port"),
     Mistake("gateway {box} --host no.invalid", "--host=no.invalid", "address of this machine"),
     Mistake("prefill {box} --port {taken}", "--port={taken}", "another port"),
     Mistake("decode {box} --kv-host 203.0.113.7", "--kv-host=203.0.113.7", "of this machine"),
+    Mistake(
+        "gateway {box} --port 0 --metrics-port {taken}", "--metrics-port={taken}", "a free port"
+    ),
+    Mistake(
+        "gateway {box} --port 0",
+        "OTEL_TRACES_EXPORTER=zipkin",
+        "use otlp or none",
+        (("OTEL_TRACES_EXPORTER", "zipkin"),),
+    ),
     Mistake("gateway {box} --ready-fd 91", "--ready-fd=91", "leave it out"),
     Mistake("gateway {box} --parent-fd 92", "--parent-fd=92", "leave it out"),
     # The model's files.
@@ -106,6 +117,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, objec
         shutil.copy(BOX / name, tmp / "pickles")
         shutil.copy(BOX / name, tmp / "alien")
     (tmp / "pickles" / "pytorch_model.bin").write_bytes(b"")
+    (tmp / "alien" / "model.safetensors").write_bytes(b"")
     (tmp / "alien" / "config.json").write_text('{"model_type": "gpt2"}')
     with socket.create_server(("127.0.0.1", 0)) as taken:
         yield {

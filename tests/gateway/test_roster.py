@@ -95,8 +95,7 @@ async def test_an_address_that_comes_back_as_the_other_tier_is_taken_as_that() -
         await until(
             fleet,
             lambda: (
-                d.address in fleet.workers
-                and fleet.workers[d.address].state is WorkerState.REFUSED
+                d.address in fleet.workers and fleet.workers[d.address].state is WorkerState.REFUSED
             ),
         )
         listing.tell(Left(d.address))

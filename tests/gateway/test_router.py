@@ -118,8 +118,9 @@ def test_equal_workers_share_evenly() -> None:
 
 
 def test_a_cached_prefix_wins_while_it_saves_more_than_the_queue_costs() -> None:
+    """32 tokens that need not be computed again outweigh a queue of 64."""
     cached = replace(PREFILL, address="cached", matched_tokens=32)
-    for outstanding, winner in ((0, "cached"), (31, "cached"), (33, "p")):
+    for outstanding, winner in ((0, "cached"), (63, "cached"), (65, "p")):
         prefills = [PREFILL, replace(cached, outstanding_tokens=outstanding)]
         plan = choose(NEED, prefills, [DECODE], b"k")
         assert isinstance(plan, Plan)
@@ -127,9 +128,10 @@ def test_a_cached_prefix_wins_while_it_saves_more_than_the_queue_costs() -> None
 
 
 def test_a_cached_prefix_wins_among_decode_workers_of_like_load() -> None:
-    cached = replace(DECODE, address="cached", matched_tokens=40)
+    roomy = replace(DECODE, max_num_seqs=64)
+    cached = replace(roomy, address="cached", matched_tokens=40)
     for num_sequences, winner in ((0, "cached"), (1, "cached"), (2, "d")):
-        decodes = [DECODE, replace(cached, num_sequences=num_sequences)]
+        decodes = [roomy, replace(cached, num_sequences=num_sequences)]
         plan = choose(NEED, [PREFILL], decodes, b"k")
         assert isinstance(plan, Plan)
         assert plan.decode == winner

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from baton.engine.array_kv_pool import ArrayKvPool
 from baton.types import KvLayout
-from kv_transfer.codec import pack_chunk, unpack_chunk
+from kv_transfer.codec import lend_chunk, pack_chunk, unpack_chunk
 from kv_transfer.coverage import KvRange
 
 quick = settings(deadline=None, database=None, max_examples=80)
@@ -58,6 +58,44 @@ def test_whole_blocks_travel_as_they_lie_in_the_pool():
     wire = buffer_of(pool, piece)
     pack_chunk(pool, table, piece, wire)
     assert bytes(wire) == pool.data[2, 1:3].tobytes() + pool.data[9, 1:3].tobytes()
+
+
+def test_lent_blocks_are_the_payload_without_a_copy(monkeypatch):
+    monkeypatch.setattr("kv_transfer.codec.MIN_LENT_BYTES", 1)
+    pool, table = pool_of(4), (5, 2, 9)
+    piece = KvRange(4, 8, 1, 2)
+    wire = buffer_of(pool, piece)
+    pack_chunk(pool, table, piece, wire)
+    lent = lend_chunk(pool, pool.layout, table, piece)
+    assert b"".join(lent) == bytes(wire)
+    assert all(view.readonly for view in lent)
+    pool.data[2, 1] = 0
+    assert b"".join(lent) != bytes(wire)
+
+
+@pytest.mark.parametrize("piece", [KvRange(1, 7, 0, 4), KvRange(0, 7, 0, 4)])
+def test_parts_of_blocks_are_not_lent(monkeypatch, piece):
+    monkeypatch.setattr("kv_transfer.codec.MIN_LENT_BYTES", 1)
+    pool = pool_of(4)
+    assert lend_chunk(pool, pool.layout, (5, 2), piece) == ()
+
+
+def test_short_pieces_are_not_lent():
+    pool = pool_of(4)
+    assert lend_chunk(pool, pool.layout, (5, 2), KvRange(0, 8, 0, 4)) == ()
+
+
+def test_only_blocks_and_layers_that_are_there_are_lent(monkeypatch):
+    monkeypatch.setattr("kv_transfer.codec.MIN_LENT_BYTES", 1)
+    pool = pool_of(4)
+    for table, piece in [
+        ((5,), KvRange(0, 8, 0, 1)),
+        ((NUM_BLOCKS,), KvRange(0, 4, 0, 1)),
+        ((-1,), KvRange(0, 4, 0, 1)),
+        ((5,), KvRange(0, 4, 3, 2)),
+    ]:
+        with pytest.raises(ValueError, match=r"block|layers"):
+            lend_chunk(pool, pool.layout, table, piece)
 
 
 def test_a_buffer_of_another_size_is_refused():

@@ -19,8 +19,13 @@ def layout(block_size: int, num_layers: int, dtype: str = "int64") -> KvLayout:
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("is_lent", [False, True])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_every_missing_token_arrives_and_nothing_else_changes(make_rig, transport, seed):
+def test_every_missing_token_arrives_and_nothing_else_changes(
+    make_rig, monkeypatch, transport, seed, is_lent
+):
+    if is_lent:
+        monkeypatch.setattr("kv_transfer.codec.MIN_LENT_BYTES", 1)
     rng = random.Random(seed)
     num_layers = rng.randint(1, 5)
     rig = make_rig(

@@ -21,8 +21,9 @@ from baton.errors import (
     UnsafeCheckpoint,
     UnsupportedModel,
 )
+from baton.model.checkpoint import find_shards
 from baton.model.memory_plan import MemoryPlan
-from baton.model.weights import ShardProgress, find_shards
+from baton.model.weights import ShardProgress
 from tests.support.tiny_models import make_tiny_model
 
 MakeModel = Callable[..., Path]

@@ -55,25 +55,23 @@ async def watched(server: RedisServer) -> AsyncIterator[AsyncGenerator[Change, N
 
 async def test_workers_join_drain_and_leave(server: RedisServer) -> None:
     entry = DECODE
-    async with watched(server) as changes:
-        async with announced(server, lambda: entry):
-            assert await anext(changes) == Joined("d:1", Tier.DECODE)
-            async with announced(server, lambda: PREFILL):
-                assert await anext(changes) == Joined("p:1", Tier.PREFILL)
-            assert await anext(changes) == Left("p:1"), "taken off at once, not at its lease's end"
-            entry = replace(DECODE, load=WorkerLoad(is_draining=True))
-            assert await anext(changes) == Left("d:1")
+    async with watched(server) as changes, announced(server, lambda: entry):
+        assert await anext(changes) == Joined("d:1", Tier.DECODE)
+        async with announced(server, lambda: PREFILL):
+            assert await anext(changes) == Joined("p:1", Tier.PREFILL)
+        assert await anext(changes) == Left("p:1"), "taken off at once, not at its lease's end"
+        entry = replace(DECODE, load=WorkerLoad(is_draining=True))
+        assert await anext(changes) == Left("d:1")
 
 
 async def test_an_entry_ends_with_its_lease(server: RedisServer) -> None:
     entry: Registration | None = DECODE
-    async with watched(server) as changes:
-        async with announced(server, lambda: entry, lease_s=0.2):
-            assert await anext(changes) == Joined("d:1", Tier.DECODE)
-            entry = None  # its engine loop stands still
-            assert await anext(changes) == Left("d:1")
-            entry = DECODE
-            assert await anext(changes) == Joined("d:1", Tier.DECODE)
+    async with watched(server) as changes, announced(server, lambda: entry, lease_s=0.2):
+        assert await anext(changes) == Joined("d:1", Tier.DECODE)
+        entry = None  # its engine loop stands still
+        assert await anext(changes) == Left("d:1")
+        entry = DECODE
+        assert await anext(changes) == Joined("d:1", Tier.DECODE)
 
 
 async def test_an_outage_is_no_change_and_an_empty_restart_is_repaired(server: RedisServer) -> None:

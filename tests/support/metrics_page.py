@@ -20,7 +20,7 @@ async def fetch_metrics(port: int) -> str:
     """The page that a service of this process serves."""
 
     def get() -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:  # noqa: S310
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
             return str(response.read().decode())
 
     return await asyncio.to_thread(get)

@@ -1,0 +1,211 @@
+"""The registry in Redis: one key per worker, which ends with its lease unless it is renewed.
+
+Redis may be down, slow, or empty again at any time. A gateway that cannot read the list keeps the one it had; a worker
+that cannot write tries again, and is listed anew as soon as it can. Every operation has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
+from typing import Any, NoReturn, TypeVar
+from urllib.parse import urlsplit
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from baton.errors import ConfigError
+from baton.registry.interface import Change
+from baton.registry.registration import Registration, from_json, to_json
+from baton.registry.view import View, changes_between
+
+_log = logging.getLogger(__name__)
+
+#: The version of what the keys hold is part of their name.
+KEY_PREFIX = "baton:1:worker:"
+
+#: Keys and values per round trip.
+_BATCH = 500
+
+#: Takes an entry off the list unless somebody else, at the same address, has written it since.
+_DELETE_OWN = (
+    "if redis.call('GET',KEYS[1])==ARGV[1] then return redis.call('DEL',KEYS[1]) end return 0"
+)
+
+T = TypeVar("T")
+
+
+class RedisRegistry:
+    """Belongs to one event loop, and serves one thing at a time: `changes` or `announce`."""
+
+    def __init__(
+        self,
+        url: str,
+        model: str = "",
+        *,
+        lease_s: float = 10.0,
+        period_s: float = 1.0,
+        timeout_s: float = 2.0,
+    ) -> None:
+        """model: name of the model whose workers are wanted; only `changes` needs it.
+
+        lease_s: how long an entry outlives its worker. period_s: between two renewals, or two looks at the list.
+        timeout_s: after which an operation is given up. Raises ConfigError if `url` is none of Redis.
+        """
+        self._url = url
+        self._model = model
+        self._lease_s = lease_s
+        self._period_s = period_s
+        self._timeout_s = timeout_s
+        self._outage = _Outage(redacted(url))
+        self._client: Redis | None = None
+        """Kept only from one operation that went well to the next."""
+        try:
+            self._new_client()
+        except (ValueError, RedisError) as error:
+            fix = f"give redis://host:port/db ({error})"
+            raise ConfigError.of("--registry", redacted(url), fix) from None
+
+    async def changes(self) -> AsyncGenerator[Change, None]:
+        """See Registry. Looks at the list again every period."""
+        view = View(self._model)
+        try:
+            while True:
+                entries = await self._try(_read_all)
+                if entries is not None:
+                    new = view.after(entries)
+                    _log_others(view, new)
+                    for change in changes_between(view, new):
+                        yield change
+                    view = new
+                await asyncio.sleep(self._period_s)
+        finally:
+            await self._close()
+
+    async def announce(self, current: Callable[[], Registration | None]) -> NoReturn:
+        """See Registry."""
+        last: tuple[str, str] | None = None
+        try:
+            while True:
+                registration = current()
+                if registration is not None:
+                    last = (KEY_PREFIX + registration.address, to_json(registration))
+                    await self._renew(*last)
+                await asyncio.sleep(self._period_s)
+        finally:
+            if last is not None:
+                await self._withdraw(*last)
+            await self._close()
+
+    async def _renew(self, key: str, value: str) -> None:
+        async def set_with_lease(client: Redis) -> None:
+            await client.set(key, value, px=round(self._lease_s * 1e3))
+
+        await self._try(set_with_lease)
+
+    async def _withdraw(self, key: str, value: str) -> None:
+        """Tried once: the lease ends anyhow."""
+
+        async def delete_own(client: Redis) -> None:
+            await client.eval(_DELETE_OWN, 1, key, value)
+
+        await self._try(delete_own)
+
+    async def _try(self, operation: Callable[[Redis], Awaitable[T]]) -> T | None:
+        """The operation's result; None if Redis cannot be reached, is too slow, or refuses.
+
+        A client whose operation failed or was cancelled is used no more: what it left on the connection reaches nobody.
+        """
+        client, self._client = self._client or self._new_client(), None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                result = await operation(client)
+        except (RedisError, OSError, TimeoutError) as error:
+            self._outage.begin(error)
+            await _close(client)
+            return None
+        except asyncio.CancelledError:
+            await _close(client)
+            raise
+        self._client = client
+        self._outage.end()
+        return result
+
+    async def _close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await _close(client)
+
+    def _new_client(self) -> Redis:
+        return Redis.from_url(
+            self._url,
+            socket_timeout=self._timeout_s,
+            socket_connect_timeout=self._timeout_s,
+            retry=Retry(NoBackoff(), 0),
+        )
+
+
+class _Outage:
+    """Tells once when Redis cannot be used, and once when it can again."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._is_out = False
+
+    def begin(self, error: BaseException) -> None:
+        if not self._is_out:
+            why = str(error) or "no answer in time"
+            _log.warning("registry %s cannot be used, going on without: %s", self._where, why)
+        self._is_out = True
+
+    def end(self) -> None:
+        if self._is_out:
+            _log.info("registry %s can be used again", self._where)
+        self._is_out = False
+
+
+def redacted(url: str) -> str:
+    """The URL as it may be shown: without user and password."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+async def _close(client: Redis) -> None:
+    with suppress(RedisError, OSError):
+        await client.aclose()
+
+
+async def _read_all(client: Redis) -> list[Registration]:
+    keys = [key async for key in client.scan_iter(match=KEY_PREFIX + "*", count=_BATCH)]
+    entries = []
+    for start in range(0, len(keys), _BATCH):
+        batch = keys[start : start + _BATCH]
+        values: list[Any] = await client.mget(batch)
+        for key, value in zip(batch, values, strict=True):
+            entry = None if value is None else _understood(key, value)
+            if entry is not None:
+                entries.append(entry)
+    return entries
+
+
+def _understood(key: object, value: bytes) -> Registration | None:
+    try:
+        return from_json(value)
+    except ValueError as error:
+        _log.debug("registry entry %r is not understood: %s", key, error)
+        return None
+
+
+def _log_others(old: View, new: View) -> None:
+    for address in sorted(new.others.keys() - old.others.keys()):
+        _log.info(
+            "worker at %s serves %r, not %r: left to other gateways "
+            "(give both the same --served-model-name if that is wrong)",
+            address,
+            new.others[address],
+            new.model,
+        )

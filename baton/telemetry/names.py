@@ -1,0 +1,110 @@
+"""Names that logs, spans and metrics have in common: a request's events and phases, and the attributes.
+
+The gen_ai.* names are those of OpenTelemetry's conventions for generative AI; all others begin with "baton.".
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+
+class RequestEvent(enum.StrEnum):
+    """What happens to a request, in the words of the handoff's state machine (see docs/architecture.md)."""
+
+    QUEUED = "queued"
+    """It waits in the gateway for workers."""
+    PLACED = "placed"
+    """It was given to workers."""
+    DEFERRED = "deferred"
+    """The decode worker had no room after all: back to the queue."""
+    OFFERED = "offered"
+    """The decode worker holds blocks for it and gave a ticket."""
+    PREFILLS_HERE = "prefills_here"
+    """The decode worker computes the prompt itself."""
+    RESERVED = "reserved"
+    """A prefill worker presented the ticket."""
+    RECEIVING = "receiving"
+    """The first piece of KV arrived."""
+    PREFILLED = "prefilled"
+    """The prefill worker told the first token."""
+    COMMITTED = "committed"
+    """All KV is there, and the sequence runs."""
+    ABORTED = "aborted"
+    """The ticket died."""
+    PREEMPTED = "preempted"
+    """Others needed the memory: back to the queue, with the tokens so far."""
+    FAILED = "failed"
+    """A worker failed it."""
+    RESUMED = "resumed"
+    """It was placed anew after a preemption or a failure."""
+    CANCELLED = "cancelled"
+    """The client went away, or its deadline passed."""
+    FINISHED = "finished"
+    """Its output has ended."""
+
+
+class Phase(enum.StrEnum):
+    """What a request waits for, seen from the gateway. At every moment it is exactly one of these."""
+
+    TOKENIZE = "tokenize"
+    QUEUE = "queue"
+    RESERVE = "reserve"
+    PREFILL = "prefill"
+    FIRST_STEP = "first_step"
+    DECODE = "decode"
+
+
+class SpanName(enum.StrEnum):
+    """Spans below a request's span at the gateway, by process."""
+
+    TOKENIZE = "tokenize"
+    QUEUE = "queue"
+    RESERVE = "reserve"
+    AWAIT_PREFILL = "await prefill"
+    STREAM = "stream"
+    PREFILL_QUEUE = "prefill queue"
+    PREFILL = "prefill"
+    PREFILL_CHUNK = "prefill chunk"
+    SEND = "send"
+    TRANSFER = "transfer"
+    COMMIT = "commit"
+    DECODE = "decode"
+
+
+OPERATION_NAME: Final = "gen_ai.operation.name"
+PROVIDER_NAME: Final = "gen_ai.provider.name"
+REQUEST_MODEL: Final = "gen_ai.request.model"
+REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
+REQUEST_TEMPERATURE: Final = "gen_ai.request.temperature"
+REQUEST_TOP_K: Final = "gen_ai.request.top_k"
+REQUEST_TOP_P: Final = "gen_ai.request.top_p"
+REQUEST_PRESENCE_PENALTY: Final = "gen_ai.request.presence_penalty"
+REQUEST_FREQUENCY_PENALTY: Final = "gen_ai.request.frequency_penalty"
+REQUEST_STREAM: Final = "gen_ai.request.stream"
+RESPONSE_ID: Final = "gen_ai.response.id"
+RESPONSE_MODEL: Final = "gen_ai.response.model"
+RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+RESPONSE_TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"
+USAGE_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+USAGE_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+USAGE_CACHE_READ_INPUT_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
+TOKEN_TYPE: Final = "gen_ai.token.type"
+ERROR_TYPE: Final = "error.type"
+
+EVENT: Final = "baton.event"
+PHASE: Final = "baton.phase"
+STATE: Final = "baton.state"
+REASON: Final = "baton.reason"
+TIER: Final = "baton.tier"
+WORKER_TIER: Final = "baton.worker.tier"
+REQUEST_ID: Final = "baton.request_id"
+PREFILL_WORKER: Final = "baton.prefill_worker"
+DECODE_WORKER: Final = "baton.decode_worker"
+NUM_TOKENS: Final = "baton.num_tokens"
+NUM_CACHED_TOKENS: Final = "baton.num_cached_tokens"
+TRANSFER_BYTES: Final = "baton.transfer.bytes"
+TRANSFER_EXPOSED_MS: Final = "baton.transfer.exposed_ms"
+
+#: Value of gen_ai.provider.name.
+PROVIDER: Final = "baton"

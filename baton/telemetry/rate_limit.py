@@ -1,0 +1,25 @@
+"""Keeps a message that may come with every request from filling the log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class RateLimit:
+    """Lets one through per interval, and counts those it held back."""
+
+    def __init__(self, interval_s: float, clock: Callable[[], float]) -> None:
+        self._interval_s = interval_s
+        self._clock = clock
+        self._last_s: float | None = None
+        self._num_held = 0
+
+    def take(self) -> int | None:
+        """How many came since the last one let through, this one included; None if this one is held back."""
+        self._num_held += 1
+        now_s = self._clock()
+        if self._last_s is not None and now_s - self._last_s < self._interval_s:
+            return None
+        self._last_s = now_s
+        num_held, self._num_held = self._num_held, 0
+        return num_held

@@ -1,0 +1,180 @@
+"""One process's tracer and meter, made at its start from the standard OTEL_ variables and its options.
+
+Traces and metrics go by OTLP if OTEL_EXPORTER_OTLP_ENDPOINT, or the one of the signal, is set; metrics also to a
+Prometheus port if there is one. Without any of these all is a no-op. Nothing is registered globally.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from opentelemetry.metrics import Meter, NoOpMeter
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import NoOpTracer, Tracer
+
+from baton.errors import ConfigError
+from baton.telemetry import names
+from baton.telemetry.closing import close_within
+from baton.telemetry.prometheus import serve_prometheus
+
+_SCOPE = "baton"
+_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+
+#: Time, in seconds, that the last export may take when a process stops.
+CLOSE_TIMEOUT_S = 3.0
+
+Closers = list[Callable[[], None]]
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetrySettings:
+    """Who tells, and where metrics can be fetched.
+
+    service: "gateway", "prefill" or "decode". instance: the process's own name. metrics_port: of the Prometheus
+    exporter, on metrics_host; 0 for none. metrics_compat: "vllm" adds vLLM's metric names there; "none" does not.
+    """
+
+    service: str
+    instance: str
+    version: str
+    model: str
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = 0
+    metrics_compat: str = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """What a process's recorders write to. `close` exports what is left, for at most CLOSE_TIMEOUT_S."""
+
+    tracer: Tracer
+    meter: Meter
+    has_traces: bool
+    has_metrics: bool
+    close: Callable[[], None]
+
+    @property
+    def is_on(self) -> bool:
+        return self.has_traces or self.has_metrics
+
+
+def no_telemetry() -> Telemetry:
+    """Tells nobody, and costs nothing."""
+    return Telemetry(NoOpTracer(), NoOpMeter(_SCOPE), False, False, lambda: None)
+
+
+def open_telemetry(
+    settings: TelemetrySettings, environ: Mapping[str, str] | None = None
+) -> Telemetry:
+    """Open the exporters that are asked for. The exporters read further OTEL_ variables by themselves.
+
+    Raises ConfigError for a protocol that is not here, or a metrics port that is taken.
+    """
+    environ = os.environ if environ is None else environ
+    _check_protocol(environ)
+    has_traces, has_metrics = _has_otlp("TRACES", environ), _has_otlp("METRICS", environ)
+    resource = _resource(settings, environ)
+    closers: Closers = []
+    readers: list[MetricReader] = []
+    # What may be refused comes first, so that nothing is open then.
+    if settings.metrics_port:
+        readers.append(_open_prometheus(settings, closers))
+    if has_metrics:
+        readers.append(_otlp_metrics())
+    meter = _open_metrics(resource, readers, settings, closers) if readers else None
+    tracer = _open_traces(resource, settings, closers) if has_traces else None
+    return Telemetry(
+        tracer=tracer or NoOpTracer(),
+        meter=meter or NoOpMeter(_SCOPE),
+        has_traces=tracer is not None,
+        has_metrics=meter is not None,
+        close=lambda: close_within(closers, CLOSE_TIMEOUT_S),
+    )
+
+
+@asynccontextmanager
+async def running_telemetry(settings: TelemetrySettings) -> AsyncIterator[Telemetry]:
+    """Telemetry by this process's environment; at the end what is left is exported, outside of the event loop."""
+    telemetry = open_telemetry(settings)
+    try:
+        yield telemetry
+    finally:
+        if telemetry.is_on:
+            await asyncio.to_thread(telemetry.close)
+
+
+def _has_otlp(signal: str, environ: Mapping[str, str]) -> bool:
+    """Whether a signal is exported by OTLP. An empty variable counts as unset, as OpenTelemetry has it."""
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return False
+    exporter = environ.get(f"OTEL_{signal}_EXPORTER") or "otlp"
+    if exporter == "none":
+        return False
+    if exporter != "otlp":
+        raise ConfigError.of(
+            f"OTEL_{signal}_EXPORTER", exporter, "use otlp or none; Prometheus is --metrics-port"
+        )
+    return bool(environ.get(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT") or environ.get(_ENDPOINT))
+
+
+def _check_protocol(environ: Mapping[str, str]) -> None:
+    for infix in ("", "TRACES_", "METRICS_"):
+        name = f"OTEL_EXPORTER_OTLP_{infix}PROTOCOL"
+        if environ.get(name, "grpc") not in {"grpc", ""}:
+            raise ConfigError.of(name, environ[name], "use grpc, and the collector's port for it")
+
+
+def _resource(settings: TelemetrySettings, environ: Mapping[str, str]) -> Resource:
+    attributes: dict[str, str | int] = {
+        "service.namespace": "baton",
+        "service.instance.id": settings.instance,
+        "service.version": settings.version,
+        names.TIER: settings.service,
+        "process.pid": os.getpid(),
+    }
+    named = "service.name" in environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    if not environ.get("OTEL_SERVICE_NAME") and not named:
+        attributes["service.name"] = f"baton-{settings.service}"
+    return Resource.create(attributes)
+
+
+def _open_traces(resource: Resource, settings: TelemetrySettings, closers: Closers) -> Tracer:
+    # Imported here: a process without OTLP does not pay for it.
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    closers.append(provider.shutdown)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider.get_tracer(_SCOPE, settings.version)
+
+
+def _otlp_metrics() -> MetricReader:
+    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+
+    return PeriodicExportingMetricReader(OTLPMetricExporter())
+
+
+def _open_prometheus(settings: TelemetrySettings, closers: Closers) -> MetricReader:
+    port = serve_prometheus(
+        settings.metrics_host,
+        settings.metrics_port,
+        vllm_model=settings.model if settings.metrics_compat == "vllm" else None,
+    )
+    closers.append(port.close)
+    return port.reader
+
+
+def _open_metrics(
+    resource: Resource, readers: list[MetricReader], settings: TelemetrySettings, closers: Closers
+) -> Meter:
+    provider = MeterProvider(readers, resource, shutdown_on_exit=False)
+    closers.append(provider.shutdown)
+    return provider.get_meter(_SCOPE, settings.version)

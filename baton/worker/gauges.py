@@ -1,0 +1,57 @@
+"""A worker's load as metrics, read when somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from opentelemetry.metrics import CallbackOptions, Meter, Observation
+
+from baton.telemetry import names
+from baton.types import WorkerLoad
+from baton.worker.load_board import LoadBoard, is_empty
+
+_Read = Callable[[WorkerLoad], float]
+
+
+def num_orphan_blocks(load: WorkerLoad) -> int:
+    """Leased blocks that no sequence, prompt or ticket can own, because there is none."""
+    return load.blocks.leased if is_empty(load) else 0
+
+
+def kv_usage(load: WorkerLoad) -> float:
+    """Share of the blocks that are leased, 0..1."""
+    return load.blocks.leased / load.blocks.total if load.blocks.total else 0.0
+
+
+def observe_worker(meter: Meter, board: LoadBoard) -> None:
+    """Have the board's last load observed. Loads are immutable, so reading one from another thread is safe."""
+
+    def gauge(name: str, text: str, read: _Read, unit: str = "") -> None:
+        def callback(options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG001
+            return [Observation(read(board.load))]
+
+        meter.create_observable_gauge(name, [callback], description=text, unit=unit)
+
+    gauge("baton.requests.running", "Sequences in the batch.", lambda load: load.num_running)
+    gauge("baton.requests.waiting", "Sequences that wait here.", lambda load: load.num_waiting)
+    gauge(
+        "baton.prefill.pending", "Prompt tokens to compute.", lambda load: load.num_pending_tokens
+    )
+    gauge("baton.tickets.open", "Handoffs under way.", lambda load: load.num_open_tickets)
+    gauge("baton.kv.usage", "Share of KV blocks that are leased.", kv_usage, "1")
+
+    def blocks(options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG001
+        load = board.load
+        counts = {
+            "free": load.blocks.free,
+            "cached": load.blocks.cached,
+            "leased": load.blocks.leased,
+            "orphaned": num_orphan_blocks(load),
+        }
+        return [Observation(count, {names.STATE: state}) for state, count in counts.items()]
+
+    def steps(options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG001
+        return [Observation(board.load.num_steps)]
+
+    meter.create_observable_gauge("baton.kv.blocks", [blocks], description="KV blocks by state.")
+    meter.create_observable_counter("baton.engine.steps", [steps], description="Engine steps.")

@@ -1,0 +1,217 @@
+"""Generate docs/cli.md from the commands and docs/protocol.md from the protos, or with --check say whether they are current."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import typer.main
+from google.protobuf.descriptor_pb2 import (
+    DescriptorProto,
+    EnumDescriptorProto,
+    FieldDescriptorProto,
+    FileDescriptorProto,
+    FileDescriptorSet,
+    ServiceDescriptorProto,
+)
+from grpc_tools import protoc
+
+from baton.cli.main import app
+
+ROOT = Path(__file__).resolve().parent.parent
+PROTOS = ROOT / "protos"
+
+_CLI_HEAD = """# The command line
+
+Made from the code by `scripts/docs.py` (`make docs`); do not edit.
+
+Each option of `serve`, `gateway`, `prefill` and `decode` can also be given as an environment variable (`--block-size` is
+`BATON_BLOCK_SIZE`) or in a YAML file named by `--config` (`block_size: 32`). Flags go before variables, variables before
+the file, the file before defaults. An option that does not exist is refused wherever it is given. The client commands read the
+gateway's address from `BATON_ADDRESS`.
+
+Exit status: 0 if all is well, 1 if a request failed or a check did not hold, 2 if nothing was started: one line on
+stderr then names option, value and fix.
+"""
+
+_PROTOCOL_HEAD = """# The protocol
+
+Made from `protos/baton/v1/*.proto` by `scripts/docs.py` (`make docs`); do not edit.
+
+Clients need `InferenceService` only. Every port also serves `grpc.health.v1.Health` and server reflection. A failed call
+carries a `google.rpc.Status` with `ErrorInfo` (domain `baton`), for a bad request with `BadRequest`, and with `RetryInfo`
+where it may succeed later; `baton/errors.py` lists reasons and codes.
+"""
+
+_METAVARS = {int: "INTEGER", float: "NUMBER"}
+_FieldType = FieldDescriptorProto.Type
+Path_ = tuple[int, ...]
+Comments = Mapping[Path_, str]
+
+
+def main() -> int:
+    """0: done, or current. 1: not current."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing, compare only")
+    is_check = parser.parse_args().check
+    pages = {"cli.md": "\n".join(cli_page()), "protocol.md": "\n".join(protocol_page())}
+    stale = []
+    for name, text in pages.items():
+        path = ROOT / "docs" / name
+        if is_check and (not path.is_file() or path.read_text() != text + "\n"):
+            stale.append(name)
+        elif not is_check:
+            path.write_text(text + "\n")
+    if stale:
+        sys.stderr.write(f"docs are not current; run `make docs`: {', '.join(stale)}\n")
+    return 1 if stale else 0
+
+
+def cli_page() -> Iterator[str]:
+    """Lines of docs/cli.md."""
+    yield _CLI_HEAD
+    group: Any = typer.main.get_command(app)
+    for name, command in sorted(group.commands.items()):
+        shown = [param for param in command.params if not getattr(param, "hidden", False)]
+        arguments = [param for param in shown if param.param_type_name == "argument"]
+        options = [param for param in shown if param.param_type_name == "option"]
+        named = "".join(f" {_argument_name(argument)}" for argument in arguments)
+        yield f"## baton {name}\n"
+        yield f"{_one_line(command.help)}\n"
+        yield f"    baton {name}{named}{' [OPTIONS]' if options else ''}\n"
+        if shown:
+            yield "| | |\n|---|---|"
+            for argument in arguments:
+                yield _row(_argument_name(argument), argument)
+            for option in sorted(options, key=lambda option: option.opts[0]):
+                yield _row(_flag(option), option)
+            yield ""
+
+
+def _argument_name(argument: Any) -> str:
+    return str(argument.metavar or argument.name.upper())
+
+
+def _flag(option: Any) -> str:
+    flags = ", ".join([*option.opts, *option.secondary_opts])
+    if option.is_flag:
+        return flags
+    kind = option.type_descriptor.annotation
+    return f"{flags} {option.metavar or _METAVARS.get(kind, 'TEXT')}"
+
+
+def _row(name: str, param: Any) -> str:
+    text = _one_line(param.help or "")
+    default = param.default
+    # Options of services tell their default in their help already; a callable would be run by asking.
+    has_default = isinstance(default, (str, int, float)) and default is not False and default != ""
+    if has_default and "[default:" not in text:
+        text += f" [default: {default}]"
+    return f"| `{_cell(name)}` | {_cell(text)} |"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def protocol_page() -> Iterator[str]:
+    """Lines of docs/protocol.md: the public service's file first, the others by name."""
+    yield _PROTOCOL_HEAD
+    files = sorted(
+        read_protos(), key=lambda file: (not file.name.endswith("inference.proto"), file.name)
+    )
+    for file in files:
+        comments = {
+            tuple(location.path): location.leading_comments.strip()
+            for location in file.source_code_info.location
+        }
+        yield f"## {file.name}\n"
+        # The file's comment stands before its syntax line.
+        yield f"{_one_line(comments.get((12,), ''))}\n"
+        for index, service in enumerate(file.service):
+            yield from _service(service, (6, index), comments)
+        for index, message in enumerate(file.message_type):
+            yield from _message(message, (4, index), comments)
+        for index, enum in enumerate(file.enum_type):
+            yield from _enum(enum, (5, index), comments)
+
+
+def read_protos() -> list[FileDescriptorProto]:
+    """Our protos with their comments."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "protos"
+        status = protoc.main(
+            [
+                "protoc",
+                f"--proto_path={PROTOS}",
+                "--include_source_info",
+                f"--descriptor_set_out={out}",
+                *map(str, sorted(PROTOS.rglob("*.proto"))),
+            ]
+        )
+        if status:
+            raise SystemExit(status)
+        return list(FileDescriptorSet.FromString(out.read_bytes()).file)
+
+
+def _service(service: ServiceDescriptorProto, path: Path_, comments: Comments) -> Iterator[str]:
+    yield f"### service {service.name}\n"
+    yield f"{_one_line(comments.get(path, ''))}\n"
+    yield "| Method | Takes | Gives | |\n|---|---|---|---|"
+    for index, method in enumerate(service.method):
+        takes = ("stream " if method.client_streaming else "") + _short(method.input_type)
+        gives = ("stream " if method.server_streaming else "") + _short(method.output_type)
+        text = _cell(_one_line(comments.get((*path, 2, index), "")))
+        yield f"| `{method.name}` | `{takes}` | `{gives}` | {text} |"
+    yield ""
+
+
+def _message(message: DescriptorProto, path: Path_, comments: Comments) -> Iterator[str]:
+    yield f"### {message.name}\n"
+    yield f"{_one_line(comments.get(path, ''))}\n"
+    if message.field:
+        yield "| No. | Field | Type | |\n|---|---|---|---|"
+        for index, field in enumerate(message.field):
+            text = _one_line(comments.get((*path, 2, index), ""))
+            if field.HasField("oneof_index") and not field.proto3_optional:
+                text = f"{text} (one of `{message.oneof_decl[field.oneof_index].name}`)"
+            yield f"| {field.number} | `{field.name}` | `{_type(field, message)}` | {_cell(text)} |"
+        yield ""
+
+
+def _enum(enum: EnumDescriptorProto, path: Path_, comments: Comments) -> Iterator[str]:
+    yield f"### enum {enum.name}\n"
+    yield f"{_one_line(comments.get(path, ''))}\n"
+    yield "| No. | Name | |\n|---|---|---|"
+    for index, value in enumerate(enum.value):
+        text = _cell(_one_line(comments.get((*path, 2, index), "")))
+        yield f"| {value.number} | `{value.name}` | {text} |"
+    yield ""
+
+
+def _type(field: FieldDescriptorProto, message: DescriptorProto) -> str:
+    """The field's type as the .proto spells it."""
+    for nested in message.nested_type:
+        if nested.options.map_entry and field.type_name.endswith(f".{nested.name}"):
+            key, value = nested.field
+            return f"map<{_type(key, nested)}, {_type(value, nested)}>"
+    name = _short(field.type_name) or _FieldType.Name(field.type).removeprefix("TYPE_").lower()
+    if field.label == FieldDescriptorProto.LABEL_REPEATED:
+        return f"repeated {name}"
+    return f"optional {name}" if field.proto3_optional else name
+
+
+def _short(type_name: str) -> str:
+    return type_name.removeprefix(".baton.v1.").lstrip(".")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

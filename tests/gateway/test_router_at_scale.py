@@ -1,0 +1,209 @@
+"""Routing among a thousand workers: loads that agree within a tenth, prefixes that are found, and nobody run over.
+
+The gateway's own fleet, planner and affinity place the sequences; workers are only numbers (tests/support/sim_grid.py).
+A trace of the mooncake format, named by BATON_MOONCAKE_TRACE, is used too.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton.types import BlockCounts, Tier, WorkerLoad
+from gateway.affinity import MAX_MATCHES, PrefixAffinity
+from gateway.fleet import Fleet, Worker
+from gateway.placement import Placement
+from gateway.planner import NUM_DRAWN, plan
+from gateway.router import Need, Plan, Verdict
+from tests.support.fake_workers import make_info
+from tests.support.sim_grid import Grid, Outcome, TraceRequest, read_trace, synthetic_trace
+
+NUM_WORKERS = 1000
+NUM_BLOCKS = 50_000
+BLOCK_TOKENS = 16
+MAX_NUM_SEQS = 64
+
+
+def fleet_of(num_prefills: int, num_decodes: int, **info: int) -> Fleet:
+    """Workers that are ready and empty."""
+    fleet = Fleet([f"p{i}:1" for i in range(num_prefills)], [f"d{i}:1" for i in range(num_decodes)])
+    for address, worker in fleet.workers.items():
+        facts = replace(
+            make_info(address, worker.tier),
+            **{
+                "max_model_len": 1_000_000,
+                "num_blocks": NUM_BLOCKS,
+                "max_num_seqs": MAX_NUM_SEQS,
+                "max_num_batched_tokens": 8192,
+                "max_local_prefill_tokens": 0,
+                **info,
+            },
+        )
+        facts = replace(facts, layout=replace(facts.layout, block_size=BLOCK_TOKENS))
+        join = fleet.join_prefill if worker.tier is Tier.PREFILL else fleet.join_decode
+        join(address, facts, None)  # type: ignore[arg-type]
+        fleet.report(address, WorkerLoad(blocks=BlockCounts(NUM_BLOCKS, 0, 0)))
+    return fleet
+
+
+class DecodeTier:
+    """Decode workers that hold what they are given, as several gateways see them by reports alone."""
+
+    def __init__(self, num_gateways: int, max_num_seqs: int) -> None:
+        self.fleets = [
+            fleet_of(0, NUM_WORKERS, max_num_seqs=max_num_seqs) for _ in range(num_gateways)
+        ]
+        self._max_num_seqs = max_num_seqs
+        self.num_sequences = dict.fromkeys(self.fleets[0].workers, 0)
+        self.num_blocks = dict.fromkeys(self.fleets[0].workers, 0)
+        self._num_tries = 0
+
+    def place(self, num_tokens: int) -> None:
+        self._num_tries += 1
+        fleet = self.fleets[self._num_tries % len(self.fleets)]
+        need = Need(num_tokens, num_tokens, needs_decode=True)
+        choice = plan(need, fleet, {}, self._num_tries.to_bytes(8, "big"))
+        assert isinstance(choice, Plan)
+        assert choice.decode
+        num_blocks = -(-(num_tokens + 1) // BLOCK_TOKENS)
+        worker = fleet.workers[choice.decode]
+        placement = Placement(fleet, self._num_tries, None, worker, 1, num_blocks)
+        placement.settle()
+        self._add(choice.decode, 1, num_blocks)
+
+    def fills(self) -> list[float]:
+        """Of batch or memory, whichever is fuller, by worker, as a share of the mean."""
+        fills = [
+            max(self.num_sequences[a] / self._max_num_seqs, self.num_blocks[a] / NUM_BLOCKS)
+            for a in self.num_sequences
+        ]
+        mean = sum(fills) / len(fills)
+        return sorted(fill / mean for fill in fills)
+
+    def _add(self, address: str, num_sequences: int, num_blocks: int) -> None:
+        self.num_sequences[address] += num_sequences
+        self.num_blocks[address] += num_blocks
+        free = NUM_BLOCKS - self.num_blocks[address]
+        load = WorkerLoad(
+            num_running=self.num_sequences[address],
+            blocks=BlockCounts(free, 0, self.num_blocks[address]),
+        )
+        for fleet in self.fleets:
+            fleet.report(address, load)
+
+
+def uneven_lengths(seed: int) -> Iterator[int]:
+    """Tokens of sequences: most short, the longest a hundredth of a worker's memory."""
+    rng = random.Random(seed)
+    while True:
+        yield 1 + min(NUM_BLOCKS * BLOCK_TOKENS // 100, int(rng.lognormvariate(7.8, 0.8)))
+
+
+@pytest.mark.parametrize(("max_num_seqs", "num_gateways"), [(64, 1), (4096, 3)])
+def test_decode_workers_are_filled_alike_by_uneven_lengths(
+    max_num_seqs: int, num_gateways: int
+) -> None:
+    """Within a tenth of the mean, whether the batch or the memory is what fills, and though no gateway knows more of the
+    others' sequences than the workers report."""
+    tier = DecodeTier(num_gateways, max_num_seqs)
+    lengths = uneven_lengths(1)
+    for _ in range(20 * NUM_WORKERS):
+        tier.place(next(lengths))
+    fills = tier.fills()
+    assert fills[0] >= 0.9
+    assert fills[-1] <= 1.1
+
+
+def test_a_placement_looks_at_few_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = fleet_of(NUM_WORKERS // 2, NUM_WORKERS // 2)
+    matched = dict.fromkeys(random.Random(1).sample(sorted(fleet.workers), MAX_MATCHES), 64)
+    num_views = 0
+    views = {name: getattr(Worker, name) for name in ("prefill_view", "decode_view")}
+
+    def counted(name: str) -> object:
+        def view(worker: Worker, matched_tokens: int) -> object:
+            nonlocal num_views
+            num_views += 1
+            return views[name](worker, matched_tokens)
+
+        return view
+
+    for name in views:
+        monkeypatch.setattr(Worker, name, counted(name))
+    for number in range(200):
+        num_views = 0
+        choice = plan(Need(500, 600, needs_decode=True), fleet, matched, bytes((number,)))
+        assert isinstance(choice, Plan)
+        assert num_views <= 2 * NUM_DRAWN + MAX_MATCHES
+
+
+def test_the_only_worker_with_room_is_found_among_a_thousand() -> None:
+    fleet = fleet_of(NUM_WORKERS // 2, NUM_WORKERS // 2)
+    need = Need(500, 600, needs_decode=True)
+    full = WorkerLoad(num_running=MAX_NUM_SEQS, blocks=BlockCounts(0, 0, NUM_BLOCKS))
+    for worker in fleet.tier(Tier.DECODE):
+        fleet.report(worker.address, full)
+    assert plan(need, fleet, {}, b"k") is Verdict.NOT_NOW
+    fleet.report("d77:1", WorkerLoad(blocks=BlockCounts(NUM_BLOCKS, 0, 0)))
+    for worker in fleet.tier(Tier.PREFILL):
+        worker.outstanding_tokens = 1_000_000
+    fleet.workers["p33:1"].outstanding_tokens = 0
+    for number in range(20):
+        assert plan(need, fleet, {}, bytes((number,))) == Plan("p33:1", "d77:1")
+    assert plan(replace(need, avoid=frozenset(("d77:1",))), fleet, {}, b"k") == Plan(
+        "p33:1", "d77:1"
+    )
+
+
+def test_workers_to_avoid_are_the_last_choice_among_a_thousand() -> None:
+    fleet = fleet_of(NUM_DRAWN + 1, NUM_DRAWN + 1)
+    good = {"p0:1", "d0:1"}
+    need = Need(500, 600, needs_decode=True, avoid=frozenset(fleet.workers) - good)
+    for number in range(50):
+        assert plan(need, fleet, {}, bytes((number,))) == Plan("p0:1", "d0:1")
+
+
+def check_prefixes(found: Outcome) -> None:
+    """Most of what could be found is found, and no worker has twice the work of the mean."""
+    assert found.hit_share >= 0.75 * found.ideal_hit_share
+    assert found.prefill_work[-1] <= 2.0
+
+
+def test_prefixes_are_found_and_nobody_is_run_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = synthetic_trace(4000, 1)
+    found = Grid(100, NUM_WORKERS - 100).run(requests, load=0.5)
+    check_prefixes(found)
+    monkeypatch.setattr(PrefixAffinity, "matched_tokens", lambda _self, _digests: {})
+    blind = Grid(100, NUM_WORKERS - 100).run(requests, load=0.3)
+    assert found.hit_share >= 2 * blind.hit_share, "far more than by chance"
+
+
+def test_a_recorded_trace() -> None:
+    path = os.environ.get("BATON_MOONCAKE_TRACE")
+    if path is None:
+        pytest.skip("BATON_MOONCAKE_TRACE names no file of the mooncake format")
+    check_prefixes(Grid(40, NUM_WORKERS - 40).run(read_trace(Path(path)), load=0.2))
+
+
+def test_a_prefix_that_all_share_makes_no_hot_spot() -> None:
+    """Three quarters of every prompt are the same: many workers come to have it, and they share the work."""
+    rng = random.Random(3)
+    hot = tuple(range(12))
+    requests = [
+        TraceRequest(
+            float(index),
+            512 * 16,
+            1 + rng.randrange(200),
+            (*hot, *range(100 + 4 * index, 104 + 4 * index)),
+        )
+        for index in range(4000)
+    ]
+    outcome = Grid(100, NUM_WORKERS - 100).run(requests, load=0.5)
+    assert outcome.hit_share >= 0.9 * outcome.ideal_hit_share
+    assert outcome.prefill_work[0] >= 0.5
+    assert outcome.prefill_work[-1] <= 1.5

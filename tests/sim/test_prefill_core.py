@@ -1,0 +1,102 @@
+"""The prefill core alone: what it sends, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.cache.pool import BlockPool
+from baton.engine.interface import Batch, LayersDone
+from baton.engine.oracle import OracleEngine, OracleOptions
+from baton.errors import EngineFault
+from baton.types import Sample, Sampling, SequenceSpec
+from prefill_svc.core import PrefillCore, Prefilled, PrefillFailed, PrefillLimits, Submit
+
+NUM_LAYERS = 4
+
+
+@dataclass
+class RecordingSender:
+    """Notes each (key, token, layer) that is sent."""
+
+    sent: list[tuple[str, int, int]] = field(default_factory=list)
+    committed: list[str] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    begun: tuple[str, bytes] = ("", b"")
+
+    def begin(self, key: str, ticket: bytes) -> None:
+        self.begun = (key, ticket)
+
+    def send(
+        self,
+        key: str,
+        block_ids: tuple[int, ...],
+        first_token: int,
+        num_tokens: int,
+        first_layer: int,
+        num_layers: int,
+    ) -> None:
+        assert len(block_ids) * 4 >= first_token + num_tokens
+        for token in range(first_token, first_token + num_tokens):
+            self.sent += [(key, token, first_layer + i) for i in range(num_layers)]
+
+    def commit(self, key: str, num_tokens: int, first: Sample, prefill_end: float) -> None:
+        del num_tokens, first, prefill_end
+        self.committed.append(key)
+
+    def abort(self, key: str, reason: str, message: str) -> None:
+        del reason, message
+        self.aborted.append(key)
+
+    def heartbeat(self) -> None:
+        pass
+
+
+class LateFault(OracleEngine):
+    """Fails after all layers were told, if the batch holds several slices or the token 666."""
+
+    def forward(
+        self, batch: Batch, layers_done: LayersDone | None = None
+    ) -> tuple[tuple[Sample, ...], ...]:
+        samples = super().forward(batch, layers_done)
+        if len(batch.slices) > 1 or any(666 in part.token_ids for part in batch.slices):
+            raise EngineFault("late")
+        return samples
+
+
+def spec_of(name: str, num_tokens: int, last: int = 7) -> SequenceSpec:
+    return SequenceSpec(name, (*range(num_tokens - 1), last), Sampling(max_tokens=9))
+
+
+def core_of(engine: OracleEngine, sender: RecordingSender, budget: int) -> PrefillCore:
+    pool = BlockPool(64, 4, secret=bytes(32))
+    return PrefillCore(engine, pool, sender, PrefillLimits(8, budget), lambda: 0.0)
+
+
+def test_every_token_and_layer_is_sent_once_even_if_a_step_fails_after_it_was_sent() -> None:
+    sender = RecordingSender()
+    core = core_of(LateFault(OracleOptions(num_blocks=64, block_size=4)), sender, 64)
+    submits = [
+        Submit("a", spec_of("a", 10), b"t", 0),
+        Submit("b", spec_of("b", 9, last=666), b"t", 0),
+        Submit("c", spec_of("c", 6), b"t", 4),
+    ]
+    events = core.step(submits).events
+    assert {e.key for e in events if isinstance(e, Prefilled)} == {"a", "c"}
+    assert {e.key for e in events if isinstance(e, PrefillFailed)} == {"b"}
+    assert sender.committed == ["a", "c"]
+    assert sender.aborted == ["b"]
+    expected = [("a", token, layer) for token in range(10) for layer in range(NUM_LAYERS)]
+    expected += [("c", token, layer) for token in range(4, 6) for layer in range(NUM_LAYERS)]
+    assert sorted(entry for entry in sender.sent if entry[0] != "b") == sorted(expected)
+
+
+def test_chunks_are_sent_as_they_are_computed() -> None:
+    sender = RecordingSender()
+    core = core_of(OracleEngine(OracleOptions(num_blocks=64, block_size=4)), sender, 4)
+    sent_after_step = []
+    commands = [Submit("a", spec_of("a", 10), b"t", 0)]
+    while not sender.committed:
+        core.step(commands)
+        commands = []
+        sent_after_step.append(len(sender.sent) // NUM_LAYERS)
+    assert sent_after_step == [4, 8, 10]

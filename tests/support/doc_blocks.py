@@ -1,0 +1,63 @@
+"""The command blocks of our documents, and what is said about running them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+#: Languages of blocks that somebody may copy and run.
+RUNNABLE = ("bash", "sh", "console", "python")
+
+SERVER = "a running server"
+
+_FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_MARK = re.compile(r"<!-- *(needs|not run): *(.*?) *-->\s*\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """line: of the fence, from 1. needs: SERVER or empty. excuse: why it is not run; empty if it is."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    needs: str
+    excuse: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks_of(path: Path, root: Path) -> Iterator[Block]:
+    """The runnable blocks of one page. A mark is a comment right before the fence; other comments say nothing here."""
+    content = path.read_text(encoding="utf-8")
+    for fence in _FENCE.finditer(content):
+        language, text = fence.groups()
+        if language not in RUNNABLE:
+            continue
+        mark = _MARK.search(content[: fence.start()])
+        kind, told = mark.groups() if mark else ("", "")
+        yield Block(
+            page=str(path.relative_to(root)),
+            line=content.count("\n", 0, fence.start()) + 1,
+            language=language,
+            text=text,
+            needs=told if kind == "needs" else "",
+            excuse=told if kind == "not run" else "",
+        )
+
+
+def commands_of(block: Block) -> list[tuple[str, str]]:
+    """(command, output that the page shows below it) of a console block."""
+    commands: list[tuple[str, str]] = []
+    for line in block.text.splitlines():
+        if line.startswith("$ "):
+            commands.append((line.removeprefix("$ "), ""))
+        elif commands:
+            command, shown = commands[-1]
+            commands[-1] = (command, f"{shown}{line}\n")
+    return commands

@@ -1,0 +1,224 @@
+"""The tiers' recorders beside real cores, with steps told late and in any interleaving, as threads would have it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from baton.events import Offered, Tokens, is_last
+from baton.telemetry import Telemetry
+from baton.types import FinishReason, Sampling, SequenceSpec
+from decode_svc import core as decode
+from decode_svc.recorder import DecodeRecorder
+from kv_transfer.transport.loopback import LoopbackHub
+from prefill_svc import core as prefill
+from prefill_svc.recorder import PrefillRecorder
+from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+class Exports:
+    """Telemetry that stays in this process."""
+
+    def __init__(self) -> None:
+        self._spans = InMemorySpanExporter()
+        self._metrics = InMemoryMetricReader()
+        tracers = TracerProvider(shutdown_on_exit=False)
+        tracers.add_span_processor(SimpleSpanProcessor(self._spans))
+        meters = MeterProvider([self._metrics], shutdown_on_exit=False)
+        self.telemetry = Telemetry(
+            tracers.get_tracer("test"), meters.get_meter("test"), True, True, lambda: None
+        )
+
+    def span_names(self) -> Counter[str]:
+        return Counter(span.name for span in self._spans.get_finished_spans())
+
+    def total(self, name: str) -> int:
+        """A counter's sum over its attributes."""
+        data = self._metrics.get_metrics_data()
+        assert data is not None
+        return sum(
+            point.value  # type: ignore[union-attr, misc]
+            for resource in data.resource_metrics
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+            if metric.name == name
+            for point in metric.data.data_points
+        )
+
+
+@dataclass
+class Tiers:
+    """One worker of each tier; steps are told when `deliver` is called, in order."""
+
+    rng: random.Random
+    now_s: float = 0.0
+    exports: Exports = field(default_factory=Exports)
+    live: dict[int, SequenceSpec] = field(default_factory=dict)
+    ends: Counter[str] = field(default_factory=Counter)
+    num_prefilled: int = 0
+    _batches: dict[str, deque[Sequence[object]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        hub = LoopbackHub()
+        self.p_recorder = PrefillRecorder(self.exports.telemetry, self.clock)
+        self.d_recorder = DecodeRecorder(self.exports.telemetry, self.clock)
+        shape = SimShape(num_blocks=24)
+        self.prefill = SimPrefill(hub, self.clock, SimShape(num_blocks=48))
+        self.decode = SimDecode(hub, self.clock, shape)
+        self.prefill.submit = _observed(  # type: ignore[method-assign]
+            self.prefill.inbox.append, self.p_recorder.on_command
+        )
+        self.decode.submit = _observed(  # type: ignore[method-assign]
+            self.decode.inbox.append, self.d_recorder.on_command
+        )
+        # Both hand their own submit to the channel when they are made; make them hand on this one.
+        self.prefill.sender._user_on_done = self.prefill.submit
+        self.decode.tickets._on_event = self.decode.submit
+        self._batches = {"p": deque(), "d": deque()}
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def open(self, handle: int) -> None:
+        spec = SequenceSpec(
+            request_id=f"r{handle}",
+            prompt_token_ids=tuple(self.rng.randrange(900) for _ in range(self.rng.randint(1, 40))),
+            sampling=Sampling(max_tokens=self.rng.randint(1, 30)),
+            arrival_ns=handle,
+            traceparent=f"00-{TRACE}-{handle + 1:016x}-01",
+        )
+        self.live[handle] = spec
+        self.decode.submit(decode.Open(0, handle, spec, prefill_here=self.rng.random() < 0.2))
+
+    def cancel(self, handle: int) -> None:
+        self.end(handle, "cancelled")
+        self.decode.submit(decode.Abort(0, handle))
+        self.prefill.submit(prefill.Abort(str(handle)))
+
+    def end(self, handle: int, how: str) -> None:
+        del self.live[handle]
+        self.ends[how] += 1
+
+    def step(self, which: str) -> None:
+        self.now_s += 0.001
+        events = self.prefill.step().events if which == "p" else self.decode.step().events
+        self._batches[which].append(events)
+
+    def deliver(self, which: str) -> bool:
+        """Tell the oldest step that was not told yet, first to the gateway, as the services do."""
+        self.now_s += 0.001
+        batches = self._batches[which]
+        if not batches:
+            return False
+        events = batches.popleft()
+        if which == "p":
+            prefilled = [event for event in events if isinstance(event, prefill.Prefilled)]
+            for event in prefilled:
+                self._prefilled(event)
+            self.p_recorder.on_step(events)  # type: ignore[arg-type]
+        else:
+            for addressed in events:
+                assert isinstance(addressed, decode.StreamEvent)
+                self._happened(addressed)
+            self.d_recorder.on_step(events)  # type: ignore[arg-type]
+        return True
+
+    def _prefilled(self, event: prefill.Prefilled) -> None:
+        handle = int(event.key)
+        self.num_prefilled += 1
+        if handle in self.live and event.finish is not FinishReason.NONE:
+            self.end(handle, "finished on P")
+            self.decode.submit(decode.Abort(0, handle))
+
+    def _happened(self, addressed: decode.StreamEvent) -> None:
+        handle, event = addressed.handle, addressed.event
+        if handle not in self.live:
+            return
+        if isinstance(event, Offered):
+            submit = prefill.Submit(
+                str(handle), self.live[handle], event.ticket, event.num_cached_tokens
+            )
+            self.prefill.submit(submit)
+        elif is_last(event):
+            self.end(handle, "finished" if isinstance(event, Tokens) else type(event).__name__)
+
+
+def _observed(
+    submit: Callable[[object], None], observe: Callable[[object], None]
+) -> Callable[[object], None]:
+    def both(command: object) -> None:
+        observe(command)
+        submit(command)
+
+    return both
+
+
+def play(seed: int, num_sequences: int = 40) -> Tiers:
+    """Everything at random until nothing is left."""
+    rng = random.Random(seed)
+    tiers = Tiers(rng)
+    for handle in range(num_sequences):
+        tiers.open(handle)
+        for _ in range(rng.randint(0, 8)):
+            rng.choice((tiers.step, tiers.deliver))(rng.choice("pd"))
+        if tiers.live and rng.random() < 0.2:
+            tiers.cancel(rng.choice(sorted(tiers.live)))
+    quiet = 0
+    while quiet < 3:
+        for which in "pd":
+            tiers.step(which)
+        told = [tiers.deliver(which) for which in "pdpdpd"]
+        is_busy = bool(tiers.live or tiers.prefill.inbox or tiers.decode.inbox)
+        quiet = 0 if is_busy or any(tiers._batches.values()) else quiet + any(told)
+    return tiers
+
+
+@pytest.fixture(scope="module")
+def games() -> list[Tiers]:
+    return [play(seed) for seed in range(12)]
+
+
+def test_recorders_forget_every_request_that_is_over(games: list[Tiers]) -> None:
+    for tiers in games:
+        assert tiers.p_recorder._prompts == {}
+        assert tiers.d_recorder._sequences == {}
+        assert tiers.d_recorder._by_ticket == {}
+
+
+def test_spans_and_counters_agree_with_what_happened(games: list[Tiers]) -> None:
+    spans: Counter[str] = Counter()
+    ends: Counter[str] = Counter()
+    for tiers in games:
+        exports, names = tiers.exports, tiers.exports.span_names()
+        assert exports.total("baton.preemptions") == tiers.ends["Preempted"]
+        assert exports.total("baton.deferrals") == tiers.ends["Deferred"]
+        assert exports.total("baton.sequences.failed") == tiers.ends["Failed"]
+        assert names["transfer"] >= names["commit"]
+        assert names["decode"] >= tiers.ends["finished"]
+        assert names["prefill"] >= names["prefill queue"] > 0
+        sent, received = (exports.total(f"baton.transfer.{side}") for side in ("sent", "received"))
+        assert sent >= received > 0
+        spans += names
+        ends += tiers.ends
+    assert ends["Preempted"]
+    assert ends["cancelled"]
+    assert spans.keys() == {
+        "prefill queue",
+        "prefill",
+        "prefill chunk",
+        "send",
+        "transfer",
+        "commit",
+        "decode",
+    }
