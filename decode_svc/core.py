@@ -6,7 +6,7 @@ it is opened; it is given back when the sequence has left and no writer can touc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -105,12 +105,19 @@ class DecodeCore:
     """Implements baton.engine.loop.Core."""
 
     def __init__(
-        self, engine: Engine, pool: BlockPool, tickets: Tickets, limits: DecodeLimits
+        self,
+        engine: Engine,
+        pool: BlockPool,
+        tickets: Tickets,
+        limits: DecodeLimits,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
+        """beat: called within a step, at every group of layers."""
         self._engine = engine
         self._pool = pool
         self._tickets = tickets
         self._limits = limits
+        self._beat = beat
         self._sequences: dict[tuple[int, int], DecodeSequence] = {}
         self._by_ticket: dict[int, DecodeSequence] = {}
         self._events: list[StreamEvent] = []
@@ -236,7 +243,7 @@ class DecodeCore:
         if not grants:
             return bool(plan.preempted)
         batch = Batch(tuple(sequence.next_slice(num_new) for sequence, num_new in grants))
-        outcomes = forward_guarded(self._engine, batch)
+        outcomes = forward_guarded(self._engine, batch, lambda _first, _count: self._beat())
         self._num_steps += 1
         for (sequence, num_new), outcome in zip(grants, outcomes, strict=True):
             self._advance(sequence, num_new, outcome)

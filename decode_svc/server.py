@@ -10,7 +10,7 @@ import grpc.aio
 
 from baton.config import DecodeOptions
 from baton.engine.interface import Engine
-from baton.engine.loop import EngineLoop
+from baton.engine.loop import EngineLoop, Heartbeat
 from baton.rpc.bind import check_bindable
 from baton.service import ReadyReport
 from baton.types import WorkerLoad
@@ -42,6 +42,7 @@ async def serve_decode(
     identity = new_identity(options)
     limits = limits_of(options, engine)
     board = LoadBoard()
+    heartbeat = Heartbeat()
     telemetry = await asyncio.to_thread(open_worker_telemetry, options, board, engine.spec.model)
     recorder = DecodeRecorder(telemetry, time.monotonic) if telemetry.is_on else None
 
@@ -78,13 +79,15 @@ async def serve_decode(
         tcp_host=options.kv_host,
     )
     try:
-        core = DecodeCore(engine, build_pool(options, engine), channel.tickets, limits)
+        core = DecodeCore(
+            engine, build_pool(options, engine), channel.tickets, limits, heartbeat.beat
+        )
         loop: EngineLoop[DecodeCommand, StreamEvent] = EngineLoop(
-            core, deliver, name="decode-engine"
+            core, deliver, heartbeat, name="decode-engine"
         )
         info = describe(options, identity, engine.spec, limits.max_local_prefill_tokens)
-        host = WorkerHost(options, loop, board, Drain(), info)
-        worker = WorkerServicer(info, board, lambda: loop.heartbeat_age_s, host.start_draining)
+        host = WorkerHost(options, loop, heartbeat, board, Drain(), info)
+        worker = WorkerServicer(info, board, lambda: heartbeat.age_s, host.start_draining)
         await host.serve(register, stop, on_ready, clock)
     finally:
         await asyncio.to_thread(channel.close)

@@ -110,7 +110,10 @@ class PrefillCore:
         sender: KvSender,
         limits: PrefillLimits,
         clock: Callable[[], float],
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
+        """clock: monotonic seconds. beat: called within a step, at every group of layers."""
+        self._beat = beat
         self._engine = engine
         self._pool = pool
         self._sender = sender
@@ -192,6 +195,8 @@ class PrefillCore:
         last_chunks = [grant for grant in grants if grant[0].num_missing_tokens == grant[1]]
 
         def send_layers(first_layer: int, num_layers: int) -> None:
+            self._beat()
+            self._sender.heartbeat()
             for job, num_new in last_chunks:
                 self._send_layers(job, num_new, first_layer, num_layers)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import grpc.aio
 
 from baton.config import PrefillOptions
-from baton.engine.loop import EngineLoop
+from baton.engine.loop import EngineLoop, Heartbeat
 from baton.rpc.bind import check_bindable
 from baton.service import ReadyReport
 from baton.types import WorkerLoad
@@ -36,6 +36,7 @@ async def serve_prefill(
     clock.lap("load")
     identity = new_identity(options)
     board = LoadBoard()
+    heartbeat = Heartbeat()
     telemetry = await asyncio.to_thread(open_worker_telemetry, options, board, engine.spec.model)
     recorder = PrefillRecorder(telemetry, time.monotonic) if telemetry.is_on else None
 
@@ -70,13 +71,15 @@ async def serve_prefill(
         time.monotonic,
     )
     limits = PrefillLimits(options.max_num_seqs, options.max_num_batched_tokens)
-    core = PrefillCore(engine, build_pool(options, engine), sender, limits, time.monotonic)
+    core = PrefillCore(
+        engine, build_pool(options, engine), sender, limits, time.monotonic, heartbeat.beat
+    )
     loop: EngineLoop[PrefillCommand, PrefillEvent] = EngineLoop(
-        core, deliver, name="prefill-engine"
+        core, deliver, heartbeat, name="prefill-engine"
     )
     info = describe(options, identity, engine.spec)
-    host = WorkerHost(options, loop, board, Drain(), info)
-    worker = WorkerServicer(info, board, lambda: loop.heartbeat_age_s, host.start_draining)
+    host = WorkerHost(options, loop, heartbeat, board, Drain(), info)
+    worker = WorkerServicer(info, board, lambda: heartbeat.age_s, host.start_draining)
     try:
         await host.serve(register, stop, on_ready, clock)
     finally:

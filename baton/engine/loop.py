@@ -40,6 +40,22 @@ class Core(Protocol[CommandT_contra, EventT]):
     def step(self, commands: Sequence[CommandT_contra]) -> Step[EventT]: ...
 
 
+class Heartbeat:
+    """When the engine loop last showed a sign of life. Beaten by its thread, at every step and within long ones, at every
+    group of layers; read by any."""
+
+    def __init__(self) -> None:
+        self._beat_s = time.monotonic()
+
+    def beat(self) -> None:
+        self._beat_s = time.monotonic()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last beat."""
+        return time.monotonic() - self._beat_s
+
+
 class EngineLoop(Generic[CommandT, EventT]):
     """Runs a core in a thread of its own."""
 
@@ -47,6 +63,7 @@ class EngineLoop(Generic[CommandT, EventT]):
         self,
         core: Core[CommandT, EventT],
         deliver: Callable[[Sequence[EventT], WorkerLoad], None],
+        heartbeat: Heartbeat,
         *,
         name: str,
         max_num_commands: int = 65536,
@@ -59,7 +76,7 @@ class EngineLoop(Generic[CommandT, EventT]):
         self._wakeup = threading.Condition()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._beat_s = time.monotonic()
+        self._heartbeat = heartbeat
         self._asyncio_loop: asyncio.AbstractEventLoop | None = None
         self.ended = asyncio.Event()
         """Set, in the asyncio loop, when the thread has ended, for whatever reason."""
@@ -75,11 +92,6 @@ class EngineLoop(Generic[CommandT, EventT]):
                 raise Overloaded("the engine loop's inbox is full")
             self._inbox.append(command)
             self._wakeup.notify()
-
-    @property
-    def heartbeat_age_s(self) -> float:
-        """Seconds since the loop last began or ended a step."""
-        return time.monotonic() - self._beat_s
 
     @property
     def is_running(self) -> bool:
@@ -102,9 +114,9 @@ class EngineLoop(Generic[CommandT, EventT]):
         is_idle = False
         last_load: WorkerLoad | None = None
         while (commands := self._take(wait=is_idle)) is not None:
-            self._beat_s = time.monotonic()
+            self._heartbeat.beat()
             step = self._core.step(commands)
-            self._beat_s = time.monotonic()
+            self._heartbeat.beat()
             is_idle = step.is_idle
             if step.events or step.load != last_load:
                 last_load = step.load

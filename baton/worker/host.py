@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 from baton import __version__
 from baton.config import WorkerOptions
 from baton.engine.interface import EngineSpec
-from baton.engine.loop import EngineLoop
+from baton.engine.loop import EngineLoop, Heartbeat
 from baton.errors import EngineFault
 from baton.registry import make_registry
 from baton.rpc.server import Register, start_server
@@ -72,6 +72,7 @@ class WorkerHost(Generic[CommandT, EventT]):
         self,
         options: WorkerOptions,
         loop: EngineLoop[CommandT, EventT],
+        heartbeat: Heartbeat,
         board: LoadBoard,
         drain: CommandT,
         info: WorkerInfo,
@@ -80,6 +81,7 @@ class WorkerHost(Generic[CommandT, EventT]):
         self._info = info
         self._registry = make_registry(options.registry)
         self._loop = loop
+        self._heartbeat = heartbeat
         self._board = board
         self._drain = drain
 
@@ -87,8 +89,8 @@ class WorkerHost(Generic[CommandT, EventT]):
         self._loop.submit(self._drain)
 
     def is_alive(self) -> bool:
-        """Whether the engine loop turns; a step may take long, but not forever."""
-        return self._loop.is_running and self._loop.heartbeat_age_s < STALL_S
+        """Whether the engine loop turns: a step may take long, but no group of layers longer than STALL_S."""
+        return self._loop.is_running and self._heartbeat.age_s < STALL_S
 
     async def serve(
         self,

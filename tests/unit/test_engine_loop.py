@@ -1,0 +1,121 @@
+"""The engine loop: commands in, steps out, and a heartbeat that tells a long step from a stuck one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from baton.cache.pool import BlockPool
+from baton.engine.interface import Batch, LayersDone
+from baton.engine.loop import EngineLoop, Heartbeat, Step
+from baton.engine.oracle import OracleEngine, OracleOptions
+from baton.errors import Overloaded
+from baton.types import Sample, Sampling, SequenceSpec, WorkerLoad
+from decode_svc.core import DecodeCore, DecodeLimits, Open
+from kv_transfer.transport.loopback import LoopbackHub
+from tests.support.sim_tiers import SimDecode
+
+
+@dataclass
+class EchoCore:
+    """Gives each command back as an event. `on_step` runs first, in the loop's thread."""
+
+    on_step: Callable[[Sequence[int]], None] = lambda _: None
+    num_steps: int = field(default=0, init=False)
+
+    def step(self, commands: Sequence[int]) -> Step[int]:
+        self.on_step(commands)
+        self.num_steps += bool(commands)
+        return Step(list(commands), WorkerLoad(num_steps=self.num_steps), is_idle=True)
+
+
+def loop_over(
+    core: EchoCore, deliver: Callable[[Sequence[int], WorkerLoad], None], **options: int
+) -> EngineLoop[int, int]:
+    return EngineLoop(core, deliver, Heartbeat(), name="test-engine", **options)
+
+
+async def test_every_command_is_taken_once_and_in_order() -> None:
+    seen: list[int] = []
+    whole = asyncio.Event()
+
+    def deliver(events: Sequence[int], load: WorkerLoad) -> None:
+        del load
+        seen.extend(events)
+        if len(seen) == 1000:
+            whole.set()
+
+    loop = loop_over(EchoCore(), deliver)
+    loop.start()
+    for command in range(1000):
+        loop.submit(command)
+    await whole.wait()
+    await loop.stop()
+    assert seen == list(range(1000))
+    assert not loop.is_running
+    assert loop.ended.is_set()
+
+
+async def test_a_full_inbox_refuses() -> None:
+    stepping, release = threading.Event(), threading.Event()
+
+    def block(commands: Sequence[int]) -> None:
+        if commands:
+            stepping.set()
+            release.wait()
+
+    loop = loop_over(EchoCore(block), lambda _events, _load: None, max_num_commands=3)
+    loop.start()
+    loop.submit(0)
+    await asyncio.to_thread(stepping.wait)
+    for command in range(3):
+        loop.submit(command)
+    with pytest.raises(Overloaded):
+        loop.submit(3)
+    release.set()
+    await loop.stop()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_core_that_fails_ends_the_loop_and_says_so() -> None:
+    def fail(commands: Sequence[int]) -> None:
+        if commands:
+            raise RuntimeError("a fault of ours")
+
+    loop = loop_over(EchoCore(fail), lambda _events, _load: None)
+    loop.start()
+    loop.submit(1)
+    await loop.ended.wait()
+    await loop.stop()
+    assert not loop.is_running
+
+
+class CountingEngine(OracleEngine):
+    """Notes how often the core showed a sign of life within a forward."""
+
+    def __init__(self, beats: list[int]) -> None:
+        super().__init__(OracleOptions(num_blocks=16, num_layers=8, layer_group_size=2))
+        self.beats = beats
+        self.num_beats_within: list[int] = []
+
+    def forward(
+        self, batch: Batch, layers_done: LayersDone | None = None
+    ) -> tuple[tuple[Sample, ...], ...]:
+        before = len(self.beats)
+        samples = super().forward(batch, layers_done)
+        self.num_beats_within.append(len(self.beats) - before)
+        return samples
+
+
+def test_a_long_step_beats_at_every_group_of_layers() -> None:
+    beats: list[int] = []
+    engine = CountingEngine(beats)
+    tickets = SimDecode(LoopbackHub(), lambda: 0.0).tickets
+    pool = BlockPool(16, 16, secret=bytes(32))
+    core = DecodeCore(engine, pool, tickets, DecodeLimits(4, 64, 100), lambda: beats.append(1))
+    core.step([Open(0, 1, SequenceSpec("r", (1, 2, 3), Sampling(max_tokens=2)), prefill_here=True)])
+    assert engine.num_beats_within == [4]
