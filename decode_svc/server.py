@@ -6,19 +6,18 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-import grpc.aio
-
 from baton.config import DecodeOptions
 from baton.engine.interface import Engine
 from baton.engine.loop import EngineLoop, Heartbeat
+from baton.phase_clock import PhaseClock
 from baton.rpc.bind import check_bindable
 from baton.service import ReadyReport
 from baton.types import WorkerLoad
-from baton.v1 import decode_pb2, decode_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.v1 import decode_pb2, decode_pb2_grpc
 from baton.worker.build import build_engine, build_pool
-from baton.worker.host import PhaseClock, WorkerHost, describe, new_identity
+from baton.worker.host import WorkerHost, describe, new_identity
 from baton.worker.load_board import LoadBoard
-from baton.worker.service import WorkerServicer
+from baton.worker.service import WorkerServicer, services
 from baton.worker.telemetry import open_worker_telemetry
 from decode_svc.core import DecodeCommand, DecodeCore, DecodeLimits, Drain, StreamEvent
 from decode_svc.recorder import DecodeRecorder
@@ -59,15 +58,6 @@ async def serve_decode(
         if recorder:
             recorder.on_step(events)
 
-    def register(server: grpc.aio.Server) -> Sequence[str]:
-        decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
-        services = (
-            decode_pb2.DESCRIPTOR.services_by_name["DecodeService"],
-            worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
-        )
-        return [service.full_name for service in services]
-
     transports = TRANSPORTS if options.kv_transport == "auto" else (options.kv_transport,)
     channel = open_receiver(
         identity,
@@ -88,6 +78,11 @@ async def serve_decode(
         info = describe(options, identity, engine.spec, limits.max_local_prefill_tokens)
         host = WorkerHost(options, loop, heartbeat, board, Drain(), info)
         worker = WorkerServicer(info, board, lambda: heartbeat.age_s, host.start_draining)
+        register = services(
+            worker,
+            lambda server: decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server),
+            decode_pb2.DESCRIPTOR.services_by_name["DecodeService"],
+        )
         await host.serve(register, stop, on_ready, clock)
     finally:
         await asyncio.to_thread(channel.close)

@@ -16,6 +16,7 @@ import grpc.aio
 
 from baton import __version__
 from baton.config import GatewayOptions
+from baton.phase_clock import PhaseClock
 from baton.registry import StaticRegistry, make_registry
 from baton.rpc.server import Register, RunningServer, start_server
 from baton.service import OnReady, ReadyReport
@@ -27,7 +28,6 @@ from gateway.chat import ChatRenderer
 from gateway.dispatcher import Dispatcher
 from gateway.fleet import Fleet
 from gateway.gauges import observe_gateway
-from gateway.phase_clock import PhaseClock
 from gateway.recorder import GatewayRecorder
 from gateway.relay import RelayContext
 from gateway.roster import Roster

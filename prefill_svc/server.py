@@ -6,18 +6,17 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-import grpc.aio
-
 from baton.config import PrefillOptions
 from baton.engine.loop import EngineLoop, Heartbeat
+from baton.phase_clock import PhaseClock
 from baton.rpc.bind import check_bindable
 from baton.service import ReadyReport
 from baton.types import WorkerLoad
-from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from baton.worker.build import build_engine, build_pool
-from baton.worker.host import PhaseClock, WorkerHost, describe, new_identity
+from baton.worker.host import WorkerHost, describe, new_identity
 from baton.worker.load_board import LoadBoard
-from baton.worker.service import WorkerServicer
+from baton.worker.service import WorkerServicer, services
 from baton.worker.telemetry import open_worker_telemetry
 from kv_transfer.sender import Sender
 from kv_transfer.transport.connector import make_connector
@@ -53,15 +52,6 @@ async def serve_prefill(
         if recorder:
             recorder.on_step(events)
 
-    def register(server: grpc.aio.Server) -> Sequence[str]:
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
-        services = (
-            prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"],
-            worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
-        )
-        return [service.full_name for service in services]
-
     sender = Sender(
         identity,
         engine.spec.layout,
@@ -81,6 +71,11 @@ async def serve_prefill(
     host = WorkerHost(options, loop, heartbeat, board, Drain(), info)
     worker = WorkerServicer(info, board, lambda: heartbeat.age_s, host.start_draining)
     try:
+        register = services(
+            worker,
+            lambda server: prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server),
+            prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"],
+        )
         await host.serve(register, stop, on_ready, clock)
     finally:
         await asyncio.to_thread(sender.close)

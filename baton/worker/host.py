@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Generic, TypeVar
@@ -14,6 +13,7 @@ from baton.config import WorkerOptions
 from baton.engine.interface import EngineSpec
 from baton.engine.loop import EngineLoop, Heartbeat
 from baton.errors import EngineFault
+from baton.phase_clock import PhaseClock
 from baton.registry import make_registry
 from baton.rpc.server import Register, start_server
 from baton.service import ReadyReport
@@ -26,19 +26,6 @@ STALL_S = 3.0
 
 CommandT = TypeVar("CommandT")
 EventT = TypeVar("EventT")
-
-
-class PhaseClock:
-    """Measures the phases of a start, in seconds."""
-
-    def __init__(self) -> None:
-        self.phases: dict[str, float] = {}
-        self._last = time.monotonic()
-
-    def lap(self, phase: str) -> None:
-        now = time.monotonic()
-        self.phases[phase] = now - self._last
-        self._last = now
 
 
 def new_identity(options: WorkerOptions) -> WorkerIdentity:

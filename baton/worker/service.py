@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
 
+from baton.rpc.server import Register
 from baton.types import WorkerInfo, WorkerLoad
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.wire import info_to_proto, load_to_proto
@@ -18,6 +20,19 @@ from baton.worker.load_board import LoadBoard, is_empty
 REPORT_S = 0.5
 
 _Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def services(
+    worker: WorkerServicer, add_tier: Callable[[grpc.aio.Server], None], tier: ServiceDescriptor
+) -> Register:
+    """Registers the tier's own service, which `add_tier` adds, and WorkerService beside it."""
+
+    def register(server: grpc.aio.Server) -> Sequence[str]:
+        add_tier(server)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
+        return tier.full_name, worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+
+    return register
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):

@@ -1,4 +1,4 @@
-"""Measures the phases of the gateway's start."""
+"""Measures the phases of a process's start."""
 
 from __future__ import annotations
 
