@@ -1,4 +1,4 @@
-# One image for gateway, prefill and decode; the command says which. See compose.yaml.
+# One image for gateway, prefill, decode and the load generator; the command says which. See compose.yaml.
 ARG PYTHON_VERSION=3.12
 
 FROM python:${PYTHON_VERSION}-slim AS build
@@ -17,11 +17,13 @@ COPY prefill_svc prefill_svc
 COPY decode_svc decode_svc
 COPY kv_transfer kv_transfer
 COPY kernels kernels
-RUN pip install ".[gateway,worker]"
+RUN pip install ".[gateway,worker,bench]"
 
 FROM python:${PYTHON_VERSION}-slim
 RUN groupadd --gid 10001 baton && useradd --uid 10001 --gid 10001 --no-create-home --shell /usr/sbin/nologin baton
 COPY --from=build /opt/baton /opt/baton
+# The load generator is no part of the package; it is run as `python -m bench.load` from its folder.
+COPY bench /opt/baton-bench/bench
 ENV PATH=/opt/baton/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 USER 10001:10001
 WORKDIR /

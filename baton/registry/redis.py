@@ -119,7 +119,16 @@ class RedisRegistry:
         """The operation's result; None if Redis cannot be reached, is too slow, or refuses.
 
         A client whose operation failed or was cancelled is used no more: what it left on the connection reaches nobody.
+        redis-py now and then takes a cancellation for an error of its connection: it is raised here then.
         """
+        num_cancels = _num_cancels()
+        try:
+            return await self._operate(operation)
+        finally:
+            if _num_cancels() > num_cancels:
+                raise asyncio.CancelledError
+
+    async def _operate(self, operation: Callable[[Redis], Awaitable[T]]) -> T | None:
         client, self._client = self._client or self._new_client(), None
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -147,6 +156,12 @@ class RedisRegistry:
             socket_connect_timeout=self._timeout_s,
             retry=Retry(NoBackoff(), 0),
         )
+
+
+def _num_cancels() -> int:
+    """How often the running task was cancelled."""
+    task = asyncio.current_task()
+    return task.cancelling() if task else 0
 
 
 class _Outage:

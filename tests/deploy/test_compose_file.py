@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from tests.support.command_options import options_of
-from tests.support.compose_file import ROOT, load_compose, services_of
+from tests.support.compose_file import ROOT, baton_services_of, load_compose, services_of
 
 PROFILES = ("cpu", "gpu")
-ALL = [(profile, name) for profile in PROFILES for name in services_of(profile)]
+BESIDE = ("obs", "bench")
+ALL = [(profile, name) for profile in PROFILES for name in baton_services_of(profile)]
+COMBINATIONS = [
+    chosen
+    for engines in ((), *((profile,) for profile in PROFILES))
+    for beside in ((), ("obs",), ("bench",), BESIDE)
+    if (chosen := (*engines, *beside))
+]
+#: What is published, and nothing else: the gateway, and what people look at.
+PUBLISHED = {"gateway", "gateway-gpu", "grafana", "jaeger"}
+REDIS = {"condition": "service_started"}
 GRACE_MARGIN_S = 5.0
 
 
@@ -24,24 +35,55 @@ def seconds(text: str) -> float:
 @pytest.fixture(params=ALL, ids=lambda pair: pair[1])
 def service(request: pytest.FixtureRequest) -> Any:
     profile, name = request.param
-    return services_of(profile)[name]
+    return baton_services_of(profile)[name]
 
 
-@pytest.mark.parametrize("profile", PROFILES)
-def test_docker_compose_accepts_the_profile(profile: str) -> None:
+@pytest.mark.parametrize("profiles", COMBINATIONS, ids="+".join)
+def test_docker_compose_accepts_the_profiles(profiles: tuple[str, ...]) -> None:
     program = shutil.which("docker-compose")
     if program is None:
         pytest.skip("no docker-compose here (Debian: apt-get install docker-compose)")
-    command = [program, "--profile", profile, "config", "--quiet"]
+    chosen = [f"--profile={profile}" for profile in profiles]
+    command = [program, *chosen, "config", "--quiet"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_each_profile_has_the_three_tiers_and_no_service_runs_without_one() -> None:
+def test_each_profile_has_the_three_tiers_and_a_redis() -> None:
     for profile in PROFILES:
         commands = sorted(told["command"][0] for told in services_of(profile).values())
-        assert commands == ["decode", "gateway", "prefill"]
-    assert sorted(load_compose()["services"]) == sorted(name for _, name in ALL)
+        assert commands == ["decode", "gateway", "prefill", "redis-server"]
+
+
+def test_no_service_runs_without_a_profile_or_waits_for_one_of_another() -> None:
+    services = load_compose()["services"]
+    for told in services.values():
+        assert set(told["profiles"]) <= {*PROFILES, *BESIDE}
+        assert told["profiles"]
+        for other in told.get("depends_on", ()):
+            assert set(told["profiles"]) <= set(services[other]["profiles"])
+
+
+def test_every_container_is_confined_and_only_what_must_be_is_published() -> None:
+    for name, told in load_compose()["services"].items():
+        assert int(told["user"].split(":")[0]) > 0, name
+        assert told["read_only"] is True, name
+        assert told["cap_drop"] == ["ALL"], name
+        assert told["security_opt"] == ["no-new-privileges:true"], name
+        assert ":" in told["image"], name
+        assert not told["image"].endswith(":latest"), name
+        assert ("ports" in told) is ("front" in told["networks"]) is (name in PUBLISHED), name
+        assert all(port.startswith("127.0.0.1:") for port in told.get("ports", ())), name
+        assert "inner" in told["networks"], name
+
+
+def test_redis_keeps_nothing_and_is_asked_for_its_health() -> None:
+    told = load_compose()["services"]["redis"]
+    pairs = dict(zip(told["command"][1::2], told["command"][2::2], strict=True))
+    assert (pairs["--save"], pairs["--appendonly"]) == ("", "no")
+    assert "volumes" not in told
+    assert told["healthcheck"]["test"][:2] == ["CMD", "redis-cli"]
+    assert seconds(told["healthcheck"]["start_period"]) > 0
 
 
 def test_a_container_can_do_no_more_than_it_must(service: Any) -> None:
@@ -72,7 +114,7 @@ def test_a_service_has_time_to_start_before_its_health_counts(service: Any) -> N
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_only_the_gateway_has_a_way_out_and_it_waits_for_healthy_workers(profile: str) -> None:
-    services = services_of(profile)
+    services = baton_services_of(profile)
     networks = load_compose()["networks"]
     assert networks["inner"]["internal"] is True
     for name, told in services.items():
@@ -81,14 +123,16 @@ def test_only_the_gateway_has_a_way_out_and_it_waits_for_healthy_workers(profile
         assert ("ports" in told) is is_gateway
         if is_gateway:
             assert told["ports"][0].startswith("127.0.0.1:")
-            assert told["depends_on"] == {
-                other: {"condition": "service_healthy"} for other in services if other != name
-            }
+            workers = {other: {"condition": "service_healthy"} for other in services}
+            del workers[name]
+            assert told["depends_on"] == {**workers, "redis": REDIS}
+        else:
+            assert told["depends_on"] == {"redis": REDIS}
 
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_the_tiers_agree_and_are_found_under_the_names_given_to_the_gateway(profile: str) -> None:
-    by_verb = {told["command"][0]: told for told in services_of(profile).values()}
+    by_verb = {told["command"][0]: told for told in baton_services_of(profile).values()}
     options = {
         verb: options_of(told["command"], told["environment"]) for verb, told in by_verb.items()
     }
@@ -101,12 +145,47 @@ def test_the_tiers_agree_and_are_found_under_the_names_given_to_the_gateway(prof
         assert addresses == (f"{by_verb[verb]['hostname']}:{options[verb].port}",)
         assert options[verb].kv_host == by_verb[verb]["hostname"]
         assert options[verb].host == "0.0.0.0"
+        # The registry names a worker as the gateway's list does: one worker is one address.
+        assert addresses == (f"{options[verb].advertised_host}:{options[verb].port}",)
+    assert {told.registry for told in options.values()} == {"redis://redis:6379/0"}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_gateway_has_one_name_within_whatever_the_profile(profile: str) -> None:
+    names = set()
+    for name, told in baton_services_of(profile).items():
+        if told["command"][0] == "gateway":
+            names = {name}
+            if isinstance(told["networks"], dict):
+                names |= set(told["networks"]["inner"]["aliases"])
+    assert "gateway" in names
+
+
+def test_the_load_generator_takes_its_command_and_writes_where_it_may() -> None:
+    told = load_compose()["services"]["bench"]
+    python, module, name, *given = told["entrypoint"]
+    assert (python, module, name) == ("python", "-m", "bench.load")
+    (mount,) = told["volumes"]
+    written = [one for one in given if one.startswith(("--json=", "--plot="))]
+    assert len(written) == 2
+    assert {path.partition("=")[2].rpartition("/")[0] for path in written} == {mount.split(":")[-1]}
+    assert "--address=gateway:50051" in given
+    # Asked for help, it still reads all options before; one that is not there is an error.
+    done = subprocess.run(
+        [sys.executable, module, name, *given, *told["command"], "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert told["networks"] == ["inner"]
 
 
 def test_workers_share_a_directory_for_sockets_that_only_their_user_enters() -> None:
     compose = load_compose()
     for profile in PROFILES:
-        for told in services_of(profile).values():
+        for told in baton_services_of(profile).values():
             if told["command"][0] != "gateway":
                 assert f"kv-sockets:{told['environment']['TMPDIR']}" in told["volumes"]
                 uid = told["user"].split(":")[0]
@@ -117,7 +196,7 @@ def test_workers_share_a_directory_for_sockets_that_only_their_user_enters() -> 
 
 def test_gpus_of_the_tiers_are_disjoint() -> None:
     reserved: list[str] = []
-    for told in services_of("gpu").values():
+    for told in baton_services_of("gpu").values():
         if told["command"][0] != "gateway":
             (device,) = told["deploy"]["resources"]["reservations"]["devices"]
             assert device["capabilities"] == ["gpu"]

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import tomllib
+from typing import Any
 
 from tests.support.compose_file import ROOT, load_compose
 
 LINES = (ROOT / "Dockerfile").read_text().splitlines()
+
+
+def services_of_the_image() -> dict[str, Any]:
+    """By name."""
+    services = load_compose()["services"]
+    return {name: told for name, told in services.items() if told["image"].startswith("baton:")}
 
 
 def copied() -> set[str]:
@@ -29,11 +36,20 @@ def test_all_that_the_wheel_is_built_from_is_copied_and_not_ignored() -> None:
 def test_the_user_is_that_of_the_services() -> None:
     last = LINES[max(i for i, line in enumerate(LINES) if line.startswith("FROM ")) :]
     (user,) = (line.split()[1] for line in last if line.startswith("USER "))
-    assert {told["user"] for told in load_compose()["services"].values()} == {user}
+    assert {told["user"] for told in services_of_the_image().values()} == {user}
 
 
 def test_torch_is_the_build_that_compose_asks_for() -> None:
-    for told in load_compose()["services"].values():
+    for told in services_of_the_image().values():
         (argument,) = told["build"]["args"]
         assert any(line.startswith(f"ARG {argument}") for line in LINES)
         assert told["image"] == ("baton:gpu" if "gpu" in told["profiles"] else "baton:cpu")
+
+
+def test_the_load_generator_is_where_compose_runs_it_with_what_it_needs() -> None:
+    folder = load_compose()["services"]["bench"]["working_dir"]
+    last = LINES[max(i for i, line in enumerate(LINES) if line.startswith("FROM ")) :]
+    assert f"COPY bench {folder}/bench" in last
+    (install,) = (line for line in LINES if line.startswith("RUN pip install") and "[" in line)
+    extras = install.partition("[")[2].partition("]")[0].split(",")
+    assert {"gateway", "worker", "bench"} <= set(extras)

@@ -27,6 +27,12 @@ def manifests(name: str) -> list[Any]:
     return list(yaml.safe_load_all((K8S / "base" / f"{name}.yaml").read_text()))
 
 
+def policy_of(name: str) -> Any:
+    """The network policy by that name."""
+    (found,) = (one for one in manifests("network-policy") if one["metadata"]["name"] == name)
+    return found
+
+
 def workload(name: str) -> Any:
     (found,) = (one for one in manifests(name) if one["kind"] in ("Deployment", "StatefulSet"))
     return found
@@ -80,16 +86,35 @@ def test_a_pod_is_confined_probed_over_grpc_and_may_drain(name: str) -> None:
     assert {"startupProbe", "livenessProbe"} <= set(container)
 
 
-def test_the_gateway_knows_every_pod_of_the_workers() -> None:
-    (container,) = workload("gateway")["spec"]["template"]["spec"]["containers"]
-    gateway = options_of(container["args"], environment(container))
-    for name, addresses in (
-        ("prefill", gateway.prefill_workers),
-        ("decode", gateway.decode_workers),
-    ):
-        told = workload(name)
-        (service,) = (one for one in manifests(name) if one["kind"] == "Service")
-        assert service["spec"]["clusterIP"] == "None"
-        assert told["spec"]["serviceName"] == service["metadata"]["name"]
-        names = [f"{name}-{i}.{name}:50051" for i in range(told["spec"]["replicas"])]
-        assert list(addresses) == names
+def test_pods_meet_by_the_registry_however_many_they_are() -> None:
+    options = {}
+    for name in SERVICES:
+        (container,) = workload(name)["spec"]["template"]["spec"]["containers"]
+        options[name] = options_of(container["args"], environment(container))
+    assert (options["gateway"].prefill_workers, options["gateway"].decode_workers) == ((), ())
+    (service,) = (one for one in manifests("redis") if one["kind"] == "Service")
+    (port,) = service["spec"]["ports"]
+    registry = f"redis://{service['metadata']['name']}:{port['port']}/0"
+    assert {one.registry for one in options.values()} == {registry}
+    for name in ("prefill", "decode"):
+        # A name would be that of all pods.
+        assert options[name].advertised_host == FIELD_VALUES["status.podIP"]
+        (headless,) = (one for one in manifests(name) if one["kind"] == "Service")
+        assert workload(name)["spec"]["serviceName"] == headless["metadata"]["name"]
+
+
+def test_redis_is_confined_keeps_nothing_and_only_batons_pods_reach_it() -> None:
+    spec = workload("redis")["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    command = container["args"]
+    pairs = dict(zip(command[1::2], command[2::2], strict=True))
+    assert (pairs["--save"], pairs["--appendonly"]) == ("", "no")
+    assert all("persistentVolumeClaim" not in volume for volume in spec["volumes"])
+    policy = policy_of("redis")["spec"]
+    labels = workload("redis")["spec"]["template"]["metadata"]["labels"]
+    assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+    (rule,) = policy["ingress"]
+    (allowed,) = rule["from"][0]["podSelector"]["matchExpressions"]
+    assert set(allowed["values"]) == set(SERVICES)

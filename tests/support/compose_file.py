@@ -17,6 +17,8 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 PORT = 50051
+#: Of services that are not ours, by name.
+OTHER_PORTS = {"redis": 6379}
 
 _VARIABLE = re.compile(r"\$\{\w+:-([^}]*)\}")
 
@@ -37,6 +39,15 @@ def services_of(profile: str) -> dict[str, Any]:
     return {name: told for name, told in services.items() if profile in told["profiles"]}
 
 
+def baton_services_of(profile: str) -> dict[str, Any]:
+    """Those of one profile that are processes of Baton: gateway, prefill, decode."""
+    return {
+        name: told
+        for name, told in services_of(profile).items()
+        if told["image"].startswith("baton:") and "entrypoint" not in told
+    }
+
+
 def entrypoint() -> list[str]:
     """What the image executes before a service's command."""
     lines = (ROOT / "Dockerfile").read_text().splitlines()
@@ -55,8 +66,10 @@ class Localhost:
     def text(self, value: str, own: str = "") -> str:
         """A command's argument, or a variable's value. own: the address of the service itself once it has one."""
         for name, address in self.addresses.items():
-            value = re.sub(rf"(?<![\w.-]){name}:{PORT}\b", address, value)
-            value = value.replace(f"--kv-host={name}", "--kv-host=127.0.0.1")
+            port = OTHER_PORTS.get(name, PORT)
+            value = re.sub(rf"(?<![\w.-]){name}:{port}\b", address, value)
+            for option in ("--kv-host", "--advertise-host"):
+                value = value.replace(f"{option}={name}", f"{option}=127.0.0.1")
         if own:
             value = value.replace(f"127.0.0.1:{PORT}", own)
         value = value.replace(f"--port={PORT}", "--port=0")
@@ -69,4 +82,5 @@ class Localhost:
         return [self.text(part) for part in service["command"]]
 
     def environment(self, service: Mapping[str, Any]) -> dict[str, str]:
-        return {name: self.text(value) for name, value in service["environment"].items()}
+        told: Mapping[str, str] = service.get("environment", {})
+        return {name: self.text(value) for name, value in told.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,9 +12,19 @@ from typing import Any
 import pytest
 import yaml
 
+from baton.telemetry.telemetry import TelemetrySettings, open_telemetry
+from tests.support.compose_file import baton_services_of, load_compose
+
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-COMPOSE = DEPLOY / "compose.obs.yaml"
+#: What each of Baton's processes gets when traces are asked for.
+ENDPOINT = "http://collector:4317"
+
+
+def viewers() -> dict[str, Any]:
+    """Services of profile obs, by name."""
+    services = load_compose()["services"]
+    return {name: told for name, told in services.items() if told["profiles"] == ["obs"]}
 
 
 def load(path: Path) -> Any:
@@ -21,24 +32,40 @@ def load(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
-def test_docker_compose_accepts_it_beside_the_services(profile: str) -> None:
+@pytest.mark.parametrize("endpoint", ["", ENDPOINT])
+def test_traces_go_where_one_variable_says_and_else_nowhere(profile: str, endpoint: str) -> None:
     program = shutil.which("docker-compose")
     if program is None:
         pytest.skip("no docker-compose here (Debian: apt-get install docker-compose)")
-    files = ("-f", "compose.yaml", "-f", str(COMPOSE.relative_to(ROOT)))
-    command = [program, *files, "--profile", profile, "--profile", "obs", "config"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [program, "--profile", profile, "--profile", "obs", "config"]
+    given = {**os.environ, "OTLP_ENDPOINT": endpoint}
+    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     services = yaml.safe_load(done.stdout)["services"]
-    ours = [told for told in services.values() if told.get("image", "").startswith("baton:")]
-    assert len(ours) >= 3
-    for told in ours:
-        assert told["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://collector:4317"
-        assert told["environment"]["HF_HUB_OFFLINE"] == "1", "the service's own environment stays"
+    ours = baton_services_of(profile)
+    assert len(ours) == 3
+    for name in ours:
+        assert services[name]["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"] == endpoint
+        assert services[name]["environment"]["OTEL_METRICS_EXPORTER"] == "none"
+
+
+def test_without_that_variable_only_prometheus_gets_anything() -> None:
+    settings = TelemetrySettings(service="decode", instance="d", version="0", model="m")
+    for told in baton_services_of("cpu").values():
+        telemetry = open_telemetry(settings, told["environment"])
+        assert not telemetry.is_on
+
+
+def test_the_collector_listens_where_the_comments_say() -> None:
+    receiver = load(DEPLOY / "otel" / "collector.yaml")["receivers"]["otlp"]
+    assert "collector" in viewers()
+    assert ENDPOINT.rpartition(":")[2] == receiver["protocols"]["grpc"]["endpoint"].split(":")[1]
+    assert ENDPOINT in (ROOT / "compose.yaml").read_text()
 
 
 def test_what_is_mounted_is_there_and_only_viewers_are_published() -> None:
-    for name, told in load(COMPOSE)["services"].items():
+    assert viewers().keys() == {"collector", "jaeger", "prometheus", "grafana"}
+    for name, told in viewers().items():
         for volume in told.get("volumes", ()):
             source = volume.partition(":")[0]
             assert not source.startswith("./") or (ROOT / source).exists(), volume
@@ -47,17 +74,17 @@ def test_what_is_mounted_is_there_and_only_viewers_are_published() -> None:
 
 
 def test_prometheus_fetches_from_the_port_that_the_services_get() -> None:
-    services = load(COMPOSE)["services"]
+    services = {name: told for p in ("cpu", "gpu") for name, told in baton_services_of(p).items()}
     (scrape,) = load(DEPLOY / "otel" / "prometheus.yaml")["scrape_configs"]
     targets = scrape["static_configs"][0]["targets"]
-    port = services["gateway"]["environment"]["BATON_METRICS_PORT"]
+    (port,) = {told["environment"]["BATON_METRICS_PORT"] for told in services.values()}
     assert targets == [f"{name}:{port}" for name in ("gateway", "prefill", "decode")]
 
 
 def test_grafanas_board_is_where_its_provisioning_looks() -> None:
     grafana = DEPLOY / "grafana"
     (provider,) = load(grafana / "provisioning" / "dashboards" / "baton.yaml")["providers"]
-    mounts = load(COMPOSE)["services"]["grafana"]["volumes"]
+    mounts = viewers()["grafana"]["volumes"]
     assert f"./deploy/grafana/dashboards:{provider['options']['path']}:ro" in mounts
     kinds = {
         s["type"] for s in load(grafana / "provisioning/datasources/prometheus.yaml")["datasources"]
