@@ -43,7 +43,6 @@ class _Sequence:
 
     spec: SequenceSpec
     parent: Context
-    opened_s: float
     state: RequestEvent = RequestEvent.PLACED
     ticket_id: int | None = None
     offered_s: float = 0.0
@@ -117,7 +116,7 @@ class DecodeRecorder:
         match command:
             case Open(stream, handle, spec):
                 parent = context_of(spec.traceparent)
-                self._sequences[stream, handle] = _Sequence(spec, parent, at_s)
+                self._sequences[stream, handle] = _Sequence(spec, parent)
             case Abort(stream, handle):
                 self._give_up((stream, handle), at_s)
             case StreamClosed(stream):

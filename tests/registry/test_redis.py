@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from baton.errors import ConfigError
 from baton.registry import Joined, Left, Registration
@@ -145,6 +146,26 @@ async def test_a_worker_takes_off_only_its_own_entry(server: RedisServer) -> Non
             await asyncio.gather(announcing, return_exceptions=True)
             is_own = later == to_json(DECODE)
             assert await client.get(KEY_PREFIX + "d:1") == (None if is_own else later.encode())
+
+
+async def test_a_cancel_that_the_client_library_swallows_still_ends_the_task(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached = asyncio.Event()
+
+    async def set_and_swallow(_client: Redis, *_arguments: object, **_options: object) -> None:
+        reached.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise RedisConnectionError("taken for a lost connection") from None
+
+    monkeypatch.setattr(Redis, "set", set_and_swallow)
+    task = asyncio.create_task(RedisRegistry(server.url, timeout_s=100.0).announce(lambda: DECODE))
+    await reached.wait()
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled()
 
 
 async def test_many_workers_are_all_seen(server: RedisServer) -> None:
