@@ -1,11 +1,12 @@
 """What a decode worker tells the gateway about one sequence. Events of a sequence are ordered; the last one is
-Deferred, Preempted, Failed, or Tokens with a finish reason, and nothing follows it."""
+Deferred, Preempted, HandedOff, Failed, or Tokens with a finish reason, and nothing follows it. Events of a sequence of
+several choices come under its first handle until the choices part, at the first token; each has its own from then on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.types import FinishReason, Sample
+from baton.types import FinishReason, Sample, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,8 @@ class Deferred:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The KV arrived whole, and the sequence runs. Tokens with its first token follow at once: the gateway has that
-    token from the prefill worker as well, whichever is faster, and merges by index."""
+    """The KV arrived whole, and the sequence runs. From a prefill worker, Tokens with each choice's first token follow at
+    once: the gateway has them from the prefill worker as well, whichever is faster, and merges by index."""
 
     transfer_exposed_ms: float
     transfer_bytes: int
@@ -42,6 +43,31 @@ class Committed:
 @dataclass(frozen=True, slots=True)
 class Preempted:
     """Others needed the memory: the sequence is gone from the worker and may be placed anew with its tokens so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """As asked, the sequence stands still after the tokens told so far, and keeps its blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOff:
+    """Another decode worker owns the sequence now."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandOffFailed:
+    """The sequence could not be moved and is still paused here. `reason` is one of baton.errors.BY_REASON."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Log probabilities of the prompt's tokens but the first, when the decode worker computed the prompt."""
+
+    positions: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +81,33 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens at output indices token_index, token_index + 1, ..."""
+    """Tokens at output indices token_index, token_index + 1, ...
+
+    num_draft_tokens: proposed by speculation to the step that gave these; num_accepted_tokens: confirmed by it.
+    score: of an output that a beam search found.
+    """
 
     token_index: int
     samples: tuple[Sample, ...]
     finish: FinishReason = FinishReason.NONE
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    score: float | None = None
 
 
-DecodeEvent = Offered | PrefillsHere | Deferred | Committed | Preempted | Failed | Tokens
+DecodeEvent = (
+    Offered
+    | PrefillsHere
+    | Deferred
+    | Committed
+    | Preempted
+    | PromptScored
+    | Paused
+    | HandedOff
+    | HandOffFailed
+    | Failed
+    | Tokens
+)
 
 #: (handle of the sequence in its stream, what happened to it)
 AddressedEvent = tuple[int, DecodeEvent]
@@ -72,4 +117,4 @@ def is_last(event: DecodeEvent) -> bool:
     """Whether nothing follows this event for its sequence."""
     if isinstance(event, Tokens):
         return event.finish is not FinishReason.NONE
-    return isinstance(event, Deferred | Preempted | Failed)
+    return isinstance(event, Deferred | Preempted | HandedOff | Failed)

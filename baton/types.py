@@ -14,6 +14,11 @@ PROTOCOL_VERSION = 1
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
     {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
 )
+#: KV of one of these can be handed to a worker that keeps another.
+CONVERTIBLE_DTYPES = frozenset({"float32", "bfloat16", "float16"})
+
+#: Sort key of service order, total over the sequences of a gateway: see SequenceSpec.rank.
+Rank = tuple[int, int, str, int]
 
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
@@ -31,6 +36,24 @@ class Tier(enum.IntEnum):
 
     PREFILL = 1
     DECODE = 2
+
+
+class EarlyStopping(enum.IntEnum):
+    """When a beam search with as many finished outputs as it is wide may end; numbered as in baton.v1.EarlyStopping."""
+
+    HEURISTIC = 0
+    ALWAYS = 1
+    NEVER = 2
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """A beam search. num_returned: outputs told, best first; at most `width`."""
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
+    num_returned: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +74,13 @@ class Sampling:
     seed: int = 0
     logprobs: int = -1
     """Alternatives reported per position; -1 reports no log probabilities."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """The last token of each must not follow the others of it."""
+    prompt_logprobs: int = -1
+    """Alternatives reported per position of the prompt; -1 reports none."""
+    grammar: bytes = b""
+    """What the output must look like, in the form that baton.grammar reads; empty for anything."""
+    beam: BeamParams | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -63,6 +93,18 @@ class Sampling:
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
+
+
+class KvSource(enum.IntEnum):
+    """Where a decode worker gets the KV that a sequence lacks; numbered as in baton.v1.KvSource.
+
+    PREFILL_WORKER: by a ticket, unless so little is missing that it is computed at once. HERE: computed, however much it
+    is. DECODE_WORKER: by a ticket, from another one that ran the sequence and knows the KV of all tokens but the last.
+    """
+
+    PREFILL_WORKER = 1
+    HERE = 2
+    DECODE_WORKER = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +138,8 @@ class SequenceSpec:
     arrival_ns: int = 0
     traceparent: str = ""
     """W3C trace context of the request's span at the gateway; empty if there is none. Changes nothing but telemetry."""
+    num_choices: int = 1
+    """Choices that share the prompt and part at the first token: choice, choice + 1, ...; 1 once there is output."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -106,9 +150,13 @@ class SequenceSpec:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
-    def rank(self) -> tuple[int, int, str]:
-        """Sort key of service order: priority, then arrival, then a tie-breaker that makes it total."""
-        return (self.priority, self.arrival_ns, self.request_id)
+    def rank(self) -> Rank:
+        """Sort key of service order: priority, then arrival, then tie-breakers that make it total."""
+        return (self.priority, self.arrival_ns, self.request_id, self.choice)
+
+    def choice_alone(self, offset: int) -> SequenceSpec:
+        """The `offset`-th of the sequence's choices, as a sequence of its own."""
+        return replace(self, choice=self.choice + offset, num_choices=1)
 
     def extended(self, token_ids: tuple[int, ...]) -> SequenceSpec:
         """The same sequence after `token_ids` were produced."""
@@ -150,10 +198,12 @@ class KvLayout:
 
     def difference(self, other: KvLayout) -> tuple[str, str, str] | None:
         """(field, own value, other's value) of the first field that forbids sending KV between the two."""
-        for name in ("fingerprint", "num_layers", "num_kv_heads", "head_dim", "dtype"):
+        for name in ("fingerprint", "num_layers", "num_kv_heads", "head_dim"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
                 return name, str(ours), str(theirs)
+        if self.dtype != other.dtype and not {self.dtype, other.dtype} <= CONVERTIBLE_DTYPES:
+            return "dtype", self.dtype, other.dtype
         return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import isnan, nan
 from types import MappingProxyType
 
 from baton.events import (
@@ -11,13 +12,19 @@ from baton.events import (
     DecodeEvent,
     Deferred,
     Failed,
+    HandedOff,
+    HandOffFailed,
     Offered,
+    Paused,
     Preempted,
     PrefillsHere,
+    PromptScored,
     Tokens,
 )
 from baton.types import (
+    BeamParams,
     BlockCounts,
+    EarlyStopping,
     FinishReason,
     KvLayout,
     Sample,
@@ -30,6 +37,9 @@ from baton.types import (
     WorkerLoad,
 )
 from baton.v1 import decode_pb2, kv_pb2, sampling_pb2, sequence_pb2, worker_pb2
+
+#: Stands for "no score" where other entries of a step have one.
+_NO_SCORE = nan
 
 
 def sampling_to_proto(sampling: Sampling) -> sampling_pb2.TokenSampling:
@@ -47,6 +57,28 @@ def sampling_to_proto(sampling: Sampling) -> sampling_pb2.TokenSampling:
         stop_token_ids=sorted(sampling.stop_token_ids),
         seed=sampling.seed,
         logprobs=sampling.logprobs,
+        bad_words=[sampling_pb2.TokenSequence(ids=word) for word in sampling.bad_words],
+        prompt_logprobs=sampling.prompt_logprobs,
+        grammar=sampling.grammar,
+        beam=_beam_to_proto(sampling.beam) if sampling.beam else None,
+    )
+
+
+def _beam_to_proto(beam: BeamParams) -> sampling_pb2.BeamParams:
+    return sampling_pb2.BeamParams(
+        width=beam.width,
+        length_penalty=beam.length_penalty,
+        early_stopping=sampling_pb2.EarlyStopping.ValueType(beam.early_stopping),
+        num_returned=beam.num_returned,
+    )
+
+
+def _beam_from_proto(message: sampling_pb2.BeamParams) -> BeamParams:
+    return BeamParams(
+        width=message.width,
+        length_penalty=message.length_penalty,
+        early_stopping=EarlyStopping(message.early_stopping),
+        num_returned=message.num_returned,
     )
 
 
@@ -65,6 +97,10 @@ def sampling_from_proto(message: sampling_pb2.TokenSampling) -> Sampling:
         stop_token_ids=frozenset(message.stop_token_ids),
         seed=message.seed,
         logprobs=message.logprobs,
+        bad_words=tuple(tuple(word.ids) for word in message.bad_words),
+        prompt_logprobs=message.prompt_logprobs,
+        grammar=message.grammar,
+        beam=_beam_from_proto(message.beam) if message.HasField("beam") else None,
     )
 
 
@@ -79,6 +115,7 @@ def sequence_to_proto(spec: SequenceSpec) -> sequence_pb2.SequenceState:
         priority=spec.priority,
         arrival_ns=spec.arrival_ns,
         traceparent=spec.traceparent,
+        num_choices=spec.num_choices,
     )
 
 
@@ -93,6 +130,7 @@ def sequence_from_proto(message: sequence_pb2.SequenceState) -> SequenceSpec:
         priority=message.priority,
         arrival_ns=message.arrival_ns,
         traceparent=message.traceparent,
+        num_choices=message.num_choices or 1,
     )
 
 
@@ -114,9 +152,14 @@ def logprobs_from_proto(message: sampling_pb2.PositionLogprobs) -> TokenLogprobs
     )
 
 
-def sample_logprobs(sample: Sample) -> sampling_pb2.PositionLogprobs | None:
-    """The protobuf form of a sample's log probabilities, if it has any."""
-    return logprobs_to_proto(sample.logprobs) if sample.logprobs else None
+def sample_to_proto(sample: Sample) -> sampling_pb2.SampledToken:
+    logprobs = logprobs_to_proto(sample.logprobs) if sample.logprobs else None
+    return sampling_pb2.SampledToken(token_id=sample.token_id, logprobs=logprobs)
+
+
+def sample_from_proto(message: sampling_pb2.SampledToken) -> Sample:
+    logprobs = logprobs_from_proto(message.logprobs) if message.HasField("logprobs") else None
+    return Sample(message.token_id, logprobs)
 
 
 def layout_to_proto(layout: KvLayout) -> kv_pb2.KvLayout:
@@ -213,10 +256,12 @@ def step_to_proto(events: Iterable[AddressedEvent]) -> decode_pb2.DecodeResponse
     """One message for all that a step did to one gateway's sequences. Changes of state precede the step's tokens."""
     response = decode_pb2.DecodeResponse()
     columns = response.tokens
+    entries: list[Tokens] = []
     for handle, event in events:
         if not isinstance(event, Tokens):
             response.events.append(_event_to_proto(handle, event))
             continue
+        entries.append(event)
         columns.handles.append(handle)
         columns.token_indices.append(event.token_index)
         columns.counts.append(len(event.samples))
@@ -227,6 +272,11 @@ def step_to_proto(events: Iterable[AddressedEvent]) -> decode_pb2.DecodeResponse
         ]
         if positions:
             columns.logprobs.add(entry=len(columns.handles) - 1, positions=positions)
+    if any(event.num_draft_tokens for event in entries):
+        columns.num_draft_tokens.extend(event.num_draft_tokens for event in entries)
+        columns.num_accepted_tokens.extend(event.num_accepted_tokens for event in entries)
+    if any(event.score is not None for event in entries):
+        columns.scores.extend(_NO_SCORE if e.score is None else e.score for e in entries)
     return response
 
 
@@ -236,13 +286,18 @@ def step_from_proto(response: decode_pb2.DecodeResponse) -> Iterator[AddressedEv
         yield message.handle, _event_from_proto(message)
     columns = response.tokens
     logprobs = {entry.entry: entry.positions for entry in columns.logprobs}
+    nothing = [0] * len(columns.handles)
+    scores = [None if isnan(score) else score for score in columns.scores] or [None] * len(nothing)
     end = 0
-    for entry, (handle, token_index, count, finish) in enumerate(
+    for entry, (handle, token_index, count, finish, num_drafts, num_accepted, score) in enumerate(
         zip(
             columns.handles,
             columns.token_indices,
             columns.counts,
             columns.finish_reasons,
+            columns.num_draft_tokens or nothing,
+            columns.num_accepted_tokens or nothing,
+            scores,
             strict=True,
         )
     ):
@@ -257,7 +312,8 @@ def step_from_proto(response: decode_pb2.DecodeResponse) -> Iterator[AddressedEv
             if positions
             else tuple(map(Sample, token_ids))
         )
-        yield handle, Tokens(token_index, samples, FinishReason(finish))
+        reason = FinishReason(finish)
+        yield handle, Tokens(token_index, samples, reason, num_drafts, num_accepted, score)
 
 
 def _event_to_proto(handle: int, event: DecodeEvent) -> decode_pb2.SequenceEvent:
@@ -278,6 +334,17 @@ def _event_to_proto(handle: int, event: DecodeEvent) -> decode_pb2.SequenceEvent
             message.committed.SetInParent()
         case Preempted():
             message.preempted.SetInParent()
+        case PromptScored(positions):
+            message.prompt_scored.positions.extend(map(logprobs_to_proto, positions))
+            message.prompt_scored.SetInParent()
+        case Paused():
+            message.paused.SetInParent()
+        case HandedOff():
+            message.handed_off.SetInParent()
+        case HandOffFailed(reason, text):
+            message.hand_off_failed.reason = reason
+            message.hand_off_failed.message = text
+            message.hand_off_failed.SetInParent()
         case Failed(reason, text, is_retriable):
             message.failed.reason = reason
             message.failed.message = text
@@ -300,6 +367,14 @@ def _event_from_proto(message: decode_pb2.SequenceEvent) -> DecodeEvent:
             return Committed(committed.transfer_exposed_ms, committed.transfer_bytes)
         case "preempted":
             return Preempted()
+        case "prompt_scored":
+            return PromptScored(tuple(map(logprobs_from_proto, message.prompt_scored.positions)))
+        case "paused":
+            return Paused()
+        case "handed_off":
+            return HandedOff()
+        case "hand_off_failed":
+            return HandOffFailed(message.hand_off_failed.reason, message.hand_off_failed.message)
         case "failed":
             failed = message.failed
             return Failed(failed.reason, failed.message, failed.retriable)

@@ -13,7 +13,16 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind
 
 from baton.errors import Cancelled
-from baton.events import Committed, Deferred, Failed, Offered, Preempted, PrefillsHere, Tokens
+from baton.events import (
+    Committed,
+    Deferred,
+    Failed,
+    HandedOff,
+    Offered,
+    Preempted,
+    PrefillsHere,
+    Tokens,
+)
 from baton.telemetry import RequestEvent, Telemetry, names
 from baton.telemetry.context import context_of
 from baton.telemetry.names import SpanName
@@ -21,7 +30,7 @@ from baton.telemetry.spans import SpanWriter, TimedEvent
 from baton.telemetry.wall_clock import WallClock
 from baton.types import FinishReason, SequenceSpec
 from baton.worker.watch import CommandLog
-from decode_svc.core import Abort, DecodeCommand, Open, StreamClosed, StreamEvent
+from decode_svc.commands import Abort, DecodeCommand, Open, StreamClosed, StreamEvent
 from kv_transfer.kv_ticket import parse_ticket
 from kv_transfer.ticket import TicketCommitted, TicketDead
 
@@ -60,6 +69,8 @@ class DecodeRecorder:
         self._log: CommandLog[DecodeCommand] = CommandLog(clock)
         self._sequences: dict[_Key, _Sequence] = {}
         self._by_ticket: dict[int, _Key] = {}
+        self._num_choices: dict[_Key, int] = {}
+        """Of sequences that are still one, by their first handles."""
         meter = telemetry.meter
         counter = meter.create_counter
         self._decoded = counter("baton.decode.tokens", description="Tokens produced.")
@@ -68,6 +79,7 @@ class DecodeRecorder:
         self._preempted = counter("baton.preemptions", description="Sequences sent away.")
         self._cancelled = counter("baton.sequences.cancelled", description="Sequences given up.")
         self._failed = counter("baton.sequences.failed", description="Sequences that failed.")
+        self._handed_off = counter("baton.handoffs", description="Sequences moved elsewhere.")
         self._deferred = counter("baton.deferrals", description="Sequences there was no room for.")
         self._events = counter("baton.request.events", description="What happened to requests.")
         self._received = counter("baton.transfer.received", unit="By", description="KV received.")
@@ -84,7 +96,13 @@ class DecodeRecorder:
             explicit_bucket_boundaries_advisory=TRANSFER_BOUNDS_S,
         )
 
-        for counted in (self._preempted, self._deferred, self._received, self._decoded):
+        for counted in (
+            self._preempted,
+            self._handed_off,
+            self._deferred,
+            self._received,
+            self._decoded,
+        ):
             counted.add(0)
         for event in (*_TICKET_EVENTS, RequestEvent.ABORTED):
             self._events.add(0, {names.EVENT: event.value})
@@ -116,7 +134,10 @@ class DecodeRecorder:
         match command:
             case Open(stream, handle, spec):
                 parent = context_of(spec.traceparent)
-                self._sequences[stream, handle] = _Sequence(spec, parent)
+                for choice in range(spec.num_choices):
+                    alone = spec.choice_alone(choice)
+                    self._sequences[stream, handle + choice] = _Sequence(alone, parent)
+                self._num_choices[stream, handle] = spec.num_choices
             case Abort(stream, handle):
                 self._give_up((stream, handle), at_s)
             case StreamClosed(stream):
@@ -164,22 +185,37 @@ class DecodeRecorder:
             return
         match happened:
             case PrefillsHere(num_cached_tokens):
-                sequence.state = RequestEvent.PREFILLS_HERE
-                sequence.running_s = now_s
+                self._start(key, RequestEvent.PREFILLS_HERE, now_s)
                 self._count_prefix(sequence, num_cached_tokens)
             case Committed():
-                sequence.state = RequestEvent.COMMITTED
-                sequence.running_s = now_s
+                self._start(key, RequestEvent.COMMITTED, now_s)
                 self._trace_handoff(sequence, now_s)
             case Preempted():
                 self._preempted.add(1)
-                self._leave(key, RequestEvent.PREEMPTED, now_s)
+                self._leave_all(key, RequestEvent.PREEMPTED, now_s)
             case Deferred():
                 self._deferred.add(1)
-                self._leave(key, RequestEvent.DEFERRED, now_s)
+                self._leave_all(key, RequestEvent.DEFERRED, now_s)
+            case HandedOff():
+                self._handed_off.add(1)
+                self._leave(key, RequestEvent.HANDED_OFF, now_s)
             case Failed(reason):
                 self._failed.add(1, {names.REASON: reason})
-                self._leave(key, RequestEvent.FAILED, now_s, error=reason)
+                self._leave_all(key, RequestEvent.FAILED, now_s, error=reason)
+
+    def _choices(self, key: _Key) -> list[_Key]:
+        """The handles that an event under `key` is about: all choices of a sequence that is still one."""
+        stream, handle = key
+        return [(stream, handle + choice) for choice in range(self._num_choices.pop(key, 1))]
+
+    def _start(self, key: _Key, state: RequestEvent, now_s: float) -> None:
+        for choice in self._choices(key):
+            if sequence := self._sequences.get(choice):
+                sequence.state, sequence.running_s = state, now_s
+
+    def _leave_all(self, key: _Key, event: RequestEvent, now_s: float, error: str = "") -> None:
+        for choice in self._choices(key):
+            self._leave(choice, event, now_s, error=error)
 
     def _count_prefix(self, sequence: _Sequence, num_cached_tokens: int) -> None:
         self._queried.add(sequence.spec.num_tokens)
@@ -222,6 +258,7 @@ class DecodeRecorder:
         sequence = self._sequences.pop(key, None)
         if sequence is None:
             return
+        self._num_choices.pop(key, None)
         if sequence.ticket_id is not None:
             self._by_ticket.pop(sequence.ticket_id, None)
         if self._telemetry.has_traces and sequence.running_s is not None:

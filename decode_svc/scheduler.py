@@ -12,27 +12,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from baton.types import Rank
+
 
 class Schedulable(Protocol):
-    """What the scheduler sees of a sequence that holds blocks and awaits no KV."""
+    """What the scheduler sees of something that holds blocks and awaits no KV: a sequence, or the beams of one."""
 
     @property
-    def rank(self) -> tuple[int, int, str]: ...
+    def rank(self) -> Rank: ...
 
     @property
-    def num_computed_tokens(self) -> int: ...
+    def is_prefilling(self) -> bool: ...
 
     @property
     def num_missing_tokens(self) -> int:
-        """Tokens known but not computed: 1 when decoding, more while prefilling."""
+        """Tokens known but not computed."""
         ...
 
     @property
-    def num_blocks(self) -> int: ...
+    def min_new_tokens(self) -> int:
+        """The fewest tokens that a step may compute of it."""
+        ...
 
     @property
     def num_exclusive_blocks(self) -> int:
-        """Blocks that would be available if the sequence left."""
+        """Blocks that would be available if it left; perhaps too few where others that leave share them."""
+        ...
+
+    def num_blocks_to_write(self, num_new: int) -> int:
+        """Blocks that it takes from the pool to compute `num_new` tokens."""
         ...
 
 
@@ -47,34 +55,39 @@ class StepPlan(Generic[SequenceT]):
     preempted: tuple[SequenceT, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a step may compute. num_prefill_tokens: of sequences that prefill, beside others that decode."""
+
+    num_tokens: int
+    num_prefill_tokens: int
+
+
 def plan_step(
-    sequences: Sequence[SequenceT],
-    num_available_blocks: int,
-    block_size: int,
-    max_num_batched_tokens: int,
+    sequences: Sequence[SequenceT], num_available_blocks: int, budget: Budget
 ) -> StepPlan[SequenceT]:
     """Plan one step over `sequences`, in any order."""
     by_rank = sorted(sequences, key=lambda s: s.rank)
-    by_service = sorted(by_rank, key=lambda s: s.num_missing_tokens > 1)
+    by_service = sorted(by_rank, key=lambda s: s.is_prefilling)
     num_left = len(by_rank)  # by_rank[num_left:] are preempted
     grants: list[tuple[SequenceT, int]] = []
-    budget = max_num_batched_tokens
+    num_tokens, num_prefill_tokens = budget.num_tokens, budget.num_prefill_tokens
     for sequence in by_service:
-        if budget == 0:
-            break
         if num_left < len(by_rank) and sequence.rank >= by_rank[num_left].rank:
             continue
-        num_new = min(sequence.num_missing_tokens, budget)
-        num_needed = (
-            -(-(sequence.num_computed_tokens + num_new) // block_size) - sequence.num_blocks
-        )
+        room = min(num_tokens, num_prefill_tokens) if sequence.is_prefilling else num_tokens
+        num_new = min(sequence.num_missing_tokens, room)
+        if num_new < sequence.min_new_tokens:
+            continue
+        num_needed = sequence.num_blocks_to_write(num_new)
         while num_needed > num_available_blocks and by_rank[num_left - 1].rank > sequence.rank:
             num_left -= 1
             num_available_blocks += by_rank[num_left].num_exclusive_blocks
         if num_needed > num_available_blocks:
             continue
-        num_available_blocks -= max(0, num_needed)
-        budget -= num_new
+        num_available_blocks -= num_needed
+        num_tokens -= num_new
+        num_prefill_tokens -= num_new if sequence.is_prefilling else 0
         grants.append((sequence, num_new))
     preempted = tuple(by_rank[num_left:])
     return StepPlan(tuple(_without(grants, preempted)), preempted)

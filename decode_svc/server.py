@@ -19,10 +19,15 @@ from baton.worker.host import WorkerHost, describe, new_identity
 from baton.worker.load_board import LoadBoard
 from baton.worker.service import WorkerServicer, services
 from baton.worker.telemetry import open_worker_telemetry
-from decode_svc.core import DecodeCommand, DecodeCore, DecodeLimits, Drain, StreamEvent
+from decode_svc.admission import DecodeLimits
+from decode_svc.commands import DecodeCommand, Drain, StreamEvent
+from decode_svc.core import DecodeCore, DecodeDevices
 from decode_svc.recorder import DecodeRecorder
 from decode_svc.service import DecodeServicer
+from decode_svc.swap_space import SwapSpace
 from kv_transfer.running_receiver import open_receiver
+from kv_transfer.sender import Sender
+from kv_transfer.transport.connector import make_connector
 
 #: What senders may choose from, unless one is pinned.
 TRANSPORTS = ("shm", "tcp")
@@ -67,11 +72,27 @@ async def serve_decode(
         transports=transports,
         lease_s=options.ticket_lease_s,
         tcp_host=options.kv_host,
+        wire_dtype=options.kv_transfer_dtype,
+    )
+    sender = Sender(
+        identity,
+        engine.spec.layout,
+        engine.kv,
+        make_connector(options.kv_transport),
+        submit,
+        time.monotonic,
     )
     try:
-        core = DecodeCore(
-            engine, build_pool(options, engine), channel.tickets, limits, heartbeat.beat
+        devices = DecodeDevices(
+            engine=engine,
+            pool=build_pool(options, engine),
+            tickets=channel.tickets,
+            sender=sender,
+            swap=SwapSpace(engine.kv, int(options.swap_space * 2**30)),
+            clock=time.monotonic,
+            beat=heartbeat.beat,
         )
+        core = DecodeCore(devices, limits)
         loop: EngineLoop[DecodeCommand, StreamEvent] = EngineLoop(
             core, deliver, heartbeat, name="decode-engine"
         )
@@ -85,6 +106,7 @@ async def serve_decode(
         )
         await host.serve(register, stop, on_ready, clock)
     finally:
+        await asyncio.to_thread(sender.close)
         await asyncio.to_thread(channel.close)
         await asyncio.to_thread(telemetry.close)
 

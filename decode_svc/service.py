@@ -10,9 +10,19 @@ from typing import Any
 import grpc.aio
 
 from baton.errors import InvalidRequest
+from baton.types import KvSource
 from baton.v1 import decode_pb2, decode_pb2_grpc
 from baton.wire import sequence_from_proto, step_to_proto
-from decode_svc.core import Abort, DecodeCommand, Open, StreamClosed, StreamEvent
+from decode_svc.commands import (
+    Abort,
+    DecodeCommand,
+    HandOff,
+    Open,
+    Pause,
+    Resume,
+    StreamClosed,
+    StreamEvent,
+)
 from decode_svc.outbox import Outbox
 
 
@@ -63,13 +73,22 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                                 f"open.handle: {request.open.handle} is not above {last_handle}; "
                                 "handles of a stream must rise"
                             )
-                        last_handle = request.open.handle
-                        self._submit(_open(stream, request.open))
+                        opened = _open(stream, request.open)
+                        last_handle = opened.handle + opened.spec.num_choices - 1
+                        self._submit(opened)
                     case "abort":
                         self._submit(Abort(stream, request.abort.handle))
+                    case "pause":
+                        self._submit(Pause(stream, request.pause.handle))
+                    case "hand_off":
+                        hand_off = request.hand_off
+                        self._submit(HandOff(stream, hand_off.handle, hand_off.ticket))
+                    case "resume":
+                        self._submit(Resume(stream, request.resume.handle))
         finally:
             outbox.close()
 
 
 def _open(stream: int, message: decode_pb2.OpenSequence) -> Open:
-    return Open(stream, message.handle, sequence_from_proto(message.sequence), message.prefill_here)
+    source = KvSource(message.source) if message.source else KvSource.PREFILL_WORKER
+    return Open(stream, message.handle, sequence_from_proto(message.sequence), source)

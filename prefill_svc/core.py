@@ -9,15 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from baton.cache.pool import BlockPool
 from baton.engine.admission import refusal
 from baton.engine.guard import SliceOutcome, forward_guarded
 from baton.engine.interface import Batch, Engine
 from baton.engine.loop import Step
+from baton.engine.rows import scored_rows, wants_prompt_logprobs
 from baton.errors import BatonError, Cancelled, Draining
-from baton.types import FinishReason, Sample, SequenceSpec, WorkerLoad, finish_reason
+from baton.types import (
+    FinishReason,
+    Sample,
+    SequenceSpec,
+    TokenLogprobs,
+    WorkerLoad,
+    finish_reason,
+)
+from kv_transfer.kv_sender import KvSender
 from kv_transfer.sender import SendDone
 from prefill_svc.job import ChunkTime, PrefillJob, Stage
 from prefill_svc.scheduler import share_budget
@@ -49,16 +57,32 @@ PrefillCommand = Submit | Abort | Drain | SendDone
 
 
 @dataclass(frozen=True, slots=True)
-class Prefilled:
-    """The prompt is computed. Times in seconds: in the queue, and from the first chunk to the first token."""
+class FirstToken:
+    """The first token of one choice, and whether it ends it."""
 
-    key: str
     sample: Sample
     finish: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The prompt is computed. Times in seconds: in the queue, and from the first chunk to the first tokens.
+
+    firsts: one for each choice. prompt_logprobs: of the prompt's tokens but the first, if they were asked for.
+    """
+
+    key: str
+    firsts: tuple[FirstToken, ...]
     num_cached_tokens: int
     queue_s: float
     compute_s: float
     chunks: tuple[ChunkTime, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no choice goes on."""
+        return all(first.finish is not FinishReason.NONE for first in self.firsts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,28 +100,6 @@ PrefillEvent = Prefilled | PrefillFailed
 class PrefillLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
-
-
-class KvSender(Protocol):
-    """What the core needs of kv_transfer.sender.Sender. No call blocks."""
-
-    def begin(self, key: str, ticket: bytes) -> None: ...
-
-    def send(
-        self,
-        key: str,
-        block_ids: tuple[int, ...],
-        first_token: int,
-        num_tokens: int,
-        first_layer: int,
-        num_layers: int,
-    ) -> None: ...
-
-    def commit(self, key: str, num_tokens: int, first: Sample, prefill_end: float) -> None: ...
-
-    def abort(self, key: str, reason: str, message: str) -> None: ...
-
-    def heartbeat(self) -> None: ...
 
 
 class PrefillCore:
@@ -222,7 +224,8 @@ class PrefillCore:
                 spec.tenant,
                 spec.token_ids,
                 spec.num_tokens,
-                shares_prefixes=self._engine.spec.shares_prefixes(len(spec.prompt_token_ids)),
+                shares_prefixes=self._engine.spec.shares_prefixes(len(spec.prompt_token_ids))
+                and not wants_prompt_logprobs(spec),
             )
             if lease is None:
                 return
@@ -241,39 +244,45 @@ class PrefillCore:
         job.num_computed_tokens += num_new
         if job.lease:
             job.lease.index(job.spec.token_ids, job.num_computed_tokens)
-        if not outcome:
+        num_scored = len(scored_rows(job.spec, start, num_new))
+        job.prompt_logprobs += [s.logprobs for s in outcome[:num_scored] if s.logprobs]
+        if job.num_missing_tokens:
             self._send(job, start, num_new, 0, self._engine.spec.layout.num_layers)
             return
-        self._complete(job, outcome[0])
+        self._complete(job, outcome[num_scored:])
 
-    def _complete(self, job: PrefillJob, sample: Sample) -> None:
+    def _complete(self, job: PrefillJob, samples: tuple[Sample, ...]) -> None:
         now = self._clock()
         spec = job.spec
-        finish = finish_reason(
+        done = Prefilled(
+            key=job.key,
+            firsts=tuple(FirstToken(sample, self._finish(spec, sample)) for sample in samples),
+            num_cached_tokens=job.num_cached_tokens,
+            queue_s=job.started_s - job.arrived_s,
+            compute_s=now - job.started_s,
+            chunks=tuple(job.chunks),
+            prompt_logprobs=tuple(job.prompt_logprobs),
+        )
+        self._events.append(done)
+        if not job.has_ticket:
+            self._forget(job)
+        elif done.is_over:
+            self._give_up(job.key, Cancelled("the first token ended the output"))
+        else:
+            job.stage = Stage.SENDING
+            self._sender.commit(job.key, spec.num_tokens, samples, now)
+
+    def _finish(self, spec: SequenceSpec, sample: Sample) -> FinishReason:
+        """Whether a choice ends with its first token; beams part after it, and end at the decode worker."""
+        if spec.sampling.beam:
+            return FinishReason.NONE
+        return finish_reason(
             sample.token_id,
             len(spec.output_token_ids) + 1,
             spec.num_tokens + 1,
             spec.sampling,
             self._engine.spec.max_model_len,
         )
-        self._events.append(
-            Prefilled(
-                key=job.key,
-                sample=sample,
-                finish=finish,
-                num_cached_tokens=job.num_cached_tokens,
-                queue_s=job.started_s - job.arrived_s,
-                compute_s=now - job.started_s,
-                chunks=tuple(job.chunks),
-            )
-        )
-        if not job.has_ticket:
-            self._forget(job)
-        elif finish is not FinishReason.NONE:
-            self._give_up(job.key, Cancelled("the first token ended the output"))
-        else:
-            job.stage = Stage.SENDING
-            self._sender.commit(job.key, spec.num_tokens, sample, now)
 
     def _send_layers(
         self, job: PrefillJob, num_new: int, first_layer: int, num_layers: int

@@ -6,8 +6,9 @@ import enum
 from dataclasses import dataclass, field
 
 from baton.cache.pool import BlockLease
-from baton.engine.interface import SampleRow, SequenceSlice
-from baton.types import SequenceSpec
+from baton.engine.interface import SequenceSlice
+from baton.engine.rows import first_rows, scored_rows
+from baton.types import Rank, SequenceSpec, TokenLogprobs
 
 
 class Stage(enum.Enum):
@@ -38,6 +39,7 @@ class PrefillJob:
 
     num_held_tokens: leading tokens that the destination holds already, so that they are not sent.
     num_sent_layers: layers of the last chunk that were given to the sender; a step that runs again skips them.
+    prompt_logprobs: of the prompt's tokens but the first, as far as it is computed, if they were asked for.
     """
 
     key: str
@@ -52,9 +54,10 @@ class PrefillJob:
     num_computed_tokens: int = 0
     num_sent_layers: int = 0
     chunks: list[ChunkTime] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
-    def rank(self) -> tuple[int, int, str]:
+    def rank(self) -> Rank:
         return self.spec.rank
 
     @property
@@ -66,21 +69,15 @@ class PrefillJob:
         return tuple(self.lease.block_ids) if self.lease else ()
 
     def next_slice(self, num_new: int) -> SequenceSlice:
-        """The next `num_new` tokens; sampled from if they end the prompt."""
+        """The next `num_new` tokens; sampled from, once for each choice, if they end the prompt."""
         token_ids = self.spec.token_ids
         start = self.num_computed_tokens
         is_last = start + num_new == len(token_ids)
-        row = SampleRow(
-            offset=num_new - 1,
-            sampling=self.spec.sampling,
-            token_ids=token_ids,
-            num_prompt_tokens=len(self.spec.prompt_token_ids),
-            choice=self.spec.choice,
-        )
+        firsts = first_rows(self.spec, num_new - 1, token_ids, None) if is_last else ()
         return SequenceSlice(
             token_ids=token_ids[start : start + num_new],
             start=start,
             block_table=self.block_ids,
-            rows=(row,) if is_last else (),
+            rows=(*scored_rows(self.spec, start, num_new), *firsts),
             num_prompt_tokens=len(self.spec.prompt_token_ids),
         )

@@ -18,7 +18,7 @@ from baton.telemetry.context import context_of
 from baton.telemetry.names import SpanName
 from baton.telemetry.spans import SpanWriter
 from baton.telemetry.wall_clock import WallClock
-from baton.types import FinishReason, SequenceSpec
+from baton.types import SequenceSpec
 from baton.worker.watch import CommandLog
 from kv_transfer.sender import SendDone
 from prefill_svc.core import Abort, PrefillCommand, Prefilled, PrefillEvent, PrefillFailed, Submit
@@ -119,7 +119,7 @@ class PrefillRecorder:
         prompt.sending_s = min(chunks[0].end_s, ended_s) if chunks else ended_s
         if self._telemetry.has_traces:
             self._trace_prefill(prompt, event, started_s, ended_s)
-        if not prompt.has_ticket or event.finish is not FinishReason.NONE:
+        if not prompt.has_ticket or event.is_over:
             del self._prompts[event.key]
         elif prompt.done is not None:
             self._finish(event.key, prompt, *prompt.done)

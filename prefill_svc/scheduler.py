@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
+from baton.types import Rank
+
 
 class Computable(Protocol):
     """What the scheduler sees of a job that has its blocks."""
 
     @property
-    def rank(self) -> tuple[int, int, str]: ...
+    def rank(self) -> Rank: ...
 
     @property
     def num_missing_tokens(self) -> int: ...

@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, sampling_pb2
-from baton.wire import sample_logprobs, sequence_from_proto
+from baton.wire import logprobs_to_proto, sample_to_proto, sequence_from_proto
 from kv_transfer.kv_ticket import parse_ticket
 from prefill_svc.core import Abort, PrefillCommand, Prefilled, PrefillEvent, Submit
 
@@ -55,9 +55,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
 def _response(done: Prefilled) -> prefill_pb2.PrefillResponse:
     return prefill_pb2.PrefillResponse(
-        token_id=done.sample.token_id,
-        logprobs=sample_logprobs(done.sample),
-        finish_reason=sampling_pb2.FinishReason.ValueType(done.finish),
+        first_tokens=[
+            prefill_pb2.FirstToken(
+                token=sample_to_proto(first.sample),
+                finish_reason=sampling_pb2.FinishReason.ValueType(first.finish),
+            )
+            for first in done.firsts
+        ],
+        prompt_logprobs=map(logprobs_to_proto, done.prompt_logprobs),
         num_cached_tokens=done.num_cached_tokens,
         queue_ms=done.queue_s * 1000,
         compute_ms=done.compute_s * 1000,

@@ -6,18 +6,28 @@ free ─────────▶ leased ────────────�
     prefix hit   │   ▼
                  cached ─── evicted, least recently used first ─▶ leased by the taker
 
-A block may appear in several leases only as part of a common, full, never again written prefix; it stays leased until
-the last of them is released. One thread, the engine loop's, uses a pool.
+A block may appear in several leases: as part of a common prefix that was found, or of one that was forked. It stays
+leased until the last of them is released, and nobody writes it while it is shared: `prepare_write` gives the writer a
+block of its own first (copy-on-write). One thread, the engine loop's, uses a pool.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 
 from baton.cache.prefix import PrefixBlock, PrefixIndex, token_bytes
 from baton.types import BlockCounts
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Block `target` is to hold what block `source` holds."""
+
+    source: int
+    target: int
 
 
 class LeaseError(Exception):
@@ -73,15 +83,30 @@ class BlockPool:
         block_ids = [block.block_id for block in shared]
         block_ids.extend(self._take() for _ in range(num_fresh))
         key = shared[-1].key if shared else self._index.root(tenant)
-        lease = BlockLease(
+        return BlockLease(
             self,
             block_ids,
             num_indexed=len(shared),
             last_key=key,
             shares_prefixes=shares_prefixes and self._indexes_prefixes,
         )
-        self._leases[id(lease)] = lease
-        return lease
+
+    def num_exclusive_blocks(self, leases: Sequence[BlockLease]) -> int:
+        """Blocks that releasing all of `leases` would make available."""
+        held = Counter(block_id for lease in leases for block_id in lease.block_ids)
+        return sum(self._references[block_id] == count for block_id, count in held.items())
+
+    def num_blocks_to_write(self, leases: Sequence[BlockLease], start: int, end: int) -> int:
+        """Blocks that it takes in all if each of `leases` writes tokens [start, end)."""
+        num_blocks = sum(lease.num_blocks_to_write(start, end) for lease in leases)
+        shared = Counter(
+            lease.block_ids[index]
+            for lease in leases
+            for index in lease._shared_indices(start, end)
+        )
+        # Of those that share a block with nobody else, the last to write keeps it.
+        num_kept = sum(self._references[block_id] == count for block_id, count in shared.items())
+        return num_blocks - num_kept
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless each block is in exactly one state and reference counts match the leases."""
@@ -155,6 +180,7 @@ class BlockLease:
         self._last_key = last_key
         self._shares_prefixes = shares_prefixes
         self._is_live = True
+        pool._leases[id(self)] = self
 
     @property
     def block_ids(self) -> list[int]:
@@ -178,14 +204,50 @@ class BlockLease:
         references = self._pool._references
         return sum(1 for block_id in self._block_ids if references[block_id] == 1)
 
-    def grow(self, num_tokens: int) -> bool:
-        """Make room for `num_tokens` tokens in all; False, and nothing changed, if there is none now."""
+    def num_blocks_to_write(self, start: int, end: int) -> int:
+        """Blocks that writing tokens [start, end) takes from the pool: missing ones, and own copies of shared ones."""
+        num_missing = self._pool.num_blocks_for(end) - len(self._block_ids)
+        return max(0, num_missing) + len(self._shared_indices(start, end))
+
+    def prepare_write(self, start: int, end: int) -> tuple[BlockCopy, ...] | None:
+        """Make tokens [start, end) writable; None, and nothing changed, if there is no room now.
+
+        The caller makes the copies returned before it writes, and before anyone else writes their sources.
+        """
         self._check()
-        num_missing = self._pool.num_blocks_for(num_tokens) - len(self._block_ids)
-        if num_missing > self._pool.counts().available:
-            return False
-        self._block_ids.extend(self._pool._take() for _ in range(num_missing))
-        return True
+        pool = self._pool
+        if self.num_blocks_to_write(start, end) > pool.counts().available:
+            return None
+        copies = []
+        for index in self._shared_indices(start, end):
+            shared = self._block_ids[index]
+            pool._references[shared] -= 1
+            self._block_ids[index] = pool._take()
+            copies.append(BlockCopy(shared, self._block_ids[index]))
+        num_missing = pool.num_blocks_for(end) - len(self._block_ids)
+        self._block_ids.extend(pool._take() for _ in range(num_missing))
+        return tuple(copies)
+
+    def fork(self, num_tokens: int) -> BlockLease:
+        """Another lease of the blocks that hold the first `num_tokens` tokens. Takes no block."""
+        self._check()
+        pool = self._pool
+        block_ids = self._block_ids[: pool.num_blocks_for(num_tokens)]
+        for block_id in block_ids:
+            pool._references[block_id] += 1
+        return BlockLease(
+            pool,
+            block_ids,
+            num_indexed=self._num_indexed,
+            last_key=self._last_key,
+            shares_prefixes=self._shares_prefixes,
+        )
+
+    def _shared_indices(self, start: int, end: int) -> list[int]:
+        """Places in the block table, among those of tokens [start, end), of blocks that others hold too."""
+        size, references = self._pool.block_size, self._pool._references
+        indices = range(start // size, min(self._pool.num_blocks_for(end), len(self._block_ids)))
+        return [index for index in indices if references[self._block_ids[index]] > 1]
 
     def index(self, token_ids: Sequence[int], num_computed: int) -> None:
         """Let others find the full blocks among the first `num_computed` tokens, whose KV must be complete."""

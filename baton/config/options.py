@@ -26,6 +26,7 @@ from baton.types import Tier
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Transport = Literal["auto", "shm", "tcp"]
+WireDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 
 NonEmpty = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
@@ -60,8 +61,8 @@ def _check_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _check_registry(url: str) -> str:
-    if re.fullmatch(r"rediss?://[^\s/]+(/\d+)?", url, re.ASCII) is None:
-        raise ValueError("give redis://host:port/db")
+    if re.fullmatch(r"rediss?://[^\s/?#]+(/\d+)?", url, re.ASCII) is None:
+        raise ValueError("give redis://host:port/db, special characters of a password as %XX")
     return url
 
 
@@ -238,16 +239,21 @@ class PrefillOptions(WorkerOptions):
     tier: ClassVar[Tier] = Tier.PREFILL
 
 
-class LocalPrefillOptions(Options):
-    """When a decode worker computes prompts by itself."""
+class DecodeTierOptions(Options):
+    """How decode workers treat their sequences."""
 
     max_local_prefill_tokens: Annotated[int, Field(ge=0)] | None = None
     """Most missing prompt tokens that a decode worker computes by itself; one block if not given."""
     colocated: bool = False
     """Decode workers compute all prompts themselves, and nothing is handed over."""
+    swap_space: Annotated[float, Field(ge=0)] = 1.0
+    """Host memory, in GiB, for the KV of preempted sequences; what does not fit is computed anew."""
+    kv_transfer_dtype: WireDtype = "auto"
+    """Type that KV travels in to decode workers; auto takes the narrower of the two workers' own. fp8 and int8 come with
+    scales and halve the bytes of 16 bits, at some cost in quality."""
 
 
-class DecodeOptions(WorkerOptions, LocalPrefillOptions):
+class DecodeOptions(WorkerOptions, DecodeTierOptions):
     """Options of `baton decode`."""
 
     tier: ClassVar[Tier] = Tier.DECODE
@@ -296,7 +302,7 @@ class GatewayOptions(ModelOptions, FrontDoorOptions, RegistryOptions, ServiceOpt
 
 
 class ServeOptions(
-    EngineOptions, LocalPrefillOptions, HandoffOptions, FrontDoorOptions, ServiceOptions
+    EngineOptions, DecodeTierOptions, HandoffOptions, FrontDoorOptions, ServiceOptions
 ):
     """Options of `baton serve`, which starts all tiers on this machine."""
 

@@ -71,6 +71,10 @@ class ArrayKvPool:
         for block_id, inside, tokens in self._pieces(block_ids, first_token, num_tokens):
             wire[:, :, :, tokens] = self.data[block_id, layers, :, :, inside]
 
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See KvPool."""
+        self.data[list(targets)] = self.data[list(sources)]
+
     def unpack(
         self,
         block_ids: Sequence[int],

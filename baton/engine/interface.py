@@ -23,6 +23,10 @@ class SampleRow:
     offset: which of the slice's new tokens is the last one the sample may see.
     token_ids, num_prompt_tokens: the sequence up to and with that token, for penalties; output follows the prompt.
     The random number is keyed by (sampling.seed, number of output tokens so far, choice).
+    allowed: bit t % 8 of byte t // 8 tells whether token t may be chosen; None allows all. At least one is allowed.
+    scored_token_id: if set, nothing is drawn: the sample is this token, with sampling.prompt_logprobs alternatives.
+    In a beam search (sampling.beam), the sample is the likeliest allowed token, and its logprobs.top are the likeliest
+    allowed ones with their log probabilities, as many as baton.sampling.beam_search.num_candidates says.
     """
 
     offset: int
@@ -30,6 +34,8 @@ class SampleRow:
     token_ids: Sequence[int]
     num_prompt_tokens: int
     choice: int = 0
+    allowed: bytes | None = None
+    scored_token_id: int | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -115,6 +121,10 @@ class KvPool(Protocol):
         data: memoryview,
     ) -> None:
         """The inverse of pack: write `data` into the blocks."""
+        ...
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole blocks, sources[i] to targets[i]; no target is among the sources."""
         ...
 
 

@@ -89,6 +89,15 @@ class TorchKvPool:
         source: Slab = packed if self._is_host else torch.utils.dlpack.from_dlpack(packed)
         kv_unpack(self._bits, block_ids, first_token, first_layer, source)
 
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See KvPool."""
+        device = self.tensor.device
+        self.tensor.index_copy_(
+            0,
+            torch.tensor(targets, device=device),
+            self.tensor[torch.tensor(sources, device=device)],
+        )
+
     def lend(self, block_id: int, first_layer: int, num_layers: int) -> memoryview | None:
         """The bytes of a whole block's layers, to be read only; None off the host. Raises ValueError for a wrong range."""
         if not self._is_host:

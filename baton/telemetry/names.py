@@ -34,6 +34,8 @@ class RequestEvent(enum.StrEnum):
     """The ticket died."""
     PREEMPTED = "preempted"
     """Others needed the memory: back to the queue, with the tokens so far."""
+    HANDED_OFF = "handed_off"
+    """Another decode worker took it over."""
     FAILED = "failed"
     """A worker failed it."""
     RESUMED = "resumed"

@@ -9,6 +9,7 @@ from collections import abc as abc
 from google.protobuf import descriptor as descriptor
 from google.protobuf import message as message
 from google.protobuf.internal import containers as containers
+from google.protobuf.internal import enum_type_wrapper as enum_type_wrapper
 import builtins as builtins
 import sys
 import typing as typing
@@ -20,6 +21,33 @@ else:
 
 DESCRIPTOR: descriptor.FileDescriptor
 
+class _KvSource:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KvSourceEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_KvSource.ValueType], builtins.type):
+    DESCRIPTOR: descriptor.EnumDescriptor
+    KV_SOURCE_UNSPECIFIED: _KvSource.ValueType  # 0
+    """Not told; as PREFILL_WORKER."""
+    KV_SOURCE_PREFILL_WORKER: _KvSource.ValueType  # 1
+    """A prefill worker, unless so little is missing that the decode worker computes it at once."""
+    KV_SOURCE_HERE: _KvSource.ValueType  # 2
+    """The decode worker computes it, however much it is. Set when no prefill worker can."""
+    KV_SOURCE_DECODE_WORKER: _KvSource.ValueType  # 3
+    """Another decode worker, which holds the KV of all tokens but the last."""
+
+class KvSource(_KvSource, metaclass=_KvSourceEnumTypeWrapper):
+    """Where a sequence's missing KV comes from."""
+
+KV_SOURCE_UNSPECIFIED: KvSource.ValueType  # 0
+"""Not told; as PREFILL_WORKER."""
+KV_SOURCE_PREFILL_WORKER: KvSource.ValueType  # 1
+"""A prefill worker, unless so little is missing that the decode worker computes it at once."""
+KV_SOURCE_HERE: KvSource.ValueType  # 2
+"""The decode worker computes it, however much it is. Set when no prefill worker can."""
+KV_SOURCE_DECODE_WORKER: KvSource.ValueType  # 3
+"""Another decode worker, which holds the KV of all tokens but the last."""
+
 @typing.final
 class DecodeRequest(message.Message):
     """One command of the gateway."""
@@ -28,6 +56,9 @@ class DecodeRequest(message.Message):
 
     OPEN_FIELD_NUMBER: builtins.int
     ABORT_FIELD_NUMBER: builtins.int
+    PAUSE_FIELD_NUMBER: builtins.int
+    HAND_OFF_FIELD_NUMBER: builtins.int
+    RESUME_FIELD_NUMBER: builtins.int
     @builtins.property
     def open(self) -> OpenSequence:
         """Asks for room for a sequence."""
@@ -36,17 +67,32 @@ class DecodeRequest(message.Message):
     def abort(self) -> AbortSequence:
         """Ends a sequence in whatever state it is; unknown handles are ignored."""
 
+    @builtins.property
+    def pause(self) -> PauseSequence:
+        """Stops a running sequence where it is; Paused answers, after its last tokens."""
+
+    @builtins.property
+    def hand_off(self) -> HandOffSequence:
+        """Sends a paused sequence's KV to another decode worker; HandedOff or HandOffFailed answers."""
+
+    @builtins.property
+    def resume(self) -> ResumeSequence:
+        """Lets a paused sequence go on here."""
+
     def __init__(
         self,
         *,
         open: OpenSequence | None = ...,
         abort: AbortSequence | None = ...,
+        pause: PauseSequence | None = ...,
+        hand_off: HandOffSequence | None = ...,
+        resume: ResumeSequence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["abort", b"abort", "command", b"command", "open", b"open"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["abort", b"abort", "command", b"command", "hand_off", b"hand_off", "open", b"open", "pause", b"pause", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["abort", b"abort", "command", b"command", "open", b"open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["abort", b"abort", "command", b"command", "hand_off", b"hand_off", "open", b"open", "pause", b"pause", "resume", b"resume"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = typing.Literal["open", "abort"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = typing.Literal["open", "abort", "pause", "hand_off", "resume"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -58,11 +104,13 @@ class OpenSequence(message.Message):
 
     HANDLE_FIELD_NUMBER: builtins.int
     SEQUENCE_FIELD_NUMBER: builtins.int
-    PREFILL_HERE_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
     handle: builtins.int
-    """The gateway's number for the sequence in this stream; never used twice in it."""
-    prefill_here: builtins.bool
-    """Whether the decode worker is to compute the missing KV itself, however much it is. Set when no prefill worker can."""
+    """The gateway's number for the sequence in this stream; never used twice in it. A sequence of several choices has as many numbers, from this
+    one on: events before the choices part come under the first, all others under the choice's own.
+    """
+    source: KvSource.ValueType
+    """Where its KV comes from."""
     @builtins.property
     def sequence(self) -> sequence_pb2.SequenceState:
         """The sequence."""
@@ -72,11 +120,75 @@ class OpenSequence(message.Message):
         *,
         handle: builtins.int = ...,
         sequence: sequence_pb2.SequenceState | None = ...,
-        prefill_here: builtins.bool = ...,
+        source: KvSource.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["sequence", b"sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["handle", b"handle", "prefill_here", b"prefill_here", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["handle", b"handle", "sequence", b"sequence", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class PauseSequence(message.Message):
+    """Stops a running sequence."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: builtins.int
+    handle: builtins.int
+    """As in OpenSequence."""
+    def __init__(
+        self,
+        *,
+        handle: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["handle", b"handle"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class HandOffSequence(message.Message):
+    """Moves a paused sequence."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: builtins.int
+    TICKET_FIELD_NUMBER: builtins.int
+    handle: builtins.int
+    """As in OpenSequence."""
+    ticket: builtins.bytes
+    """A serialised KvTicket of the worker that takes the sequence, opaque to the gateway."""
+    def __init__(
+        self,
+        *,
+        handle: builtins.int = ...,
+        ticket: builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["handle", b"handle", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class ResumeSequence(message.Message):
+    """Lets a paused sequence go on."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: builtins.int
+    handle: builtins.int
+    """As in OpenSequence."""
+    def __init__(
+        self,
+        *,
+        handle: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["handle", b"handle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -141,6 +253,10 @@ class SequenceEvent(message.Message):
     COMMITTED_FIELD_NUMBER: builtins.int
     PREEMPTED_FIELD_NUMBER: builtins.int
     FAILED_FIELD_NUMBER: builtins.int
+    PROMPT_SCORED_FIELD_NUMBER: builtins.int
+    PAUSED_FIELD_NUMBER: builtins.int
+    HANDED_OFF_FIELD_NUMBER: builtins.int
+    HAND_OFF_FAILED_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """As in OpenSequence."""
     @builtins.property
@@ -167,6 +283,22 @@ class SequenceEvent(message.Message):
     def failed(self) -> SequenceFailed:
         """The handoff ended without a commit, or the sequence failed here."""
 
+    @builtins.property
+    def prompt_scored(self) -> PromptScored:
+        """The decode worker computed the prompt, and its log probabilities were asked for."""
+
+    @builtins.property
+    def paused(self) -> Paused:
+        """The sequence stands still, after the tokens told so far, until HandOffSequence, ResumeSequence or AbortSequence."""
+
+    @builtins.property
+    def handed_off(self) -> HandedOff:
+        """The other decode worker owns the sequence; it is gone from here."""
+
+    @builtins.property
+    def hand_off_failed(self) -> HandOffFailed:
+        """It could not be moved; it is still here, paused."""
+
     def __init__(
         self,
         *,
@@ -177,12 +309,16 @@ class SequenceEvent(message.Message):
         committed: Committed | None = ...,
         preempted: Preempted | None = ...,
         failed: SequenceFailed | None = ...,
+        prompt_scored: PromptScored | None = ...,
+        paused: Paused | None = ...,
+        handed_off: HandedOff | None = ...,
+        hand_off_failed: HandOffFailed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["committed", b"committed", "deferred", b"deferred", "event", b"event", "failed", b"failed", "offered", b"offered", "preempted", b"preempted", "prefill_here", b"prefill_here"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["committed", b"committed", "deferred", b"deferred", "event", b"event", "failed", b"failed", "hand_off_failed", b"hand_off_failed", "handed_off", b"handed_off", "offered", b"offered", "paused", b"paused", "preempted", b"preempted", "prefill_here", b"prefill_here", "prompt_scored", b"prompt_scored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["committed", b"committed", "deferred", b"deferred", "event", b"event", "failed", b"failed", "handle", b"handle", "offered", b"offered", "preempted", b"preempted", "prefill_here", b"prefill_here"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["committed", b"committed", "deferred", b"deferred", "event", b"event", "failed", b"failed", "hand_off_failed", b"hand_off_failed", "handed_off", b"handed_off", "handle", b"handle", "offered", b"offered", "paused", b"paused", "preempted", b"preempted", "prefill_here", b"prefill_here", "prompt_scored", b"prompt_scored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = typing.Literal["offered", "prefill_here", "deferred", "committed", "preempted", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = typing.Literal["offered", "prefill_here", "deferred", "committed", "preempted", "failed", "prompt_scored", "paused", "handed_off", "hand_off_failed"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -290,6 +426,82 @@ class Preempted(message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
+class PromptScored(message.Message):
+    """Log probabilities of the prompt."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    POSITIONS_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def positions(self) -> containers.RepeatedCompositeFieldContainer[sampling_pb2.PositionLogprobs]:
+        """One for each position of the prompt but the first."""
+
+    def __init__(
+        self,
+        *,
+        positions: abc.Iterable[sampling_pb2.PositionLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["positions", b"positions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class Paused(message.Message):
+    """The sequence stands still."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class HandedOff(message.Message):
+    """The sequence has moved."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class HandOffFailed(message.Message):
+    """The sequence has not moved."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    reason: builtins.str
+    """Reason, one of the names in baton.errors."""
+    message: builtins.str
+    """What happened, for people."""
+    def __init__(
+        self,
+        *,
+        reason: builtins.str = ...,
+        message: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["message", b"message", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
 class SequenceFailed(message.Message):
     """The sequence ended with an error."""
 
@@ -329,6 +541,9 @@ class StepTokens(message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     FINISH_REASONS_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
+    SCORES_FIELD_NUMBER: builtins.int
     @builtins.property
     def handles(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
         """Which sequence, as in OpenSequence."""
@@ -353,6 +568,18 @@ class StepTokens(message.Message):
     def logprobs(self) -> containers.RepeatedCompositeFieldContainer[EntryLogprobs]:
         """Log probabilities of the entries that asked for them."""
 
+    @builtins.property
+    def num_draft_tokens(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Tokens proposed to the entry's step by speculation; empty if none were proposed to any entry."""
+
+    @builtins.property
+    def num_accepted_tokens(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """How many of them the entry's tokens confirmed; empty as num_draft_tokens."""
+
+    @builtins.property
+    def scores(self) -> containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Scores of outputs that a beam search found; empty, or one for each entry."""
+
     def __init__(
         self,
         *,
@@ -362,10 +589,13 @@ class StepTokens(message.Message):
         token_ids: abc.Iterable[builtins.int] | None = ...,
         finish_reasons: abc.Iterable[sampling_pb2.FinishReason.ValueType] | None = ...,
         logprobs: abc.Iterable[EntryLogprobs] | None = ...,
+        num_draft_tokens: abc.Iterable[builtins.int] | None = ...,
+        num_accepted_tokens: abc.Iterable[builtins.int] | None = ...,
+        scores: abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["counts", b"counts", "finish_reasons", b"finish_reasons", "handles", b"handles", "logprobs", b"logprobs", "token_ids", b"token_ids", "token_indices", b"token_indices"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["counts", b"counts", "finish_reasons", b"finish_reasons", "handles", b"handles", "logprobs", b"logprobs", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "scores", b"scores", "token_ids", b"token_ids", "token_indices", b"token_indices"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

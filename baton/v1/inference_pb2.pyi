@@ -177,6 +177,9 @@ class GenerateResponse(message.Message):
     STOP_CAUSE_FIELD_NUMBER: builtins.int
     USAGE_FIELD_NUMBER: builtins.int
     TIMING_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    SCORE_FIELD_NUMBER: builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Identifies the request in logs, traces and errors."""
     choice: builtins.int
@@ -187,6 +190,8 @@ class GenerateResponse(message.Message):
     """The text these tokens complete; a character that needs further tokens waits for them."""
     finish_reason: sampling_pb2.FinishReason.ValueType
     """Set in a choice's last piece."""
+    score: builtins.float
+    """In a choice's last piece: of a beam search, the beam's score; with best_of, the mean log probability that chose it."""
     @builtins.property
     def token_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
         """The new tokens. May be empty in the last piece."""
@@ -207,6 +212,14 @@ class GenerateResponse(message.Message):
     def timing(self) -> RequestTiming:
         """Set in the last piece of the stream."""
 
+    @builtins.property
+    def prompt_logprobs(self) -> containers.RepeatedCompositeFieldContainer[sampling_pb2.PositionLogprobs]:
+        """In the first piece of choice 0, if they were asked for: one for each position of the prompt but the first."""
+
+    @builtins.property
+    def prompt_token_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """In the first piece of a choice whose text echoes the prompt: the prompt's tokens."""
+
     def __init__(
         self,
         *,
@@ -220,12 +233,17 @@ class GenerateResponse(message.Message):
         stop_cause: StopCause | None = ...,
         usage: Usage | None = ...,
         timing: RequestTiming | None = ...,
+        prompt_logprobs: abc.Iterable[sampling_pb2.PositionLogprobs] | None = ...,
+        score: builtins.float | None = ...,
+        prompt_token_ids: abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["stop_cause", b"stop_cause", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_score", b"_score", "score", b"score", "stop_cause", b"stop_cause", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "request_id", b"request_id", "stop_cause", b"stop_cause", "text", b"text", "timing", b"timing", "token_ids", b"token_ids", "token_index", b"token_index", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_score", b"_score", "choice", b"choice", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "score", b"score", "stop_cause", b"stop_cause", "text", b"text", "timing", b"timing", "token_ids", b"token_ids", "token_index", b"token_index", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__score: _TypeAlias = typing.Literal["score"]  # noqa: Y015
+    _WhichOneofArgType__score: _TypeAlias = typing.Literal["_score", b"_score"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
 
 @typing.final
 class StopCause(message.Message):
@@ -263,6 +281,8 @@ class Usage(message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     DECODE_CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
     prompt_tokens: builtins.int
     """Tokens of the prompt."""
     completion_tokens: builtins.int
@@ -271,6 +291,10 @@ class Usage(message.Message):
     """Tokens of the prompt whose KV was found in the prefill worker's cache."""
     decode_cached_tokens: builtins.int
     """Tokens of the prompt whose KV the decode worker already held, so that they were not sent."""
+    draft_tokens: builtins.int
+    """Tokens that speculation proposed, over all choices."""
+    accepted_tokens: builtins.int
+    """How many of them the model confirmed."""
     def __init__(
         self,
         *,
@@ -278,10 +302,12 @@ class Usage(message.Message):
         completion_tokens: builtins.int = ...,
         cached_tokens: builtins.int = ...,
         decode_cached_tokens: builtins.int = ...,
+        draft_tokens: builtins.int = ...,
+        accepted_tokens: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "decode_cached_tokens", b"decode_cached_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "decode_cached_tokens", b"decode_cached_tokens", "draft_tokens", b"draft_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

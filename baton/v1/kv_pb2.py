@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import sampling_pb2 as baton_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11\x62\x61ton/v1/kv.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/sampling.proto\"~\n\x08KvLayout\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\"X\n\nKvEndpoint\x12(\n\ttransport\x18\x01 \x01(\x0e\x32\x15.baton.v1.KvTransport\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\"\xa7\x02\n\x08KvTicket\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x11\n\tticket_id\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\r\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x0e\n\x06tenant\x18\x06 \x01(\x0c\x12\x19\n\x11num_cached_tokens\x18\x07 \x01(\r\x12\x12\n\nnum_tokens\x18\x08 \x01(\r\x12\"\n\x06layout\x18\t \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\'\n\tendpoints\x18\n \x03(\x0b\x32\x14.baton.v1.KvEndpoint\x12\x10\n\x08lease_ms\x18\x0b \x01(\r\x12\x13\n\x0btraceparent\x18\r \x01(\t\x12\x0b\n\x03mac\x18\x0c \x01(\x0c\"~\n\x07KvHello\x12\x13\n\x0bmin_version\x18\x01 \x01(\r\x12\x13\n\x0bmax_version\x18\x02 \x01(\r\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\"\n\x06layout\x18\x05 \x01(\x0b\x32\x12.baton.v1.KvLayout\"p\n\x08KvAccept\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x13\n\x0bnum_credits\x18\x04 \x01(\r\x12\x17\n\x0fmax_chunk_bytes\x18\x05 \x01(\r\";\n\x08KvRefuse\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x10\n\x08\x65xpected\x18\x02 \x01(\t\x12\x0e\n\x06\x61\x63tual\x18\x03 \x01(\t\"\x19\n\x07KvBegin\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\"\xb4\x01\n\x07KvChunk\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\x04\x12\x15\n\rpayload_bytes\x18\x08 \x01(\r\x12\x0c\n\x04slot\x18\t \x01(\r\"\xac\x01\n\x08KvCommit\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x16\n\x0e\x66irst_token_id\x18\x04 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x04\x12\x12\n\nexposed_us\x18\x06 \x01(\x04\x12,\n\x08logprobs\x18\x07 \x01(\x0b\x32\x1a.baton.v1.PositionLogprobs\"\x1d\n\x07KvRenew\x12\x12\n\nticket_ids\x18\x01 \x03(\x04\"L\n\x07KvAbort\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"/\n\x0bKvCommitted\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\x19\n\x08KvCredit\x12\r\n\x05slots\x18\x01 \x03(\r*r\n\x0bKvTransport\x12\x1c\n\x18KV_TRANSPORT_UNSPECIFIED\x10\x00\x12\x19\n\x15KV_TRANSPORT_LOOPBACK\x10\x01\x12\x14\n\x10KV_TRANSPORT_SHM\x10\x02\x12\x14\n\x10KV_TRANSPORT_TCP\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11\x62\x61ton/v1/kv.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/sampling.proto\"~\n\x08KvLayout\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\"X\n\nKvEndpoint\x12(\n\ttransport\x18\x01 \x01(\x0e\x32\x15.baton.v1.KvTransport\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\"\xa7\x02\n\x08KvTicket\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x11\n\tticket_id\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\r\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x0e\n\x06tenant\x18\x06 \x01(\x0c\x12\x19\n\x11num_cached_tokens\x18\x07 \x01(\r\x12\x12\n\nnum_tokens\x18\x08 \x01(\r\x12\"\n\x06layout\x18\t \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\'\n\tendpoints\x18\n \x03(\x0b\x32\x14.baton.v1.KvEndpoint\x12\x10\n\x08lease_ms\x18\x0b \x01(\r\x12\x13\n\x0btraceparent\x18\r \x01(\t\x12\x0b\n\x03mac\x18\x0c \x01(\x0c\"~\n\x07KvHello\x12\x13\n\x0bmin_version\x18\x01 \x01(\r\x12\x13\n\x0bmax_version\x18\x02 \x01(\r\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\"\n\x06layout\x18\x05 \x01(\x0b\x32\x12.baton.v1.KvLayout\"\x84\x01\n\x08KvAccept\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x13\n\x0bnum_credits\x18\x04 \x01(\r\x12\x17\n\x0fmax_chunk_bytes\x18\x05 \x01(\r\x12\x12\n\nwire_dtype\x18\x06 \x01(\t\";\n\x08KvRefuse\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x10\n\x08\x65xpected\x18\x02 \x01(\t\x12\x0e\n\x06\x61\x63tual\x18\x03 \x01(\t\"\x19\n\x07KvBegin\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\"\xb4\x01\n\x07KvChunk\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\x04\x12\x15\n\rpayload_bytes\x18\x08 \x01(\r\x12\x0c\n\x04slot\x18\t \x01(\r\"\xda\x01\n\x08KvCommit\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x16\n\x0e\x66irst_token_id\x18\x04 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x04\x12\x12\n\nexposed_us\x18\x06 \x01(\x04\x12,\n\x08logprobs\x18\x07 \x01(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12,\n\x0c\x66irst_tokens\x18\x08 \x03(\x0b\x32\x16.baton.v1.SampledToken\"\x1d\n\x07KvRenew\x12\x12\n\nticket_ids\x18\x01 \x03(\x04\"L\n\x07KvAbort\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"/\n\x0bKvCommitted\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\x19\n\x08KvCredit\x12\r\n\x05slots\x18\x01 \x03(\r*r\n\x0bKvTransport\x12\x1c\n\x18KV_TRANSPORT_UNSPECIFIED\x10\x00\x12\x19\n\x15KV_TRANSPORT_LOOPBACK\x10\x01\x12\x14\n\x10KV_TRANSPORT_SHM\x10\x02\x12\x14\n\x10KV_TRANSPORT_TCP\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.kv_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KVTRANSPORT']._serialized_start=1445
-  _globals['_KVTRANSPORT']._serialized_end=1559
+  _globals['_KVTRANSPORT']._serialized_start=1512
+  _globals['_KVTRANSPORT']._serialized_end=1626
   _globals['_KVLAYOUT']._serialized_start=56
   _globals['_KVLAYOUT']._serialized_end=182
   _globals['_KVENDPOINT']._serialized_start=184
@@ -42,22 +42,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVTICKET']._serialized_end=570
   _globals['_KVHELLO']._serialized_start=572
   _globals['_KVHELLO']._serialized_end=698
-  _globals['_KVACCEPT']._serialized_start=700
-  _globals['_KVACCEPT']._serialized_end=812
-  _globals['_KVREFUSE']._serialized_start=814
-  _globals['_KVREFUSE']._serialized_end=873
-  _globals['_KVBEGIN']._serialized_start=875
-  _globals['_KVBEGIN']._serialized_end=900
-  _globals['_KVCHUNK']._serialized_start=903
-  _globals['_KVCHUNK']._serialized_end=1083
-  _globals['_KVCOMMIT']._serialized_start=1086
-  _globals['_KVCOMMIT']._serialized_end=1258
-  _globals['_KVRENEW']._serialized_start=1260
-  _globals['_KVRENEW']._serialized_end=1289
-  _globals['_KVABORT']._serialized_start=1291
-  _globals['_KVABORT']._serialized_end=1367
-  _globals['_KVCOMMITTED']._serialized_start=1369
-  _globals['_KVCOMMITTED']._serialized_end=1416
-  _globals['_KVCREDIT']._serialized_start=1418
-  _globals['_KVCREDIT']._serialized_end=1443
+  _globals['_KVACCEPT']._serialized_start=701
+  _globals['_KVACCEPT']._serialized_end=833
+  _globals['_KVREFUSE']._serialized_start=835
+  _globals['_KVREFUSE']._serialized_end=894
+  _globals['_KVBEGIN']._serialized_start=896
+  _globals['_KVBEGIN']._serialized_end=921
+  _globals['_KVCHUNK']._serialized_start=924
+  _globals['_KVCHUNK']._serialized_end=1104
+  _globals['_KVCOMMIT']._serialized_start=1107
+  _globals['_KVCOMMIT']._serialized_end=1325
+  _globals['_KVRENEW']._serialized_start=1327
+  _globals['_KVRENEW']._serialized_end=1356
+  _globals['_KVABORT']._serialized_start=1358
+  _globals['_KVABORT']._serialized_end=1434
+  _globals['_KVCOMMITTED']._serialized_start=1436
+  _globals['_KVCOMMITTED']._serialized_end=1483
+  _globals['_KVCREDIT']._serialized_start=1485
+  _globals['_KVCREDIT']._serialized_end=1510
 # @@protoc_insertion_point(module_scope)

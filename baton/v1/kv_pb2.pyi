@@ -3,7 +3,9 @@
 isort:skip_file
 The KV channel: tickets, and the headers of the frames that carry blocks.
 
-A frame is a fixed preamble (see kv_transfer/frame.py), one of these messages, and for KvChunk the payload bytes.
+A frame is a fixed preamble (see kv_transfer/frame.py), which tells the version, one of these messages, and
+for KvChunk the payload bytes. KvHello, KvAccept and KvRefuse are of version 1 for ever; what follows them is of the version that the
+peers agree on.
 """
 
 from baton.v1 import sampling_pb2 as sampling_pb2
@@ -52,7 +54,7 @@ KV_TRANSPORT_TCP: KvTransport.ValueType  # 3
 
 @typing.final
 class KvLayout(message.Message):
-    """Shape, numerics and identity of a worker's KV. Peers must agree on all but block_size."""
+    """Shape, numerics and identity of a worker's KV. Peers must agree on all but block_size, and dtype where both are floating point."""
 
     DESCRIPTOR: descriptor.Descriptor
 
@@ -239,6 +241,7 @@ class KvAccept(message.Message):
     GENERATION_FIELD_NUMBER: builtins.int
     NUM_CREDITS_FIELD_NUMBER: builtins.int
     MAX_CHUNK_BYTES_FIELD_NUMBER: builtins.int
+    WIRE_DTYPE_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Version that both will speak."""
     worker_id: builtins.str
@@ -249,6 +252,10 @@ class KvAccept(message.Message):
     """Chunks that may be in flight."""
     max_chunk_bytes: builtins.int
     """Largest payload of a chunk, in bytes."""
+    wire_dtype: builtins.str
+    """Since version 2: type that KV travels in, "float32", "bfloat16", "float16", "int64", "fp8" or "int8". In version 1 it is
+    KvHello.layout.dtype, which must be the receiver's, too.
+    """
     def __init__(
         self,
         *,
@@ -257,10 +264,11 @@ class KvAccept(message.Message):
         generation: builtins.int = ...,
         num_credits: builtins.int = ...,
         max_chunk_bytes: builtins.int = ...,
+        wire_dtype: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["generation", b"generation", "max_chunk_bytes", b"max_chunk_bytes", "num_credits", b"num_credits", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["generation", b"generation", "max_chunk_bytes", b"max_chunk_bytes", "num_credits", b"num_credits", "version", b"version", "wire_dtype", b"wire_dtype", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -340,10 +348,14 @@ class KvChunk(message.Message):
     num_layers: builtins.int
     """Layers of the piece, at least 1."""
     checksum: builtins.int
-    """xxh3_64 of the payload."""
+    """xxh3_64 of the payload; since version 2 with a seed, which is the xxh3_64 of ticket_id (8 bytes), epoch, first_token,
+    num_tokens, first_layer and num_layers (4 bytes each, little endian).
+    """
     payload_bytes: builtins.int
     """Bytes of the payload: block by block of the sender (KvHello.layout.block_size), those of its tokens that are in the piece,
-    laid out [layers, 2, kv_heads, tokens, head_dim].
+    laid out [layers, 2, kv_heads, tokens, head_dim] in KvAccept.wire_dtype, little endian. Before each block's part of fp8 or
+    int8: float32 [layers, 2, kv_heads], by which the elements that follow are to be multiplied. int8 is -127 to 127;
+    fp8 is e4m3, without infinities.
     """
     slot: builtins.int
     """Staging slot that holds the payload (SHM); 0 where it follows the header."""
@@ -379,6 +391,7 @@ class KvCommit(message.Message):
     CHECKSUM_FIELD_NUMBER: builtins.int
     EXPOSED_US_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
+    FIRST_TOKENS_FIELD_NUMBER: builtins.int
     ticket_id: builtins.int
     """As in KvTicket."""
     epoch: builtins.int
@@ -386,14 +399,22 @@ class KvCommit(message.Message):
     num_tokens: builtins.int
     """Tokens whose KV is complete, cached ones included."""
     first_token_id: builtins.int
-    """The token after them, with index len(output_token_ids)."""
+    """In version 1 only: the token after them, with index len(output_token_ids)."""
     checksum: builtins.int
-    """Sum modulo 2^64 of the checksums of all chunks sent."""
+    """Sum modulo 2^64 of the checksums of all chunks sent; since version 2 also of the xxh3_64 of ticket_id (8 bytes), epoch,
+    num_tokens (4 each), exposed_us (8) and the id of each of first_tokens (4 each, little endian).
+    """
     exposed_us: builtins.int
     """Time from the end of the prefill to the sending of this, in microseconds."""
     @builtins.property
     def logprobs(self) -> sampling_pb2.PositionLogprobs:
-        """Log probabilities of the first token, if they were asked for."""
+        """In version 1 only: log probabilities of the first token, if they were asked for."""
+
+    @builtins.property
+    def first_tokens(self) -> containers.RepeatedCompositeFieldContainer[sampling_pb2.SampledToken]:
+        """Since version 2: the token after them, with index len(output_token_ids), of each choice of the sequence; none if the
+        receiver knows it already (a decode worker handed the sequence over).
+        """
 
     def __init__(
         self,
@@ -405,10 +426,11 @@ class KvCommit(message.Message):
         checksum: builtins.int = ...,
         exposed_us: builtins.int = ...,
         logprobs: sampling_pb2.PositionLogprobs | None = ...,
+        first_tokens: abc.Iterable[sampling_pb2.SampledToken] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["checksum", b"checksum", "epoch", b"epoch", "exposed_us", b"exposed_us", "first_token_id", b"first_token_id", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["checksum", b"checksum", "epoch", b"epoch", "exposed_us", b"exposed_us", "first_token_id", b"first_token_id", "first_tokens", b"first_tokens", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,7 +3,9 @@
 isort:skip_file
 The KV channel: tickets, and the headers of the frames that carry blocks.
 
-A frame is a fixed preamble (see kv_transfer/frame.py), one of these messages, and for KvChunk the payload bytes.
+A frame is a fixed preamble (see kv_transfer/frame.py), which tells the version, one of these messages, and
+for KvChunk the payload bytes. KvHello, KvAccept and KvRefuse are of version 1 for ever; what follows them is of the version that the
+peers agree on.
 """
 
 from collections import abc as _abc

@@ -5,8 +5,10 @@ The prefill tier: prompts in, KV to the ticket's owner, first tokens out."""
 
 from baton.v1 import sampling_pb2 as sampling_pb2
 from baton.v1 import sequence_pb2 as sequence_pb2
+from collections import abc as abc
 from google.protobuf import descriptor as descriptor
 from google.protobuf import message as message
+from google.protobuf.internal import containers as containers
 import builtins as builtins
 import sys
 import typing as typing
@@ -45,21 +47,42 @@ class PrefillRequest(message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
-class PrefillResponse(message.Message):
-    """The first token."""
+class FirstToken(message.Message):
+    """The first token of one choice."""
 
     DESCRIPTOR: descriptor.Descriptor
 
-    TOKEN_ID_FIELD_NUMBER: builtins.int
-    LOGPROBS_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
+    finish_reason: sampling_pb2.FinishReason.ValueType
+    """Set if it ends the choice."""
+    @builtins.property
+    def token(self) -> sampling_pb2.SampledToken:
+        """The token after the last one given."""
+
+    def __init__(
+        self,
+        *,
+        token: sampling_pb2.SampledToken | None = ...,
+        finish_reason: sampling_pb2.FinishReason.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["token", b"token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["finish_reason", b"finish_reason", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class PrefillResponse(message.Message):
+    """The first tokens."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    FIRST_TOKENS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: builtins.int
     QUEUE_MS_FIELD_NUMBER: builtins.int
     COMPUTE_MS_FIELD_NUMBER: builtins.int
-    token_id: builtins.int
-    """Id of the token after the last one given."""
-    finish_reason: sampling_pb2.FinishReason.ValueType
-    """Set if this token ends the output; then nothing is handed off."""
     num_cached_tokens: builtins.int
     """Leading tokens found in this worker's prefix cache."""
     queue_ms: builtins.float
@@ -67,21 +90,24 @@ class PrefillResponse(message.Message):
     compute_ms: builtins.float
     """From the first chunk to the first token, in milliseconds."""
     @builtins.property
-    def logprobs(self) -> sampling_pb2.PositionLogprobs:
-        """Its log probabilities, if they were asked for."""
+    def first_tokens(self) -> containers.RepeatedCompositeFieldContainer[FirstToken]:
+        """One for each choice of the sequence, in their order; all drawn after the same position. If all choices end here, nothing is handed off."""
+
+    @builtins.property
+    def prompt_logprobs(self) -> containers.RepeatedCompositeFieldContainer[sampling_pb2.PositionLogprobs]:
+        """One for each position of the prompt but the first, if they were asked for."""
 
     def __init__(
         self,
         *,
-        token_id: builtins.int = ...,
-        logprobs: sampling_pb2.PositionLogprobs | None = ...,
-        finish_reason: sampling_pb2.FinishReason.ValueType = ...,
+        first_tokens: abc.Iterable[FirstToken] | None = ...,
+        prompt_logprobs: abc.Iterable[sampling_pb2.PositionLogprobs] | None = ...,
         num_cached_tokens: builtins.int = ...,
         queue_ms: builtins.float = ...,
         compute_ms: builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["compute_ms", b"compute_ms", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "queue_ms", b"queue_ms", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["compute_ms", b"compute_ms", "first_tokens", b"first_tokens", "num_cached_tokens", b"num_cached_tokens", "prompt_logprobs", b"prompt_logprobs", "queue_ms", b"queue_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...

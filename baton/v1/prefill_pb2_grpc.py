@@ -47,7 +47,7 @@ class PrefillServiceServicer:
     """
 
     def Prefill(self, request, context):
-        """Computes a prompt, ships its KV to the ticket's owner, and answers with the first token as soon as it is known.
+        """Computes a prompt, ships its KV to the ticket's owner, and answers with the first token of each choice as soon as they are known.
         Cancelling the call cancels the handoff.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -34,7 +34,7 @@ class PrefillServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
     Prefill: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
-    """Computes a prompt, ships its KV to the ticket's owner, and answers with the first token as soon as it is known.
+    """Computes a prompt, ships its KV to the ticket's owner, and answers with the first token of each choice as soon as they are known.
     Cancelling the call cancels the handoff.
     """
 
@@ -44,7 +44,7 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryUnaryMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
-    """Computes a prompt, ships its KV to the ticket's owner, and answers with the first token as soon as it is known.
+    """Computes a prompt, ships its KV to the ticket's owner, and answers with the first token of each choice as soon as they are known.
     Cancelling the call cancels the handoff.
     """
 
@@ -57,7 +57,7 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_pb2.PrefillRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_prefill_pb2.PrefillResponse, _abc.Awaitable[_prefill_pb2.PrefillResponse]]:
-        """Computes a prompt, ships its KV to the ticket's owner, and answers with the first token as soon as it is known.
+        """Computes a prompt, ships its KV to the ticket's owner, and answers with the first token of each choice as soon as they are known.
         Cancelling the call cancels the handoff.
         """
 

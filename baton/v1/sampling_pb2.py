@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/sampling.proto\x12\x08\x62\x61ton.v1\"\x9b\x06\n\x0eSamplingParams\x12\x0e\n\x01n\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12;\n\nlogit_bias\x18\t \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\n \x01(\rH\x08\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x0b \x01(\rH\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x17\n\nignore_eos\x18\x0e \x01(\x08H\n\x88\x01\x01\x12\x11\n\x04seed\x18\x0f \x01(\x04H\x0b\x88\x01\x01\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x0c\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x11 \x01(\x08H\r\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x12 \x01(\x08H\x0e\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x04\n\x02_nB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokensB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\x07\n\x05_seedB\x0b\n\t_logprobsB\x1d\n\x1b_include_stop_str_in_outputB\x16\n\x14_skip_special_tokens\"\xf0\x02\n\rTokenSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12:\n\nlogit_bias\x18\x08 \x03(\x0b\x32&.baton.v1.TokenSampling.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\t \x01(\r\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x0c\n\x04seed\x18\x0c \x01(\x04\x12\x10\n\x08logprobs\x18\r \x01(\x05\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"_\n\x10PositionLogprobs\x12&\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x16.baton.v1.TokenLogprob\x12#\n\x03top\x18\x02 \x03(\x0b\x32\x16.baton.v1.TokenLogprob*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/sampling.proto\x12\x08\x62\x61ton.v1\"\xb0\x08\n\x0eSamplingParams\x12\x0e\n\x01n\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12;\n\nlogit_bias\x18\t \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\n \x01(\rH\x08\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x0b \x01(\rH\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x17\n\nignore_eos\x18\x0e \x01(\x08H\n\x88\x01\x01\x12\x11\n\x04seed\x18\x0f \x01(\x04H\x0b\x88\x01\x01\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x0c\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x11 \x01(\x08H\r\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x12 \x01(\x08H\x0e\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x13 \x01(\rH\x0f\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x14 \x01(\rH\x10\x88\x01\x01\x12\x11\n\x04\x65\x63ho\x18\x15 \x01(\x08H\x11\x88\x01\x01\x12\x11\n\tbad_words\x18\x16 \x03(\t\x12.\n\x0b\x62\x65\x61m_search\x18\x17 \x01(\x0b\x32\x14.baton.v1.BeamSearchH\x12\x88\x01\x01\x12:\n\x11structured_output\x18\x18 \x01(\x0b\x32\x1a.baton.v1.StructuredOutputH\x13\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x04\n\x02_nB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokensB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\x07\n\x05_seedB\x0b\n\t_logprobsB\x1d\n\x1b_include_stop_str_in_outputB\x16\n\x14_skip_special_tokensB\n\n\x08_best_ofB\x12\n\x10_prompt_logprobsB\x07\n\x05_echoB\x0e\n\x0c_beam_searchB\x14\n\x12_structured_output\"|\n\nBeamSearch\x12\r\n\x05width\x18\x01 \x01(\r\x12\x1b\n\x0elength_penalty\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12/\n\x0e\x65\x61rly_stopping\x18\x03 \x01(\x0e\x32\x17.baton.v1.EarlyStoppingB\x11\n\x0f_length_penalty\"\x94\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12&\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x14.baton.v1.StringListH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x1c\n\nStringList\x12\x0e\n\x06values\x18\x01 \x03(\t\"\xea\x03\n\rTokenSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12:\n\nlogit_bias\x18\x08 \x03(\x0b\x32&.baton.v1.TokenSampling.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\t \x01(\r\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x0c\n\x04seed\x18\x0c \x01(\x04\x12\x10\n\x08logprobs\x18\r \x01(\x05\x12*\n\tbad_words\x18\x0e \x03(\x0b\x32\x17.baton.v1.TokenSequence\x12\x17\n\x0fprompt_logprobs\x18\x0f \x01(\x05\x12\x0f\n\x07grammar\x18\x10 \x01(\x0c\x12\"\n\x04\x62\x65\x61m\x18\x11 \x01(\x0b\x32\x14.baton.v1.BeamParams\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"z\n\nBeamParams\x12\r\n\x05width\x18\x01 \x01(\r\x12\x16\n\x0elength_penalty\x18\x02 \x01(\x01\x12/\n\x0e\x65\x61rly_stopping\x18\x03 \x01(\x0e\x32\x17.baton.v1.EarlyStopping\x12\x14\n\x0cnum_returned\x18\x04 \x01(\r\"\x1c\n\rTokenSequence\x12\x0b\n\x03ids\x18\x01 \x03(\r\"N\n\x0cSampledToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12,\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1a.baton.v1.PositionLogprobs\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"_\n\x10PositionLogprobs\x12&\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x16.baton.v1.TokenLogprob\x12#\n\x03top\x18\x02 \x03(\x0b\x32\x16.baton.v1.TokenLogprob*d\n\rEarlyStopping\x12\x1e\n\x1a\x45\x41RLY_STOPPING_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45\x41RLY_STOPPING_ALWAYS\x10\x01\x12\x18\n\x14\x45\x41RLY_STOPPING_NEVER\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,18 +35,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_TOKENSAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_TOKENSAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1354
-  _globals['_FINISHREASON']._serialized_end=1449
+  _globals['_EARLYSTOPPING']._serialized_start=2294
+  _globals['_EARLYSTOPPING']._serialized_end=2394
+  _globals['_FINISHREASON']._serialized_start=2396
+  _globals['_FINISHREASON']._serialized_end=2491
   _globals['_SAMPLINGPARAMS']._serialized_start=38
-  _globals['_SAMPLINGPARAMS']._serialized_end=833
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=545
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=593
-  _globals['_TOKENSAMPLING']._serialized_start=836
-  _globals['_TOKENSAMPLING']._serialized_end=1204
-  _globals['_TOKENSAMPLING_LOGITBIASENTRY']._serialized_start=545
-  _globals['_TOKENSAMPLING_LOGITBIASENTRY']._serialized_end=593
-  _globals['_TOKENLOGPROB']._serialized_start=1206
-  _globals['_TOKENLOGPROB']._serialized_end=1255
-  _globals['_POSITIONLOGPROBS']._serialized_start=1257
-  _globals['_POSITIONLOGPROBS']._serialized_end=1352
+  _globals['_SAMPLINGPARAMS']._serialized_end=1110
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=743
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=791
+  _globals['_BEAMSEARCH']._serialized_start=1112
+  _globals['_BEAMSEARCH']._serialized_end=1236
+  _globals['_STRUCTUREDOUTPUT']._serialized_start=1239
+  _globals['_STRUCTUREDOUTPUT']._serialized_end=1387
+  _globals['_STRINGLIST']._serialized_start=1389
+  _globals['_STRINGLIST']._serialized_end=1417
+  _globals['_TOKENSAMPLING']._serialized_start=1420
+  _globals['_TOKENSAMPLING']._serialized_end=1910
+  _globals['_TOKENSAMPLING_LOGITBIASENTRY']._serialized_start=743
+  _globals['_TOKENSAMPLING_LOGITBIASENTRY']._serialized_end=791
+  _globals['_BEAMPARAMS']._serialized_start=1912
+  _globals['_BEAMPARAMS']._serialized_end=2034
+  _globals['_TOKENSEQUENCE']._serialized_start=2036
+  _globals['_TOKENSEQUENCE']._serialized_end=2064
+  _globals['_SAMPLEDTOKEN']._serialized_start=2066
+  _globals['_SAMPLEDTOKEN']._serialized_end=2144
+  _globals['_TOKENLOGPROB']._serialized_start=2146
+  _globals['_TOKENLOGPROB']._serialized_end=2195
+  _globals['_POSITIONLOGPROBS']._serialized_start=2197
+  _globals['_POSITIONLOGPROBS']._serialized_end=2292
 # @@protoc_insertion_point(module_scope)

@@ -19,6 +19,29 @@ else:
 
 DESCRIPTOR: descriptor.FileDescriptor
 
+class _EarlyStopping:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EarlyStoppingEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_EarlyStopping.ValueType], builtins.type):
+    DESCRIPTOR: descriptor.EnumDescriptor
+    EARLY_STOPPING_UNSPECIFIED: _EarlyStopping.ValueType  # 0
+    """When no running beam is likely to beat the worst finished one, going by its present score. The default."""
+    EARLY_STOPPING_ALWAYS: _EarlyStopping.ValueType  # 1
+    """At once."""
+    EARLY_STOPPING_NEVER: _EarlyStopping.ValueType  # 2
+    """When no running beam can beat the worst finished one, whatever follows."""
+
+class EarlyStopping(_EarlyStopping, metaclass=_EarlyStoppingEnumTypeWrapper):
+    """When a beam search may end before max_tokens, once it has as many finished outputs as it is wide."""
+
+EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ValueType  # 0
+"""When no running beam is likely to beat the worst finished one, going by its present score. The default."""
+EARLY_STOPPING_ALWAYS: EarlyStopping.ValueType  # 1
+"""At once."""
+EARLY_STOPPING_NEVER: EarlyStopping.ValueType  # 2
+"""When no running beam can beat the worst finished one, whatever follows."""
+
 class _FinishReason:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -86,8 +109,14 @@ class SamplingParams(message.Message):
     LOGPROBS_FIELD_NUMBER: builtins.int
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    BEST_OF_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    ECHO_FIELD_NUMBER: builtins.int
+    BAD_WORDS_FIELD_NUMBER: builtins.int
+    BEAM_SEARCH_FIELD_NUMBER: builtins.int
+    STRUCTURED_OUTPUT_FIELD_NUMBER: builtins.int
     n: builtins.int
-    """Number of independent choices. Range 1..128; default 1."""
+    """Number of independent choices, at most what a decode worker runs at once. Range 1..128; default 1."""
     temperature: builtins.float
     """Divides the logits; 0 means greedy. Range 0..100; default 1."""
     top_k: builtins.int
@@ -116,6 +145,12 @@ class SamplingParams(message.Message):
     """Whether the text keeps the stop string that ended it. Default false."""
     skip_special_tokens: builtins.bool
     """Whether the text leaves out special tokens. Default true."""
+    best_of: builtins.int
+    """Choices to produce, of which the n with the highest mean log probability are returned when all have ended. Range n..128; default n."""
+    prompt_logprobs: builtins.int
+    """Number of most probable tokens reported per position of the prompt, besides the prompt's own. Range 0..20; unset: none reported."""
+    echo: builtins.bool
+    """Whether the text of each choice begins with the prompt's. Default false."""
     @builtins.property
     def logit_bias(self) -> containers.ScalarMap[builtins.int, builtins.float]:
         """Added to the logits of the named token ids. Values -100..100; at most 1024 entries."""
@@ -127,6 +162,20 @@ class SamplingParams(message.Message):
     @builtins.property
     def stop_token_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
         """Token ids that end the output; at most 64."""
+
+    @builtins.property
+    def bad_words(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Words that must not appear in the output, by the tokens they are made of; at most 128, each of 1..256 characters."""
+
+    @builtins.property
+    def beam_search(self) -> BeamSearch:
+        """Searches for the most probable outputs instead of sampling. Then n is at most the width, and only max_tokens, stop_token_ids, ignore_eos,
+        min_tokens, structured_output and the text options may be set besides.
+        """
+
+    @builtins.property
+    def structured_output(self) -> StructuredOutput:
+        """What the output must look like."""
 
     def __init__(
         self,
@@ -149,11 +198,23 @@ class SamplingParams(message.Message):
         logprobs: builtins.int | None = ...,
         include_stop_str_in_output: builtins.bool | None = ...,
         skip_special_tokens: builtins.bool | None = ...,
+        best_of: builtins.int | None = ...,
+        prompt_logprobs: builtins.int | None = ...,
+        echo: builtins.bool | None = ...,
+        bad_words: abc.Iterable[builtins.str] | None = ...,
+        beam_search: BeamSearch | None = ...,
+        structured_output: StructuredOutput | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_echo", b"_echo", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_structured_output", b"_structured_output", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "beam_search", b"beam_search", "best_of", b"best_of", "echo", b"echo", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_beam_search", b"_beam_search", "_best_of", b"_best_of", "_echo", b"_echo", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_structured_output", b"_structured_output", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "bad_words", b"bad_words", "beam_search", b"beam_search", "best_of", b"best_of", "echo", b"echo", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__beam_search: _TypeAlias = typing.Literal["beam_search"]  # noqa: Y015
+    _WhichOneofArgType__beam_search: _TypeAlias = typing.Literal["_beam_search", b"_beam_search"]  # noqa: Y015
+    _WhichOneofReturnType__best_of: _TypeAlias = typing.Literal["best_of"]  # noqa: Y015
+    _WhichOneofArgType__best_of: _TypeAlias = typing.Literal["_best_of", b"_best_of"]  # noqa: Y015
+    _WhichOneofReturnType__echo: _TypeAlias = typing.Literal["echo"]  # noqa: Y015
+    _WhichOneofArgType__echo: _TypeAlias = typing.Literal["_echo", b"_echo"]  # noqa: Y015
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
     _WhichOneofReturnType__ignore_eos: _TypeAlias = typing.Literal["ignore_eos"]  # noqa: Y015
@@ -172,18 +233,28 @@ class SamplingParams(message.Message):
     _WhichOneofArgType__n: _TypeAlias = typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType__presence_penalty: _TypeAlias = typing.Literal["presence_penalty"]  # noqa: Y015
     _WhichOneofArgType__presence_penalty: _TypeAlias = typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = typing.Literal["repetition_penalty"]  # noqa: Y015
     _WhichOneofArgType__repetition_penalty: _TypeAlias = typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = typing.Literal["skip_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__structured_output: _TypeAlias = typing.Literal["structured_output"]  # noqa: Y015
+    _WhichOneofArgType__structured_output: _TypeAlias = typing.Literal["_structured_output", b"_structured_output"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
     _WhichOneofReturnType__top_k: _TypeAlias = typing.Literal["top_k"]  # noqa: Y015
     _WhichOneofArgType__top_k: _TypeAlias = typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__beam_search) -> _WhichOneofReturnType__beam_search | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__best_of) -> _WhichOneofReturnType__best_of | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__echo) -> _WhichOneofReturnType__echo | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
     @typing.overload
@@ -203,17 +274,113 @@ class SamplingParams(message.Message):
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
     @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
     @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__structured_output) -> _WhichOneofReturnType__structured_output | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
+
+@typing.final
+class BeamSearch(message.Message):
+    """Beam search, as transformers' generate does it."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    WIDTH_FIELD_NUMBER: builtins.int
+    LENGTH_PENALTY_FIELD_NUMBER: builtins.int
+    EARLY_STOPPING_FIELD_NUMBER: builtins.int
+    width: builtins.int
+    """Beams kept at each step. Range 1..64."""
+    length_penalty: builtins.float
+    """Exponent of the length that divides a beam's summed log probability. Range -10..10; default 1."""
+    early_stopping: EarlyStopping.ValueType
+    """When to end."""
+    def __init__(
+        self,
+        *,
+        width: builtins.int = ...,
+        length_penalty: builtins.float | None = ...,
+        early_stopping: EarlyStopping.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["_length_penalty", b"_length_penalty", "length_penalty", b"length_penalty"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_length_penalty", b"_length_penalty", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__length_penalty: _TypeAlias = typing.Literal["length_penalty"]  # noqa: Y015
+    _WhichOneofArgType__length_penalty: _TypeAlias = typing.Literal["_length_penalty", b"_length_penalty"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__length_penalty) -> _WhichOneofReturnType__length_penalty | None: ...
+
+@typing.final
+class StructuredOutput(message.Message):
+    """A constraint on the output's text."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: builtins.int
+    JSON_OBJECT_FIELD_NUMBER: builtins.int
+    REGEX_FIELD_NUMBER: builtins.int
+    CHOICE_FIELD_NUMBER: builtins.int
+    GRAMMAR_FIELD_NUMBER: builtins.int
+    json_schema: builtins.str
+    """A JSON document that this JSON Schema, itself JSON, describes."""
+    json_object: builtins.bool
+    """Any JSON object."""
+    regex: builtins.str
+    """A text that this regular expression matches as a whole."""
+    grammar: builtins.str
+    """A text of this context-free grammar, in EBNF (Lark's syntax); the start rule is "start"."""
+    @builtins.property
+    def choice(self) -> StringList:
+        """One of these texts."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: builtins.str = ...,
+        json_object: builtins.bool = ...,
+        regex: builtins.str = ...,
+        choice: StringList | None = ...,
+        grammar: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["json_schema", "json_object", "regex", "choice", "grammar"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+@typing.final
+class StringList(message.Message):
+    """Some texts."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def values(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The texts; at least one, at most 1024."""
+
+    def __init__(
+        self,
+        *,
+        values: abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
 class TokenSampling(message.Message):
@@ -254,6 +421,10 @@ class TokenSampling(message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
+    BAD_WORDS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    GRAMMAR_FIELD_NUMBER: builtins.int
+    BEAM_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """As in SamplingParams; 0 means greedy."""
     top_k: builtins.int
@@ -276,6 +447,10 @@ class TokenSampling(message.Message):
     """Key of the counter-based random numbers."""
     logprobs: builtins.int
     """Number of alternatives reported per position; -1 reports no log probabilities at all."""
+    prompt_logprobs: builtins.int
+    """Number of alternatives reported per position of the prompt; -1 reports none. The KV of cached prefixes cannot tell them, so none is used."""
+    grammar: builtins.bytes
+    """What the output must look like, in the form that baton.grammar reads; empty for anything."""
     @builtins.property
     def logit_bias(self) -> containers.ScalarMap[builtins.int, builtins.float]:
         """As in SamplingParams; every key is below the vocabulary's size."""
@@ -283,6 +458,14 @@ class TokenSampling(message.Message):
     @builtins.property
     def stop_token_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
         """Token ids that end the output, the model's end-of-sequence tokens among them unless they are ignored."""
+
+    @builtins.property
+    def bad_words(self) -> containers.RepeatedCompositeFieldContainer[TokenSequence]:
+        """Sequences of token ids, each of at least one; the last of a sequence must not follow the others of it."""
+
+    @builtins.property
+    def beam(self) -> BeamParams:
+        """Set for a beam search. The sequence is then the root of its beams; outputs come when the search has ended."""
 
     def __init__(
         self,
@@ -300,10 +483,94 @@ class TokenSampling(message.Message):
         stop_token_ids: abc.Iterable[builtins.int] | None = ...,
         seed: builtins.int = ...,
         logprobs: builtins.int = ...,
+        bad_words: abc.Iterable[TokenSequence] | None = ...,
+        prompt_logprobs: builtins.int = ...,
+        grammar: builtins.bytes = ...,
+        beam: BeamParams | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["beam", b"beam"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["bad_words", b"bad_words", "beam", b"beam", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class BeamParams(message.Message):
+    """A beam search, resolved."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    WIDTH_FIELD_NUMBER: builtins.int
+    LENGTH_PENALTY_FIELD_NUMBER: builtins.int
+    EARLY_STOPPING_FIELD_NUMBER: builtins.int
+    NUM_RETURNED_FIELD_NUMBER: builtins.int
+    width: builtins.int
+    """Beams kept at each step, at least 1."""
+    length_penalty: builtins.float
+    """As in BeamSearch."""
+    early_stopping: EarlyStopping.ValueType
+    """As in BeamSearch."""
+    num_returned: builtins.int
+    """Outputs returned, best first; 1..width."""
+    def __init__(
+        self,
+        *,
+        width: builtins.int = ...,
+        length_penalty: builtins.float = ...,
+        early_stopping: EarlyStopping.ValueType = ...,
+        num_returned: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "num_returned", b"num_returned", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class TokenSequence(message.Message):
+    """Token ids in order."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The ids."""
+
+    def __init__(
+        self,
+        *,
+        ids: abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["ids", b"ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class SampledToken(message.Message):
+    """A chosen token."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    token_id: builtins.int
+    """Its id."""
+    @builtins.property
+    def logprobs(self) -> PositionLogprobs:
+        """Its log probabilities, if they were asked for; in a beam search, those of the beams that may follow."""
+
+    def __init__(
+        self,
+        *,
+        token_id: builtins.int = ...,
+        logprobs: PositionLogprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["logprobs", b"logprobs", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,11 +27,16 @@ def draw_spec(rng: random.Random, index: int) -> SequenceSpec:
         max_tokens=rng.randint(1, 30),
         stop_token_ids=frozenset(rng.sample(range(VOCAB), 20)),
     )
-    return SequenceSpec(f"r{index}", prompt, sampling, arrival_ns=index)
+    num_choices = rng.choice([1, 1, 1, 2, 4])
+    return SequenceSpec(f"r{index}", prompt, sampling, arrival_ns=index, num_choices=num_choices)
 
 
-def expected(spec: SequenceSpec) -> list[int]:
-    return oracle_tokens(spec.prompt_token_ids, spec.sampling, VOCAB)
+def expected(spec: SequenceSpec) -> list[list[int]]:
+    """Of each choice."""
+    return [
+        oracle_tokens(spec.prompt_token_ids, spec.sampling, VOCAB, choice)
+        for choice in range(spec.num_choices)
+    ]
 
 
 async def serve(
@@ -73,7 +78,7 @@ async def serve(
 SHAPES = [
     pytest.param(SimShape(), SimShape(block_size=8), id="roomy"),
     pytest.param(SimShape(num_blocks=24), SimShape(block_size=7), id="decode-full"),
-    pytest.param(SimShape(max_num_seqs=2), SimShape(num_blocks=18), id="few-places"),
+    pytest.param(SimShape(max_num_seqs=4), SimShape(num_blocks=18), id="few-places"),
     pytest.param(
         SimShape(num_blocks=30, max_local_prefill_tokens=12, max_num_batched_tokens=8),
         SimShape(max_num_batched_tokens=5),
@@ -162,7 +167,7 @@ def test_the_last_decode_worker_dies_in_mid_stream() -> None:
 
 def test_a_full_queue_refuses_at_once_and_serves_what_it_took() -> None:
     async def main() -> None:
-        system = System(5, max_queue_size=4, decode_shape=SimShape(max_num_seqs=1))
+        system = System(5, max_queue_size=4, decode_shape=SimShape(max_num_seqs=4))
         specs = [draw_spec(system.rng, index) for index in range(12)]
         histories = [History() for _ in specs]
         await asyncio.gather(*(system.request(s, h) for s, h in zip(specs, histories, strict=True)))

@@ -14,10 +14,13 @@ from baton.cache.pool import BlockPool
 from baton.engine.loop import Step
 from baton.engine.oracle import OracleEngine, OracleOptions
 from baton.types import WorkerIdentity
-from decode_svc.core import DecodeCommand, DecodeCore, DecodeLimits, StreamEvent
+from decode_svc.admission import DecodeLimits
+from decode_svc.commands import DecodeCommand, StreamEvent
+from decode_svc.core import DecodeCore, DecodeDevices
+from decode_svc.swap_space import SwapSpace
 from kv_transfer.endpoint import Endpoint
 from kv_transfer.receiver import Receiver
-from kv_transfer.sender import Sender
+from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import TicketTable
 from kv_transfer.transport.loopback import LoopbackHub
 from prefill_svc.core import PrefillCommand, PrefillCore, PrefillEvent, PrefillLimits
@@ -36,6 +39,8 @@ class SimShape:
     max_local_prefill_tokens: int = 0
     enable_prefix_caching: bool = True
     poison_token_id: int = -1
+    swap_bytes: int = 0
+    """Room for swapped sequences; a token of the oracle's takes 128 bytes."""
 
 
 def _engine(shape: SimShape) -> OracleEngine:
@@ -57,6 +62,25 @@ def _pool(shape: SimShape) -> BlockPool:
     )
 
 
+def _sender(
+    hub: LoopbackHub,
+    name: str,
+    engine: OracleEngine,
+    on_done: Callable[[SendDone], None],
+    clock: Clock,
+) -> Sender:
+    return Sender(
+        WorkerIdentity(name, 1),
+        engine.spec.layout,
+        engine.kv,
+        lambda endpoints, _: hub.connect(endpoints[0].address),
+        on_done,
+        clock,
+        max_chunk_bytes=256,
+        is_inline=True,
+    )
+
+
 @dataclass
 class SimPrefill:
     """A prefill worker: put commands into `inbox`, call step."""
@@ -71,16 +95,7 @@ class SimPrefill:
     def __post_init__(self) -> None:
         self.engine = _engine(self.shape)
         self.pool = _pool(self.shape)
-        self.sender = Sender(
-            WorkerIdentity(self.name, 1),
-            self.engine.spec.layout,
-            self.engine.kv,
-            lambda endpoints, _: self.hub.connect(endpoints[0].address),
-            self.submit,
-            self.clock,
-            max_chunk_bytes=256,
-            is_inline=True,
-        )
+        self.sender = _sender(self.hub, self.name, self.engine, self.submit, self.clock)
         limits = PrefillLimits(self.shape.max_num_seqs, self.shape.max_num_batched_tokens)
         self.core = PrefillCore(self.engine, self.pool, self.sender, limits, self.clock)
 
@@ -130,7 +145,10 @@ class SimDecode:
             self.shape.max_num_batched_tokens,
             self.shape.max_local_prefill_tokens,
         )
-        self.core = DecodeCore(self.engine, self.pool, self.tickets, limits)
+        self.sender = _sender(self.hub, self.name, self.engine, self.submit, self.clock)
+        self.swap = swap = SwapSpace(self.engine.kv, self.shape.swap_bytes)
+        devices = DecodeDevices(self.engine, self.pool, self.tickets, self.sender, swap, self.clock)
+        self.core = DecodeCore(devices, limits)
 
     def submit(self, command: DecodeCommand) -> None:
         self.inbox.append(command)

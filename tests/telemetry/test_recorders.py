@@ -16,8 +16,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from baton.events import Offered, Tokens, is_last
 from baton.telemetry import Telemetry
-from baton.types import FinishReason, Sampling, SequenceSpec
-from decode_svc import core as decode
+from baton.types import KvSource, Sampling, SequenceSpec
+from decode_svc import commands as decode
 from decode_svc.recorder import DecodeRecorder
 from kv_transfer.transport.loopback import LoopbackHub
 from prefill_svc import core as prefill
@@ -99,7 +99,7 @@ class Tiers:
             traceparent=f"00-{TRACE}-{handle + 1:016x}-01",
         )
         self.live[handle] = spec
-        self.decode.submit(decode.Open(0, handle, spec, prefill_here=self.rng.random() < 0.2))
+        self.decode.submit(decode.Open(0, handle, spec, self.rng.choice([KvSource.HERE, *[KvSource.PREFILL_WORKER] * 4])))
 
     def cancel(self, handle: int) -> None:
         self.end(handle, "cancelled")
@@ -137,7 +137,7 @@ class Tiers:
     def _prefilled(self, event: prefill.Prefilled) -> None:
         handle = int(event.key)
         self.num_prefilled += 1
-        if handle in self.live and event.finish is not FinishReason.NONE:
+        if handle in self.live and event.is_over:
             self.end(handle, "finished on P")
             self.decode.submit(decode.Abort(0, handle))
 

@@ -58,12 +58,48 @@ class PoolMachine(RuleBasedStateMachine):
     def grow(self, data: st.DataObject, num_more: int) -> None:
         lease, tenant, tokens = data.draw(st.sampled_from(self.live))
         before = list(lease.block_ids)
-        if lease.grow(lease.num_tokens + num_more):
+        if lease.prepare_write(lease.num_tokens, lease.num_tokens + num_more) is not None:
             assert lease.block_ids[: len(before)] == before
             for block_id in lease.block_ids[len(before) :]:
                 self.held[block_id] = (tenant, tuple(tokens))
         else:
             assert lease.block_ids == before
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        lease, tenant, tokens = data.draw(st.sampled_from(self.live))
+        num_tokens = data.draw(st.integers(lease.num_cached_tokens, len(tokens)))
+        available = self.pool.counts().available
+        child = lease.fork(num_tokens)
+        assert child.block_ids == lease.block_ids[: self.pool.num_blocks_for(num_tokens)]
+        assert self.pool.counts().available == available
+        self.live.append((child, tenant, tokens[:num_tokens]))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def overwrite(self, data: st.DataObject) -> None:
+        """Nobody else sees what a lease writes, and the writer keeps what it had."""
+        lease, tenant, tokens = data.draw(st.sampled_from(self.live))
+        start = data.draw(st.integers(lease.num_cached_tokens, len(tokens)))
+        end = start + data.draw(st.integers(1, 9))
+        others = [b for other, _, _ in self.live if other is not lease for b in other.block_ids]
+        before = list(lease.block_ids)
+        num_needed = lease.num_blocks_to_write(start, end)
+        available = self.pool.counts().available
+        copies = lease.prepare_write(start, end)
+        if copies is None:
+            assert num_needed > available
+            assert lease.block_ids == before
+            return
+        assert self.pool.counts().available == available - num_needed
+        for copy in copies:
+            assert before[lease.block_ids.index(copy.target)] == copy.source
+            self.held[copy.target] = self.held[copy.source]
+        written = lease.block_ids[start // 4 : self.pool.num_blocks_for(end)]
+        assert set(written).isdisjoint(others)
+        for block_id in written:
+            self.held[block_id] = (tenant, tuple(tokens))
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())

@@ -14,8 +14,11 @@ from baton.engine.interface import Batch, LayersDone
 from baton.engine.loop import EngineLoop, Heartbeat, Step
 from baton.engine.oracle import OracleEngine, OracleOptions
 from baton.errors import Overloaded
-from baton.types import Sample, Sampling, SequenceSpec, WorkerLoad
-from decode_svc.core import DecodeCore, DecodeLimits, Open
+from baton.types import KvSource, Sample, Sampling, SequenceSpec, WorkerLoad
+from decode_svc.admission import DecodeLimits
+from decode_svc.commands import Open
+from decode_svc.core import DecodeCore, DecodeDevices
+from decode_svc.swap_space import SwapSpace
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode
 
@@ -114,8 +117,12 @@ class CountingEngine(OracleEngine):
 def test_a_long_step_beats_at_every_group_of_layers() -> None:
     beats: list[int] = []
     engine = CountingEngine(beats)
-    tickets = SimDecode(LoopbackHub(), lambda: 0.0).tickets
+    sim = SimDecode(LoopbackHub(), lambda: 0.0)
     pool = BlockPool(16, 16, secret=bytes(32))
-    core = DecodeCore(engine, pool, tickets, DecodeLimits(4, 64, 100), lambda: beats.append(1))
-    core.step([Open(0, 1, SequenceSpec("r", (1, 2, 3), Sampling(max_tokens=2)), prefill_here=True)])
+    swap = SwapSpace(engine.kv, 0)
+    devices = DecodeDevices(
+        engine, pool, sim.tickets, sim.sender, swap, lambda: 0.0, lambda: beats.append(1)
+    )
+    core = DecodeCore(devices, DecodeLimits(4, 64, 100))
+    core.step([Open(0, 1, SequenceSpec("r", (1, 2, 3), Sampling(max_tokens=2)), KvSource.HERE)])
     assert engine.num_beats_within == [4]

@@ -7,17 +7,25 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_svc.scheduler import plan_step
+from decode_svc.scheduler import Budget, plan_step
 from prefill_svc.scheduler import share_budget
 
 
 @dataclass(frozen=True)
 class Fake:
-    rank: tuple[int, int, str]
+    rank: tuple[int, int, str, int]
     num_computed_tokens: int
     num_missing_tokens: int
     num_blocks: int
     num_exclusive_blocks: int
+    min_new_tokens: int = 1
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_missing_tokens > 1
+
+    def num_blocks_to_write(self, num_new: int) -> int:
+        return max(0, -(-(self.num_computed_tokens + num_new) // BLOCK) - self.num_blocks)
 
 
 BLOCK = 4
@@ -34,32 +42,28 @@ def fakes(draw: st.DrawFn) -> list[Fake]:
         blocks = -(-max(needed, 1) // BLOCK)
         exclusive = draw(st.integers(0, blocks))
         sequences.append(
-            Fake((draw(st.integers(0, 1)), index, ""), computed, missing, blocks, exclusive)
+            Fake((draw(st.integers(0, 1)), index, "", 0), computed, missing, blocks, exclusive)
         )
     return draw(st.permutations(sequences))
-
-
-def needed_blocks(sequence: Fake, num_new: int) -> int:
-    return max(0, -(-(sequence.num_computed_tokens + num_new) // BLOCK) - sequence.num_blocks)
 
 
 @given(fakes(), st.integers(0, 3), st.integers(1, 64))
 def test_a_decode_plan_fits_and_preempts_only_for_better_ranks(
     sequences: list[Fake], num_available: int, budget: int
 ) -> None:
-    plan = plan_step(sequences, num_available, BLOCK, budget)
+    plan = plan_step(sequences, num_available, Budget(budget, budget))
     granted = [sequence for sequence, _ in plan.grants]
     assert len(set(granted) | set(plan.preempted)) == len(granted) + len(plan.preempted)
     assert sum(num_new for _, num_new in plan.grants) <= budget
     assert all(1 <= n <= s.num_missing_tokens for s, n in plan.grants)
     freed = sum(s.num_exclusive_blocks for s in plan.preempted)
-    assert sum(needed_blocks(s, n) for s, n in plan.grants) <= num_available + freed
+    assert sum(s.num_blocks_to_write(n) for s, n in plan.grants) <= num_available + freed
     if plan.preempted:
         best_victim = min(s.rank for s in plan.preempted)
-        takers = [s for s, n in plan.grants if needed_blocks(s, n)]
+        takers = [s for s, n in plan.grants if s.num_blocks_to_write(n)]
         staying = [s for s in sequences if s not in plan.preempted]
         assert all(s.rank < best_victim for s in staying)
-        assert takers or any(needed_blocks(s, 1) for s in staying)
+        assert takers or any(s.num_blocks_to_write(1) for s in staying)
 
 
 @given(fakes(), st.integers(0, 3))
@@ -71,14 +75,14 @@ def test_the_best_ranked_decoding_sequence_runs_if_any_memory_can_be_had(
         return
     best = min(decoding, key=lambda s: s.rank)
     others = sum(s.num_exclusive_blocks for s in sequences if s.rank > best.rank)
-    plan = plan_step(sequences, num_available, BLOCK, 64)
-    can_run = needed_blocks(best, 1) <= num_available + others
+    plan = plan_step(sequences, num_available, Budget(64, 64))
+    can_run = best.num_blocks_to_write(1) <= num_available + others
     assert (best in [s for s, _ in plan.grants]) == can_run
 
 
 @given(fakes(), st.integers(1, 64))
 def test_decoding_goes_before_prefilling(sequences: list[Fake], budget: int) -> None:
-    plan = plan_step(sequences, 1000, BLOCK, budget)
+    plan = plan_step(sequences, 1000, Budget(budget, budget))
     assert not plan.preempted
     decoding = [s for s in sequences if s.num_missing_tokens == 1]
     served = [s for s, _ in plan.grants if s.num_missing_tokens == 1]

@@ -1,0 +1,49 @@
+"""Which samples a sequence wants of a chunk of its tokens: alike in both tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.engine.interface import SampleRow
+from baton.types import SequenceSpec
+
+
+def wants_prompt_logprobs(spec: SequenceSpec) -> bool:
+    """Whether the prompt's log probabilities are still to be told; cached KV cannot tell them."""
+    return spec.sampling.prompt_logprobs >= 0 and not spec.output_token_ids
+
+
+def scored_rows(spec: SequenceSpec, start: int, num_new: int) -> tuple[SampleRow, ...]:
+    """Rows that score the prompt's tokens after those of a chunk [start, start + num_new); none if nobody asked."""
+    if not wants_prompt_logprobs(spec):
+        return ()
+    prompt = spec.prompt_token_ids
+    end = min(start + num_new, len(prompt) - 1)
+    return tuple(
+        SampleRow(
+            offset=position - start,
+            sampling=spec.sampling,
+            token_ids=prompt[: position + 1],
+            num_prompt_tokens=len(prompt),
+            scored_token_id=prompt[position + 1],
+        )
+        for position in range(start, end)
+    )
+
+
+def first_rows(
+    spec: SequenceSpec, offset: int, token_ids: Sequence[int], allowed: bytes | None
+) -> tuple[SampleRow, ...]:
+    """One row for each choice of the sequence after its last known token, `offset` in its slice; one for a beam search."""
+    num_rows = 1 if spec.sampling.beam else spec.num_choices
+    return tuple(
+        SampleRow(
+            offset=offset,
+            sampling=spec.sampling,
+            token_ids=token_ids,
+            num_prompt_tokens=len(spec.prompt_token_ids),
+            choice=choice,
+            allowed=allowed,
+        )
+        for choice in range(spec.choice, spec.choice + num_rows)
+    )

@@ -1,0 +1,170 @@
+"""Beam search as transformers' generate(num_beams=...) does it, one step at a time. Pure: tokens and log probabilities in.
+
+At each step every running beam offers its likeliest next tokens. Of all extensions, by the sum of their log probabilities:
+  - those among the best `width` that end an output are finished, with the score sum / length ** length_penalty; the best
+    `width` finished outputs are kept;
+  - the best `width` that end none run on.
+The search is over when every extension ended (max_tokens), or when there are `width` finished outputs and
+  - ALWAYS: at once;
+  - HEURISTIC: the best running beam would not beat the worst of them if it ended at its present length;
+  - NEVER: nor at any length: at max_tokens for a positive length_penalty, at the present one for others.
+Where fewer tokens are allowed than a step would like, fewer beams run, and fewer outputs than asked for may be found.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from baton.types import BeamParams, EarlyStopping, FinishReason, Sampling, finish_reason
+
+#: (token id, its log probability after the beam), likeliest first.
+Candidates = Sequence[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A finished output. score: its tokens' summed log probability / length ** length_penalty."""
+
+    token_ids: tuple[int, ...]
+    score: float
+    finish: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class BeamStep:
+    """The next running beams, best first: beam i is what running beam parents[i] was, and token_ids[i] after it.
+
+    Both are empty when the search is over.
+    """
+
+    parents: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    is_over: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Beam:
+    token_ids: tuple[int, ...]
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Extension:
+    parent: int
+    token_id: int
+    logprob: float
+    finish: FinishReason
+
+
+def beam_params(sampling: Sampling) -> BeamParams:
+    """The beam search that `sampling` asks for. Raises ValueError if it asks for none."""
+    if sampling.beam is None:
+        raise ValueError("the sampling has no beam search")
+    return sampling.beam
+
+
+def num_candidates(sampling: Sampling) -> int:
+    """Next tokens that a beam must offer: enough for `width` that do not end the output, whichever are likely."""
+    return beam_params(sampling).width + len(sampling.stop_token_ids)
+
+
+class BeamSearch:
+    """The beams of one sequence. Starts with one: the prompt, with nothing after it."""
+
+    def __init__(self, sampling: Sampling, num_prompt_tokens: int, max_model_len: int) -> None:
+        """Raises ValueError if `sampling` asks for no beam search."""
+        self._params = beam_params(sampling)
+        self._sampling = sampling
+        self._num_prompt_tokens = num_prompt_tokens
+        self._max_model_len = max_model_len
+        self._running: tuple[_Beam, ...] = (_Beam((), 0.0),)
+        self._finished: tuple[Hypothesis, ...] = ()
+
+    @property
+    def num_running(self) -> int:
+        """Beams that the next step wants candidates of; 0 once the search is over."""
+        return len(self._running)
+
+    def step(self, candidates: Sequence[Candidates]) -> BeamStep:
+        """Go on by one token: candidates[i] are the `num_candidates` likeliest allowed tokens after running beam i, fewer
+        if fewer are allowed."""
+        survivors: list[_Extension] = []
+        ended: list[_Extension] = []
+        width = self._params.width
+        for place, extension in enumerate(self._extensions(candidates)):
+            if extension.finish is FinishReason.NONE:
+                survivors.append(extension)
+            elif place < width:
+                ended.append(extension)
+            if len(survivors) == width:
+                break
+        self._finished = self._best_finished(ended)
+        self._running = tuple(
+            _Beam((*self._tokens_of(e), e.token_id), e.logprob) for e in survivors
+        )
+        if self._is_over():
+            self._running = ()
+            return BeamStep((), (), is_over=True)
+        return BeamStep(
+            tuple(e.parent for e in survivors), tuple(e.token_id for e in survivors), is_over=False
+        )
+
+    def best(self) -> tuple[Hypothesis, ...]:
+        """The finished outputs, best first: num_returned of them, or all there are."""
+        return self._finished[: self._params.num_returned]
+
+    def _extensions(self, candidates: Sequence[Candidates]) -> Iterator[_Extension]:
+        """All one-token extensions of the running beams, likeliest first; equals by beam."""
+        per_beam = [
+            [(beam.logprob + logprob, index, token_id) for token_id, logprob in offered]
+            for index, (beam, offered) in enumerate(zip(self._running, candidates, strict=True))
+        ]
+        for logprob, parent, token_id in heapq.merge(*per_beam, key=lambda entry: -entry[0]):
+            yield _Extension(parent, token_id, logprob, self._finish(token_id))
+
+    def _finish(self, token_id: int) -> FinishReason:
+        length = self._length + 1
+        total = self._num_prompt_tokens + length
+        return finish_reason(token_id, length, total, self._sampling, self._max_model_len)
+
+    @property
+    def _length(self) -> int:
+        """Tokens of output in each running beam."""
+        return len(self._running[0].token_ids)
+
+    def _tokens_of(self, extension: _Extension) -> tuple[int, ...]:
+        return self._running[extension.parent].token_ids
+
+    def _best_finished(self, ended: Sequence[_Extension]) -> tuple[Hypothesis, ...]:
+        found = [
+            Hypothesis(
+                (*self._tokens_of(e), e.token_id),
+                self._score(e.logprob, self._length + 1),
+                e.finish,
+            )
+            for e in ended
+        ]
+        ranked = sorted((*self._finished, *found), key=lambda h: -h.score)
+        return tuple(ranked[: self._params.width])
+
+    def _score(self, logprob: float, length: int) -> float:
+        return logprob / float(length**self._params.length_penalty)
+
+    def _is_over(self) -> bool:
+        if not self._running:
+            return True
+        if len(self._finished) < self._params.width:
+            return False
+        if self._params.early_stopping is EarlyStopping.ALWAYS:
+            return True
+        return self._score(self._running[0].logprob, self._hoped_length) <= self._finished[-1].score
+
+    @property
+    def _hoped_length(self) -> int:
+        """The length at which the best running beam would score best, as far as `early_stopping` looks."""
+        if self._params.early_stopping is EarlyStopping.NEVER and self._params.length_penalty > 0:
+            room = self._max_model_len - self._num_prompt_tokens
+            return min(self._sampling.max_tokens, room)
+        return self._length

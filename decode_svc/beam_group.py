@@ -1,0 +1,125 @@
+"""The beams of one sequence in the decode batch: they step together, and share the blocks of what they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.cache.pool import BlockCopy, BlockLease, BlockPool
+from baton.engine.interface import SampleRow, SequenceSlice
+from baton.sampling.beam_search import BeamSearch, Hypothesis
+from baton.types import Rank, Sample, SequenceSpec
+from decode_svc.sequence import DecodeSequence, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class _Beam:
+    """One running beam. KV of all its tokens but the last is in the lease's blocks."""
+
+    token_ids: tuple[int, ...]
+    lease: BlockLease
+
+
+class BeamGroup:
+    """Takes the place of its root once the root's KV is whole. Owned by the engine loop."""
+
+    def __init__(
+        self, root: DecodeSequence, first: Sample, pool: BlockPool, max_model_len: int
+    ) -> None:
+        """`first`: what follows the root, with the candidates. Takes the root's lease over."""
+        self.stream = root.stream
+        self.handle = root.handle
+        self.spec: SequenceSpec = root.spec
+        self.stage = Stage.RUNNING
+        self._pool = pool
+        self._search = BeamSearch(root.spec.sampling, root.spec.num_tokens, max_model_len)
+        self._beams: tuple[_Beam, ...] = (_Beam(root.spec.token_ids, root.lease),)
+        self._num_computed_tokens = root.spec.num_tokens
+        self._step([first])
+
+    @property
+    def key(self) -> str:
+        """As DecodeSequence.key."""
+        return f"{self.stream}/{self.handle}"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the search has ended; then `outputs` are found, and nothing is left to compute."""
+        return self._search.num_running == 0
+
+    @property
+    def outputs(self) -> tuple[Hypothesis, ...]:
+        """The outputs found, best first; num_returned of them, or fewer if there are no more."""
+        return self._search.best()
+
+    @property
+    def rank(self) -> Rank:
+        return self.spec.rank
+
+    @property
+    def is_prefilling(self) -> bool:
+        return False
+
+    @property
+    def num_missing_tokens(self) -> int:
+        return len(self._beams)
+
+    @property
+    def min_new_tokens(self) -> int:
+        return len(self._beams)
+
+    @property
+    def num_exclusive_blocks(self) -> int:
+        return self._pool.num_exclusive_blocks([beam.lease for beam in self._beams])
+
+    def num_blocks_to_write(self, num_new: int) -> int:  # noqa: ARG002, all beams or none
+        start = self._num_computed_tokens
+        return self._pool.num_blocks_to_write([b.lease for b in self._beams], start, start + 1)
+
+    def prepare(self, num_new: int) -> tuple[BlockCopy, ...] | None:
+        """As DecodeSequence.prepare, for all beams or none."""
+        if self.num_blocks_to_write(num_new) > self._pool.counts().available:
+            return None
+        start = self._num_computed_tokens
+        copies: list[BlockCopy] = []
+        for beam in self._beams:
+            copies += beam.lease.prepare_write(start, start + 1) or ()
+        return tuple(copies)
+
+    def slices(self, num_new: int) -> tuple[SequenceSlice, ...]:  # noqa: ARG002
+        """The last token of each beam, and a row for its candidates."""
+        start, num_prompt_tokens = self._num_computed_tokens, len(self.spec.prompt_token_ids)
+        return tuple(
+            SequenceSlice(
+                token_ids=beam.token_ids[start:],
+                start=start,
+                block_table=beam.lease.block_ids,
+                rows=(SampleRow(0, self.spec.sampling, beam.token_ids, num_prompt_tokens),),
+                num_prompt_tokens=num_prompt_tokens,
+            )
+            for beam in self._beams
+        )
+
+    def advance(self, samples: Sequence[Sample]) -> None:
+        """The slices' samples are here: go on to the next beams. Those that nobody follows give their blocks back."""
+        self._num_computed_tokens += 1
+        self._step(samples)
+
+    def release(self) -> None:
+        """Give all blocks back."""
+        for beam in self._beams:
+            beam.lease.release()
+        self._beams = ()
+
+    def _step(self, samples: Sequence[Sample]) -> None:
+        step = self._search.step([s.logprobs.top if s.logprobs else () for s in samples])
+        parents = self._beams
+        self._beams = tuple(
+            _Beam(
+                (*parents[parent].token_ids, token_id),
+                parents[parent].lease.fork(self._num_computed_tokens),
+            )
+            for parent, token_id in zip(step.parents, step.token_ids, strict=True)
+        )
+        for beam in parents:
+            beam.lease.release()

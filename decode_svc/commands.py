@@ -1,0 +1,91 @@
+"""What the decode core is told, and how its answers are addressed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.events import DecodeEvent
+from baton.types import KvSource, SequenceSpec
+from kv_transfer.sender import SendDone
+from kv_transfer.ticket import TicketCommitted, TicketDead
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A gateway asks for room. `stream` names its Decode stream, `handle` the sequence in it.
+
+    A sequence of several choices has as many handles, from `handle` on.
+    """
+
+    stream: int
+    handle: int
+    spec: SequenceSpec
+    source: KvSource
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """A gateway gives a sequence, or one choice of it, up, in whatever stage it is."""
+
+    stream: int
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A gateway wants a sequence to stand still, to move it."""
+
+    stream: int
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandOff:
+    """A gateway wants a paused sequence's KV sent to the owner of `ticket`."""
+
+    stream: int
+    handle: int
+    ticket: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A gateway lets a paused sequence go on here."""
+
+    stream: int
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamClosed:
+    """A gateway is gone, and all its sequences with it."""
+
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Take no more sequences."""
+
+
+DecodeCommand = (
+    Open
+    | Abort
+    | Pause
+    | HandOff
+    | Resume
+    | StreamClosed
+    | Drain
+    | TicketCommitted
+    | TicketDead
+    | SendDone
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """An event and the gateway stream it belongs to."""
+
+    stream: int
+    handle: int
+    event: DecodeEvent

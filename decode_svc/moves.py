@@ -1,0 +1,128 @@
+"""Moving sequences away: to another decode worker by a handoff, or to host memory and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton.errors import HandoffFailed, InvalidRequest
+from baton.events import HandedOff, HandOffFailed, Paused, Preempted
+from decode_svc.beam_group import BeamGroup
+from decode_svc.commands import HandOff, Pause, Resume
+from decode_svc.sequence import DecodeSequence, Stage
+from decode_svc.state import DecodeState, Member
+from kv_transfer.kv_sender import KvSender
+from kv_transfer.sender import SendDone
+
+
+class Moves:
+    """To other decode workers, when the gateway says so. What cannot be moved stays as it is, or paused."""
+
+    def __init__(self, state: DecodeState, sender: KvSender, clock: Callable[[], float]) -> None:
+        """clock: the sender's."""
+        self._state = state
+        self._sender = sender
+        self._clock = clock
+        self._moving: dict[str, DecodeSequence] = {}
+
+    def heartbeat(self) -> None:
+        self._sender.heartbeat()
+
+    def pause(self, command: Pause) -> None:
+        member = self._state.find(command.stream, command.handle)
+        if member is None or member.stage in (Stage.PAUSED, Stage.MOVING):
+            return
+        is_movable = isinstance(member, DecodeSequence) and not member.is_prefilling
+        if member.stage is not Stage.RUNNING or not is_movable:
+            why = HandOffFailed(HandoffFailed.reason, "the sequence does not decode now")
+            self._state.emit(member, why)
+            return
+        member.stage = Stage.PAUSED
+        self._state.emit(member, Paused())
+
+    def resume(self, command: Resume) -> None:
+        member = self._state.find(command.stream, command.handle)
+        if member and member.stage is Stage.PAUSED:
+            member.stage = Stage.RUNNING
+
+    def hand_off(self, command: HandOff) -> None:
+        sequence = self._state.find(command.stream, command.handle)
+        if not isinstance(sequence, DecodeSequence) or sequence.stage is not Stage.PAUSED:
+            return
+        key, num_tokens = sequence.key, sequence.num_computed_tokens
+        try:
+            self._sender.begin(key, command.ticket)
+        except InvalidRequest as error:
+            self._state.emit(sequence, HandOffFailed(error.reason, error.message))
+            return
+        sequence.stage = Stage.MOVING
+        self._moving[key] = sequence
+        num_layers = self._state.spec.layout.num_layers
+        self._sender.send(key, tuple(sequence.lease.block_ids), 0, num_tokens, 0, num_layers)
+        self._sender.commit(key, num_tokens, (), self._clock())
+
+    def abandon(self, sequence: Member) -> None:
+        """Nobody wants a moving sequence any more: its blocks wait for the sender's last word."""
+        sequence.stage = Stage.ABANDONED
+        self._sender.abort(sequence.key, "CANCELLED", "the gateway gave the request up")
+
+    def finish(self, done: SendDone) -> None:
+        """The sender has had its last word."""
+        sequence = self._moving.pop(done.key)
+        if sequence.stage is Stage.ABANDONED:
+            self._state.leave(sequence)
+        elif done.error:
+            sequence.stage = Stage.PAUSED
+            self._state.emit(sequence, HandOffFailed(done.error.reason, done.error.message))
+        else:
+            self._state.emit(sequence, HandedOff())
+            self._state.leave(sequence)
+
+
+class Preemption:
+    """Takes the blocks of sequences whose turn it is not: they wait in host memory, or are placed anew."""
+
+    def __init__(self, state: DecodeState) -> None:
+        self._state = state
+
+    def preempt(self, member: Member) -> None:
+        state = self._state
+        if isinstance(member, BeamGroup) or not self._is_swapped_rather(member):
+            state.emit(member, Preempted())
+            state.leave(member)
+            return
+        state.swap.put(member.key, member.lease.block_ids, member.num_computed_tokens)
+        member.lease.index(member.token_ids, member.num_computed_tokens)
+        member.lease.release()
+        member.stage = Stage.SWAPPED
+
+    def bring_back(self) -> bool:
+        """Give swapped sequences their blocks again, best rank first, while there is room for all that run to grow.
+
+        Whether any came back.
+        """
+        state = self._state
+        swapped = [m for m in state.in_stage(Stage.SWAPPED) if isinstance(m, DecodeSequence)]
+        num_growing = len(state.in_stage(Stage.RUNNING))
+        for num_back, sequence in enumerate(sorted(swapped, key=lambda s: s.rank)):
+            num_needed = state.pool.num_blocks_for(len(sequence.token_ids)) + num_growing + num_back
+            if num_needed > state.pool.counts().available or not self._bring_back(sequence):
+                return num_back > 0
+        return bool(swapped)
+
+    def _is_swapped_rather(self, sequence: DecodeSequence) -> bool:
+        num_tokens = sequence.num_computed_tokens
+        return not sequence.is_prefilling and self._state.swap.has_room_for(num_tokens)
+
+    def _bring_back(self, sequence: DecodeSequence) -> bool:
+        lease = self._state.pool.lease(
+            sequence.spec.tenant,
+            sequence.token_ids,
+            len(sequence.token_ids),
+            shares_prefixes=self._state.shares_prefixes(sequence.spec),
+        )
+        if lease is None:
+            return False
+        self._state.swap.take(sequence.key, lease.block_ids, lease.num_cached_tokens)
+        sequence.lease = lease
+        sequence.stage = Stage.RUNNING
+        return True

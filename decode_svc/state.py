@@ -1,0 +1,103 @@
+"""What a decode worker holds: its sequences and beams, their blocks, and the events that are still to be told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from baton.cache.pool import BlockPool
+from baton.engine.interface import EngineSpec
+from baton.errors import BatonError
+from baton.events import DecodeEvent, Failed
+from baton.types import SequenceSpec
+from decode_svc.beam_group import BeamGroup
+from decode_svc.commands import StreamEvent
+from decode_svc.sequence import DecodeSequence, Stage
+from decode_svc.swap_space import SwapSpace
+
+#: What takes part in the batch as one.
+Member = DecodeSequence | BeamGroup
+
+
+class DecodeState:
+    """Shared by the parts of the core, in the engine loop's thread.
+
+    Every block is held by a member's lease, or its KV by the swap space, until the member leaves.
+    """
+
+    def __init__(self, spec: EngineSpec, pool: BlockPool, swap: SwapSpace) -> None:
+        self.spec = spec
+        self.pool = pool
+        self.swap = swap
+        self._members: dict[tuple[int, int], Member] = {}
+        self._events: list[StreamEvent] = []
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members.values())
+
+    @property
+    def num_places(self) -> int:
+        """Places in the batch that are taken or spoken for."""
+        return sum(width(member.spec) for member in self)
+
+    def in_stage(self, stage: Stage) -> list[Member]:
+        return [member for member in self if member.stage is stage]
+
+    def find(self, stream: int, handle: int) -> Member | None:
+        """The member whose first handle this is."""
+        return self._members.get((stream, handle))
+
+    def group_of(self, stream: int, handle: int) -> DecodeSequence | None:
+        """The sequence of several choices, not parted yet, that `handle` is a further one of."""
+        for member in self:
+            if not isinstance(member, DecodeSequence) or member.stream != stream:
+                continue
+            if 0 < handle - member.handle < member.spec.num_choices:
+                return member
+        return None
+
+    def put(self, member: Member) -> None:
+        """Take a member in, or in place of the one whose handle it has."""
+        self._members[member.stream, member.handle] = member
+
+    def forget(self, member: Member) -> None:
+        """Take a member out whose blocks others hold now."""
+        del self._members[member.stream, member.handle]
+
+    def shares_prefixes(self, spec: SequenceSpec) -> bool:
+        return self.spec.shares_prefixes(len(spec.prompt_token_ids))
+
+    def emit(self, member: Member, event: DecodeEvent) -> None:
+        self.tell(member.stream, member.handle, event)
+
+    def tell(self, stream: int, handle: int, event: DecodeEvent) -> None:
+        self._events.append(StreamEvent(stream, handle, event))
+
+    def take_events(self) -> list[StreamEvent]:
+        """All events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def fail(self, member: Member, error: BatonError) -> None:
+        self.emit(member, failed(error))
+        self.leave(member)
+
+    def leave(self, member: Member) -> None:
+        """Give the blocks back; what was computed stays findable as a prefix until the memory is needed."""
+        self.forget(member)
+        if isinstance(member, BeamGroup):
+            member.release()
+        elif member.stage is Stage.SWAPPED:
+            self.swap.drop(member.key)
+        else:
+            if member.stage in (Stage.RUNNING, Stage.PAUSED, Stage.MOVING):
+                member.lease.index(member.token_ids, member.num_computed_tokens)
+            member.lease.release()
+
+
+def width(spec: SequenceSpec) -> int:
+    """Places in the batch that a sequence takes, or its choices or beams will take."""
+    return spec.sampling.beam.width if spec.sampling.beam else spec.num_choices
+
+
+def failed(error: BatonError) -> Failed:
+    return Failed(error.reason, error.message, is_retriable=error.retry_after_s is not None)

@@ -1,0 +1,31 @@
+"""What an engine loop's core asks of the sending half of the KV channel."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from baton.types import Sample
+
+
+class KvSender(Protocol):
+    """See kv_transfer.sender.Sender. No call blocks."""
+
+    def begin(self, key: str, ticket: bytes) -> None: ...
+
+    def send(
+        self,
+        key: str,
+        block_ids: tuple[int, ...],
+        first_token: int,
+        num_tokens: int,
+        first_layer: int,
+        num_layers: int,
+    ) -> None: ...
+
+    def commit(
+        self, key: str, num_tokens: int, firsts: tuple[Sample, ...], prefill_end: float
+    ) -> None: ...
+
+    def abort(self, key: str, reason: str, message: str) -> None: ...
+
+    def heartbeat(self) -> None: ...

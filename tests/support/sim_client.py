@@ -1,0 +1,274 @@
+"""A minimal gateway over simulated workers: places each request, again and again until all its choices have ended."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import pytest
+
+from baton.events import (
+    Deferred,
+    Failed,
+    HandedOff,
+    HandOffFailed,
+    Offered,
+    Paused,
+    Preempted,
+    PrefillsHere,
+    PromptScored,
+    Tokens,
+)
+from baton.types import FinishReason, KvSource, SequenceSpec
+from decode_svc import commands as decode
+from prefill_svc import core as prefill
+from tests.support.sim_tiers import SimDecode, SimPrefill
+
+
+class Choice(NamedTuple):
+    """One output of one request."""
+
+    request_id: str
+    choice: int
+
+
+@dataclass
+class Stay:
+    """A sequence, or one choice of it, on a decode worker. first: the handle of the sequence it is part of."""
+
+    spec: SequenceSpec
+    home: SimDecode
+    first: int
+    group: SequenceSpec
+    has_parted: bool = False
+    moves_from: int | None = None
+    is_moving: bool = False
+
+    @property
+    def choice(self) -> Choice:
+        return Choice(self.spec.request_id, self.spec.choice)
+
+
+@dataclass
+class SimClient:
+    rng: random.Random
+    prefills: list[SimPrefill]
+    decodes: list[SimDecode]
+    move_rate: float = 0.0
+    now: float = 0.0
+    waiting: list[SequenceSpec] = field(default_factory=list)
+    live: dict[int, Stay] = field(default_factory=dict)
+    outputs: dict[Choice, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+    scores: dict[Choice, float] = field(default_factory=dict)
+    finished: dict[Choice, FinishReason] = field(default_factory=dict)
+    failed: dict[str, Failed] = field(default_factory=dict)
+    prompt_logprobs: dict[str, int] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
+    num_drafts: int = 0
+    num_accepted: int = 0
+    next_handle: int = 0
+
+    def place(
+        self,
+        spec: SequenceSpec,
+        worker: SimDecode | None = None,
+        source: KvSource = KvSource.PREFILL_WORKER,
+        moves_from: int | None = None,
+    ) -> None:
+        worker = worker or self.rng.choice(self.decodes)
+        first = self.next_handle + 1
+        self.next_handle += spec.num_choices
+        for offset in range(spec.num_choices):
+            stay = Stay(spec.choice_alone(offset), worker, first, spec, moves_from=moves_from)
+            self.live[first + offset] = stay
+        worker.submit(decode.Open(0, first, spec, source))
+
+    def cancel(self) -> None:
+        handle = self.rng.choice(sorted(self.live))
+        choice = self.live[handle].choice
+        self.finished[choice] = FinishReason.NONE
+        for other in [h for h, stay in self.live.items() if stay.choice == choice]:
+            self.abort(other)
+
+    def abort(self, handle: int) -> None:
+        stay = self.live.pop(handle)
+        stay.home.submit(decode.Abort(0, handle))
+        if not any(other.first == stay.first for other in self.live.values()):
+            for worker in self.prefills:
+                worker.submit(prefill.Abort(str(stay.first)))
+
+    def move(self) -> None:
+        movable = sorted(h for h, s in self.live.items() if s.has_parted and not s.is_moving)
+        if movable:
+            handle = self.rng.choice(movable)
+            self.live[handle].is_moving = True
+            self.live[handle].home.submit(decode.Pause(0, handle))
+
+    def step_decode(self, worker: SimDecode) -> None:
+        for addressed in worker.step().events:
+            self.seen.add(type(addressed.event).__name__)
+            stay = self.live.get(addressed.handle)
+            if stay is not None:
+                self.take(addressed.handle, stay, addressed.event)
+            elif not isinstance(addressed.event, Tokens):
+                self.take_for_group(addressed.handle, addressed.event)
+
+    def take_for_group(self, first: int, event: object) -> None:
+        """Choice 0 was given up, but what happens to the sequence comes under its handle."""
+        others = [(h, s) for h, s in self.live.items() if s.first == first and not s.has_parted]
+        if others:
+            self.take(*others[0], event)
+
+    def take(self, handle: int, stay: Stay, event: object) -> None:  # noqa: PLR0912, one arm per event
+        spec = stay.spec
+        match event:
+            case Offered(ticket) if stay.moves_from is not None:
+                home = self.live[stay.moves_from].home
+                home.submit(decode.HandOff(0, stay.moves_from, ticket))
+            case Offered(ticket, num_cached):
+                worker = self.rng.choice(self.prefills)
+                worker.submit(prefill.Submit(str(stay.first), stay.group, ticket, num_cached))
+            case Tokens(token_index, samples, finish):
+                stay.has_parted = True
+                self.num_drafts += event.num_draft_tokens
+                self.num_accepted += event.num_accepted_tokens
+                if event.score is not None:
+                    self.scores[stay.choice] = event.score
+                for index, sample in enumerate(samples, start=token_index):
+                    self.put(stay, index, sample.token_id)
+                if finish is not FinishReason.NONE:
+                    self.end(handle, finish)
+            case Deferred() | Preempted():
+                self.return_to_queue(handle)
+            case Paused():
+                others = [worker for worker in self.decodes if worker is not stay.home]
+                target = self.rng.choice(others or self.decodes)
+                source = KvSource.DECODE_WORKER
+                self.place(self.resumed(stay), target, source, moves_from=handle)
+            case HandedOff():
+                del self.live[handle]
+                for other in self.live.values():
+                    if other.moves_from == handle:
+                        other.moves_from = None
+            case HandOffFailed():
+                for other in [h for h, s in self.live.items() if s.moves_from == handle]:
+                    self.abort(other)
+                self.resume(handle)
+            case PrefillsHere() if stay.moves_from in self.live and stay.moves_from is not None:
+                self.abort(stay.moves_from)
+                stay.moves_from = None
+            case PromptScored(positions):
+                self.prompt_logprobs[spec.request_id] = len(positions)
+            case Failed():
+                del self.live[handle]
+                if stay.moves_from is None:
+                    self.failed[spec.request_id] = event
+                else:
+                    self.resume(stay.moves_from)
+
+    def resume(self, handle: int) -> None:
+        """The move came to nothing."""
+        if stay := self.live.get(handle):
+            stay.is_moving = False
+            stay.home.submit(decode.Resume(0, handle))
+
+    def return_to_queue(self, handle: int) -> None:
+        """Its sequence is gone from the worker: what has no tokens goes together, all else alone."""
+        stay = self.live[handle]
+        if stay.moves_from is not None:
+            del self.live[handle]
+            self.resume(stay.moves_from)
+            return
+        others = [handle]
+        if not stay.has_parted:
+            others = [h for h, s in self.live.items() if s.first == stay.first]
+        stays = [self.live.pop(h) for h in others]
+        if len(stays) == stay.group.num_choices and not any(self.outputs[s.choice] for s in stays):
+            self.waiting.append(stay.group)
+        else:
+            self.waiting += [self.resumed(s) for s in stays]
+
+    def end(self, handle: int, finish: FinishReason) -> None:
+        self.finished[self.live[handle].choice] = finish
+        del self.live[handle]
+
+    def step_prefill(self, worker: SimPrefill) -> None:
+        for event in worker.step().events:
+            self.seen.add(type(event).__name__)
+            first = int(event.key)
+            members = [h for h, s in self.live.items() if s.first == first]
+            if not members:
+                continue
+            if isinstance(event, prefill.PrefillFailed):
+                stay = self.live[members[0]]
+                error = event.error
+                self.failed[stay.spec.request_id] = Failed(error.reason, error.message, False)
+                for handle in members:
+                    self.abort(handle)
+                continue
+            self.take_firsts(first, members, event)
+
+    def take_firsts(self, first: int, members: list[int], event: prefill.Prefilled) -> None:
+        if event.prompt_logprobs:
+            request_id = self.live[members[0]].spec.request_id
+            self.prompt_logprobs[request_id] = len(event.prompt_logprobs)
+        for handle in members:
+            stay = self.live[handle]
+            if stay.spec.sampling.beam:
+                continue
+            told = event.firsts[handle - first]
+            self.put(stay, len(stay.spec.output_token_ids), told.sample.token_id)
+            if told.finish is not FinishReason.NONE:
+                stay.home.submit(decode.Abort(0, handle))
+                self.end(handle, told.finish)
+
+    def put(self, stay: Stay, index: int, token_id: int) -> None:
+        assert self.outputs[stay.choice].setdefault(index, token_id) == token_id
+
+    def resumed(self, stay: Stay) -> SequenceSpec:
+        known = self.output_of(stay.choice)
+        return stay.spec.extended(tuple(known[len(stay.spec.output_token_ids) :]))
+
+    def output_of(self, choice: Choice) -> list[int]:
+        output = self.outputs[choice]
+        return [output[index] for index in range(len(output))]
+
+    def check_integrity(self) -> None:
+        for worker in (*self.prefills, *self.decodes):
+            worker.pool.check_integrity()
+
+    def run(self, num_cancels: int = 0, max_steps: int = 20_000) -> None:
+        for _ in range(max_steps):
+            self.now += 0.01
+            if not self.live and not self.waiting:
+                break
+            if self.waiting and self.rng.random() < 0.5:
+                self.place(self.waiting.pop(0))
+            if num_cancels and self.live and self.rng.random() < 0.02:
+                num_cancels -= 1
+                self.cancel()
+            if self.rng.random() < self.move_rate:
+                self.move()
+            if self.rng.random() < 0.6:
+                self.step_decode(self.rng.choice(self.decodes))
+            else:
+                self.step_prefill(self.rng.choice(self.prefills))
+            self.check_integrity()
+        else:
+            pytest.fail(f"no end: {len(self.live)} live, {len(self.waiting)} waiting")
+
+    def quiet(self) -> None:
+        """A few more rounds for aborts to settle; then nothing may be held by anyone."""
+        for _ in range(4):
+            for decoder in self.decodes:
+                self.step_decode(decoder)
+            for prefiller in self.prefills:
+                self.step_prefill(prefiller)
+        for worker in (*self.prefills, *self.decodes):
+            assert worker.pool.counts().leased == 0
+            worker.pool.check_integrity()
+            assert worker.sender.num_open == 0
+        assert all(decoder.tickets.num_open == 0 for decoder in self.decodes)
+        assert all(decoder.swap.num_bytes == 0 for decoder in self.decodes)
