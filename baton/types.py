@@ -138,6 +138,8 @@ class SequenceSpec:
     arrival_ns: int = 0
     traceparent: str = ""
     """W3C trace context of the request's span at the gateway; empty if there is none. Changes nothing but telemetry."""
+    tracestate: str = ""
+    """W3C tracestate beside it; empty if there is none."""
     num_choices: int = 1
     """Choices that share the prompt and part at the first token: choice, choice + 1, ...; 1 once there is output."""
 
@@ -245,6 +247,8 @@ class WorkerLoad:
     blocks: BlockCounts = BlockCounts(0, 0, 0)
     num_open_tickets: int = 0
     is_draining: bool = False
+    local_prefill_threshold: int = 0
+    """Most missing tokens of a prompt that a decode worker would compute by itself now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +265,7 @@ class WorkerInfo:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_local_prefill_tokens: int = 0
+    """Most missing tokens of a prompt that a decode worker ever computes by choice."""
     min_protocol_version: int = PROTOCOL_VERSION
     max_protocol_version: int = PROTOCOL_VERSION
     software_version: str = ""

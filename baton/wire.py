@@ -115,6 +115,7 @@ def sequence_to_proto(spec: SequenceSpec) -> sequence_pb2.SequenceState:
         priority=spec.priority,
         arrival_ns=spec.arrival_ns,
         traceparent=spec.traceparent,
+        tracestate=spec.tracestate,
         num_choices=spec.num_choices,
     )
 
@@ -130,6 +131,7 @@ def sequence_from_proto(message: sequence_pb2.SequenceState) -> SequenceSpec:
         priority=message.priority,
         arrival_ns=message.arrival_ns,
         traceparent=message.traceparent,
+        tracestate=message.tracestate,
         num_choices=message.num_choices or 1,
     )
 
@@ -235,6 +237,7 @@ def load_to_proto(load: WorkerLoad, heartbeat_age_ms: int) -> worker_pb2.WatchLo
         num_cached_blocks=load.blocks.cached,
         num_leased_blocks=load.blocks.leased,
         num_open_tickets=load.num_open_tickets,
+        local_prefill_threshold=load.local_prefill_threshold,
     )
 
 
@@ -249,6 +252,7 @@ def load_from_proto(message: worker_pb2.WatchLoadResponse) -> WorkerLoad:
         ),
         num_open_tickets=message.num_open_tickets,
         is_draining=message.state == worker_pb2.WORKER_STATE_DRAINING,
+        local_prefill_threshold=message.local_prefill_threshold,
     )
 
 

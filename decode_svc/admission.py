@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from baton.errors import BatonError, Draining, InvalidRequest
 from baton.events import Committed, DecodeEvent, Deferred, Failed, Offered, PrefillsHere
 from baton.types import KvSource, SequenceSpec
 from decode_svc.commands import Open
+from decode_svc.costs import Costs
 from decode_svc.sequence import DecodeSequence, Stage
 from decode_svc.state import DecodeState, failed, width
 from kv_transfer.ticket import OfferedTicket, TicketCommitted, TicketDead
@@ -18,11 +20,8 @@ from kv_transfer.ticket import OfferedTicket, TicketCommitted, TicketDead
 
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
-    """max_local_prefill_tokens: most missing tokens that are computed here rather than awaited by a ticket."""
-
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_local_prefill_tokens: int
 
     @property
     def max_width(self) -> int:
@@ -51,16 +50,31 @@ class Tickets(Protocol):
 class Admission:
     """Owns the tickets of sequences that await KV."""
 
-    def __init__(self, state: DecodeState, tickets: Tickets, limits: DecodeLimits) -> None:
+    def __init__(
+        self,
+        state: DecodeState,
+        tickets: Tickets,
+        limits: DecodeLimits,
+        costs: Costs,
+        clock: Callable[[], float],
+    ) -> None:
+        """clock: monotonic seconds."""
         self._state = state
         self._tickets = tickets
         self._limits = limits
+        self._costs = costs
+        self._clock = clock
         self._by_ticket: dict[int, DecodeSequence] = {}
         self.is_draining = False
 
     @property
     def num_open_tickets(self) -> int:
         return len(self._by_ticket)
+
+    @property
+    def local_prefill_threshold(self) -> int:
+        """Most missing tokens that are computed here, as things are, rather than awaited by a ticket."""
+        return self._costs.local_prefill_threshold(self._state.num_decoding)
 
     def expire(self) -> None:
         self._tickets.expire()
@@ -76,6 +90,9 @@ class Admission:
         if sequence.stage is Stage.ABANDONED:
             self._state.leave(sequence)
             return None
+        num_missing = committed.num_tokens - sequence.num_computed_tokens
+        if committed.firsts:  # of a whole prefill, not only of a transfer
+            self._costs.observe_handoff(num_missing, self._clock() - sequence.offered_s)
         sequence.stage = Stage.RUNNING
         sequence.num_computed_tokens = committed.num_tokens
         sequence.lease.index(sequence.token_ids, committed.num_tokens)
@@ -164,7 +181,7 @@ class Admission:
             case KvSource.DECODE_WORKER:
                 return num_missing == 1
             case KvSource.PREFILL_WORKER:
-                is_short = num_missing <= self._limits.max_local_prefill_tokens
+                is_short = num_missing <= self.local_prefill_threshold
                 return is_short and not wants_prompt_logprobs(command.spec)
 
     def _offer(self, sequence: DecodeSequence, source: KvSource) -> Offered:
@@ -176,5 +193,6 @@ class Admission:
         offered = self._tickets.offer(spec, block_ids, num_cached, num_tokens)
         sequence.stage = Stage.AWAITING_KV
         sequence.ticket_id = offered.ticket_id
+        sequence.offered_s = self._clock()
         self._by_ticket[offered.ticket_id] = sequence
         return Offered(offered.data, num_cached)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.cache.pool import BlockCopy, BlockLease, BlockPool
 from baton.engine.interface import SampleRow, SequenceSlice
+from baton.grammar import Matcher, Matchers
 from baton.sampling.beam_search import BeamSearch, Hypothesis
 from baton.types import Rank, Sample, SequenceSpec
 from decode_svc.sequence import DecodeSequence, Stage
@@ -14,10 +15,14 @@ from decode_svc.sequence import DecodeSequence, Stage
 
 @dataclass(frozen=True, slots=True)
 class _Beam:
-    """One running beam. KV of all its tokens but the last is in the lease's blocks."""
+    """One running beam. KV of all its tokens but the last is in the lease's blocks.
+
+    matcher: of its parent's tokens until the grammar is followed; None without a grammar.
+    """
 
     token_ids: tuple[int, ...]
     lease: BlockLease
+    matcher: Matcher | None
 
 
 class BeamGroup:
@@ -33,7 +38,7 @@ class BeamGroup:
         self.stage = Stage.RUNNING
         self._pool = pool
         self._search = BeamSearch(root.spec.sampling, root.spec.num_tokens, max_model_len)
-        self._beams: tuple[_Beam, ...] = (_Beam(root.spec.token_ids, root.lease),)
+        self._beams: tuple[_Beam, ...] = (_Beam(root.spec.token_ids, root.lease, root.matcher),)
         self._num_computed_tokens = root.spec.num_tokens
         self._step([first])
 
@@ -86,6 +91,23 @@ class BeamGroup:
             copies += beam.lease.prepare_write(start, start + 1) or ()
         return tuple(copies)
 
+    def awaits_grammar(self, matchers: Matchers) -> bool:
+        """As DecodeSequence.awaits_grammar."""
+        return self._beams[0].matcher is None and not matchers.is_ready(self.spec.sampling)
+
+    def follow_grammar(self, matchers: Matchers) -> None:
+        """As DecodeSequence.follow_grammar, for all beams."""
+        num_prompt_tokens = len(self.spec.prompt_token_ids)
+        if self._beams[0].matcher is None:
+            made = [matchers.matcher(self.spec.sampling) for _ in self._beams]
+            pairs = zip(self._beams, made, strict=True)
+            self._beams = tuple(replace(beam, matcher=matcher) for beam, matcher in pairs)
+        for beam in self._beams:
+            if beam.matcher:
+                num_followed = num_prompt_tokens + beam.matcher.num_tokens
+                beam.matcher.advance_many(beam.token_ids[num_followed:])
+                beam.matcher.allowed()
+
     def slices(self, num_new: int) -> tuple[SequenceSlice, ...]:  # noqa: ARG002
         """The last token of each beam, and a row for its candidates."""
         start, num_prompt_tokens = self._num_computed_tokens, len(self.spec.prompt_token_ids)
@@ -94,7 +116,15 @@ class BeamGroup:
                 token_ids=beam.token_ids[start:],
                 start=start,
                 block_table=beam.lease.block_ids,
-                rows=(SampleRow(0, self.spec.sampling, beam.token_ids, num_prompt_tokens),),
+                rows=(
+                    SampleRow(
+                        offset=0,
+                        sampling=self.spec.sampling,
+                        token_ids=beam.token_ids,
+                        num_prompt_tokens=num_prompt_tokens,
+                        allowed=beam.matcher.allowed() if beam.matcher else None,
+                    ),
+                ),
                 num_prompt_tokens=num_prompt_tokens,
             )
             for beam in self._beams
@@ -118,8 +148,13 @@ class BeamGroup:
             _Beam(
                 (*parents[parent].token_ids, token_id),
                 parents[parent].lease.fork(self._num_computed_tokens),
+                _forked(parents[parent].matcher),
             )
             for parent, token_id in zip(step.parents, step.token_ids, strict=True)
         )
         for beam in parents:
             beam.lease.release()
+
+
+def _forked(matcher: Matcher | None) -> Matcher | None:
+    return matcher.fork() if matcher else None

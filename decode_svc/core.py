@@ -6,17 +6,20 @@ more: neither a ticket's writer nor the sender of a handoff.
 
     admission.py  who comes in, and where the KV comes from        scheduler.py  who runs, who must leave
     output.py     from draws to tokens, choices and beams           moves.py      to other workers, to host memory
+    drafting.py   drafts beside what was granted
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.cache.pool import BlockCopy, BlockPool
-from baton.engine.guard import forward_guarded
+from baton.engine.guard import SliceOutcome, forward_guarded
 from baton.engine.interface import Batch, Engine, SequenceSlice
 from baton.engine.loop import Step
+from baton.grammar import Matchers
+from baton.errors import BatonError
 from baton.types import WorkerLoad
 from decode_svc.admission import Admission, DecodeLimits, Tickets
 from decode_svc.beam_group import BeamGroup
@@ -31,10 +34,14 @@ from decode_svc.commands import (
     StreamClosed,
     StreamEvent,
 )
+from decode_svc.costs import Costs, LocalPrefillPolicy
+from decode_svc.drafting import Drafting, Drafts
+from decode_svc.grammars import Grammars
 from decode_svc.moves import Moves, Preemption
 from decode_svc.output import Output
 from decode_svc.scheduler import Budget, StepPlan, plan_step
 from decode_svc.sequence import DecodeSequence, Stage
+from decode_svc.speculation.interface import NoSpeculation, Speculation
 from decode_svc.state import DecodeState, Member
 from decode_svc.swap_space import SwapSpace
 from kv_transfer.kv_sender import KvSender
@@ -54,21 +61,33 @@ class DecodeDevices:
     tickets: Tickets
     sender: KvSender
     swap: SwapSpace
+    matchers: Matchers
     clock: Callable[[], float]
     beat: Callable[[], None] = lambda: None
+    speculation: Speculation = field(default_factory=NoSpeculation)
 
 
 class DecodeCore:
     """Implements baton.engine.loop.Core."""
 
-    def __init__(self, devices: DecodeDevices, limits: DecodeLimits) -> None:
+    def __init__(
+        self, devices: DecodeDevices, limits: DecodeLimits, local_prefill: LocalPrefillPolicy
+    ) -> None:
         self._engine = devices.engine
+        self._clock = devices.clock
         self._beat = devices.beat
         self._limits = limits
-        self._state = DecodeState(devices.engine.spec, devices.pool, devices.swap)
-        self._admission = Admission(self._state, devices.tickets, limits)
+        self._costs = Costs(local_prefill)
+        self._state = DecodeState(
+            devices.engine.spec, devices.pool, devices.swap, devices.speculation.forget
+        )
+        self._drafting = Drafting(self._state, devices.speculation, limits.max_num_batched_tokens)
+        self._admission = Admission(
+            self._state, devices.tickets, limits, self._costs, devices.clock
+        )
         self._moves = Moves(self._state, devices.sender, devices.clock)
-        self._preemption = Preemption(self._state)
+        self._preemption = Preemption(self._state, self._costs, devices.clock)
+        self._grammars = Grammars(self._state, devices.matchers)
         self._output = Output(self._state)
         self._num_steps = 0
 
@@ -88,6 +107,7 @@ class DecodeCore:
     def _obey(self, command: DecodeCommand) -> None:
         match command:
             case Open():
+                self._grammars.prepare(command.spec)
                 self._admission.open(command)
             case Abort(stream, handle):
                 self._give_up(stream, handle)
@@ -136,34 +156,61 @@ class DecodeCore:
     def _plan(self) -> StepPlan[Member]:
         most = self._limits.max_num_batched_tokens
         return plan_step(
-            self._state.in_stage(Stage.RUNNING),
+            self._grammars.ready(self._state.in_stage(Stage.RUNNING)),
             self._state.pool.counts().available,
-            Budget(num_tokens=most, num_prefill_tokens=most),
+            Budget(most, self._costs.max_prefill_tokens(self._state.num_decoding, most)),
         )
 
     def _run(self, granted: Sequence[tuple[Member, int]]) -> bool:
         """Compute what was granted, as far as there are blocks. Whether there was anything to run."""
-        grants: list[tuple[Member, int, tuple[SequenceSlice, ...]]] = []
+        grants, copies = self._with_room(self._grammars.follow(granted))
+        if not grants:
+            return False
+        drafts, more_copies = self._drafting.start(grants)
+        self._copy(copies + more_copies)
+        parts = [_slices(member, num_new, drafts) for member, num_new in grants]
+        batch = Batch(tuple(part for own in parts for part in own))
+        begin_s = self._clock()
+        outcomes = iter(forward_guarded(self._engine, batch, lambda _first, _count: self._beat()))
+        self._num_steps += 1
+        prefilled = [num_new for member, num_new in grants if member.is_prefilling]
+        self._costs.observe_step(
+            batch.num_tokens - sum(prefilled), sum(prefilled), self._clock() - begin_s
+        )
+        for (member, num_new), own in zip(grants, parts, strict=True):
+            self._advance(member, num_new, [next(outcomes) for _ in own], drafts)
+        self._drafting.end(drafts)
+        return True
+
+    def _with_room(
+        self, granted: Sequence[tuple[Member, int]]
+    ) -> tuple[list[tuple[Member, int]], tuple[BlockCopy, ...]]:
+        """The grants whose tokens there are blocks for, and what must be copied before they are written."""
+        grants: list[tuple[Member, int]] = []
         copies: list[BlockCopy] = []
         for member, num_new in granted:
             prepared = member.prepare(num_new)
             if prepared is not None:
                 copies += prepared
-                grants.append((member, num_new, member.slices(num_new)))
-        if not grants:
-            return False
+                grants.append((member, num_new))
+        return grants, tuple(copies)
+
+    def _copy(self, copies: Sequence[BlockCopy]) -> None:
         if copies:
             self._engine.kv.copy_blocks([c.source for c in copies], [c.target for c in copies])
-        batch = Batch(tuple(part for _, _, parts in grants for part in parts))
-        outcomes = iter(forward_guarded(self._engine, batch, lambda _first, _count: self._beat()))
-        self._num_steps += 1
-        for member, num_new, parts in grants:
-            own = [next(outcomes) for _ in parts]
-            if isinstance(member, BeamGroup):
-                self._output.advance_beams(member, own)
-            else:
-                self._output.advance(member, num_new, own[0])
-        return True
+
+    def _advance(
+        self, member: Member, num_new: int, outcomes: Sequence[SliceOutcome], drafts: Drafts
+    ) -> None:
+        """Give a member what its slices came to."""
+        if isinstance(member, BeamGroup):
+            self._output.advance_beams(member, outcomes)
+            return
+        own = drafts.get(member.key, ())
+        if own and isinstance(outcomes[0], BatonError):
+            self._drafting.withhold(member)
+        else:
+            self._output.advance(member, num_new, outcomes[0], own)
 
     def _load(self) -> WorkerLoad:
         running = self._state.in_stage(Stage.RUNNING)
@@ -171,9 +218,17 @@ class DecodeCore:
         return WorkerLoad(
             num_steps=self._num_steps,
             num_running=len(running),
-            num_waiting=len(self._state.in_stage(Stage.SWAPPED)),
+            num_waiting=len(self._state) - len(running) - self._admission.num_open_tickets,
             num_pending_tokens=sum(prefilling) - len(prefilling),
             blocks=self._state.pool.counts(),
             num_open_tickets=self._admission.num_open_tickets,
             is_draining=self._admission.is_draining,
+            local_prefill_threshold=self._admission.local_prefill_threshold,
         )
+
+
+def _slices(member: Member, num_new: int, drafts: Drafts) -> tuple[SequenceSlice, ...]:
+    own = drafts.get(member.key, ())
+    if own and isinstance(member, DecodeSequence):
+        return (member.next_slice(num_new, own),)
+    return member.slices(num_new)

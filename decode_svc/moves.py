@@ -8,6 +8,7 @@ from baton.errors import HandoffFailed, InvalidRequest
 from baton.events import HandedOff, HandOffFailed, Paused, Preempted
 from decode_svc.beam_group import BeamGroup
 from decode_svc.commands import HandOff, Pause, Resume
+from decode_svc.costs import Costs
 from decode_svc.sequence import DecodeSequence, Stage
 from decode_svc.state import DecodeState, Member
 from kv_transfer.kv_sender import KvSender
@@ -81,8 +82,11 @@ class Moves:
 class Preemption:
     """Takes the blocks of sequences whose turn it is not: they wait in host memory, or are placed anew."""
 
-    def __init__(self, state: DecodeState) -> None:
+    def __init__(self, state: DecodeState, costs: Costs, clock: Callable[[], float]) -> None:
+        """clock: monotonic seconds."""
         self._state = state
+        self._costs = costs
+        self._clock = clock
 
     def preempt(self, member: Member) -> None:
         state = self._state
@@ -90,7 +94,9 @@ class Preemption:
             state.emit(member, Preempted())
             state.leave(member)
             return
-        state.swap.put(member.key, member.lease.block_ids, member.num_computed_tokens)
+        begin_s, num_tokens = self._clock(), member.num_computed_tokens
+        state.swap.put(member.key, member.lease.block_ids, num_tokens)
+        self._costs.observe_copy(state.swap.num_bytes_of(num_tokens), self._clock() - begin_s)
         member.lease.index(member.token_ids, member.num_computed_tokens)
         member.lease.release()
         member.stage = Stage.SWAPPED
@@ -110,8 +116,10 @@ class Preemption:
         return bool(swapped)
 
     def _is_swapped_rather(self, sequence: DecodeSequence) -> bool:
-        num_tokens = sequence.num_computed_tokens
-        return not sequence.is_prefilling and self._state.swap.has_room_for(num_tokens)
+        swap, num_tokens = self._state.swap, sequence.num_computed_tokens
+        if sequence.is_prefilling or not swap.has_room_for(num_tokens):
+            return False
+        return self._costs.is_swap_cheaper(swap.num_bytes_of(num_tokens), num_tokens)
 
     def _bring_back(self, sequence: DecodeSequence) -> bool:
         lease = self._state.pool.lease(

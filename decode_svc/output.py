@@ -11,6 +11,7 @@ from baton.events import PromptScored, Tokens
 from baton.types import FinishReason, Sample, finish_reason
 from decode_svc.beam_group import BeamGroup
 from decode_svc.sequence import DecodeSequence, Stage
+from decode_svc.speculation.verify import verify
 from decode_svc.state import DecodeState
 
 
@@ -20,8 +21,14 @@ class Output:
     def __init__(self, state: DecodeState) -> None:
         self._state = state
 
-    def advance(self, sequence: DecodeSequence, num_new: int, outcome: SliceOutcome) -> None:
-        """A step computed `num_new` more tokens of a sequence, and drew what its slice asked for."""
+    def advance(
+        self,
+        sequence: DecodeSequence,
+        num_new: int,
+        outcome: SliceOutcome,
+        drafts: tuple[int, ...] = (),
+    ) -> None:
+        """A step computed `num_new` more tokens of a sequence, and drew what its slice asked for, also after each draft."""
         if isinstance(outcome, BatonError):
             self._state.fail(sequence, outcome)
             return
@@ -33,7 +40,8 @@ class Output:
         if not drawn:
             return
         if sequence.num_output_tokens > len(spec.output_token_ids):
-            self._produce(sequence, drawn)
+            num_accepted = verify(drafts, [sample.token_id for sample in drawn])
+            self._produce(sequence, drawn[: num_accepted + 1], len(drafts))
             return
         if wants_prompt_logprobs(spec):
             self._state.emit(sequence, PromptScored(tuple(sequence.prompt_logprobs)))
@@ -77,8 +85,10 @@ class Output:
             self._produce(choice, (firsts[offset],))
         group.lease.release()
 
-    def _produce(self, sequence: DecodeSequence, samples: Iterable[Sample]) -> None:
-        """Add tokens, up to the one that ends the output, and tell them."""
+    def _produce(
+        self, sequence: DecodeSequence, samples: Iterable[Sample], num_drafts: int = 0
+    ) -> None:
+        """Add tokens, up to the one that ends the output, and tell them. All but the last were computed as drafts."""
         token_index = sequence.num_output_tokens
         told: list[Sample] = []
         finish = FinishReason.NONE
@@ -94,7 +104,10 @@ class Output:
             )
             if finish is not FinishReason.NONE:
                 break
-        self._state.emit(sequence, Tokens(token_index, tuple(told), finish))
+        num_accepted = len(told) - 1
+        sequence.num_computed_tokens += num_accepted
+        tokens = Tokens(token_index, tuple(told), finish, num_drafts, num_accepted)
+        self._state.emit(sequence, tokens)
         if finish is not FinishReason.NONE:
             self._state.leave(sequence)
 

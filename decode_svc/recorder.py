@@ -133,7 +133,7 @@ class DecodeRecorder:
     def _obey(self, at_s: float, command: DecodeCommand) -> None:
         match command:
             case Open(stream, handle, spec):
-                parent = context_of(spec.traceparent)
+                parent = context_of(spec.traceparent, spec.tracestate)
                 for choice in range(spec.num_choices):
                     alone = spec.choice_alone(choice)
                     self._sequences[stream, handle + choice] = _Sequence(alone, parent)

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from baton.cache.pool import BlockCopy, BlockLease
 from baton.engine.interface import SampleRow, SequenceSlice
 from baton.engine.rows import first_rows, scored_rows
+from baton.grammar import Matcher, Matchers
 from baton.types import Rank, SequenceSpec, TokenLogprobs
+from decode_svc.speculation.token_prefix import TokenPrefix
 
 
 class Stage(enum.Enum):
@@ -48,7 +50,10 @@ class DecodeSequence:
     stage: Stage
     num_computed_tokens: int
     ticket_id: int | None = None
+    offered_s: float = 0.0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    matcher: Matcher | None = None
+    """Of the output up to the last step's token, once it has been followed; None without a grammar."""
     token_ids: list[int] = field(init=False)
     choices: list[int] = field(init=False)
 
@@ -94,34 +99,66 @@ class DecodeSequence:
         start = self.num_computed_tokens
         return self.lease.prepare_write(start, start + num_new)
 
+    def awaits_grammar(self, matchers: Matchers) -> bool:
+        """Whether follow_grammar would wait."""
+        return self.matcher is None and not matchers.is_ready(self.spec.sampling)
+
+    def follow_grammar(self, matchers: Matchers) -> None:
+        """Bring the matcher up to the last token, and find what may come next. Raises EngineFault if nothing may."""
+        if self.matcher is None:
+            self.matcher = matchers.matcher(self.spec.sampling)
+        if self.matcher:
+            num_followed = len(self.spec.prompt_token_ids) + self.matcher.num_tokens
+            self.matcher.advance_many(self.token_ids[num_followed:])
+            self.matcher.allowed()
+
+    def allowed_drafts(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """Those up to the first one that the grammar does not allow, or that ends the output."""
+        return drafts[: len(self._masks(drafts)) - 1]
+
     def slices(self, num_new: int) -> tuple[SequenceSlice]:
         return (self.next_slice(num_new),)
 
     def next_slice(self, num_new: int, drafts: Sequence[int] = ()) -> SequenceSlice:
-        """The next `num_new` tokens, sampled from if they are the last ones known; then after each of `drafts`, too."""
+        """The next `num_new` tokens, sampled from if they are the last ones known; then after each of `drafts`, too.
+
+        All of `drafts` are allowed, and what may come next has been found.
+        """
         start = self.num_computed_tokens
         known = self.token_ids[start : start + num_new]
         is_whole = start + num_new == len(self.token_ids)
-        firsts = first_rows(self.spec, num_new - 1, self.token_ids, None) if is_whole else ()
+        masks = self._masks(drafts)
+        firsts = first_rows(self.spec, num_new - 1, self.token_ids, masks[0]) if is_whole else ()
         return SequenceSlice(
             token_ids=(*known, *drafts),
             start=start,
             block_table=self.lease.block_ids,
-            rows=(*scored_rows(self.spec, start, num_new), *firsts, *self._draft_rows(drafts)),
+            rows=(
+                *scored_rows(self.spec, start, num_new),
+                *firsts,
+                *self._draft_rows(drafts, masks[1:]),
+            ),
             num_prompt_tokens=len(self.spec.prompt_token_ids),
         )
 
-    def _draft_rows(self, drafts: Sequence[int]) -> list[SampleRow]:
+    def _masks(self, drafts: Sequence[int]) -> Sequence[bytes | None]:
+        """SampleRow.allowed after the last token known, and after each draft that is allowed."""
+        return self.matcher.allowed_along(drafts) if self.matcher else [None] * (len(drafts) + 1)
+
+    def _draft_rows(self, drafts: Sequence[int], masks: Sequence[bytes | None]) -> list[SampleRow]:
         """One row after each draft, in a slice whose first token is the last known one."""
+        if not drafts:
+            return []
         token_ids = [*self.token_ids, *drafts]
         num_known = len(self.token_ids)
         return [
             SampleRow(
                 offset=num_drafts,
                 sampling=self.spec.sampling,
-                token_ids=token_ids[: num_known + num_drafts],
+                token_ids=TokenPrefix(token_ids, num_known + num_drafts),
                 num_prompt_tokens=len(self.spec.prompt_token_ids),
                 choice=self.spec.choice,
+                allowed=mask,
             )
-            for num_drafts in range(1, len(drafts) + 1)
+            for num_drafts, mask in enumerate(masks, start=1)
         ]

@@ -14,7 +14,7 @@ from baton.rpc.bind import check_bindable
 from baton.service import ReadyReport
 from baton.types import WorkerLoad
 from baton.v1 import decode_pb2, decode_pb2_grpc
-from baton.worker.build import build_engine, build_pool
+from baton.worker.build import build_engine, build_matchers, build_pool
 from baton.worker.host import WorkerHost, describe, new_identity
 from baton.worker.load_board import LoadBoard
 from baton.worker.service import WorkerServicer, services
@@ -22,6 +22,7 @@ from baton.worker.telemetry import open_worker_telemetry
 from decode_svc.admission import DecodeLimits
 from decode_svc.commands import DecodeCommand, Drain, StreamEvent
 from decode_svc.core import DecodeCore, DecodeDevices
+from decode_svc.costs import LocalPrefillPolicy
 from decode_svc.recorder import DecodeRecorder
 from decode_svc.service import DecodeServicer
 from decode_svc.swap_space import SwapSpace
@@ -44,7 +45,8 @@ async def serve_decode(
     engine = await asyncio.to_thread(build_engine, options)
     clock.lap("load")
     identity = new_identity(options)
-    limits = limits_of(options, engine)
+    limits = DecodeLimits(options.max_num_seqs, options.max_num_batched_tokens)
+    local_prefill = local_prefill_policy(options, engine)
     board = LoadBoard()
     heartbeat = Heartbeat()
     telemetry = await asyncio.to_thread(open_worker_telemetry, options, board, engine.spec.model)
@@ -82,6 +84,7 @@ async def serve_decode(
         submit,
         time.monotonic,
     )
+    matchers = build_matchers(options, engine)
     try:
         devices = DecodeDevices(
             engine=engine,
@@ -89,14 +92,15 @@ async def serve_decode(
             tickets=channel.tickets,
             sender=sender,
             swap=SwapSpace(engine.kv, int(options.swap_space * 2**30)),
+            matchers=matchers,
             clock=time.monotonic,
             beat=heartbeat.beat,
         )
-        core = DecodeCore(devices, limits)
+        core = DecodeCore(devices, limits, local_prefill)
         loop: EngineLoop[DecodeCommand, StreamEvent] = EngineLoop(
             core, deliver, heartbeat, name="decode-engine"
         )
-        info = describe(options, identity, engine.spec, limits.max_local_prefill_tokens)
+        info = describe(options, identity, engine.spec, local_prefill.max_threshold)
         host = WorkerHost(options, loop, heartbeat, board, Drain(), info)
         worker = WorkerServicer(info, board, lambda: heartbeat.age_s, host.start_draining)
         register = services(
@@ -108,14 +112,17 @@ async def serve_decode(
     finally:
         await asyncio.to_thread(sender.close)
         await asyncio.to_thread(channel.close)
+        matchers.close()
         await asyncio.to_thread(telemetry.close)
 
 
-def limits_of(options: DecodeOptions, engine: Engine) -> DecodeLimits:
-    """A missing tail shorter than a block costs less to compute here than to send for."""
-    max_local = options.max_local_prefill_tokens
-    if options.colocated:
-        max_local = engine.spec.max_model_len
-    elif max_local is None:
-        max_local = engine.spec.layout.block_size
-    return DecodeLimits(options.max_num_seqs, options.max_num_batched_tokens, max_local)
+def local_prefill_policy(options: DecodeOptions, engine: Engine) -> LocalPrefillPolicy:
+    """Until speeds are known, a missing tail up to a block is taken to cost less to compute here than to send for."""
+    pinned = engine.spec.max_model_len if options.colocated else options.max_local_prefill_tokens
+    default = engine.spec.layout.block_size if pinned is None else pinned
+    return LocalPrefillPolicy(
+        default_threshold=default,
+        max_threshold=options.max_num_batched_tokens if pinned is None else pinned,
+        is_pinned=pinned is not None,
+        max_itl_factor=float("inf") if options.colocated else options.max_itl_factor,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from baton.cache.pool import BlockPool
 from baton.engine.interface import EngineSpec
@@ -24,12 +24,23 @@ class DecodeState:
     Every block is held by a member's lease, or its KV by the swap space, until the member leaves.
     """
 
-    def __init__(self, spec: EngineSpec, pool: BlockPool, swap: SwapSpace) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        pool: BlockPool,
+        swap: SwapSpace,
+        on_forget: Callable[[str], None] = lambda _key: None,
+    ) -> None:
+        """on_forget: hears the key of each member that is here no longer."""
+        self._on_forget = on_forget
         self.spec = spec
         self.pool = pool
         self.swap = swap
         self._members: dict[tuple[int, int], Member] = {}
         self._events: list[StreamEvent] = []
+
+    def __len__(self) -> int:
+        return len(self._members)
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members.values())
@@ -38,6 +49,11 @@ class DecodeState:
     def num_places(self) -> int:
         """Places in the batch that are taken or spoken for."""
         return sum(width(member.spec) for member in self)
+
+    @property
+    def num_decoding(self) -> int:
+        """Members that get a token in each step."""
+        return sum(m.stage is Stage.RUNNING and not m.is_prefilling for m in self)
 
     def in_stage(self, stage: Stage) -> list[Member]:
         return [member for member in self if member.stage is stage]
@@ -62,6 +78,7 @@ class DecodeState:
     def forget(self, member: Member) -> None:
         """Take a member out whose blocks others hold now."""
         del self._members[member.stream, member.handle]
+        self._on_forget(member.key)
 
     def shares_prefixes(self, spec: SequenceSpec) -> bool:
         return self.spec.shares_prefixes(len(spec.prompt_token_ids))

@@ -13,9 +13,10 @@ from types import MappingProxyType
 from baton.errors import PeerMismatch
 from baton.types import PROTOCOL_VERSION, Tier, WorkerInfo, WorkerLoad
 from gateway.links import DecodeLink, PrefillLink
+from gateway.recent_work import RecentWork
 from gateway.router import DecodeView, PrefillView
 
-#: A prefill worker's own queue is kept this many batches short.
+#: A prefill worker's own queue is kept this many batches short, but for what its cache saves.
 _PREFILL_QUEUE_BATCHES = 2
 
 
@@ -90,7 +91,7 @@ class Worker:
             self._unreported.pop(placement_id, None)
         self._settled.clear()
 
-    def prefill_view(self, matched_tokens: int) -> PrefillView:
+    def prefill_view(self, matched_tokens: int, ahead_tokens: float) -> PrefillView:
         info = self._known_info()
         return PrefillView(
             address=self.address,
@@ -98,6 +99,7 @@ class Worker:
             outstanding_tokens=self.outstanding_tokens + self._other_tokens,
             max_outstanding_tokens=_PREFILL_QUEUE_BATCHES * info.max_num_batched_tokens,
             matched_tokens=matched_tokens,
+            ahead_tokens=ahead_tokens,
         )
 
     def decode_view(self, matched_tokens: int) -> DecodeView:
@@ -107,7 +109,7 @@ class Worker:
         return DecodeView(
             address=self.address,
             max_model_len=info.max_model_len,
-            max_local_prefill_tokens=info.max_local_prefill_tokens,
+            max_local_prefill_tokens=self.load.local_prefill_threshold,
             block_size=info.layout.block_size,
             num_blocks=info.num_blocks,
             num_available_blocks=load.blocks.available - self.num_unreported_blocks,
@@ -133,6 +135,8 @@ class Fleet:
         self.workers: Mapping[str, Worker] = MappingProxyType(self._workers)
         self._ready: dict[Tier, tuple[Worker, ...] | None] = dict.fromkeys(Tier)
         """Who is ready, by tier; None until it is asked for again after a change."""
+        self.prefill_work = RecentWork()
+        """Of the prefill workers that are ready. Placements tell it."""
         for address in prefill_addresses:
             self._workers[address] = Worker(address, Tier.PREFILL)
         for address in decode_addresses:
@@ -219,8 +223,11 @@ class Fleet:
             self.changed()
 
     def _set_state(self, worker: Worker, state: WorkerState, reason: str) -> None:
-        if worker.is_ready != (state is WorkerState.READY):
+        is_ready = state is WorkerState.READY
+        if worker.is_ready != is_ready:
             self._ready[worker.tier] = None
+            if worker.tier is Tier.PREFILL:
+                (self.prefill_work.add if is_ready else self.prefill_work.drop)(worker.address)
         worker.state, worker.reason = state, reason
 
     def _join(self, address: str, info: WorkerInfo) -> Worker:

@@ -26,11 +26,11 @@ def plan(need: Need, fleet: Fleet, matched: Mapping[str, int], key: bytes) -> Pl
     prefills, decodes = fleet.ready(Tier.PREFILL), fleet.ready(Tier.DECODE)
     some_prefills = _some(prefills, fleet, Tier.PREFILL, matched, key)
     some_decodes = _some(decodes, fleet, Tier.DECODE, matched, key)
-    choice = _choose(need, some_prefills, some_decodes, matched, key)
+    choice = _choose(need, fleet, some_prefills, some_decodes, matched, key)
     is_all = some_prefills is prefills and some_decodes is decodes
     if is_all or (isinstance(choice, Plan) and _is_good(choice, need, fleet)):
         return choice
-    return _choose(need, prefills, decodes, matched, key)
+    return _choose(need, fleet, prefills, decodes, matched, key)
 
 
 def _is_good(choice: Plan, need: Need, fleet: Fleet) -> bool:
@@ -39,8 +39,8 @@ def _is_good(choice: Plan, need: Need, fleet: Fleet) -> bool:
         return False
     if choice.prefill is not None or not fleet.ready(Tier.PREFILL):
         return True
-    info = fleet.workers[choice.decode].info if choice.decode else None
-    return info is not None and need.num_tokens <= info.max_local_prefill_tokens
+    threshold = fleet.workers[choice.decode].load.local_prefill_threshold if choice.decode else 0
+    return need.num_tokens <= threshold
 
 
 def _some(
@@ -59,6 +59,7 @@ def _some(
 
 def _choose(
     need: Need,
+    fleet: Fleet,
     prefills: Sequence[Worker],
     decodes: Sequence[Worker],
     matched: Mapping[str, int],
@@ -66,7 +67,12 @@ def _choose(
 ) -> Plan | Verdict:
     return choose(
         need,
-        [worker.prefill_view(matched.get(worker.address, 0)) for worker in prefills],
+        [
+            worker.prefill_view(
+                matched.get(worker.address, 0), fleet.prefill_work.ahead(worker.address)
+            )
+            for worker in prefills
+        ],
         [worker.decode_view(matched.get(worker.address, 0)) for worker in decodes],
         key,
     )

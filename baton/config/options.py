@@ -243,7 +243,9 @@ class DecodeTierOptions(Options):
     """How decode workers treat their sequences."""
 
     max_local_prefill_tokens: Annotated[int, Field(ge=0)] | None = None
-    """Most missing prompt tokens that a decode worker computes by itself; one block if not given."""
+    """Missing prompt tokens up to which a decode worker computes by itself; if not given, what is measured to be faster."""
+    max_itl_factor: Annotated[float, Field(gt=1)] = 2.0
+    """Times as long as without that a decode step may take because of a prompt computed beside it."""
     colocated: bool = False
     """Decode workers compute all prompts themselves, and nothing is handed over."""
     swap_space: Annotated[float, Field(ge=0)] = 1.0

@@ -8,9 +8,8 @@ of 64-bit hashes. Not for secrets: the hashes only have to mix well.
 
 from __future__ import annotations
 
-import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,10 +17,13 @@ from numpy.typing import NDArray
 
 from baton.engine.array_kv_pool import ArrayKvPool
 from baton.engine.interface import Batch, EngineSpec, LayersDone, SampleRow, SequenceSlice
+from baton.engine.oracle_choice import choose, mix
 from baton.errors import EngineFault
+from baton.sampling.beam_search import BeamSearch, Hypothesis
 from baton.types import FinishReason, KvLayout, Sample, Sampling, TokenLogprobs, finish_reason
 
-_MASK = (1 << 64) - 1
+#: Longest sequence of the references below.
+_REFERENCE_LEN = 4096
 _ROOT = 0x9E3779B97F4A7C15
 _Words = NDArray[np.uint64]
 
@@ -67,7 +69,7 @@ class OracleEngine:
     def forward(
         self, batch: Batch, layers_done: LayersDone | None = None
     ) -> tuple[tuple[Sample, ...], ...]:
-        """See Engine.forward. Raises EngineFault if the batch holds the poison token."""
+        """See Engine.forward. Raises EngineFault if the batch holds the poison token, or no token may be chosen."""
         if any(self._options.poison_token_id in part.token_ids for part in batch.slices):
             raise EngineFault(f"token {self._options.poison_token_id} is poison")
         if self._options.step_s:
@@ -90,7 +92,7 @@ class OracleEngine:
             slot = int(data[block_id, 0, 0, 0, position % size, 0])
             state = slot ^ int(self._weights[0, 0, 0, 0])
         for position, token_id in enumerate(part.token_ids, start=part.start):
-            state = _mix(state ^ (token_id + 1) * 0xD6E8FEB86659FD93)
+            state = mix(state ^ (token_id + 1) * 0xD6E8FEB86659FD93)
             block_id = part.block_table[position // size]
             data[block_id, :, :, :, position % size] = np.uint64(state) ^ self._weights
 
@@ -108,67 +110,75 @@ class OracleEngine:
 
 
 def oracle_tokens(
-    prompt: Sequence[int], sampling: Sampling, vocab_size: int, choice: int = 0
+    prompt: Sequence[int],
+    sampling: Sampling,
+    vocab_size: int,
+    choice: int = 0,
+    allowed: Callable[[Sequence[int]], bytes | None] | None = None,
 ) -> list[int]:
-    """The output that a whole, undisturbed request gets from any oracle engine of default shape."""
-    engine = OracleEngine(OracleOptions(num_blocks=1, block_size=4096, vocab_size=vocab_size))
+    """The output that a whole, undisturbed request gets from any oracle engine of default shape.
+
+    allowed: SampleRow.allowed after an output; None for an output that may be anything.
+    """
+    engine = _undisturbed(vocab_size)
     token_ids = list(prompt)
     start = 0
     while True:
-        row = SampleRow(len(token_ids) - start - 1, sampling, token_ids, len(prompt), choice)
+        mask = allowed(token_ids[len(prompt) :]) if allowed else None
+        row = SampleRow(len(token_ids) - start - 1, sampling, token_ids, len(prompt), choice, mask)
         part = SequenceSlice(token_ids[start:], start, [0], (row,))
         start = len(token_ids)
         token_ids.append(engine.forward(Batch((part,)))[0][0].token_id)
         num_output = len(token_ids) - len(prompt)
-        end = finish_reason(token_ids[-1], num_output, len(token_ids), sampling, 4096)
+        end = finish_reason(token_ids[-1], num_output, len(token_ids), sampling, _REFERENCE_LEN)
         if end is not FinishReason.NONE:
             return token_ids[len(prompt) :]
 
 
-def choose(digest: int, row: SampleRow, vocab_size: int) -> Sample:
-    """The token that follows a prefix of this digest: a hash of it, of the sampling and of what penalties look at."""
-    sampling = row.sampling
-    state = digest
-    if not sampling.is_greedy:
-        state = _mix(state ^ sampling.seed)
-        state = _mix(state ^ (row.num_output_tokens << 32) ^ row.choice)
-    state = _mix(state ^ _sampling_digest(sampling))
-    if sampling.has_penalties:
-        for token_id in row.token_ids[row.num_prompt_tokens :]:
-            state = _mix(state ^ token_id)
-    token_id = state % vocab_size
-    while token_id in sampling.stop_token_ids and row.num_output_tokens < sampling.min_tokens:
-        state = _mix(state + 1)
-        token_id = state % vocab_size
-    if sampling.logprobs < 0:
-        return Sample(token_id)
-    logprob = -float(state >> 40) / (1 << 20)
-    top = tuple(((token_id + i) % vocab_size, logprob - i) for i in range(sampling.logprobs))
-    return Sample(token_id, TokenLogprobs(token_id, logprob, top))
+def oracle_beams(
+    prompt: Sequence[int], sampling: Sampling, vocab_size: int
+) -> tuple[Hypothesis, ...]:
+    """What a whole, undisturbed beam search finds on any oracle engine of default shape."""
+    engine = _undisturbed(vocab_size)
+    search = BeamSearch(sampling, len(prompt), _REFERENCE_LEN)
+    beams: list[list[int]] = [list(prompt)]
+    while True:
+        offered = []
+        for token_ids in beams:
+            row = SampleRow(len(token_ids) - 1, sampling, token_ids, len(prompt))
+            ((one,),) = engine.forward(Batch((SequenceSlice(token_ids, 0, [0], (row,)),)))
+            offered.append(one.logprobs.top if one.logprobs else ())
+        step = search.step(offered)
+        if step.is_over:
+            return search.best()
+        pairs = zip(step.parents, step.token_ids, strict=True)
+        beams = [[*beams[parent], token_id] for parent, token_id in pairs]
 
 
-def _sampling_digest(sampling: Sampling) -> int:
-    numbers = (
-        sampling.temperature,
-        sampling.top_p,
-        sampling.min_p,
-        sampling.repetition_penalty,
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
-        float(sampling.top_k),
-        *(value for entry in sorted(sampling.logit_bias.items()) for value in entry),
+def oracle_prompt_logprobs(
+    prompt: Sequence[int], sampling: Sampling, vocab_size: int
+) -> tuple[TokenLogprobs, ...]:
+    """What any oracle engine of default shape tells of a prompt's tokens but the first."""
+    rows = tuple(
+        SampleRow(i, sampling, prompt[: i + 1], len(prompt), scored_token_id=token_id)
+        for i, token_id in enumerate(prompt[1:])
     )
-    state = 0
-    for number in numbers:
-        # Single precision, as on the wire.
-        state = _mix(state ^ int.from_bytes(struct.pack("<f", number), "little"))
-    return state
+    part = SequenceSlice(prompt, 0, [0], rows)
+    (samples,) = _undisturbed(vocab_size).forward(Batch((part,)))
+    return tuple(one.logprobs for one in samples if one.logprobs)
+
+
+def _undisturbed(vocab_size: int) -> OracleEngine:
+    """An engine for one sequence, whose only block holds it all."""
+    return OracleEngine(
+        OracleOptions(num_blocks=1, block_size=_REFERENCE_LEN, vocab_size=vocab_size)
+    )
 
 
 def _slot_weights(layout: KvLayout) -> _Words:
     """One word per (layer, key or value, head, dimension), so that swapped slots are told apart."""
     shape = (layout.num_layers, 2, layout.num_kv_heads, layout.head_dim)
-    words = [_mix(_ROOT + index) for index in range(int(np.prod(shape)))]
+    words = [mix(_ROOT + index) for index in range(int(np.prod(shape)))]
     return np.array(words, dtype=np.uint64).reshape(shape)
 
 
@@ -177,12 +187,4 @@ def _digest_of(by_token: _Words) -> int:
     places = np.arange(1, by_token.size + 1, dtype=np.uint64) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (by_token.reshape(-1) ^ places) * np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(29)
-    return _mix(int(np.sum(mixed * (places | np.uint64(1)), dtype=np.uint64)))
-
-
-def _mix(word: int) -> int:
-    """A bijection of 64-bit words that mixes well (the finaliser of SplitMix64, Steele et al. 2014)."""
-    word = (word + 0x9E3779B97F4A7C15) & _MASK
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
-    return word ^ (word >> 31)
+    return mix(int(np.sum(mixed * (places | np.uint64(1)), dtype=np.uint64)))

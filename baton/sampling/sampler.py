@@ -1,28 +1,32 @@
 """Turn sample rows and their logits into samples.
 
-Order, as in transformers: repetition penalty (prompt and output), presence and frequency (output), logit_bias, min_tokens,
-temperature, top_k, top_p, min_p, draw. A row takes part only in the steps that it asks for: its result does not depend
-on what other rows ask for. Log probabilities are those of the model, before all of that.
+Order, as in transformers: the edits of baton.sampling.edits, temperature, top_k, top_p, min_p, draw. A row takes part only
+in the steps that it asks for: its result does not depend on what other rows ask for. Log probabilities are those of the
+model, before all of that.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from baton.engine.interface import SampleRow
+from baton.sampling.beam_search import num_candidates
+from baton.sampling.edits import edit
 from baton.sampling.keys import draw_key
+from baton.sampling.logprobs import likeliest, token_logprobs
 from baton.types import Sample, Sampling, TokenLogprobs
-from baton_kernels.sampling import (
-    add_bias,
-    gumbel_argmax,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
-    penalize,
-)
+from baton_kernels.sampling import gumbel_argmax, keep_min_p, keep_top_k, keep_top_p
+
+
+class NothingAllowedError(ValueError):
+    """No token may be chosen at some rows: what their requests forbid and demand leaves none."""
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        """rows: indices of the rows."""
+        super().__init__("no token is left to choose")
+        self.rows = tuple(rows)
 
 
 def broken_rows(logits: torch.Tensor) -> list[int]:
@@ -31,85 +35,51 @@ def broken_rows(logits: torch.Tensor) -> list[int]:
     return torch.nonzero(~torch.isfinite(logits.sum(-1))).flatten().tolist()
 
 
-def names_unknown_token(sampling: Sampling, vocab_size: int) -> bool:
-    """Whether a setting names a token id outside the vocabulary."""
-    ids: Iterable[int] = (*sampling.logit_bias, *sampling.stop_token_ids)
-    return any(not 0 <= token < vocab_size for token in ids)
-
-
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sample]:
-    """One sample per row of finite logits [rows, vocab] float32, which are not changed."""
-    logprobs = _logprobs(logits, rows)
-    edited = _edit(logits, rows)
-    drawn = [i for i, row in enumerate(rows) if not row.sampling.is_greedy]
+    """One sample per row of finite logits [rows, vocab] float32, which are not changed. Raises NothingAllowedError."""
+    scored = {i: r.scored_token_id for i, r in enumerate(rows) if r.scored_token_id is not None}
+    if not scored:
+        return _choose(logits, rows)
+    told = token_logprobs(logits, scored, {i: rows[i].sampling.prompt_logprobs for i in scored})
+    chosen: dict[int, Sample] = {}
+    if others := [i for i in range(len(rows)) if i not in scored]:
+        index = torch.tensor(others, device=logits.device)
+        try:
+            drawn = _choose(logits[index], [rows[i] for i in others])
+        except NothingAllowedError as error:
+            raise NothingAllowedError([others[i] for i in error.rows]) from None
+        chosen = dict(zip(others, drawn, strict=True))
+    return [Sample(scored[i], told[i]) if i in scored else chosen[i] for i in range(len(rows))]
+
+
+def _choose(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sample]:
+    """Samples of rows that choose a token."""
+    edited = edit(logits, rows)
+    drawn = [i for i, r in enumerate(rows) if not r.sampling.is_greedy and r.sampling.beam is None]
     chosen = _draw(edited, rows, drawn) if drawn else edited.argmax(-1)
-    return _samples(chosen.tolist(), logits, rows, logprobs)
+    if edited is not logits:
+        _check(edited, chosen)
+    tokens = dict(enumerate(chosen.tolist()))
+    beams = {i: r.sampling for i, r in enumerate(rows) if r.sampling.beam is not None}
+    told = likeliest(logits, edited, {i: num_candidates(s) for i, s in beams.items()})
+    wanted = {
+        i: r.sampling.logprobs
+        for i, r in enumerate(rows)
+        if r.sampling.logprobs >= 0 and i not in beams
+    }
+    told |= token_logprobs(logits, {i: tokens[i] for i in wanted}, wanted)
+    return [_sample(token, told.get(i)) for i, token in tokens.items()]
 
 
-def _indices(rows: Sequence[SampleRow], wanted: Callable[[Sampling], bool]) -> list[int]:
-    return [i for i, row in enumerate(rows) if wanted(row.sampling)]
+def _sample(token_id: int, told: TokenLogprobs | None) -> Sample:
+    return Sample(told.token_id if told else token_id, told)
 
 
-def _edit(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """Logits after penalties, bias and min_tokens: a copy where any row has one."""
-    penalized = _indices(rows, lambda s: s.has_penalties)
-    biased = _bias_entries(rows)
-    if not penalized and not biased:
-        return logits
-    edited = logits.clone()
-    device = logits.device
-    if penalized:
-        penalize(edited, *_penalty_entries(rows, penalized, device))
-    if biased:
-        at, tokens, bias = zip(*biased, strict=True)
-        add_bias(
-            edited,
-            torch.tensor(at, device=device),
-            torch.tensor(tokens, device=device),
-            torch.tensor(bias, dtype=torch.float32, device=device),
-        )
-    return edited
-
-
-def _penalty_entries(
-    rows: Sequence[SampleRow], penalized: Sequence[int], device: torch.device
-) -> tuple[torch.Tensor, ...]:
-    """rows, tokens, output counts and the three penalties, [entries] each: one entry per distinct token of a row."""
-    at: list[int] = []
-    tokens: list[int] = []
-    counts: list[int] = []
-    settings: list[tuple[float, float, float]] = []
-    for index in penalized:
-        row = rows[index]
-        output = Counter(row.token_ids[row.num_prompt_tokens :])
-        seen = set(row.token_ids) if row.sampling.repetition_penalty != 1.0 else set(output)
-        at += [index] * len(seen)
-        tokens += seen
-        counts += [output[token] for token in seen]
-        s = row.sampling
-        settings += [(s.repetition_penalty, s.presence_penalty, s.frequency_penalty)] * len(seen)
-    columns = torch.tensor(settings, dtype=torch.float32, device=device).reshape(-1, 3)
-    return (
-        torch.tensor(at, dtype=torch.int64, device=device),
-        torch.tensor(tokens, dtype=torch.int64, device=device),
-        torch.tensor(counts, dtype=torch.float32, device=device),
-        *columns.unbind(1),
-    )
-
-
-def _bias_entries(rows: Sequence[SampleRow]) -> list[tuple[int, int, float]]:
-    """(row, token, bias): logit_bias, and -inf for stop tokens of rows whose next token may not be the last."""
-    entries = []
-    for index, row in enumerate(rows):
-        bias = row.sampling.logit_bias
-        masked = row.sampling.stop_token_ids if _too_short(row) else frozenset()
-        entries += [(index, token, bias[token]) for token in bias if token not in masked]
-        entries += [(index, token, float("-inf")) for token in masked]
-    return entries
-
-
-def _too_short(row: SampleRow) -> bool:
-    return row.num_output_tokens + 1 < row.sampling.min_tokens
+def _check(edited: torch.Tensor, chosen: torch.Tensor) -> None:
+    """A row that has chosen a forbidden token had no other."""
+    is_dead = edited.gather(1, chosen[:, None])[:, 0].isneginf()
+    if dead := torch.nonzero(is_dead).flatten().tolist():
+        raise NothingAllowedError(dead)
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], drawn: Sequence[int]) -> torch.Tensor:
@@ -173,31 +143,3 @@ def _apply(
     part = scaled[index]
     keep(part, argument)
     scaled.index_copy_(0, index, part)
-
-
-def _logprobs(logits: torch.Tensor, rows: Sequence[SampleRow]) -> dict[int, torch.Tensor]:
-    """Log probabilities [vocab] of the rows that report them."""
-    wanted = _indices(rows, lambda s: s.logprobs >= 0)
-    if not wanted:
-        return {}
-    index = torch.tensor(wanted, device=logits.device)
-    return dict(zip(wanted, logits[index].log_softmax(-1), strict=True))
-
-
-def _samples(
-    chosen: Sequence[int],
-    logits: torch.Tensor,
-    rows: Sequence[SampleRow],
-    logprobs: dict[int, torch.Tensor],
-) -> list[Sample]:
-    samples = []
-    for index, (token, row) in enumerate(zip(chosen, rows, strict=True)):
-        if index not in logprobs:
-            samples.append(Sample(token))
-            continue
-        values = logprobs[index]
-        count = min(row.sampling.logprobs, logits.shape[-1])
-        best = values.topk(count)
-        top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-        samples.append(Sample(token, TokenLogprobs(token, float(values[token]), top)))
-    return samples

@@ -665,6 +665,7 @@ class WorkerStatus(message.Message):
     NUM_BLOCKS_FIELD_NUMBER: builtins.int
     BLOCK_SIZE_FIELD_NUMBER: builtins.int
     NUM_IN_FLIGHT_FIELD_NUMBER: builtins.int
+    LOCAL_PREFILL_THRESHOLD_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """Name of the worker; empty until it was first reached."""
     address: builtins.str
@@ -691,6 +692,8 @@ class WorkerStatus(message.Message):
     """Tokens per KV block."""
     num_in_flight: builtins.int
     """Requests that this gateway has in flight on it."""
+    local_prefill_threshold: builtins.int
+    """Most missing tokens of a prompt that a decode worker would compute by itself now."""
     def __init__(
         self,
         *,
@@ -707,9 +710,10 @@ class WorkerStatus(message.Message):
         num_blocks: builtins.int = ...,
         block_size: builtins.int = ...,
         num_in_flight: builtins.int = ...,
+        local_prefill_threshold: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "block_size", b"block_size", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_in_flight", b"num_in_flight", "num_leased_blocks", b"num_leased_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "reason", b"reason", "state", b"state", "tier", b"tier", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "block_size", b"block_size", "local_prefill_threshold", b"local_prefill_threshold", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_in_flight", b"num_in_flight", "num_leased_blocks", b"num_leased_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "reason", b"reason", "state", b"state", "tier", b"tier", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...

@@ -34,6 +34,7 @@ class SequenceState(message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     ARRIVAL_NS_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
+    TRACESTATE_FIELD_NUMBER: builtins.int
     NUM_CHOICES_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Names the request in logs and errors; never used as a key to memory."""
@@ -47,6 +48,8 @@ class SequenceState(message.Message):
     """Order of arrival at the gateway, in nanoseconds of its clock; breaks ties of priority."""
     traceparent: builtins.str
     """W3C trace context of the request's span at the gateway; empty if there is none."""
+    tracestate: builtins.str
+    """W3C tracestate beside it: what vendors on the request's way add; empty if there is none."""
     num_choices: builtins.int
     """Choices that share the prompt and part at the first token of output: choice, choice + 1, ...; 0 means 1. More than 1 only without output tokens."""
     @builtins.property
@@ -73,10 +76,11 @@ class SequenceState(message.Message):
         priority: builtins.int = ...,
         arrival_ns: builtins.int = ...,
         traceparent: builtins.str = ...,
+        tracestate: builtins.str = ...,
         num_choices: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["arrival_ns", b"arrival_ns", "choice", b"choice", "num_choices", b"num_choices", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["arrival_ns", b"arrival_ns", "choice", b"choice", "num_choices", b"num_choices", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...

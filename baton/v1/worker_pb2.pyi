@@ -124,7 +124,7 @@ class GetWorkerInfoResponse(message.Message):
     software_version: builtins.str
     """Version of the software, for people."""
     max_local_prefill_tokens: builtins.int
-    """Most missing prompt tokens that a decode worker prefills by itself; 0 in a prefill worker."""
+    """Most missing prompt tokens that a decode worker ever prefills by choice; 0 in a prefill worker."""
     @builtins.property
     def layout(self) -> kv_pb2.KvLayout:
         """Shape, numerics and identity of its KV."""
@@ -184,6 +184,7 @@ class WatchLoadResponse(message.Message):
     NUM_CACHED_BLOCKS_FIELD_NUMBER: builtins.int
     NUM_LEASED_BLOCKS_FIELD_NUMBER: builtins.int
     NUM_OPEN_TICKETS_FIELD_NUMBER: builtins.int
+    LOCAL_PREFILL_THRESHOLD_FIELD_NUMBER: builtins.int
     state: WorkerState.ValueType
     """Whether it takes work."""
     num_steps: builtins.int
@@ -204,6 +205,8 @@ class WatchLoadResponse(message.Message):
     """KV blocks owned by sequences and tickets."""
     num_open_tickets: builtins.int
     """Tickets not yet committed or aborted (decode), or handoffs under way (prefill)."""
+    local_prefill_threshold: builtins.int
+    """Most missing tokens of a prompt that a decode worker would compute by itself now, by what it has measured; 0 in a prefill worker."""
     def __init__(
         self,
         *,
@@ -217,10 +220,11 @@ class WatchLoadResponse(message.Message):
         num_cached_blocks: builtins.int = ...,
         num_leased_blocks: builtins.int = ...,
         num_open_tickets: builtins.int = ...,
+        local_prefill_threshold: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["heartbeat_age_ms", b"heartbeat_age_ms", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leased_blocks", b"num_leased_blocks", "num_open_tickets", b"num_open_tickets", "num_pending_tokens", b"num_pending_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["heartbeat_age_ms", b"heartbeat_age_ms", "local_prefill_threshold", b"local_prefill_threshold", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leased_blocks", b"num_leased_blocks", "num_open_tickets", b"num_open_tickets", "num_pending_tokens", b"num_pending_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

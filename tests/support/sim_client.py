@@ -86,11 +86,13 @@ class SimClient:
         worker.submit(decode.Open(0, first, spec, source))
 
     def cancel(self) -> None:
-        handle = self.rng.choice(sorted(self.live))
-        choice = self.live[handle].choice
-        self.finished[choice] = FinishReason.NONE
-        for other in [h for h, stay in self.live.items() if stay.choice == choice]:
-            self.abort(other)
+        """Give up one choice, or a whole beam search."""
+        given_up = self.live[self.rng.choice(sorted(self.live))]
+        for handle, stay in list(self.live.items()):
+            is_same_request = stay.spec.request_id == given_up.spec.request_id
+            if stay.choice == given_up.choice or (given_up.spec.sampling.beam and is_same_request):
+                self.finished[stay.choice] = FinishReason.NONE
+                self.abort(handle)
 
     def abort(self, handle: int) -> None:
         stay = self.live.pop(handle)

@@ -8,15 +8,20 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
 
 from baton.cache.pool import BlockPool
 from baton.engine.loop import Step
 from baton.engine.oracle import OracleEngine, OracleOptions
+from baton.errors import BatonError
+from baton.grammar import Matchers
 from baton.types import WorkerIdentity
 from decode_svc.admission import DecodeLimits
 from decode_svc.commands import DecodeCommand, StreamEvent
 from decode_svc.core import DecodeCore, DecodeDevices
+from decode_svc.costs import LocalPrefillPolicy
 from decode_svc.swap_space import SwapSpace
 from kv_transfer.endpoint import Endpoint
 from kv_transfer.receiver import Receiver
@@ -24,7 +29,10 @@ from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import TicketTable
 from kv_transfer.transport.loopback import LoopbackHub
 from prefill_svc.core import PrefillCommand, PrefillCore, PrefillEvent, PrefillLimits
+from tests.support.grammar_walks import small_vocabulary
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Clock = Callable[[], float]
 
 
@@ -97,7 +105,9 @@ class SimPrefill:
         self.pool = _pool(self.shape)
         self.sender = _sender(self.hub, self.name, self.engine, self.submit, self.clock)
         limits = PrefillLimits(self.shape.max_num_seqs, self.shape.max_num_batched_tokens)
-        self.core = PrefillCore(self.engine, self.pool, self.sender, limits, self.clock)
+        self.core = PrefillCore(
+            self.engine, self.pool, self.sender, limits, sim_matchers(), self.clock
+        )
 
     def submit(self, command: PrefillCommand) -> None:
         self.inbox.append(command)
@@ -140,15 +150,15 @@ class SimDecode:
             lambda: ids.getrandbits(64),
         )
         self.listener.serve(Receiver(identity, layout, self.engine.kv, self.tickets, 4, 1 << 16))
-        limits = DecodeLimits(
-            self.shape.max_num_seqs,
-            self.shape.max_num_batched_tokens,
-            self.shape.max_local_prefill_tokens,
-        )
+        limits = DecodeLimits(self.shape.max_num_seqs, self.shape.max_num_batched_tokens)
         self.sender = _sender(self.hub, self.name, self.engine, self.submit, self.clock)
         self.swap = swap = SwapSpace(self.engine.kv, self.shape.swap_bytes)
-        devices = DecodeDevices(self.engine, self.pool, self.tickets, self.sender, swap, self.clock)
-        self.core = DecodeCore(devices, limits)
+        devices = DecodeDevices(
+            self.engine, self.pool, self.tickets, self.sender, swap, sim_matchers(), self.clock
+        )
+        most = self.shape.max_local_prefill_tokens
+        local_prefill = LocalPrefillPolicy(most, most, is_pinned=True, max_itl_factor=2.0)
+        self.core = DecodeCore(devices, limits, local_prefill)
 
     def submit(self, command: DecodeCommand) -> None:
         self.inbox.append(command)
@@ -157,6 +167,23 @@ class SimDecode:
     def step(self) -> Step[StreamEvent]:
         commands, self.inbox[:] = list(self.inbox), []
         return self.core.step(commands)
+
+
+class InlineExecutor(Executor):
+    """Runs what it is given at once, in the caller's thread."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except BatonError as error:
+            future.set_exception(error)
+        return future
+
+
+def sim_matchers() -> Matchers:
+    """A worker's matchers, without a thread."""
+    return Matchers(small_vocabulary, InlineExecutor())
 
 
 def fresh_names(prefix: str) -> Callable[[], str]:

@@ -18,6 +18,7 @@ from baton.types import KvSource, Sample, Sampling, SequenceSpec, WorkerLoad
 from decode_svc.admission import DecodeLimits
 from decode_svc.commands import Open
 from decode_svc.core import DecodeCore, DecodeDevices
+from decode_svc.costs import LocalPrefillPolicy
 from decode_svc.swap_space import SwapSpace
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode
@@ -123,6 +124,6 @@ def test_a_long_step_beats_at_every_group_of_layers() -> None:
     devices = DecodeDevices(
         engine, pool, sim.tickets, sim.sender, swap, lambda: 0.0, lambda: beats.append(1)
     )
-    core = DecodeCore(devices, DecodeLimits(4, 64, 100))
+    core = DecodeCore(devices, DecodeLimits(4, 64), LocalPrefillPolicy(0, 0, True, 2.0))
     core.step([Open(0, 1, SequenceSpec("r", (1, 2, 3), Sampling(max_tokens=2)), KvSource.HERE)])
     assert engine.num_beats_within == [4]

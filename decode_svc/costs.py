@@ -1,0 +1,132 @@
+"""What things cost on this worker, learned from what they took: the ground of its choices between two ways.
+
+    compute a prompt's missing tokens here, or await them from a prefill worker     local_prefill_threshold
+    how much of a prompt to compute beside sequences that decode                    max_prefill_tokens
+    keep a preempted sequence's KV in host memory, or have it computed anew         is_swap_cheaper
+
+Times are fitted by least squares with fading weights, so that the fits follow the machine. Pure but for their state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: What an observation's weight is after one more.
+_FADING = 0.98
+#: Observations before a fit is believed.
+_MIN_OBSERVATIONS = 4
+#: Assumed until the first copy: both ways together, in bytes a second.
+_ASSUMED_COPY_BYTES_PER_S = 2e9
+
+
+class LinearFit:
+    """seconds = fixed + slope * amount, neither below 0, by recent observations."""
+
+    def __init__(self) -> None:
+        self._weight = 0.0
+        self._amount = 0.0
+        self._seconds = 0.0
+        self._amount_sq = 0.0
+        self._product = 0.0
+        self.num_observations = 0
+
+    def observe(self, amount: float, seconds: float) -> None:
+        self.num_observations += 1
+        self._weight = self._weight * _FADING + 1.0
+        self._amount = self._amount * _FADING + amount
+        self._seconds = self._seconds * _FADING + seconds
+        self._amount_sq = self._amount_sq * _FADING + amount * amount
+        self._product = self._product * _FADING + amount * seconds
+
+    @property
+    def slope(self) -> float:
+        """Seconds per unit of amount. Without a spread of amounts, all time is put down to the amount."""
+        if not self._weight:
+            return 0.0
+        spread = self._amount_sq - self._amount**2 / self._weight
+        if spread <= 1e-9 * self._amount_sq:
+            return self._seconds / self._amount if self._amount else 0.0
+        slope = (self._product - self._amount * self._seconds / self._weight) / spread
+        return min(max(slope, 0.0), self._seconds / self._amount if self._amount else 0.0)
+
+    @property
+    def fixed(self) -> float:
+        """Seconds of an amount of 0."""
+        if not self._weight:
+            return 0.0
+        return max(0.0, (self._seconds - self.slope * self._amount) / self._weight)
+
+    def predict(self, amount: float) -> float:
+        return self.fixed + self.slope * amount
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPrefillPolicy:
+    """When a decode worker computes prompts by itself.
+
+    default_threshold: missing tokens, before anything is known. max_threshold: most that is ever computed by choice.
+    is_pinned: the threshold is the default, whatever is learned.
+    max_itl_factor: how many times as long as a step of decoding alone one with part of a prompt beside it may take.
+    """
+
+    default_threshold: int
+    max_threshold: int
+    is_pinned: bool
+    max_itl_factor: float
+    min_chunk_tokens: int = 16
+
+
+class Costs:
+    """What this worker has learned of its own and its peers' speed. Times in seconds."""
+
+    def __init__(self, policy: LocalPrefillPolicy) -> None:
+        self._policy = policy
+        self._handoff = LinearFit()
+        self._decode = LinearFit()
+        self._prefill = LinearFit()
+        self._copy = LinearFit()
+
+    def observe_handoff(self, num_tokens: int, seconds: float) -> None:
+        """From a ticket's offer to its commit, all of the prefill tier in between, for so many missing tokens."""
+        self._handoff.observe(num_tokens, seconds)
+
+    def observe_step(self, num_decoding: int, num_prefill_tokens: int, seconds: float) -> None:
+        """A step over so many sequences that decode, with so many tokens of prompts beside them."""
+        if not num_prefill_tokens:
+            self._decode.observe(num_decoding, seconds)
+            return
+        beside_s = self._decode.predict(num_decoding) if num_decoding else 0.0
+        self._prefill.observe(num_prefill_tokens, max(0.0, seconds - beside_s))
+
+    def observe_copy(self, num_bytes: int, seconds: float) -> None:
+        """KV was copied to host memory, or back."""
+        self._copy.observe(num_bytes, seconds)
+
+    def local_prefill_threshold(self, num_decoding: int) -> int:
+        """Most missing tokens that are better computed here, where each delays all that decode, than awaited."""
+        policy = self._policy
+        known = min(self._handoff.num_observations, self._prefill.num_observations)
+        if policy.is_pinned or known < _MIN_OBSERVATIONS:
+            return policy.default_threshold
+        gain = self._handoff.fixed - self._prefill.fixed
+        loss_per_token = self._prefill.slope * (1 + num_decoding) - self._handoff.slope
+        if loss_per_token <= 0:
+            return policy.max_threshold
+        return min(max(int(gain / loss_per_token), 0), policy.max_threshold)
+
+    def max_prefill_tokens(self, num_decoding: int, max_num_batched_tokens: int) -> int:
+        """Tokens of prompts that a step may compute beside `num_decoding` sequences, for their next tokens not to wait long."""
+        policy, slope = self._policy, self._prefill.slope
+        if not num_decoding or not slope:
+            return max_num_batched_tokens
+        spare_s = (policy.max_itl_factor - 1) * self._decode.predict(num_decoding)
+        num_tokens = min(spare_s / slope, max_num_batched_tokens)
+        return max(int(num_tokens), min(policy.min_chunk_tokens, max_num_batched_tokens))
+
+    def is_swap_cheaper(self, num_bytes: int, num_tokens: int) -> bool:
+        """Whether KV is sooner out and back again than computed anew by the prefill tier, as far as is known."""
+        copy_s = self._copy.predict(num_bytes) * 2
+        if not self._copy.num_observations:
+            copy_s = num_bytes / _ASSUMED_COPY_BYTES_PER_S
+        recompute = self._handoff if self._handoff.num_observations else self._prefill
+        return not recompute.num_observations or copy_s < recompute.predict(num_tokens)

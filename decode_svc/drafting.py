@@ -1,0 +1,113 @@
+"""Drafts beside what a step was granted: of whom to ask them, and room for them.
+
+They take what is left of the step's tokens and of the blocks: nobody waits or leaves for a draft. A step that prefills has
+none, for it is as large as it may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from baton.cache.pool import BlockCopy
+from decode_svc.sequence import DecodeSequence
+from decode_svc.speculation.interface import Speculation
+from decode_svc.speculation.proposer import DraftRequest
+from decode_svc.state import DecodeState, Member
+
+#: Drafts by sequence key.
+Drafts = Mapping[str, tuple[int, ...]]
+
+NO_DRAFTS: Drafts = {}
+
+
+class Drafting:
+    """The core's side of speculation, step by step: start, then end."""
+
+    def __init__(
+        self, state: DecodeState, speculation: Speculation, max_num_batched_tokens: int
+    ) -> None:
+        self._state = state
+        self._speculation = speculation
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._num_rows = 0
+        self._asked: list[tuple[DecodeSequence, int]] = []
+        """Sequences that drafts were asked for in this step, and how many tokens they had."""
+        self._withheld: set[str] = set()
+        """Sequences whose last step failed with drafts in it: the next one shows whether it was they."""
+
+    def start(self, granted: Sequence[tuple[Member, int]]) -> tuple[Drafts, tuple[BlockCopy, ...]]:
+        """Drafts for a step that computes what was granted, and what must be copied before they are written."""
+        self._asked, self._num_rows = [], 0
+        if any(member.is_prefilling for member, _ in granted):
+            return NO_DRAFTS, ()
+        self._num_rows = sum(num_new for _, num_new in granted)
+        requests = [
+            self._request(member)
+            for member, _ in granted
+            if isinstance(member, DecodeSequence) and self._may_draft(member)
+        ]
+        self._withheld.clear()
+        num_spare = self._max_num_batched_tokens - self._num_rows
+        planned = self._speculation.plan(requests, self._num_rows, num_spare)
+        drafts: dict[str, tuple[int, ...]] = {}
+        copies: list[BlockCopy] = []
+        for (sequence, _), wanted in zip(self._asked, planned, strict=True):
+            if wanted:
+                drafts[sequence.key], copied = self._make_room(
+                    sequence, sequence.allowed_drafts(wanted)
+                )
+                copies += copied
+        return drafts, tuple(copies)
+
+    def end(self, drafts: Drafts) -> None:
+        """The step is over, and sequences have what they got of it."""
+        for sequence, num_known in self._asked:
+            self._speculation.judge(sequence.key, sequence.token_ids[num_known:])
+        if self._num_rows:
+            self._speculation.made(self._num_rows, sum(map(len, drafts.values())))
+
+    def withhold(self, sequence: DecodeSequence) -> None:
+        """A step of this sequence failed with drafts in it: make it again without."""
+        self._withheld.add(sequence.key)
+
+    def _may_draft(self, sequence: DecodeSequence) -> bool:
+        """Not where choices or beams part at the next token, which is the first."""
+        return (
+            sequence.key not in self._withheld
+            and sequence.num_output_tokens > len(sequence.spec.output_token_ids)
+            and self._max_num_drafts(sequence) > 0
+            and self._speculation.is_due(sequence.key)
+        )
+
+    def _max_num_drafts(self, sequence: DecodeSequence) -> int:
+        """A step gives one token more than drafts: neither past max_tokens nor past the model's length."""
+        num_tokens = min(
+            sequence.spec.sampling.max_tokens - sequence.num_output_tokens,
+            self._state.spec.max_model_len - len(sequence.token_ids),
+        )
+        return min(self._speculation.max_num_drafts, num_tokens - 1)
+
+    def _request(self, sequence: DecodeSequence) -> DraftRequest:
+        self._asked.append((sequence, len(sequence.token_ids)))
+        return DraftRequest(
+            sequence.key,
+            sequence.token_ids,
+            len(sequence.spec.prompt_token_ids),
+            self._max_num_drafts(sequence),
+            sequence.spec.sampling,
+            sequence.spec.choice,
+        )
+
+    def _make_room(
+        self, sequence: DecodeSequence, drafts: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], tuple[BlockCopy, ...]]:
+        """As many of the drafts as there are blocks for when every member may still take one."""
+        num_spare = self._state.pool.counts().available - len(self._state)
+        for num_drafts in range(len(drafts), 0, -1):
+            num_needed = sequence.num_blocks_to_write(1 + num_drafts)
+            if num_needed and num_needed > num_spare:
+                continue
+            copies = sequence.prepare(1 + num_drafts)
+            if copies is not None:
+                return drafts[:num_drafts], copies
+        return (), ()

@@ -1,0 +1,11 @@
+"""Options of the whole suite."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--num-seeds", type=int, default=100, help="Seeds that the simulated mix of everything runs."
+    )

@@ -1,0 +1,77 @@
+"""Everything at once: requests of every kind, on tiers of every shape, moved, swapped, preempted and given up at random.
+
+    python -m pytest tests/sim/test_mix.py --num-seeds 5000
+
+runs more seeds than the suite does.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from baton.types import FinishReason, SequenceSpec
+from kv_transfer.transport.loopback import LoopbackHub
+from tests.support.mixed_requests import draw_request, expected_outputs, num_prompt_logprobs
+from tests.support.sim_client import SimClient
+from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
+
+#: Requests of one seed.
+NUM_REQUESTS = 8
+
+
+def draw_shape(rng: random.Random) -> SimShape:
+    return SimShape(
+        num_blocks=rng.choice([48, 80, 200]),
+        block_size=rng.choice([3, 4, 8]),
+        max_num_seqs=rng.choice([5, 16]),
+        max_num_batched_tokens=rng.choice([8, 32]),
+        max_local_prefill_tokens=rng.choice([0, 0, 12]),
+        enable_prefix_caching=rng.random() < 0.8,
+        swap_bytes=rng.choice([0, 5_000, 50_000]),
+    )
+
+
+def make(rng: random.Random) -> SimClient:
+    hub = LoopbackHub()
+    client = SimClient(rng, [], [], move_rate=rng.choice([0.0, 0.1]))
+    for index in range(rng.randint(1, 2)):
+        client.prefills.append(SimPrefill(hub, lambda: client.now, draw_shape(rng), f"p{index}"))
+    for index in range(rng.randint(1, 3)):
+        client.decodes.append(
+            SimDecode(hub, lambda: client.now, draw_shape(rng), f"d{index}", seed=index)
+        )
+    return client
+
+
+def check(client: SimClient, spec: SequenceSpec) -> None:
+    is_whole = True
+    for expected in expected_outputs(spec):
+        got = client.output_of(expected.choice)
+        if client.finished[expected.choice] is FinishReason.NONE:  # given up
+            assert got == expected.token_ids[: len(got)]
+            is_whole = False
+            continue
+        assert got == expected.token_ids
+        if expected.score is not None:
+            assert client.scores[expected.choice] == pytest.approx(expected.score)
+    if is_whole:
+        assert client.prompt_logprobs.get(spec.request_id, 0) == num_prompt_logprobs(spec)
+
+
+def run_seed(seed: int) -> SimClient:
+    rng = random.Random(seed)
+    client = make(rng)
+    specs = [draw_request(rng, index) for index in range(NUM_REQUESTS)]
+    client.waiting += specs
+    client.run(num_cancels=rng.choice([0, 0, 4]))
+    client.quiet()
+    assert not client.failed
+    for spec in specs:
+        check(client, spec)
+    return client
+
+
+def test_every_stream_equals_its_request_alone(mix_seed: int) -> None:
+    run_seed(mix_seed)

@@ -1,0 +1,93 @@
+"""Random requests that use everything a sequence may ask for, and what each would get if it were alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from baton.engine.oracle import oracle_beams, oracle_prompt_logprobs, oracle_tokens
+from baton.types import BeamParams, EarlyStopping, Sampling, SequenceSpec
+from tests.support.sim_client import Choice
+
+VOCAB = 1000
+
+
+@dataclass(frozen=True)
+class Expected:
+    """An output of an undisturbed request. score: of a beam search."""
+
+    choice: Choice
+    token_ids: list[int]
+    score: float | None = None
+
+
+def draw_request(rng: random.Random, index: int) -> SequenceSpec:
+    """A request of any kind; some begin like others."""
+    prefix = [[1] * 20, [2] * 9, []][rng.randrange(3)]
+    prompt = (*prefix, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))))
+    beam = None
+    if rng.random() < 0.2:
+        beam = draw_beam(rng)
+    sampling = draw_beam_sampling(rng, beam) if beam else draw_sampling(rng, prompt)
+    return SequenceSpec(
+        f"r{index}",
+        prompt,
+        sampling,
+        tenant=rng.choice([b"", b"t"]),
+        priority=rng.choice([0, 0, 1]),
+        arrival_ns=index,
+        num_choices=beam.num_returned if beam else rng.choice([1, 1, 1, 2, 3]),
+    )
+
+
+def draw_beam(rng: random.Random) -> BeamParams:
+    width = rng.randint(1, 4)
+    return BeamParams(
+        width,
+        length_penalty=rng.choice([0.0, 1.0, 1.5]),
+        early_stopping=rng.choice(list(EarlyStopping)),
+        num_returned=rng.randint(1, width),
+    )
+
+
+def draw_beam_sampling(rng: random.Random, beam: BeamParams) -> Sampling:
+    return Sampling(
+        max_tokens=rng.randint(1, 8),
+        stop_token_ids=frozenset(rng.sample(range(VOCAB), rng.choice([0, 20]))),
+        beam=beam,
+    )
+
+
+def draw_sampling(rng: random.Random, prompt: tuple[int, ...]) -> Sampling:
+    return Sampling(
+        temperature=rng.choice([0.0, 0.7]),
+        seed=rng.getrandbits(64),
+        presence_penalty=rng.choice([0.0, 0.5]),
+        logit_bias=rng.choice([{}, {7: 2.0}]),
+        bad_words=rng.choice([(), ((prompt[-1], 5), (9,))]),
+        max_tokens=rng.randint(1, 30),
+        min_tokens=rng.choice([0, 0, 1]),
+        stop_token_ids=frozenset(rng.sample(range(VOCAB), 20)),
+        logprobs=rng.choice([-1, -1, 2]),
+        prompt_logprobs=rng.choice([-1, -1, -1, 1]),
+    )
+
+
+def expected_outputs(spec: SequenceSpec) -> Iterator[Expected]:
+    """What the request gets when it is the only one anywhere."""
+    prompt, sampling = spec.prompt_token_ids, spec.sampling
+    if sampling.beam:
+        for place, found in enumerate(oracle_beams(prompt, sampling, VOCAB)):
+            yield Expected(Choice(spec.request_id, place), list(found.token_ids), found.score)
+        return
+    for choice in range(spec.num_choices):
+        tokens = oracle_tokens(prompt, sampling, VOCAB, choice)
+        yield Expected(Choice(spec.request_id, choice), tokens)
+
+
+def num_prompt_logprobs(spec: SequenceSpec) -> int:
+    """Positions of the prompt that are told of."""
+    if spec.sampling.prompt_logprobs < 0:
+        return 0
+    return len(oracle_prompt_logprobs(spec.prompt_token_ids, spec.sampling, VOCAB))

@@ -1,0 +1,103 @@
+"""What a decode worker learns of speeds, and what it makes of it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decode_svc.costs import Costs, LinearFit, LocalPrefillPolicy
+
+POLICY = LocalPrefillPolicy(
+    default_threshold=16, max_threshold=2048, is_pinned=False, max_itl_factor=2.0
+)
+
+SECONDS = st.floats(1e-6, 1e-2)
+AMOUNTS = st.lists(st.integers(1, 4000), min_size=3, max_size=30, unique=True)
+
+
+@given(SECONDS, SECONDS, AMOUNTS)
+def test_a_fit_finds_the_line_that_it_is_shown(
+    fixed: float, slope: float, amounts: list[int]
+) -> None:
+    fit = LinearFit()
+    for amount in amounts:
+        fit.observe(amount, fixed + slope * amount)
+    assert fit.slope == pytest.approx(slope, rel=1e-4)
+    assert fit.predict(1000) == pytest.approx(fixed + slope * 1000, rel=1e-3)
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.floats(0, 10)), max_size=40))
+def test_whatever_a_fit_is_shown_it_predicts_no_negative_times(
+    observations: list[tuple[int, float]],
+) -> None:
+    fit = LinearFit()
+    for amount, seconds in observations:
+        fit.observe(amount, seconds)
+    assert fit.fixed >= 0
+    assert fit.slope >= 0
+
+
+def test_a_fit_follows_a_machine_that_changed() -> None:
+    fit = LinearFit()
+    for amount in (1, 50, 100) * 50:
+        fit.observe(amount, amount * 1e-3)
+    for amount in (1, 50, 100) * 100:
+        fit.observe(amount, amount * 5e-3)
+    assert fit.slope == pytest.approx(5e-3, rel=0.05)
+
+
+def trained(
+    *, local_s: float, remote_s: float, overhead_s: float, policy: LocalPrefillPolicy = POLICY
+) -> Costs:
+    """A worker that computes a token of a prompt in local_s, and gets one from the prefill tier in remote_s after
+    overhead_s; a decode step takes 10 ms."""
+    costs = Costs(policy)
+    for num_tokens in (10, 100, 300, 900, 1500):
+        costs.observe_step(4, 0, 0.01)
+        costs.observe_step(4, num_tokens, 0.01 + local_s * num_tokens)
+        costs.observe_handoff(num_tokens, overhead_s + remote_s * num_tokens)
+    return costs
+
+
+def test_the_threshold_is_where_both_ways_take_equally_long() -> None:
+    costs = trained(local_s=1e-3, remote_s=5e-4, overhead_s=0.1)
+    assert costs.local_prefill_threshold(0) == pytest.approx(200, abs=2)
+
+
+@given(st.integers(0, 64))
+def test_the_more_sequences_decode_the_less_is_computed_beside_them(num_decoding: int) -> None:
+    costs = trained(local_s=1e-3, remote_s=5e-4, overhead_s=0.1)
+    threshold = costs.local_prefill_threshold(num_decoding)
+    assert costs.local_prefill_threshold(num_decoding + 1) <= threshold
+    assert costs.max_prefill_tokens(num_decoding + 1, 2048) <= 2048
+
+
+def test_a_worker_that_is_faster_than_the_prefill_tier_computes_all_it_may() -> None:
+    assert trained(local_s=1e-4, remote_s=5e-4, overhead_s=0.1).local_prefill_threshold(0) == 2048
+
+
+def test_before_anything_is_known_and_when_it_is_pinned_the_threshold_is_the_default() -> None:
+    assert Costs(POLICY).local_prefill_threshold(3) == 16
+    pinned = LocalPrefillPolicy(7, 7, is_pinned=True, max_itl_factor=2.0)
+    costs = trained(local_s=1e-4, remote_s=5e-4, overhead_s=0.1, policy=pinned)
+    assert costs.local_prefill_threshold(0) == 7
+
+
+def test_a_chunk_beside_decoding_sequences_fits_into_the_time_that_is_allowed() -> None:
+    costs = trained(local_s=1e-4, remote_s=5e-4, overhead_s=0.1)
+    num_tokens = costs.max_prefill_tokens(4, 2048)
+    assert num_tokens * 1e-4 == pytest.approx(0.01, rel=0.05)  # a step takes 10 ms, and may take 20
+    assert costs.max_prefill_tokens(0, 2048) == 2048
+
+
+def test_a_prompt_goes_on_however_little_time_there_is() -> None:
+    assert trained(local_s=1.0, remote_s=5e-4, overhead_s=0.1).max_prefill_tokens(4, 2048) == 16
+    assert trained(local_s=1.0, remote_s=5e-4, overhead_s=0.1).max_prefill_tokens(4, 8) == 8
+
+
+def test_kv_is_swapped_when_copying_takes_less_time_than_computing() -> None:
+    costs = trained(local_s=1e-3, remote_s=1e-3, overhead_s=0.1)
+    costs.observe_copy(10_000_000, 0.01)  # 1 GB/s
+    assert costs.is_swap_cheaper(num_bytes=10_000_000, num_tokens=100)  # 20 ms against 200
+    assert not costs.is_swap_cheaper(num_bytes=1_000_000_000, num_tokens=100)  # 2 s against 0.2
