@@ -43,6 +43,8 @@ from kv_transfer.transport.connector import make_connector
 #: Shape of Llama-3.2-1B: 512 KiB a block.
 LAYOUT = KvLayout("bench", 16, 8, 64, "bfloat16", 16)
 SIZES = "64KiB,512KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
+#: What KV also travels as.
+SCALED = ("int8", "fp8")
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _GRPC_MESSAGE_BYTES = 1 << 20
 _GRPC_METHOD = "/baton.bench.Sink/Put"
@@ -75,7 +77,7 @@ def tell(message: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def serve_kv(transport: str, num_blocks: int) -> None:
+def serve_kv(transport: str, wire_dtype: str, num_blocks: int) -> None:
     """Offer a ticket per order, until the orders end."""
     pool = TorchKvPool(LAYOUT, num_blocks, torch.device("cpu"))
 
@@ -85,7 +87,12 @@ def serve_kv(transport: str, num_blocks: int) -> None:
         running.tickets.release(event.ticket_id)
 
     running = open_receiver(
-        WorkerIdentity("peer", 1), pool, on_event, time.monotonic, transports=(transport,)
+        WorkerIdentity("peer", 1),
+        pool,
+        on_event,
+        time.monotonic,
+        transports=(transport,),
+        wire_dtype=wire_dtype,
     )
     tell({"ready": True})
     for number, line in enumerate(sys.stdin):
@@ -273,9 +280,13 @@ async def _open_channel(port: int) -> grpc.aio.Channel:
 
 @contextmanager
 def kv_channel(
-    transport: str, source: TorchKvPool, is_scattered: bool, max_bytes: int
+    transport: str,
+    source: TorchKvPool,
+    is_scattered: bool,
+    max_bytes: int,
+    wire_dtype: str = "auto",
 ) -> Iterator[Way]:
-    """Handoffs over one lane."""
+    """Handoffs over one lane, of so many bytes of bfloat16 whatever they travel as."""
     dones: queue.SimpleQueue[SendDone] = queue.SimpleQueue()
     sender = Sender(
         WorkerIdentity("bench", 1),
@@ -285,7 +296,7 @@ def kv_channel(
         dones.put,
         time.monotonic,
     )
-    with peer(transport, max_bytes) as other:
+    with peer(f"{transport}/{wire_dtype}", max_bytes) as other:
 
         def prepare(num_bytes: int) -> Transfer:
             num_tokens = num_bytes // LAYOUT.token_bytes
@@ -298,7 +309,7 @@ def kv_channel(
             def transfer() -> None:
                 sender.begin("k", ticket)
                 sender.send("k", blocks, 0, num_tokens, 0, LAYOUT.num_layers)
-                sender.commit("k", num_tokens, Sample(0), time.monotonic())
+                sender.commit("k", num_tokens, (Sample(0),), time.monotonic())
                 done = dones.get(timeout=_PATIENCE_S)
                 if done.error:
                     raise done.error
@@ -433,6 +444,9 @@ def run(sizes: Sequence[str], num_rounds: int) -> Result:
                 name = f"{transport} {'scattered' if is_scattered else 'contiguous'}"
                 opened = kv_channel(transport, source, is_scattered, max_bytes)
                 ways[name] = stack.enter_context(opened)
+            for wire_dtype in SCALED:
+                converted = kv_channel(transport, source, True, max_bytes, wire_dtype)
+                ways[f"{transport} {wire_dtype}"] = stack.enter_context(converted)
         found = measure(ways, [num_bytes_of(size) for size in sizes], num_rounds)
     rate = checksum_rate()
     return Result(
@@ -451,7 +465,8 @@ def serve_peer(kind: str, max_bytes: int) -> None:
         case "grpc":
             asyncio.run(serve_grpc(max_bytes))
         case _:
-            serve_kv(kind, _num_blocks(max_bytes))
+            transport, _, wire_dtype = kind.partition("/")
+            serve_kv(transport, wire_dtype, _num_blocks(max_bytes))
 
 
 def main() -> None:

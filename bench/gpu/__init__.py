@@ -1,0 +1,1 @@
+"""What the kernels do on a GPU: see __main__."""

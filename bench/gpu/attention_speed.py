@@ -1,0 +1,209 @@
+"""Paged attention: how far from its roof, and beside torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from triton.runtime.errors import OutOfResources
+
+from baton_kernels.gpu.attention_plan import AttentionPlan, Tile, choose_tile, plan_attention
+from baton_kernels.gpu.paged_attention import attend
+from baton_kernels.paged_attention import AttentionSlice
+from bench.gpu.setting import Result, Setting, time_ms
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """So many sequences, each with cached and new tokens. kv: half, int8 or fp8."""
+
+    num_seqs: int
+    cached: int
+    new: int = 1
+    block_size: int = 16
+    is_shuffled: bool = True
+    kv: str = "half"
+    window: int | None = None
+
+
+def _shrunk(load: Load, setting: Setting) -> Load:
+    if not setting.is_dry:
+        return load
+    return Load(
+        min(load.num_seqs, 2), min(load.cached, 20), min(load.new, 3), load.block_size, kv=load.kv
+    )
+
+
+def _pool(load: Load, setting: Setting) -> tuple[torch.Tensor, torch.Tensor | None, list[int]]:
+    """Pool of one layer, scales and all block ids in the order of their use."""
+    num_blocks = load.num_seqs * -(-(load.cached + load.new) // load.block_size)
+    shape = (num_blocks, 1, 2, NUM_KV_HEADS, load.block_size, HEAD_DIM)
+    order = (
+        torch.randperm(num_blocks, generator=setting.generator(), device=setting.device)
+        if load.is_shuffled
+        else torch.arange(num_blocks)
+    )
+    if load.kv == "half":
+        return setting.randn(*shape), None, order.tolist()
+    dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[load.kv]
+    codes = torch.randint(-100, 100, shape, generator=setting.generator(), device=setting.device)
+    scales = torch.full(shape[:-1], 0.01, device=setting.device)
+    return codes.to(torch.int8 if load.kv == "int8" else torch.float32).to(dtype), scales, order.tolist()
+
+
+def _plan(
+    load: Load,
+    pool: torch.Tensor,
+    order: list[int],
+    choose: Callable[[int, torch.Tensor], Tile] = choose_tile,
+) -> AttentionPlan:
+    width = len(order) // load.num_seqs
+    slices = [
+        AttentionSlice(i * load.new, load.new, load.cached, order[i * width : (i + 1) * width])
+        for i in range(load.num_seqs)
+    ]
+    return plan_attention(
+        slices, pool, NUM_HEADS, HEAD_DIM**-0.5, load.window, choose=choose
+    )
+
+
+def _always(tile: Tile, _num_rows: int, _pool: torch.Tensor) -> Tile:
+    return tile
+
+
+def _costs(load: Load, pool: torch.Tensor, scales: torch.Tensor | None) -> dict[str, float]:
+    """Bytes: keys and values once, queries and results once. Operations: two products per visible pair."""
+    length = load.cached + load.new
+    per_token = 2 * NUM_KV_HEADS * (HEAD_DIM * pool.element_size() + (4 if scales is not None else 0))
+    rows = 2 * load.new * NUM_HEADS * HEAD_DIM * 2
+    pairs = load.new * (load.cached + (load.new + 1) / 2)
+    return {
+        "bytes": float(load.num_seqs * (length * per_token + rows)),
+        "flops": 4.0 * load.num_seqs * NUM_HEADS * HEAD_DIM * pairs,
+    }
+
+
+def paged(load: Load, setting: Setting) -> Result:
+    """One layer's attention."""
+    load = _shrunk(load, setting)
+    pool, scales, order = _pool(load, setting)
+    plan = _plan(load, pool, order)
+    query = setting.randn(load.num_seqs * load.new, NUM_HEADS, HEAD_DIM)
+    ms = time_ms(lambda: attend(query, pool, scales, 0, plan), setting)
+    return {"ms": ms, **_costs(load, pool, scales)}
+
+
+def tiles(load: Load, candidates: tuple[Tile, ...], setting: Setting) -> Result:
+    """The same with other tiles, to choose by: attention_plan.choose_tile holds the choice. Fastest first."""
+    load = _shrunk(load, setting)
+    pool, scales, order = _pool(load, setting)
+    query = setting.randn(load.num_seqs * load.new, NUM_HEADS, HEAD_DIM)
+    times = {}
+    for tile in candidates[: setting.pick(len(candidates), 1)]:
+        plan = _plan(load, pool, order, partial(_always, tile))
+        name = f"m{tile.block_m} n{tile.block_n} warps{tile.num_warps} stages{tile.num_stages}"
+        # What does not fit is no candidate.
+        with suppress(OutOfResources):
+            times[name] = time_ms(partial(attend, query, pool, scales, 0, plan), setting)
+    return dict(sorted(times.items(), key=lambda item: item[1]))
+
+
+def sdpa(num_tokens: int, setting: Setting) -> Result:
+    """torch's own causal attention of one new sequence, KV contiguous: the peer of a prefill."""
+    size = setting.pick(num_tokens, 8)
+    query = setting.randn(1, NUM_HEADS, size, HEAD_DIM)
+    key, value = (setting.randn(1, NUM_KV_HEADS, size, HEAD_DIM) for _ in range(2))
+
+    def run() -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    ms = time_ms(run, setting)
+    return {"ms": ms, "flops": 2.0 * NUM_HEADS * HEAD_DIM * size * (size + 1)}
+
+
+def flashinfer_decode(load: Load, setting: Setting) -> Result:
+    """flashinfer's paged decode, where its wheel is at hand."""
+    import flashinfer
+
+    load = _shrunk(load, setting)
+    pool, _, order = _pool(load, setting)
+    width = len(order) // load.num_seqs
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device=setting.device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND")
+    ids = torch.tensor(order, dtype=torch.int32, device=setting.device)
+    starts = torch.arange(load.num_seqs + 1, dtype=torch.int32, device=setting.device) * width
+    last = (load.cached + load.new - 1) % load.block_size + 1
+    lasts = torch.full((load.num_seqs,), last, dtype=torch.int32, device=setting.device)
+    wrapper.plan(
+        starts, ids, lasts, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, load.block_size,
+        q_data_type=setting.half, kv_data_type=setting.half,
+    )  # fmt: skip
+    query = setting.randn(load.num_seqs, NUM_HEADS, HEAD_DIM)
+    kv = pool[:, 0].contiguous()
+    ms = time_ms(lambda: wrapper.run(query, kv), setting)
+    return {"ms": ms, **_costs(load, pool, None)}
+
+
+def invariance(setting: Setting) -> Result:
+    """Whether a sequence's rows are bit for bit the same alone and in a batch, decoded and verified: differences, 0 is right."""
+    load = Load(setting.pick(8, 2), setting.pick(3000, 40), 5)
+    pool, _, order = _pool(load, setting)
+    width = len(order) // load.num_seqs
+    query = setting.randn(load.num_seqs * load.new, NUM_HEADS, HEAD_DIM)
+    together = attend(query, pool, None, 0, _plan(load, pool, order))
+    last = load.new - 1
+    parts = {
+        "alone": AttentionSlice(0, load.new, load.cached, order[:width]),
+        "decoded": AttentionSlice(0, 1, load.cached + last, order[:width]),
+    }
+    results = {}
+    for name, part in parts.items():
+        plan = plan_attention([part], pool, NUM_HEADS, HEAD_DIM**-0.5, None)
+        rows = slice(load.new - part.num_tokens, load.new)
+        got = attend(query[rows].contiguous(), pool, None, 0, plan)
+        results[name] = float((got != together[rows]).sum())
+    return results
+
+
+_DECODE = Load(64, 4095)
+_PREFILL = Load(1, 0, 8192)
+
+ITEMS: Mapping[str, Callable[[Setting], Result]] = {
+    "attention invariance": invariance,
+    "attention decode 64 x 4K": partial(paged, _DECODE),
+    "attention decode 64 x 4K contiguous": partial(paged, Load(64, 4095, is_shuffled=False)),
+    "attention decode 64 x 4K block 64": partial(paged, Load(64, 4095, block_size=64)),
+    "attention decode 1 x 1K": partial(paged, Load(1, 1023)),
+    "attention decode 256 x 1K": partial(paged, Load(256, 1023)),
+    "attention decode 1 x 32K": partial(paged, Load(1, 32767)),
+    "attention decode 8 x 32K": partial(paged, Load(8, 32767)),
+    "attention decode 8 x 32K fp8": partial(paged, Load(8, 32767, kv="fp8")),
+    "attention decode 8 x 32K int8": partial(paged, Load(8, 32767, kv="int8")),
+    "attention decode 64 x 4K window 1K": partial(paged, Load(64, 4095, window=1024)),
+    "attention verify 64 x 4K, 5 tokens": partial(paged, Load(64, 4091, 5)),
+    "attention prefill 2K": partial(paged, Load(1, 0, 2048)),
+    "attention prefill 8K": partial(paged, _PREFILL),
+    "attention prefill 32K": partial(paged, Load(1, 0, 32768)),
+    "attention prefill 2K over 8K": partial(paged, Load(1, 8192, 2048)),
+    "attention prefill 8K block 64": partial(paged, Load(1, 0, 8192, block_size=64)),
+    "SDPA prefill 2K": partial(sdpa, 2048),
+    "SDPA prefill 8K": partial(sdpa, 8192),
+    "SDPA prefill 32K": partial(sdpa, 32768),
+    "flashinfer decode 64 x 4K": partial(flashinfer_decode, _DECODE),
+    "tiles decode 64 x 4K": partial(
+        tiles,
+        _DECODE,
+        tuple(Tile(16, n, w, s) for n in (32, 64, 128) for w in (2, 4) for s in (2, 3, 4, 5)),
+    ),
+    "tiles prefill 8K": partial(
+        tiles,
+        _PREFILL,
+        tuple(Tile(128, n, w, s) for n in (32, 64, 128) for w in (4, 8) for s in (2, 3, 4)),
+    ),
+}

@@ -1,0 +1,133 @@
+"""Compile kernels ahead of time, for a GPU that is not there.
+
+    python -m bench.gpu.compile [--arch 90]
+
+Runs each case of `cases.py` on CPU tensors with Triton set to compile what is launched instead of launching it. So what is
+compiled is what a GPU would run: the same tiles, options and specialisations. Needs Triton, with its interpreter off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from bench.gpu.cases import TINY, all_cases
+
+#: Ampere (A100), Hopper (H100, H200), Blackwell (B200): compute capability times ten.
+ARCHS = (80, 90, 100)
+#: Shared memory that a program may have, in bytes, by arch.
+MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A kernel as an arch would run it. Registers are per thread; stack_bytes, per thread, is what they spill to."""
+
+    kernel: str
+    num_warps: int
+    num_stages: int
+    num_registers: int
+    stack_bytes: int
+    shared_bytes: int
+
+
+class _AbsentGpu:
+    """What Triton asks of a driver before it compiles."""
+
+    def __init__(self, arch: int) -> None:
+        self._target = GPUTarget("cuda", arch, 32)
+
+    def get_current_device(self) -> int:
+        # Triton caches kernels by device: each arch is one.
+        return int(self._target.arch)
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+@contextmanager
+def _compiling(arch: int) -> Iterator[list[Any]]:
+    """In this context launches compile; what was compiled is in the list."""
+    compiled: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:  # noqa: ARG001
+        compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+
+    before = driver._active
+    driver.set_active(_AbsentGpu(arch))
+    JITFunction.run = compile_only
+    try:
+        yield compiled
+    finally:
+        JITFunction.run = run
+        driver._active = before
+
+
+def compile_case(call: Callable[[], object], arch: int) -> list[Compiled]:
+    """Every distinct kernel that `call` launches. Raises what Triton raises for a kernel that the arch cannot run."""
+    with _compiling(arch) as kernels:
+        call()
+    return [_describe(kernel) for kernel in dict.fromkeys(kernels)]
+
+
+def _describe(kernel: Any) -> Compiled:
+    usage = _resource_usage(kernel.asm["cubin"])
+    metadata = kernel.metadata
+    return Compiled(
+        metadata.name,
+        metadata.num_warps,
+        metadata.num_stages,
+        usage["REG"],
+        usage["STACK"],
+        metadata.shared,
+    )
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    return {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", text)}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a table of what every case compiles to."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu.compile", description=__doc__)
+    parser.add_argument("--arch", type=int, choices=ARCHS, action="append", help="default: all")
+    options = parser.parse_args(arguments)
+    print("arch  regs  stack  shared KiB  warps  stages  case / kernel")
+    for arch in options.arch or ARCHS:
+        for case in all_cases():
+            if case.min_arch > arch:
+                continue
+            trial = case.build(torch.Generator().manual_seed(0), TINY)
+            for one in compile_case(trial.run, arch):
+                print(
+                    f"{arch:4}  {one.num_registers:4}  {one.stack_bytes:5}  {one.shared_bytes / 1024:10.1f}"
+                    f"  {one.num_warps:5}  {one.num_stages:6}  {case.name} / {one.kernel}"
+                )
+
+
+if __name__ == "__main__":
+    main()

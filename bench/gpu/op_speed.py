@@ -1,0 +1,147 @@
+"""The other kernels: how far from their roofs. Sizes of an 8B Llama."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from baton_kernels.gpu.kv_pack import kv_pack, kv_unpack
+from baton_kernels.gpu.quantized_linear import fp8_linear, int4_linear, int8_linear
+from baton_kernels.gpu.rms_norm import rms_norm
+from baton_kernels.gpu.rope_kv_write import rope_kv_write
+from baton_kernels.gpu.sampling import gumbel_argmax, keep_top_k, keep_top_p
+from baton_kernels.gpu.swiglu import swiglu
+from baton_kernels.kv_write import slot_rows
+from bench.gpu.setting import Result, Setting, time_ms
+
+VOCAB, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, DIM = 128256, 4096, 14336, 32, 8, 128
+
+
+def _norm(setting: Setting) -> Result:
+    x = setting.randn(setting.pick(16384, 3), setting.pick(HIDDEN, 64))
+    weight = setting.randn(x.shape[1])
+    return {"ms": time_ms(lambda: rms_norm(x, weight, 1e-5), setting), "bytes": 4.0 * x.numel()}
+
+
+def _swiglu(setting: Setting) -> Result:
+    x = setting.randn(setting.pick(8192, 3), 2 * setting.pick(INTERMEDIATE, 64))
+    return {"ms": time_ms(lambda: swiglu(x), setting), "bytes": 3.0 * x.numel()}
+
+
+def _rope(setting: Setting) -> Result:
+    num_tokens = setting.pick(16384, 3)
+    fused = setting.randn(num_tokens, HEADS + 2 * KV_HEADS, DIM)
+    query, key, value = fused.split_with_sizes((HEADS, KV_HEADS, KV_HEADS), dim=1)
+    cos, sin = setting.randn(num_tokens, DIM // 2), setting.randn(num_tokens, DIM // 2)
+    pool = setting.randn(-(-num_tokens // 16), 1, 2, KV_HEADS, 16, DIM)
+    rows = slot_rows(torch.arange(num_tokens, device=setting.device), pool)
+    ms = time_ms(lambda: rope_kv_write(query, key, value, cos, sin, pool, 0, rows), setting)
+    written = HEADS + 3 * KV_HEADS
+    return {"ms": ms, "bytes": 2.0 * (fused.numel() + num_tokens * written * DIM)}
+
+
+def _pack(is_unpack: bool, setting: Setting) -> Result:
+    num_tokens, num_layers = setting.pick(8192, 20), setting.pick(32, 2)
+    pool = setting.randn(-(-num_tokens // 16), num_layers, 2, KV_HEADS, 16, DIM)
+    ids = torch.randperm(len(pool), generator=setting.generator(), device=setting.device).tolist()
+    packed = torch.empty(num_layers, 2, KV_HEADS, num_tokens, DIM, dtype=pool.dtype, device=pool.device)  # fmt: skip
+    table = torch.tensor(ids, dtype=torch.int32, device=setting.device)
+    function = kv_unpack if is_unpack else kv_pack
+    ms = time_ms(lambda: function(pool, table, 0, 0, packed), setting)
+    return {"ms": ms, "bytes": 4.0 * packed.numel()}
+
+
+def _pack_to_host(setting: Setting) -> Result:
+    """Packed, then copied to pinned memory: what leaves by shared memory or a socket. Its roof is the bus, not the copy."""
+    num_tokens, num_layers = setting.pick(8192, 20), setting.pick(32, 2)
+    pool = setting.randn(-(-num_tokens // 16), num_layers, 2, KV_HEADS, 16, DIM)
+    shape = (num_layers, 2, KV_HEADS, num_tokens, DIM)
+    packed = torch.empty(shape, dtype=pool.dtype, device=pool.device)
+    host = torch.empty(shape, dtype=pool.dtype, pin_memory=not setting.is_dry)
+    table = torch.arange(len(pool), dtype=torch.int32, device=setting.device)
+
+    def run() -> None:
+        kv_pack(pool, table, 0, 0, packed)
+        host.copy_(packed, non_blocking=True)
+
+    return {"ms": time_ms(run, setting), "host_bytes": 2.0 * packed.numel()}
+
+
+def _logits(setting: Setting, num_rows: int) -> torch.Tensor:
+    return setting.randn(setting.pick(num_rows, 2), setting.pick(VOCAB, 300)).float() * 3
+
+
+def _draw(num_rows: int, setting: Setting) -> Result:
+    logits = _logits(setting, num_rows)
+    keys = torch.arange(2 * len(logits), dtype=torch.int32, device=setting.device).view(-1, 2)
+    ms = time_ms(lambda: gumbel_argmax(logits, keys), setting)
+    return {"ms": ms, "bytes": 4.0 * logits.numel()}
+
+
+def _filter(is_top_p: bool, num_rows: int, setting: Setting) -> Result:
+    """Each call filters what the last one left: the work is the same."""
+    logits = _logits(setting, num_rows)
+    if is_top_p:
+        top_p = torch.full((len(logits),), 0.9, device=setting.device)
+        return {"ms": time_ms(lambda: keep_top_p(logits, top_p), setting)}
+    top_k = torch.full((len(logits),), 50, device=setting.device)
+    return {"ms": time_ms(lambda: keep_top_k(logits, top_k), setting)}
+
+
+def _linear(scheme: str, num_rows: int, setting: Setting) -> Result:
+    """gate_up of a layer. Weights of several layers take turns: together they are larger than the cache."""
+    num_in, num_out = setting.pick(HIDDEN, 256), setting.pick(2 * INTERMEDIATE, 40)
+    x = setting.randn(setting.pick(num_rows, 2), num_in)
+    calls = [_linear_call(scheme, x, num_out, setting) for _ in range(setting.pick(4, 1))]
+
+    def run() -> None:
+        for call, _ in calls:
+            call()
+
+    ms = time_ms(run, setting) / len(calls)
+    num_bytes = calls[0][1] + 2 * (x.numel() + len(x) * num_out)
+    return {"ms": ms, "bytes": float(num_bytes), "flops": 2.0 * len(x) * num_in * num_out}
+
+
+def _linear_call(
+    scheme: str, x: torch.Tensor, num_out: int, setting: Setting
+) -> tuple[Callable[[], torch.Tensor], int]:
+    """A layer, and its weight in bytes."""
+    num_in, device = x.shape[1], setting.device
+    if scheme == "half":
+        weight = setting.randn(num_out, num_in)
+        return partial(F.linear, x, weight), 2 * weight.numel()
+    if scheme == "int4":
+        shape = (num_in // 128, num_out)
+        packed = torch.randint(0, 256, (num_out, num_in // 2), device=device).byte()
+        scales, zeros = setting.randn(*shape), torch.full(shape, 8, device=device).byte()
+        return partial(int4_linear, x, packed, scales, zeros), packed.numel() + 3 * scales.numel()
+    codes = torch.randint(-100, 100, (num_out, num_in), device=device).to(torch.int8)
+    scales = torch.ones(num_out, device=device)
+    if scheme == "int8":
+        return partial(int8_linear, x, codes, scales), codes.numel()
+    return partial(fp8_linear, x, codes.float().to(torch.float8_e4m3fn), scales), codes.numel()
+
+
+ITEMS: Mapping[str, Callable[[Setting], Result]] = {
+    "rms_norm 16K x 4096": _norm,
+    "swiglu 8K x 14336": _swiglu,
+    "rope_kv_write 16K tokens": _rope,
+    "kv_pack 8K tokens": partial(_pack, False),
+    "kv_unpack 8K tokens": partial(_pack, True),
+    "kv_pack 8K tokens to the host": _pack_to_host,
+    "gumbel_argmax 1 row": partial(_draw, 1),
+    "gumbel_argmax 256 rows": partial(_draw, 256),
+    "keep_top_k 1 row": partial(_filter, False, 1),
+    "keep_top_k 64 rows": partial(_filter, False, 64),
+    "keep_top_p 1 row": partial(_filter, True, 1),
+    "keep_top_p 64 rows": partial(_filter, True, 64),
+    **{
+        f"linear {scheme} {num_rows} rows": partial(_linear, scheme, num_rows)
+        for scheme in ("half", "int8", "int4", "fp8")
+        for num_rows in (1, 16, 64, 2048)
+    },
+}

@@ -1,0 +1,156 @@
+"""Runs items one after the other in a child process, and goes on with the next when one fails, hangs or takes it down."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one item. failure: empty if it ran; else the end of what its process wrote, or why it was not run."""
+
+    name: str
+    result: dict[str, Any]
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """In seconds: of one item, its process's start included, and of all."""
+
+    item_s: float
+    total_s: float
+
+
+def run_items(
+    names: Sequence[str],
+    command: Sequence[str],
+    environment: dict[str, str],
+    limits: Limits,
+    told: Callable[[Outcome], None],
+) -> list[Outcome]:
+    """Each item's outcome, in order. command: the child, which speaks as child.py does. told: sees each as it comes."""
+    deadline = time.monotonic() + limits.total_s
+    outcomes: list[Outcome] = []
+    while len(outcomes) < len(names):
+        rest = names[len(outcomes) :]
+        if time.monotonic() >= deadline:
+            late = [Outcome(name, {}, "not run: out of time") for name in rest]
+            for outcome in late:
+                told(outcome)
+            return [*outcomes, *late]
+        for outcome in _run_child(rest, command, environment, limits.item_s, deadline):
+            outcomes.append(outcome)
+            told(outcome)
+    return outcomes
+
+
+def _run_child(
+    names: Sequence[str],
+    command: Sequence[str],
+    environment: dict[str, str],
+    item_s: float,
+    deadline: float,
+) -> list[Outcome]:
+    """The outcomes of one child: of all items, or up to and with the first that failed."""
+    with tempfile.TemporaryFile() as errors:
+        child = subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env={**os.environ, **environment},
+        )
+        try:
+            return _listen(child, names, item_s, deadline, errors)
+        finally:
+            child.kill()
+            child.communicate()
+
+
+def _listen(
+    child: subprocess.Popen[bytes],
+    names: Sequence[str],
+    item_s: float,
+    deadline: float,
+    errors: IO[bytes],
+) -> list[Outcome]:
+    if child.stdin is None or child.stdout is None:
+        raise ValueError("the child's pipes are not open")
+    outcomes: list[Outcome] = []
+    lines = _Lines(child.stdout)
+    for name in names:
+        try:
+            child.stdin.write(f"{name}\n".encode())
+            child.stdin.flush()
+        except BrokenPipeError:
+            return [*outcomes, Outcome(name, {}, _end_of(errors))]
+        until = min(time.monotonic() + item_s, deadline)
+        result = _result(lines, until)
+        if result is None:
+            is_late = time.monotonic() >= until
+            failure = "out of time" if is_late else _end_of(errors, child)
+            return [*outcomes, Outcome(name, {}, failure)]
+        outcomes.append(Outcome(name, result))
+    return outcomes
+
+
+def _result(lines: _Lines, until: float) -> dict[str, Any] | None:
+    """The next result; None if the child ends or `until` passes before."""
+    while (line := lines.next(until)) is not None:
+        message = json.loads(line)
+        if "result" in message:
+            return dict(message["result"])
+    return None
+
+
+def _end_of(errors: IO[bytes], child: subprocess.Popen[bytes] | None = None) -> str:
+    """The last lines that the child wrote to its standard error."""
+    if child is not None:
+        child.wait()
+    errors.seek(0)
+    text = errors.read().decode(errors="replace").strip()
+    return "\n".join(text.splitlines()[-4:])[-800:] or "ended without a word"
+
+
+class _Lines:
+    """Lines of a pipe, with a deadline."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._fd = pipe.fileno()
+        self._pending = b""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(pipe, selectors.EVENT_READ)
+
+    def next(self, until: float) -> bytes | None:
+        """The next line that is JSON's; None at the end or when `until` passes."""
+        while True:
+            line, found, rest = self._pending.partition(b"\n")
+            if found:
+                self._pending = rest
+                if line.startswith(b"{"):
+                    return line
+                continue
+            if not self._selector.select(max(0.0, until - time.monotonic())):
+                return None
+            chunk = os.read(self._fd, 65536)
+            if not chunk:
+                return None
+            self._pending += chunk
+
+
+def child_command(seed: int, *, is_dry: bool) -> tuple[list[str], dict[str, str]]:
+    """The child's command and what its environment has besides."""
+    command = [sys.executable, "-m", "bench.gpu.child", "--seed", str(seed)]
+    if is_dry:
+        return [*command, "--dry-run"], {"TRITON_INTERPRET": "1"}
+    return command, {}

@@ -1,0 +1,80 @@
+"""Where an item of the benchmark runs, how big, and how it is timed."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+#: What an item tells: times in ms, bytes moved and floating-point operations at least needed, errors.
+Result = Mapping[str, float | str]
+
+_NUM_REPLAYS = 9
+_TARGET_MS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """device: cuda, or cpu in a dry run, which takes the smallest sizes and times nothing worth knowing.
+
+    half: the 16-bit dtype, float16 in a dry run: the interpreter's bfloat16 products are wrong.
+    """
+
+    device: torch.device
+    half: torch.dtype
+    seed: int
+
+    @property
+    def is_dry(self) -> bool:
+        return self.device.type == "cpu"
+
+    def generator(self) -> torch.Generator:
+        """A fresh one: inputs are random anew in every run."""
+        return torch.Generator(self.device).manual_seed(self.seed)
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        """Random numbers of the 16-bit dtype."""
+        return torch.randn(shape, generator=self.generator(), device=self.device).to(self.half)
+
+    def pick(self, real: int, dry: int) -> int:
+        """A size."""
+        return dry if self.is_dry else real
+
+
+def time_ms(run: Callable[[], object], setting: Setting) -> float:
+    """Median time of one call. On a GPU calls are captured in a CUDA graph, so that launching them costs nothing."""
+    if setting.is_dry:
+        start = time.perf_counter()
+        run()
+        return (time.perf_counter() - start) * 1000
+    run()
+    once = _time_events(run)
+    count = max(1, min(50, int(_TARGET_MS / max(once, 1e-3))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            run()
+    graph.replay()
+    return statistics.median(_time_events(graph.replay) / count for _ in range(_NUM_REPLAYS))
+
+
+def time_eager_ms(run: Callable[[], object], setting: Setting) -> float:
+    """Median time of one call as Python launches it, its waits on the host included."""
+    if setting.is_dry:
+        return time_ms(run, setting)
+    for _ in range(3):
+        run()
+    return statistics.median(_time_events(run) for _ in range(_NUM_REPLAYS))
+
+
+def _time_events(run: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))

@@ -1,0 +1,172 @@
+"""What the type that KV travels in costs in quality: perplexity and logits of a model whose prompts were handed over.
+
+    python -m bench.kv_quality models/baton-py-6m --windows 24
+
+Text is cut into windows. The first half of each is prefilled, its KV packed, sent as each type, and unpacked into other
+blocks; the model then foretells the second half on top of it. Text: the files of the Python standard library that the shipped
+models have not been trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from baton.engine.interface import Batch, SampleRow, SequenceSlice
+from baton.engine.torch_engine import TorchEngine, load_engine
+from baton.types import Sampling
+from bench.machine import describe_machine, describe_versions
+from kv_transfer.codec import ChunkCodec
+from kv_transfer.coverage import KvRange
+from kv_transfer.wire_format import wire_format
+from models.corpus import encode_documents, read_corpus
+
+WIRE_DTYPES = ("float32", "bfloat16", "float16", "fp8", "int8")
+_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """Of one type. Logits are compared with those on top of KV that travelled as it was.
+
+    bytes_share: payload bytes next to bfloat16's. divergence: mean KL, in nats. same_top: share of positions whose
+    likeliest token is the same.
+    """
+
+    dtype: str
+    bytes_share: float
+    perplexity: float
+    mean_error: float
+    max_error: float
+    divergence: float
+    same_top: float
+
+
+class Handoffs:
+    """An engine with blocks for one prompt, and as many to hand it to."""
+
+    def __init__(self, model: str, dtype: str, num_tokens: int) -> None:
+        num_blocks = -(-num_tokens // _BLOCK_SIZE)
+        self._engine: TorchEngine = load_engine(
+            model, dtype=dtype, block_size=_BLOCK_SIZE, num_blocks=2 * num_blocks, num_threads=2
+        )
+        self._source = tuple(range(num_blocks))
+        self._target = tuple(range(num_blocks, 2 * num_blocks))
+
+    def prefill(self, prompt: Sequence[int]) -> None:
+        self._engine.logits(Batch((SequenceSlice(prompt, 0, self._source),)))
+
+    def logits_after(self, dtype: str, window: Sequence[int], num_sent: int) -> torch.Tensor:
+        """Of all tokens of `window` after the first `num_sent`, whose KV has travelled as `dtype`: [tokens, vocab]."""
+        self._send(dtype, num_sent)
+        rest = window[num_sent:]
+        rows = tuple(SampleRow(i, Sampling(), window, num_sent) for i in range(len(rest)))
+        return self._engine.logits(Batch((SequenceSlice(rest, num_sent, self._target, rows),)))
+
+    def payload_bytes(self, dtype: str, num_tokens: int) -> int:
+        layout = self._engine.spec.layout
+        return wire_format(dtype, layout).num_bytes(KvRange(0, num_tokens, 0, layout.num_layers))
+
+    def _send(self, dtype: str, num_tokens: int) -> None:
+        pool = self._engine.kv
+        codec = ChunkCodec(pool, wire_format(dtype, pool.layout))
+        piece = KvRange(0, num_tokens, 0, pool.layout.num_layers)
+        payload = memoryview(bytearray(codec.wire.num_bytes(piece)))
+        codec.pack(self._source, piece, payload)
+        codec.unpack(self._target, piece, payload)
+
+
+def measure(
+    handoffs: Handoffs, windows: Sequence[Sequence[int]], dtypes: Sequence[str], own: str
+) -> list[Quality]:
+    """One for each type; `own` is the engine's."""
+    sums = {dtype: torch.zeros(4, dtype=torch.float64) for dtype in dtypes}
+    largest = dict.fromkeys(dtypes, 0.0)
+    num_tokens = 0
+    for window in windows:
+        num_sent = len(window) // 2
+        handoffs.prefill(window[:num_sent])
+        expected = torch.tensor(window[num_sent + 1 :])
+        num_tokens += len(expected)
+        exact = handoffs.logits_after(own, window[:-1], num_sent)
+        for dtype in dtypes:
+            logits = handoffs.logits_after(dtype, window[:-1], num_sent)
+            off = (logits - exact).abs()
+            largest[dtype] = max(largest[dtype], float(off.max()))
+            sums[dtype] += torch.stack(_figures(logits, exact, expected)).double()
+    block = _BLOCK_SIZE * 8
+    return [
+        Quality(
+            dtype,
+            handoffs.payload_bytes(dtype, block) / handoffs.payload_bytes("bfloat16", block),
+            math.exp(nats / num_tokens),
+            error / num_tokens,
+            largest[dtype],
+            divergence / num_tokens,
+            same / num_tokens,
+        )
+        for dtype, (nats, error, divergence, same) in ((d, sums[d].tolist()) for d in dtypes)
+    ]
+
+
+def _figures(
+    logits: torch.Tensor, exact: torch.Tensor, expected: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Sums over positions: nats of the expected tokens, mean error of the logits, divergence, same likeliest token."""
+    scores, exact_scores = logits.log_softmax(-1), exact.log_softmax(-1)
+    return (
+        -scores.gather(1, expected[:, None]).sum(),
+        (logits - exact).abs().mean(-1).sum(),
+        (exact_scores.exp() * (exact_scores - scores)).sum(),
+        (logits.argmax(-1) == exact.argmax(-1)).sum(),
+    )
+
+
+def windows_of(model: str, num_windows: int, num_tokens: int) -> list[list[int]]:
+    """Of held-out files, one from each that is long enough, while they last."""
+    tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
+    documents = encode_documents(tokenizer, read_corpus().validation)
+    return [ids[:num_tokens].tolist() for ids in documents if len(ids) >= num_tokens][:num_windows]
+
+
+def table(found: Sequence[Quality]) -> str:
+    """Markdown."""
+    rows = [
+        "| KV travels as | Bytes, of bfloat16's | Perplexity | Mean error of a logit | Largest | KL, nats | Same likeliest token |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    rows += [
+        f"| {q.dtype} | {q.bytes_share:.3f} | {q.perplexity:.4f} | {q.mean_error:.5f} | {q.max_error:.3f} | "
+        f"{q.divergence:.2e} | {q.same_top:.2%} |"
+        for q in found
+    ]
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--dtype", default="float32", help="of weights and KV")
+    parser.add_argument("--windows", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=1024, help="of a window")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    windows = windows_of(options.model, options.windows, options.tokens)
+    handoffs = Handoffs(options.model, options.dtype, options.tokens)
+    found = measure(handoffs, windows, WIRE_DTYPES, options.dtype)
+    print(table(found))
+    print(f"\n{len(windows)} windows of {options.tokens} tokens, engine in {options.dtype}")
+    if options.json:
+        told = describe_machine() | describe_versions() | {"qualities": [asdict(q) for q in found]}
+        options.json.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
