@@ -66,13 +66,14 @@ class LocalPrefillPolicy:
 
     default_threshold: missing tokens, before anything is known. max_threshold: most that is ever computed by choice.
     is_pinned: the threshold is the default, whatever is learned.
-    max_itl_factor: how many times as long as a step of decoding alone one with part of a prompt beside it may take.
+    max_itl_factor: how many times as long as a step of decoding alone one with part of a prompt beside it may take; None
+    for any.
     """
 
     default_threshold: int
     max_threshold: int
     is_pinned: bool
-    max_itl_factor: float
+    max_itl_factor: float | None
     min_chunk_tokens: int = 16
 
 
@@ -117,7 +118,8 @@ class Costs:
     def max_prefill_tokens(self, num_decoding: int, max_num_batched_tokens: int) -> int:
         """Tokens of prompts that a step may compute beside `num_decoding` sequences, for their next tokens not to wait long."""
         policy, slope = self._policy, self._prefill.slope
-        if not num_decoding or not slope:
+        is_known = slope > 0 and self._decode.num_observations > 0
+        if not num_decoding or not is_known or policy.max_itl_factor is None:
             return max_num_batched_tokens
         spare_s = (policy.max_itl_factor - 1) * self._decode.predict(num_decoding)
         num_tokens = min(spare_s / slope, max_num_batched_tokens)

@@ -102,7 +102,9 @@ async def serve_decode(
         )
         info = describe(options, identity, engine.spec, local_prefill.max_threshold)
         host = WorkerHost(options, loop, heartbeat, board, Drain(), info)
-        worker = WorkerServicer(info, board, lambda: heartbeat.age_s, host.start_draining)
+        worker = WorkerServicer(
+            info, board, lambda: heartbeat.age_s, host.start_draining, loop.submit
+        )
         register = services(
             worker,
             lambda server: decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server),
@@ -124,5 +126,5 @@ def local_prefill_policy(options: DecodeOptions, engine: Engine) -> LocalPrefill
         default_threshold=default,
         max_threshold=options.max_num_batched_tokens if pinned is None else pinned,
         is_pinned=pinned is not None,
-        max_itl_factor=float("inf") if options.colocated else options.max_itl_factor,
+        max_itl_factor=None if options.colocated else options.max_itl_factor,
     )

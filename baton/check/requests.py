@@ -1,11 +1,11 @@
-"""The requests of a check: mixed lengths, shared prefixes, greedy and seeded sampling, all drawn from one seed."""
+"""The requests of a check: mixed lengths, shared prefixes, every way to choose tokens, all drawn from one seed."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 
-from baton.client import SamplingParams
+from baton.client import BeamSearch, SamplingParams, StructuredOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,58 @@ def _tokens(rng: random.Random, num_tokens: int, vocab_size: int) -> tuple[int, 
 
 
 def _params(rng: random.Random, max_tokens: int) -> SamplingParams:
-    if rng.random() < 0.5:
-        return SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    kinds = (_greedy, _sampled, _choices, _beams, _structured, _scored)
+    (kind,) = rng.choices(kinds, weights=(4, 4, 2, 1, 1, 1))
+    return kind(rng, max_tokens)
+
+
+def _greedy(rng: random.Random, max_tokens: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        repetition_penalty=rng.choice([1.0, 1.3]),
+        bad_words=rng.choice([None, ["the", "return", "("]]),
+    )
+
+
+def _choices(rng: random.Random, max_tokens: int) -> SamplingParams:
+    num_choices = rng.randint(2, 5)
+    num_drawn = num_choices + rng.choice([0, 0, 2])
+    return _sampled(rng, max_tokens).with_options(n=num_choices, best_of=num_drawn)
+
+
+def _beams(rng: random.Random, max_tokens: int) -> SamplingParams:
+    width = rng.randint(2, 4)
+    return SamplingParams(
+        n=rng.randint(1, width),
+        beam_search=BeamSearch(width, length_penalty=rng.choice([0.5, 1.0])),
+        max_tokens=min(max_tokens, 16),
+    )
+
+
+def _structured(rng: random.Random, max_tokens: int) -> SamplingParams:
+    shape = rng.choice(
+        [
+            StructuredOutput(regex="[a-z]{3,12}( [a-z]{2,8}){0,4}"),
+            StructuredOutput(choice=["red", "green", "blue", "ultramarine"]),
+            StructuredOutput(
+                json_schema={
+                    "type": "object",
+                    "properties": {"name": {"type": "string"}, "size": {"type": "integer"}},
+                    "required": ["name", "size"],
+                    "additionalProperties": False,
+                }
+            ),
+        ]
+    )
+    return _sampled(rng, max_tokens).with_options(structured_output=shape)
+
+
+def _scored(rng: random.Random, max_tokens: int) -> SamplingParams:
+    return _sampled(rng, max_tokens).with_options(prompt_logprobs=2, logprobs=3)
+
+
+def _sampled(rng: random.Random, max_tokens: int) -> SamplingParams:
     return SamplingParams(
         temperature=rng.choice([0.5, 0.8, 1.0, 1.3]),
         top_k=rng.choice([0, 20, 50]),

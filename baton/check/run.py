@@ -13,6 +13,7 @@ from baton.client import AsyncClient
 from baton.config import ServeOptions
 from baton.supervisor import Cluster
 
+#: Per request, the tokens of all its choices, one after the other.
 Outputs = tuple[tuple[int, ...], ...]
 
 
@@ -117,7 +118,8 @@ async def _run_all(
     async def run(request: CheckRequest) -> tuple[tuple[int, ...], bool]:
         async with places:
             done = await client.generate(request.prompt, request.params)
-            return done.token_ids, done.timing.transfer_bytes > 0
+            tokens = tuple(token for choice in done.choices for token in choice.token_ids)
+            return tokens, done.timing.transfer_bytes > 0
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(run(request)) for request in requests]

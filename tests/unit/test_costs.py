@@ -96,6 +96,12 @@ def test_a_prompt_goes_on_however_little_time_there_is() -> None:
     assert trained(local_s=1.0, remote_s=5e-4, overhead_s=0.1).max_prefill_tokens(4, 8) == 8
 
 
+def test_where_nothing_is_asked_of_the_next_tokens_a_prompt_takes_the_whole_step() -> None:
+    policy = LocalPrefillPolicy(16, 2048, is_pinned=True, max_itl_factor=None)
+    costs = trained(local_s=1e-4, remote_s=5e-4, overhead_s=0.1, policy=policy)
+    assert costs.max_prefill_tokens(4, 2048) == 2048
+
+
 def test_kv_is_swapped_when_copying_takes_less_time_than_computing() -> None:
     costs = trained(local_s=1e-3, remote_s=1e-3, overhead_s=0.1)
     costs.observe_copy(10_000_000, 0.01)  # 1 GB/s
