@@ -30,6 +30,8 @@ from typing import ClassVar
 
 from grpc import StatusCode
 
+from baton.redaction import redacted
+
 DOMAIN = "baton"
 
 
@@ -190,7 +192,9 @@ class ConfigError(StartupError):
 
     @classmethod
     def of(cls, option: str, value: object, fix: str) -> ConfigError:
-        return cls(f"{option}={value!s}: {fix}", option=option, value=str(value), fix=fix)
+        """The value is shown without credentials; `fix`, too, as it may repeat the value."""
+        shown, fix = redacted(str(value)), redacted(fix)
+        return cls(f"{option}={shown}: {fix}", option=option, value=shown, fix=fix)
 
 
 class ModelError(StartupError):

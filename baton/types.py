@@ -246,6 +246,10 @@ class WorkerLoad:
     """Prompt tokens not yet computed, of running and waiting sequences."""
     blocks: BlockCounts = BlockCounts(0, 0, 0)
     num_open_tickets: int = 0
+    num_orphan_sequences: int = 0
+    """Sequences ended since the start because their gateway did not know them any more. 0, or a fault."""
+    num_orphan_blocks: int = 0
+    """Leased blocks that belong to no sequence, prompt or ticket: lost until the worker starts anew. 0, or a fault."""
     is_draining: bool = False
     local_prefill_threshold: int = 0
     """Most missing tokens of a prompt that a decode worker would compute by itself now."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import isnan, nan
 from types import MappingProxyType
 
@@ -237,6 +237,8 @@ def load_to_proto(load: WorkerLoad, heartbeat_age_ms: int) -> worker_pb2.WatchLo
         num_cached_blocks=load.blocks.cached,
         num_leased_blocks=load.blocks.leased,
         num_open_tickets=load.num_open_tickets,
+        num_orphan_blocks=load.num_orphan_blocks,
+        num_orphan_sequences=load.num_orphan_sequences,
         local_prefill_threshold=load.local_prefill_threshold,
     )
 
@@ -251,6 +253,8 @@ def load_from_proto(message: worker_pb2.WatchLoadResponse) -> WorkerLoad:
             message.num_free_blocks, message.num_cached_blocks, message.num_leased_blocks
         ),
         num_open_tickets=message.num_open_tickets,
+        num_orphan_blocks=message.num_orphan_blocks,
+        num_orphan_sequences=message.num_orphan_sequences,
         is_draining=message.state == worker_pb2.WORKER_STATE_DRAINING,
         local_prefill_threshold=message.local_prefill_threshold,
     )
@@ -359,28 +363,30 @@ def _event_to_proto(handle: int, event: DecodeEvent) -> decode_pb2.SequenceEvent
 
 
 def _event_from_proto(message: decode_pb2.SequenceEvent) -> DecodeEvent:
-    match message.WhichOneof("event"):
-        case "offered":
-            return Offered(message.offered.ticket, message.offered.num_cached_tokens)
-        case "prefill_here":
-            return PrefillsHere(message.prefill_here.num_cached_tokens)
-        case "deferred":
-            return Deferred(message.deferred.reason)
-        case "committed":
-            committed = message.committed
-            return Committed(committed.transfer_exposed_ms, committed.transfer_bytes)
-        case "preempted":
-            return Preempted()
-        case "prompt_scored":
-            return PromptScored(tuple(map(logprobs_from_proto, message.prompt_scored.positions)))
-        case "paused":
-            return Paused()
-        case "handed_off":
-            return HandedOff()
-        case "hand_off_failed":
-            return HandOffFailed(message.hand_off_failed.reason, message.hand_off_failed.message)
-        case "failed":
-            failed = message.failed
-            return Failed(failed.reason, failed.message, failed.retriable)
-        case unknown:
-            raise ValueError(f"sequence event {unknown!r} is not known to this version")
+    name = message.WhichOneof("event")
+    parse = _EVENT_PARSERS.get(name or "")
+    if parse is None:
+        raise ValueError(f"sequence event {name!r} is not known to this version")
+    return parse(message)
+
+
+_EVENT_PARSERS: Mapping[str, Callable[[decode_pb2.SequenceEvent], DecodeEvent]] = MappingProxyType(
+    {
+        "offered": lambda m: Offered(m.offered.ticket, m.offered.num_cached_tokens),
+        "prefill_here": lambda m: PrefillsHere(m.prefill_here.num_cached_tokens),
+        "deferred": lambda m: Deferred(m.deferred.reason),
+        "committed": lambda m: Committed(
+            m.committed.transfer_exposed_ms, m.committed.transfer_bytes
+        ),
+        "preempted": lambda _: Preempted(),
+        "prompt_scored": lambda m: PromptScored(
+            tuple(map(logprobs_from_proto, m.prompt_scored.positions))
+        ),
+        "paused": lambda _: Paused(),
+        "handed_off": lambda _: HandedOff(),
+        "hand_off_failed": lambda m: HandOffFailed(
+            m.hand_off_failed.reason, m.hand_off_failed.message
+        ),
+        "failed": lambda m: Failed(m.failed.reason, m.failed.message, m.failed.retriable),
+    }
+)

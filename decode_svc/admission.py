@@ -100,6 +100,10 @@ class Admission:
         self._state.emit(sequence, event)
         return sequence
 
+    def awaiting(self, ticket_id: int) -> DecodeSequence | None:
+        """The sequence whose KV the ticket is for, until the ticket's end."""
+        return self._by_ticket.get(ticket_id)
+
     def bury(self, dead: TicketDead) -> None:
         """The sequence's KV will not come."""
         sequence = self._settle(dead.ticket_id)

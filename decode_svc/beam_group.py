@@ -48,6 +48,11 @@ class BeamGroup:
         return f"{self.stream}/{self.handle}"
 
     @property
+    def leases(self) -> tuple[BlockLease, ...]:
+        """One for each running beam."""
+        return tuple(beam.lease for beam in self._beams)
+
+    @property
     def is_over(self) -> bool:
         """Whether the search has ended; then `outputs` are found, and nothing is left to compute."""
         return self._search.num_running == 0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.cache.ledger import ListBlocks
 from baton.events import DecodeEvent
 from baton.types import KvSource, SequenceSpec
 from kv_transfer.sender import SendDone
-from kv_transfer.ticket import TicketCommitted, TicketDead
+from kv_transfer.ticket import LendAsked, TicketCommitted, TicketDead
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,15 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
+class Known:
+    """A gateway tells the handles of all outputs of its stream that it waits for. Streams keep their order: what it opened
+    before this is here, and what it gave up before this is not."""
+
+    stream: int
+    handles: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class StreamClosed:
     """A gateway is gone, and all its sequences with it."""
 
@@ -78,7 +88,10 @@ DecodeCommand = (
     | Drain
     | TicketCommitted
     | TicketDead
+    | LendAsked
     | SendDone
+    | ListBlocks
+    | Known
 )
 
 

@@ -11,15 +11,17 @@ more: neither a ticket's writer nor the sender of a handoff.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from baton.cache.ledger import ListBlocks, num_orphan_blocks
 from baton.cache.pool import BlockCopy, BlockPool
 from baton.engine.guard import SliceOutcome, forward_guarded
 from baton.engine.interface import Batch, Engine, SequenceSlice
 from baton.engine.loop import Step
-from baton.grammar import Matchers
 from baton.errors import BatonError
+from baton.grammar import Matchers
 from baton.types import WorkerLoad
 from decode_svc.admission import Admission, DecodeLimits, Tickets
 from decode_svc.beam_group import BeamGroup
@@ -28,6 +30,7 @@ from decode_svc.commands import (
     DecodeCommand,
     Drain,
     HandOff,
+    Known,
     Open,
     Pause,
     Resume,
@@ -37,7 +40,8 @@ from decode_svc.commands import (
 from decode_svc.costs import Costs, LocalPrefillPolicy
 from decode_svc.drafting import Drafting, Drafts
 from decode_svc.grammars import Grammars
-from decode_svc.moves import Moves, Preemption
+from decode_svc.ledger import ledger_of, orphans_of
+from decode_svc.moves import Lending, Moves, Preemption
 from decode_svc.output import Output
 from decode_svc.scheduler import Budget, StepPlan, plan_step
 from decode_svc.sequence import DecodeSequence, Stage
@@ -46,7 +50,9 @@ from decode_svc.state import DecodeState, Member
 from decode_svc.swap_space import SwapSpace
 from kv_transfer.kv_sender import KvSender
 from kv_transfer.sender import SendDone
-from kv_transfer.ticket import TicketCommitted, TicketDead
+from kv_transfer.ticket import LendAsked, TicketCommitted, TicketDead, TicketEvent
+
+_log = logging.getLogger("baton.decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +92,12 @@ class DecodeCore:
             self._state, devices.tickets, limits, self._costs, devices.clock
         )
         self._moves = Moves(self._state, devices.sender, devices.clock)
+        self._lending = Lending(self._state, devices.sender, devices.clock)
         self._preemption = Preemption(self._state, self._costs, devices.clock)
         self._grammars = Grammars(self._state, devices.matchers)
         self._output = Output(self._state)
         self._num_steps = 0
+        self._num_orphans = 0
 
     def step(self, commands: Sequence[DecodeCommand]) -> Step[StreamEvent]:
         self._admission.expire()
@@ -111,25 +119,43 @@ class DecodeCore:
                 self._admission.open(command)
             case Abort(stream, handle):
                 self._give_up(stream, handle)
-            case Pause():
-                self._moves.pause(command)
-            case HandOff():
-                self._moves.hand_off(command)
-            case Resume():
-                self._moves.resume(command)
+            case Pause() | HandOff() | Resume():
+                self._moves.obey(command)
             case StreamClosed(stream):
                 for member in [m for m in self._state if m.stream == stream]:
                     self._abandon(member)
-            case TicketCommitted():
-                sequence = self._admission.join(command)
-                if sequence and command.firsts:
-                    self._output.produce_firsts(sequence, command.firsts)
-            case TicketDead():
-                self._admission.bury(command)
+            case TicketCommitted() | TicketDead() | LendAsked():
+                self._hear_of_ticket(command)
+            case SendDone(key) if key in self._state.loans:
+                self._lending.finish(command)
             case SendDone():
                 self._moves.finish(command)
             case Drain():
                 self._admission.is_draining = True
+            case ListBlocks() | Known():
+                self._audit(command)
+
+    def _hear_of_ticket(self, event: TicketEvent) -> None:
+        match event:
+            case TicketCommitted():
+                sequence = self._admission.join(event)
+                if sequence and event.firsts:
+                    self._output.produce_firsts(sequence, event.firsts)
+            case TicketDead():
+                self._admission.bury(event)
+            case LendAsked():
+                if sequence := self._admission.awaiting(event.ticket_id):
+                    self._lending.lend(sequence, event)
+
+    def _audit(self, command: ListBlocks | Known) -> None:
+        """Open the books, or compare them with a gateway's."""
+        if isinstance(command, ListBlocks):
+            command.reply(ledger_of(self._state))
+            return
+        for member in orphans_of(self._state, command):
+            _log.error("sequence %s is unknown to its gateway: ended", member.spec.request_id)
+            self._num_orphans += 1
+            self._abandon(member)
 
     def _give_up(self, stream: int, handle: int) -> None:
         """End a sequence, or one choice of a sequence that is still one; unknown ones are gone already."""
@@ -222,6 +248,8 @@ class DecodeCore:
             num_pending_tokens=sum(prefilling) - len(prefilling),
             blocks=self._state.pool.counts(),
             num_open_tickets=self._admission.num_open_tickets,
+            num_orphan_sequences=self._num_orphans,
+            num_orphan_blocks=num_orphan_blocks(self._state.pool, self._state.leases),
             is_draining=self._admission.is_draining,
             local_prefill_threshold=self._admission.local_prefill_threshold,
         )

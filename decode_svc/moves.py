@@ -13,6 +13,7 @@ from decode_svc.sequence import DecodeSequence, Stage
 from decode_svc.state import DecodeState, Member
 from kv_transfer.kv_sender import KvSender
 from kv_transfer.sender import SendDone
+from kv_transfer.ticket import LendAsked
 
 
 class Moves:
@@ -28,7 +29,16 @@ class Moves:
     def heartbeat(self) -> None:
         self._sender.heartbeat()
 
-    def pause(self, command: Pause) -> None:
+    def obey(self, command: Pause | HandOff | Resume) -> None:
+        match command:
+            case Pause():
+                self._pause(command)
+            case HandOff():
+                self._hand_off(command)
+            case Resume():
+                self._resume(command)
+
+    def _pause(self, command: Pause) -> None:
         member = self._state.find(command.stream, command.handle)
         if member is None or member.stage in (Stage.PAUSED, Stage.MOVING):
             return
@@ -40,12 +50,12 @@ class Moves:
         member.stage = Stage.PAUSED
         self._state.emit(member, Paused())
 
-    def resume(self, command: Resume) -> None:
+    def _resume(self, command: Resume) -> None:
         member = self._state.find(command.stream, command.handle)
         if member and member.stage is Stage.PAUSED:
             member.stage = Stage.RUNNING
 
-    def hand_off(self, command: HandOff) -> None:
+    def _hand_off(self, command: HandOff) -> None:
         sequence = self._state.find(command.stream, command.handle)
         if not isinstance(sequence, DecodeSequence) or sequence.stage is not Stage.PAUSED:
             return
@@ -77,6 +87,35 @@ class Moves:
         else:
             self._state.emit(sequence, HandedOff())
             self._state.leave(sequence)
+
+
+class Lending:
+    """To prefill workers that lack what a sequence's ticket says is here: they get a copy of it."""
+
+    def __init__(self, state: DecodeState, sender: KvSender, clock: Callable[[], float]) -> None:
+        """clock: the sender's."""
+        self._state = state
+        self._sender = sender
+        self._clock = clock
+
+    def lend(self, sequence: DecodeSequence, ask: LendAsked) -> None:
+        """Send what is here of a sequence that awaits the rest of its KV. Its blocks stay ours until `finish`."""
+        state, num_tokens = self._state, sequence.num_computed_tokens
+        key = f"loan {ask.ticket_id}"
+        if key in state.loans or not num_tokens:
+            return
+        try:
+            self._sender.begin(key, ask.lend_to)
+        except InvalidRequest:
+            return  # the borrower's own ticket ends its wait
+        state.loans[key] = lease = sequence.lease.fork(num_tokens)
+        num_layers = state.spec.layout.num_layers
+        self._sender.send(key, tuple(lease.block_ids), 0, num_tokens, 0, num_layers)
+        self._sender.commit(key, num_tokens, (), self._clock())
+
+    def finish(self, done: SendDone) -> None:
+        """The sender has had its last word."""
+        self._state.loans.pop(done.key).release()
 
 
 class Preemption:

@@ -83,6 +83,11 @@ class DecodeSequence:
         return 1
 
     @property
+    def leases(self) -> tuple[BlockLease, ...]:
+        """What it holds now."""
+        return () if self.stage is Stage.SWAPPED else (self.lease,)
+
+    @property
     def num_exclusive_blocks(self) -> int:
         return self.lease.num_exclusive_blocks
 

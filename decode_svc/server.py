@@ -25,13 +25,11 @@ from decode_svc.core import DecodeCore, DecodeDevices
 from decode_svc.costs import LocalPrefillPolicy
 from decode_svc.recorder import DecodeRecorder
 from decode_svc.service import DecodeServicer
+from decode_svc.speculation.build import build_speculation
 from decode_svc.swap_space import SwapSpace
-from kv_transfer.running_receiver import open_receiver
+from kv_transfer.running_receiver import open_receiver, transports_of
 from kv_transfer.sender import Sender
 from kv_transfer.transport.connector import make_connector
-
-#: What senders may choose from, unless one is pinned.
-TRANSPORTS = ("shm", "tcp")
 
 
 async def serve_decode(
@@ -43,6 +41,7 @@ async def serve_decode(
     if options.kv_transport != "shm":
         check_bindable(options.kv_host, 0, "kv_host")
     engine = await asyncio.to_thread(build_engine, options)
+    speculation = await asyncio.to_thread(build_speculation, options, engine, time.perf_counter)
     clock.lap("load")
     identity = new_identity(options)
     limits = DecodeLimits(options.max_num_seqs, options.max_num_batched_tokens)
@@ -65,13 +64,12 @@ async def serve_decode(
         if recorder:
             recorder.on_step(events)
 
-    transports = TRANSPORTS if options.kv_transport == "auto" else (options.kv_transport,)
     channel = open_receiver(
         identity,
         engine.kv,
         submit,
         time.monotonic,
-        transports=transports,
+        transports=transports_of(options.kv_transport),
         lease_s=options.ticket_lease_s,
         tcp_host=options.kv_host,
         wire_dtype=options.kv_transfer_dtype,
@@ -95,6 +93,7 @@ async def serve_decode(
             matchers=matchers,
             clock=time.monotonic,
             beat=heartbeat.beat,
+            speculation=speculation,
         )
         core = DecodeCore(devices, limits, local_prefill)
         loop: EngineLoop[DecodeCommand, StreamEvent] = EngineLoop(

@@ -17,6 +17,7 @@ from decode_svc.commands import (
     Abort,
     DecodeCommand,
     HandOff,
+    Known,
     Open,
     Pause,
     Resume,
@@ -85,6 +86,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                         self._submit(HandOff(stream, hand_off.handle, hand_off.ticket))
                     case "resume":
                         self._submit(Resume(stream, request.resume.handle))
+                    case "known":
+                        self._submit(Known(stream, frozenset(request.known.handles)))
         finally:
             outbox.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from baton.cache.pool import BlockPool
+from baton.cache.pool import BlockLease, BlockPool
 from baton.engine.interface import EngineSpec
 from baton.errors import BatonError
 from baton.events import DecodeEvent, Failed
@@ -36,6 +36,8 @@ class DecodeState:
         self.spec = spec
         self.pool = pool
         self.swap = swap
+        self.loans: dict[str, BlockLease] = {}
+        """What is being sent to borrowers, by the sender's keys."""
         self._members: dict[tuple[int, int], Member] = {}
         self._events: list[StreamEvent] = []
 
@@ -44,6 +46,13 @@ class DecodeState:
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members.values())
+
+    @property
+    def leases(self) -> Iterator[BlockLease]:
+        """All there are."""
+        yield from self.loans.values()
+        for member in self:
+            yield from member.leases
 
     @property
     def num_places(self) -> int:

@@ -6,8 +6,8 @@ import heapq
 from typing import Generic, TypeVar
 
 from baton.errors import Overloaded
+from baton.types import Rank
 
-Rank = tuple[int, int, str]
 ItemT = TypeVar("ItemT")
 
 _MIN_RETRY_S = 1.0

@@ -1,19 +1,22 @@
-"""One stay of a sequence on the workers it was placed on: from the opening to an end that is told, or to the close.
+"""One stay of a sequence, or of several choices of one prompt, on the workers it was placed on.
 
-    open D ──Offered──> prefill on P ──first token──> tokens of D ... finish
-       │ PrefillsHere ──────────────────────────────> tokens of D ... finish
-       │ Deferred ──> back to the queue                    │ Preempted ──> back to the queue, with the tokens so far
+    open D ──Offered──> prefill on P ──first tokens──> tokens of D ... finish
+       │ PrefillsHere ───────────────────────────────> tokens of D ... finish
+       │ Deferred ──> back to the queue                     │ Preempted ──> back to the queue, with the tokens so far
        └ Failed, or P fails ──> as Preempted, if another try may help
 
-P's answer and D's tokens come on different ways: tokens that D sends before P's answer is here wait for it.
+The choices part at their first tokens. What happens before happens to all of them; from then on each has its seat. The
+gateway may know the first tokens earlier than the decode worker, where the choices are one until the KV is there. The
+outputs of a beam search part at its end.
+
+P's answer and D's tokens come on different ways: what D tells before P's answer is here waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 from baton.errors import (
     BY_REASON,
@@ -28,215 +31,311 @@ from baton.events import (
     DecodeEvent,
     Deferred,
     Failed,
+    HandedOff,
+    HandOffFailed,
     Offered,
+    Paused,
     Preempted,
     PrefillsHere,
+    PromptScored,
     Tokens,
 )
 from baton.telemetry import Phase, RequestEvent
-from baton.types import FinishReason, SequenceSpec
-from gateway.inbox import Inbox
-from gateway.links import PrefillResult
-from gateway.output import Output
+from baton.types import KvSource, SequenceSpec, TokenLogprobs
+from gateway.choice import Left, SeatEvent
+from gateway.links import DecodeLink, PrefillResult
 from gateway.placement import Placement
+from gateway.seat import Seat
 from gateway.timing import Timeline
 
 #: How long a decode worker may take to answer an opening. A frozen one is noticed sooner; this is for lost messages.
 OPEN_TIMEOUT_S = 15.0
 
 
-class Outcome(enum.Enum):
-    """How an attempt stands after some events."""
-
-    GOES_ON = enum.auto()
-    OVER = enum.auto()
-    """The output has ended."""
-    DEFERRED = enum.auto()
-    PREEMPTED = enum.auto()
-
-
-@dataclass(frozen=True, slots=True)
-class _PrefillFailed:
-    error: BatonError
-
-
-_Event = DecodeEvent | PrefillResult | _PrefillFailed
-
-
 class Attempt:
-    """Owns what the sequence holds on the workers; `close` gives all of it back, whatever state it is in."""
+    """Owns what the choices hold on the workers; `close` gives all of it back, whatever state it is in."""
 
     def __init__(
         self,
         placement: Placement,
         spec: SequenceSpec,
-        output: Output,
         timeline: Timeline,
         deadline_s: float,
         clock: Callable[[], float] | None = None,
+        hand_over: Callable[[bytes], None] | None = None,
     ) -> None:
-        """deadline_s: on the event loop's clock. clock: the timeline's, the loop's own if not given."""
-        self._placement = placement
+        """deadline_s: on the event loop's clock. clock: the timeline's, the loop's own if not given.
+
+        hand_over: for one sequence that runs on another decode worker; has it sent to the owner of the ticket given.
+        """
+        self.placement = placement
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        """Of the prompt, once they are known; they are before the choices part, if they were asked for."""
+        self.seats = tuple(Seat(self, number) for number in range(spec.num_choices))
+        self.has_kv = False
+        """Whether the decode worker has the KV, or computes it."""
+        self.has_parted_there = False
+        """Whether each choice runs under a handle of its own on the decode worker."""
         self._spec = spec
-        self._output = output
+        self._hand_over = hand_over
+        self._is_search = spec.sampling.beam is not None
         self._timeline = timeline
         self._deadline_s = deadline_s
-        self._inbox: Inbox[_Event] = Inbox()
         self._loop = asyncio.get_running_loop()
         self._clock = clock or self._loop.time
+        self._open_seats = set(range(spec.num_choices))
         self._handle: int | None = None
         self._prefill: asyncio.Task[PrefillResult] | None = None
-        self._asked_s: float | None = None
-        """When the decode worker was asked for room, on the loop's clock, until it answers."""
+        self._asked_s = 0.0
+        self._answer_timer: asyncio.TimerHandle | None = None
         self._is_first_awaited = False
-        self._early_tokens: list[Tokens] = []
+        self._parted: asyncio.Future[Left | None] = self._loop.create_future()
+        self._held: list[tuple[int, SeatEvent]] = []
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._open_seats)
 
     def open(self) -> None:
         """Ask the decode worker for room; without one, prefill at once."""
-        link = self._placement.decode_link
+        link = self.placement.decode_link
         if link is None:
             self._start_prefill(b"")
             return
-        self._asked_s = self._loop.time()
-        self._timeline.enter(Phase.RESERVE, self._clock())
-        self._handle = link.open(self._spec, self._placement.prefill_link is None, self._inbox.put)
+        self._asked_s = self._clock()
+        self._timeline.enter(Phase.RESERVE, self._asked_s)
+        self._answer_timer = self._loop.call_later(OPEN_TIMEOUT_S, self._no_answer_came)
+        sinks = [partial(self._hear, number) for number in range(len(self.seats))]
+        self._handle = link.open(self._spec, self._source(), sinks)
 
-    async def step(self) -> Outcome:
-        """Wait until something happened, and take it into the output.
+    def _source(self) -> KvSource:
+        if self._hand_over is not None:
+            return KvSource.DECODE_WORKER
+        return KvSource.PREFILL_WORKER if self.placement.prefill_link else KvSource.HERE
+
+    async def part(self) -> Deferred | Preempted | None:
+        """Wait until each choice has its first tokens at its seat; None then, else why none will.
 
         Raises BatonError when the attempt failed; RetriableError when another one may succeed.
         """
-        for event in await self._next_events():
-            outcome = self._take(event)
-            if outcome is not Outcome.GOES_ON:
-                return outcome
-        return Outcome.GOES_ON
+        left = await self._parted
+        if isinstance(left, BatonError):
+            raise left
+        return left
+
+    def when_parted(self, tell: Callable[[Left | None], None]) -> None:
+        """Have `tell` called with what `part` would come to, errors as values."""
+        self._parted.add_done_callback(lambda parted: tell(parted.result()))
+
+    def link_to(self, number: int) -> tuple[DecodeLink, int]:
+        """The decode worker of an open choice, and its handle there."""
+        link = self.placement.decode_link
+        if link is None or self._handle is None:
+            raise ValueError("the choice is on no decode worker")
+        return link, self._handle + number
+
+    def close_seat(self, number: int) -> None:
+        """End one choice. The last one ends the attempt."""
+        if number not in self._open_seats:
+            return
+        self._open_seats.discard(number)
+        if not self._open_seats:
+            self.close()
+        elif self.has_parted_there:
+            self._abort_there(number)
 
     def close(self) -> None:
         """End it on both workers. Idempotent."""
+        self._open_seats.clear()
+        self._answer_came()
         if self._prefill is not None:
             self._prefill.cancel()
-        if self._handle is not None and self._placement.decode_link is not None:
-            self._placement.decode_link.abort(self._handle)
+        if self._handle is not None and self.placement.decode_link is not None:
+            for handle in range(self._handle, self._handle + len(self.seats)):
+                self.placement.decode_link.abort(handle)
             self._handle = None
-        self._placement.release()
+        self.placement.release()
 
-    async def _next_events(self) -> list[_Event]:
-        if self._asked_s is None:
-            return await self._inbox.take_all()
-        try:
-            async with asyncio.timeout_at(self._asked_s + OPEN_TIMEOUT_S):
-                return await self._inbox.take_all()
-        except TimeoutError:
-            raise HandoffFailed(
-                f"the decode worker did not answer an opening within {OPEN_TIMEOUT_S:g} s"
-            ) from None
+    # What the decode worker tells
 
-    def _take(self, event: _Event) -> Outcome:
+    def _hear(self, number: int, event: DecodeEvent) -> None:
+        """Take an event of one choice, or of all while they are one."""
+        if not self.is_open:
+            return
         match event:
             case Tokens():
-                return self._take_tokens(event)
-            case PrefillResult():
-                return self._take_first(event)
+                self._take_tokens(number, event)
+            case Deferred():
+                self._note(RequestEvent.DEFERRED)
+                self.placement.defer()
+                self._leave(number, event)
+            case Preempted():
+                self._note(RequestEvent.PREEMPTED)
+                self._leave(number, event)
+            case Failed():
+                self._leave(number, _error_of(event))
+            case Paused() | HandedOff() | HandOffFailed():
+                self.seats[number].inbox.put(event)
+            case _:
+                self._take_news(event)
+
+    def _take_tokens(self, number: int, event: Tokens) -> None:
+        self._timeline.num_draft_tokens += event.num_draft_tokens
+        self._timeline.num_accepted_tokens += event.num_accepted_tokens
+        if not self._is_search:
+            self._part_there()
+        self._hold_or_tell(number, event)
+
+    def _take_news(self, event: Offered | PrefillsHere | PromptScored | Committed) -> None:
+        match event:
             case Offered(ticket, num_cached_tokens):
-                self._take_answer(num_cached_tokens)
-                self._timeline.ticket_came(self._clock())
-                self._note(RequestEvent.OFFERED)
-                self._placement.settle()
-                self._start_prefill(ticket)
+                self._take_answer(RequestEvent.OFFERED, num_cached_tokens)
+                self._timeline.reserve_ms += (self._clock() - self._asked_s) * 1e3
+                if self._hand_over is not None:
+                    self._hand_over(ticket)
+                else:
+                    self._start_prefill(ticket)
             case PrefillsHere(num_cached_tokens):
-                self._take_answer(num_cached_tokens)
-                self._note(RequestEvent.PREFILLS_HERE)
+                self._take_answer(RequestEvent.PREFILLS_HERE, num_cached_tokens)
                 self._timeline.prefills_here()
-                self._check_split(self._spec.num_tokens - num_cached_tokens)
-                self._placement.release_prefill()
+                self.has_kv = True
+                if self._hand_over is None:
+                    self._check_split(self._spec.num_tokens - num_cached_tokens)
+                self.placement.release_prefill()
+            case PromptScored(positions):
+                self.prompt_logprobs = positions
             case Committed(transfer_exposed_ms, transfer_bytes):
                 self._timeline.transfer_exposed_ms += transfer_exposed_ms
                 self._timeline.transfer_bytes += transfer_bytes
                 self._note(RequestEvent.COMMITTED)
-            case Deferred():
-                self._note(RequestEvent.DEFERRED)
-                self._placement.defer()
-                return Outcome.DEFERRED
-            case Preempted():
-                self._note(RequestEvent.PREEMPTED)
-                return Outcome.PREEMPTED
-            case Failed():
-                raise _error_of(event)
-            case _PrefillFailed(error):
-                if isinstance(error, WorkerLost):
-                    self._placement.suspect_prefill()
-                raise error
-        return Outcome.GOES_ON
+                self.has_kv = True
+                if not self._is_search:
+                    self._part_there()
 
-    def _take_tokens(self, event: Tokens) -> Outcome:
-        if self._is_first_awaited:
-            self._early_tokens.append(event)
-            return Outcome.GOES_ON
-        self._placement.settle()
+    def _leave(self, number: int, left: Left) -> None:
+        """A choice has lost its place; with it all of them while they are one."""
+        if self.has_parted_there and len(self.seats) > 1:
+            self._hold_or_tell(number, left)
+        else:
+            self._end_all(left)
+
+    def _end_all(self, left: Left) -> None:
+        self._held.clear()
+        if not self._parted.done():
+            self._parted.set_result(left)
+        for number in self._open_seats:
+            self.seats[number].inbox.put(left)
+
+    def _hold_or_tell(self, number: int, event: SeatEvent) -> None:
+        """Tell a seat, unless others must hear something before: the first tokens, or the other outputs of a search."""
+        self._held.append((number, event))
+        if self._is_search:
+            if len(self._held) < len(self.seats):
+                return
+        elif self._is_first_awaited:
+            return
+        self._tell_held()
+
+    def _tell_held(self) -> None:
+        held, self._held = self._held, []
         self._timeline.tokens_here(self._clock())
-        self._output.add(event.token_index, event.samples, event.finish)
-        return self._ended_or_goes_on()
+        for number, event in held:
+            if number in self._open_seats:
+                self.seats[number].inbox.put(event)
+        if not self._parted.done():
+            self._parted.set_result(None)
 
-    def _take_first(self, result: PrefillResult) -> Outcome:
-        self._is_first_awaited = False
-        self._placement.release_prefill()
-        timeline, now_s = self._timeline, self._clock()
-        timeline.note(RequestEvent.PREFILLED, now_s)
-        timeline.prefill_answered(result.queue_ms + result.compute_ms, now_s)
-        timeline.tokens_here(now_s)
-        timeline.prefill_queue_ms += result.queue_ms
-        timeline.prefill_ms += result.compute_ms
-        if timeline.cached_tokens is None:
-            timeline.cached_tokens = result.num_cached_tokens
-        index = len(self._spec.output_token_ids)
-        self._output.add(index, (result.sample,), result.finish)
-        outcome = self._ended_or_goes_on()
-        for event in self._early_tokens:
-            if outcome is Outcome.GOES_ON:
-                outcome = self._take_tokens(event)
-        self._early_tokens.clear()
-        return outcome
+    def _part_there(self) -> None:
+        """The decode worker has a handle for each choice. Those that ended here before are ended there now."""
+        if self.has_parted_there:
+            return
+        self.has_parted_there = True
+        for number in range(len(self.seats)):
+            if number not in self._open_seats:
+                self._abort_there(number)
 
-    def _ended_or_goes_on(self) -> Outcome:
-        is_over = self._output.finish is not FinishReason.NONE
-        return Outcome.OVER if is_over else Outcome.GOES_ON
+    def _abort_there(self, number: int) -> None:
+        link = self.placement.decode_link
+        if link is not None and self._handle is not None:
+            link.abort(self._handle + number)
+            self.placement.release_one()
 
-    def _take_answer(self, num_cached_tokens: int) -> None:
-        self._asked_s = None
+    def _take_answer(self, event: RequestEvent, num_cached_tokens: int) -> None:
+        self._note(event)
+        self._answer_came()
+        self.placement.settle()
         if self._timeline.decode_cached_tokens is None:
             self._timeline.decode_cached_tokens = num_cached_tokens
 
+    def _answer_came(self) -> None:
+        if self._answer_timer is not None:
+            self._answer_timer.cancel()
+            self._answer_timer = None
+
+    def _no_answer_came(self) -> None:
+        text = f"the decode worker did not answer an opening within {OPEN_TIMEOUT_S:g} s"
+        self._end_all(HandoffFailed(text))
+
+    def _check_split(self, num_missing_tokens: int) -> None:
+        if self.placement.bypasses_split(num_missing_tokens):
+            timeline = self._timeline
+            timeline.num_bypassed_tokens = max(timeline.num_bypassed_tokens, num_missing_tokens)
+
+    def _note(self, event: RequestEvent) -> None:
+        self._timeline.note(event, self._clock())
+
+    # What the prefill worker tells
+
     def _start_prefill(self, ticket: bytes) -> None:
-        link = self._placement.prefill_link
+        link = self.placement.prefill_link
         if link is None:
-            raise EngineFault("a ticket came for a sequence that needs no prefill worker")
+            self._end_all(EngineFault("a ticket came for a sequence that needs no prefill worker"))
+            return
         self._is_first_awaited = True
         self._timeline.enter(Phase.PREFILL, self._clock())
         timeout_s = max(0.0, self._deadline_s - self._loop.time())
         self._prefill = self._loop.create_task(link.prefill(self._spec, ticket, timeout_s))
         self._prefill.add_done_callback(self._prefill_done)
 
-    def _note(self, event: RequestEvent) -> None:
-        self._timeline.note(event, self._clock())
-
-    def _check_split(self, num_missing_tokens: int) -> None:
-        if self._placement.bypasses_split(num_missing_tokens):
-            timeline = self._timeline
-            timeline.num_bypassed_tokens = max(timeline.num_bypassed_tokens, num_missing_tokens)
-
     def _prefill_done(self, task: asyncio.Task[PrefillResult]) -> None:
-        if task.cancelled():
+        if task.cancelled() or not self.is_open:
             return
         error = task.exception()
         if error is None:
-            self._inbox.put(task.result())
+            self._take_first(task.result())
         elif isinstance(error, BatonError):
-            self._inbox.put(_PrefillFailed(error))
+            if isinstance(error, WorkerLost):
+                self.placement.suspect_prefill()
+            self._end_all(error)
         else:
             fault = EngineFault(f"{type(error).__name__} on the way to the prefill worker")
             fault.__cause__ = error
-            self._inbox.put(_PrefillFailed(fault))
+            self._end_all(fault)
+
+    def _take_first(self, result: PrefillResult) -> None:
+        self._is_first_awaited = False
+        self.placement.release_prefill()
+        timeline, now_s = self._timeline, self._clock()
+        timeline.note(RequestEvent.PREFILLED, now_s)
+        timeline.prefill_answered(result.queue_ms + result.compute_ms, now_s)
+        timeline.prefill_queue_ms += result.queue_ms
+        timeline.prefill_ms += result.compute_ms
+        if timeline.cached_tokens is None:
+            timeline.cached_tokens = result.num_cached_tokens
+        self.prompt_logprobs = result.prompt_logprobs
+        if self._is_search:
+            timeline.tokens_here(now_s)
+            return
+        if len(result.firsts) != len(self.seats):
+            fault = f"{len(result.firsts)} first tokens came for {len(self.seats)} choices"
+            self._end_all(EngineFault(fault))
+            return
+        index = len(self._spec.output_token_ids)
+        self._held[:0] = [
+            (number, Tokens(index, (first.sample,), first.finish))
+            for number, first in enumerate(result.firsts)
+        ]
+        self._tell_held()
 
 
 def _error_of(event: Failed) -> BatonError:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from baton.errors import FieldViolation, InvalidRequest, NoWorkers
-from baton.types import SequenceSpec, Tier
-from gateway.admission import AdmissionQueue, Rank
+from baton.types import Rank, SequenceSpec, Tier
+from gateway.admission import AdmissionQueue
 from gateway.affinity import Digest, PrefixAffinity, prefix_digests
 from gateway.fleet import Fleet, Worker
 from gateway.placement import Placement
 from gateway.planner import plan
-from gateway.router import Need, Plan, Verdict
+from gateway.router import Need, Plan, Verdict, choose
 
 #: How long what waits already goes on waiting for a worker that can serve it.
 NO_WORKER_GRACE_S = 10.0
@@ -100,6 +100,20 @@ class Dispatcher:
             if not is_taken:
                 self._give_up(entry)
 
+    def place_now(self, spec: SequenceSpec, among: Collection[Worker]) -> Placement | None:
+        """Claim room for a running sequence on one of these decode workers; None if none takes it now.
+
+        It does not queue: what runs already makes no other wait longer by running elsewhere.
+        """
+        need = _need_of(spec, frozenset())
+        digests = prefix_digests(spec.token_ids, spec.tenant, self._key)
+        matched = self._affinity.matched_tokens(digests)
+        views = [w.decode_view(matched.get(w.address, 0)) for w in among if w.is_ready]
+        self._num_tries += 1
+        key = self._key + self._num_tries.to_bytes(8, "big")
+        choice = choose(need, [], views, key)
+        return self._claim(need, digests, choice, matched) if isinstance(choice, Plan) else None
+
     def _give_up(self, entry: _Entry) -> None:
         """The caller went away, or the entry failed: nothing of it stays."""
         self._queue.remove(entry.spec.rank)
@@ -158,34 +172,38 @@ class Dispatcher:
             return choice
         if entry.placed.done():
             return None
-        entry.placed.set_result(self._claim(entry, choice, matched))
+        entry.placed.set_result(self._claim(entry.need, entry.digests, choice, matched))
         self._interval_s += _INTERVAL_WEIGHT * (now_s - self._placed_at_s - self._interval_s)
         self._placed_at_s = now_s
         return None
 
-    def _claim(self, entry: _Entry, choice: Plan, matched: Mapping[str, int]) -> Placement:
+    def _claim(
+        self, need: Need, digests: tuple[Digest, ...], choice: Plan, matched: Mapping[str, int]
+    ) -> Placement:
         workers = self._fleet.workers
         prefill = workers[choice.prefill] if choice.prefill else None
         decode = workers[choice.decode] if choice.decode else None
         num_cached = matched.get(prefill.address, 0) if prefill else 0
-        num_blocks = decode.decode_view(0).num_blocks_for(entry.need) if decode else 0
+        num_blocks = decode.decode_view(0).num_blocks_for(need) if decode else 0
         for worker in (prefill, decode):
             if worker:
-                self._affinity.record(entry.digests, worker.address)
+                self._affinity.record(digests, worker.address)
         return Placement(
             self._fleet,
             self._num_tries,
             prefill,
             decode,
-            max(1, entry.need.num_tokens - num_cached),
+            max(1, need.num_tokens - num_cached),
             num_blocks,
+            need.num_sequences,
         )
 
     def _is_worth_waiting(self, entry: _Entry, now_s: float) -> bool:
         """Whether a worker that can serve it may yet come; if not, the entry fails."""
         known = [w.decode_view(0) for w in self._fleet.tier(Tier.DECODE) if w.is_known]
         if self._fleet.ready(Tier.DECODE) and not any(view.fits(entry.need) for view in known):
-            entry.placed.set_exception(_never_fits(entry.need))
+            max_num_seqs = max((view.max_num_seqs for view in known), default=0)
+            entry.placed.set_exception(_never_fits(entry.need, max_num_seqs))
             return False
         if now_s - self._stranded_s.get(entry.spec.rank, now_s) >= NO_WORKER_GRACE_S:
             entry.placed.set_exception(
@@ -198,7 +216,15 @@ class Dispatcher:
         return True
 
 
-def _never_fits(need: Need) -> InvalidRequest:
+def _never_fits(need: Need, max_num_seqs: int) -> InvalidRequest:
+    if need.num_sequences > max_num_seqs:
+        return InvalidRequest.of(
+            FieldViolation(
+                "sampling",
+                f"{need.num_sequences} choices or beams are more than any decode worker here runs "
+                f"at once; ask for at most {max_num_seqs}",
+            )
+        )
     return InvalidRequest.of(
         FieldViolation(
             "prompt",
@@ -209,10 +235,12 @@ def _never_fits(need: Need) -> InvalidRequest:
 
 
 def _need_of(spec: SequenceSpec, avoid: frozenset[str]) -> Need:
+    beam = spec.sampling.beam
     num_left = spec.sampling.max_tokens - len(spec.output_token_ids)
     return Need(
         num_tokens=spec.num_tokens,
         max_num_tokens=len(spec.prompt_token_ids) + spec.sampling.max_tokens,
-        needs_decode=num_left > 1,
+        needs_decode=num_left > 1 or beam is not None,
         avoid=avoid,
+        num_sequences=beam.width if beam else spec.num_choices,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import grpc.aio
@@ -10,11 +11,19 @@ import grpc.aio
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, NoWorkers, WorkerLost
 from baton.events import Failed, is_last
 from baton.rpc.status import from_rpc_error
-from baton.types import FinishReason, Sample, SequenceSpec
+from baton.types import FinishReason, KvSource, SequenceSpec
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from baton.wire import logprobs_from_proto, sequence_to_proto, step_from_proto
+from baton.wire import (
+    logprobs_from_proto,
+    sample_from_proto,
+    sequence_to_proto,
+    step_from_proto,
+)
 from gateway.inbox import Inbox
-from gateway.links import PrefillResult, Sink
+from gateway.links import First, PrefillResult, Sink
+
+#: How often a decode worker is told which of its sequences are known here, in seconds.
+AUDIT_S = 5.0
 
 
 def worker_error(error: grpc.RpcError, tier: str, address: str) -> BatonError:
@@ -51,13 +60,15 @@ class GrpcPrefillLink:
         finally:
             self._calls.discard(call)
             call.cancel()
-        logprobs = response.logprobs if response.HasField("logprobs") else None
         return PrefillResult(
-            sample=Sample(response.token_id, logprobs and logprobs_from_proto(logprobs)),
-            finish=FinishReason(response.finish_reason),
+            firsts=tuple(
+                First(sample_from_proto(first.token), FinishReason(first.finish_reason))
+                for first in response.first_tokens
+            ),
             num_cached_tokens=response.num_cached_tokens,
             queue_ms=response.queue_ms,
             compute_ms=response.compute_ms,
+            prompt_logprobs=tuple(map(logprobs_from_proto, response.prompt_logprobs)),
         )
 
     def lose(self, reason: str) -> None:
@@ -83,29 +94,43 @@ class GrpcDecodeLink:
         self._num_handles = 0
         self._lost: str | None = None
 
-    def open(self, spec: SequenceSpec, prefill_here: bool, sink: Sink) -> int:
+    def open(self, spec: SequenceSpec, source: KvSource, sinks: Sequence[Sink]) -> int:
         """See gateway.links.DecodeLink."""
-        self._num_handles += 1
-        handle = self._num_handles
+        first = self._num_handles + 1
+        self._num_handles += len(sinks)
         if self._lost is not None:
             failed = Failed(WorkerLost.reason, self._lost, is_retriable=True)
-            asyncio.get_running_loop().call_soon(sink, failed)
-            return handle
-        self._sinks[handle] = sink
-        self._commands.put(
-            decode_pb2.DecodeRequest(
-                open=decode_pb2.OpenSequence(
-                    handle=handle, sequence=sequence_to_proto(spec), prefill_here=prefill_here
-                )
-            )
+            loop = asyncio.get_running_loop()
+            for sink in sinks:
+                loop.call_soon(sink, failed)
+            return first
+        self._sinks.update(enumerate(sinks, start=first))
+        opening = decode_pb2.OpenSequence(
+            handle=first,
+            sequence=sequence_to_proto(spec),
+            source=decode_pb2.KvSource.ValueType(source),
         )
-        return handle
+        self._commands.put(decode_pb2.DecodeRequest(open=opening))
+        return first
 
     def abort(self, handle: int) -> None:
         """See gateway.links.DecodeLink."""
         if self._sinks.pop(handle, None) is not None and self._lost is None:
             abort = decode_pb2.AbortSequence(handle=handle)
             self._commands.put(decode_pb2.DecodeRequest(abort=abort))
+
+    def pause(self, handle: int) -> None:
+        """See gateway.links.DecodeLink."""
+        self._tell(decode_pb2.DecodeRequest(pause=decode_pb2.PauseSequence(handle=handle)))
+
+    def hand_off(self, handle: int, ticket: bytes) -> None:
+        """See gateway.links.DecodeLink."""
+        hand_off = decode_pb2.HandOffSequence(handle=handle, ticket=ticket)
+        self._tell(decode_pb2.DecodeRequest(hand_off=hand_off))
+
+    def resume(self, handle: int) -> None:
+        """See gateway.links.DecodeLink."""
+        self._tell(decode_pb2.DecodeRequest(resume=decode_pb2.ResumeSequence(handle=handle)))
 
     async def run(self) -> None:
         """Carry commands and events until the stream ends; always raises, WorkerLost or what the worker told.
@@ -114,6 +139,7 @@ class GrpcDecodeLink:
         """
         call = self._stub.Decode()
         writer = asyncio.create_task(self._write(call))
+        auditor = asyncio.create_task(self._tell_known())
         try:
             while isinstance(response := await call.read(), decode_pb2.DecodeResponse):
                 self._distribute(response)
@@ -122,8 +148,9 @@ class GrpcDecodeLink:
             raise worker_error(error, "decode", self._address) from error
         finally:
             writer.cancel()
+            auditor.cancel()
             call.cancel()
-            await asyncio.wait((writer,))
+            await asyncio.wait((writer, auditor))
 
     def lose(self, reason: str) -> None:
         """The worker is gone: tell every sequence. Idempotent."""
@@ -131,6 +158,17 @@ class GrpcDecodeLink:
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
             sink(Failed(WorkerLost.reason, reason, is_retriable=True))
+
+    async def _tell_known(self) -> None:
+        """Have the worker end what nobody waits for here: a sequence that a fault of ours forgot holds its blocks no longer."""
+        while True:
+            await asyncio.sleep(AUDIT_S)
+            known = decode_pb2.KnownSequences(handles=self._sinks)
+            self._tell(decode_pb2.DecodeRequest(known=known))
+
+    def _tell(self, command: decode_pb2.DecodeRequest) -> None:
+        if self._lost is None:
+            self._commands.put(command)
 
     def _distribute(self, response: decode_pb2.DecodeResponse) -> None:
         for handle, event in step_from_proto(response):

@@ -18,7 +18,7 @@ from gateway.stop_strings import StopMatcher
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is new since the last piece. Pieces follow each other without gap. finish: set in the last one."""
+    """What is new since the last piece. Pieces follow each other without gap. finish, score: set in the last one."""
 
     token_index: int
     samples: tuple[Sample, ...]
@@ -26,6 +26,7 @@ class Piece:
     finish: FinishReason = FinishReason.NONE
     stop: str | None = None
     stop_token_id: int | None = None
+    score: float | None = None
 
 
 class Output:
@@ -45,6 +46,7 @@ class Output:
         self._samples: list[Sample] = []
         self._text: list[str] = []
         self._stop: str | None = None
+        self._score: float | None = None
         self.finish = FinishReason.NONE
 
     @property
@@ -56,10 +58,17 @@ class Output:
     def num_tokens(self) -> int:
         return len(self._token_ids)
 
-    def add(self, token_index: int, samples: Sequence[Sample], finish: FinishReason) -> None:
+    def add(
+        self,
+        token_index: int,
+        samples: Sequence[Sample],
+        finish: FinishReason,
+        score: float | None = None,
+    ) -> None:
         """Take tokens at token_index, token_index + 1, ...; what is known already is skipped. Nothing after the end.
 
-        Raises EngineFault on a gap, or where a token differs from the one known.
+        score: of the whole output, with its last tokens. Raises EngineFault on a gap, or where a token differs from the
+        one known.
         """
         num_known = len(self._token_ids) - token_index
         if num_known < 0:
@@ -69,6 +78,7 @@ class Output:
             samples = samples[num_known:]
         if self.finish is not FinishReason.NONE or (not samples and finish is FinishReason.NONE):
             return
+        self._score = score
         self._feed(samples, finish)
         if self.finish is FinishReason.NONE and finish is not FinishReason.NONE:
             self.finish = finish
@@ -89,6 +99,7 @@ class Output:
             finish=self.finish,
             stop=self._stop,
             stop_token_id=self._stop_token_id() if is_over else None,
+            score=self._score if is_over else None,
         )
 
     def _check_known(self, token_index: int, samples: Sequence[Sample]) -> None:
@@ -149,7 +160,7 @@ class Output:
 
     def _stop_token_id(self) -> int | None:
         """The client's own stop token, if that is what ended the output."""
-        if self.finish is not FinishReason.STOP or self._stop is not None:
+        if self.finish is not FinishReason.STOP or self._stop is not None or not self._token_ids:
             return None
         last = self._token_ids[-1]
         return last if last in self._options.user_stop_token_ids else None

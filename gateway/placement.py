@@ -17,8 +17,10 @@ class Placement:
         decode: Worker | None,
         num_prefill_tokens: int,
         num_blocks: int,
+        num_sequences: int = 1,
     ) -> None:
-        """num_prefill_tokens: those that the prefill worker probably has to compute, at least 1."""
+        """num_prefill_tokens: those that the prefill worker probably has to compute, at least 1.
+        num_sequences: those that it will be on the decode worker."""
         self.prefill = prefill
         self.decode = decode
         # Those of now: after a loss the same address gets another link.
@@ -27,12 +29,13 @@ class Placement:
         self._fleet = fleet
         self._id = placement_id
         self._prefill_tokens = num_prefill_tokens if prefill else 0
-        self._holds_decode = decode is not None
+        self._num_sequences = num_sequences if decode else 0
         if prefill:
             prefill.num_in_flight += 1
             prefill.outstanding_tokens += num_prefill_tokens
+            fleet.prefill_work.give(prefill.address, num_prefill_tokens)
         if decode:
-            decode.num_in_flight += 1
+            decode.num_in_flight += num_sequences
             decode.reserve_blocks(placement_id, num_blocks)
 
     @property
@@ -54,7 +57,7 @@ class Placement:
 
     def settle(self) -> None:
         """The decode worker has reserved what it needs; its reports count it from now on."""
-        if self.decode and self._holds_decode:
+        if self.decode and self._num_sequences:
             self.decode.settle(self._id)
 
     def defer(self) -> None:
@@ -75,12 +78,19 @@ class Placement:
             self._prefill_tokens = 0
             self._fleet.changed()
 
-    def release(self) -> None:
-        """Nothing is left of the sequence on either worker."""
-        self.release_prefill()
-        if self.decode and self._holds_decode:
-            self._holds_decode = False
+    def release_one(self) -> None:
+        """One of several sequences has left the decode worker."""
+        if self.decode and self._num_sequences > 1:
+            self._num_sequences -= 1
             self.decode.num_in_flight -= 1
+            self._fleet.changed()
+
+    def release(self) -> None:
+        """Nothing is left on either worker."""
+        self.release_prefill()
+        if self.decode and self._num_sequences:
+            self.decode.num_in_flight -= self._num_sequences
+            self._num_sequences = 0
             self.decode.drop_blocks(self._id)
             self._fleet.changed()
 

@@ -26,7 +26,7 @@ from baton.errors import (
     WorkerLost,
 )
 from baton.telemetry import Phase, RequestEvent, Telemetry, names
-from baton.telemetry.context import context_of_metadata, traceparent_of
+from baton.telemetry.context import context_of_metadata, traceparent_of, tracestate_of
 from baton.telemetry.names import SpanName
 from baton.telemetry.rate_limit import RateLimit
 from baton.telemetry.spans import SpanWriter, set_error
@@ -152,6 +152,11 @@ class RequestRecord:
     def traceparent(self) -> str:
         """For the tiers; empty if there is no trace."""
         return traceparent_of(self.span.get_span_context())
+
+    @property
+    def tracestate(self) -> str:
+        """Beside traceparent."""
+        return tracestate_of(self.span.get_span_context())
 
 
 class GatewayRecorder:

@@ -2,45 +2,42 @@
 
 1. wait for a place                    dispatcher.py
 2. open it there, prefill, hand off    attempt.py
-3. send what came, as one chunk for all that is there
+3. send what came, as one chunk for all of a choice that is there: delivery.py
 4. placed no longer, but not at its end: back to 1, with the tokens so far
-However it ends, both workers are told at once.
+5. or moved with its KV, when its decode worker drains or is full: mover.py, movable_seat.py
+Choices are one through 1 and 2, and each goes its own way from its first token on. However it ends, both workers are
+told at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from baton.errors import (
-    BatonError,
-    ClientStalled,
-    DeadlineExceeded,
-    NoWorkers,
-    RetriableError,
-)
+from baton.errors import BatonError, DeadlineExceeded, NoWorkers, RetriableError
+from baton.events import Preempted
 from baton.telemetry import Phase, RequestEvent
-from baton.types import SequenceSpec
-from baton.v1 import inference_pb2, sampling_pb2
-from baton.wire import logprobs_to_proto
-from gateway.attempt import Attempt, Outcome
+from baton.types import Rank, SequenceSpec
+from gateway.attempt import Attempt
+from gateway.best_of import best
+from gateway.choice import Choice, Left
+from gateway.delivery import Delivery, Write
 from gateway.dispatcher import Dispatcher
 from gateway.fail_at import fail_at
 from gateway.fleet import Fleet
-from gateway.output import Output, Piece
+from gateway.movable_seat import MovableSeat
+from gateway.mover import Mover
+from gateway.output import Output
 from gateway.placement import Placement
 from gateway.request import ValidatedRequest
+from gateway.seat import Seat
 from gateway.timing import Timeline
-
-#: Failures of workers that one request outlives; preemptions and deferrals are not counted.
-MAX_FAILURES = 3
-
-#: Sends one chunk; returns when the client's window took it.
-Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 
 #: Token ids to text; the flag tells whether special tokens are left out.
 TextOf = Callable[[Sequence[int], bool], str]
+
+OnAdmitted = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +48,7 @@ class RelayContext:
     dispatcher: Dispatcher
     text_of: TextOf
     client_stall_timeout_s: float
+    mover: Mover
     clock: Callable[[], float] | None = None
     """Of arrivals and timelines, in seconds; the event loop's own, which may be coarse, if not given."""
 
@@ -67,24 +65,29 @@ class Relay:
         timeline: Timeline | None = None,
     ) -> None:
         """timeline: the request's, from its arrival on, for whoever wants to read it; one of the relay's if not given."""
-        skip_special_tokens = request.text.skip_special_tokens
         self._context = context
         self._request = request
-        self._write = write
+        self.spec = _with_logprobs(request.spec) if request.is_best_of else request.spec
         self._deadline_s = deadline_s
-        self._loop = asyncio.get_running_loop()
-        self._clock = context.clock or self._loop.time
+        self._clock = context.clock or asyncio.get_running_loop().time
         self._timeline = timeline or Timeline(request.arrival_s)
         self._timeline.tokenize_ms = request.tokenize_ms
-        self._output = Output(
-            lambda ids: context.text_of(ids, skip_special_tokens),
-            request.text,
-            request.spec.sampling.min_tokens,
+        self._delivery = Delivery(
+            request, write, self._timeline, self._clock, context.client_stall_timeout_s
         )
-        self._failures: list[BatonError] = []
-        self._avoid: frozenset[str] = frozenset()
+        self._choices = [Choice(i, self._new_output()) for i in range(request.spec.num_choices)]
+        self._attempts: list[Attempt] = []
+        """Those that may be open."""
 
-    async def run(self, on_admitted: Callable[[], Awaitable[None]] | None = None) -> None:
+    def _new_output(self) -> Output:
+        text = self._request.text
+        return Output(
+            lambda ids: self._context.text_of(ids, text.skip_special_tokens),
+            text,
+            self._request.spec.sampling.min_tokens,
+        )
+
+    async def run(self, on_admitted: OnAdmitted | None = None) -> None:
         """Stream the output. `on_admitted` is awaited once the request is in the queue.
 
         Raises BatonError with the request's id.
@@ -97,57 +100,129 @@ class Relay:
             raise
 
     def _time_is_over(self) -> DeadlineExceeded:
-        return DeadlineExceeded(
-            f"the request's time was over with {self._output.num_tokens} tokens produced"
-        )
+        num_tokens = sum(choice.output.num_tokens for choice in self._choices)
+        return DeadlineExceeded(f"the request's time was over with {num_tokens} tokens produced")
 
-    async def _run(self, on_admitted: Callable[[], Awaitable[None]] | None) -> None:
-        is_return = False
-        while True:
-            spec = self._spec_so_far()
-            placement = await self._place(spec, is_return, on_admitted)
-            is_return, on_admitted = True, None
-            attempt = Attempt(
-                placement, spec, self._output, self._timeline, self._deadline_s, self._clock
-            )
-            try:
-                outcome = await self._follow(attempt)
-            except RetriableError as error:
-                self._note_failure(error, placement)
-                continue
-            finally:
+    async def _run(self, on_admitted: OnAdmitted | None) -> None:
+        try:
+            async with asyncio.TaskGroup() as others:
+                seats = await self._find_seats(self._choices, on_admitted)
+                for choice, seat in zip(self._choices[1:], seats[1:], strict=True):
+                    others.create_task(self._serve(choice, seat))
+                await self._serve(self._choices[0], seats[0])
+        except ExceptionGroup as failures:
+            # The first one ended the others.
+            raise failures.exceptions[0] from failures.exceptions[0].__cause__
+        finally:
+            for attempt in self._attempts:
                 attempt.close()
-            if outcome is Outcome.OVER:
-                self._remember(placement)
-                await self._send(is_last=True)
-                return
-            if outcome is Outcome.PREEMPTED:
-                self._note_resume()
+        if self._request.is_best_of:
+            await self._send_best()
 
-    def _note_resume(self) -> None:
-        self._timeline.num_resumes += 1
-        self._timeline.note(RequestEvent.RESUMED, self._clock())
+    async def _serve(self, choice: Choice, seat: Seat) -> None:
+        """See a choice that has a seat to its end, at whatever further seats it takes."""
+        while not await self._follow(choice, MovableSeat(seat, Traveller(self, choice))):
+            (seat,) = await self._find_seats([choice])
 
-    def _spec_so_far(self) -> SequenceSpec:
-        spec = self._request.spec
-        return spec.extended(self._output.token_ids[len(spec.output_token_ids) :])
+    async def _follow(self, choice: Choice, seat: MovableSeat) -> bool:
+        """Send what comes to a seat. True if the choice ended there, False if it needs another one."""
+        left: Left | None = None
+        try:
+            self._context.mover.add(seat)
+            while left is None and not choice.is_over:
+                events = await seat.take_all()
+                num_known = choice.output.num_tokens
+                left = choice.take(events)
+                self._timeline.num_output_tokens += choice.output.num_tokens - num_known
+                if not choice.is_over:
+                    await self._send(choice)
+        finally:
+            self._context.mover.remove(seat)
+            seat.close()
+        if choice.is_over:
+            self._remember(choice, seat.placement)
+            await self._send(choice)
+        elif left is not None:
+            self._take_leave([choice], left, seat.placement)
+        return choice.is_over
+
+    async def _send(self, choice: Choice) -> None:
+        """Send all of a choice that is new, if anything is, unless it has yet to be chosen."""
+        if self._request.is_best_of:
+            return
+        piece = choice.output.take()
+        if piece is not None:
+            await self._delivery.send(choice.index, piece)
+
+    async def _send_best(self) -> None:
+        pieces = [piece for choice in self._choices if (piece := choice.output.take())]
+        for index, piece in enumerate(best(pieces, self._request.num_returned)):
+            await self._delivery.send(index, piece)
+
+    # Places
+
+    async def _find_seats(
+        self, choices: Sequence[Choice], on_admitted: OnAdmitted | None = None
+    ) -> tuple[Seat, ...]:
+        """Seats for choices that know the same tokens, which have come to more tokens there. The caller closes them."""
+        is_return = bool(self._attempts)
+        while True:
+            spec = self.spec_of(choices)
+            placement = await self._place(spec, is_return, choices[0], on_admitted)
+            is_return, on_admitted = True, None
+            attempt = self.attempt_at(placement, spec)
+            left: Left | None
+            try:
+                attempt.open()
+                left = await attempt.part()
+            except RetriableError as error:
+                left = error
+            if left is None:
+                self._timeline.has_parted = len(self._choices) > 1
+                if self._delivery.prompt_logprobs is None:
+                    self._delivery.prompt_logprobs = attempt.prompt_logprobs
+                return attempt.seats
+            attempt.close()
+            self._take_leave(choices, left, placement)
+
+    def attempt_at(
+        self,
+        placement: Placement,
+        spec: SequenceSpec,
+        hand_over: Callable[[bytes], None] | None = None,
+    ) -> Attempt:
+        """A new attempt, not opened, which ends with the request at the latest."""
+        attempt = Attempt(placement, spec, self._timeline, self._deadline_s, self._clock, hand_over)
+        self._attempts = [*(open_ for open_ in self._attempts if open_.is_open), attempt]
+        return attempt
+
+    def spec_of(self, choices: Sequence[Choice]) -> SequenceSpec:
+        """What is to be placed: all choices as one while they have no tokens, else one that has some."""
+        spec = self.spec
+        if self._delivery.prompt_logprobs is not None:
+            spec = replace(spec, sampling=replace(spec.sampling, prompt_logprobs=-1))
+        if len(choices) > 1:
+            return spec
+        (choice,) = choices
+        return spec.choice_alone(choice.index).extended(choice.output.token_ids)
 
     async def _place(
         self,
         spec: SequenceSpec,
         is_return: bool,
-        on_admitted: Callable[[], Awaitable[None]] | None,
+        choice: Choice,
+        on_admitted: OnAdmitted | None,
     ) -> Placement:
         queued_s = self._clock()
         self._timeline.enter(Phase.QUEUE, queued_s)
         self._timeline.note(RequestEvent.QUEUED, queued_s)
         try:
             placement = await self._context.dispatcher.place(
-                spec, on_admitted=on_admitted, is_return=is_return, avoid=self._avoid
+                spec, on_admitted=on_admitted, is_return=is_return, avoid=choice.avoid
             )
         except NoWorkers:
-            if self._failures:
-                raise self._failures[-1] from None
+            if choice.failures:
+                raise choice.failures[-1] from None
             raise
         placed_s = self._clock()
         self._timeline.queue_ms += (placed_s - queued_s) * 1e3
@@ -155,80 +230,54 @@ class Relay:
         self._timeline.name_workers(placement.prefill_name, placement.decode_name)
         return placement
 
-    async def _follow(self, attempt: Attempt) -> Outcome:
-        attempt.open()
-        outcome = Outcome.GOES_ON
-        while outcome is Outcome.GOES_ON:
-            outcome = await attempt.step()
-            if outcome is not Outcome.OVER:
-                await self._send(is_last=False)
-        return outcome
+    def _take_leave(self, choices: Sequence[Choice], left: Left, placement: Placement) -> None:
+        """Note why choices need another place. Raises the error that no other place mends, or one too many."""
+        if isinstance(left, BatonError):
+            if not isinstance(left, RetriableError):
+                raise left
+            self._timeline.note(RequestEvent.FAILED, self._clock())
+            workers = (placement.prefill, placement.decode)
+            for choice in choices:
+                choice.note_failure(left, [w.address for w in workers if w is not None])
+        if isinstance(left, Preempted | RetriableError):
+            self._timeline.num_resumes += 1
+            self._timeline.note(RequestEvent.RESUMED, self._clock())
 
-    def _note_failure(self, error: RetriableError, placement: Placement) -> None:
-        """Count a failure, and see to it that the next try goes elsewhere if it can. Raises the last one too many."""
-        self._failures.append(error)
-        self._timeline.note(RequestEvent.FAILED, self._clock())
-        if len(self._failures) > MAX_FAILURES:
-            raise error
-        self._note_resume()
-        for worker in (placement.prefill, placement.decode):
-            if worker is not None:
-                self._avoid |= {worker.address}
+    def note_move(self, placement: Placement) -> None:
+        self._timeline.name_workers(placement.prefill_name, placement.decode_name)
+        self._timeline.note(RequestEvent.MOVED, self._clock())
 
-    def _remember(self, placement: Placement) -> None:
+    def _remember(self, choice: Choice, placement: Placement) -> None:
         if placement.decode is not None:
-            self._context.dispatcher.record(placement.decode, self._spec_so_far())
-
-    async def _send(self, *, is_last: bool) -> None:
-        """Send all that is new, if anything is."""
-        piece = self._output.take()
-        if piece is None:
-            return
-        if piece.samples:
-            self._timeline.token_came(self._clock())
-            self._timeline.num_output_tokens = self._output.num_tokens
-        chunk = _chunk_of(self._request, piece)
-        if is_last:
-            self._complete(chunk)
-        # Once per chunk, hence the plain scope in place of fail_at, which costs twice as much.
-        scope = asyncio.timeout(self._context.client_stall_timeout_s)
-        try:
-            async with scope:
-                await self._write(chunk)
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            raise self._client_stalled() from None
-
-    def _client_stalled(self) -> ClientStalled:
-        limit_s = self._context.client_stall_timeout_s
-        return ClientStalled(f"a chunk was not taken within {limit_s:g} s; read faster")
-
-    def _complete(self, chunk: inference_pb2.GenerateResponse) -> None:
-        timeline = self._timeline
-        chunk.usage.prompt_tokens = len(self._request.spec.prompt_token_ids)
-        chunk.usage.completion_tokens = self._output.num_tokens
-        chunk.usage.cached_tokens = timeline.cached_tokens or 0
-        chunk.usage.decode_cached_tokens = timeline.decode_cached_tokens or 0
-        now_s = self._clock()
-        timeline.finish = self._output.finish
-        timeline.note(RequestEvent.FINISHED, now_s)
-        chunk.timing.CopyFrom(timeline.to_proto(now_s))
+            self._context.dispatcher.record(placement.decode, self.spec_of([choice]))
 
 
-def _chunk_of(request: ValidatedRequest, piece: Piece) -> inference_pb2.GenerateResponse:
-    chunk = inference_pb2.GenerateResponse(
-        request_id=request.spec.request_id,
-        choice=request.spec.choice,
-        token_index=piece.token_index,
-        token_ids=[sample.token_id for sample in piece.samples],
-        text=piece.text,
-        finish_reason=sampling_pb2.FinishReason.ValueType(piece.finish),
-    )
-    if request.spec.sampling.logprobs >= 0:
-        chunk.logprobs.extend(logprobs_to_proto(s.logprobs) for s in piece.samples if s.logprobs)
-    if piece.stop is not None:
-        chunk.stop_cause.stop = piece.stop
-    elif piece.stop_token_id is not None:
-        chunk.stop_cause.stop_token_id = piece.stop_token_id
-    return chunk
+@dataclass(frozen=True, slots=True)
+class Traveller:
+    """One choice of a relay, as moves see it: a movable_seat.Passenger."""
+
+    relay: Relay
+    choice: Choice
+
+    @property
+    def rank(self) -> Rank:
+        return self.relay.spec.choice_alone(self.choice.index).rank
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.relay.spec.prompt_token_ids) + self.choice.output.num_tokens
+
+    def spec_so_far(self) -> SequenceSpec:
+        return self.relay.spec_of([self.choice])
+
+    def open_at(self, placement: Placement, hand_over: Callable[[bytes], None]) -> Attempt:
+        return self.relay.attempt_at(placement, self.spec_so_far(), hand_over)
+
+    def has_moved(self, placement: Placement) -> None:
+        self.relay.note_move(placement)
+
+
+def _with_logprobs(spec: SequenceSpec) -> SequenceSpec:
+    """The same, with the log probabilities that tell which of the choices are the best."""
+    num_logprobs = max(0, spec.sampling.logprobs)
+    return replace(spec, sampling=replace(spec.sampling, logprobs=num_logprobs))

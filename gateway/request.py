@@ -20,9 +20,19 @@ class TextOptions:
 
 @dataclass(frozen=True, slots=True)
 class ValidatedRequest:
-    """One request for one choice. arrival_s: on the event loop's clock. tokenize_ms: rendering and tokenizing."""
+    """One request. arrival_s: on the event loop's clock. tokenize_ms: rendering and tokenizing."""
 
     spec: SequenceSpec
+    """Of all its choices together; the outputs of a beam search are its choices, too."""
     text: TextOptions
     arrival_s: float
     tokenize_ms: float = 0.0
+    num_returned: int = 1
+    """Choices told to the client: all, or the best of them."""
+    echo_text: str | None = None
+    """What the text of each output begins with: the prompt's, if it was asked for."""
+
+    @property
+    def is_best_of(self) -> bool:
+        """Whether not all choices are told."""
+        return self.num_returned < self.spec.num_choices

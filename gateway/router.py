@@ -1,8 +1,10 @@
 """Which workers a sequence goes to. Pure: need and snapshots in, a plan or a reason to wait out.
 
 A prefill worker is charged in tokens: those it has yet to compute, plus those of this sequence that its cache probably
-lacks, which weigh more. So a cached prefix wins as long as it saves enough to outweigh the difference of the queues. A
-decode worker is charged by how full it is, batch or memory, and a cached prefix decides only between like ones.
+lacks, which weigh more. So a cached prefix wins as long as it saves enough to outweigh the difference of the queues. It
+counts for less the more its worker did lately than the mean of the tier, so that a prefix which many ask for spreads
+before it makes a hot spot; and of like workers the one that did least is taken. A decode worker is charged by how full
+it is, batch or memory, and a cached prefix decides only between like ones.
 """
 
 from __future__ import annotations
@@ -27,31 +29,44 @@ class Need:
     max_num_tokens: the most it can come to.
     needs_decode: whether more than the prefill's token is wanted.
     avoid: addresses of workers that failed this sequence; taken only if there are no others.
+    num_sequences: how many it will be on the decode worker: choices, or beams, that share the tokens known now.
     """
 
     num_tokens: int
     max_num_tokens: int
     needs_decode: bool
     avoid: frozenset[str] = frozenset()
+    num_sequences: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillView:
-    """A prefill worker that takes work. Its credit is max_outstanding_tokens less outstanding_tokens."""
+    """A prefill worker that takes work.
+
+    ahead_tokens: how much more it was given lately than the mean of its tier; negative if less.
+    """
 
     address: str
     max_model_len: int
     outstanding_tokens: int
     max_outstanding_tokens: int
     matched_tokens: int = 0
+    ahead_tokens: float = 0.0
 
     def has_credit(self) -> bool:
-        """One sequence is always taken, however long; further ones while the queue is short."""
-        return self.outstanding_tokens < self.max_outstanding_tokens
+        """One sequence is always taken, however long; further ones while the queue is short.
+
+        What its cache saves makes the queue shorter: else a busy tier gives every sequence to whichever worker has
+        credit first, finds nothing in caches, and is busy with that alone.
+        """
+        return self.outstanding_tokens < self.max_outstanding_tokens + self.worth_of_cache()
 
     def cost(self, need: Need) -> float:
-        num_computed = max(0, need.num_tokens - self.matched_tokens)
-        return self.outstanding_tokens + RECOMPUTE_WEIGHT * num_computed
+        return self.outstanding_tokens + RECOMPUTE_WEIGHT * need.num_tokens - self.worth_of_cache()
+
+    def worth_of_cache(self) -> float:
+        """Tokens of queue that its cached prefix outweighs."""
+        return max(0.0, RECOMPUTE_WEIGHT * self.matched_tokens - max(0.0, self.ahead_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +89,19 @@ class DecodeView:
     matched_tokens: int = 0
 
     def num_blocks_for(self, need: Need) -> int:
-        return -(-(need.num_tokens + 1) // self.block_size)
+        """Those that they share, and one more for each but the first to write into."""
+        return -(-(need.num_tokens + 1) // self.block_size) + need.num_sequences - 1
 
     def fits(self, need: Need) -> bool:
         """Whether the sequence fits here when nothing else does."""
-        is_short = self.max_model_len >= need.max_num_tokens
-        return is_short and self.num_blocks_for(need) <= self.num_blocks
+        if self.max_model_len < need.max_num_tokens or self.max_num_seqs < need.num_sequences:
+            return False
+        return self.num_blocks_for(need) <= self.num_blocks
 
     def has_room(self, need: Need) -> bool:
         """Whether it fits now, with a block left for each running sequence's growth."""
-        if self.is_awaiting_report or self.num_sequences >= self.max_num_seqs:
+        num_sequences = self.num_sequences + need.num_sequences
+        if self.is_awaiting_report or num_sequences > self.max_num_seqs:
             return False
         watermark = min(self.num_sequences, self.num_blocks // 8)
         return self.num_blocks_for(need) + watermark <= self.num_available_blocks
@@ -136,7 +154,11 @@ def choose(
 def _best_prefill(need: Need, views: Sequence[PrefillView], tie_key: bytes) -> PrefillView | None:
     views = [view for view in views if view.has_credit()]
     views = [view for view in views if view.address not in need.avoid] or views
-    return min(views, key=lambda v: (v.cost(need), _tie(tie_key, v.address)), default=None)
+    return min(
+        views,
+        key=lambda v: (v.cost(need), v.ahead_tokens, _tie(tie_key, v.address)),
+        default=None,
+    )
 
 
 def _best_decode(need: Need, views: Sequence[DecodeView], tie_key: bytes) -> DecodeView | None:

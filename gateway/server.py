@@ -28,6 +28,8 @@ from gateway.chat import ChatRenderer
 from gateway.dispatcher import Dispatcher
 from gateway.fleet import Fleet
 from gateway.gauges import observe_gateway
+from gateway.grammars import GrammarCompiler
+from gateway.mover import Mover
 from gateway.recorder import GatewayRecorder
 from gateway.relay import RelayContext
 from gateway.roster import Roster
@@ -57,12 +59,14 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
     dispatcher = Dispatcher(
         fleet, max_queue_size=options.max_queue_size, key=secrets.token_bytes(32)
     )
+    mover = Mover(fleet, dispatcher)
     context = RelayContext(
-        fleet, dispatcher, tokenizer.decode, options.client_stall_timeout_s, time.monotonic
+        fleet, dispatcher, tokenizer.decode, options.client_stall_timeout_s, mover, time.monotonic
     )
     # The exporters' threads, too, come after the chat renderer's fork.
     async with (
         _chat_renderer(tokenizer) as chat,
+        _grammar_compiler(tokenizer) as grammars,
         running_telemetry(_telemetry_settings(options)) as telemetry,
     ):
         observe_build(telemetry.meter, __version__)
@@ -72,6 +76,7 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
             context,
             tokenizer,
             chat,
+            grammars,
             GatewayRecorder(telemetry, options.model_name, time.monotonic),
         )
         server = await start_server(
@@ -80,7 +85,7 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
             is_serving=False,
             reuse_port=options.reuse_port,
         )
-        jobs = [dispatcher.run(), *(Roster(fleet).follow(r) for r in registries)]
+        jobs = [dispatcher.run(), mover.run(), *(Roster(fleet).follow(r) for r in registries)]
         async with _background(jobs):
             fleet.listen(lambda: _set_health(server, fleet))
             try:
@@ -152,6 +157,16 @@ async def _chat_renderer(tokenizer: Tokenizer) -> AsyncIterator[ChatRenderer | N
         yield chat
     finally:
         await chat.close()
+
+
+@contextlib.asynccontextmanager
+async def _grammar_compiler(tokenizer: Tokenizer) -> AsyncIterator[GrammarCompiler]:
+    # Its process starts with the first structured output: most gateways never need it.
+    grammars = GrammarCompiler(tokenizer.facts.folder)
+    try:
+        yield grammars
+    finally:
+        await grammars.close()
 
 
 @contextlib.asynccontextmanager

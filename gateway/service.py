@@ -15,24 +15,28 @@ from baton.errors import BatonError, Cancelled, DeadlineExceeded, EngineFault
 from baton.rpc.status import REQUEST_ID_KEY
 from baton.telemetry import no_telemetry
 from baton.types import Tier
-from baton.v1 import inference_pb2, inference_pb2_grpc
+from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from gateway.chat import ChatRenderer
 from gateway.fail_at import fail_at
 from gateway.fleet import Fleet, Worker
+from gateway.grammars import GrammarCompiler
+from gateway.model_facts import ModelFacts
 from gateway.recorder import GatewayRecorder, RequestRecord
 from gateway.relay import Relay, RelayContext
 from gateway.request import ValidatedRequest
 from gateway.request_id import unique_request_id
+from gateway.sampling_rules import MAX_CHOICES, num_returned
 from gateway.tokenizer import Tokenizer
 from gateway.validator import (
     Ids,
-    ModelFacts,
+    Tokenized,
     check_detokenize,
     check_model,
     check_request,
     check_tokenize,
     resolve,
 )
+from gateway.violations import given
 
 #: Tokens that any model is taken to have room for until a worker tells.
 _UNKNOWN_LEN = 2**20
@@ -57,6 +61,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         relay_context: RelayContext,
         tokenizer: Tokenizer,
         chat: ChatRenderer | None,
+        grammars: GrammarCompiler,
         recorder: GatewayRecorder | None = None,
         *,
         now_ns: Callable[[], int] = time.time_ns,
@@ -67,6 +72,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._fleet: Fleet = relay_context.fleet
         self._tokenizer = tokenizer
         self._chat = chat
+        self._grammars = grammars
         self._now_ns = now_ns
         self._clock = relay_context.clock or time.monotonic
         self._recorder = recorder or GatewayRecorder(
@@ -163,11 +169,38 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         check_request(request, facts)
         started_s = self._clock()
         prompt_token_ids = await self._tokenize(request.prompt)
+        bad_words = await self._tokenizer.ways_to_write(request.sampling.bad_words)
         tokenize_ms = (self._clock() - started_s) * 1e3
+        grammar = await self._grammar(request.sampling)
         ids = Ids(request_id, secrets.randbits(64), self._now_ns())
-        spec, text = resolve(request, prompt_token_ids, facts, ids)
-        spec = record.spec = replace(spec, traceparent=record.traceparent)
-        return ValidatedRequest(spec, text, record.timeline.arrival_s, tokenize_ms)
+        spec, text = resolve(request, Tokenized(prompt_token_ids, bad_words, grammar), facts, ids)
+        spec = record.spec = replace(
+            spec, traceparent=record.traceparent, tracestate=record.tracestate
+        )
+        return ValidatedRequest(
+            spec,
+            text,
+            record.timeline.arrival_s,
+            tokenize_ms,
+            num_returned=num_returned(request.sampling),
+            echo_text=await self._echo_text(request, spec.prompt_token_ids),
+        )
+
+    async def _grammar(self, params: sampling_pb2.SamplingParams) -> bytes:
+        if not params.HasField("structured_output"):
+            return b""
+        return await self._grammars.compile(params.structured_output)
+
+    async def _echo_text(
+        self, request: inference_pb2.GenerateRequest, prompt_token_ids: tuple[int, ...]
+    ) -> str | None:
+        """The prompt's text if it is to be echoed: as it was given, or what its tokens say."""
+        if not request.sampling.echo:
+            return None
+        if request.prompt.WhichOneof("kind") == "text":
+            return request.prompt.text
+        skips = given(request.sampling, "skip_special_tokens", True)
+        return await self._tokenizer.decode_all(prompt_token_ids, skips)
 
     async def _tokenize(self, prompt: inference_pb2.Prompt) -> tuple[int, ...]:
         match prompt.WhichOneof("kind"):
@@ -195,6 +228,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             ),
             eos_token_ids=files.eos_token_ids,
             has_chat_template=self._chat is not None,
+            max_num_seqs=max((i.max_num_seqs for i in infos), default=MAX_CHOICES),
         )
 
     def _model(self) -> inference_pb2.Model:
@@ -228,4 +262,5 @@ def _status_of(worker: Worker) -> inference_pb2.WorkerStatus:
         num_blocks=info.num_blocks if info else 0,
         block_size=info.layout.block_size if info else 0,
         num_in_flight=worker.num_in_flight,
+        local_prefill_threshold=load.local_prefill_threshold,
     )

@@ -1,4 +1,4 @@
-"""Where the time of one request went. Durations add up over its placements."""
+"""Where the time of one request went. Durations add up over its placements, and over its choices."""
 
 from __future__ import annotations
 
@@ -31,9 +31,13 @@ class Timeline:
     """Of the first prefill, once it is known; later ones find our own tokens."""
     decode_cached_tokens: int | None = None
     num_output_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     finish: FinishReason = FinishReason.NONE
     num_bypassed_tokens: int = 0
     """Most tokens that a decode worker was made to prefill beyond what it should, for want of prefill workers."""
+    has_parted: bool = False
+    """Whether there are several choices that wait for different things. No phase begins then but by a token told."""
     events: list[tuple[RequestEvent, float]] = field(default_factory=list)
     """What happened, and when."""
     _phases: list[tuple[Phase, float]] = field(default_factory=list)
@@ -48,15 +52,11 @@ class Timeline:
 
     def enter(self, phase: Phase, now_s: float) -> None:
         """From now on the request waits for something else."""
-        self._phases.append((phase, now_s))
+        if not self.has_parted:
+            self._phases.append((phase, now_s))
 
     def note(self, event: RequestEvent, now_s: float) -> None:
         self.events.append((event, now_s))
-
-    def ticket_came(self, now_s: float) -> None:
-        """The decode worker has reserved room."""
-        if self.phase is Phase.RESERVE:
-            self.reserve_ms += (now_s - self._phases[-1][1]) * 1e3
 
     def prefills_here(self) -> None:
         """The decode worker computes the prompt. It tells so with what it computed in the same step, so that asking it
@@ -100,7 +100,7 @@ class Timeline:
     def token_came(self, now_s: float) -> None:
         if self.first_token_s is None:
             self.first_token_s = now_s
-            self.enter(Phase.DECODE, now_s)
+            self._phases.append((Phase.DECODE, now_s))
         self.last_token_s = now_s
 
     def name_workers(self, prefill: str, decode: str) -> None:

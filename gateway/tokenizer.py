@@ -28,6 +28,9 @@ _LONG_TEXT_CHARS = 16_384
 
 _LONG_TEXT_TOKENS = 4_096
 
+#: The same for many short texts, each of which costs more by itself.
+_LONG_WORDS_CHARS = 1_024
+
 _SPECIAL_NAMES = (
     "bos_token",
     "eos_token",
@@ -41,12 +44,16 @@ _SPECIAL_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """What the files tell besides the tokenizer. max_model_len: of config.json; None if it does not tell."""
+    """What the files tell besides the tokenizer. max_model_len: of config.json; None if it does not tell.
+
+    folder: where they are.
+    """
 
     eos_token_ids: frozenset[int]
     special_tokens: Mapping[str, str]
     chat_template: str | None
     max_model_len: int | None
+    folder: Path
 
 
 class Tokenizer:
@@ -69,6 +76,13 @@ class Tokenizer:
             return self._encode(text, add_special_tokens)
         return await asyncio.to_thread(self._encode, text, add_special_tokens)
 
+    async def ways_to_write(self, words: Sequence[str]) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Of each word, its token ids as a text begins with it, and those of the word after a space if they do not end
+        with the former. Empty ids where no token comes of a word."""
+        if sum(map(len, words)) < _LONG_WORDS_CHARS:
+            return tuple(map(self._ways_to_write, words))
+        return await asyncio.to_thread(lambda: tuple(map(self._ways_to_write, words)))
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of token ids; ids that the tokenizer does not know have none."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -78,6 +92,14 @@ class Tokenizer:
         if len(token_ids) < _LONG_TEXT_TOKENS:
             return self.decode(token_ids, skip_special_tokens)
         return await asyncio.to_thread(self.decode, token_ids, skip_special_tokens)
+
+    def _ways_to_write(self, word: str) -> tuple[tuple[int, ...], ...]:
+        bare = word.lstrip() or word
+        alone = self._encode(bare, add_special_tokens=False)
+        after_space = self._encode(f" {bare}", add_special_tokens=False)
+        if after_space[len(after_space) - len(alone) :] == alone:
+            return (alone,)
+        return (alone, after_space)
 
     def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -135,6 +157,7 @@ def _facts_of(folder: Path, tokenizer: tokenizers.Tokenizer) -> TokenizerFacts:
         special_tokens=special_tokens,
         chat_template=_chat_template(folder, tokenizer_config),
         max_model_len=max_model_len if isinstance(max_model_len, int) else None,
+        folder=folder,
     )
 
 

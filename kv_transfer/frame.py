@@ -2,7 +2,7 @@
 
     offset  bytes  field (little endian)
     0       4      magic "BTKV"
-    4       1      version of this framing
+    4       1      version of the channel: of KvHello, KvAccept and KvRefuse always 1, of others as the peers agreed
     5       1      type of the header
     6       2      zero
     8       4      bytes of the header
@@ -22,9 +22,9 @@ from google.protobuf.message import DecodeError
 
 from baton.errors import HandoffFailed
 from baton.v1 import kv_pb2
+from kv_transfer.version import HANDSHAKE_VERSION
 
 MAGIC = b"BTKV"
-FRAME_VERSION = 1
 #: Room for a ticket, or for a commit with log probabilities.
 MAX_HEADER_BYTES = 64 * 1024
 
@@ -44,6 +44,7 @@ Frame = (
     | kv_pb2.KvAbort
     | kv_pb2.KvCommitted
     | kv_pb2.KvCredit
+    | kv_pb2.KvBorrow
 )
 
 _TYPES: Mapping[int, type[Frame]] = MappingProxyType(
@@ -58,9 +59,11 @@ _TYPES: Mapping[int, type[Frame]] = MappingProxyType(
         8: kv_pb2.KvAbort,
         9: kv_pb2.KvCommitted,
         10: kv_pb2.KvCredit,
+        11: kv_pb2.KvBorrow,
     }
 )
 _NUMBERS: Mapping[type[Frame], int] = MappingProxyType({t: n for n, t in _TYPES.items()})
+_HANDSHAKE_NUMBERS = frozenset({1, 2, 3})
 
 
 class FrameError(HandoffFailed):
@@ -81,28 +84,35 @@ def clipped(text: str) -> str:
     return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…"
 
 
-def encode(frame: Frame, payload_bytes: int = 0) -> bytes:
-    """Preamble and header of a frame whose payload has `payload_bytes` bytes. Raises FrameError if it is too large."""
+def encode(frame: Frame, payload_bytes: int = 0, version: int = HANDSHAKE_VERSION) -> bytes:
+    """Preamble and header of a frame whose payload has `payload_bytes` bytes. Raises FrameError if it is too large.
+
+    version: what the peers have agreed on, once they have.
+    """
     header = frame.SerializeToString()
     if len(header) > MAX_HEADER_BYTES:
         raise FrameError(f"a {type(frame).__name__} of {len(header)} bytes is too large to send")
+    number = _NUMBERS[type(frame)]
     preamble = _PREAMBLE.pack(
-        MAGIC, FRAME_VERSION, _NUMBERS[type(frame)], 0, len(header), payload_bytes
+        MAGIC, _version_of(number, version), number, 0, len(header), payload_bytes
     )
     return preamble + header
 
 
-def decode_preamble(data: bytes | bytearray | memoryview, max_payload_bytes: int) -> Preamble:
-    """Of PREAMBLE_BYTES bytes. Raises FrameError if they are none, or announce more than may come."""
+def decode_preamble(
+    data: bytes | bytearray | memoryview, max_payload_bytes: int, version: int = HANDSHAKE_VERSION
+) -> Preamble:
+    """Of PREAMBLE_BYTES bytes. Raises FrameError if they are none, of another version, or announce more than may come."""
     if len(data) != PREAMBLE_BYTES:
         raise FrameError(f"a preamble of {len(data)} bytes")
-    magic, version, number, zero, header_bytes, payload_bytes = _PREAMBLE.unpack(data)
+    magic, told, number, zero, header_bytes, payload_bytes = _PREAMBLE.unpack(data)
     if magic != MAGIC:
         raise FrameError("what came is not of the KV channel (wrong magic number)")
-    if version != FRAME_VERSION or zero:
-        raise FrameError(f"frames of version {version}; this worker reads version {FRAME_VERSION}")
     if number not in _TYPES:
         raise FrameError(f"a frame of unknown type {number}")
+    expected = _version_of(number, version)
+    if told != expected or zero:
+        raise FrameError(f"a frame of version {told} where version {expected} was agreed on")
     if header_bytes > MAX_HEADER_BYTES:
         raise FrameError(f"a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} may come")
     if payload_bytes > max_payload_bytes:
@@ -124,19 +134,27 @@ def decode_header(preamble: Preamble, data: bytes | bytearray | memoryview) -> F
 
 
 class FrameBuffer:
-    """Cuts a byte stream without payloads (what a receiver answers) into frames."""
+    """Cuts a byte stream without payloads into frames. `version` is what the peers have agreed on: a KvAccept sets it."""
 
     def __init__(self) -> None:
         self._data = bytearray()
+        self.version = HANDSHAKE_VERSION
 
     def feed(self, data: bytes) -> Iterator[Frame]:
         """The frames that `data` completes; consume all of them. Raises FrameError as the decoders do."""
         self._data += data
         while len(self._data) >= PREAMBLE_BYTES:
-            preamble = decode_preamble(self._data[:PREAMBLE_BYTES], max_payload_bytes=0)
+            preamble = decode_preamble(self._data[:PREAMBLE_BYTES], 0, self.version)
             end = PREAMBLE_BYTES + preamble.header_bytes
             if len(self._data) < end:
                 return
             header = self._data[PREAMBLE_BYTES:end]
             del self._data[:end]
-            yield decode_header(preamble, header)
+            frame = decode_header(preamble, header)
+            if isinstance(frame, kv_pb2.KvAccept):
+                self.version = frame.version
+            yield frame
+
+
+def _version_of(number: int, agreed: int) -> int:
+    return HANDSHAKE_VERSION if number in _HANDSHAKE_NUMBERS else agreed

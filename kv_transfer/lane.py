@@ -17,15 +17,23 @@ from dataclasses import dataclass, field, replace
 from baton.errors import BY_REASON, BatonError, EngineFault, HandoffFailed, PeerMismatch
 from baton.types import WorkerIdentity
 from baton.v1 import kv_pb2
-from baton.wire import layout_to_proto, sample_logprobs
+from baton.wire import layout_to_proto
+from kv_transfer.agreement import Terms, terms_of
+from kv_transfer.checksum import chunk_checksum, commit_checksum
 from kv_transfer.chunking import chunks
-from kv_transfer.codec import LendingPool, checksum_of, lend_chunk, pack_chunk
+from kv_transfer.codec import ChunkCodec, LendingPool, lend_chunk
 from kv_transfer.coverage import KvRange
 from kv_transfer.frame import Frame, FrameError, clipped
 from kv_transfer.kv_ticket import KvTicket
-from kv_transfer.receiver import MAX_VERSION, MIN_VERSION
-from kv_transfer.send_task import Begin, Cancel, Finish, Send, SendDone, SenderConfig, Task
+from kv_transfer.send_task import Begin, Borrow, Cancel, Finish, Send, SendDone, SenderConfig, Task
 from kv_transfer.transport.base import Connection, Staged
+from kv_transfer.version import (
+    BORROW_VERSION,
+    MAX_VERSION,
+    MIN_VERSION,
+    can_commit,
+    put_first_tokens,
+)
 
 _MASK = (1 << 64) - 1
 _log = logging.getLogger("baton.kv")
@@ -65,7 +73,9 @@ class _Link:
     connection: Connection
     deadline: float
     """When KvAccept must have come."""
-    accept: kv_pb2.KvAccept | None = None
+    terms: Terms | None = None
+    max_chunk_bytes: int = 0
+    """Both since KvAccept."""
     stalled_since: float | None = None
     """Since when the next chunk has had no room, without any credit coming."""
     renewed_at: float = 0.0
@@ -90,7 +100,7 @@ class Lane:
         self._lender = config.pool if isinstance(config.pool, LendingPool) else None
         self._handoffs: dict[str, _Handoff] = {}
         # Each with the handoff that it is about: a key may be used again once its handoff is done.
-        self._tasks: deque[tuple[_Handoff, Begin | Send | Finish]] = deque()
+        self._tasks: deque[tuple[_Handoff, Begin | Borrow | Send | Finish]] = deque()
         self._link: _Link | None = None
         self._idle_since = config.clock()
 
@@ -110,7 +120,7 @@ class Lane:
             return self._idle_since + self._config.idle_timeout_s
         times = [h.commit_deadline for h in self._handoffs.values() if h.commit_deadline]
         link = self._link
-        if link and link.accept:
+        if link and link.terms:
             times.append(link.renewed_at + self._renew_interval_s())
             if link.stalled_since is not None:
                 times.append(link.stalled_since + self._config.ack_timeout_s)
@@ -179,21 +189,20 @@ class Lane:
 
     def _take(self, link: _Link, frame: Frame) -> None:
         match frame:
-            case kv_pb2.KvAccept() if link.accept is None:
-                self._check_accept(frame)
-                link.accept = frame
-            case kv_pb2.KvRefuse() if link.accept is None:
+            case kv_pb2.KvAccept() if link.terms is None:
+                self._open(link, frame)
+            case kv_pb2.KvRefuse() if link.terms is None:
                 raise PeerMismatch.of(
                     self._peer.worker_id, frame.field, frame.actual, frame.expected
                 )
-            case kv_pb2.KvCredit() if link.accept is not None:
+            case kv_pb2.KvCredit() if link.terms is not None:
                 link.stalled_since = None
-            case kv_pb2.KvCommitted() if link.accept is not None:
+            case kv_pb2.KvCommitted() if link.terms is not None:
                 handoff = self._find(frame.ticket_id)
                 if handoff and handoff.commit_deadline is not None:
                     self._log_end(handoff)
                     self._done(handoff, None)
-            case kv_pb2.KvAbort() if link.accept is not None:
+            case kv_pb2.KvAbort() if link.terms is not None:
                 handoff = self._find(frame.ticket_id)
                 if handoff:
                     error = BY_REASON.get(frame.reason, HandoffFailed)
@@ -201,26 +210,15 @@ class Lane:
             case _:
                 raise FrameError(f"{self._peer.worker_id} sent a {type(frame).__name__} now")
 
-    def _check_accept(self, accept: kv_pb2.KvAccept) -> None:
-        told = WorkerIdentity(accept.worker_id, accept.generation)
-        if told != self._peer:
-            raise HandoffFailed(
-                f"{told.worker_id} generation {told.generation} answers "
-                f"in the place of {self._peer.worker_id} generation {self._peer.generation}"
-            )
-        if not MIN_VERSION <= accept.version <= MAX_VERSION:
-            raise PeerMismatch.of(
-                self._peer.worker_id,
-                "protocol_version",
-                f"{MIN_VERSION}..{MAX_VERSION}",
-                str(accept.version),
-            )
-        if accept.max_chunk_bytes < self._config.layout.token_layer_bytes:
-            raise PeerMismatch.of(
-                self._peer.worker_id,
-                "max_chunk_bytes",
-                f"at least {self._config.layout.token_layer_bytes}",
-                str(accept.max_chunk_bytes),
+    def _open(self, link: _Link, accept: kv_pb2.KvAccept) -> None:
+        config, peer = self._config, self._peer
+        link.terms = terms_of(accept, config.pool, peer)
+        wire = link.terms.codec.wire
+        most = max(config.max_chunk_bytes, wire.token_layer_bytes)
+        link.max_chunk_bytes = min(most, accept.max_chunk_bytes)
+        if not link.terms.codec.is_plain:
+            _log.info(
+                "KV travels to %s as %s, not %s", peer.worker_id, wire.dtype, config.layout.dtype
             )
 
     def _end_all(self, error: BatonError) -> None:
@@ -235,84 +233,93 @@ class Lane:
 
     def _send_ready(self, link: _Link) -> bool:
         """Whether anything was sent. Tasks go in their order; a chunk without room holds up those behind it."""
-        if link.accept is None:
+        terms, sent = link.terms, False
+        if terms is None:
             return False
-        sent = False
         while link.waiting or self._tasks:
             if link.waiting:
-                if not self._send_chunk(link, link.waiting[0]):
+                if not self._send_chunk(link, terms, link.waiting[0]):
                     break
             else:
-                self._start(link, *self._tasks.popleft())
+                self._start(link, terms, *self._tasks.popleft())
             sent = True
         return sent
 
-    def _start(self, link: _Link, handoff: _Handoff, task: Begin | Send | Finish) -> None:
+    def _start(
+        self, link: _Link, terms: Terms, handoff: _Handoff, task: Begin | Borrow | Send | Finish
+    ) -> None:
         if handoff.is_done:
             return
         match task:
             case Begin(_, _, data):
                 link.connection.send(kv_pb2.KvBegin(ticket=data))
                 handoff.is_begun = True
-            case Send(_, block_ids, piece):
-                self._start_chunks(link, handoff, block_ids, piece)
+            case Borrow(_, lend_to):
+                self._borrow(link, terms, handoff, lend_to)
+            case Send():
+                self._start_chunks(link, terms, handoff, task)
             case Finish():
-                self._commit(link, handoff, task)
+                self._commit(link, terms, handoff, task)
 
-    def _start_chunks(
-        self, link: _Link, handoff: _Handoff, block_ids: tuple[int, ...], piece: KvRange
-    ) -> None:
-        """Queue what of `piece` the receiver lacks."""
+    def _borrow(self, link: _Link, terms: Terms, handoff: _Handoff, lend_to: bytes) -> None:
+        """Ask for what the receiver holds. One that cannot be asked does not answer: our ticket's lease ends the wait."""
+        if terms.version >= BORROW_VERSION:
+            ticket = handoff.ticket
+            frame = kv_pb2.KvBorrow(ticket_id=ticket.ticket_id, epoch=ticket.epoch, lend_to=lend_to)
+            link.connection.send(frame)
+
+    def _start_chunks(self, link: _Link, terms: Terms, handoff: _Handoff, task: Send) -> None:
+        """Queue what of a piece the receiver lacks."""
+        piece = task.piece
         first_token = max(piece.first_token, handoff.ticket.num_cached_tokens)
         if piece.end_token > handoff.ticket.num_tokens:
             text = f"{piece} is more than the ticket's {handoff.ticket.num_tokens} tokens"
             self._give_up(handoff, HandoffFailed(text))
             return
-        if first_token >= piece.end_token or not link.accept:
+        if first_token >= piece.end_token:
             return
         missing = KvRange(
             first_token, piece.end_token - first_token, piece.first_layer, piece.num_layers
         )
-        max_bytes = min(self._config.max_chunk_bytes, link.accept.max_chunk_bytes)
-        layout = self._config.layout
-        rest = chunks(missing, layout.token_layer_bytes, max_bytes, layout.block_size)
-        link.waiting.append(_Chunks(handoff, block_ids, rest, next(rest, None)))
+        wire = terms.codec.wire
+        rest = chunks(missing, wire.token_layer_bytes, link.max_chunk_bytes, wire.block_size)
+        link.waiting.append(_Chunks(handoff, task.block_ids, rest, next(rest, None)))
 
-    def _send_chunk(self, link: _Link, work: _Chunks) -> bool:
+    def _send_chunk(self, link: _Link, terms: Terms, work: _Chunks) -> bool:
         """Send the next chunk of `work`, or drop `work` if it is over. False: there is no room now."""
         handoff, piece = work.handoff, work.next
         if piece is None or handoff.is_done:
             link.waiting.popleft()
             return True
-        num_bytes = piece.num_bytes(self._config.layout.token_layer_bytes)
+        num_bytes = terms.codec.wire.num_bytes(piece)
         staged = link.connection.stage(num_bytes)
         if staged is None:
             if link.stalled_since is None:
                 link.stalled_since = self._config.clock()
             return False
-        filled = self._fill(work.block_ids, piece, staged)
+        filled = self._fill(terms.codec, work.block_ids, piece, staged)
         if isinstance(filled, EngineFault):
             link.connection.unstage(staged)
             self._give_up(handoff, filled)
             return True
-        checksum = checksum_of(filled.payload)
+        chunk = kv_pb2.KvChunk(
+            ticket_id=handoff.ticket.ticket_id,
+            epoch=handoff.ticket.epoch,
+            first_token=piece.first_token,
+            num_tokens=piece.num_tokens,
+            first_layer=piece.first_layer,
+            num_layers=piece.num_layers,
+            payload_bytes=num_bytes,
+            slot=filled.slot,
+        )
+        chunk.checksum = chunk_checksum(chunk, filled.payload, terms.version)
         work.next = next(work.rest, None)
         link.connection.send(
-            kv_pb2.KvChunk(
-                ticket_id=handoff.ticket.ticket_id,
-                epoch=handoff.ticket.epoch,
-                first_token=piece.first_token,
-                num_tokens=piece.num_tokens,
-                first_layer=piece.first_layer,
-                num_layers=piece.num_layers,
-                checksum=checksum,
-                payload_bytes=num_bytes,
-                slot=filled.slot,
-            ),
+            chunk,
             filled,
             more=work.next is None and len(link.waiting) == 1 and self._commits_next(handoff),
         )
-        handoff.checksum = (handoff.checksum + checksum) & _MASK
+        handoff.checksum = (handoff.checksum + chunk.checksum) & _MASK
         handoff.num_bytes += num_bytes
         return True
 
@@ -324,31 +331,33 @@ class Lane:
         return owner is handoff and isinstance(task, Finish)
 
     def _fill(
-        self, block_ids: tuple[int, ...], piece: KvRange, staged: Staged
+        self, codec: ChunkCodec, block_ids: tuple[int, ...], piece: KvRange, staged: Staged
     ) -> Staged | EngineFault:
         """Put a chunk's payload into `staged`: a copy, or, where that will do, the blocks themselves."""
-        pool = self._config.pool
         try:
-            if staged.can_gather and self._lender:
-                pieces = lend_chunk(self._lender, pool.layout, block_ids, piece)
+            if staged.can_gather and self._lender and codec.is_plain:
+                pieces = lend_chunk(self._lender, self._config.pool.layout, block_ids, piece)
                 if pieces:
                     return replace(staged, pieces=pieces)
-            pack_chunk(pool, block_ids, piece, staged.buffer)
+            codec.pack(block_ids, piece, staged.buffer)
         except (ValueError, RuntimeError) as error:
             return EngineFault(f"the KV of {piece} could not be read: {error}")
         return staged
 
-    def _commit(self, link: _Link, handoff: _Handoff, task: Finish) -> None:
+    def _commit(self, link: _Link, terms: Terms, handoff: _Handoff, task: Finish) -> None:
+        if not can_commit(len(task.firsts), terms.version):
+            text = f"{len(task.firsts)} first tokens, which version {terms.version} of {self._peer.worker_id} has no room for"
+            self._give_up(handoff, HandoffFailed(text))
+            return
         now = self._config.clock()
         frame = kv_pb2.KvCommit(
             ticket_id=handoff.ticket.ticket_id,
             epoch=handoff.ticket.epoch,
             num_tokens=task.num_tokens,
-            first_token_id=task.first.token_id,
-            checksum=handoff.checksum,
             exposed_us=max(0, round((now - task.prefill_end) * 1e6)),
-            logprobs=sample_logprobs(task.first),
         )
+        put_first_tokens(frame, task.firsts, terms.version)
+        frame.checksum = commit_checksum(frame, handoff.checksum, terms.version)
         handoff.commit_deadline = now + self._config.ack_timeout_s
         handoff.prefill_end, handoff.committed_at = task.prefill_end, now
         link.connection.send(frame)
@@ -360,7 +369,7 @@ class Lane:
 
     def _renew(self, link: _Link) -> None:
         """Keep tickets alive, but only for an engine loop that has shown life since the last time."""
-        if not link.accept or not self._handoffs:
+        if not link.terms or not self._handoffs:
             return
         now = self._config.clock()
         if now < link.renewed_at + self._renew_interval_s():
@@ -377,7 +386,7 @@ class Lane:
         if not self._handoffs:
             return
         now, peer, config = self._config.clock(), self._peer.worker_id, self._config
-        if link.accept is None and now >= link.deadline:
+        if link.terms is None and now >= link.deadline:
             raise HandoffFailed(f"{peer} did not greet within {config.connect_timeout_s:g} s")
         if link.stalled_since is not None and now >= link.stalled_since + config.ack_timeout_s:
             raise HandoffFailed(f"{peer} took no KV for {config.ack_timeout_s:g} s")

@@ -6,21 +6,19 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import xxhash
 from google.protobuf.message import DecodeError
 
 from baton.engine.interface import KvPool
 from baton.errors import BY_REASON, HandoffFailed
-from baton.types import PROTOCOL_VERSION, KvLayout, Sample, WorkerIdentity
+from baton.types import KvLayout, WorkerIdentity
 from baton.v1 import kv_pb2
-from baton.wire import layout_from_proto, logprobs_from_proto
-from kv_transfer.codec import unpack_chunk
+from kv_transfer.agreement import Terms, answer
+from kv_transfer.checksum import chunk_checksum, chunks_of_commit
 from kv_transfer.coverage import KvRange
 from kv_transfer.frame import Frame, FrameError, clipped
 from kv_transfer.ticket import Commit, Rejection, TicketTable
-
-MIN_VERSION = PROTOCOL_VERSION
-MAX_VERSION = PROTOCOL_VERSION
+from kv_transfer.version import first_tokens_of
+from kv_transfer.wire_format import most_token_layer_bytes
 
 Reply = Callable[[Frame], None]
 
@@ -36,9 +34,13 @@ class Receiver:
         tickets: TicketTable,
         num_credits: int,
         max_chunk_bytes: int,
+        wire_dtype: str = "auto",
     ) -> None:
-        """num_credits: chunks in flight per connection; each has `max_chunk_bytes` of staging here."""
-        if num_credits < 1 or max_chunk_bytes < layout.token_layer_bytes:
+        """num_credits: chunks in flight per connection; each has `max_chunk_bytes` of staging here.
+
+        wire_dtype: what senders are asked to send, one of WIRE_DTYPES.
+        """
+        if num_credits < 1 or max_chunk_bytes < most_token_layer_bytes(layout):
             raise ValueError("a receiver needs room for one token of one layer at least")
         self.identity = identity
         self.layout = layout
@@ -48,6 +50,7 @@ class Receiver:
         # Told together, since each telling wakes the sender's thread; the rest keeps it busy meanwhile.
         self.credit_batch = max(1, num_credits // 2)
         self.max_chunk_bytes = max_chunk_bytes
+        self.wire_dtype = wire_dtype
         self._connections = itertools.count(1)
 
     def session(self, reply: Reply) -> ReceiverSession:
@@ -61,7 +64,7 @@ class _Peer:
 
     worker_id: str
     generation: int
-    block_size: int
+    terms: Terms
 
 
 class ReceiverSession:
@@ -101,9 +104,11 @@ class ReceiverSession:
             case kv_pb2.KvBegin():
                 self._on_begin(frame)
             case kv_pb2.KvCommit():
-                self._on_commit(frame)
+                self._on_commit(self._peer, frame)
             case kv_pb2.KvRenew():
                 self._on_renew(frame)
+            case kv_pb2.KvBorrow():
+                self._on_borrow(frame)
             case kv_pb2.KvAbort():
                 self._on_abort(frame)
             case _:
@@ -116,21 +121,21 @@ class ReceiverSession:
     def _on_hello(self, hello: kv_pb2.KvHello) -> None:
         if self._peer is not None:
             raise FrameError("a second KvHello")
-        layout = layout_from_proto(hello.layout)
-        difference = _version_difference(hello) or _layout_difference(self._receiver.layout, layout)
-        if difference:
+        receiver = self._receiver
+        terms = answer(hello, receiver.pool, receiver.wire_dtype)
+        if isinstance(terms, kv_pb2.KvRefuse):
             self.is_refused = True
-            field, expected, actual = difference
-            self._reply(kv_pb2.KvRefuse(field=field, expected=expected, actual=actual))
+            self._reply(terms)
             return
-        self._peer = _Peer(hello.worker_id, hello.generation, layout.block_size)
+        self._peer = _Peer(hello.worker_id, hello.generation, terms)
         self._reply(
             kv_pb2.KvAccept(
-                version=min(MAX_VERSION, hello.max_version),
-                worker_id=self._receiver.identity.worker_id,
-                generation=self._receiver.identity.generation,
-                num_credits=self._receiver.num_credits,
-                max_chunk_bytes=self._receiver.max_chunk_bytes,
+                version=terms.version,
+                worker_id=receiver.identity.worker_id,
+                generation=receiver.identity.generation,
+                num_credits=receiver.num_credits,
+                max_chunk_bytes=receiver.max_chunk_bytes,
+                wire_dtype=terms.codec.wire.dtype,
             )
         )
 
@@ -157,9 +162,9 @@ class ReceiverSession:
         """Verify, then copy into the ticket's blocks. What fails here kills the ticket if this connection holds it."""
         piece = KvRange(chunk.first_token, chunk.num_tokens, chunk.first_layer, chunk.num_layers)
         fault = ""
-        if payload.nbytes != piece.num_bytes(self._receiver.layout.token_layer_bytes):
+        if payload.nbytes != peer.terms.codec.wire.num_bytes(piece):
             fault = f"a chunk of {payload.nbytes} bytes for {piece}"
-        elif xxhash.xxh3_64_intdigest(payload) != chunk.checksum:
+        elif chunk_checksum(chunk, (payload,), peer.terms.version) != chunk.checksum:
             fault = f"a chunk with a wrong checksum: {piece}"
         if fault:
             return self._fail(chunk, fault)
@@ -167,21 +172,20 @@ class ReceiverSession:
         if isinstance(pinned, Rejection):
             return pinned
         try:
-            unpack_chunk(self._receiver.pool, pinned, piece, peer.block_size, payload)
+            peer.terms.codec.unpack(pinned, piece, payload)
         except (ValueError, RuntimeError) as error:
             return self._fail(chunk, f"the worker could not store a chunk: {error}")
         finally:
             self._tickets.unpin(chunk.ticket_id, chunk.checksum, payload.nbytes)
         return None
 
-    def _on_commit(self, frame: kv_pb2.KvCommit) -> None:
-        logprobs = logprobs_from_proto(frame.logprobs) if frame.HasField("logprobs") else None
+    def _on_commit(self, peer: _Peer, frame: kv_pb2.KvCommit) -> None:
         commit = Commit(
             ticket_id=frame.ticket_id,
             epoch=frame.epoch,
             num_tokens=frame.num_tokens,
-            first=Sample(frame.first_token_id, logprobs),
-            checksum=frame.checksum,
+            firsts=first_tokens_of(frame, peer.terms.version),
+            checksum=chunks_of_commit(frame, peer.terms.version),
             exposed_ms=frame.exposed_us / 1000,
         )
         rejection = self._tickets.commit(commit, self._connection)
@@ -195,6 +199,12 @@ class ReceiverSession:
         self._tickets.fail(
             abort.ticket_id, abort.epoch, self._connection, reason, f"{self.peer}: {abort.message}"
         )
+
+    def _on_borrow(self, borrow: kv_pb2.KvBorrow) -> None:
+        ticket_id, epoch = borrow.ticket_id, borrow.epoch
+        rejection = self._tickets.ask(ticket_id, epoch, self._connection, borrow.lend_to)
+        if rejection:
+            self._reject(ticket_id, epoch, rejection)
 
     def _on_renew(self, renew: kv_pb2.KvRenew) -> None:
         for ticket_id in renew.ticket_ids:
@@ -216,21 +226,3 @@ class ReceiverSession:
                 message=clipped(rejection.message),
             )
         )
-
-
-def _layout_difference(ours: KvLayout, theirs: KvLayout) -> tuple[str, str, str] | None:
-    """(field, ours, theirs) if a sender with that layout cannot write into blocks of ours."""
-    if theirs.block_size < 1:
-        return "block_size", "at least 1", str(theirs.block_size)
-    return ours.difference(theirs)
-
-
-def _version_difference(hello: kv_pb2.KvHello) -> tuple[str, str, str] | None:
-    """(field, ours, theirs) if there is no version that both speak."""
-    if max(MIN_VERSION, hello.min_version) <= min(MAX_VERSION, hello.max_version):
-        return None
-    return (
-        "protocol_version",
-        f"{MIN_VERSION}..{MAX_VERSION}",
-        f"{hello.min_version}..{hello.max_version}",
-    )

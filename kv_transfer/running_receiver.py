@@ -19,10 +19,20 @@ from kv_transfer.ticket import TicketEvent, TicketTable
 from kv_transfer.transport.loopback import LoopbackHub
 from kv_transfer.transport.shm import listen_shm
 from kv_transfer.transport.tcp import listen_tcp
+from kv_transfer.wire_format import most_token_layer_bytes
 
 #: Large enough that a chunk's fixed cost is little, all together small enough to stay in a CPU's last cache.
 DEFAULT_NUM_CREDITS = 4
 DEFAULT_MAX_CHUNK_BYTES = 2 << 20
+
+
+#: What senders may choose from, unless one is pinned.
+_TRANSPORTS = ("shm", "tcp")
+
+
+def transports_of(option: str) -> tuple[str, ...]:
+    """What a worker listens on with --kv-transport=`option`: all, for "auto"."""
+    return _TRANSPORTS if option == "auto" else (option,)
 
 
 class Listener(Protocol):
@@ -62,7 +72,7 @@ def open_receiver(
     on_event: Callable[[TicketEvent], None],
     clock: Callable[[], float],
     *,
-    transports: Sequence[str] = ("shm", "tcp"),
+    transports: Sequence[str] = _TRANSPORTS,
     lease_s: float = 30.0,
     tcp_host: str = "127.0.0.1",
     tcp_port: int = 0,
@@ -70,13 +80,14 @@ def open_receiver(
     hub: LoopbackHub | None = None,
     num_credits: int = DEFAULT_NUM_CREDITS,
     max_chunk_bytes: int = DEFAULT_MAX_CHUNK_BYTES,
+    wire_dtype: str = "auto",
     secret: bytes = b"",
     draw_id: Callable[[], int] = lambda: secrets.randbits(64),
 ) -> RunningReceiver:
     """Bind, then serve. transports: any of "loopback" (its name is the worker's id, in `hub`), "shm" and "tcp".
 
     secret: of the tickets' digests; drawn anew if none is given. Each connection has num_credits * max_chunk_bytes of
-    shared memory, or max_chunk_bytes of buffer. Raises ConfigError for an unknown transport, or one that cannot be bound.
+    shared memory, or max_chunk_bytes of buffer. wire_dtype: see Receiver. Raises ConfigError for an unknown transport, or one that cannot be bound.
     """
     listeners: list[Listener] = []
     with contextlib.ExitStack() as undo:
@@ -100,7 +111,8 @@ def open_receiver(
             pool,
             tickets,
             num_credits,
-            max(max_chunk_bytes, pool.layout.token_layer_bytes),
+            max(max_chunk_bytes, most_token_layer_bytes(pool.layout)),
+            wire_dtype,
         )
         for listener in listeners:
             listener.serve(receiver)

@@ -57,12 +57,20 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class Borrow:
+    """Ask the receiver for the KV that it holds; `lend_to` are the bytes of a ticket of ours."""
+
+    key: str
+    lend_to: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """All is computed. prefill_end: when, by the sender's clock."""
 
     key: str
     num_tokens: int
-    first: Sample
+    firsts: tuple[Sample, ...]
     prefill_end: float
 
 
@@ -75,4 +83,4 @@ class Cancel:
     message: str
 
 
-Task = Begin | Send | Finish | Cancel
+Task = Begin | Borrow | Send | Finish | Cancel

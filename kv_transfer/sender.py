@@ -13,7 +13,7 @@ from kv_transfer.coverage import KvRange
 from kv_transfer.kv_ticket import KvTicket, parse_ticket
 from kv_transfer.lane import Lane
 from kv_transfer.lane_runner import InlineLane, LaneRunner, RunLane, ThreadLane
-from kv_transfer.send_task import Begin, Cancel, Finish, Send, SendDone, SenderConfig
+from kv_transfer.send_task import Begin, Borrow, Cancel, Finish, Send, SendDone, SenderConfig
 from kv_transfer.transport.base import Connector
 
 #: A bound only: a receiver tells how large its chunks may be.
@@ -52,7 +52,7 @@ class Sender:
             pool=pool,
             connect=connect,
             clock=clock,
-            max_chunk_bytes=max(max_chunk_bytes, layout.token_layer_bytes),
+            max_chunk_bytes=max_chunk_bytes,
             connect_timeout_s=connect_timeout_s,
             ack_timeout_s=ack_timeout_s,
             idle_timeout_s=idle_timeout_s,
@@ -103,9 +103,15 @@ class Sender:
             Send(key, block_ids, KvRange(first_token, num_tokens, first_layer, num_layers))
         )
 
-    def commit(self, key: str, num_tokens: int, first: Sample, prefill_end: float) -> None:
-        """All is computed: `first` follows `num_tokens` tokens. prefill_end: when, by the clock."""
-        self._submit(Finish(key, num_tokens, first, prefill_end))
+    def borrow(self, key: str, lend_to: bytes) -> None:
+        """Ask the receiver to send the KV that it holds to the owner of the ticket `lend_to`, in this worker."""
+        self._submit(Borrow(key, lend_to))
+
+    def commit(
+        self, key: str, num_tokens: int, firsts: tuple[Sample, ...], prefill_end: float
+    ) -> None:
+        """All is computed: `firsts` follow `num_tokens` tokens, one for each choice. prefill_end: when, by the clock."""
+        self._submit(Finish(key, num_tokens, firsts, prefill_end))
 
     def abort(self, key: str, reason: str, message: str) -> None:
         """Give a handoff up; its SendDone has the error of that reason."""
@@ -128,7 +134,7 @@ class Sender:
         for lane in lanes:
             lane.close()
 
-    def _submit(self, task: Send | Finish | Cancel) -> None:
+    def _submit(self, task: Borrow | Send | Finish | Cancel) -> None:
         with self._lock:
             lane = self._lane_of.get(task.key)
         if lane:

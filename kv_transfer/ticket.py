@@ -56,11 +56,14 @@ class OfferedTicket:
 
 @dataclass(frozen=True, slots=True)
 class TicketCommitted:
-    """All KV of `num_tokens` tokens is in the blocks, which the hearer of this owns; `first` is the token after them."""
+    """All KV of `num_tokens` tokens is in the blocks, which the hearer of this owns.
+
+    firsts: the token after them, of each choice; none if the hearer knows it already.
+    """
 
     ticket_id: int
     num_tokens: int
-    first: Sample
+    firsts: tuple[Sample, ...]
     transfer_exposed_ms: float
     num_bytes: int
     reserved_s: float = 0.0
@@ -78,7 +81,15 @@ class TicketDead:
     message: str
 
 
-TicketEvent = TicketCommitted | TicketDead
+@dataclass(frozen=True, slots=True)
+class LendAsked:
+    """The sender that holds this open ticket wants the KV of the tokens that are here sent to the owner of `lend_to`."""
+
+    ticket_id: int
+    lend_to: bytes
+
+
+TicketEvent = TicketCommitted | TicketDead | LendAsked
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +107,7 @@ class Commit:
     ticket_id: int
     epoch: int
     num_tokens: int
-    first: Sample
+    firsts: tuple[Sample, ...]
     checksum: int
     exposed_ms: float
 
@@ -122,7 +133,8 @@ class _Entry:
 
 
 class TicketTable:
-    """All tickets of one worker's boot. Thread-safe. Tells exactly one event per offered ticket."""
+    """All tickets of one worker's boot. Thread-safe. Tells exactly one end, TicketCommitted or TicketDead, per offered
+    ticket."""
 
     def __init__(
         self,
@@ -334,7 +346,7 @@ class TicketTable:
                     TicketCommitted(
                         ticket_id,
                         commit.num_tokens,
-                        commit.first,
+                        commit.firsts,
                         commit.exposed_ms,
                         entry.num_bytes,
                         entry.reserved_s,
@@ -343,6 +355,16 @@ class TicketTable:
                 )
         self._tell(events)
         return Rejection(HandoffFailed.reason, fault) if fault else None
+
+    def ask(self, ticket_id: int, epoch: int, connection: int, lend_to: bytes) -> Rejection | None:
+        """The sender wants to borrow what the owner holds. LendAsked is told besides the ticket's one event, before it."""
+        with self._lock:
+            entry = self._addressed(ticket_id, epoch, connection)
+            if isinstance(entry, Rejection):
+                return entry
+            self._renew(entry)
+        self._tell((LendAsked(ticket_id, lend_to),))
+        return None
 
     def renew(self, ticket_id: int, connection: int) -> Rejection | None:
         """The sender is still computing."""

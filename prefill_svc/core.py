@@ -10,13 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from baton.cache.ledger import (
+    BlockLedger,
+    BlockOwner,
+    ListBlocks,
+    num_orphan_blocks,
+    take_ledger,
+)
 from baton.cache.pool import BlockPool
 from baton.engine.admission import refusal
 from baton.engine.guard import SliceOutcome, forward_guarded
-from baton.engine.interface import Batch, Engine
+from baton.engine.interface import Batch, Engine, SequenceSlice
 from baton.engine.loop import Step
 from baton.engine.rows import scored_rows, wants_prompt_logprobs
-from baton.errors import BatonError, Cancelled, Draining
+from baton.errors import BatonError, Cancelled, Draining, EngineFault
+from baton.grammar import Matchers
 from baton.types import (
     FinishReason,
     Sample,
@@ -27,6 +35,8 @@ from baton.types import (
 )
 from kv_transfer.kv_sender import KvSender
 from kv_transfer.sender import SendDone
+from kv_transfer.ticket import TicketCommitted, TicketDead, TicketEvent
+from prefill_svc.borrowing import BorrowCosts, Borrowing, Tickets
 from prefill_svc.job import ChunkTime, PrefillJob, Stage
 from prefill_svc.scheduler import share_budget
 
@@ -53,7 +63,7 @@ class Drain:
     """Take no more prompts."""
 
 
-PrefillCommand = Submit | Abort | Drain | SendDone
+PrefillCommand = Submit | Abort | Drain | SendDone | TicketEvent | ListBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +84,7 @@ class Prefilled:
     key: str
     firsts: tuple[FirstToken, ...]
     num_cached_tokens: int
+    num_borrowed_tokens: int
     queue_s: float
     compute_s: float
     chunks: tuple[ChunkTime, ...] = ()
@@ -102,25 +113,35 @@ class PrefillLimits:
     max_num_batched_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillDevices:
+    """What the core works with. tickets: of KV that is lent to this worker. clock: monotonic seconds.
+
+    beat: called within a step, at every group of layers.
+    """
+
+    engine: Engine
+    pool: BlockPool
+    sender: KvSender
+    tickets: Tickets
+    costs: BorrowCosts
+    matchers: Matchers
+    clock: Callable[[], float]
+    beat: Callable[[], None] = lambda: None
+
+
 class PrefillCore:
     """Implements baton.engine.loop.Core."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        pool: BlockPool,
-        sender: KvSender,
-        limits: PrefillLimits,
-        clock: Callable[[], float],
-        beat: Callable[[], None] = lambda: None,
-    ) -> None:
-        """clock: monotonic seconds. beat: called within a step, at every group of layers."""
-        self._beat = beat
-        self._engine = engine
-        self._pool = pool
-        self._sender = sender
+    def __init__(self, devices: PrefillDevices, limits: PrefillLimits) -> None:
+        self._beat = devices.beat
+        self._engine = devices.engine
+        self._pool = devices.pool
+        self._sender = devices.sender
         self._limits = limits
-        self._clock = clock
+        self._matchers = devices.matchers
+        self._clock = devices.clock
+        self._borrowing = Borrowing(devices.tickets, devices.sender, devices.costs, devices.clock)
         self._jobs: dict[str, PrefillJob] = {}
         self._events: list[PrefillEvent] = []
         self._num_steps = 0
@@ -128,6 +149,7 @@ class PrefillCore:
 
     def step(self, commands: Sequence[PrefillCommand]) -> Step[PrefillEvent]:
         self._sender.heartbeat()
+        self._borrowing.expire()
         for command in commands:
             self._obey(command)
         has_run = self._run()
@@ -144,8 +166,12 @@ class PrefillCore:
                 self._give_up(key, Cancelled("the gateway gave the prompt up"))
             case SendDone():
                 self._finish_handoff(command)
+            case TicketCommitted() | TicketDead():
+                self._settle_loan(command)
             case Drain():
                 self._is_draining = True
+            case ListBlocks(reply):
+                reply(self._ledger())
 
     def _submit(self, command: Submit) -> None:
         spec = command.spec
@@ -159,6 +185,7 @@ class PrefillCore:
             num_held_tokens=command.num_held_tokens,
             arrived_s=self._clock(),
         )
+        self._matchers.prepare(spec.sampling)
         if command.ticket:
             self._sender.begin(command.key, command.ticket)
 
@@ -176,24 +203,39 @@ class PrefillCore:
             self._forget(job)
             return
         job.stage = Stage.CLOSING
+        self._borrowing.give_up(job)
         self._sender.abort(key, error.reason, error.message)
 
     def _finish_handoff(self, done: SendDone) -> None:
         job = self._jobs[done.key]
-        if done.error and job.stage in (Stage.WAITING, Stage.COMPUTING):
+        if done.error and job.stage in (Stage.WAITING, Stage.BORROWING, Stage.COMPUTING):
             self._events.append(PrefillFailed(job.key, done.error))
-        self._forget(job)
+        job.is_sent = True
+        if job.borrow_ticket_id is None:
+            self._forget(job)
+        else:
+            job.stage = Stage.CLOSING
+            self._borrowing.give_up(job)
+
+    def _settle_loan(self, end: TicketCommitted | TicketDead) -> None:
+        """What was asked for is here, or will not come: the prompt goes on, unless it was given up."""
+        job = self._borrowing.settle(end)
+        if job.stage is Stage.BORROWING:
+            job.stage = Stage.COMPUTING
+        elif job.is_sent:
+            self._forget(job)
 
     # One step of the batch
 
     def _run(self) -> bool:
         """Whether there was anything to run."""
         self._start_waiting()
-        computing = [job for job in self._jobs.values() if job.stage is Stage.COMPUTING]
-        grants = share_budget(computing, self._limits.max_num_batched_tokens)
+        grants, slices = self._sliced(
+            share_budget(self._ready(), self._limits.max_num_batched_tokens)
+        )
         if not grants:
             return False
-        batch = Batch(tuple(job.next_slice(num_new) for job, num_new in grants))
+        batch = Batch(tuple(slices))
         last_chunks = [grant for grant in grants if grant[0].num_missing_tokens == grant[1]]
 
         def send_layers(first_layer: int, num_layers: int) -> None:
@@ -206,10 +248,43 @@ class PrefillCore:
         outcomes = forward_guarded(self._engine, batch, send_layers)
         end_s = self._clock()
         self._num_steps += 1
+        self._borrowing.costs.observe_step(batch.num_tokens, end_s - begin_s)
         for (job, num_new), outcome in zip(grants, outcomes, strict=True):
             job.chunks.append(ChunkTime(begin_s, end_s, num_new))
             self._advance(job, num_new, outcome)
         return True
+
+    def _ready(self) -> list[PrefillJob]:
+        """Prompts to compute: those whose grammars are compiled, or all, if there is nothing to do but to wait for one."""
+        computing = [job for job in self._jobs.values() if job.stage is Stage.COMPUTING]
+        ready = [job for job in computing if self._matchers.is_ready(job.spec.sampling)]
+        return ready or computing
+
+    def _sliced(
+        self, granted: Sequence[tuple[PrefillJob, int]]
+    ) -> tuple[list[tuple[PrefillJob, int]], list[SequenceSlice]]:
+        """Slices of what was granted, but for prompts whose first token no grammar allows: those fail."""
+        grants: list[tuple[PrefillJob, int]] = []
+        slices: list[SequenceSlice] = []
+        for job, num_new in granted:
+            is_last = num_new == job.num_missing_tokens
+            try:
+                part = job.next_slice(num_new, self._allowed_first(job.spec) if is_last else None)
+            except EngineFault as error:
+                self._events.append(PrefillFailed(job.key, error))
+                self._give_up(job.key, error)
+            else:
+                grants.append((job, num_new))
+                slices.append(part)
+        return grants, slices
+
+    def _allowed_first(self, spec: SequenceSpec) -> bytes | None:
+        """Tokens that the grammar, if any, allows next."""
+        matcher = self._matchers.matcher(spec.sampling)
+        if matcher is None:
+            return None
+        matcher.advance_many(spec.output_token_ids)
+        return matcher.allowed()
 
     def _start_waiting(self) -> None:
         """Give blocks to waiting prompts, in order of rank, until they or the places in a batch run out."""
@@ -217,7 +292,9 @@ class PrefillCore:
             (job for job in self._jobs.values() if job.stage is Stage.WAITING),
             key=lambda job: job.rank,
         )
-        num_computing = sum(job.stage is Stage.COMPUTING for job in self._jobs.values())
+        num_computing = sum(
+            job.stage in (Stage.BORROWING, Stage.COMPUTING) for job in self._jobs.values()
+        )
         for job in waiting[: self._limits.max_num_seqs - num_computing]:
             spec = job.spec
             lease = self._pool.lease(
@@ -230,9 +307,9 @@ class PrefillCore:
             if lease is None:
                 return
             job.lease = lease
-            job.stage = Stage.COMPUTING
             job.started_s = self._clock()
             job.num_cached_tokens = job.num_computed_tokens = lease.num_cached_tokens
+            job.stage = Stage.BORROWING if self._borrowing.begin(job) else Stage.COMPUTING
             self._send(job, 0, job.num_cached_tokens, 0, self._engine.spec.layout.num_layers)
 
     def _advance(self, job: PrefillJob, num_new: int, outcome: SliceOutcome) -> None:
@@ -258,6 +335,7 @@ class PrefillCore:
             key=job.key,
             firsts=tuple(FirstToken(sample, self._finish(spec, sample)) for sample in samples),
             num_cached_tokens=job.num_cached_tokens,
+            num_borrowed_tokens=job.num_borrowed_tokens,
             queue_s=job.started_s - job.arrived_s,
             compute_s=now - job.started_s,
             chunks=tuple(job.chunks),
@@ -307,18 +385,37 @@ class PrefillCore:
         if job.lease:
             job.lease.release()
 
+    def _ledger(self) -> BlockLedger:
+        return take_ledger(
+            self._pool,
+            (
+                BlockOwner(
+                    request_id=job.spec.request_id,
+                    choice=job.spec.choice,
+                    stage=job.stage.name.lower(),
+                    ticket_id=0,
+                    block_ids=job.block_ids,
+                )
+                for job in self._jobs.values()
+                if job.lease
+            ),
+        )
+
     def _load(self) -> WorkerLoad:
         jobs = self._jobs.values()
         return WorkerLoad(
             num_steps=self._num_steps,
             num_running=sum(job.stage is Stage.COMPUTING for job in jobs),
-            num_waiting=sum(job.stage is Stage.WAITING for job in jobs),
+            num_waiting=sum(job.stage in (Stage.WAITING, Stage.BORROWING) for job in jobs),
             num_pending_tokens=sum(
                 job.num_missing_tokens
                 for job in jobs
-                if job.stage in (Stage.WAITING, Stage.COMPUTING)
+                if job.stage in (Stage.WAITING, Stage.BORROWING, Stage.COMPUTING)
             ),
             blocks=self._pool.counts(),
             num_open_tickets=sum(job.has_ticket for job in jobs),
+            num_orphan_blocks=num_orphan_blocks(
+                self._pool, (job.lease for job in jobs if job.lease)
+            ),
             is_draining=self._is_draining,
         )

@@ -12,13 +12,15 @@ from baton.types import Rank, SequenceSpec, TokenLogprobs
 
 
 class Stage(enum.Enum):
-    """WAITING -> COMPUTING -> SENDING -> gone; any of them -> CLOSING -> gone.
+    """WAITING -> COMPUTING -> SENDING -> gone, perhaps with BORROWING after WAITING; any of them -> CLOSING -> gone.
 
-    WAITING has no blocks. SENDING is computed, and its blocks wait for the receiver's word. CLOSING was given up while
-    the sender may still read its blocks. Without a ticket there is no SENDING and no CLOSING.
+    WAITING has no blocks. BORROWING waits for KV from the destination. SENDING is computed, and its blocks wait for the
+    receiver's word. CLOSING was given up while the sender may still read its blocks, or a lender write them. Without a
+    ticket there is only COMPUTING.
     """
 
     WAITING = enum.auto()
+    BORROWING = enum.auto()
     COMPUTING = enum.auto()
     SENDING = enum.auto()
     CLOSING = enum.auto()
@@ -39,6 +41,7 @@ class PrefillJob:
 
     num_held_tokens: leading tokens that the destination holds already, so that they are not sent.
     num_sent_layers: layers of the last chunk that were given to the sender; a step that runs again skips them.
+    borrow_ticket_id: while KV is on its way here. is_sent: the sender has had its last word.
     prompt_logprobs: of the prompt's tokens but the first, as far as it is computed, if they were asked for.
     """
 
@@ -52,7 +55,10 @@ class PrefillJob:
     started_s: float = 0.0
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
+    num_borrowed_tokens: int = 0
     num_sent_layers: int = 0
+    borrow_ticket_id: int | None = None
+    is_sent: bool = False
     chunks: list[ChunkTime] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -68,12 +74,15 @@ class PrefillJob:
     def block_ids(self) -> tuple[int, ...]:
         return tuple(self.lease.block_ids) if self.lease else ()
 
-    def next_slice(self, num_new: int) -> SequenceSlice:
-        """The next `num_new` tokens; sampled from, once for each choice, if they end the prompt."""
+    def next_slice(self, num_new: int, allowed: bytes | None = None) -> SequenceSlice:
+        """The next `num_new` tokens; sampled from, once for each choice, if they end the prompt.
+
+        allowed: see SampleRow; needed if the prompt ends here.
+        """
         token_ids = self.spec.token_ids
         start = self.num_computed_tokens
         is_last = start + num_new == len(token_ids)
-        firsts = first_rows(self.spec, num_new - 1, token_ids, None) if is_last else ()
+        firsts = first_rows(self.spec, num_new - 1, token_ids, allowed) if is_last else ()
         return SequenceSlice(
             token_ids=token_ids[start : start + num_new],
             start=start,

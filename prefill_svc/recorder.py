@@ -59,6 +59,7 @@ class PrefillRecorder:
         self._computed = counter("baton.prefill.tokens", description="Prompt tokens computed.")
         self._queried = counter("baton.prefix.query.tokens", description="Tokens looked up.")
         self._hit = counter("baton.prefix.hit.tokens", description="Tokens found computed.")
+        self._borrowed = counter("baton.prefix.borrowed.tokens", description="Tokens lent to us.")
         self._failed = counter("baton.prompts.failed", description="Prompts without a first token.")
         self._cancelled = counter("baton.prompts.cancelled", description="Prompts given up.")
         self._sent_bytes = counter("baton.transfer.sent", unit="By", description="KV sent.")
@@ -75,7 +76,7 @@ class PrefillRecorder:
             explicit_bucket_boundaries_advisory=TRANSFER_BOUNDS_S,
         )
 
-        for counted in (self._computed, self._sent_bytes):
+        for counted in (self._computed, self._borrowed, self._sent_bytes):
             counted.add(0)
         for state in _STATES:
             self._cancelled.add(0, {names.STATE: state})
@@ -90,7 +91,7 @@ class PrefillRecorder:
         for at_s, command in self._log.take():
             match command:
                 case Submit(key, spec, ticket):
-                    parent = context_of(spec.traceparent)
+                    parent = context_of(spec.traceparent, spec.tracestate)
                     self._prompts[key] = _Prompt(spec, parent, bool(ticket), at_s)
                 case Abort(key):
                     self._give_up(key, at_s)
@@ -109,9 +110,11 @@ class PrefillRecorder:
         if prompt is None:
             return
         num_tokens = prompt.spec.num_tokens
-        self._computed.add(num_tokens - event.num_cached_tokens)
+        num_known = event.num_cached_tokens + event.num_borrowed_tokens
+        self._computed.add(num_tokens - num_known)
         self._queried.add(num_tokens)
         self._hit.add(event.num_cached_tokens)
+        self._borrowed.add(event.num_borrowed_tokens)
         self._compute_time.record(event.compute_s)
         chunks = event.chunks
         started_s = chunks[0].begin_s if chunks else prompt.submitted_s + event.queue_s

@@ -13,16 +13,28 @@ from baton.rpc.bind import check_bindable
 from baton.service import ReadyReport
 from baton.types import WorkerLoad
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
-from baton.worker.build import build_engine, build_pool
+from baton.worker.build import build_engine, build_matchers, build_pool
 from baton.worker.host import WorkerHost, describe, new_identity
 from baton.worker.load_board import LoadBoard
 from baton.worker.service import WorkerServicer, services
 from baton.worker.telemetry import open_worker_telemetry
+from kv_transfer.running_receiver import open_receiver, transports_of
 from kv_transfer.sender import Sender
 from kv_transfer.transport.connector import make_connector
-from prefill_svc.core import Drain, PrefillCommand, PrefillCore, PrefillEvent, PrefillLimits
+from prefill_svc.borrowing import BorrowCosts
+from prefill_svc.core import (
+    Drain,
+    PrefillCommand,
+    PrefillCore,
+    PrefillDevices,
+    PrefillEvent,
+    PrefillLimits,
+)
 from prefill_svc.recorder import PrefillRecorder
 from prefill_svc.service import PrefillServicer
+
+#: A lender that shows no sign of life for this long, in seconds, is not waited for: the prompt is computed.
+LOAN_LEASE_S = 2.0
 
 
 async def serve_prefill(
@@ -60,16 +72,34 @@ async def serve_prefill(
         submit,
         time.monotonic,
     )
-    limits = PrefillLimits(options.max_num_seqs, options.max_num_batched_tokens)
-    core = PrefillCore(
-        engine, build_pool(options, engine), sender, limits, time.monotonic, heartbeat.beat
+    loans = open_receiver(
+        identity,
+        engine.kv,
+        submit,
+        time.monotonic,
+        transports=transports_of(options.kv_transport),
+        lease_s=LOAN_LEASE_S,
+        tcp_host=options.kv_host,
     )
+    limits = PrefillLimits(options.max_num_seqs, options.max_num_batched_tokens)
+    matchers = build_matchers(options, engine)
+    devices = PrefillDevices(
+        engine=engine,
+        pool=build_pool(options, engine),
+        sender=sender,
+        tickets=loans.tickets,
+        costs=BorrowCosts(engine.spec.layout.token_bytes),
+        matchers=matchers,
+        clock=time.monotonic,
+        beat=heartbeat.beat,
+    )
+    core = PrefillCore(devices, limits)
     loop: EngineLoop[PrefillCommand, PrefillEvent] = EngineLoop(
         core, deliver, heartbeat, name="prefill-engine"
     )
     info = describe(options, identity, engine.spec)
     host = WorkerHost(options, loop, heartbeat, board, Drain(), info)
-    worker = WorkerServicer(info, board, lambda: heartbeat.age_s, host.start_draining)
+    worker = WorkerServicer(info, board, lambda: heartbeat.age_s, host.start_draining, loop.submit)
     try:
         register = services(
             worker,
@@ -79,4 +109,6 @@ async def serve_prefill(
         await host.serve(register, stop, on_ready, clock)
     finally:
         await asyncio.to_thread(sender.close)
+        await asyncio.to_thread(loans.close)
+        matchers.close()
         await asyncio.to_thread(telemetry.close)

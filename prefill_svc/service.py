@@ -64,6 +64,7 @@ def _response(done: Prefilled) -> prefill_pb2.PrefillResponse:
         ],
         prompt_logprobs=map(logprobs_to_proto, done.prompt_logprobs),
         num_cached_tokens=done.num_cached_tokens,
+        num_borrowed_tokens=done.num_borrowed_tokens,
         queue_ms=done.queue_s * 1000,
         compute_ms=done.compute_s * 1000,
     )

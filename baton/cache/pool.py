@@ -53,6 +53,20 @@ class BlockPool:
         free, cached = len(self._free), len(self._cached)
         return BlockCounts(free=free, cached=cached, leased=self.num_blocks - free - cached)
 
+    @property
+    def num_leases(self) -> int:
+        """Leases that have not been released."""
+        return len(self._leases)
+
+    @property
+    def free_block_ids(self) -> tuple[int, ...]:
+        return tuple(self._free)
+
+    @property
+    def cached_block_ids(self) -> tuple[int, ...]:
+        """Least recently used first."""
+        return tuple(self._cached)
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

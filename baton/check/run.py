@@ -121,8 +121,11 @@ async def _run_all(
             tokens = tuple(token for choice in done.choices for token in choice.token_ids)
             return tokens, done.timing.transfer_bytes > 0
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(run(request)) for request in requests]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(run(request)) for request in requests]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None  # the first one ended the others
     results = [task.result() for task in tasks]
     return tuple(tokens for tokens, _ in results), sum(moved for _, moved in results)
 

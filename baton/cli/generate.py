@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
+import math
 import sys
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,6 +18,21 @@ from baton.cli.timing import render_timing
 
 if TYPE_CHECKING:
     from baton.client import Completion, CompletionStream
+
+
+class EarlyStop(enum.Enum):
+    """When a search with as many finished outputs as beams may end."""
+
+    LIKELY = "likely"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+_EARLY_STOPPING: Mapping[EarlyStop, bool | Literal["never"]] = {
+    EarlyStop.LIKELY: False,
+    EarlyStop.ALWAYS: True,
+    EarlyStop.NEVER: "never",
+}
 
 
 def generate(
@@ -56,9 +75,62 @@ def generate(
     skip_special_tokens: Annotated[
         bool | None, typer.Option(help="Leave special tokens out of the text.")
     ] = None,
+    n: Annotated[
+        int | None, typer.Option("--n", help="Choices to return; printed when all have ended.")
+    ] = None,
+    best_of: Annotated[
+        int | None, typer.Option(help="Choices to produce, of which the n best are returned.")
+    ] = None,
+    prompt_logprobs: Annotated[
+        int | None,
+        typer.Option(help="Alternatives told per position of the prompt; seen with --json."),
+    ] = None,
+    echo: Annotated[bool | None, typer.Option(help="Begin the text with the prompt's.")] = None,
+    bad_words: Annotated[
+        list[str] | None, typer.Option(help="Word that must not appear; may be repeated.")
+    ] = None,
+    beam_width: Annotated[
+        int | None, typer.Option(help="Search for the most probable output with so many beams.")
+    ] = None,
+    length_penalty: Annotated[
+        float, typer.Option(help="With --beam-width: above 0 favours long outputs.")
+    ] = 1.0,
+    early_stopping: Annotated[
+        EarlyStop, typer.Option(help="With --beam-width: when to end.")
+    ] = EarlyStop.LIKELY,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(help="JSON Schema that the output must satisfy; @FILE reads it from there."),
+    ] = None,
+    json_object: Annotated[
+        bool, typer.Option("--json-object", help="The output must be a JSON object.")
+    ] = False,
+    regex: Annotated[
+        str | None, typer.Option(help="Regular expression that the whole output must match.")
+    ] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option(help="Text that the output may be; to be repeated.")
+    ] = None,
+    grammar: Annotated[
+        str | None,
+        typer.Option(help="Grammar, in Lark's syntax, of the output; @FILE reads it from there."),
+    ] = None,
 ) -> None:
     """Complete PROMPT and print the text as it comes."""
-    from baton.client import ChatMessage, Client, SamplingParams
+    from baton.client import BeamSearch, ChatMessage, Client, SamplingParams, StructuredOutput
+
+    structured_output = StructuredOutput(
+        json_schema=_text_of(json_schema),
+        json_object=json_object or None,
+        regex=regex,
+        choice=choice or None,
+        grammar=_text_of(grammar),
+    )
+    beam_search = (
+        None
+        if beam_width is None
+        else BeamSearch(beam_width, length_penalty, _EARLY_STOPPING[early_stopping])
+    )
 
     text = sys.stdin.read() if prompt == "-" else prompt
     params = SamplingParams(
@@ -78,6 +150,13 @@ def generate(
         logprobs=logprobs,
         include_stop_str_in_output=include_stop_str_in_output,
         skip_special_tokens=skip_special_tokens,
+        n=n,
+        best_of=best_of,
+        prompt_logprobs=prompt_logprobs,
+        echo=echo,
+        bad_words=bad_words or None,
+        beam_search=beam_search,
+        structured_output=None if structured_output == StructuredOutput() else structured_output,
     )
     with (
         Client(address) as client,
@@ -88,13 +167,23 @@ def generate(
             timeout_s=timeout_s,
         ) as stream,
     ):
-        if is_json:
+        if is_json or (n or 1) > 1:
             completion = stream.collect()
-            typer.echo(json.dumps(_as_json(completion)))
+            typer.echo(json.dumps(_as_json(completion)) if is_json else _as_text(completion))
             if timing:
                 typer.echo(render_timing(completion.timing, completion.usage), err=True)
         else:
             _print_stream(stream, timing)
+
+
+def _text_of(option: str | None) -> str | None:
+    """An option's own text, or that of the file it names with @."""
+    if option is None or not option.startswith("@"):
+        return option
+    try:
+        return Path(option[1:]).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{option}: {error}") from None
 
 
 def _print_stream(stream: CompletionStream, shows_timing: bool) -> None:
@@ -107,9 +196,20 @@ def _print_stream(stream: CompletionStream, shows_timing: bool) -> None:
         typer.echo(render_timing(last.timing, last.usage), err=True)
 
 
+def _as_text(completion: Completion) -> str:
+    """Each choice under a line with its number, and its score if it has one."""
+    lines = []
+    for choice in completion.choices:
+        score = "" if choice.score is None else f", score {choice.score:.4f}"
+        lines += [f"-- choice {choice.index}{score}", choice.text]
+    return "\n".join(lines)
+
+
 def _as_json(completion: Completion) -> dict[str, object]:
-    """The completion as plain values; finish reasons by name."""
+    """The completion as plain values; finish reasons by name, and no score where a search found nothing."""
     entry = dataclasses.asdict(completion)
     for choice, told in zip(completion.choices, entry["choices"], strict=True):
         told["finish_reason"] = choice.finish_reason.name.lower()
+        if choice.score is not None and not math.isfinite(choice.score):
+            told["score"] = None
     return entry

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from baton.cli import chat, check, doctor, generate, health, start, status, version
+from baton.cli import chat, check, doctor, generate, health, quantize, start, status, version
 from baton.errors import BatonError, StartupError
 from baton.service import EXIT_REFUSED, quiet_grpc, refuse
 
@@ -51,4 +51,5 @@ app.command("status")(status.status)
 app.command("health")(health.health)
 app.command("check")(check.check)
 app.command("doctor")(doctor.doctor)
+app.command("quantize")(quantize.quantize)
 app.command("version")(version.version)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S = 10.0
 
-#: Headings, and whether the column holds numbers. flight: requests of the gateway; blocks: owned ones of all.
+#: Headings, and whether the column holds numbers. flight: requests of the gateway; blocks: owned ones of all;
+#: local: missing tokens of a prompt up to which a decode worker would compute them itself now.
 _COLUMNS = (
     ("worker", False),
     ("tier", False),
@@ -27,6 +28,7 @@ _COLUMNS = (
     ("flight", True),
     ("blocks", True),
     ("cached", True),
+    ("local", True),
 )
 
 #: Text is folded on narrow terminals, down to this many characters; numbers are never cut.
@@ -34,18 +36,39 @@ _MIN_TEXT_WIDTH = 7
 
 
 def status(
-    address: options.Address = options.DEFAULT_ADDRESS, is_json: options.Json = False
+    address: options.Address = options.DEFAULT_ADDRESS,
+    is_json: options.Json = False,
+    shows_blocks: Annotated[
+        bool,
+        typer.Option("--blocks", help="Show who has which KV blocks, as the workers tell it."),
+    ] = False,
 ) -> None:
-    """Show models, workers, load and blocks. Exit status 1 if a model lacks a decode worker that is ready."""
+    """Show models, workers, load and blocks. Exit status 1 if a model lacks a decode worker that is ready; with --blocks,
+    if a worker does not answer from here or has blocks that nobody owns."""
     from baton.client import Client
 
     with Client(address, timeout_s=_TIMEOUT_S) as client:
         models = client.models()
+    if shows_blocks:
+        _show_blocks(models, is_json)
+        return
     if is_json:
         typer.echo(json.dumps([dataclasses.asdict(model) for model in models]))
     else:
         _print_tables(models)
     if not all(_is_ready(model) for model in models):
+        raise SystemExit(1)
+
+
+def _show_blocks(models: tuple[Model, ...], is_json: bool) -> None:
+    from baton.cli.blocks import as_json, blocks_of, print_blocks
+
+    found = blocks_of(worker for model in models for worker in model.workers)
+    if is_json:
+        typer.echo(json.dumps(as_json(found)))
+    else:
+        print_blocks(found)
+    if any(worker.error or worker.orphan_block_ids for worker in found):
         raise SystemExit(1)
 
 
@@ -88,4 +111,5 @@ def _row(worker: WorkerStatus) -> tuple[str, ...]:
         str(worker.num_in_flight),
         f"{worker.num_leased_blocks}/{worker.num_blocks}",
         str(worker.num_cached_blocks),
+        str(worker.local_prefill_threshold) if worker.tier == "decode" else "",
     )

@@ -7,7 +7,7 @@ with Client("127.0.0.1:50051") as client, client.stream("def main():", max_token
 
 from baton.client.async_client import AsyncClient
 from baton.client.async_stream import AsyncCompletionStream
-from baton.client.params import SamplingOptions, SamplingParams
+from baton.client.params import BeamSearch, SamplingOptions, SamplingParams, StructuredOutput
 from baton.client.requests import PromptLike
 from baton.client.results import (
     ChatMessage,
@@ -47,6 +47,7 @@ __all__ = [
     "AsyncClient",
     "AsyncCompletionStream",
     "BatonError",
+    "BeamSearch",
     "Cancelled",
     "ChatMessage",
     "Choice",
@@ -69,6 +70,7 @@ __all__ = [
     "RetriableError",
     "SamplingOptions",
     "SamplingParams",
+    "StructuredOutput",
     "TimeToFirstToken",
     "Timing",
     "TokenLogprobs",

@@ -4,7 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearch:
+    """Searches for the most probable outputs instead of sampling, with transformers' names and meanings.
+
+    width: beams kept at each step, 1..64. length_penalty: -10..10; above 0 favours long outputs. early_stopping: with as
+    many finished outputs as beams, end when none is likely to be beaten (False), at once (True), or when none can be
+    ("never").
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutput:
+    """A constraint on the output's text: exactly one of these. The server checks it, and names what is wrong with it."""
+
+    json_schema: Mapping[str, Any] | str | None = None
+    """A JSON document that this JSON Schema describes, its properties in the schema's order. A str is JSON, too."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+    regex: str | None = None
+    """A text that this regular expression, in Rust's syntax, matches as a whole."""
+    choice: Sequence[str] | None = None
+    """One of these texts."""
+    grammar: str | None = None
+    """A text that the rule `start` of this grammar, in Lark's syntax, derives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +80,18 @@ class SamplingParams:
     """Default False."""
     skip_special_tokens: bool | None = None
     """Default True."""
+    best_of: int | None = None
+    """Choices to produce, of which the n most probable per token are returned. n..128; default n."""
+    prompt_logprobs: int | None = None
+    """Alternatives reported per position of the prompt, 0..20; default: none are reported."""
+    echo: bool | None = None
+    """Whether the text begins with the prompt's. Default False."""
+    bad_words: Sequence[str] | None = None
+    """Words that must not appear in the output, by the tokens they are made of."""
+    beam_search: BeamSearch | None = None
+    """Then n is at most its width, and no field that is about drawing tokens may be set."""
+    structured_output: StructuredOutput | None = None
+    """What the output must look like. It ends where it is complete, or at max_tokens."""
 
     def with_options(self, **options: Unpack[SamplingOptions]) -> SamplingParams:
         """A copy with these fields changed."""
@@ -77,3 +119,9 @@ class SamplingOptions(TypedDict, total=False):
     logprobs: int | None
     include_stop_str_in_output: bool | None
     skip_special_tokens: bool | None
+    best_of: int | None
+    prompt_logprobs: int | None
+    echo: bool | None
+    bad_words: Sequence[str] | None
+    beam_search: BeamSearch | None
+    structured_output: StructuredOutput | None

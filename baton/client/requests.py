@@ -10,9 +10,10 @@ from dataclasses import fields
 from operator import index
 from typing import TypeAlias
 
-from baton.client.params import SamplingParams
+from baton.client.params import BeamSearch, SamplingParams
 from baton.client.results import ChatMessage
-from baton.errors import FieldViolation, InvalidRequest
+from baton.client.structured_output import structured_message
+from baton.client.text import checked_text, wrong
 from baton.v1 import inference_pb2, sampling_pb2
 
 PromptLike: TypeAlias = str | Sequence[int] | Sequence[ChatMessage | Mapping[str, str]]
@@ -21,8 +22,23 @@ PromptLike: TypeAlias = str | Sequence[int] | Sequence[ChatMessage | Mapping[str
 _SCALARS = tuple(
     field.name
     for field in fields(SamplingParams)
-    if field.name not in {"logit_bias", "stop", "stop_token_ids"}
+    if field.name
+    not in {
+        "logit_bias",
+        "stop",
+        "stop_token_ids",
+        "bad_words",
+        "beam_search",
+        "structured_output",
+    }
 )
+
+
+_EARLY_STOPPING: Mapping[bool | str, sampling_pb2.EarlyStopping.ValueType] = {
+    False: sampling_pb2.EARLY_STOPPING_UNSPECIFIED,
+    True: sampling_pb2.EARLY_STOPPING_ALWAYS,
+    "never": sampling_pb2.EARLY_STOPPING_NEVER,
+}
 
 
 def generate_request(
@@ -38,7 +54,7 @@ def generate_request(
     try:
         request.priority = priority
     except (TypeError, ValueError) as error:
-        raise _wrong("priority", priority, str(error)) from error
+        raise wrong("priority", priority, str(error)) from error
     return request
 
 
@@ -70,7 +86,7 @@ def prompt_message(prompt: PromptLike) -> inference_pb2.Prompt:
     if isinstance(prompt, str):
         return inference_pb2.Prompt(text=checked_text("prompt.text", prompt))
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
-        raise _wrong("prompt", prompt, "must be text, a list of token ids, or chat messages")
+        raise wrong("prompt", prompt, "must be text, a list of token ids, or chat messages")
     if len(prompt) > 0 and isinstance(prompt[0], ChatMessage | Mapping):
         messages = [_chat_message(i, message) for i, message in enumerate(prompt)]
         return inference_pb2.Prompt(chat=inference_pb2.ChatPrompt(messages=messages))
@@ -88,10 +104,13 @@ def sampling_message(params: SamplingParams) -> sampling_pb2.SamplingParams:
         try:
             setattr(message, name, value)
         except (TypeError, ValueError) as error:
-            raise _wrong(f"sampling.{name}", value, str(error)) from error
-    stops = params.stop if params.stop is not None else ()
-    for i, stop in enumerate((stops,) if isinstance(stops, str) else stops):
-        message.stop.append(checked_text(f"sampling.stop[{i}]", stop))
+            raise wrong(f"sampling.{name}", value, str(error)) from error
+    message.stop.extend(_texts("sampling.stop", params.stop or ()))
+    message.bad_words.extend(_texts("sampling.bad_words", params.bad_words or ()))
+    if params.beam_search is not None:
+        message.beam_search.CopyFrom(_beam_message(params.beam_search))
+    if params.structured_output is not None:
+        message.structured_output.CopyFrom(structured_message(params.structured_output))
     message.stop_token_ids.extend(
         _token_ids("sampling.stop_token_ids", params.stop_token_ids or ())
     )
@@ -99,27 +118,32 @@ def sampling_message(params: SamplingParams) -> sampling_pb2.SamplingParams:
         try:
             message.logit_bias[token_id] = bias
         except (TypeError, ValueError) as error:
-            raise _wrong(f"sampling.logit_bias[{token_id!r}]", bias, str(error)) from error
+            raise wrong(f"sampling.logit_bias[{token_id!r}]", bias, str(error)) from error
     return message
 
 
-def checked_text(field: str, text: str) -> str:
-    """`text`, if UTF-8 can hold it. Raises InvalidRequest naming the field, the position and the fix if not."""
-    if not isinstance(text, str):
-        raise _wrong(field, text, "must be a str")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest.of(
-            FieldViolation(
-                field,
-                f"lone surrogate U+{ord(text[error.start]):04X} at position {error.start}; "
-                "it is half a character, often from bytes decoded with errors='surrogateescape': "
-                "decode them as UTF-8, or replace it, as "
-                "text.encode('utf-8', 'replace').decode() does",
-            )
-        ) from None
-    return text
+def _beam_message(beam: BeamSearch) -> sampling_pb2.BeamSearch:
+    message = sampling_pb2.BeamSearch()
+    for name in ("width", "length_penalty"):
+        value = getattr(beam, name)
+        try:
+            setattr(message, name, value)
+        except (TypeError, ValueError) as error:
+            raise wrong(f"sampling.beam_search.{name}", value, str(error)) from error
+    if beam.early_stopping not in _EARLY_STOPPING:
+        raise wrong(
+            "sampling.beam_search.early_stopping",
+            beam.early_stopping,
+            'must be False, True or "never"',
+        )
+    message.early_stopping = _EARLY_STOPPING[beam.early_stopping]
+    return message
+
+
+def _texts(field: str, texts: str | Sequence[str]) -> list[str]:
+    """A text alone is a sequence of one."""
+    together = (texts,) if isinstance(texts, str) else texts
+    return [checked_text(f"{field}[{i}]", text) for i, text in enumerate(together)]
 
 
 def _chat_message(
@@ -128,10 +152,10 @@ def _chat_message(
     field = f"prompt.chat.messages[{position}]"
     if isinstance(message, Mapping):
         if set(message) != {"role", "content"}:
-            raise _wrong(field, sorted(message), "needs exactly the keys 'role' and 'content'")
+            raise wrong(field, sorted(message), "needs exactly the keys 'role' and 'content'")
         message = ChatMessage(message["role"], message["content"])
     if not isinstance(message, ChatMessage):
-        raise _wrong(field, message, "must be a ChatMessage or a mapping with role and content")
+        raise wrong(field, message, "must be a ChatMessage or a mapping with role and content")
     return inference_pb2.ChatMessage(
         role=checked_text(f"{field}.role", message.role),
         content=checked_text(f"{field}.content", message.content),
@@ -144,15 +168,11 @@ def _token_ids(field: str, token_ids: Sequence[object]) -> list[int]:
         try:
             ids.append(index(token_id))  # type: ignore[arg-type]
         except TypeError as error:
-            raise _wrong(f"{field}[{position}]", token_id, "must be an integer") from error
+            raise wrong(f"{field}[{position}]", token_id, "must be an integer") from error
         if not 0 <= ids[-1] < 2**32:
-            raise _wrong(
+            raise wrong(
                 f"{field}[{position}]",
                 token_id,
                 "must be 0 or more and below the vocabulary's size",
             )
     return ids
-
-
-def _wrong(field: str, value: object, fix: str) -> InvalidRequest:
-    return InvalidRequest.of(FieldViolation(field, f"{value!a:.80}: {fix}"))

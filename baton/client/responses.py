@@ -18,7 +18,7 @@ from baton.client.results import (
     WorkerStatus,
 )
 from baton.errors import BatonError
-from baton.types import FinishReason
+from baton.types import FinishReason, TokenLogprobs
 from baton.v1 import inference_pb2
 from baton.wire import logprobs_from_proto
 
@@ -38,6 +38,9 @@ def chunk_of(response: inference_pb2.GenerateResponse) -> Chunk:
         timing=_timing(response.timing) if response.HasField("timing") else None,
         choice=response.choice,
         request_id=response.request_id,
+        score=response.score if response.HasField("score") else None,
+        prompt_token_ids=tuple(response.prompt_token_ids),
+        prompt_logprobs=tuple(map(logprobs_from_proto, response.prompt_logprobs)),
     )
 
 
@@ -73,6 +76,7 @@ class _Output:
     logprobs: list[Any] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop: str | int | None = None
+    score: float | None = None
 
 
 class StreamReader:
@@ -113,6 +117,8 @@ def completion_of(request_id: str, chunks: Iterable[Chunk]) -> Completion:
     """All pieces of an ended stream, put together."""
     outputs: dict[int, _Output] = {}
     usage, timing = Usage(), Timing()
+    prompt_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     for chunk in chunks:
         output = outputs.setdefault(chunk.choice, _Output())
         output.token_ids += chunk.token_ids
@@ -120,6 +126,9 @@ def completion_of(request_id: str, chunks: Iterable[Chunk]) -> Completion:
         output.logprobs += chunk.logprobs
         output.finish_reason = chunk.finish_reason
         output.stop = chunk.stop
+        output.score = chunk.score
+        prompt_token_ids = chunk.prompt_token_ids or prompt_token_ids
+        prompt_logprobs = chunk.prompt_logprobs or prompt_logprobs
         usage, timing = chunk.usage or usage, chunk.timing or timing
     choices = tuple(
         Choice(
@@ -129,10 +138,11 @@ def completion_of(request_id: str, chunks: Iterable[Chunk]) -> Completion:
             logprobs=tuple(output.logprobs),
             finish_reason=output.finish_reason or FinishReason.NONE,
             stop=output.stop,
+            score=output.score,
         )
         for position, output in sorted(outputs.items())
     )
-    return Completion(request_id, choices, usage, timing)
+    return Completion(request_id, choices, usage, timing, prompt_token_ids, prompt_logprobs)
 
 
 def _finish_reason(value: int) -> FinishReason | None:

@@ -25,6 +25,10 @@ class Usage:
     """Prompt tokens whose KV the prefill worker had cached."""
     decode_cached_tokens: int = 0
     """Prompt tokens whose KV the decode worker already held, so that they were not sent."""
+    draft_tokens: int = 0
+    """Tokens that speculation proposed, over all choices."""
+    accepted_tokens: int = 0
+    """How many of them the model confirmed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,12 @@ class Chunk:
     """Set in the stream's last piece."""
     choice: int = 0
     request_id: str = ""
+    score: float | None = None
+    """Set in a choice's last piece: a beam's score, or with best_of the mean log probability that chose it."""
+    prompt_token_ids: tuple[int, ...] = ()
+    """With echo, in each choice's first piece, whose text begins with the prompt's."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """If asked for, in the first piece of choice 0: one entry per token of the prompt but the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +102,7 @@ class Choice:
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason
     stop: str | int | None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +113,10 @@ class Completion:
     choices: tuple[Choice, ...]
     usage: Usage
     timing: Timing
+    prompt_token_ids: tuple[int, ...] = ()
+    """With echo."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """If asked for, one entry per token of the prompt but the first."""
 
     @property
     def text(self) -> str:
@@ -141,6 +156,7 @@ class WorkerStatus:
     num_blocks: int
     block_size: int
     num_in_flight: int
+    local_prefill_threshold: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,9 @@ from typing import TypeAlias
 
 import grpc
 
+from baton.client.trace_context import current_trace
 from baton.errors import BatonError, FieldViolation, InvalidRequest, RetriableError
+from baton.redaction import redacted
 from baton.rpc.status import REQUEST_ID_KEY, from_rpc_error
 
 MetadataLike: TypeAlias = Mapping[str, str] | Iterable[tuple[str, str]]
@@ -44,7 +46,7 @@ class Settings:
         if max_retries < 0:
             raise _wrong("max_retries", f"{max_retries}: must be 0 or more")
         if not (_ADDRESS.fullmatch(address) or address.startswith("unix:")):
-            raise _wrong("address", f"{address!a:.80}: must be host:port, e.g. {DEFAULT_ADDRESS}")
+            raise _wrong("address", f"{redacted(address)!a:.80}: must be host:port, e.g. {DEFAULT_ADDRESS}")
         return cls(address, _timeout(timeout_s), checked_metadata(metadata), max_retries)
 
     def timeout_or(self, timeout_s: float | None) -> float:
@@ -52,8 +54,13 @@ class Settings:
         return self.timeout_s if timeout_s is None else _timeout(timeout_s)
 
     def call_metadata(self, request_id: str) -> Metadata:
-        """What a call sends. Raises InvalidRequest for a request id that no header can carry."""
-        return checked_metadata((*self.metadata, (REQUEST_ID_KEY, request_id)))
+        """What a call sends: the client's metadata, the request id, and the caller's trace unless the metadata name one.
+
+        Raises InvalidRequest for a request id that no header can carry.
+        """
+        has_trace = any(key == "traceparent" for key, _ in self.metadata)
+        trace = () if has_trace else current_trace()
+        return checked_metadata((*self.metadata, *trace, (REQUEST_ID_KEY, request_id)))
 
     def error_of(self, error: grpc.RpcError, request_id: str) -> BatonError:
         """The typed error of a failed call."""

@@ -239,7 +239,37 @@ class PrefillOptions(WorkerOptions):
     tier: ClassVar[Tier] = Tier.PREFILL
 
 
-class DecodeTierOptions(Options):
+class SpeculationOptions(Options):
+    """How decode workers guess tokens ahead, to confirm several in one step."""
+
+    speculative_method: Literal["none", "ngram", "draft"] = "ngram"
+    """ngram drafts what followed the last tokens where they occurred before; draft asks --speculative-model; none drafts nothing.
+    The tokens of an answer are the same with each."""
+    speculative_model: NonEmpty | None = None
+    """Draft model, with MODEL's tokenizer: a local directory, or a Hugging Face Hub id."""
+    num_speculative_tokens: Count = 8
+    """Most tokens drafted for a sequence in one step; fewer where they are not worth their time."""
+    prompt_lookup_min: Count = 2
+    """Tokens in a row that must have occurred before, at least, for ngram to draft."""
+    prompt_lookup_max: Count = 5
+    """Tokens in a row from which ngram compares no further."""
+
+    @model_validator(mode="after")
+    def _check_speculation(self) -> Self:
+        if self.prompt_lookup_max < self.prompt_lookup_min:
+            raise ValueError(
+                f"--prompt-lookup-max={self.prompt_lookup_max}: is less than "
+                f"--prompt-lookup-min={self.prompt_lookup_min}; give at least as much"
+            )
+        if (self.speculative_method == "draft") != (self.speculative_model is not None):
+            raise ValueError(
+                f"--speculative-model={self.speculative_model}: goes with "
+                "--speculative-method=draft; give both or neither"
+            )
+        return self
+
+
+class DecodeTierOptions(SpeculationOptions):
     """How decode workers treat their sequences."""
 
     max_local_prefill_tokens: Annotated[int, Field(ge=0)] | None = None

@@ -24,7 +24,8 @@ class SampleRow:
     token_ids, num_prompt_tokens: the sequence up to and with that token, for penalties; output follows the prompt.
     The random number is keyed by (sampling.seed, number of output tokens so far, choice).
     allowed: bit t % 8 of byte t // 8 tells whether token t may be chosen; None allows all. At least one is allowed.
-    scored_token_id: if set, nothing is drawn: the sample is this token, with sampling.prompt_logprobs alternatives.
+    scored_token_id: if set, nothing is drawn: the sample is this token, with sampling.prompt_logprobs alternatives, and
+    token_ids may be empty.
     In a beam search (sampling.beam), the sample is the likeliest allowed token, and its logprobs.top are the likeliest
     allowed ones with their log probabilities, as many as baton.sampling.beam_search.num_candidates says.
     """

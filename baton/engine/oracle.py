@@ -136,16 +136,20 @@ def oracle_tokens(
 
 
 def oracle_beams(
-    prompt: Sequence[int], sampling: Sampling, vocab_size: int
+    prompt: Sequence[int],
+    sampling: Sampling,
+    vocab_size: int,
+    allowed: Callable[[Sequence[int]], bytes | None] | None = None,
 ) -> tuple[Hypothesis, ...]:
-    """What a whole, undisturbed beam search finds on any oracle engine of default shape."""
+    """What a whole, undisturbed beam search finds on any oracle engine of default shape. allowed: as of oracle_tokens."""
     engine = _undisturbed(vocab_size)
     search = BeamSearch(sampling, len(prompt), _REFERENCE_LEN)
     beams: list[list[int]] = [list(prompt)]
     while True:
         offered = []
         for token_ids in beams:
-            row = SampleRow(len(token_ids) - 1, sampling, token_ids, len(prompt))
+            mask = allowed(token_ids[len(prompt) :]) if allowed else None
+            row = SampleRow(len(token_ids) - 1, sampling, token_ids, len(prompt), allowed=mask)
             ((one,),) = engine.forward(Batch((SequenceSlice(token_ids, 0, [0], (row,)),)))
             offered.append(one.logprobs.top if one.logprobs else ())
         step = search.step(offered)

@@ -1,23 +1,24 @@
 """An engine over torch: a model's parameters, its KV pool, and one forward for prefill, decode and verification.
 
 Numerics. A sequence's tokens come from its own rows alone: linear layers, norms and the sampler work row by row, and attention
-reads only the sequence's own KV. The batch mix, chunking and block size still change the order in which a matrix product or
-a softmax sums, so that logits differ by rounding: about 1e-6 of their size in float32, about 1e-2 in bfloat16. Greedy
-outputs are therefore the same but where two logits are closer than that.
-On a CPU with AVX-512 bf16 and without a sliding window, bfloat16 KV was bit for bit the same for every chunking tried
-(2026-11-20, torch 2.13, one and two threads): attention pads keys and query rows to that end. float32 was not.
+reads only the sequence's own KV.
+With the native CPU kernels (baton_kernels.cpu: AVX-512 with BF16 and VNNI, float32 and bfloat16) every sum has one order, so
+that KV and logits are bit for bit the same whatever the batch mix, chunking, block size and number of threads.
+With torch's operations the batch mix and chunking change the order in which a matrix product or a softmax sums, so that
+logits differ by rounding: about 1e-6 of their size in float32, about 1e-2 in bfloat16. Greedy outputs are therefore the same
+but where two logits are closer than that.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from baton.engine.interface import Batch, EngineSpec, LayersDone
+from baton.engine.interface import Batch, EngineSpec, LayersDone, SampleRow
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.engine.torch_step import check_batch, fault, pack_batch, sample_rows
 from baton.errors import ConfigError
@@ -26,17 +27,19 @@ from baton.model.config import DTYPES, ModelConfig, read_config
 from baton.model.decoder import Decoder
 from baton.model.host_memory import available_memory_bytes
 from baton.model.memory_plan import MemoryPlan, plan_memory
-from baton.model.parameters import Parameters, empty_parameters
+from baton.model.packed import PackedParameters, pack_parameters
+from baton.model.parameters import empty_parameters
 from baton.model.rope import Rope, make_rope
-from baton.model.weights import (
-    ProgressHook,
-    load_weights,
-    terminal_progress,
-)
-from baton.sampling.sampler import broken_rows, sample
+from baton.model.weights import Loaded, ProgressHook, load_weights, terminal_progress
+from baton.quantization.weight import QuantizedWeight
+from baton.sampling.sampler import NothingAllowedError, broken_rows, sample
 from baton.types import KvLayout, Sample
+from baton_kernels.linear import keeps_levels
 
 _log = logging.getLogger(__name__)
+
+#: Rows of a prompt that are scored at once: each takes vocab_size * 4 bytes, a few times over.
+NUM_SCORED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,36 +80,57 @@ class TorchEngine:
     ) -> tuple[tuple[Sample, ...], ...]:
         """See Engine.forward. Raises EngineFault whose metadata["slices"] lists, separated by commas, the indices of the
         slices at fault: a batch without them runs."""
+        rows, _, owners = sample_rows(batch)
+        samples: dict[int, Sample] = {}
         with torch.inference_mode():
-            logits = self.logits(batch, layers_done)
-            rows, _, owners = sample_rows(batch)
-            if broken := broken_rows(logits):
-                raise fault("the model's output is not finite", [owners[i] for i in broken])
-            samples = sample(logits, rows) if rows else []
+            states = self._run(batch, layers_done)
+            for group in _row_groups(rows):
+                some = states if len(group) == len(rows) else states[group]
+                logits = self._model.decoder.logits(some)
+                if broken := broken_rows(logits):
+                    told = "the model's output is not finite"
+                    raise fault(told, [owners[group[i]] for i in broken])
+                try:
+                    found = sample(logits, [rows[i] for i in group])
+                except NothingAllowedError as error:
+                    raise fault(str(error), [owners[group[i]] for i in error.rows]) from None
+                samples.update(zip(group, found, strict=True))
         split: list[list[Sample]] = [[] for _ in batch.slices]
-        for owner, one in zip(owners, samples, strict=True):
-            split[owner].append(one)
+        for index, owner in enumerate(owners):
+            split[owner].append(samples[index])
         return tuple(map(tuple, split))
 
     def logits(self, batch: Batch, layers_done: LayersDone | None = None) -> torch.Tensor:
         """Write the new tokens' KV; returns the logits of all sample rows, slice by slice, [rows, vocab] float32."""
+        with torch.inference_mode():
+            return self._model.decoder.logits(self._run(batch, layers_done))
+
+    def _run(self, batch: Batch, layers_done: LayersDone | None) -> torch.Tensor:
+        """Write the new tokens' KV; returns the states of all sample rows, slice by slice, [rows, hidden]."""
         spec, model = self._spec, self._model
         check_batch(
             batch, spec.layout.block_size, spec.num_blocks, spec.vocab_size, spec.max_model_len
         )
         if not batch.slices:
-            return torch.empty(0, spec.vocab_size)
-        with torch.inference_mode():
-            packed = pack_batch(batch, model.config, model.rope, self._kv.tensor)
-            done = (
-                _in_groups(layers_done, model.config.num_layers, self._layer_group_size)
-                if layers_done
-                else None
-            )
-            hidden = model.decoder.forward(packed, self._kv.tensor, done)
-            _, packed_rows, _ = sample_rows(batch)
-            index = torch.tensor(packed_rows, dtype=torch.int64, device=hidden.device)
-            return model.decoder.logits(hidden[index])
+            return torch.empty(0, model.config.hidden_size)
+        packed = pack_batch(batch, model.config, model.rope, self._kv.tensor)
+        done = (
+            _in_groups(layers_done, model.config.num_layers, self._layer_group_size)
+            if layers_done
+            else None
+        )
+        return model.decoder.forward(packed, self._kv.tensor, done)
+
+
+def _row_groups(rows: Sequence[SampleRow]) -> Iterator[list[int]]:
+    """Indices of rows whose logits are held at once: those that draw, of which there are as many as sequences, all
+    together; those that score a prompt, of which there are as many as tokens, some at a time."""
+    drawn = [i for i, row in enumerate(rows) if row.scored_token_id is None]
+    scored = [i for i, row in enumerate(rows) if row.scored_token_id is not None]
+    if drawn:
+        yield drawn
+    for first in range(0, len(scored), NUM_SCORED_ROWS):
+        yield scored[first : first + NUM_SCORED_ROWS]
 
 
 def _in_groups(layers_done: LayersDone, num_layers: int, size: int) -> Callable[[int], None]:
@@ -164,6 +188,7 @@ def load_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         available_bytes=int(_available_bytes(where) * memory_share),
+        keeps_levels=_keeps_levels(config, getattr(torch, name), where),
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         num_blocks=num_blocks,
     )
@@ -175,9 +200,8 @@ def load_engine(
             "kv_cache_memory_bytes or gpu_memory_utilization",
         )
     (on_plan or _log_plan)(plan)
-    parameters = empty_parameters(config, getattr(torch, name), where)
     with naming_model(model):
-        digest = _load(folder, parameters, progress)
+        parameters, digest = _load(folder, config, getattr(torch, name), where, progress)
     layout = KvLayout(
         fingerprint=f"{digest}:{config.kv_digest}",
         num_layers=config.num_layers,
@@ -199,11 +223,36 @@ def load_engine(
     return TorchEngine(spec, config, Decoder(config, parameters), rope, pool, layer_group_size)
 
 
-def _load(folder: Path, parameters: Parameters, progress: ProgressHook | None) -> str:
+def _keeps_levels(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the checkpoint's linear layers run as the levels that it has."""
+    stored = config.quantization
+    if stored is None or stored.kind != "int":
+        return False
+    return keeps_levels(device, dtype, stored.bits, stored.group_size or config.hidden_size)
+
+
+def _load(
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: ProgressHook | None,
+) -> tuple[PackedParameters, str]:
+    """The parameters, ready to run, and the digest of the checkpoint's."""
+    parameters = empty_parameters(config, dtype, device)
+
+    def keeps(weight: QuantizedWeight) -> bool:
+        return keeps_levels(device, dtype, weight.bits, weight.group_size)
+
+    def load(hook: ProgressHook) -> Loaded:
+        return load_weights(folder, parameters, hook, config.quantization, keeps)
+
     if progress is not None:
-        return load_weights(folder, parameters, progress)
-    with terminal_progress() as show:
-        return load_weights(folder, parameters, show)
+        loaded = load(progress)
+    else:
+        with terminal_progress() as show:
+            loaded = load(show)
+    return pack_parameters(parameters, loaded.quantized), loaded.digest
 
 
 def _log_plan(plan: MemoryPlan) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 import torch
@@ -12,7 +13,7 @@ from baton.errors import EngineFault
 from baton.model.config import ModelConfig
 from baton.model.decoder import PackedBatch
 from baton.model.rope import Rope
-from baton.sampling.sampler import names_unknown_token
+from baton.sampling.edits import names_unknown_token
 from baton_kernels.kv_write import slot_rows
 from baton_kernels.paged_attention import AttentionSlice, plan_attention
 
@@ -49,6 +50,16 @@ def _wrong(
         return f"a block id is not in [0, {num_blocks})"
     if min(part.token_ids) < 0 or max(part.token_ids) >= vocab_size:
         return f"a token id is not in [0, {vocab_size})"
+    return _wrong_rows(part, vocab_size)
+
+
+def _wrong_rows(part: SequenceSlice, vocab_size: int) -> str:
+    # Rows of one sequence share their sampling, and a prompt may have one for each of its tokens.
+    samplings = {id(row.sampling): row.sampling for row in part.rows}.values()
+    if any(names_unknown_token(sampling, vocab_size) for sampling in samplings):
+        return (
+            f"logit_bias, stop_token_ids or bad_words name a token that is not in [0, {vocab_size})"
+        )
     return next(
         (text for row in part.rows if (text := _wrong_row(row, len(part.token_ids), vocab_size))),
         "",
@@ -58,17 +69,18 @@ def _wrong(
 def _wrong_row(row: SampleRow, num_tokens: int, vocab_size: int) -> str:
     if not 0 <= row.offset < num_tokens:
         return "a sample row points outside its slice"
-    if names_unknown_token(row.sampling, vocab_size):
-        return f"logit_bias or stop_token_ids name a token that is not in [0, {vocab_size})"
+    if row.scored_token_id is not None and not 0 <= row.scored_token_id < vocab_size:
+        return f"a scored token id is not in [0, {vocab_size})"
     return ""
 
 
 def pack_batch(batch: Batch, config: ModelConfig, rope: Rope, pool: torch.Tensor) -> PackedBatch:
     """The metadata of one step over `pool`, on its device."""
     device, block_size = pool.device, pool.shape[4]
-    token_ids = torch.tensor(list(chain.from_iterable(s.token_ids for s in batch.slices)))
-    positions = torch.cat([torch.arange(s.start, s.start + len(s.token_ids)) for s in batch.slices])
-    slots = torch.cat([_slots(s, block_size) for s in batch.slices])
+    token_ids = _tensor(chain.from_iterable(s.token_ids for s in batch.slices))
+    ranges = [range(s.start, s.start + len(s.token_ids)) for s in batch.slices]
+    positions = _tensor(chain.from_iterable(ranges))
+    slots = _tensor(chain.from_iterable(_slots(s, block_size) for s in batch.slices))
     lengths = _rope_lengths(batch, positions) if rope.is_dynamic else positions
     cos, sin = rope.tables(positions.to(device), lengths.to(device), pool.dtype)
     parts = _attention_slices(batch)
@@ -76,7 +88,22 @@ def pack_batch(batch: Batch, config: ModelConfig, rope: Rope, pool: torch.Tensor
         window: plan_attention(parts, pool, config.num_heads, config.head_dim**-0.5, window)
         for window in set(config.windows)
     }
-    return PackedBatch(token_ids.to(device), cos, sin, slot_rows(slots.to(device), pool), plans)
+    return PackedBatch(
+        token_ids.to(device),
+        cos,
+        sin,
+        slot_rows(slots.to(device), pool),
+        plans,
+        _sampled(batch, device),
+    )
+
+
+def _sampled(batch: Batch, device: torch.device) -> torch.Tensor | None:
+    """See PackedBatch.sampled."""
+    _, packed_rows, _ = sample_rows(batch)
+    if packed_rows == list(range(batch.num_tokens)):
+        return None
+    return torch.tensor(packed_rows, dtype=torch.int64, device=device)
 
 
 def sample_rows(batch: Batch) -> tuple[list[SampleRow], list[int], list[int]]:
@@ -93,13 +120,20 @@ def sample_rows(batch: Batch) -> tuple[list[SampleRow], list[int], list[int]]:
     return rows, packed, owners
 
 
-def _slots(part: SequenceSlice, block_size: int) -> torch.Tensor:
+def _tensor(numbers: Iterable[int]) -> torch.Tensor:
+    """int64; far quicker than torch's own way through a list."""
+    return torch.frombuffer(array("q", numbers), dtype=torch.int64)
+
+
+def _slots(part: SequenceSlice, block_size: int) -> Iterator[int]:
     """block * block_size + offset of each new token."""
-    positions = torch.arange(part.start, part.start + len(part.token_ids))
-    first = part.start // block_size
-    end = -(-(part.start + len(part.token_ids)) // block_size)
-    table = torch.tensor(list(part.block_table[first:end]))
-    return table[positions // block_size - first] * block_size + positions % block_size
+    position, end = part.start, part.start + len(part.token_ids)
+    while position < end:
+        index, offset = divmod(position, block_size)
+        count = min(block_size - offset, end - position)
+        first = part.block_table[index] * block_size + offset
+        yield from range(first, first + count)
+        position += count
 
 
 def _rope_lengths(batch: Batch, positions: torch.Tensor) -> torch.Tensor:

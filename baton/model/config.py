@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import ModelError, UnsupportedModel
+from baton.quantization.config import QuantizationConfig, parse_quantization
 
 #: Families by model_type: the config class of transformers, which knows the defaults of each.
 FAMILIES: Mapping[str, str] = {
@@ -59,6 +60,7 @@ class ModelConfig:
     has_qk_norm: bool
     is_tied: bool
     dtype: str
+    quantization: QuantizationConfig | None = None
 
     @property
     def derived_max_len(self) -> int:
@@ -97,7 +99,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     """The config that a config.json holds as an object. Raises UnsupportedModel."""
     family = _family(raw)
     config = _transformers_config(family, raw)
-    _refuse_unknown_settings(config, raw)
+    _refuse_unknown_settings(config)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     if heads % kv_heads or head_dim % 2:
@@ -125,6 +127,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         has_qk_norm=family == "qwen3",
         is_tied=bool(config.tie_word_embeddings),
         dtype=_dtype(raw),
+        quantization=parse_quantization(raw.get("quantization_config")),
     )
 
 
@@ -156,13 +159,7 @@ def _transformers_config(family: str, raw: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _refuse_unknown_settings(config: Any, raw: Mapping[str, Any]) -> None:
-    if raw.get("quantization_config"):
-        method = dict(raw["quantization_config"]).get("quant_method", "unknown")
-        raise UnsupportedModel(
-            f"quantization_config.quant_method={method}: quantised weights are not read yet; "
-            "use the unquantised checkpoint"
-        )
+def _refuse_unknown_settings(config: Any) -> None:
     if config.hidden_act != "silu":
         raise UnsupportedModel(f"hidden_act={config.hidden_act!r}: only 'silu' is known")
 

@@ -74,15 +74,34 @@ def format_bytes(num_bytes: int) -> str:
     return f"{size:.4g} GiB"
 
 
+def num_linear_weights(config: ModelConfig) -> int:
+    """Weights of the decoder layers' linear layers: those that quantisation makes smaller."""
+    hidden, dim = config.hidden_size, config.head_dim
+    q, kv = config.num_heads * dim, config.num_kv_heads * dim
+    layer = hidden * (q + 2 * kv) + q * hidden + 3 * hidden * config.intermediate_size
+    return config.num_layers * layer
+
+
 def num_parameters(config: ModelConfig) -> int:
     """Numbers in the checkpoint, tied embeddings counted once."""
     hidden, inter, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * dim, config.num_kv_heads * dim
-    layer = hidden * (q + 2 * kv) + q * hidden + 3 * hidden * inter + 2 * hidden
+    layer = 2 * hidden
     layer += (q + 2 * kv) * config.has_qkv_bias + hidden * config.has_output_bias
     layer += (2 * inter + hidden) * config.has_mlp_bias + 2 * dim * config.has_qk_norm
     embeddings = config.vocab_size * hidden * (1 if config.is_tied else 2)
-    return config.num_layers * layer + embeddings + hidden
+    return num_linear_weights(config) + config.num_layers * layer + embeddings + hidden
+
+
+def weight_bytes(config: ModelConfig, dtype: str, keeps_levels: bool) -> int:
+    """What the weights take once they are packed; where embeddings are tied, the output layer has a copy of its own.
+
+    keeps_levels: quantised layers are not dequantised. Each level takes a byte while they are loaded, whatever its bits.
+    """
+    size = DTYPE_BYTES[dtype]
+    head = config.vocab_size * config.hidden_size if config.is_tied else 0
+    saved = num_linear_weights(config) * (size - 1) if keeps_levels else 0
+    return (num_parameters(config) + head) * size - saved
 
 
 def activation_bytes(
@@ -109,6 +128,7 @@ def plan_memory(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     available_bytes: int,
+    keeps_levels: bool = False,
     kv_cache_memory_bytes: int | None = None,
     num_blocks: int | None = None,
 ) -> MemoryPlan:
@@ -117,7 +137,7 @@ def plan_memory(
 
     Raises ConfigError if that is not even one block, or the weights do not fit.
     """
-    weights = num_parameters(config) * DTYPE_BYTES[dtype]
+    weights = weight_bytes(config, dtype, keeps_levels)
     active = activation_bytes(config, dtype, max_num_batched_tokens, max_num_seqs, max_model_len)
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * DTYPE_BYTES[dtype]
     block_bytes = per_token * block_size

@@ -1,8 +1,8 @@
-"""A decoder's parameters, fused as the forward wants them, and where each tensor of a checkpoint goes."""
+"""A decoder's parameters, fused as the forward wants them, before they are packed, and where each tensor of a checkpoint goes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,20 @@ class Linear:
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+
+
+#: The linear layers of a checkpoint that each of a decoder layer's fused ones is made of, from the top.
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+
+
+def layer_name(index: int, part: str) -> str:
+    """The name in a checkpoint of a part of decoder layer `index`."""
+    return f"model.layers.{index}.{part}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +48,13 @@ class LayerParameters:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """All parameters. lm_head [vocab, hidden] is embeddings itself where they are tied."""
+    """All parameters. lm_head [vocab, hidden] is embeddings itself where they are tied.
+
+    layers: a list, because packing takes them out of it one by one.
+    """
 
     embeddings: torch.Tensor
-    layers: tuple[LayerParameters, ...]
+    layers: list[LayerParameters]
     norm: torch.Tensor
     lm_head: torch.Tensor
     is_tied: bool
@@ -50,7 +67,13 @@ class Parameters:
             yield "lm_head.weight", self.lm_head
         for index, layer in enumerate(self.layers):
             for name, tensor in _layer_targets(layer):
-                yield f"model.layers.{index}.{name}", tensor
+                yield layer_name(index, name), tensor
+
+    def linear_names(self) -> frozenset[str]:
+        """The linear layers of the checkpoint, by name."""
+        parts = [part for names in PARTS.values() for part in names]
+        names = {layer_name(i, part) for i in range(len(self.layers)) for part in parts}
+        return frozenset(names if self.is_tied else names | {"lm_head"})
 
 
 def empty_parameters(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Parameters:
@@ -64,7 +87,7 @@ def empty_parameters(config: ModelConfig, dtype: torch.dtype, device: torch.devi
 
     hidden, dim = config.hidden_size, config.head_dim
     num_q, num_kv = config.num_heads * dim, config.num_kv_heads * dim
-    layers = tuple(
+    layers = [
         LayerParameters(
             input_norm=empty(hidden),
             qkv=linear(num_q + 2 * num_kv, hidden, config.has_qkv_bias),
@@ -76,7 +99,7 @@ def empty_parameters(config: ModelConfig, dtype: torch.dtype, device: torch.devi
             down=linear(hidden, config.intermediate_size, config.has_mlp_bias),
         )
         for _ in range(config.num_layers)
-    )
+    ]
     embeddings = empty(config.vocab_size, hidden)
     lm_head = embeddings if config.is_tied else empty(config.vocab_size, hidden)
     return Parameters(embeddings, layers, empty(hidden), lm_head, config.is_tied)
@@ -88,11 +111,10 @@ def _layer_targets(layer: LayerParameters) -> Iterator[tuple[str, torch.Tensor]]
     num_q = layer.output.weight.shape[1]
     num_kv = (layer.qkv.weight.shape[0] - num_q) // 2
     num_inter = layer.down.weight.shape[1]
-    attention = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    yield from _split(layer.qkv, attention, (num_q, num_kv, num_kv))
-    yield from _split(layer.output, ("self_attn.o_proj",), (layer.output.weight.shape[0],))
-    yield from _split(layer.gate_up, ("mlp.gate_proj", "mlp.up_proj"), (num_inter, num_inter))
-    yield from _split(layer.down, ("mlp.down_proj",), (layer.down.weight.shape[0],))
+    yield from _split(layer.qkv, PARTS["qkv"], (num_q, num_kv, num_kv))
+    yield from _split(layer.output, PARTS["output"], (layer.output.weight.shape[0],))
+    yield from _split(layer.gate_up, PARTS["gate_up"], (num_inter, num_inter))
+    yield from _split(layer.down, PARTS["down"], (layer.down.weight.shape[0],))
     if layer.q_norm is not None and layer.k_norm is not None:
         yield "self_attn.q_norm.weight", layer.q_norm
         yield "self_attn.k_norm.weight", layer.k_norm

@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ from baton.errors import MissingTensor, ModelError, TensorMismatch
 from baton.model.checkpoint import find_shards
 from baton.model.memory_plan import format_bytes
 from baton.model.parameters import Parameters
+from baton.quantization.config import QuantizationConfig
+from baton.quantization.pending import PendingLayers
+from baton.quantization.weight import QuantizedWeight
 
 _log = logging.getLogger(__name__)
 
@@ -39,27 +43,36 @@ class ShardProgress:
 ProgressHook = Callable[[ShardProgress], None]
 
 
-def load_weights(folder: Path, parameters: Parameters, progress: ProgressHook | None = None) -> str:
-    """Fill `parameters` from `folder`; returns a digest of every tensor read, by name, type and bytes.
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """digest: of every tensor read, by name, type and bytes. quantized: by layer, weights that were kept as levels."""
+
+    digest: str
+    quantized: dict[str, QuantizedWeight]
+
+
+def load_weights(
+    folder: Path,
+    parameters: Parameters,
+    progress: ProgressHook | None = None,
+    quantization: QuantizationConfig | None = None,
+    keeps: Callable[[QuantizedWeight], bool] = lambda _: False,
+) -> Loaded:
+    """Fill `parameters` from `folder`. Quantised weights go there dequantised, but for those that `keeps` wants as they are.
 
     Raises MissingTensor, TensorMismatch, UnsafeCheckpoint, ModelError.
     """
-    targets = dict(parameters.targets())
+    filling = _Filling(parameters, quantization, keeps)
     shards = find_shards(folder)
-    digests: dict[str, str] = {}
     for index, path in enumerate(shards):
         size = path.stat().st_size
         done = 0
         try:
             with safe_open(path, framework="pt", device="cpu") as shard:
                 for name in sorted(shard.keys()):
-                    target = _target_of(name, targets, path, parameters.is_tied)
-                    if target is None:
-                        continue
                     tensor = shard.get_tensor(name)
-                    _check(name, tensor, target, path)
-                    target.copy_(tensor)
-                    digests[name] = _digest(tensor)
+                    if not filling.take(name, tensor, path):
+                        continue
                     done += tensor.nbytes
                     if progress:
                         progress(ShardProgress(path.name, index, len(shards), done, size))
@@ -69,11 +82,72 @@ def load_weights(folder: Path, parameters: Parameters, progress: ProgressHook | 
             ) from error
         if progress:
             progress(ShardProgress(path.name, index, len(shards), size, size))
-    _refuse_missing(folder, targets, digests)
-    total = xxhash.xxh3_128()
-    for name in sorted(digests):
-        total.update(f"{name}={digests[name]};".encode())
-    return total.hexdigest()
+    return filling.finish(folder)
+
+
+class _Filling:
+    """Where a checkpoint's tensors go, and which have come."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        quantization: QuantizationConfig | None,
+        keeps: Callable[[QuantizedWeight], bool],
+    ) -> None:
+        self._targets = dict(parameters.targets())
+        self._is_tied = parameters.is_tied
+        self._keeps = keeps
+        self._pending = None
+        if quantization is not None:
+            self._pending = PendingLayers(quantization, parameters.linear_names())
+        self._filled: set[str] = set()
+        self._digests: dict[str, str] = {}
+        self._quantized: dict[str, QuantizedWeight] = {}
+
+    def take(self, name: str, tensor: torch.Tensor, path: Path) -> bool:
+        """False for a tensor that is rightly not read."""
+        if self._pending is not None and self._pending.takes(name, tensor.dtype):
+            try:
+                whole = self._pending.add(name, tensor)
+            except (ValueError, RuntimeError, IndexError) as error:
+                raise TensorMismatch(
+                    f"{path.name}: {name!r} does not fit quantization_config: {error}"
+                ) from error
+            if whole is not None:
+                self._put(*whole, path)
+        else:
+            target = _target_of(name, self._targets, path, self._is_tied)
+            if target is None:
+                return False
+            _check(name, tensor, target, path)
+            target.copy_(tensor)
+            self._filled.add(name)
+        self._digests[name] = _digest(tensor)
+        return True
+
+    def _put(self, layer: str, weight: QuantizedWeight | torch.Tensor, path: Path) -> None:
+        name = f"{layer}.weight"
+        target = self._targets[name]
+        if weight.shape != target.shape:
+            raise _wrong_shape(name, weight.shape, target, path)
+        if isinstance(weight, QuantizedWeight) and self._keeps(weight):
+            self._quantized[layer] = weight
+        else:
+            target.copy_(weight.dequantize() if isinstance(weight, QuantizedWeight) else weight)
+        self._filled.add(name)
+
+    def finish(self, folder: Path) -> Loaded:
+        """Once all tensors have come. Raises MissingTensor."""
+        if self._pending is not None and (parts := self._pending.missing()):
+            layer = min(parts)
+            raise MissingTensor(
+                f"{folder}: {len(parts)} quantised layers lack tensors, the first {layer!r}: {', '.join(parts[layer])}"
+            )
+        _refuse_missing(folder, self._targets, self._filled)
+        total = xxhash.xxh3_128()
+        for name in sorted(self._digests):
+            total.update(f"{name}={self._digests[name]};".encode())
+        return Loaded(total.hexdigest(), self._quantized)
 
 
 def _target_of(
@@ -91,18 +165,22 @@ def _target_of(
 
 def _check(name: str, tensor: torch.Tensor, target: torch.Tensor, path: Path) -> None:
     if tensor.shape != target.shape:
-        raise TensorMismatch(
-            f"{path.name}: tensor {name!r} is {list(tensor.shape)}, but config.json makes it {list(target.shape)}; "
-            "the config and the weights must be of one model"
-        )
+        raise _wrong_shape(name, tensor.shape, target, path)
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TensorMismatch(
             f"{path.name}: tensor {name!r} is of {tensor.dtype}; float32, bfloat16 and float16 are read"
         )
 
 
+def _wrong_shape(name: str, found: torch.Size, target: torch.Tensor, path: Path) -> TensorMismatch:
+    return TensorMismatch(
+        f"{path.name}: tensor {name!r} is {list(found)}, but config.json makes it {list(target.shape)}; "
+        "the config and the weights must be of one model"
+    )
+
+
 def _refuse_missing(
-    folder: Path, targets: Mapping[str, torch.Tensor], found: Mapping[str, str]
+    folder: Path, targets: Mapping[str, torch.Tensor], found: AbstractSet[str]
 ) -> None:
     missing = [name for name in targets if name not in found]
     if missing:
@@ -114,7 +192,7 @@ def _refuse_missing(
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    data = tensor.contiguous().view(torch.uint8).numpy().data
+    data = tensor.contiguous().flatten().view(torch.uint8).numpy().data
     return f"{tensor.dtype}{list(tensor.shape)}{xxhash.xxh3_128_hexdigest(data)}"
 
 

@@ -11,7 +11,6 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
-from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -19,6 +18,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from baton.errors import ConfigError
+from baton.redaction import redacted
 from baton.registry.interface import Change
 from baton.registry.registration import Registration, from_json, to_json
 from baton.registry.view import View, changes_between
@@ -66,9 +66,10 @@ class RedisRegistry:
         """Kept only from one operation that went well to the next."""
         try:
             self._new_client()
-        except (ValueError, RedisError) as error:
-            fix = f"give redis://host:port/db ({error})"
-            raise ConfigError.of("--registry", redacted(url), fix) from None
+        except (ValueError, RedisError):
+            # What they say repeats parts of the URL, and not always those that they mean.
+            fix = "give redis://host:port/db, special characters of a password as %XX"
+            raise ConfigError.of("--registry", url, fix) from None
 
     async def changes(self) -> AsyncGenerator[Change, None]:
         """See Registry. Looks at the list again every period."""
@@ -181,12 +182,6 @@ class _Outage:
         if self._is_out:
             _log.info("registry %s can be used again", self._where)
         self._is_out = False
-
-
-def redacted(url: str) -> str:
-    """The URL as it may be shown: without user and password."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 async def _close(client: Redis) -> None:

@@ -1,7 +1,7 @@
 """What a request may do to the model's logits before a token is chosen.
 
 Order, as in transformers: logit_bias, repetition penalty (prompt and output), presence and frequency (output), bad words
-(looked for in prompt and output), min_tokens, allowed tokens. A row takes part only in the steps that it asks for: its
+(looked for in prompt and output), min_tokens, allowed tokens, to which the two before give way. A row takes part only in the steps that it asks for: its
 result does not depend on what other rows ask for.
 """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,13 +11,22 @@ from baton.engine.interface import SampleRow
 
 
 def banned_tokens(row: SampleRow) -> frozenset[int]:
-    """Tokens that would complete a bad word, and stop tokens before min_tokens."""
+    """Tokens that would complete a bad word, and stop tokens before min_tokens; none if no other is allowed: then
+    `row.allowed` alone holds, as in transformers."""
     sampling = row.sampling
     is_short = row.num_output_tokens < sampling.min_tokens
-    stops = sampling.stop_token_ids if is_short else frozenset[int]()
-    if not sampling.bad_words:
-        return stops
-    return stops.union(_completing(sampling.bad_words, row.token_ids))
+    banned = sampling.stop_token_ids if is_short else frozenset[int]()
+    if sampling.bad_words:
+        banned = banned.union(_completing(sampling.bad_words, row.token_ids))
+    if row.allowed is None or not banned or _leaves_any(row.allowed, banned):
+        return banned
+    return frozenset()
+
+
+def _leaves_any(allowed: bytes, banned: Iterable[int]) -> bool:
+    """Whether a mask allows more tokens than are banned."""
+    bits = int.from_bytes(allowed, "little")
+    return bits.bit_count() > sum(bits >> token & 1 for token in banned)
 
 
 def _completing(words: Sequence[Sequence[int]], token_ids: Sequence[int]) -> Iterator[int]:

@@ -36,39 +36,44 @@ def broken_rows(logits: torch.Tensor) -> list[int]:
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sample]:
-    """One sample per row of finite logits [rows, vocab] float32, which are not changed. Raises NothingAllowedError."""
-    scored = {i: r.scored_token_id for i, r in enumerate(rows) if r.scored_token_id is not None}
-    if not scored:
-        return _choose(logits, rows)
-    told = token_logprobs(logits, scored, {i: rows[i].sampling.prompt_logprobs for i in scored})
-    chosen: dict[int, Sample] = {}
-    if others := [i for i in range(len(rows)) if i not in scored]:
-        index = torch.tensor(others, device=logits.device)
-        try:
-            drawn = _choose(logits[index], [rows[i] for i in others])
-        except NothingAllowedError as error:
-            raise NothingAllowedError([others[i] for i in error.rows]) from None
-        chosen = dict(zip(others, drawn, strict=True))
-    return [Sample(scored[i], told[i]) if i in scored else chosen[i] for i in range(len(rows))]
+    """One sample per row of finite logits [rows, vocab] float32, which are not changed.
 
-
-def _choose(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sample]:
-    """Samples of rows that choose a token."""
+    Either all rows score a token or none does. Raises NothingAllowedError.
+    """
+    if rows and rows[0].scored_token_id is not None:
+        return _score(logits, rows)
     edited = edit(logits, rows)
     drawn = [i for i, r in enumerate(rows) if not r.sampling.is_greedy and r.sampling.beam is None]
     chosen = _draw(edited, rows, drawn) if drawn else edited.argmax(-1)
     if edited is not logits:
         _check(edited, chosen)
     tokens = dict(enumerate(chosen.tolist()))
-    beams = {i: r.sampling for i, r in enumerate(rows) if r.sampling.beam is not None}
-    told = likeliest(logits, edited, {i: num_candidates(s) for i, s in beams.items()})
+    told = _told(logits, edited, rows, tokens)
+    return [_sample(token, told.get(i)) for i, token in tokens.items()]
+
+
+def _score(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sample]:
+    """Each row's own token, with its log probabilities."""
+    tokens = {i: r.scored_token_id for i, r in enumerate(rows) if r.scored_token_id is not None}
+    num_top = {i: rows[i].sampling.prompt_logprobs for i in tokens}
+    told = token_logprobs(logits, tokens, num_top)
+    return [Sample(token, told[i]) for i, token in tokens.items()]
+
+
+def _told(
+    logits: torch.Tensor, edited: torch.Tensor, rows: Sequence[SampleRow], tokens: dict[int, int]
+) -> dict[int, TokenLogprobs]:
+    """Log probabilities of the rows that ask for some, and what beams may go on with."""
+    beams = {
+        i: num_candidates(r.sampling) for i, r in enumerate(rows) if r.sampling.beam is not None
+    }
     wanted = {
         i: r.sampling.logprobs
         for i, r in enumerate(rows)
         if r.sampling.logprobs >= 0 and i not in beams
     }
-    told |= token_logprobs(logits, {i: tokens[i] for i in wanted}, wanted)
-    return [_sample(token, told.get(i)) for i, token in tokens.items()]
+    told = token_logprobs(logits, {i: tokens[i] for i in wanted}, wanted)
+    return told | likeliest(logits, edited, beams)
 
 
 def _sample(token_id: int, told: TokenLogprobs | None) -> Sample:

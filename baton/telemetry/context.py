@@ -8,6 +8,9 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+#: Length of a tracestate that is passed on; W3C asks for 512 characters at least. Entries beyond, the oldest, are dropped.
+MAX_TRACESTATE_CHARS = 512
+
 _KEYS = frozenset({"traceparent", "tracestate"})
 
 
@@ -19,11 +22,12 @@ def context_of_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> C
     return TraceContextTextMapPropagator().extract(carrier, Context())
 
 
-def context_of(traceparent: str) -> Context:
-    """The context that a traceparent names; an empty one if it is empty or malformed."""
+def context_of(traceparent: str, tracestate: str = "") -> Context:
+    """The context that these name; an empty one if traceparent is empty or malformed."""
     if not traceparent:
         return Context()
-    return TraceContextTextMapPropagator().extract({"traceparent": traceparent}, Context())
+    carrier = {"traceparent": traceparent, "tracestate": tracestate}
+    return TraceContextTextMapPropagator().extract(carrier, Context())
 
 
 def traceparent_of(span: SpanContext) -> str:
@@ -31,3 +35,14 @@ def traceparent_of(span: SpanContext) -> str:
     if not span.is_valid:
         return ""
     return f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
+
+
+def tracestate_of(span: SpanContext) -> str:
+    """What vendors added to the trace, the latest first; empty if there is no trace."""
+    kept = ""
+    for key, value in span.trace_state.items() if span.is_valid else ():
+        longer = f"{kept},{key}={value}".removeprefix(",")
+        if len(longer) > MAX_TRACESTATE_CHARS:
+            break
+        kept = longer
+    return kept

@@ -38,6 +38,8 @@ class RequestEvent(enum.StrEnum):
     """Another decode worker took it over."""
     FAILED = "failed"
     """A worker failed it."""
+    MOVED = "moved"
+    """Another decode worker took it over, with its KV."""
     RESUMED = "resumed"
     """It was placed anew after a preemption or a failure."""
     CANCELLED = "cancelled"

@@ -20,13 +20,12 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import NoOpTracer, Tracer
 
-from baton.errors import ConfigError
 from baton.telemetry import names
 from baton.telemetry.closing import close_within
+from baton.telemetry.otlp import OtlpProtocol, metric_exporter, otlp_protocol, span_exporter
 from baton.telemetry.prometheus import serve_prometheus
 
 _SCOPE = "baton"
-_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 #: Time, in seconds, that the last export may take when a process stops.
 CLOSE_TIMEOUT_S = 3.0
@@ -76,21 +75,20 @@ def open_telemetry(
 ) -> Telemetry:
     """Open the exporters that are asked for. The exporters read further OTEL_ variables by themselves.
 
-    Raises ConfigError for a protocol that is not here, or a metrics port that is taken.
+    Raises ConfigError for an exporter or a protocol that is not here, or a metrics port that is taken.
     """
     environ = os.environ if environ is None else environ
-    _check_protocol(environ)
-    has_traces, has_metrics = _has_otlp("TRACES", environ), _has_otlp("METRICS", environ)
+    traces, metrics = otlp_protocol("TRACES", environ), otlp_protocol("METRICS", environ)
     resource = _resource(settings, environ)
     closers: Closers = []
     readers: list[MetricReader] = []
     # What may be refused comes first, so that nothing is open then.
     if settings.metrics_port:
         readers.append(_open_prometheus(settings, closers))
-    if has_metrics:
-        readers.append(_otlp_metrics())
+    if metrics:
+        readers.append(PeriodicExportingMetricReader(metric_exporter(metrics)))
     meter = _open_metrics(resource, readers, settings, closers) if readers else None
-    tracer = _open_traces(resource, settings, closers) if has_traces else None
+    tracer = _open_traces(resource, traces, settings, closers) if traces else None
     return Telemetry(
         tracer=tracer or NoOpTracer(),
         meter=meter or NoOpMeter(_SCOPE),
@@ -111,27 +109,6 @@ async def running_telemetry(settings: TelemetrySettings) -> AsyncIterator[Teleme
             await asyncio.to_thread(telemetry.close)
 
 
-def _has_otlp(signal: str, environ: Mapping[str, str]) -> bool:
-    """Whether a signal is exported by OTLP. An empty variable counts as unset, as OpenTelemetry has it."""
-    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
-        return False
-    exporter = environ.get(f"OTEL_{signal}_EXPORTER") or "otlp"
-    if exporter == "none":
-        return False
-    if exporter != "otlp":
-        raise ConfigError.of(
-            f"OTEL_{signal}_EXPORTER", exporter, "use otlp or none; Prometheus is --metrics-port"
-        )
-    return bool(environ.get(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT") or environ.get(_ENDPOINT))
-
-
-def _check_protocol(environ: Mapping[str, str]) -> None:
-    for infix in ("", "TRACES_", "METRICS_"):
-        name = f"OTEL_EXPORTER_OTLP_{infix}PROTOCOL"
-        if environ.get(name, "grpc") not in {"grpc", ""}:
-            raise ConfigError.of(name, environ[name], "use grpc, and the collector's port for it")
-
-
 def _resource(settings: TelemetrySettings, environ: Mapping[str, str]) -> Resource:
     attributes: dict[str, str | int] = {
         "service.namespace": "baton",
@@ -146,20 +123,13 @@ def _resource(settings: TelemetrySettings, environ: Mapping[str, str]) -> Resour
     return Resource.create(attributes)
 
 
-def _open_traces(resource: Resource, settings: TelemetrySettings, closers: Closers) -> Tracer:
-    # Imported here: a process without OTLP does not pay for it.
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-
+def _open_traces(
+    resource: Resource, protocol: OtlpProtocol, settings: TelemetrySettings, closers: Closers
+) -> Tracer:
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     closers.append(provider.shutdown)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    provider.add_span_processor(BatchSpanProcessor(span_exporter(protocol)))
     return provider.get_tracer(_SCOPE, settings.version)
-
-
-def _otlp_metrics() -> MetricReader:
-    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
-
-    return PeriodicExportingMetricReader(OTLPMetricExporter())
 
 
 def _open_prometheus(settings: TelemetrySettings, closers: Closers) -> MetricReader:

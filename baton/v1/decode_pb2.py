@@ -26,55 +26,57 @@ from baton.v1 import sampling_pb2 as baton_dot_v1_dot_sampling__pb2
 from baton.v1 import sequence_pb2 as baton_dot_v1_dot_sequence__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/sampling.proto\x1a\x17\x62\x61ton/v1/sequence.proto\"\xf1\x01\n\rDecodeRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.baton.v1.OpenSequenceH\x00\x12(\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x17.baton.v1.AbortSequenceH\x00\x12(\n\x05pause\x18\x03 \x01(\x0b\x32\x17.baton.v1.PauseSequenceH\x00\x12-\n\x08hand_off\x18\x04 \x01(\x0b\x32\x19.baton.v1.HandOffSequenceH\x00\x12*\n\x06resume\x18\x05 \x01(\x0b\x32\x18.baton.v1.ResumeSequenceH\x00\x42\t\n\x07\x63ommand\"m\n\x0cOpenSequence\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12)\n\x08sequence\x18\x02 \x01(\x0b\x32\x17.baton.v1.SequenceState\x12\"\n\x06source\x18\x03 \x01(\x0e\x32\x12.baton.v1.KvSource\"\x1f\n\rPauseSequence\x12\x0e\n\x06handle\x18\x01 \x01(\x04\"1\n\x0fHandOffSequence\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\" \n\x0eResumeSequence\x12\x0e\n\x06handle\x18\x01 \x01(\x04\"\x1f\n\rAbortSequence\x12\x0e\n\x06handle\x18\x01 \x01(\x04\"_\n\x0e\x44\x65\x63odeResponse\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.baton.v1.SequenceEvent\x12$\n\x06tokens\x18\x02 \x01(\x0b\x32\x14.baton.v1.StepTokens\"\xdf\x03\n\rSequenceEvent\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12*\n\x07offered\x18\x02 \x01(\x0b\x32\x17.baton.v1.TicketOfferedH\x00\x12-\n\x0cprefill_here\x18\x03 \x01(\x0b\x32\x15.baton.v1.PrefillHereH\x00\x12&\n\x08\x64\x65\x66\x65rred\x18\x04 \x01(\x0b\x32\x12.baton.v1.DeferredH\x00\x12(\n\tcommitted\x18\x05 \x01(\x0b\x32\x13.baton.v1.CommittedH\x00\x12(\n\tpreempted\x18\x06 \x01(\x0b\x32\x13.baton.v1.PreemptedH\x00\x12*\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x18.baton.v1.SequenceFailedH\x00\x12/\n\rprompt_scored\x18\x08 \x01(\x0b\x32\x16.baton.v1.PromptScoredH\x00\x12\"\n\x06paused\x18\t \x01(\x0b\x32\x10.baton.v1.PausedH\x00\x12)\n\nhanded_off\x18\n \x01(\x0b\x32\x13.baton.v1.HandedOffH\x00\x12\x32\n\x0fhand_off_failed\x18\x0b \x01(\x0b\x32\x17.baton.v1.HandOffFailedH\x00\x42\x07\n\x05\x65vent\":\n\rTicketOffered\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\"(\n\x0bPrefillHere\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\"\x1a\n\x08\x44\x65\x66\x65rred\x12\x0e\n\x06reason\x18\x01 \x01(\t\"@\n\tCommitted\x12\x1b\n\x13transfer_exposed_ms\x18\x01 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x02 \x01(\x04\"\x0b\n\tPreempted\"=\n\x0cPromptScored\x12-\n\tpositions\x18\x01 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\"\x08\n\x06Paused\"\x0b\n\tHandedOff\"0\n\rHandOffFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"D\n\x0eSequenceFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretriable\x18\x03 \x01(\x08\"\xf9\x01\n\nStepTokens\x12\x0f\n\x07handles\x18\x01 \x03(\x04\x12\x15\n\rtoken_indices\x18\x02 \x03(\r\x12\x0e\n\x06\x63ounts\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12.\n\x0e\x66inish_reasons\x18\x05 \x03(\x0e\x32\x16.baton.v1.FinishReason\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.baton.v1.EntryLogprobs\x12\x18\n\x10num_draft_tokens\x18\x07 \x03(\r\x12\x1b\n\x13num_accepted_tokens\x18\x08 \x03(\r\x12\x0e\n\x06scores\x18\t \x03(\x01\"M\n\rEntryLogprobs\x12\r\n\x05\x65ntry\x18\x01 \x01(\r\x12-\n\tpositions\x18\x02 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs*t\n\x08KvSource\x12\x19\n\x15KV_SOURCE_UNSPECIFIED\x10\x00\x12\x1c\n\x18KV_SOURCE_PREFILL_WORKER\x10\x01\x12\x12\n\x0eKV_SOURCE_HERE\x10\x02\x12\x1b\n\x17KV_SOURCE_DECODE_WORKER\x10\x03\x32P\n\rDecodeService\x12?\n\x06\x44\x65\x63ode\x12\x17.baton.v1.DecodeRequest\x1a\x18.baton.v1.DecodeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/sampling.proto\x1a\x17\x62\x61ton/v1/sequence.proto\"\x9c\x02\n\rDecodeRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.baton.v1.OpenSequenceH\x00\x12(\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x17.baton.v1.AbortSequenceH\x00\x12(\n\x05pause\x18\x03 \x01(\x0b\x32\x17.baton.v1.PauseSequenceH\x00\x12-\n\x08hand_off\x18\x04 \x01(\x0b\x32\x19.baton.v1.HandOffSequenceH\x00\x12*\n\x06resume\x18\x05 \x01(\x0b\x32\x18.baton.v1.ResumeSequenceH\x00\x12)\n\x05known\x18\x06 \x01(\x0b\x32\x18.baton.v1.KnownSequencesH\x00\x42\t\n\x07\x63ommand\"m\n\x0cOpenSequence\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12)\n\x08sequence\x18\x02 \x01(\x0b\x32\x17.baton.v1.SequenceState\x12\"\n\x06source\x18\x03 \x01(\x0e\x32\x12.baton.v1.KvSource\"\x1f\n\rPauseSequence\x12\x0e\n\x06handle\x18\x01 \x01(\x04\"1\n\x0fHandOffSequence\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\"!\n\x0eKnownSequences\x12\x0f\n\x07handles\x18\x01 \x03(\x04\" \n\x0eResumeSequence\x12\x0e\n\x06handle\x18\x01 \x01(\x04\"\x1f\n\rAbortSequence\x12\x0e\n\x06handle\x18\x01 \x01(\x04\"_\n\x0e\x44\x65\x63odeResponse\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.baton.v1.SequenceEvent\x12$\n\x06tokens\x18\x02 \x01(\x0b\x32\x14.baton.v1.StepTokens\"\xdf\x03\n\rSequenceEvent\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12*\n\x07offered\x18\x02 \x01(\x0b\x32\x17.baton.v1.TicketOfferedH\x00\x12-\n\x0cprefill_here\x18\x03 \x01(\x0b\x32\x15.baton.v1.PrefillHereH\x00\x12&\n\x08\x64\x65\x66\x65rred\x18\x04 \x01(\x0b\x32\x12.baton.v1.DeferredH\x00\x12(\n\tcommitted\x18\x05 \x01(\x0b\x32\x13.baton.v1.CommittedH\x00\x12(\n\tpreempted\x18\x06 \x01(\x0b\x32\x13.baton.v1.PreemptedH\x00\x12*\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x18.baton.v1.SequenceFailedH\x00\x12/\n\rprompt_scored\x18\x08 \x01(\x0b\x32\x16.baton.v1.PromptScoredH\x00\x12\"\n\x06paused\x18\t \x01(\x0b\x32\x10.baton.v1.PausedH\x00\x12)\n\nhanded_off\x18\n \x01(\x0b\x32\x13.baton.v1.HandedOffH\x00\x12\x32\n\x0fhand_off_failed\x18\x0b \x01(\x0b\x32\x17.baton.v1.HandOffFailedH\x00\x42\x07\n\x05\x65vent\":\n\rTicketOffered\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\"(\n\x0bPrefillHere\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\"\x1a\n\x08\x44\x65\x66\x65rred\x12\x0e\n\x06reason\x18\x01 \x01(\t\"@\n\tCommitted\x12\x1b\n\x13transfer_exposed_ms\x18\x01 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x02 \x01(\x04\"\x0b\n\tPreempted\"=\n\x0cPromptScored\x12-\n\tpositions\x18\x01 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\"\x08\n\x06Paused\"\x0b\n\tHandedOff\"0\n\rHandOffFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"D\n\x0eSequenceFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretriable\x18\x03 \x01(\x08\"\xf9\x01\n\nStepTokens\x12\x0f\n\x07handles\x18\x01 \x03(\x04\x12\x15\n\rtoken_indices\x18\x02 \x03(\r\x12\x0e\n\x06\x63ounts\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12.\n\x0e\x66inish_reasons\x18\x05 \x03(\x0e\x32\x16.baton.v1.FinishReason\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.baton.v1.EntryLogprobs\x12\x18\n\x10num_draft_tokens\x18\x07 \x03(\r\x12\x1b\n\x13num_accepted_tokens\x18\x08 \x03(\r\x12\x0e\n\x06scores\x18\t \x03(\x01\"M\n\rEntryLogprobs\x12\r\n\x05\x65ntry\x18\x01 \x01(\r\x12-\n\tpositions\x18\x02 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs*t\n\x08KvSource\x12\x19\n\x15KV_SOURCE_UNSPECIFIED\x10\x00\x12\x1c\n\x18KV_SOURCE_PREFILL_WORKER\x10\x01\x12\x12\n\x0eKV_SOURCE_HERE\x10\x02\x12\x1b\n\x17KV_SOURCE_DECODE_WORKER\x10\x03\x32P\n\rDecodeService\x12?\n\x06\x44\x65\x63ode\x12\x17.baton.v1.DecodeRequest\x1a\x18.baton.v1.DecodeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KVSOURCE']._serialized_start=1916
-  _globals['_KVSOURCE']._serialized_end=2032
+  _globals['_KVSOURCE']._serialized_start=1994
+  _globals['_KVSOURCE']._serialized_end=2110
   _globals['_DECODEREQUEST']._serialized_start=86
-  _globals['_DECODEREQUEST']._serialized_end=327
-  _globals['_OPENSEQUENCE']._serialized_start=329
-  _globals['_OPENSEQUENCE']._serialized_end=438
-  _globals['_PAUSESEQUENCE']._serialized_start=440
-  _globals['_PAUSESEQUENCE']._serialized_end=471
-  _globals['_HANDOFFSEQUENCE']._serialized_start=473
-  _globals['_HANDOFFSEQUENCE']._serialized_end=522
-  _globals['_RESUMESEQUENCE']._serialized_start=524
-  _globals['_RESUMESEQUENCE']._serialized_end=556
-  _globals['_ABORTSEQUENCE']._serialized_start=558
-  _globals['_ABORTSEQUENCE']._serialized_end=589
-  _globals['_DECODERESPONSE']._serialized_start=591
-  _globals['_DECODERESPONSE']._serialized_end=686
-  _globals['_SEQUENCEEVENT']._serialized_start=689
-  _globals['_SEQUENCEEVENT']._serialized_end=1168
-  _globals['_TICKETOFFERED']._serialized_start=1170
-  _globals['_TICKETOFFERED']._serialized_end=1228
-  _globals['_PREFILLHERE']._serialized_start=1230
-  _globals['_PREFILLHERE']._serialized_end=1270
-  _globals['_DEFERRED']._serialized_start=1272
-  _globals['_DEFERRED']._serialized_end=1298
-  _globals['_COMMITTED']._serialized_start=1300
-  _globals['_COMMITTED']._serialized_end=1364
-  _globals['_PREEMPTED']._serialized_start=1366
-  _globals['_PREEMPTED']._serialized_end=1377
-  _globals['_PROMPTSCORED']._serialized_start=1379
-  _globals['_PROMPTSCORED']._serialized_end=1440
-  _globals['_PAUSED']._serialized_start=1442
-  _globals['_PAUSED']._serialized_end=1450
-  _globals['_HANDEDOFF']._serialized_start=1452
-  _globals['_HANDEDOFF']._serialized_end=1463
-  _globals['_HANDOFFFAILED']._serialized_start=1465
-  _globals['_HANDOFFFAILED']._serialized_end=1513
-  _globals['_SEQUENCEFAILED']._serialized_start=1515
-  _globals['_SEQUENCEFAILED']._serialized_end=1583
-  _globals['_STEPTOKENS']._serialized_start=1586
-  _globals['_STEPTOKENS']._serialized_end=1835
-  _globals['_ENTRYLOGPROBS']._serialized_start=1837
-  _globals['_ENTRYLOGPROBS']._serialized_end=1914
-  _globals['_DECODESERVICE']._serialized_start=2034
-  _globals['_DECODESERVICE']._serialized_end=2114
+  _globals['_DECODEREQUEST']._serialized_end=370
+  _globals['_OPENSEQUENCE']._serialized_start=372
+  _globals['_OPENSEQUENCE']._serialized_end=481
+  _globals['_PAUSESEQUENCE']._serialized_start=483
+  _globals['_PAUSESEQUENCE']._serialized_end=514
+  _globals['_HANDOFFSEQUENCE']._serialized_start=516
+  _globals['_HANDOFFSEQUENCE']._serialized_end=565
+  _globals['_KNOWNSEQUENCES']._serialized_start=567
+  _globals['_KNOWNSEQUENCES']._serialized_end=600
+  _globals['_RESUMESEQUENCE']._serialized_start=602
+  _globals['_RESUMESEQUENCE']._serialized_end=634
+  _globals['_ABORTSEQUENCE']._serialized_start=636
+  _globals['_ABORTSEQUENCE']._serialized_end=667
+  _globals['_DECODERESPONSE']._serialized_start=669
+  _globals['_DECODERESPONSE']._serialized_end=764
+  _globals['_SEQUENCEEVENT']._serialized_start=767
+  _globals['_SEQUENCEEVENT']._serialized_end=1246
+  _globals['_TICKETOFFERED']._serialized_start=1248
+  _globals['_TICKETOFFERED']._serialized_end=1306
+  _globals['_PREFILLHERE']._serialized_start=1308
+  _globals['_PREFILLHERE']._serialized_end=1348
+  _globals['_DEFERRED']._serialized_start=1350
+  _globals['_DEFERRED']._serialized_end=1376
+  _globals['_COMMITTED']._serialized_start=1378
+  _globals['_COMMITTED']._serialized_end=1442
+  _globals['_PREEMPTED']._serialized_start=1444
+  _globals['_PREEMPTED']._serialized_end=1455
+  _globals['_PROMPTSCORED']._serialized_start=1457
+  _globals['_PROMPTSCORED']._serialized_end=1518
+  _globals['_PAUSED']._serialized_start=1520
+  _globals['_PAUSED']._serialized_end=1528
+  _globals['_HANDEDOFF']._serialized_start=1530
+  _globals['_HANDEDOFF']._serialized_end=1541
+  _globals['_HANDOFFFAILED']._serialized_start=1543
+  _globals['_HANDOFFFAILED']._serialized_end=1591
+  _globals['_SEQUENCEFAILED']._serialized_start=1593
+  _globals['_SEQUENCEFAILED']._serialized_end=1661
+  _globals['_STEPTOKENS']._serialized_start=1664
+  _globals['_STEPTOKENS']._serialized_end=1913
+  _globals['_ENTRYLOGPROBS']._serialized_start=1915
+  _globals['_ENTRYLOGPROBS']._serialized_end=1992
+  _globals['_DECODESERVICE']._serialized_start=2112
+  _globals['_DECODESERVICE']._serialized_end=2192
 # @@protoc_insertion_point(module_scope)

@@ -59,6 +59,7 @@ class DecodeRequest(message.Message):
     PAUSE_FIELD_NUMBER: builtins.int
     HAND_OFF_FIELD_NUMBER: builtins.int
     RESUME_FIELD_NUMBER: builtins.int
+    KNOWN_FIELD_NUMBER: builtins.int
     @builtins.property
     def open(self) -> OpenSequence:
         """Asks for room for a sequence."""
@@ -79,6 +80,10 @@ class DecodeRequest(message.Message):
     def resume(self) -> ResumeSequence:
         """Lets a paused sequence go on here."""
 
+    @builtins.property
+    def known(self) -> KnownSequences:
+        """Tells which sequences of this stream the gateway knows, every few seconds."""
+
     def __init__(
         self,
         *,
@@ -87,12 +92,13 @@ class DecodeRequest(message.Message):
         pause: PauseSequence | None = ...,
         hand_off: HandOffSequence | None = ...,
         resume: ResumeSequence | None = ...,
+        known: KnownSequences | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["abort", b"abort", "command", b"command", "hand_off", b"hand_off", "open", b"open", "pause", b"pause", "resume", b"resume"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["abort", b"abort", "command", b"command", "hand_off", b"hand_off", "known", b"known", "open", b"open", "pause", b"pause", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["abort", b"abort", "command", b"command", "hand_off", b"hand_off", "open", b"open", "pause", b"pause", "resume", b"resume"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["abort", b"abort", "command", b"command", "hand_off", b"hand_off", "known", b"known", "open", b"open", "pause", b"pause", "resume", b"resume"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = typing.Literal["open", "abort", "pause", "hand_off", "resume"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = typing.Literal["open", "abort", "pause", "hand_off", "resume", "known"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -169,6 +175,30 @@ class HandOffSequence(message.Message):
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = typing.Literal["handle", b"handle", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class KnownSequences(message.Message):
+    """All sequences of a stream that its gateway knows. A worker ends those of the stream that are not among them, and counts them: there are none
+    unless one of the two has a fault.
+    """
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    HANDLES_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def handles(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """As in OpenSequence: of each output that has not ended."""
+
+    def __init__(
+        self,
+        *,
+        handles: abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["handles", b"handles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -457,6 +457,34 @@ class KvRenew(message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
+class KvBorrow(message.Message):
+    """Asks a ticket's owner for the KV of the leading tokens that it holds already. Sender to receiver, since version 2."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    TICKET_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    LEND_TO_FIELD_NUMBER: builtins.int
+    ticket_id: builtins.int
+    """As in KvTicket."""
+    epoch: builtins.int
+    """As in KvTicket."""
+    lend_to: builtins.bytes
+    """A serialised KvTicket of the sender's own worker: the KV goes there by a handoff that brings no first token."""
+    def __init__(
+        self,
+        *,
+        ticket_id: builtins.int = ...,
+        epoch: builtins.int = ...,
+        lend_to: builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["epoch", b"epoch", "lend_to", b"lend_to", "ticket_id", b"ticket_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
 class KvAbort(message.Message):
     """Gives a ticket up. Either direction."""
 

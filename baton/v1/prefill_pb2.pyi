@@ -81,10 +81,13 @@ class PrefillResponse(message.Message):
     FIRST_TOKENS_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_BORROWED_TOKENS_FIELD_NUMBER: builtins.int
     QUEUE_MS_FIELD_NUMBER: builtins.int
     COMPUTE_MS_FIELD_NUMBER: builtins.int
     num_cached_tokens: builtins.int
     """Leading tokens found in this worker's prefix cache."""
+    num_borrowed_tokens: builtins.int
+    """Tokens after those whose KV the decode worker lent to this one."""
     queue_ms: builtins.float
     """From arrival to the first chunk, in milliseconds."""
     compute_ms: builtins.float
@@ -103,11 +106,12 @@ class PrefillResponse(message.Message):
         first_tokens: abc.Iterable[FirstToken] | None = ...,
         prompt_logprobs: abc.Iterable[sampling_pb2.PositionLogprobs] | None = ...,
         num_cached_tokens: builtins.int = ...,
+        num_borrowed_tokens: builtins.int = ...,
         queue_ms: builtins.float = ...,
         compute_ms: builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["compute_ms", b"compute_ms", "first_tokens", b"first_tokens", "num_cached_tokens", b"num_cached_tokens", "prompt_logprobs", b"prompt_logprobs", "queue_ms", b"queue_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["compute_ms", b"compute_ms", "first_tokens", b"first_tokens", "num_borrowed_tokens", b"num_borrowed_tokens", "num_cached_tokens", b"num_cached_tokens", "prompt_logprobs", b"prompt_logprobs", "queue_ms", b"queue_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...

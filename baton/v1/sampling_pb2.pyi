@@ -322,7 +322,7 @@ class BeamSearch(message.Message):
 
 @typing.final
 class StructuredOutput(message.Message):
-    """A constraint on the output's text."""
+    """A constraint on the output's text. An output that ends by a stop token is complete. Not with ignore_eos and min_tokens."""
 
     DESCRIPTOR: descriptor.Descriptor
 
@@ -332,13 +332,13 @@ class StructuredOutput(message.Message):
     CHOICE_FIELD_NUMBER: builtins.int
     GRAMMAR_FIELD_NUMBER: builtins.int
     json_schema: builtins.str
-    """A JSON document that this JSON Schema, itself JSON, describes."""
+    """A JSON document that this JSON Schema, itself JSON, describes; at most 65536 characters. What the schema says is kept to, or refused."""
     json_object: builtins.bool
-    """Any JSON object."""
+    """Any JSON object; must be true."""
     regex: builtins.str
-    """A text that this regular expression matches as a whole."""
+    """A text that this regular expression, in Rust's syntax, matches as a whole; 1..8192 characters."""
     grammar: builtins.str
-    """A text of this context-free grammar, in EBNF (Lark's syntax); the start rule is "start"."""
+    """A text of this context-free grammar, in EBNF (Lark's syntax); the start rule is "start". 1..65536 characters."""
     @builtins.property
     def choice(self) -> StringList:
         """One of these texts."""
@@ -369,7 +369,7 @@ class StringList(message.Message):
     VALUES_FIELD_NUMBER: builtins.int
     @builtins.property
     def values(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The texts; at least one, at most 1024."""
+        """The texts; 1..1024, each of 1..1024 characters, 65536 in all."""
 
     def __init__(
         self,

@@ -4,8 +4,10 @@ isort:skip_file
 What every worker tells about itself, and how it is told to leave."""
 
 from baton.v1 import kv_pb2 as kv_pb2
+from collections import abc as abc
 from google.protobuf import descriptor as descriptor
 from google.protobuf import message as message
+from google.protobuf.internal import containers as containers
 from google.protobuf.internal import enum_type_wrapper as enum_type_wrapper
 import builtins as builtins
 import sys
@@ -184,6 +186,8 @@ class WatchLoadResponse(message.Message):
     NUM_CACHED_BLOCKS_FIELD_NUMBER: builtins.int
     NUM_LEASED_BLOCKS_FIELD_NUMBER: builtins.int
     NUM_OPEN_TICKETS_FIELD_NUMBER: builtins.int
+    NUM_ORPHAN_BLOCKS_FIELD_NUMBER: builtins.int
+    NUM_ORPHAN_SEQUENCES_FIELD_NUMBER: builtins.int
     LOCAL_PREFILL_THRESHOLD_FIELD_NUMBER: builtins.int
     state: WorkerState.ValueType
     """Whether it takes work."""
@@ -205,6 +209,10 @@ class WatchLoadResponse(message.Message):
     """KV blocks owned by sequences and tickets."""
     num_open_tickets: builtins.int
     """Tickets not yet committed or aborted (decode), or handoffs under way (prefill)."""
+    num_orphan_blocks: builtins.int
+    """KV blocks owned by no one known: lost until the worker starts anew. 0, or a fault of the worker."""
+    num_orphan_sequences: builtins.int
+    """Sequences that were ended since the start because their gateway did not know them any more. 0, or a fault of the two."""
     local_prefill_threshold: builtins.int
     """Most missing tokens of a prompt that a decode worker would compute by itself now, by what it has measured; 0 in a prefill worker."""
     def __init__(
@@ -220,11 +228,106 @@ class WatchLoadResponse(message.Message):
         num_cached_blocks: builtins.int = ...,
         num_leased_blocks: builtins.int = ...,
         num_open_tickets: builtins.int = ...,
+        num_orphan_blocks: builtins.int = ...,
+        num_orphan_sequences: builtins.int = ...,
         local_prefill_threshold: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["heartbeat_age_ms", b"heartbeat_age_ms", "local_prefill_threshold", b"local_prefill_threshold", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leased_blocks", b"num_leased_blocks", "num_open_tickets", b"num_open_tickets", "num_pending_tokens", b"num_pending_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["heartbeat_age_ms", b"heartbeat_age_ms", "local_prefill_threshold", b"local_prefill_threshold", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leased_blocks", b"num_leased_blocks", "num_open_tickets", b"num_open_tickets", "num_orphan_blocks", b"num_orphan_blocks", "num_orphan_sequences", b"num_orphan_sequences", "num_pending_tokens", b"num_pending_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class ListBlocksRequest(message.Message):
+    """Asks for the ledger of KV blocks."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class ListBlocksResponse(message.Message):
+    """Every KV block: free, cached, of one owner or, as part of a common prefix, several, or an orphan."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    FREE_BLOCK_IDS_FIELD_NUMBER: builtins.int
+    CACHED_BLOCK_IDS_FIELD_NUMBER: builtins.int
+    OWNERS_FIELD_NUMBER: builtins.int
+    ORPHAN_BLOCK_IDS_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def free_block_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Blocks that hold nothing."""
+
+    @builtins.property
+    def cached_block_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Blocks that hold reusable prefixes and belong to no one, least recently used first."""
+
+    @builtins.property
+    def owners(self) -> containers.RepeatedCompositeFieldContainer[BlockOwner]:
+        """Sequences, prompts and tickets, by lease."""
+
+    @builtins.property
+    def orphan_block_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Blocks that nobody known has: a fault of the worker; none otherwise."""
+
+    def __init__(
+        self,
+        *,
+        free_block_ids: abc.Iterable[builtins.int] | None = ...,
+        cached_block_ids: abc.Iterable[builtins.int] | None = ...,
+        owners: abc.Iterable[BlockOwner] | None = ...,
+        orphan_block_ids: abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["cached_block_ids", b"cached_block_ids", "free_block_ids", b"free_block_ids", "orphan_block_ids", b"orphan_block_ids", "owners", b"owners"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class BlockOwner(message.Message):
+    """A lease of KV blocks, and what it is for."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    CHOICE_FIELD_NUMBER: builtins.int
+    STAGE_FIELD_NUMBER: builtins.int
+    TICKET_ID_FIELD_NUMBER: builtins.int
+    BLOCK_IDS_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    """The request."""
+    choice: builtins.int
+    """Which choice of it."""
+    stage: builtins.str
+    """Where the sequence or prompt is in its life at this worker, such as "running", "awaiting_kv" or "sending"."""
+    ticket_id: builtins.int
+    """The ticket whose sender may write the blocks; 0 if none is open."""
+    @builtins.property
+    def block_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The blocks, in the order of the sequence's tokens."""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        choice: builtins.int = ...,
+        stage: builtins.str = ...,
+        ticket_id: builtins.int = ...,
+        block_ids: abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["block_ids", b"block_ids", "choice", b"choice", "request_id", b"request_id", "stage", b"stage", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -50,6 +50,11 @@ class WorkerServiceStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.ListBlocks = channel.unary_unary(
+                '/baton.v1.WorkerService/ListBlocks',
+                request_serializer=baton_dot_v1_dot_worker__pb2.ListBlocksRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.ListBlocksResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -77,6 +82,13 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListBlocks(self, request, context):
+        """Tells who has which KV blocks, between two steps of the engine loop.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +106,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'ListBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListBlocks,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.ListBlocksRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.ListBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +195,33 @@ class WorkerService:
             '/baton.v1.WorkerService/Drain',
             baton_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.WorkerService/ListBlocks',
+            baton_dot_v1_dot_worker__pb2.ListBlocksRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.ListBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,8 @@ class WorkerServiceStub:
     """Streams the worker's load: at every change worth telling, and at least once per heartbeat of the engine loop."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Stops the intake and answers when the last sequence has ended, or at the call's deadline."""
+    ListBlocks: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListBlocksRequest, _worker_pb2.ListBlocksResponse]
+    """Tells who has which KV blocks, between two steps of the engine loop."""
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -51,6 +53,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Streams the worker's load: at every change worth telling, and at least once per heartbeat of the engine loop."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Stops the intake and answers when the last sequence has ended, or at the call's deadline."""
+    ListBlocks: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListBlocksRequest, _worker_pb2.ListBlocksResponse]  # type: ignore[assignment]
+    """Tells who has which KV blocks, between two steps of the engine loop."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Spoken by prefill and decode workers alike."""
@@ -78,5 +82,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
         """Stops the intake and answers when the last sequence has ended, or at the call's deadline."""
+
+    @_abc_1.abstractmethod
+    def ListBlocks(
+        self,
+        request: _worker_pb2.ListBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ListBlocksResponse, _abc.Awaitable[_worker_pb2.ListBlocksResponse]]:
+        """Tells who has which KV blocks, between two steps of the engine loop."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from baton.config import WorkerOptions
-from baton.registry import Registration
+from baton.registry import Registration, Registry
+from baton.telemetry.rate_limit import RateLimit
 from baton.types import WorkerInfo, WorkerLoad
+
+_log = logging.getLogger(__name__)
 
 #: What KV may travel by, unless one way is pinned.
 TRANSPORTS = ("shm", "tcp")
+
+#: After an error that the registry did not foresee: when it is tried again, and how often it is told, in seconds.
+_PAUSE_S, _TELL_S = 1.0, 60.0
+
+
+async def keep_announcing(
+    registry: Registry, current: Callable[[], Registration | None], *, pause_s: float = _PAUSE_S
+) -> NoReturn:
+    """Announce the worker until cancelled, whatever goes wrong: a worker that nobody finds is no reason to end it."""
+    warnings = RateLimit(_TELL_S, time.monotonic)
+    while True:
+        announcing = asyncio.create_task(registry.announce(current))
+        try:
+            await asyncio.wait({announcing})
+        finally:
+            announcing.cancel()
+            await asyncio.gather(announcing, return_exceptions=True)
+        error = None if announcing.cancelled() else announcing.exception()
+        if warnings.take():
+            _log.error("the registry was not told of this worker; trying again", exc_info=error)
+        await asyncio.sleep(pause_s)
 
 
 def registration_of(

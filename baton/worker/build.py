@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import secrets
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from baton.cache.pool import BlockPool
 from baton.config import EngineOptions
 from baton.engine.interface import Engine
 from baton.engine.oracle import OracleEngine, OracleOptions
+from baton.grammar import GrammarVocabulary, Matchers, load_vocabulary, synthetic_vocabulary
+from baton.model.checkpoint import resolve_checkpoint
 
 #: Blocks of an oracle engine when nobody says: its memory is of no interest.
 _ORACLE_BLOCKS = 4096
@@ -28,6 +32,18 @@ def build_pool(options: EngineOptions, engine: Engine) -> BlockPool:
         secret=secrets.token_bytes(32),
         enable_prefix_caching=options.enable_prefix_caching,
     )
+
+
+def build_matchers(options: EngineOptions, engine: Engine) -> Matchers:
+    """Matchers for the model's tokens; an oracle engine without a tokenizer gets a vocabulary that is made up."""
+    vocab_size = engine.spec.vocab_size
+
+    def load() -> GrammarVocabulary:
+        if options.engine == "oracle" and not (Path(options.model) / "tokenizer.json").is_file():
+            return synthetic_vocabulary(vocab_size)
+        return load_vocabulary(resolve_checkpoint(options.model, options.revision), vocab_size)
+
+    return Matchers(load, ThreadPoolExecutor(1, thread_name_prefix="grammar"))
 
 
 def _build_oracle(options: EngineOptions) -> OracleEngine:

@@ -8,14 +8,9 @@ from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 from baton.telemetry import names
 from baton.types import WorkerLoad
-from baton.worker.load_board import LoadBoard, is_empty
+from baton.worker.load_board import LoadBoard
 
 _Read = Callable[[WorkerLoad], float]
-
-
-def num_orphan_blocks(load: WorkerLoad) -> int:
-    """Leased blocks that no sequence, prompt or ticket can own, because there is none."""
-    return load.blocks.leased if is_empty(load) else 0
 
 
 def kv_usage(load: WorkerLoad) -> float:
@@ -38,6 +33,16 @@ def observe_worker(meter: Meter, board: LoadBoard) -> None:
         "baton.prefill.pending", "Prompt tokens to compute.", lambda load: load.num_pending_tokens
     )
     gauge("baton.tickets.open", "Handoffs under way.", lambda load: load.num_open_tickets)
+    gauge(
+        "baton.kv.orphan_blocks",
+        "Leased KV blocks that belong to no sequence, prompt or ticket.",
+        lambda load: load.num_orphan_blocks,
+    )
+    gauge(
+        "baton.sequences.orphaned",
+        "Sequences ended since the start because their gateway did not know them.",
+        lambda load: load.num_orphan_sequences,
+    )
     gauge("baton.kv.usage", "Share of KV blocks that are leased.", kv_usage, "1")
 
     def blocks(options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG001
@@ -46,7 +51,6 @@ def observe_worker(meter: Meter, board: LoadBoard) -> None:
             "free": load.blocks.free,
             "cached": load.blocks.cached,
             "leased": load.blocks.leased,
-            "orphaned": num_orphan_blocks(load),
         }
         return [Observation(count, {names.STATE: state}) for state, count in counts.items()]
 

@@ -18,7 +18,7 @@ from baton.registry import make_registry
 from baton.rpc.server import Register, start_server
 from baton.service import ReadyReport
 from baton.types import WorkerIdentity, WorkerInfo
-from baton.worker.announcing import registration_of
+from baton.worker.announcing import keep_announcing, registration_of
 from baton.worker.load_board import LoadBoard, is_empty
 
 #: Age of the last heartbeat, in seconds, from which the worker's health is NOT_SERVING.
@@ -113,7 +113,7 @@ class WorkerHost(Generic[CommandT, EventT]):
         current = registration_of(
             self._options, self._info, port, lambda: self._board.load, self.is_alive
         )
-        await self._registry.announce(current)
+        await keep_announcing(self._registry, current)
 
     async def _drain_all(self) -> None:
         self.start_draining()

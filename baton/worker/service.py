@@ -10,6 +10,7 @@ from typing import Any
 import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
 
+from baton.cache.ledger import BlockLedger, ListBlocks
 from baton.rpc.server import Register
 from baton.types import WorkerInfo, WorkerLoad
 from baton.v1 import worker_pb2, worker_pb2_grpc
@@ -44,11 +45,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         board: LoadBoard,
         heartbeat_age_s: Callable[[], float],
         start_draining: Callable[[], None],
+        list_blocks: Callable[[ListBlocks], None],
     ) -> None:
+        """list_blocks: gives the command to the engine loop."""
         self._info = info_to_proto(info)
         self._board = board
         self._heartbeat_age_s = heartbeat_age_s
         self._start_draining = start_draining
+        self._list_blocks = list_blocks
 
     async def GetWorkerInfo(  # noqa: N802
         self,
@@ -78,5 +82,47 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         load = self._board.load
         return worker_pb2.DrainResponse(num_remaining=load.num_running + load.num_waiting)
 
+    async def ListBlocks(  # noqa: N802
+        self,
+        request: worker_pb2.ListBlocksRequest,  # noqa: ARG002
+        context: _Context,  # noqa: ARG002
+    ) -> worker_pb2.ListBlocksResponse:
+        loop = asyncio.get_running_loop()
+        told: asyncio.Future[BlockLedger] = loop.create_future()
+
+        def tell(ledger: BlockLedger) -> None:
+            # The caller may have gone meanwhile.
+            if not told.done():
+                told.set_result(ledger)
+
+        self._list_blocks(ListBlocks(lambda ledger: _call_in(loop, tell, ledger)))
+        return _ledger_to_proto(await told)
+
     def _report(self, load: WorkerLoad) -> worker_pb2.WatchLoadResponse:
         return load_to_proto(load, round(self._heartbeat_age_s() * 1000))
+
+
+def _call_in(
+    loop: asyncio.AbstractEventLoop, tell: Callable[[BlockLedger], None], ledger: BlockLedger
+) -> None:
+    """From the engine loop's thread. An event loop that has ended has nobody to tell."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(tell, ledger)
+
+
+def _ledger_to_proto(ledger: BlockLedger) -> worker_pb2.ListBlocksResponse:
+    return worker_pb2.ListBlocksResponse(
+        free_block_ids=ledger.free,
+        cached_block_ids=ledger.cached,
+        owners=[
+            worker_pb2.BlockOwner(
+                request_id=owner.request_id,
+                choice=owner.choice,
+                stage=owner.stage,
+                ticket_id=owner.ticket_id,
+                block_ids=owner.block_ids,
+            )
+            for owner in ledger.owners
+        ],
+        orphan_block_ids=ledger.orphans,
+    )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +18,6 @@ from baton_kernels.gpu.attention_plan import AttentionPlan, Tile, choose_tile, p
 from baton_kernels.gpu.paged_attention import attend
 from baton_kernels.paged_attention import AttentionSlice
 from bench.gpu.setting import Result, Setting, time_ms
-
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +31,24 @@ class Load:
     is_shuffled: bool = True
     kv: str = "half"
     window: int | None = None
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
 
 
 def _shrunk(load: Load, setting: Setting) -> Load:
     if not setting.is_dry:
         return load
-    return Load(
-        min(load.num_seqs, 2), min(load.cached, 20), min(load.new, 3), load.block_size, kv=load.kv
+    small = replace(load, num_heads=4, num_kv_heads=1, head_dim=16)
+    return replace(
+        small, num_seqs=min(load.num_seqs, 2), cached=min(load.cached, 20), new=min(load.new, 3)
     )
 
 
 def _pool(load: Load, setting: Setting) -> tuple[torch.Tensor, torch.Tensor | None, list[int]]:
     """Pool of one layer, scales and all block ids in the order of their use."""
     num_blocks = load.num_seqs * -(-(load.cached + load.new) // load.block_size)
-    shape = (num_blocks, 1, 2, NUM_KV_HEADS, load.block_size, HEAD_DIM)
+    shape = (num_blocks, 1, 2, load.num_kv_heads, load.block_size, load.head_dim)
     order = (
         torch.randperm(num_blocks, generator=setting.generator(), device=setting.device)
         if load.is_shuffled
@@ -54,7 +59,11 @@ def _pool(load: Load, setting: Setting) -> tuple[torch.Tensor, torch.Tensor | No
     dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[load.kv]
     codes = torch.randint(-100, 100, shape, generator=setting.generator(), device=setting.device)
     scales = torch.full(shape[:-1], 0.01, device=setting.device)
-    return codes.to(torch.int8 if load.kv == "int8" else torch.float32).to(dtype), scales, order.tolist()
+    return (
+        codes.to(torch.int8 if load.kv == "int8" else torch.float32).to(dtype),
+        scales,
+        order.tolist(),
+    )
 
 
 def _plan(
@@ -69,7 +78,7 @@ def _plan(
         for i in range(load.num_seqs)
     ]
     return plan_attention(
-        slices, pool, NUM_HEADS, HEAD_DIM**-0.5, load.window, choose=choose
+        slices, pool, load.num_heads, load.head_dim**-0.5, load.window, choose=choose
     )
 
 
@@ -80,12 +89,16 @@ def _always(tile: Tile, _num_rows: int, _pool: torch.Tensor) -> Tile:
 def _costs(load: Load, pool: torch.Tensor, scales: torch.Tensor | None) -> dict[str, float]:
     """Bytes: keys and values once, queries and results once. Operations: two products per visible pair."""
     length = load.cached + load.new
-    per_token = 2 * NUM_KV_HEADS * (HEAD_DIM * pool.element_size() + (4 if scales is not None else 0))
-    rows = 2 * load.new * NUM_HEADS * HEAD_DIM * 2
+    per_token = (
+        2
+        * load.num_kv_heads
+        * (load.head_dim * pool.element_size() + (4 if scales is not None else 0))
+    )
+    rows = 2 * load.new * load.num_heads * load.head_dim * 2
     pairs = load.new * (load.cached + (load.new + 1) / 2)
     return {
         "bytes": float(load.num_seqs * (length * per_token + rows)),
-        "flops": 4.0 * load.num_seqs * NUM_HEADS * HEAD_DIM * pairs,
+        "flops": 4.0 * load.num_seqs * load.num_heads * load.head_dim * pairs,
     }
 
 
@@ -94,7 +107,7 @@ def paged(load: Load, setting: Setting) -> Result:
     load = _shrunk(load, setting)
     pool, scales, order = _pool(load, setting)
     plan = _plan(load, pool, order)
-    query = setting.randn(load.num_seqs * load.new, NUM_HEADS, HEAD_DIM)
+    query = setting.randn(load.num_seqs * load.new, load.num_heads, load.head_dim)
     ms = time_ms(lambda: attend(query, pool, scales, 0, plan), setting)
     return {"ms": ms, **_costs(load, pool, scales)}
 
@@ -103,7 +116,7 @@ def tiles(load: Load, candidates: tuple[Tile, ...], setting: Setting) -> Result:
     """The same with other tiles, to choose by: attention_plan.choose_tile holds the choice. Fastest first."""
     load = _shrunk(load, setting)
     pool, scales, order = _pool(load, setting)
-    query = setting.randn(load.num_seqs * load.new, NUM_HEADS, HEAD_DIM)
+    query = setting.randn(load.num_seqs * load.new, load.num_heads, load.head_dim)
     times = {}
     for tile in candidates[: setting.pick(len(candidates), 1)]:
         plan = _plan(load, pool, order, partial(_always, tile))
@@ -114,23 +127,25 @@ def tiles(load: Load, candidates: tuple[Tile, ...], setting: Setting) -> Result:
     return dict(sorted(times.items(), key=lambda item: item[1]))
 
 
-def sdpa(num_tokens: int, setting: Setting) -> Result:
+def sdpa(load: Load, setting: Setting) -> Result:
     """torch's own causal attention of one new sequence, KV contiguous: the peer of a prefill."""
-    size = setting.pick(num_tokens, 8)
-    query = setting.randn(1, NUM_HEADS, size, HEAD_DIM)
-    key, value = (setting.randn(1, NUM_KV_HEADS, size, HEAD_DIM) for _ in range(2))
+    load = _shrunk(load, setting)
+    size = load.new
+    query = setting.randn(1, load.num_heads, size, load.head_dim)
+    key, value = (setting.randn(1, load.num_kv_heads, size, load.head_dim) for _ in range(2))
 
     def run() -> torch.Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
     ms = time_ms(run, setting)
-    return {"ms": ms, "flops": 2.0 * NUM_HEADS * HEAD_DIM * size * (size + 1)}
+    return {"ms": ms, "flops": 2.0 * load.num_heads * load.head_dim * size * (size + 1)}
 
 
 def flashinfer_decode(load: Load, setting: Setting) -> Result:
     """flashinfer's paged decode, where its wheel is at hand."""
-    import flashinfer
-
+    if importlib.util.find_spec("flashinfer") is None:
+        return {"skipped": "flashinfer is not installed"}
+    flashinfer: Any = importlib.import_module("flashinfer")
     load = _shrunk(load, setting)
     pool, _, order = _pool(load, setting)
     width = len(order) // load.num_seqs
@@ -141,10 +156,10 @@ def flashinfer_decode(load: Load, setting: Setting) -> Result:
     last = (load.cached + load.new - 1) % load.block_size + 1
     lasts = torch.full((load.num_seqs,), last, dtype=torch.int32, device=setting.device)
     wrapper.plan(
-        starts, ids, lasts, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, load.block_size,
+        starts, ids, lasts, load.num_heads, load.num_kv_heads, load.head_dim, load.block_size,
         q_data_type=setting.half, kv_data_type=setting.half,
     )  # fmt: skip
-    query = setting.randn(load.num_seqs, NUM_HEADS, HEAD_DIM)
+    query = setting.randn(load.num_seqs, load.num_heads, load.head_dim)
     kv = pool[:, 0].contiguous()
     ms = time_ms(lambda: wrapper.run(query, kv), setting)
     return {"ms": ms, **_costs(load, pool, None)}
@@ -152,10 +167,10 @@ def flashinfer_decode(load: Load, setting: Setting) -> Result:
 
 def invariance(setting: Setting) -> Result:
     """Whether a sequence's rows are bit for bit the same alone and in a batch, decoded and verified: differences, 0 is right."""
-    load = Load(setting.pick(8, 2), setting.pick(3000, 40), 5)
+    load = replace(_shrunk(Load(8, 3000), setting), new=5)
     pool, _, order = _pool(load, setting)
     width = len(order) // load.num_seqs
-    query = setting.randn(load.num_seqs * load.new, NUM_HEADS, HEAD_DIM)
+    query = setting.randn(load.num_seqs * load.new, load.num_heads, load.head_dim)
     together = attend(query, pool, None, 0, _plan(load, pool, order))
     last = load.new - 1
     parts = {
@@ -164,7 +179,7 @@ def invariance(setting: Setting) -> Result:
     }
     results = {}
     for name, part in parts.items():
-        plan = plan_attention([part], pool, NUM_HEADS, HEAD_DIM**-0.5, None)
+        plan = plan_attention([part], pool, load.num_heads, load.head_dim**-0.5, None)
         rows = slice(load.new - part.num_tokens, load.new)
         got = attend(query[rows].contiguous(), pool, None, 0, plan)
         results[name] = float((got != together[rows]).sum())
@@ -192,9 +207,9 @@ ITEMS: Mapping[str, Callable[[Setting], Result]] = {
     "attention prefill 32K": partial(paged, Load(1, 0, 32768)),
     "attention prefill 2K over 8K": partial(paged, Load(1, 8192, 2048)),
     "attention prefill 8K block 64": partial(paged, Load(1, 0, 8192, block_size=64)),
-    "SDPA prefill 2K": partial(sdpa, 2048),
-    "SDPA prefill 8K": partial(sdpa, 8192),
-    "SDPA prefill 32K": partial(sdpa, 32768),
+    "SDPA prefill 2K": partial(sdpa, Load(1, 0, 2048)),
+    "SDPA prefill 8K": partial(sdpa, _PREFILL),
+    "SDPA prefill 32K": partial(sdpa, Load(1, 0, 32768)),
     "flashinfer decode 64 x 4K": partial(flashinfer_decode, _DECODE),
     "tiles decode 64 x 4K": partial(
         tiles,

@@ -246,32 +246,32 @@ def _quantize(dtype: torch.dtype, generator: torch.Generator, sizes: Sizes) -> T
     x = _randn(generator, sizes.num_tokens, sizes.hidden).to(sizes.half)
     return Trial(
         lambda: quantize_rows(x, dtype),
-        lambda got: relative_error(dequantize_rows(*got, torch.float64), x),
+        lambda got: relative_error(dequantize_rows(got[0], got[1], torch.float64), x),
         1e-2 if dtype == torch.int8 else 5e-2,
     )
 
 
 def _linear(scheme: str, num_rows: int, generator: torch.Generator, sizes: Sizes) -> Trial:
     """scheme: int8, int4 or fp8."""
-    num_in, num_out, group_size = sizes.hidden, sizes.hidden + 32, 128
+    num_in, num_out = sizes.hidden, sizes.hidden + 32
     device = generator.device
     x = _randn(generator, num_rows, num_in).to(sizes.half)
-    weight = _randn(generator, num_out, num_in) * 0.02
-    op = getattr(quantized_linear, f"{scheme}_linear")
-    args: tuple[torch.Tensor, ...]
-    if scheme == "int4":
-        codes = torch.randint(0, 16, weight.shape, generator=generator, device=device)
-        shape = (num_in // group_size, num_out)
-        zeros = torch.randint(0, 16, shape, generator=generator, device=device).byte()
-        scales = (torch.rand(shape, generator=generator, device=device) * 0.01).half()
-        args = (linear_twins.pack_int4(codes, group_size), scales, zeros)
-    else:
-        args = quantize_op.twin(weight, torch.int8 if scheme == "int8" else FP8)
-    twin = getattr(linear_twins, f"{scheme}_linear").twin
-    wide = x.double() if scheme != "fp8" else x.float()
+    if scheme == "fp8":
+        args = quantize_op.twin(_randn(generator, num_out, num_in) * 0.02, FP8)
+        return Trial(
+            lambda: quantized_linear.fp8_linear(x, *args),
+            lambda got: relative_error(got, linear_twins.fp8_linear.twin(x.float(), *args)),
+            1e-2,
+        )
+    bits = 4 if scheme == "int4" else 8
+    levels = torch.randint(0, 1 << bits, (num_out, num_in), generator=generator, device=device)
+    shape = (num_out, num_in // 128)
+    scales = torch.rand(shape, generator=generator, device=device) * 0.01
+    zeros = torch.randint(0, 1 << bits, shape, generator=generator, device=device).float()
+    weight = linear_twins.pack_int_weight(levels.byte(), scales, zeros, bits)
     return Trial(
-        lambda: op(x, *args),
-        lambda got: relative_error(got, twin(wide.float(), *args)),
+        lambda: quantized_linear.int_linear(x, weight),
+        lambda got: relative_error(got, x.double() @ linear_twins.dequantize(weight).double().t()),
         1e-2,
     )
 

@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from baton_kernels.gpu.kv_pack import kv_pack, kv_unpack
-from baton_kernels.gpu.quantized_linear import fp8_linear, int4_linear, int8_linear
+from baton_kernels.gpu.quantized_linear import fp8_linear, int_linear
 from baton_kernels.gpu.rms_norm import rms_norm
 from baton_kernels.gpu.rope_kv_write import rope_kv_write
 from baton_kernels.gpu.sampling import gumbel_argmax, keep_top_k, keep_top_p
 from baton_kernels.gpu.swiglu import swiglu
 from baton_kernels.kv_write import slot_rows
+from baton_kernels.quantized_linear import pack_int_weight
 from bench.gpu.setting import Result, Setting, time_ms
 
 VOCAB, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, DIM = 128256, 4096, 14336, 32, 8, 128
@@ -71,7 +72,7 @@ def _pack_to_host(setting: Setting) -> Result:
 
 
 def _logits(setting: Setting, num_rows: int) -> torch.Tensor:
-    return setting.randn(setting.pick(num_rows, 2), setting.pick(VOCAB, 300)).float() * 3
+    return setting.randn(setting.pick(num_rows, 2), setting.pick(VOCAB, 50)).float() * 3
 
 
 def _draw(num_rows: int, setting: Setting) -> Result:
@@ -114,16 +115,15 @@ def _linear_call(
     if scheme == "half":
         weight = setting.randn(num_out, num_in)
         return partial(F.linear, x, weight), 2 * weight.numel()
-    if scheme == "int4":
-        shape = (num_in // 128, num_out)
-        packed = torch.randint(0, 256, (num_out, num_in // 2), device=device).byte()
-        scales, zeros = setting.randn(*shape), torch.full(shape, 8, device=device).byte()
-        return partial(int4_linear, x, packed, scales, zeros), packed.numel() + 3 * scales.numel()
-    codes = torch.randint(-100, 100, (num_out, num_in), device=device).to(torch.int8)
-    scales = torch.ones(num_out, device=device)
-    if scheme == "int8":
-        return partial(int8_linear, x, codes, scales), codes.numel()
-    return partial(fp8_linear, x, codes.float().to(torch.float8_e4m3fn), scales), codes.numel()
+    if scheme == "fp8":
+        codes = torch.randint(-100, 100, (num_out, num_in), device=device).float()
+        scales = torch.ones(num_out, device=device)
+        return partial(fp8_linear, x, codes.to(torch.float8_e4m3fn), scales), codes.numel()
+    bits = 4 if scheme == "int4" else 8
+    levels = torch.randint(0, 1 << bits, (num_out, num_in), device=device).byte()
+    scales = torch.rand(num_out, num_in // 128, device=device)
+    packed = pack_int_weight(levels, scales, None, bits)
+    return partial(int_linear, x, packed), packed.levels.numel() + 4 * scales.numel()
 
 
 ITEMS: Mapping[str, Callable[[Setting], Result]] = {

@@ -1,33 +1,69 @@
-"""An op: a plain torch twin that runs anywhere, and faster kernels for the device types that have one."""
+"""An op: a plain torch twin that runs anywhere, and a faster kernel for the device types that have one."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Generic, ParamSpec, TypeVar
 
 import torch
+
+from baton_kernels.cpu.library import library
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Op(Generic[P, R]):
-    """Calls the kernel of its first argument's device type, or the twin where there is none.
+    """Calls the kernel of its first tensor's device type, or the twin where there is none.
 
-    The twin is the definition: a kernel is right if it agrees with it.
+    The twin is the definition: a kernel is right if it agrees with it. The kernel for CUDA of a twin in
+    baton_kernels.X is the function of the same name in baton_kernels.gpu.X, imported when it is first needed, if there
+    is one and Triton is installed; that for the CPU is in baton_kernels.cpu.X, if the native library is there.
     """
 
     def __init__(self, twin: Callable[P, R]) -> None:
         self.twin = twin
-        self.kernels: dict[str, Callable[P, R]] = {}
+        self._kernels: dict[str, Callable[P, R]] = {}
         self.__doc__ = twin.__doc__
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        first = args[0]
-        device = first.device.type if isinstance(first, torch.Tensor) else "cpu"
-        return self.kernels.get(device, self.twin)(*args, **kwargs)
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                return self.kernel(arg.device.type)(*args, **kwargs)
+        return self.twin(*args, **kwargs)
+
+    def kernel(self, device_type: str) -> Callable[P, R]:
+        """What runs for tensors of a device type."""
+        found = self._kernels.get(device_type)
+        if found is None:
+            found = self._find(device_type)
+            self._kernels[device_type] = found
+        return found
+
+    def _find(self, device_type: str) -> Callable[P, R]:
+        folder = _kernel_folder(device_type)
+        if folder is None:
+            return self.twin
+        package, _, name = self.twin.__module__.rpartition(".")
+        module_name = f"{package}.{folder}.{name}"
+        if find_spec(module_name) is None:
+            return self.twin
+        module = importlib.import_module(module_name)
+        kernel: Callable[P, R] = getattr(module, self.twin.__name__, self.twin)
+        return kernel
+
+
+def _kernel_folder(device_type: str) -> str | None:
+    """The package of a device type's kernels, if they can run here."""
+    if device_type == "cuda" and find_spec("triton") is not None:
+        return "gpu"
+    if device_type == "cpu" and library() is not None:
+        return "cpu"
+    return None
 
 
 def op(twin: Callable[P, R]) -> Op[P, R]:
-    """Make an op of its twin. The first argument must be a tensor, passed by position."""
+    """Make an op of its twin. At least one tensor must be passed by position."""
     return Op(twin)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+from baton_kernels.dispatch import op
+
 
 class Slab(Protocol):
     """A tensor or an array of its bits: something sliced and assigned by slices.
@@ -37,6 +39,7 @@ def block_runs(
         done += count
 
 
+@op
 def kv_pack(
     pool: Slab, block_ids: Sequence[int], first_token: int, first_layer: int, packed: Slab
 ) -> None:
@@ -47,6 +50,7 @@ def kv_pack(
         packed[:, :, :, at : at + count] = pool[block, layers, :, :, offset : offset + count]
 
 
+@op
 def kv_unpack(
     pool: Slab, block_ids: Sequence[int], first_token: int, first_layer: int, packed: Slab
 ) -> None:

@@ -90,6 +90,7 @@ class AttentionPlan:
     reach: int
 
 
+@op
 def plan_attention(
     slices: Sequence[AttentionSlice],
     pool: torch.Tensor,

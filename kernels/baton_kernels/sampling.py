@@ -1,4 +1,4 @@
-"""Choose tokens from logits: penalties, bias, temperature, top-k, top-p, min-p, and noise by a counter-based hash.
+"""Choose tokens from logits: bias, penalties, masks, temperature, top-k, top-p, min-p, and noise by a counter-based hash.
 
 A row is sampled as argmax_v (l_v + g_v), l being logits / temperature, over the tokens that the filters keep, with g_v = -log(-log(1 - u_v)) and
 u_v in (0, 1) a hash of (the row's key, v). That is a draw from softmax(l), and it depends on nothing but the row's
@@ -45,6 +45,12 @@ def add_bias(
 ) -> None:
     """In place: logits[row, token] += bias, [entries] each without repeats; -inf forbids a token."""
     logits[rows, tokens] += bias
+
+
+@op
+def forbid(logits: torch.Tensor, forbidden: torch.Tensor) -> None:
+    """In place: -inf where forbidden. logits [rows, vocab] float32, forbidden [rows, vocab] bool."""
+    logits.masked_fill_(forbidden, float("-inf"))
 
 
 @op

@@ -207,6 +207,10 @@ class ShmServerStream(ServerStream):
         finally:
             os.close(fd)
 
+    def agree(self, version: int) -> None:
+        super().agree(version)
+        self._buffer.version = version
+
     def read_frame(self) -> tuple[Frame, memoryview]:
         # No payload follows a header here, so one read may bring many frames.
         while (frame := next(self._frames, None)) is None:

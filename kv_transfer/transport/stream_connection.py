@@ -64,7 +64,8 @@ class StreamConnection(ABC):
 
     def send(self, frame: Frame, staged: Staged | None = None, *, more: bool = False) -> None:
         payload = self.payload_of(staged)
-        self._held += encode(frame, sum(piece.nbytes for piece in payload))
+        num_bytes = sum(piece.nbytes for piece in payload)
+        self._held += encode(frame, num_bytes, self._buffer.version)
         if more and not payload and len(self._held) < _MAX_HELD_BYTES:
             return
         held, self._held = self._held, b""

@@ -22,6 +22,7 @@ from kv_transfer.frame import (
 )
 from kv_transfer.receiver import Receiver, ReceiverSession
 from kv_transfer.transport.stream_connection import send_all, set_socket_timeout
+from kv_transfer.version import HANDSHAKE_VERSION
 
 MAX_CONNECTIONS = 256
 #: A connection that has not said KvHello by then is closed; a reply that the peer does not read ends it.
@@ -41,6 +42,7 @@ class ServerStream(ABC):
         set_socket_timeout(sock, socket.SO_SNDTIMEO, REPLY_TIMEOUT_S)
         self.sock = sock
         self.receiver = receiver
+        self._version = HANDSHAKE_VERSION
 
     @property
     @abstractmethod
@@ -58,13 +60,20 @@ class ServerStream(ABC):
     def reply(self, frame: Frame) -> None:
         if isinstance(frame, kv_pb2.KvAccept):
             self.accept(frame)
+            self.agree(frame.version)
             set_socket_timeout(self.sock, socket.SO_RCVTIMEO, 0.0)
         else:
-            send_all(self.sock, encode(frame))
+            send_all(self.sock, encode(frame, version=self._version))
+
+    def agree(self, version: int) -> None:
+        """Frames are of that version from here on."""
+        self._version = version
 
     def read_frame(self) -> tuple[Frame, memoryview]:
         """Wait for a frame. Raises EOFError at the end of the stream, FrameError, OSError."""
-        preamble = decode_preamble(self._read(PREAMBLE_BYTES), self.max_payload_bytes)
+        preamble = decode_preamble(
+            self._read(PREAMBLE_BYTES), self.max_payload_bytes, self._version
+        )
         frame = decode_header(preamble, self._read(preamble.header_bytes))
         return frame, self.payload(preamble, frame)
 

@@ -11,6 +11,7 @@ from kv_transfer.receiver import Receiver
 from kv_transfer.transport.base import Staged, TransportError
 from kv_transfer.transport.stream_connection import StreamConnection
 from kv_transfer.transport.stream_listener import ServerStream, StreamListener
+from kv_transfer.wire_format import most_token_layer_bytes
 
 _NO_PAYLOAD = memoryview(b"")
 #: Small enough that a payload is still in the second cache when it is verified and unpacked.
@@ -88,7 +89,7 @@ class TcpServerStream(ServerStream):
         return self._staging.nbytes
 
     def accept(self, frame: kv_pb2.KvAccept) -> None:
-        smallest = self.receiver.layout.token_layer_bytes
+        smallest = most_token_layer_bytes(self.receiver.layout)
         num_bytes = min(frame.max_chunk_bytes, max(smallest, _PREFERRED_CHUNK_BYTES))
         self._staging = memoryview(_touched(num_bytes))
         frame.max_chunk_bytes = num_bytes

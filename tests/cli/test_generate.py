@@ -6,21 +6,23 @@ import dataclasses
 import inspect
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from baton.cli.generate import generate
-from baton.client import ChatMessage, SamplingParams
+from baton.client import BeamSearch, ChatMessage, Chunk, SamplingParams, StructuredOutput
 from baton.errors import FieldViolation, InvalidRequest, Overloaded
+from baton.types import FinishReason
 
 if TYPE_CHECKING:
     from conftest import FakeClient
 
 Run = Callable[..., Any]
 
-#: Parameters that make no sense on a command line which prints one text.
-NO_FLAG = {"n", "logit_bias"}
+#: Parameters that make no sense on a command line, and one that has flags for its parts.
+NO_FLAG = {"logit_bias", "beam_search", "structured_output"}
 
 
 def test_text_goes_to_stdout_as_it_is(run: Run, client: FakeClient) -> None:
@@ -54,6 +56,44 @@ def test_flags_reach_the_request(run: Run, client: FakeClient) -> None:
     assert asked[1] == SamplingParams(
         max_tokens=4, temperature=0.5, stop=["a", "b"], seed=7, ignore_eos=True
     )
+
+
+def test_flags_of_a_beam_search(run: Run, client: FakeClient) -> None:
+    flags = ["--beam-width", "4", "--length-penalty", "0.5", "--early-stopping", "never"]
+    assert run("generate", "say", *flags).exit_code == 0
+    assert client.asked[0][1].beam_search == BeamSearch(4, 0.5, "never")
+    assert run("generate", "say", "--beam-width", "2").exit_code == 0
+    assert client.asked[1][1].beam_search == BeamSearch(2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "output"),
+    [
+        (["--json-schema", "{}"], StructuredOutput(json_schema="{}")),
+        (["--json-object"], StructuredOutput(json_object=True)),
+        (["--regex", "a+"], StructuredOutput(regex="a+")),
+        (["--choice", "a", "--choice", "b"], StructuredOutput(choice=["a", "b"])),
+        (["--grammar", "@FILE"], StructuredOutput(grammar='start: "a"')),
+    ],
+)
+def test_flags_of_a_structured_output(
+    run: Run, client: FakeClient, tmp_path: Path, flags: list[str], output: StructuredOutput
+) -> None:
+    (tmp_path / "file").write_text('start: "a"')
+    flags = [flag.replace("FILE", str(tmp_path / "file")) for flag in flags]
+    assert run("generate", "say", *flags).exit_code == 0
+    assert client.asked[0][1].structured_output == output
+
+
+def test_several_choices_are_printed_one_after_the_other(run: Run, client: FakeClient) -> None:
+    client.script = (
+        Chunk(0, (5,), "Hel", choice=0),
+        Chunk(0, (7,), "Bye", choice=1, finish_reason=FinishReason.STOP, score=-0.25),
+        Chunk(1, (6,), "lo", choice=0, finish_reason=FinishReason.STOP),
+    )
+    result = run("generate", "say", "--n", "2")
+    assert result.stdout == "-- choice 0\nHello\n-- choice 1, score -0.2500\nBye\n"
+    assert client.asked[0][1].n == 2
 
 
 def test_json_is_one_object_with_everything(run: Run, client: FakeClient) -> None:

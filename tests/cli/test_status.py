@@ -32,6 +32,7 @@ def worker(tier: str, state: str = "ready", reason: str = "") -> WorkerStatus:
         num_blocks=100,
         block_size=16,
         num_in_flight=3,
+        local_prefill_threshold=48,
     )
 
 
@@ -56,6 +57,7 @@ def test_a_table_of_workers(run: Run, client: FakeClient, monkeypatch: pytest.Mo
         "3",
         "20/100",
         "10",
+        "48",
     ]
     assert lines[lines.index(line) + 1].strip() == "127.0.0.1:5"
 

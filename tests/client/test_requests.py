@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.client import ChatMessage, SamplingOptions, SamplingParams, results
+from baton.client import (
+    BeamSearch,
+    ChatMessage,
+    SamplingOptions,
+    SamplingParams,
+    StructuredOutput,
+    results,
+)
 from baton.client.requests import (
     detokenize_request,
     generate_request,
@@ -57,7 +64,14 @@ def test_every_parameter_is_sent_and_has_its_option() -> None:
     names = [field.name for field in fields(SamplingParams)]
     assert names == [field.name for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields]
     assert get_type_hints(SamplingOptions) == get_type_hints(SamplingParams)
-    values: Mapping[str, Any] = {"logit_bias": {3: 0.5}, "stop": ["a"], "stop_token_ids": [4]}
+    values: Mapping[str, Any] = {
+        "logit_bias": {3: 0.5},
+        "stop": ["a"],
+        "stop_token_ids": [4],
+        "bad_words": ["a"],
+        "beam_search": BeamSearch(2),
+        "structured_output": StructuredOutput(json_object=True),
+    }
     for name in names:
         sent = sampling_message(SamplingParams(**{name: values.get(name, 1)}))
         assert [field.name for field, _ in sent.ListFields()] == [name]
@@ -65,6 +79,24 @@ def test_every_parameter_is_sent_and_has_its_option() -> None:
 
 def test_one_stop_string_is_not_taken_apart() -> None:
     assert list(sampling_message(SamplingParams(stop="end")).stop) == ["end"]
+    assert list(sampling_message(SamplingParams(bad_words="end")).bad_words) == ["end"]
+
+
+@pytest.mark.parametrize(("early", "number"), [(False, 0), (True, 1), ("never", 2)])
+def test_a_beam_search_is_sent(early: bool | Literal["never"], number: int) -> None:
+    sent = sampling_message(SamplingParams(beam_search=BeamSearch(4, -0.5, early))).beam_search
+    assert (sent.width, sent.length_penalty, sent.early_stopping) == (4, -0.5, number)
+
+
+def test_wrong_beams_are_named() -> None:
+    wrong: tuple[tuple[BeamSearch, str], ...] = (
+        (BeamSearch(-1), "width"),
+        (BeamSearch(2, "x"), "length_penalty"),  # type: ignore[arg-type]
+        (BeamSearch(2, early_stopping="always"), "early_stopping"),  # type: ignore[arg-type]
+    )
+    for beam, field in wrong:
+        with pytest.raises(InvalidRequest, match=rf"sampling\.beam_search\.{field}: "):
+            sampling_message(SamplingParams(beam_search=beam))
 
 
 def test_results_have_the_fields_of_the_contract() -> None:

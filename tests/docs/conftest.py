@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-BIN = Path(sys.executable).parent
+from tests.support.doc_services import BIN, ROOT, environment
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-def environment() -> dict[str, str]:
-    """Without our own variables, which whoever runs the tests may have set."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
 
 
 @pytest.fixture(scope="session")

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.support.doc_blocks import SERVER, Block, blocks_of, commands_of
+from baton.client import Client
+from baton.errors import BatonError
+from tests.support.doc_blocks import MARKS, Block, blocks_of, commands_of
+from tests.support.doc_services import BIN, ROOT, on_one_host, started
+from tests.support.metrics_page import free_ports
+from tests.support.redis_server import redis_server
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = [block for page in PAGES for block in blocks_of(page, ROOT)]
 
@@ -20,36 +27,70 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page, ROOT)]
 ADDRESS = "127.0.0.1:50051"
 VENV_BIN = ".venv/bin/"
 
+#: `make` finds its environment ready, and installs nothing.
+MAKEFLAGS = f"STAMP= BIN={BIN}"
+
+#: `docker compose [--profile NAME]... up|run ...`: the profiles must be there, and the service that `run` names.
+DRY_DOCKER = """
+import subprocess, sys
+
+assert sys.argv.pop(1) == "compose", sys.argv
+profiles = []
+while sys.argv[1] == "--profile":
+    profiles += sys.argv[1:3]
+    del sys.argv[1:3]
+verb, rest = sys.argv[1], sys.argv[2:]
+known = {"up": {"--build", "--detach", "--wait"}, "run": {"--rm"}}[verb]
+options = [word for word in rest if word.startswith("--")] if verb == "up" else rest[:1]
+assert set(options) <= known, rest
+command = ["docker-compose", *profiles, "config", "--services"]
+services = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+assert services
+assert verb == "up" or rest[1] in services, (rest, services)
+"""
+
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def blocks(kind: str, told: str = "") -> pytest.MarkDecorator:
+    """Those with such a mark; "" for those without one."""
+    chosen = [block for block in BLOCKS if block.kind == kind and told in block.told]
+    assert chosen, f"no block is marked {kind!r} {told!r}"
+    return pytest.mark.parametrize("block", chosen, ids=lambda block: block.name)
 
 
 def run_block(block: Block, run: Run, address: str) -> None:
     """Run it with this interpreter's environment for .venv, and `address` for the documents' one."""
-    bin_folder = f"{Path(sys.executable).parent}/"
-    text = block.text.replace(VENV_BIN, bin_folder).replace(ADDRESS, address)
+    text = block.text.replace(VENV_BIN, f"{BIN}/").replace(ADDRESS, address)
     if block.language == "python":
         done = run([sys.executable, "-c", text])
         assert done.returncode == 0, done.stdout
         return
     if block.language != "console":
-        done = run(["bash", "-euo", "pipefail", "-c", text], **shell_environment(address))
-        assert done.returncode == 0, done.stdout
+        run_shell(text, run, **shell_environment(address))
         return
     for (command, _), (_, shown) in zip(
-        commands_of(Block(block.page, 0, "", text, "", "")), commands_of(block), strict=True
+        commands_of(Block(block.page, 0, "", text)), commands_of(block), strict=True
     ):
         done = run(["bash", "-euo", "pipefail", "-c", command], **shell_environment(address))
         assert (done.returncode, done.stdout) == (0, shown)
 
 
+def run_shell(text: str, run: Run, **env: str) -> None:
+    done = run(["bash", "-euo", "pipefail", "-c", text], **env)
+    assert done.returncode == 0, done.stdout
+
+
 def shell_environment(address: str) -> dict[str, str]:
     """Where the commands find the server; `make` finds its environment ready, and installs nothing."""
-    make = f"STAMP= BIN={Path(sys.executable).parent}"
-    return {"BATON_ADDRESS": address, "MAKEFLAGS": make}
+    return {"BATON_ADDRESS": address, "MAKEFLAGS": MAKEFLAGS}
 
 
 def test_the_marks_are_ones_that_we_know() -> None:
-    assert {block.needs for block in BLOCKS} <= {"", SERVER}
+    for block in BLOCKS:
+        texts = MARKS[block.kind] if block.kind else {""}
+        assert texts is None or block.told in texts, block.name
+        assert block.kind != "not run" or len(block.told.split()) >= 3, block.name
 
 
 def test_there_are_blocks_of_each_kind() -> None:
@@ -59,25 +100,83 @@ def test_there_are_blocks_of_each_kind() -> None:
     assert {block.language for block in BLOCKS} >= {"bash", "python", "console"}
 
 
-@pytest.mark.parametrize(
-    "block", [b for b in BLOCKS if not b.needs and not b.excuse], ids=lambda block: block.name
-)
+@blocks("")
 def test_a_block_runs(block: Block, run: Run) -> None:
     run_block(block, run, ADDRESS)
 
 
-@pytest.mark.parametrize(
-    "block", [b for b in BLOCKS if b.needs == SERVER], ids=lambda block: block.name
-)
+@blocks("needs")
 def test_a_block_runs_beside_a_server(block: Block, run: Run, address: str) -> None:
     run_block(block, run, address)
 
 
-@pytest.mark.parametrize("block", [b for b in BLOCKS if b.excuse], ids=lambda block: block.name)
+@blocks("runs with")
+def test_a_block_runs_with_less_to_do(block: Block, run: Run, tmp_path: Path) -> None:
+    """The mark gives options that take the place of the block's own; {tmp} is a folder that goes away."""
+    (line,) = block.lines
+    run_shell(f"{line.replace(VENV_BIN, f'{BIN}/')} {block.told.format(tmp=tmp_path)}", run)
+
+
+@blocks("serves", "each line by itself")
+def test_a_line_serves_until_it_is_stopped(block: Block) -> None:
+    for line in block.lines:
+        with started(line, BATON_PORT="0", MAKEFLAGS=MAKEFLAGS) as service:
+            told = service.first_line()
+            assert told.startswith("Baton is ready at "), (line, told)
+            with Client(told.removeprefix("Baton is ready at ").split()[0]) as client:
+                check_answer(client)
+
+
+@blocks("serves", "all lines together")
+async def test_lines_serve_together_until_they_are_stopped(block: Block) -> None:
+    """Each line of the page would be on a host of its own; here all are on one."""
+    front, prefill, decode = map(str, free_ports(3))
+    async with redis_server() as redis:
+        places = {"50061": prefill, "50062": decode, "redis://redis:6379/0": redis.url}
+        with ExitStack() as stack:
+            services = []
+            for line in block.lines:
+                port = {"BATON_PORT": front} if line.startswith("baton gateway") else {}
+                service = started(on_one_host(line, places), **port)
+                services.append(stack.enter_context(service))
+            client = stack.enter_context(Client(f"127.0.0.1:{front}"))
+            while num_ready(client) < len(services) - 1:
+                for one in services:
+                    one.check()
+                await asyncio.sleep(0.1)
+            check_answer(client)
+
+
+def check_answer(client: Client) -> None:
+    answer = client.generate("def add(", max_tokens=4, ignore_eos=True)
+    assert len(answer.token_ids) == 4
+
+
+def num_ready(client: Client) -> int:
+    """Workers that the gateway knows to be ready; 0 while there is no gateway yet."""
+    try:
+        return sum(worker.state == "ready" for worker in client.model(timeout_s=5.0).workers)
+    except BatonError:
+        return 0
+
+
+@blocks("dry run")
+def test_a_block_for_containers_is_one_that_compose_understands(
+    block: Block, run: Run, tmp_path: Path
+) -> None:
+    """Run with a `docker` that starts nothing, but has docker-compose read the file with the profiles asked for."""
+    if shutil.which("docker-compose") is None:
+        pytest.skip("no docker-compose here (Debian: apt-get install docker-compose)")
+    docker = tmp_path / "docker"
+    docker.write_text(f"#!{sys.executable}\n{DRY_DOCKER}")
+    docker.chmod(0o755)
+    run_shell(f'export PATH="{tmp_path}:$PATH"\n{block.text}', run)
+
+
+@blocks("not run")
 def test_a_block_that_is_not_run_says_why(block: Block) -> None:
     """Listed among the skipped tests."""
-    assert len(block.excuse.split()) >= 3
-    pytest.skip(f"{block.name}: {block.excuse}")
+    pytest.skip(f"{block.name}: {block.told}")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -15,11 +15,14 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 #: What the output of each script must hold.
 EXPECTED = {
+    "beam_search.py": r"greedy, score -\d+\.\d{4}: (.|\n)*beam 3, score -\d+\.\d{4}: ",
     "cancel.py": r"-- cancelled request [0-9a-f-]{32,} after 1[1-9] tokens",
     "chat.py": r"-- \d+ tokens with the template\n(.|\n)*-- (stop|length), \d+ tokens",
     "complete_async.py": r"class Stack:\n(.|\n)*-- request [0-9a-f-]{32,}",
     "complete_sync.py": r"def fibonacci\(n\):\n(.|\n)*-- \d+ tokens in \d+ ms, the first after \d+",
     "many_at_once.py": r"(?m)^ 15 +\d+ ms  'def ",
+    "score_prompt.py": r"^perplexity \d+\.\d\d\n( +0\.\d{5} ['\"].*\n){3}",
+    "structured.py": r"(-- [a-z_]+ takes \d arguments\n){2}-- [a-z]+\.[a-z]+\(\)\n-- (good|bad|unclear)\n",
 }
 
 

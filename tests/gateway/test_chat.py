@@ -52,7 +52,7 @@ async def test_a_template_that_does_not_end_is_killed_and_others_are_served() ->
 
 
 async def test_a_render_that_nobody_is_left_to_kill_ends_by_itself() -> None:
-    start = {"template": TEMPLATE, "special_tokens": {}, "render_timeout_s": 0.2}
+    start = {"template": TEMPLATE, "special_tokens": {}, "answer_timeout_s": 0.2}
     endless = {"messages": [{"role": "endless", "content": "x"}]}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "gateway.chat_renderer", stdin=asyncio.subprocess.PIPE
@@ -79,9 +79,9 @@ async def test_a_renderer_that_dies_fails_one_request_at_most() -> None:
     renderer = ChatRenderer(TEMPLATE, {}, render_timeout_s=30.0)
     try:
         await renderer.render([("user", "warm")])
-        process = renderer._process
-        assert process is not None
-        os.kill(process.pid, signal.SIGKILL)
+        pid = renderer.process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(EngineFault):
             await renderer.render([("user", "x")])
         assert await renderer.render([("user", "x")]) == "[user] x\n[assistant]"

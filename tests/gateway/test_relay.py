@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -23,20 +22,7 @@ from baton.types import Sample
 from baton.v1 import sampling_pb2
 from gateway.request import TextOptions
 from tests.support.fake_workers import expected_output, text_of
-from tests.support.gateway_world import Chunk, Client, World, gateway_world, make_spec
-from tests.support.virtual_loop import run_virtual
-
-
-def in_world(test: Callable[[World], Awaitable[None]], **options: object) -> None:
-    """Run `test` in a fresh world, and see that nothing is left in it."""
-
-    async def main() -> None:
-        async with gateway_world(**options) as world:  # type: ignore[arg-type]
-            await test(world)
-            await world.settle()
-            world.check_empty()
-
-    run_virtual(main())
+from tests.support.gateway_world import Chunk, Client, World, in_world, make_spec
 
 
 def test_a_request_passes_both_tiers_and_comes_out_whole() -> None:

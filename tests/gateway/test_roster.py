@@ -15,7 +15,7 @@ from baton.errors import WorkerLost
 from baton.events import Failed
 from baton.registry import Joined, Left, Registration, StaticRegistry
 from baton.registry.interface import Change
-from baton.types import Tier
+from baton.types import KvSource, Tier
 from gateway.fleet import Fleet, WorkerState
 from gateway.roster import Roster
 from tests.support.fake_workers import make_info
@@ -111,7 +111,7 @@ async def test_sequences_of_a_worker_that_leaves_are_told() -> None:
         events: asyncio.Queue[object] = asyncio.Queue()
         link = fleet.workers[d.address].decode_link
         assert link is not None
-        link.open(make_spec("a"), True, events.put_nowait)
+        link.open(make_spec("a"), KvSource.HERE, [events.put_nowait])
         await events.get()
         listing.tell(Left(d.address))
         await d.stop()

@@ -36,6 +36,7 @@ PREFILLS = st.lists(
         outstanding_tokens=st.integers(0, 200),
         max_outstanding_tokens=st.just(128),
         matched_tokens=st.integers(0, 40),
+        ahead_tokens=st.integers(-100, 100).map(float),
     ),
     max_size=4,
     unique_by=lambda v: v.address,
@@ -77,7 +78,7 @@ def test_a_plan_names_workers_that_have_room(
         assert plan.decode or not need.needs_decode
         for prefill in prefills:
             if prefill.address == plan.prefill:
-                assert prefill.outstanding_tokens < prefill.max_outstanding_tokens
+                assert prefill.has_credit()
                 assert prefill.max_model_len >= need.max_num_tokens
         for decode in decodes:
             if decode.address == plan.decode:
@@ -125,6 +126,60 @@ def test_a_cached_prefix_wins_while_it_saves_more_than_the_queue_costs() -> None
         plan = choose(NEED, prefills, [DECODE], b"k")
         assert isinstance(plan, Plan)
         assert plan.prefill == winner
+
+
+def test_a_worker_without_credit_takes_what_its_cache_makes_short() -> None:
+    """Its queue of 200 is 72 above its credit of 128, and the cache outweighs twice what it holds."""
+    for matched, expected in ((0, None), (36, None), (37, "p")):
+        full = replace(PREFILL, outstanding_tokens=200, matched_tokens=matched)
+        plan = choose(NEED, [full], [DECODE], b"k")
+        assert (plan.prefill if isinstance(plan, Plan) else None) == expected
+
+
+def test_a_cached_prefix_counts_for_less_on_a_worker_that_is_ahead() -> None:
+    """32 tokens outweigh a queue of 64 less what the worker was given above the mean."""
+    for ahead, outstanding, winner in (
+        (0, 63, "cached"),
+        (-50, 65, "p"),
+        (40, 23, "cached"),
+        (40, 25, "p"),
+        (65, 0, "p"),
+    ):
+        cached = replace(
+            PREFILL,
+            address="cached",
+            matched_tokens=32,
+            outstanding_tokens=outstanding,
+            ahead_tokens=float(ahead),
+        )
+        plan = choose(NEED, [PREFILL, cached], [DECODE], b"k")
+        assert isinstance(plan, Plan)
+        assert plan.prefill == winner
+
+
+@given(
+    views=st.lists(st.tuples(st.integers(0, 40), st.integers(-200, 200)), min_size=1, max_size=5)
+)
+def test_no_cache_draws_work_to_a_worker_that_is_further_ahead_than_it_is_worth(
+    views: list[tuple[int, int]],
+) -> None:
+    """So leads are bounded, whatever is asked for: by twice the longest prompt, and one prompt."""
+    prefills = [
+        replace(PREFILL, address=f"p{i}", matched_tokens=matched, ahead_tokens=float(ahead))
+        for i, (matched, ahead) in enumerate(views)
+    ]
+    plan = choose(NEED, prefills, [DECODE], b"k")
+    assert isinstance(plan, Plan)
+    chosen = next(view for view in prefills if view.address == plan.prefill)
+    least = min(view.ahead_tokens for view in prefills)
+    assert chosen.ahead_tokens <= max(least, 2 * chosen.matched_tokens)
+
+
+def test_of_workers_with_equal_queues_the_one_that_did_least_is_taken() -> None:
+    prefills = [replace(PREFILL, address=f"p{i}", ahead_tokens=3.0 - i) for i in range(4)]
+    assert choose(NEED, prefills, [DECODE], b"k") == Plan("p3", "d")
+    busy = [*prefills[:3], replace(prefills[3], outstanding_tokens=1)]
+    assert choose(NEED, busy, [DECODE], b"k") == Plan("p2", "d"), "a queue says more"
 
 
 def test_a_cached_prefix_wins_among_decode_workers_of_like_load() -> None:

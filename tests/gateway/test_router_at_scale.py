@@ -1,4 +1,4 @@
-"""Routing among a thousand workers: loads that agree within a tenth, prefixes that are found, and nobody run over.
+"""Routing among a thousand workers: loads that agree within a tenth, and prefixes that are found all the same.
 
 The gateway's own fleet, planner and affinity place the sequences; workers are only numbers (tests/support/sim_grid.py).
 A trace of the mooncake format, named by BATON_MOONCAKE_TRACE, is used too.
@@ -21,7 +21,14 @@ from gateway.placement import Placement
 from gateway.planner import NUM_DRAWN, plan
 from gateway.router import Need, Plan, Verdict
 from tests.support.fake_workers import make_info
-from tests.support.sim_grid import Grid, Outcome, TraceRequest, read_trace, synthetic_trace
+from tests.support.sim_grid import (
+    Change,
+    Grid,
+    Outcome,
+    TraceRequest,
+    read_trace,
+    synthetic_trace,
+)
 
 NUM_WORKERS = 1000
 NUM_BLOCKS = 50_000
@@ -126,10 +133,10 @@ def test_a_placement_looks_at_few_workers(monkeypatch: pytest.MonkeyPatch) -> No
     views = {name: getattr(Worker, name) for name in ("prefill_view", "decode_view")}
 
     def counted(name: str) -> object:
-        def view(worker: Worker, matched_tokens: int) -> object:
+        def view(worker: Worker, *facts: float) -> object:
             nonlocal num_views
             num_views += 1
-            return views[name](worker, matched_tokens)
+            return views[name](worker, *facts)
 
         return view
 
@@ -168,30 +175,64 @@ def test_workers_to_avoid_are_the_last_choice_among_a_thousand() -> None:
         assert plan(need, fleet, {}, bytes((number,))) == Plan("p0:1", "d0:1")
 
 
+def poisson(lengths: Iterator[int], num_requests: int) -> list[TraceRequest]:
+    """Prompts that have nothing in common."""
+    rng = random.Random(7)
+    arrival_s = 0.0
+    requests = []
+    for _ in range(num_requests):
+        arrival_s += rng.expovariate(1.0)
+        requests.append(TraceRequest(arrival_s, next(lengths), 1 + rng.randrange(50), ()))
+    return requests
+
+
+def check_balance(found: Outcome) -> None:
+    """No worker of the prefill tier computes a tenth more, or less, than the mean."""
+    assert found.prefill_work[0] >= 0.9
+    assert found.prefill_work[-1] <= 1.1
+
+
 def check_prefixes(found: Outcome) -> None:
-    """Most of what could be found is found, and no worker has twice the work of the mean."""
-    assert found.hit_share >= 0.75 * found.ideal_hit_share
-    assert found.prefill_work[-1] <= 2.0
+    """Most of what could be found is found, and it costs no balance."""
+    assert found.hit_share >= 0.8 * found.ideal_hit_share
+    check_balance(found)
 
 
-def test_prefixes_are_found_and_nobody_is_run_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = synthetic_trace(4000, 1)
-    found = Grid(100, NUM_WORKERS - 100).run(requests, load=0.5)
-    check_prefixes(found)
+def test_prefill_workers_compute_alike_though_lengths_are_uneven() -> None:
+    """At a load at which most queues are empty, and tell nothing."""
+    requests = poisson(uneven_lengths(1), 28 * NUM_WORKERS)
+    roomy = {"max_num_seqs": 10**6, "num_blocks": 10**9}
+    check_balance(Grid(NUM_WORKERS, 4, **roomy).run(requests, load=0.5))
+
+
+def test_several_gateways_balance_together() -> None:
+    """Each knows only what it gave itself, beside the reports of queues."""
+    requests = poisson(uneven_lengths(2), 10_000)
+    check_balance(Grid(100, 100, num_gateways=3).run(requests, load=0.5))
+
+
+@pytest.mark.parametrize("load", [0.5, 0.8])
+def test_prefixes_are_found_and_the_work_is_even(load: float) -> None:
+    check_prefixes(Grid(25, NUM_WORKERS - 25).run(synthetic_trace(5000, 1), load))
+
+
+def test_prefixes_are_found_by_more_than_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = synthetic_trace(3000, 1)
+    found = Grid(100, NUM_WORKERS - 100).run(requests, load=0.3)
     monkeypatch.setattr(PrefixAffinity, "matched_tokens", lambda _self, _digests: {})
     blind = Grid(100, NUM_WORKERS - 100).run(requests, load=0.3)
-    assert found.hit_share >= 2 * blind.hit_share, "far more than by chance"
+    assert found.hit_share >= 2 * blind.hit_share
 
 
 def test_a_recorded_trace() -> None:
     path = os.environ.get("BATON_MOONCAKE_TRACE")
     if path is None:
         pytest.skip("BATON_MOONCAKE_TRACE names no file of the mooncake format")
-    check_prefixes(Grid(40, NUM_WORKERS - 40).run(read_trace(Path(path)), load=0.2))
+    check_prefixes(Grid(40, NUM_WORKERS - 40).run(read_trace(Path(path)), load=0.4))
 
 
 def test_a_prefix_that_all_share_makes_no_hot_spot() -> None:
-    """Three quarters of every prompt are the same: many workers come to have it, and they share the work."""
+    """Three quarters of every prompt are the same: all workers come to have it, and they share the work."""
     rng = random.Random(3)
     hot = tuple(range(12))
     requests = [
@@ -203,7 +244,28 @@ def test_a_prefix_that_all_share_makes_no_hot_spot() -> None:
         )
         for index in range(4000)
     ]
-    outcome = Grid(100, NUM_WORKERS - 100).run(requests, load=0.5)
-    assert outcome.hit_share >= 0.9 * outcome.ideal_hit_share
-    assert outcome.prefill_work[0] >= 0.5
-    assert outcome.prefill_work[-1] <= 1.5
+    outcome = Grid(40, NUM_WORKERS - 40).run(requests, load=0.5)
+    assert outcome.hit_share >= 0.95 * outcome.ideal_hit_share
+    check_balance(outcome)
+
+
+def waves_of_loss(num_prefills: int, num_decodes: int) -> Iterator[Change]:
+    """Five times a tenth of the prefill workers, and some decode workers, go one after the other, and come back."""
+    rng = random.Random(5)
+    for wave in range(5):
+        gone = [f"p{i}:1" for i in rng.sample(range(num_prefills), num_prefills // 10)]
+        gone += [f"d{i}:1" for i in rng.sample(range(num_decodes), 20)]
+        begin = 0.05 * (wave + 1)
+        for number, address in enumerate(gone):
+            yield Change(begin + number * 1e-4, address, is_there=False)
+            yield Change(begin + 0.03 + number * 1e-4, address, is_there=True)
+
+
+def test_workers_that_come_and_go_cost_neither_prefixes_nor_balance() -> None:
+    """The grid refuses a placement on a worker that is gone; work is measured from the last one's return on."""
+    requests = synthetic_trace(5000, 1)
+    calm = Grid(25, NUM_WORKERS - 25).run(requests, load=0.5)
+    changes = waves_of_loss(25, NUM_WORKERS - 25)
+    stormy = Grid(25, NUM_WORKERS - 25).run(requests, load=0.5, changes=changes)
+    assert stormy.hit_share >= 0.95 * calm.hit_share
+    check_balance(stormy)

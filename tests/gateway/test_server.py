@@ -27,7 +27,7 @@ from baton.types import Tier
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from gateway import server as server_module
 from gateway.server import SERVICE_NAME, serve_gateway
-from tests.support.fake_workers import expected_output, make_info
+from tests.support.fake_workers import expected_output, expected_outputs, make_info
 from tests.support.gateway_world import make_spec
 from tests.support.grpc_workers import GrpcWorker, serving
 
@@ -134,6 +134,22 @@ async def test_a_request_id_that_is_none_is_replaced(model_path: Path, bad_id: s
         headers = dict(await call.initial_metadata())
         assert str(headers["x-request-id"]).startswith("req-")
         assert [chunk async for chunk in call]
+
+
+async def test_choices_stream_side_by_side(model_path: Path) -> None:
+    async with cluster(model_path) as (channel, _, decode):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        call = stub.Generate(generate_request(ids_prompt(1, 2, 3), n=3, temperature=1.0, echo=True))
+        chunks = [chunk async for chunk in call]
+        spec = make_spec("x", (1, 2, 3), num_choices=3, temperature=1.0)
+        for choice, output in enumerate(expected_outputs(spec)):
+            own = [chunk for chunk in chunks if chunk.choice == choice]
+            assert [t for chunk in own for t in chunk.token_ids] == output
+            assert list(own[0].prompt_token_ids) == [1, 2, 3]
+            assert own[-1].finish_reason
+        assert [chunk.HasField("usage") for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        assert chunks[-1].usage.completion_tokens == 24
+        assert decode.num_opened == 1
 
 
 async def test_text_and_chat_are_tokenized_by_the_models_own_rules(model_path: Path) -> None:

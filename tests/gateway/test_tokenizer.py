@@ -16,7 +16,7 @@ from baton.errors import ConfigError
 from gateway.detokenizer import Detokenizer
 from gateway.tokenizer import Tokenizer, TokenizerFacts, load_tokenizer
 
-FACTS = TokenizerFacts(frozenset(), {}, None, None)
+FACTS = TokenizerFacts(frozenset(), {}, None, None, Path())
 
 
 def byte_level() -> HfTokenizer:
@@ -139,3 +139,25 @@ def test_bad_files_are_named(folder: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json"):
         load_tokenizer(str(folder))
+
+
+async def test_words_are_told_in_every_way_that_the_text_may_hold_them() -> None:
+    vocab = {"Ġ": 0, "d": 1, "o": 2, "do": 3, "Ġdo": 4, "x": 5}
+    tokenizer = HfTokenizer(models.BPE(vocab, [("d", "o"), ("Ġ", "do")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    words = Tokenizer(tokenizer, FACTS)
+    # " do" is a token of its own; " x" ends with the token of "x", which tells it already.
+    assert await words.ways_to_write(["do", " do", "x", "dx"]) == (
+        ((3,), (4,)),
+        ((3,), (4,)),
+        ((5,),),
+        ((1, 5),),
+    )
+    assert await words.ways_to_write([" "]) == (((0,),),)
+    many = await words.ways_to_write(["do"] * 1000)
+    assert many == (((3,), (4,)),) * 1000
+
+
+async def test_a_word_of_nothing_that_the_tokenizer_knows_has_no_tokens() -> None:
+    words = Tokenizer(HfTokenizer(models.BPE({"a": 0}, [])), FACTS)
+    assert await words.ways_to_write(["?"]) == (((),),)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,17 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest, ModelNotFound
+from baton.types import BeamParams, EarlyStopping, SequenceSpec
 from baton.v1 import inference_pb2, sampling_pb2
+from gateway.model_facts import ModelFacts
+from gateway.request import TextOptions
+from gateway.sampling_rules import num_returned
 from gateway.validator import (
     Ids,
-    ModelFacts,
+    Tokenized,
     check_detokenize,
     check_request,
     check_tokenize,
     resolve,
 )
 
-FACTS = ModelFacts("m", 100, 64, 48, frozenset((2,)), has_chat_template=True)
+FACTS = ModelFacts("m", 100, 64, 48, frozenset((2,)), has_chat_template=True, max_num_seqs=200)
 IDS = Ids("r", seed=7, arrival_ns=5)
 Params = sampling_pb2.SamplingParams
 Prompt = inference_pb2.Prompt
@@ -31,8 +37,24 @@ def request(prompt: Prompt | None = None, **sampling: Any) -> inference_pb2.Gene
     return inference_pb2.GenerateRequest(prompt=prompt, sampling=Params(**sampling))
 
 
+def beams(
+    width: int, length_penalty: float | None = None, early_stopping: int = 0, **sampling: Any
+) -> inference_pb2.GenerateRequest:
+    search = sampling_pb2.BeamSearch(width=width, length_penalty=length_penalty)
+    search.early_stopping = early_stopping  # type: ignore[assignment] # unknown ones, too
+    return request(beam_search=search, **sampling)
+
+
 def ids_prompt(*ids: int) -> Prompt:
     return Prompt(token_ids=inference_pb2.TokenIds(ids=ids))
+
+
+def resolved(
+    given_request: inference_pb2.GenerateRequest, prompt_token_ids: Sequence[int]
+) -> tuple[SequenceSpec, TextOptions]:
+    """resolve(), where each bad word is two tokens, and another one after a space."""
+    words = tuple(((i, i + 1), (i + 50,)) for i, _ in enumerate(given_request.sampling.bad_words))
+    return resolve(given_request, Tokenized(tuple(prompt_token_ids), words), FACTS, IDS)
 
 
 def chat(*messages: tuple[str, str]) -> Prompt:
@@ -52,7 +74,10 @@ def violations(bad: inference_pb2.GenerateRequest, facts: ModelFacts = FACTS) ->
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("n", [0, 2, 128, 129, 2**32 - 1]),
+        ("n", [0, 129, 2**32 - 1]),
+        ("best_of", [0, 129]),
+        ("prompt_logprobs", [21]),
+        ("bad_words", [["x"] * 129]),
         ("temperature", [-0.1, 100.5, math.nan, math.inf, -math.inf]),
         ("top_p", [0.0, -1.0, 1.01, math.nan]),
         ("min_p", [-0.01, 1.01, math.nan]),
@@ -68,9 +93,7 @@ def violations(bad: inference_pb2.GenerateRequest, facts: ModelFacts = FACTS) ->
 )
 def test_a_field_out_of_range_is_named_alone(field: str, values: list[Any]) -> None:
     for value in values:
-        found = violations(
-            request(**{field: value}), ModelFacts("m", 5000, 64, 48, frozenset(), True)
-        )
+        found = violations(request(**{field: value}), replace(FACTS, vocab_size=5000))
         assert list(found) == [f"sampling.{field}"]
 
 
@@ -84,6 +107,15 @@ def test_a_field_out_of_range_is_named_alone(field: str, values: list[Any]) -> N
         (request(logit_bias={3: math.nan}), "sampling.logit_bias[3]"),
         (request(logit_bias={3: 100.5}), "sampling.logit_bias[3]"),
         (request(min_tokens=5, max_tokens=4), "sampling.min_tokens"),
+        (request(n=3, best_of=2), "sampling.best_of"),
+        (request(bad_words=["ok", ""]), "sampling.bad_words[1]"),
+        (request(bad_words=["x" * 257]), "sampling.bad_words[0]"),
+        (beams(width=0), "sampling.beam_search.width"),
+        (beams(width=65), "sampling.beam_search.width"),
+        (beams(width=2, length_penalty=math.nan), "sampling.beam_search.length_penalty"),
+        (beams(width=2, length_penalty=-10.5), "sampling.beam_search.length_penalty"),
+        (beams(width=2, early_stopping=3), "sampling.beam_search.early_stopping"),
+        (beams(width=2, n=3), "sampling.n"),
         (request(Prompt()), "prompt"),
         (request(Prompt(text="")), "prompt.text"),
         (request(ids_prompt()), "prompt.token_ids"),
@@ -117,10 +149,104 @@ def test_all_violations_come_in_one_error() -> None:
     }
 
 
-def test_more_than_one_choice_is_refused_with_the_reason() -> None:
-    assert violations(request(n=2))["sampling.n"] == (
-        "2: only one choice per request is served by this version"
-    )
+def test_choices_and_beams_that_no_decode_worker_runs_at_once() -> None:
+    narrow = replace(FACTS, max_num_seqs=4)
+    for bad, field in (
+        (request(n=5), "n"),
+        (request(best_of=5), "best_of"),
+        (beams(width=5), "beam_search.width"),
+    ):
+        text = violations(bad, narrow)[f"sampling.{field}"]
+        assert text.endswith("4, which the decode workers run at once")
+    for good in (request(n=4), request(n=2, best_of=4), beams(width=4, n=3)):
+        check_request(good, narrow)
+
+
+OTHER_THAN_BEAMS: dict[str, Any] = {
+    "temperature": 0.0,
+    "top_k": 1,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "seed": 1,
+    "logprobs": 1,
+    "include_stop_str_in_output": True,
+    "best_of": 2,
+    "prompt_logprobs": 1,
+    "logit_bias": {1: 1.0},
+    "stop": ["x"],
+    "bad_words": ["x"],
+}
+
+
+@pytest.mark.parametrize("field", OTHER_THAN_BEAMS)
+def test_what_a_beam_search_has_no_use_for_is_refused(field: str) -> None:
+    bad = beams(width=2, **{field: OTHER_THAN_BEAMS[field]})
+    assert list(violations(bad)) == [f"sampling.{field}"]
+
+
+def test_every_field_goes_with_beams_or_is_refused() -> None:
+    fields = {field.name for field in Params.DESCRIPTOR.fields}
+    meaningful = {"n", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "echo"}
+    meaningful |= {"skip_special_tokens", "structured_output", "beam_search"}
+    assert fields == meaningful | set(OTHER_THAN_BEAMS)
+
+
+def test_a_beam_search_is_resolved() -> None:
+    asked = beams(width=4, early_stopping=2, n=3, min_tokens=2, stop_token_ids=[9], echo=True)
+    check_request(asked, FACTS)
+    spec, _ = resolved(asked, (1,))
+    beam = spec.sampling.beam
+    assert beam == BeamParams(4, 1.0, EarlyStopping.NEVER, num_returned=3)
+    assert spec.num_choices == 3
+    assert spec.sampling.is_greedy
+    assert spec.sampling.stop_token_ids == {2, 9}
+    assert num_returned(asked.sampling) == 3
+
+
+def test_choices_are_resolved() -> None:
+    for asked, choices, returned in (
+        (request(), 1, 1),
+        (request(n=3), 3, 3),
+        (request(n=3, best_of=5), 5, 3),
+        (request(best_of=5), 5, 1),
+    ):
+        assert resolved(asked, (1,))[0].num_choices == choices
+        assert num_returned(asked.sampling) == returned
+
+
+def test_bad_words_are_resolved_in_every_way_they_are_written() -> None:
+    spec, _ = resolved(request(bad_words=["a", "b"]), (1,))
+    assert spec.sampling.bad_words == ((0, 1), (50,), (1, 2), (51,))
+    # The tokenizer may know more tokens than the model does.
+    words = (((5, 100), (6,)), ((6,), (99,)))
+    spec, _ = resolve(request(bad_words=["a", "b"]), Tokenized((1,), words), FACTS, IDS)
+    assert spec.sampling.bad_words == ((6,), (99,))
+
+
+def test_bad_words_without_tokens_or_that_end_the_output_are_refused() -> None:
+    asked = request(bad_words=["a", "", "b", "c"], stop_token_ids=[9])
+    words = (((1,),), ((),), ((2,),), ((5, 6), (9,)))
+    with pytest.raises(InvalidRequest) as caught:
+        resolve(asked, Tokenized((1,), words), FACTS, IDS)
+    found = {v.field: v.description for v in caught.value.violations}
+    assert list(found) == [f"sampling.bad_words[{i}]" for i in (1, 2, 3)]
+    assert "no token" in found["sampling.bad_words[1]"]
+    assert "ignore_eos" in found["sampling.bad_words[2]"]
+    # 2 is the model's end token, and it may be forbidden where it ends nothing.
+    resolve(request(bad_words=["b"], ignore_eos=True), Tokenized((1,), (((2,),),)), FACTS, IDS)
+
+
+def test_log_probabilities_of_a_prompt_must_fit_a_message() -> None:
+    facts = replace(FACTS, max_model_len=10**6, max_kv_tokens=10**6)
+    many = ids_prompt(*[1] * 60_000)
+    assert list(violations(request(many, prompt_logprobs=20), facts)) == [
+        "sampling.prompt_logprobs"
+    ]
+    check_request(request(many, prompt_logprobs=10), facts)
+    check_request(request(many, logprobs=20), facts)
 
 
 def test_a_flood_of_wrong_entries_is_not_repeated_in_full() -> None:
@@ -142,21 +268,21 @@ def test_another_model_is_not_found() -> None:
 
 
 def test_a_model_without_a_template_takes_no_chat() -> None:
-    facts = ModelFacts("m", 100, 64, 48, frozenset(), has_chat_template=False)
+    facts = replace(FACTS, has_chat_template=False)
     assert list(violations(request(chat(("user", "x"))), facts)) == ["prompt.chat"]
 
 
 def test_a_text_is_measured_once_it_is_tokenized() -> None:
     with pytest.raises(InvalidRequest, match="no token"):
-        resolve(request(), (), FACTS, IDS)
+        resolved(request(), ())
     with pytest.raises(InvalidRequest, match="KV memory holds 48"):
-        resolve(request(), (1,) * 48, FACTS, IDS)
+        resolved(request(), (1,) * 48)
     with pytest.raises(InvalidRequest, match="lower it to 24"):
-        resolve(request(max_tokens=25), (1,) * 40, FACTS, IDS)
+        resolved(request(max_tokens=25), (1,) * 40)
 
 
 def test_unset_fields_take_their_defaults() -> None:
-    spec, text = resolve(request(), (1, 3), FACTS, IDS)
+    spec, text = resolved(request(), (1, 3))
     sampling = spec.sampling
     assert (sampling.temperature, sampling.top_p, sampling.repetition_penalty) == (1.0, 1.0, 1.0)
     assert (sampling.top_k, sampling.min_p, sampling.min_tokens) == (0, 0.0, 0)
@@ -164,7 +290,7 @@ def test_unset_fields_take_their_defaults() -> None:
     assert sampling.stop_token_ids == {2}
     assert (sampling.seed, sampling.logprobs) == (7, -1)
     assert text.skip_special_tokens
-    assert spec.rank == (0, 5, "r")
+    assert spec.rank == (0, 5, "r", 0)
     assert spec.tenant == b""
 
 
@@ -182,7 +308,7 @@ def test_given_fields_are_kept() -> None:
     given_request = request(**params)
     given_request.cache_salt = "salt"
     given_request.priority = -4
-    spec, text = resolve(given_request, (1,), FACTS, IDS)
+    spec, text = resolved(given_request, (1,))
     sampling = spec.sampling
     assert sampling.is_greedy
     assert (sampling.max_tokens, sampling.seed, sampling.logprobs) == (3, 0, 0)
@@ -205,7 +331,7 @@ def test_what_passes_fits_the_model(
     bad = request(ids_prompt(*[1] * num_prompt), max_tokens=max_tokens, min_tokens=min_tokens)
     try:
         check_request(bad, FACTS)
-        spec, _ = resolve(bad, (1,) * num_prompt, FACTS, IDS)
+        spec, _ = resolved(bad, (1,) * num_prompt)
     except InvalidRequest:
         fits = num_prompt <= 47 and num_prompt + max(max_tokens or 1, min_tokens) <= 64
         assert not fits or min_tokens > (max_tokens or 64)
@@ -223,10 +349,11 @@ def test_hostile_bytes_are_a_request_or_a_refusal(data: bytes) -> None:
         return
     try:
         check_request(parsed, FACTS)
-        spec, _ = resolve(parsed, (1,), FACTS, IDS)
+        spec, _ = resolved(parsed, (1,))
     except (InvalidRequest, ModelNotFound):
         return
     assert math.isfinite(spec.sampling.temperature)
+    assert 1 <= spec.num_choices <= 128
 
 
 def test_tokenize_and_detokenize_are_checked_by_the_same_rules() -> None:

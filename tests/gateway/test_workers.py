@@ -11,7 +11,7 @@ import pytest
 
 from baton.errors import WorkerLost
 from baton.events import DecodeEvent, Failed, Offered
-from baton.types import Tier
+from baton.types import KvSource, Tier
 from gateway import workers as workers_module
 from gateway.fleet import Fleet, WorkerState
 from gateway.workers import keep_connected
@@ -133,7 +133,9 @@ async def test_a_lost_worker_is_out_before_its_sequences_are_told(
             link = fleet.workers[d.address].decode_link
             assert link is not None
             link.open(
-                make_spec("a"), False, lambda e: events.put_nowait((e, state(fleet, d.address)))
+                make_spec("a"),
+                KvSource.PREFILL_WORKER,
+                [lambda e: events.put_nowait((e, state(fleet, d.address)))],
             )
             event, _ = await events.get()
             assert isinstance(event, Offered)
@@ -147,9 +149,31 @@ async def test_a_lost_worker_is_out_before_its_sequences_are_told(
             assert event == Failed(WorkerLost.reason, event.message, is_retriable=True)  # type: ignore[union-attr]
             assert seen is not WorkerState.READY
             # A link that was lost tells so itself, and not from within open.
-            link.open(make_spec("b"), False, lambda e: events.put_nowait((e, seen)))
+            link.open(
+                make_spec("b"),
+                KvSource.PREFILL_WORKER,
+                [lambda e: events.put_nowait((e, seen))],
+            )
             assert events.empty()
             assert isinstance((await events.get())[0], Failed)
+
+
+async def test_each_choice_has_a_handle_and_is_told_of_a_loss() -> None:
+    async with serving(GrpcWorker(DECODE)) as d:
+        fleet = Fleet([], [d.address])
+        async with connected(fleet):
+            await until(fleet, lambda: state(fleet, d.address) is WorkerState.READY)
+            link = fleet.workers[d.address].decode_link
+            assert link is not None
+            inboxes = [asyncio.Queue[DecodeEvent]() for _ in range(3)]
+            sinks = [inbox.put_nowait for inbox in inboxes]
+            first = link.open(make_spec("a", num_choices=3), KvSource.PREFILL_WORKER, sinks)
+            assert isinstance(await inboxes[0].get(), Offered)
+            assert link.open(make_spec("b"), KvSource.PREFILL_WORKER, sinks[:1]) == first + 3
+            assert isinstance(await inboxes[0].get(), Offered)
+            await d.stop()
+            for inbox in inboxes:
+                assert isinstance(await inbox.get(), Failed)
 
 
 async def test_an_abort_reaches_the_worker_and_silences_it() -> None:
@@ -161,15 +185,15 @@ async def test_an_abort_reaches_the_worker_and_silences_it() -> None:
             link = fleet.workers[d.address].decode_link
             assert link is not None
             events: list[DecodeEvent] = []
-            handle = link.open(make_spec("a"), True, events.append)
+            handle = link.open(make_spec("a"), KvSource.HERE, [events.append])
             await worker.wait_until_holding(1)
             link.abort(handle)
             link.abort(handle)
             await worker.wait_until_holding(0)
             num_events = len(events)
             worker.is_holding = False
-            worker._produce(handle, ())
+            worker.produce(handle)
             second: asyncio.Queue[DecodeEvent] = asyncio.Queue()
-            link.open(make_spec("b"), True, second.put_nowait)
+            link.open(make_spec("b"), KvSource.HERE, [second.put_nowait])
             await second.get()  # the stream is in order: what came before it was dropped
             assert len(events) == num_events

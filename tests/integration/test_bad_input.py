@@ -43,6 +43,11 @@ def sampling(**fields: Any) -> Edit:
     return lambda request: request.sampling.MergeFrom(sampling_pb2.SamplingParams(**fields))
 
 
+def beams(width: int, length_penalty: float | None = None, **fields: Any) -> Edit:
+    search = sampling_pb2.BeamSearch(width=width, length_penalty=length_penalty)
+    return sampling(beam_search=search, **fields)
+
+
 def token_ids(ids: list[int]) -> Edit:
     return lambda request: request.prompt.CopyFrom(
         inference_pb2.Prompt(token_ids=inference_pb2.TokenIds(ids=ids))
@@ -62,6 +67,19 @@ BAD = [
     pytest.param(token_ids([1, 2**32 - 1]), "prompt.token_ids", id="id-far-out-of-range"),
     pytest.param(sampling(n=0), "sampling.n", id="n-0"),
     pytest.param(sampling(n=1000), "sampling.n", id="n-1000"),
+    pytest.param(sampling(n=4, best_of=2), "sampling.best_of", id="best-of-below-n"),
+    pytest.param(sampling(best_of=2**32 - 1), "sampling.best_of", id="best-of-huge"),
+    pytest.param(sampling(prompt_logprobs=1000), "sampling.prompt_logprobs", id="prompt-logprobs"),
+    pytest.param(sampling(bad_words=["x"] * 1000), "sampling.bad_words", id="1000-bad-words"),
+    pytest.param(sampling(bad_words=["x" * 5000]), "sampling.bad_words", id="long-bad-word"),
+    pytest.param(sampling(bad_words=["ok", "<|endoftext|>"]), "sampling.bad_words", id="bad-eos"),
+    pytest.param(beams(width=0), "sampling.beam_search.width", id="no-beams"),
+    pytest.param(beams(width=2**32 - 1), "sampling.beam_search.width", id="beams-without-end"),
+    pytest.param(
+        beams(width=2, length_penalty=math.nan), "sampling.beam_search.length", id="nan-length"
+    ),
+    pytest.param(beams(width=2, n=3), "sampling.n", id="more-outputs-than-beams"),
+    pytest.param(beams(width=2, temperature=0.5), "sampling.temperature", id="beams-drawn"),
     pytest.param(sampling(temperature=math.nan), "sampling.temperature", id="nan-temperature"),
     pytest.param(sampling(temperature=math.inf), "sampling.temperature", id="inf-temperature"),
     pytest.param(sampling(temperature=-1.0), "sampling.temperature", id="negative-temperature"),

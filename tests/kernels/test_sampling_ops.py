@@ -10,6 +10,7 @@ import torch
 from baton_kernels.sampling import (
     TOP_P_CANDIDATES,
     add_bias,
+    forbid,
     gumbel_argmax,
     hash_uniform,
     keep_min_p,
@@ -45,6 +46,12 @@ def test_add_bias() -> None:
     logits = torch.zeros(2, 3)
     add_bias(logits, torch.tensor([0, 1]), torch.tensor([2, 0]), torch.tensor([1.5, NEG]))
     assert logits.tolist() == [[0, 0, 1.5], [NEG, 0, 0]]
+
+
+def test_forbid() -> None:
+    logits = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    forbid(logits, torch.tensor([[True, False], [False, False]]))
+    assert logits.tolist() == [[NEG, 2], [3, 4]]
 
 
 def test_keep_top_k_keeps_equals_of_the_last() -> None:

@@ -62,7 +62,7 @@ class Rig:
 
     def send_all(self, key: str, block_ids: tuple[int, ...], num_tokens: int) -> None:
         self.sender.send(key, block_ids, 0, num_tokens, 0, self.source.layout.num_layers)
-        self.sender.commit(key, num_tokens, Sample(7), time.monotonic())
+        self.sender.commit(key, num_tokens, (Sample(7),), time.monotonic())
 
     def token(self, pool: ArrayKvPool, block_ids: tuple[int, ...], token: int) -> np.ndarray:
         size = pool.layout.block_size
@@ -89,6 +89,7 @@ def make_rig() -> Iterator[MakeRig]:
         sender_chunk_bytes: int = 400,
         receiver_chunk_bytes: int = 512,
         num_credits: int = 2,
+        wire_dtype: str = "auto",
         clock: Callable[[], float] = time.monotonic,
         ack_timeout_s: float = PATIENCE_S,
         connect_timeout_s: float = PATIENCE_S,
@@ -97,7 +98,8 @@ def make_rig() -> Iterator[MakeRig]:
         source = ArrayKvPool(source_layout or layout_of(4), 16)
         target = ArrayKvPool(target_layout or layout_of(3), 16)
         rng = np.random.default_rng(0)
-        source.data[...] = rng.integers(1, 1 << 50, source.data.shape)
+        most = 1 << (50 if source.layout.dtype == "int64" else 15)
+        source.data[...] = rng.integers(1, most, source.data.shape)
         hub = LoopbackHub()
         events: queue.SimpleQueue[TicketEvent] = queue.SimpleQueue()
         dones: queue.SimpleQueue[SendDone] = queue.SimpleQueue()
@@ -110,6 +112,7 @@ def make_rig() -> Iterator[MakeRig]:
             hub=hub,
             num_credits=num_credits,
             max_chunk_bytes=receiver_chunk_bytes,
+            wire_dtype=wire_dtype,
         )
         sender = Sender(
             WorkerIdentity("p0", 3),

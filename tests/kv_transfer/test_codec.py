@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from baton.engine.array_kv_pool import ArrayKvPool
 from baton.types import KvLayout
-from kv_transfer.codec import lend_chunk, pack_chunk, unpack_chunk
+from kv_transfer.codec import ChunkCodec, lend_chunk
 from kv_transfer.coverage import KvRange
+from kv_transfer.wire_format import wire_format
 
 quick = settings(deadline=None, database=None, max_examples=80)
 NUM_LAYERS, NUM_BLOCKS = 4, 12
@@ -20,6 +21,10 @@ def pool_of(block_size: int) -> ArrayKvPool:
     pool = ArrayKvPool(KvLayout("m", NUM_LAYERS, 2, 3, "int64", block_size), NUM_BLOCKS)
     pool.data[...] = np.arange(pool.data.size).reshape(pool.data.shape)
     return pool
+
+
+def codec_of(pool: ArrayKvPool, sender: ArrayKvPool) -> ChunkCodec:
+    return ChunkCodec(pool, wire_format("int64", sender.layout))
 
 
 def buffer_of(pool: ArrayKvPool, piece: KvRange) -> memoryview:
@@ -47,8 +52,8 @@ def test_what_is_packed_from_blocks_of_one_size_lands_in_blocks_of_another(data)
         (s, i), (t, j) = (divmod(token, p.layout.block_size) for p in (source, target))
         expected[tables[1][t], layers, :, :, j] = source.data[tables[0][s], layers, :, :, i]
     wire = buffer_of(source, piece)
-    pack_chunk(source, tables[0], piece, wire)
-    unpack_chunk(target, tables[1], piece, source.layout.block_size, wire)
+    codec_of(source, source).pack(tables[0], piece, wire)
+    codec_of(target, source).unpack(tables[1], piece, wire)
     np.testing.assert_array_equal(target.data, expected)
 
 
@@ -56,7 +61,7 @@ def test_whole_blocks_travel_as_they_lie_in_the_pool():
     pool, table = pool_of(4), (5, 2, 9)
     piece = KvRange(4, 8, 1, 2)
     wire = buffer_of(pool, piece)
-    pack_chunk(pool, table, piece, wire)
+    codec_of(pool, pool).pack(table, piece, wire)
     assert bytes(wire) == pool.data[2, 1:3].tobytes() + pool.data[9, 1:3].tobytes()
 
 
@@ -65,7 +70,7 @@ def test_lent_blocks_are_the_payload_without_a_copy(monkeypatch):
     pool, table = pool_of(4), (5, 2, 9)
     piece = KvRange(4, 8, 1, 2)
     wire = buffer_of(pool, piece)
-    pack_chunk(pool, table, piece, wire)
+    codec_of(pool, pool).pack(table, piece, wire)
     lent = lend_chunk(pool, pool.layout, table, piece)
     assert b"".join(lent) == bytes(wire)
     assert all(view.readonly for view in lent)
@@ -102,12 +107,12 @@ def test_a_buffer_of_another_size_is_refused():
     pool, piece = pool_of(4), KvRange(0, 4, 0, 1)
     short = buffer_of(pool, piece)[8:]
     with pytest.raises(ValueError, match="bytes for"):
-        pack_chunk(pool, (0,), piece, short)
+        codec_of(pool, pool).pack((0,), piece, short)
     with pytest.raises(ValueError, match="bytes for"):
-        unpack_chunk(pool, (0,), piece, 4, short)
+        codec_of(pool, pool).unpack((0,), piece, short)
 
 
 def test_tokens_past_the_blocks_are_refused():
     pool, piece = pool_of(4), KvRange(3, 4, 0, 1)
     with pytest.raises(ValueError, match="tokens"):
-        pack_chunk(pool, (0,), piece, buffer_of(pool, piece))
+        codec_of(pool, pool).pack((0,), piece, buffer_of(pool, piece))

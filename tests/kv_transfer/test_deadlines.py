@@ -128,7 +128,7 @@ def test_a_peer_that_does_not_confirm_fails_that_handoff_alone():
     desk.begin("k", 1)
     desk.begin("other", 2)
     desk.say(ACCEPT)
-    desk.sender.commit("k", 0, Sample(1), desk.now - 0.25)
+    desk.sender.commit("k", 0, (Sample(1),), desk.now - 0.25)
     commit = desk.peer.sent[-1]
     assert isinstance(commit, kv_pb2.KvCommit)
     assert commit.exposed_us == 250_000
@@ -164,7 +164,7 @@ def test_a_key_that_is_used_again_gets_nothing_of_its_former_handoff():
     desk = Desk()
     desk.begin("k", 1)
     desk.sender.send("k", (0, 1), 0, 4, 0, 1)
-    desk.sender.commit("k", 4, Sample(1), desk.now)
+    desk.sender.commit("k", 4, (Sample(1),), desk.now)
     desk.sender.abort("k", "CANCELLED", "")
     desk.begin("k", 2)
     desk.peer.num_credits = 9

@@ -28,14 +28,14 @@ def advance(rig, ticket, point):
     if reached >= 3:
         rig.sender.send("k", BLOCKS, 5, 5, 0, 3)
     if reached >= 4:
-        rig.sender.commit("k", NUM_TOKENS, Sample(1), time.monotonic())
+        rig.sender.commit("k", NUM_TOKENS, (Sample(1),), time.monotonic())
 
 
 def finish(rig, ticket, point):
     """Begin what was not begun, then collect both ends."""
     if point == "before":
         rig.sender.begin("k", ticket.data)
-    rig.sender.commit("k", NUM_TOKENS, Sample(1), time.monotonic())
+    rig.sender.commit("k", NUM_TOKENS, (Sample(1),), time.monotonic())
     done = rig.done()
     rig.running.tickets.abort(ticket.ticket_id, "CANCELLED", "given up by its owner")
     event = rig.event()

@@ -39,19 +39,21 @@ def test_a_ticket_of_another_layout_is_not_begun(make_rig, field, value):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("field", ["fingerprint", "protocol_version"])
 def test_a_receiver_refuses_by_name(make_rig, transport, field, monkeypatch):
-    rig = make_rig(transport)
-    if field == "fingerprint":
-        rig.running.receiver.layout = replace(rig.target.layout, fingerprint="other")
-    else:
-        monkeypatch.setattr("kv_transfer.receiver.MIN_VERSION", 8)
-        monkeypatch.setattr("kv_transfer.receiver.MAX_VERSION", 9)
-    rig.sender.begin("k", rig.offer((0,), 0, 3).data)
-    rig.sender.commit("k", 3, Sample(1), 0.0)
+    fingerprint = "other" if field == "fingerprint" else "m"
+    rig = make_rig(transport, target_layout=replace(LAYOUT, fingerprint=fingerprint))
+    if field == "protocol_version":
+        monkeypatch.setattr("kv_transfer.lane.MIN_VERSION", 8)
+        monkeypatch.setattr("kv_transfer.lane.MAX_VERSION", 9)
+    # The ticket lies, so that the sender tries.
+    ticket = kv_pb2.KvTicket.FromString(rig.offer((0,), 0, 3).data)
+    ticket.layout.fingerprint = "m"
+    rig.sender.begin("k", ticket.SerializeToString())
+    rig.sender.commit("k", 3, (Sample(1),), 0.0)
     error = rig.done().error
     assert isinstance(error, PeerMismatch)
     assert error.metadata["field"] == field
     assert error.metadata["peer"] == "d0"
-    theirs, ours = {"fingerprint": ("other", "m"), "protocol_version": ("8..9", "1..1")}[field]
+    theirs, ours = {"fingerprint": ("other", "m"), "protocol_version": ("1..2", "8..9")}[field]
     assert (error.metadata["actual"], error.metadata["expected"]) == (theirs, ours)
     assert rig.events.empty()
 

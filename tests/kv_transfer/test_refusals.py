@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.array_kv_pool import ArrayKvPool
 from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
-from baton.v1 import kv_pb2
+from baton.v1 import kv_pb2, sampling_pb2
 from baton.wire import layout_to_proto
+from kv_transfer.checksum import chunk_checksum, commit_checksum
 from kv_transfer.frame import Frame, FrameError
 from kv_transfer.kv_ticket import parse_ticket
 from kv_transfer.receiver import Receiver, ReceiverSession
@@ -24,6 +24,7 @@ LAYOUT = KvLayout("m", 2, 1, 2, "int64", 4)
 TOKEN_LAYER_BYTES = LAYOUT.token_layer_bytes
 OWNER = WorkerIdentity("d0", 7)
 NUM_TOKENS = 6
+VERSION = 2
 
 
 @dataclass
@@ -77,7 +78,7 @@ class Desk:
 def hello(**changes: int) -> kv_pb2.KvHello:
     message = kv_pb2.KvHello(
         min_version=1,
-        max_version=1,
+        max_version=VERSION,
         worker_id="p0",
         generation=3,
         layout=layout_to_proto(LAYOUT),
@@ -98,11 +99,16 @@ def chunk_of(
         num_tokens=num_tokens,
         first_layer=layer,
         num_layers=1,
-        checksum=xxhash.xxh3_64_intdigest(payload),
         payload_bytes=len(payload),
         slot=3,
     )
-    return header, payload
+    return signed(header, payload), payload
+
+
+def signed(header: kv_pb2.KvChunk, payload: bytes) -> kv_pb2.KvChunk:
+    """The chunk with the right checksum of what it says."""
+    header.checksum = chunk_checksum(header, (memoryview(payload),), VERSION)
+    return header
 
 
 def commit_of(offered: OfferedTicket, *chunks: kv_pb2.KvChunk, **changes: int) -> kv_pb2.KvCommit:
@@ -110,11 +116,13 @@ def commit_of(offered: OfferedTicket, *chunks: kv_pb2.KvChunk, **changes: int) -
         ticket_id=offered.ticket_id,
         epoch=1,
         num_tokens=NUM_TOKENS,
-        first_token_id=9,
-        checksum=sum(c.checksum for c in chunks) % 2**64,
+        first_tokens=[sampling_pb2.SampledToken(token_id=9)],
     )
+    wrong = changes.pop("checksum", 0)
     for name, value in changes.items():
         setattr(message, name, value)
+    total = sum(c.checksum for c in chunks) + wrong
+    message.checksum = commit_checksum(message, total, VERSION)
     return message
 
 
@@ -132,8 +140,8 @@ def truncate(header: kv_pb2.KvChunk, payload: bytes) -> bytes:
 
 
 def shrink_honestly(header: kv_pb2.KvChunk, payload: bytes) -> bytes:
-    header.checksum = xxhash.xxh3_64_intdigest(payload[:-8])
     header.payload_bytes = len(payload) - 8
+    signed(header, payload[:-8])
     return payload[:-8]
 
 
@@ -144,23 +152,26 @@ def swap(header: kv_pb2.KvChunk, payload: bytes) -> bytes:
 
 def reach_cached(header: kv_pb2.KvChunk, payload: bytes) -> bytes:
     header.first_token = 0
+    signed(header, payload)
     return payload
 
 
 def reach_beyond(header: kv_pb2.KvChunk, payload: bytes) -> bytes:
     header.first_token = NUM_TOKENS - 1
+    signed(header, payload)
     return payload
 
 
 def reach_other_layers(header: kv_pb2.KvChunk, payload: bytes) -> bytes:
     header.first_layer = 2
+    signed(header, payload)
     return payload
 
 
 def claim_nothing(header: kv_pb2.KvChunk, payload: bytes) -> bytes:
     del payload
     header.num_tokens = 0
-    header.checksum = xxhash.xxh3_64_intdigest(b"")
+    signed(header, b"")
     return b""
 
 
@@ -221,6 +232,7 @@ def test_a_misdirected_chunk_is_dropped_and_disturbs_nobody(what: str):
             header.ticket_id = 999
         case "not begun":
             header.ticket_id = desk.offer((6, 7)).ticket_id
+    signed(header, payload)
     (answer,) = desk.take(speaker, header, payload)
     assert isinstance(answer, kv_pb2.KvAbort)
     assert desk.is_untouched
@@ -314,9 +326,9 @@ def test_order_of_frames_is_kept():
     with pytest.raises(FrameError, match="from a sender"):
         session.on_frame(kv_pb2.KvCommitted(), memoryview(b""))
     refused = desk.receiver.session(desk.replies.append)
-    refused.on_frame(hello(min_version=2, max_version=3), memoryview(b""))
+    refused.on_frame(hello(min_version=3, max_version=4), memoryview(b""))
     assert desk.replies == [
-        kv_pb2.KvRefuse(field="protocol_version", expected="1..1", actual="2..3")
+        kv_pb2.KvRefuse(field="protocol_version", expected="1..2", actual="3..4")
     ]
     with pytest.raises(FrameError, match="refusal"):
         refused.on_frame(hello(), memoryview(b""))

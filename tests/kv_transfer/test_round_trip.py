@@ -63,13 +63,13 @@ def test_every_missing_token_arrives_and_nothing_else_changes(
             if split:
                 rig.sender.send(key, source_blocks, cut, num_tokens - cut, 0, split)
             rig.sender.send(key, source_blocks, cut, num_tokens - cut, split, num_layers - split)
-        rig.sender.commit(key, num_tokens, Sample(number), time.monotonic())
+        rig.sender.commit(key, num_tokens, (Sample(number),), time.monotonic())
         offered[ticket.ticket_id] = (num_tokens, num_cached, number)
     for _ in range(num_handoffs):
         event = rig.event()
         assert isinstance(event, TicketCommitted)
         num_tokens, num_cached, number = offered.pop(event.ticket_id)
-        assert (event.num_tokens, event.first) == (num_tokens, Sample(number))
+        assert (event.num_tokens, event.firsts) == (num_tokens, (Sample(number),))
         assert event.num_bytes == (num_tokens - num_cached) * rig.source.layout.token_bytes
         assert event.transfer_exposed_ms >= 0
         rig.running.tickets.release(event.ticket_id)

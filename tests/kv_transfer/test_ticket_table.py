@@ -150,7 +150,7 @@ class Tickets(RuleBasedStateMachine):
         if is_live and not is_good:
             model.is_dying = True
         checksum = (model.checksum + wrong) % 2**64
-        commit = Commit(ticket_id, 1, model.num_tokens, Sample(3), checksum, 1.0)
+        commit = Commit(ticket_id, 1, model.num_tokens, (Sample(3),), checksum, 1.0)
         assert (self.table.commit(commit, connection) is None) is is_good
         if is_good:
             assert isinstance(model.events[-1], TicketCommitted)

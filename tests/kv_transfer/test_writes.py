@@ -81,4 +81,4 @@ def test_the_commit_rides_with_the_last_chunk(make_rig, monkeypatch):
     at = next(at for at, (_, more) in enumerate(sent) if more)
     assert sent[at : at + 2] == [("KvChunk", True), ("KvCommit", False)]
     assert not any(more for _, more in sent[at + 1 :])
-    assert rig.event().first == Sample(7)
+    assert rig.event().firsts == (Sample(7),)

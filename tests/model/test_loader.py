@@ -140,7 +140,7 @@ def test_a_file_cut_short_is_refused(checkpoint: Path) -> None:
     [
         ({"model_type": "gpt2"}, "model_type='gpt2'.*llama, mistral, qwen2, qwen3"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq.*unquantised"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes.*unquantised"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"num_key_value_heads": 3}, "multiple"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),

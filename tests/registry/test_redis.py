@@ -14,7 +14,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from baton.errors import ConfigError
 from baton.registry import Joined, Left, Registration
 from baton.registry.interface import Change
-from baton.registry.redis import KEY_PREFIX, RedisRegistry, redacted
+from baton.registry.redis import KEY_PREFIX, RedisRegistry
 from baton.registry.registration import to_json
 from baton.types import Tier, WorkerLoad
 from tests.support.fake_workers import make_info
@@ -180,11 +180,32 @@ async def test_many_workers_are_all_seen(server: RedisServer) -> None:
         assert joined == {Joined(f"d:{port}", Tier.DECODE) for port in range(1, 1201)}
 
 
-@pytest.mark.parametrize("url", ["http://a:1", "redis://a:port/0", "redis://a:99999"])
-def test_a_url_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="--registry"):
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://a:1",
+        "redis://a:port/0",
+        "redis://a:99999",
+        "redis://[::1",
+        "redis://me:secret/s@a:1",
+        "redis://me:secret#s@a:1",
+        "redis://:secret@[::1",
+        "me:secret@a:1",
+    ],
+)
+def test_a_url_that_is_none_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(ConfigError, match="--registry") as caught:
         RedisRegistry(url)
+    assert "secret" not in str(caught.value) + str(caught.value.metadata)
 
 
-def test_no_password_is_shown() -> None:
-    assert redacted("redis://me:secret@host:6379/3") == "redis://host:6379/3"
+async def test_an_outage_is_told_without_the_password(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    gone = RedisRegistry("redis://me:secret@127.0.0.1:1/0", period_s=0.01, timeout_s=0.3)
+    announcing = asyncio.create_task(gone.announce(lambda: DECODE))
+    while "cannot be used" not in caplog.text:
+        await asyncio.sleep(0.01)
+    announcing.cancel()
+    await asyncio.gather(announcing, return_exceptions=True)
+    assert "127.0.0.1:1" in caplog.text
+    assert "secret" not in caplog.text

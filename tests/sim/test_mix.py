@@ -12,8 +12,10 @@ import random
 import pytest
 
 from baton.types import FinishReason, SequenceSpec
+from decode_svc.speculation.interface import NoSpeculation, Speculation
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.mixed_requests import draw_request, expected_outputs, num_prompt_logprobs
+from tests.support.random_speculation import RandomSpeculation
 from tests.support.sim_client import SimClient
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
 
@@ -30,7 +32,12 @@ def draw_shape(rng: random.Random) -> SimShape:
         max_local_prefill_tokens=rng.choice([0, 0, 12]),
         enable_prefix_caching=rng.random() < 0.8,
         swap_bytes=rng.choice([0, 5_000, 50_000]),
+        min_borrowed_tokens=rng.choice([1, 1000]),
     )
+
+
+def draw_speculation(rng: random.Random) -> Speculation:
+    return RandomSpeculation(rng.getrandbits(32)) if rng.random() < 0.5 else NoSpeculation()
 
 
 def make(rng: random.Random) -> SimClient:
@@ -40,7 +47,14 @@ def make(rng: random.Random) -> SimClient:
         client.prefills.append(SimPrefill(hub, lambda: client.now, draw_shape(rng), f"p{index}"))
     for index in range(rng.randint(1, 3)):
         client.decodes.append(
-            SimDecode(hub, lambda: client.now, draw_shape(rng), f"d{index}", seed=index)
+            SimDecode(
+                hub,
+                lambda: client.now,
+                draw_shape(rng),
+                f"d{index}",
+                seed=index,
+                speculation=draw_speculation(rng),
+            )
         )
     return client
 

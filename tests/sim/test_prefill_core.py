@@ -9,7 +9,17 @@ from baton.engine.interface import Batch, LayersDone
 from baton.engine.oracle import OracleEngine, OracleOptions
 from baton.errors import EngineFault
 from baton.types import Sample, Sampling, SequenceSpec
-from prefill_svc.core import PrefillCore, Prefilled, PrefillFailed, PrefillLimits, Submit
+from kv_transfer.transport.loopback import LoopbackHub
+from prefill_svc.borrowing import BorrowCosts
+from prefill_svc.core import (
+    PrefillCore,
+    PrefillDevices,
+    Prefilled,
+    PrefillFailed,
+    PrefillLimits,
+    Submit,
+)
+from tests.support.sim_tiers import SimPrefill, sim_matchers
 
 NUM_LAYERS = 4
 
@@ -39,8 +49,13 @@ class RecordingSender:
         for token in range(first_token, first_token + num_tokens):
             self.sent += [(key, token, first_layer + i) for i in range(num_layers)]
 
-    def commit(self, key: str, num_tokens: int, first: Sample, prefill_end: float) -> None:
-        del num_tokens, first, prefill_end
+    def borrow(self, key: str, lend_to: bytes) -> None:
+        raise AssertionError(f"{key} has nothing to borrow for {lend_to!r}")
+
+    def commit(
+        self, key: str, num_tokens: int, firsts: tuple[Sample, ...], prefill_end: float
+    ) -> None:
+        del num_tokens, firsts, prefill_end
         self.committed.append(key)
 
     def abort(self, key: str, reason: str, message: str) -> None:
@@ -69,7 +84,10 @@ def spec_of(name: str, num_tokens: int, last: int = 7) -> SequenceSpec:
 
 def core_of(engine: OracleEngine, sender: RecordingSender, budget: int) -> PrefillCore:
     pool = BlockPool(64, 4, secret=bytes(32))
-    return PrefillCore(engine, pool, sender, PrefillLimits(8, budget), lambda: 0.0)
+    tickets = SimPrefill(LoopbackHub(), lambda: 0.0).tickets
+    costs = BorrowCosts(token_bytes=128)
+    devices = PrefillDevices(engine, pool, sender, tickets, costs, sim_matchers(), lambda: 0.0)
+    return PrefillCore(devices, PrefillLimits(8, budget))
 
 
 def test_every_token_and_layer_is_sent_once_even_if_a_step_fails_after_it_was_sent() -> None:

@@ -10,26 +10,38 @@ from pathlib import Path
 #: Languages of blocks that somebody may copy and run.
 RUNNABLE = ("bash", "sh", "console", "python")
 
-SERVER = "a running server"
+#: What a mark may say, by its kind; a kind without a text here says why, in its own words.
+MARKS = {
+    "needs": frozenset({"a running server"}),
+    "serves": frozenset({"each line by itself", "all lines together"}),
+    "runs with": None,
+    "dry run": None,
+    "not run": None,
+}
 
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_MARK = re.compile(r"<!-- *(needs|not run): *(.*?) *-->\s*\Z")
+_MARK = re.compile(rf"<!-- *({'|'.join(MARKS)}): *(.*?) *-->\s*\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """line: of the fence, from 1. needs: SERVER or empty. excuse: why it is not run; empty if it is."""
+    """line: of the fence, from 1. kind: of the mark before it, one of MARKS, empty if there is none; told: what it says."""
 
     page: str
     line: int
     language: str
     text: str
-    needs: str
-    excuse: str
+    kind: str = ""
+    told: str = ""
 
     @property
     def name(self) -> str:
         return f"{self.page}:{self.line}"
+
+    @property
+    def lines(self) -> list[str]:
+        """Its commands, those that go on after a backslash as one."""
+        return [line for line in self.text.replace("\\\n", " ").splitlines() if line]
 
 
 def blocks_of(path: Path, root: Path) -> Iterator[Block]:
@@ -41,14 +53,8 @@ def blocks_of(path: Path, root: Path) -> Iterator[Block]:
             continue
         mark = _MARK.search(content[: fence.start()])
         kind, told = mark.groups() if mark else ("", "")
-        yield Block(
-            page=str(path.relative_to(root)),
-            line=content.count("\n", 0, fence.start()) + 1,
-            language=language,
-            text=text,
-            needs=told if kind == "needs" else "",
-            excuse=told if kind == "not run" else "",
-        )
+        line = content.count("\n", 0, fence.start()) + 1
+        yield Block(str(path.relative_to(root)), line, language, text, kind, told)
 
 
 def commands_of(block: Block) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,9 +12,11 @@ from baton.types import Sampling, SequenceSpec, Tier
 from baton.v1 import inference_pb2
 from gateway.dispatcher import Dispatcher
 from gateway.fleet import Fleet
+from gateway.mover import Mover
 from gateway.relay import Relay, RelayContext
 from gateway.request import TextOptions, ValidatedRequest
 from tests.support.fake_workers import FakeDecode, FakePrefill, make_info, text_of
+from tests.support.virtual_loop import run_virtual
 
 Chunk = inference_pb2.GenerateResponse
 
@@ -24,6 +26,7 @@ def make_spec(
     prompt: Sequence[int] = (1, 2, 3, 4, 5),
     *,
     arrival_ns: int = 0,
+    num_choices: int = 1,
     **sampling: Any,
 ) -> SequenceSpec:
     return SequenceSpec(
@@ -31,6 +34,7 @@ def make_spec(
         prompt_token_ids=tuple(prompt),
         sampling=Sampling(**{"max_tokens": 8, **sampling}),
         arrival_ns=arrival_ns,
+        num_choices=num_choices,
     )
 
 
@@ -64,6 +68,24 @@ class Client:
     def text(self) -> str:
         return "".join(chunk.text for chunk in self.chunks)
 
+    def of_choice(self, choice: int) -> Client:
+        """What came of one choice."""
+        return Client([chunk for chunk in self.chunks if chunk.choice == choice])
+
+    def outputs(self) -> list[list[int]]:
+        """The tokens of each choice; checks that each has one end, and that the stream's end is the last one's."""
+        num_choices = 1 + max(chunk.choice for chunk in self.chunks)
+        parts = [self.of_choice(choice) for choice in range(num_choices)]
+        assert all(part.last.finish_reason for part in parts)
+        assert [chunk.HasField("usage") for chunk in self.chunks[:-1]] == [False] * (
+            len(self.chunks) - 1
+        )
+        usage = self.chunks[-1].usage
+        assert self.chunks[-1].HasField("timing")
+        outputs = [part.token_ids for part in parts]
+        assert usage.completion_tokens >= sum(map(len, outputs))
+        return outputs
+
     @property
     def last(self) -> Chunk:
         """The last chunk; checks that no other has a finish reason."""
@@ -88,10 +110,19 @@ class World:
         *,
         timeout_s: float = 600.0,
         text: TextOptions | None = None,
+        num_returned: int | None = None,
+        echo_text: str | None = None,
     ) -> Client:
+        """num_returned: outputs told, all of them if not given."""
         client = client or Client()
         now_s = asyncio.get_running_loop().time()
-        request = ValidatedRequest(spec, text or TextOptions(), arrival_s=now_s)
+        request = ValidatedRequest(
+            spec,
+            text or TextOptions(),
+            arrival_s=now_s,
+            num_returned=num_returned or spec.num_choices,
+            echo_text=echo_text,
+        )
         await Relay(self.context, request, client.write, now_s + timeout_s).run()
         return client
 
@@ -111,6 +142,18 @@ class World:
             assert worker.num_in_flight == 0
             assert worker.outstanding_tokens == 0
             assert worker.num_unreported_blocks == 0
+
+
+def in_world(test: Callable[[World], Awaitable[None]], **options: Any) -> None:
+    """Run `test` in a fresh world, and see that nothing is left in it."""
+
+    async def main() -> None:
+        async with gateway_world(**options) as world:
+            await test(world)
+            await world.settle()
+            world.check_empty()
+
+    run_virtual(main())
 
 
 @contextlib.asynccontextmanager
@@ -135,14 +178,18 @@ async def gateway_world(
         FakePrefill(fleet, address, make_info(address, Tier.PREFILL), decodes)
         for address in prefill_addresses
     ]
-    context = RelayContext(fleet, dispatcher, text_of, client_stall_timeout_s)
-    running = asyncio.create_task(dispatcher.run())
+    for decode in decodes:
+        decode.peers = decodes
+    mover = Mover(fleet, dispatcher)
+    context = RelayContext(fleet, dispatcher, text_of, client_stall_timeout_s, mover)
+    running = [asyncio.create_task(job) for job in (dispatcher.run(), mover.run())]
     try:
         await asyncio.sleep(0.1)
         yield World(fleet, dispatcher, decodes, prefills, context)
     finally:
-        running.cancel()
-        await asyncio.wait((running,))
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
 
 
 def with_output(spec: SequenceSpec, token_ids: Sequence[int]) -> SequenceSpec:

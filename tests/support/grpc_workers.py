@@ -18,6 +18,7 @@ from baton.rpc.server import RunningServer, start_server
 from baton.types import (
     BlockCounts,
     FinishReason,
+    KvSource,
     Sample,
     SequenceSpec,
     Tier,
@@ -32,8 +33,14 @@ from baton.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from baton.wire import info_to_proto, load_to_proto, sequence_from_proto, step_to_proto
-from tests.support.fake_workers import expected_output, next_token
+from baton.wire import (
+    info_to_proto,
+    load_to_proto,
+    sample_to_proto,
+    sequence_from_proto,
+    step_to_proto,
+)
+from tests.support.fake_workers import expected_output, next_sample
 
 _HEARTBEAT_S = 0.2
 
@@ -82,11 +89,18 @@ class GrpcWorker(
 
     async def Prefill(self, request: Any, context: Any) -> Any:  # noqa: N802, ARG002
         spec = sequence_from_proto(request.sequence)
-        token_id = next_token(spec.token_ids, spec.sampling.seed)
+        firsts = [
+            next_sample(spec.choice_alone(number), spec.token_ids)
+            for number in range(spec.num_choices)
+        ]
         if request.ticket:
             worker, handle = _TICKETS[request.ticket]
-            worker.commit(handle, token_id)
-        return prefill_pb2.PrefillResponse(token_id=token_id, num_cached_tokens=1, queue_ms=2.0)
+            worker.commit(handle)
+        return prefill_pb2.PrefillResponse(
+            first_tokens=[prefill_pb2.FirstToken(token=sample_to_proto(s)) for s in firsts],
+            num_cached_tokens=1,
+            queue_ms=2.0,
+        )
 
     async def Decode(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802, ARG002
         outgoing: asyncio.Queue[decode_pb2.DecodeResponse] = asyncio.Queue()
@@ -104,9 +118,10 @@ class GrpcWorker(
 
     # What it does.
 
-    def commit(self, handle: int, token_id: int) -> None:
+    def commit(self, handle: int) -> None:
+        """KV of a whole prompt has come, and the first tokens, which the gateway has from the sender."""
         self._send(handle, Committed(1.5, 64))
-        self._produce(handle, (token_id,))
+        self.produce(handle, num_known=1)
 
     async def _read(self, requests: Any, outgoing: Any) -> None:
         async for request in requests:
@@ -125,29 +140,38 @@ class GrpcWorker(
         self.specs[handle] = sequence_from_proto(request.sequence)
         if self.info.num_blocks < len(self.open_handles):
             self._send(handle, Deferred("full"))
-        elif request.prefill_here:
+        elif request.source == KvSource.HERE:
             self._send(handle, PrefillsHere(0))
-            self._produce(handle, ())
+            self.produce(handle)
         else:
             ticket = f"{self.info.identity.worker_id}/{handle}".encode()
             _TICKETS[ticket] = (self, handle)
             self._send(handle, Offered(ticket, 2))
 
-    def _produce(self, handle: int, before: tuple[int, ...]) -> None:
-        """All the rest of the output, in two messages."""
+    def produce(self, handle: int, num_known: int = 0) -> None:
+        """All the rest of the output of each choice, in two messages."""
         if self.is_holding:
             return
-        spec = self.specs[handle]
-        first = len(spec.output_token_ids) + len(before)
-        rest = [Sample(token_id) for token_id in expected_output(spec)[first:]]
-        middle = len(rest) // 2
-        if middle:
-            self._send(handle, Tokens(first, tuple(rest[:middle])))
-        self._send(handle, Tokens(first + middle, tuple(rest[middle:]), FinishReason.LENGTH))
+        group = self.specs[handle]
+        for number in range(group.num_choices):
+            spec = group.choice_alone(number)
+            first = len(spec.output_token_ids) + num_known
+            rest = [Sample(token_id) for token_id in expected_output(spec)[first:]]
+            middle = len(rest) // 2
+            own, outgoing = handle + number, self.responses[handle]
+            if middle:
+                _put(outgoing, own, Tokens(first, tuple(rest[:middle])))
+            _put(outgoing, own, Tokens(first + middle, tuple(rest[middle:]), FinishReason.LENGTH))
         self.open_handles.discard(handle)
 
     def _send(self, handle: int, event: DecodeEvent) -> None:
-        self.responses[handle].put_nowait(step_to_proto([(handle, event)]))
+        _put(self.responses[handle], handle, event)
+
+
+def _put(
+    outgoing: asyncio.Queue[decode_pb2.DecodeResponse], handle: int, event: DecodeEvent
+) -> None:
+    outgoing.put_nowait(step_to_proto([(handle, event)]))
 
 
 _TICKETS: dict[bytes, tuple[GrpcWorker, int]] = {}

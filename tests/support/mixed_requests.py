@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from baton.engine.oracle import oracle_beams, oracle_prompt_logprobs, oracle_tokens
+from baton.grammar import Grammar
 from baton.types import BeamParams, EarlyStopping, Sampling, SequenceSpec
+from tests.support.grammar_walks import allowed_after
 from tests.support.sim_client import Choice
 
 VOCAB = 1000
@@ -52,37 +54,52 @@ def draw_beam(rng: random.Random) -> BeamParams:
 
 
 def draw_beam_sampling(rng: random.Random, beam: BeamParams) -> Sampling:
+    grammar = rng.choice([b"", b"", draw_grammar(rng)])
     return Sampling(
+        grammar=grammar,
         max_tokens=rng.randint(1, 8),
-        stop_token_ids=frozenset(rng.sample(range(VOCAB), rng.choice([0, 20]))),
+        stop_token_ids=frozenset(rng.sample(range(VOCAB), 20 if grammar else rng.choice([0, 20]))),
         beam=beam,
     )
 
 
 def draw_sampling(rng: random.Random, prompt: tuple[int, ...]) -> Sampling:
+    grammar = rng.choice([b"", b"", draw_grammar(rng)])
     return Sampling(
+        grammar=grammar,
         temperature=rng.choice([0.0, 0.7]),
         seed=rng.getrandbits(64),
         presence_penalty=rng.choice([0.0, 0.5]),
         logit_bias=rng.choice([{}, {7: 2.0}]),
-        bad_words=rng.choice([(), ((prompt[-1], 5), (9,))]),
+        bad_words=() if grammar else rng.choice([(), ((prompt[-1], 5), (9,))]),
         max_tokens=rng.randint(1, 30),
-        min_tokens=rng.choice([0, 0, 1]),
+        min_tokens=0 if grammar else rng.choice([0, 0, 1]),
         stop_token_ids=frozenset(rng.sample(range(VOCAB), 20)),
         logprobs=rng.choice([-1, -1, 2]),
         prompt_logprobs=rng.choice([-1, -1, -1, 1]),
     )
 
 
+def draw_grammar(rng: random.Random) -> bytes:
+    """One that an output of some tokens satisfies."""
+    grammars = [
+        Grammar.json_schema({"type": "array", "items": {"type": "integer"}, "maxItems": 3}),
+        Grammar.regex("[a-f0-9]{2,12}(x|yz)?"),
+        Grammar.lark('start: "(" start ")" | "x" start "y" | "z"'),
+    ]
+    return rng.choice(grammars).to_bytes()
+
+
 def expected_outputs(spec: SequenceSpec) -> Iterator[Expected]:
     """What the request gets when it is the only one anywhere."""
     prompt, sampling = spec.prompt_token_ids, spec.sampling
+    allowed = allowed_after(sampling)
     if sampling.beam:
-        for place, found in enumerate(oracle_beams(prompt, sampling, VOCAB)):
+        for place, found in enumerate(oracle_beams(prompt, sampling, VOCAB, allowed)):
             yield Expected(Choice(spec.request_id, place), list(found.token_ids), found.score)
         return
     for choice in range(spec.num_choices):
-        tokens = oracle_tokens(prompt, sampling, VOCAB, choice)
+        tokens = oracle_tokens(prompt, sampling, VOCAB, choice, allowed)
         yield Expected(Choice(spec.request_id, choice), tokens)
 
 

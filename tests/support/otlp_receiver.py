@@ -1,10 +1,12 @@
-"""An OTLP collector in this process: keeps every span and metric that is exported to it."""
+"""An OTLP collector in this process, over gRPC or HTTP: keeps every span and metric that is exported to it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import grpc.aio
@@ -22,6 +24,7 @@ class SeenSpan:
     trace_id: bytes
     span_id: bytes
     parent_id: bytes
+    trace_state: str
     kind: int
     start_ns: int
     end_ns: int
@@ -38,6 +41,8 @@ class OtlpReceiver:
     spans: list[SeenSpan] = field(default_factory=list)
     metric_names: set[str] = field(default_factory=set)
     messages: list[bytes] = field(default_factory=list)
+    paths: set[str] = field(default_factory=set)
+    """Over HTTP: where exports were sent."""
 
     def traces(self) -> dict[bytes, list[SeenSpan]]:
         traces: dict[bytes, list[SeenSpan]] = {}
@@ -45,17 +50,26 @@ class OtlpReceiver:
             traces.setdefault(span.trace_id, []).append(span)
         return traces
 
+    def take_traces(self, request: Any) -> None:
+        self.messages.append(request.SerializeToString())
+        for resource in request.resource_spans:
+            resource_attributes = _attributes(resource.resource.attributes)
+            for scope in resource.scope_spans:
+                self.spans.extend(_span(resource_attributes, span) for span in scope.spans)
+
+    def take_metrics(self, request: Any) -> None:
+        self.messages.append(request.SerializeToString())
+        for resource in request.resource_metrics:
+            for scope in resource.scope_metrics:
+                self.metric_names.update(metric.name for metric in scope.metrics)
+
 
 class _Traces(trace_service_pb2_grpc.TraceServiceServicer):
     def __init__(self, seen: OtlpReceiver) -> None:
         self._seen = seen
 
     async def Export(self, request: Any, context: Any) -> Any:  # noqa: N802, ARG002
-        self._seen.messages.append(request.SerializeToString())
-        for resource in request.resource_spans:
-            resource_attributes = _attributes(resource.resource.attributes)
-            for scope in resource.scope_spans:
-                self._seen.spans.extend(_span(resource_attributes, span) for span in scope.spans)
+        self._seen.take_traces(request)
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
@@ -64,10 +78,7 @@ class _Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
         self._seen = seen
 
     async def Export(self, request: Any, context: Any) -> Any:  # noqa: N802, ARG002
-        self._seen.messages.append(request.SerializeToString())
-        for resource in request.resource_metrics:
-            for scope in resource.scope_metrics:
-                self._seen.metric_names.update(metric.name for metric in scope.metrics)
+        self._seen.take_metrics(request)
         return metrics_service_pb2.ExportMetricsServiceResponse()
 
 
@@ -86,6 +97,38 @@ async def otlp_receiver() -> AsyncIterator[OtlpReceiver]:
         await server.stop(None)
 
 
+@contextmanager
+def otlp_http_receiver() -> Iterator[OtlpReceiver]:
+    """As otlp_receiver, for http/protobuf, in threads of its own."""
+    seen = OtlpReceiver()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            data = self.rfile.read(int(self.headers["Content-Length"]))
+            assert self.headers["Content-Type"] == "application/x-protobuf"
+            seen.paths.add(self.path)
+            if self.path.endswith("/v1/traces"):
+                seen.take_traces(trace_service_pb2.ExportTraceServiceRequest.FromString(data))
+            else:
+                seen.take_metrics(metrics_service_pb2.ExportMetricsServiceRequest.FromString(data))
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing is written."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        seen.address = f"127.0.0.1:{server.server_address[1]}"
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield seen
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 def _span(resource: dict[str, Any], span: Any) -> SeenSpan:
     return SeenSpan(
         service=resource["service.name"],
@@ -94,6 +137,7 @@ def _span(resource: dict[str, Any], span: Any) -> SeenSpan:
         trace_id=span.trace_id,
         span_id=span.span_id,
         parent_id=span.parent_span_id,
+        trace_state=span.trace_state,
         kind=span.kind,
         start_ns=span.start_time_unix_nano,
         end_ns=span.end_time_unix_nano,

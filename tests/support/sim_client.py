@@ -68,6 +68,7 @@ class SimClient:
     seen: set[str] = field(default_factory=set)
     num_drafts: int = 0
     num_accepted: int = 0
+    num_borrowed: int = 0
     next_handle: int = 0
 
     def place(
@@ -213,6 +214,7 @@ class SimClient:
             self.take_firsts(first, members, event)
 
     def take_firsts(self, first: int, members: list[int], event: prefill.Prefilled) -> None:
+        self.num_borrowed += event.num_borrowed_tokens
         if event.prompt_logprobs:
             request_id = self.live[members[0]].spec.request_id
             self.prompt_logprobs[request_id] = len(event.prompt_logprobs)

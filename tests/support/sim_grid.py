@@ -1,7 +1,8 @@
 """A thousand workers as numbers: the gateway's real fleet, planner and affinity, with workers that are only queues.
 
 A prefill worker computes what its cache lacks, one prompt after the other, at a fixed rate; a decode worker holds a
-sequence for its output's time. Workers tell their load at each change. Requests are as in a trace of the mooncake format:
+sequence for its output's time. Workers tell their load at each change. They may go, with their caches and all that they
+were doing, which is placed anew, and come back empty. Requests are as in a trace of the mooncake format:
 a line has `timestamp` (ms), `input_length`, `output_length`, and `hash_ids`, one per 512 tokens of the prompt; equal ids
 stand for equal beginnings.
 """
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from baton.types import BlockCounts, Tier, WorkerLoad
 from gateway.affinity import Digest, PrefixAffinity
-from gateway.fleet import Fleet, Worker
+from gateway.fleet import Fleet, Worker, WorkerState
 from gateway.placement import Placement
 from gateway.planner import plan
 from gateway.router import Need, Verdict
@@ -84,9 +85,10 @@ def synthetic_trace(num_requests: int, seed: int) -> list[TraceRequest]:
 
 @dataclass
 class Node:
-    """What a worker does beside what the gateway knows."""
+    """What a worker does beside what the gateway knows. `num_computed_tokens`: since the fleet last changed."""
 
     worker: Worker
+    is_there: bool = True
     cache: OrderedDict[int, None] = field(default_factory=OrderedDict)
     busy_until_s: float = 0.0
     num_computed_tokens: int = 0
@@ -102,9 +104,35 @@ class Node:
         self.since_s = now_s
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A worker goes, or comes back. at: when, as a share of the time from the first to the last arrival."""
+
+    at: float
+    address: str
+    is_there: bool
+
+
+@dataclass(slots=True)
+class Flight:
+    """A request on its way through two workers."""
+
+    request: TraceRequest
+    gateway: int
+    placement: Placement
+    prefill: Node
+    decode: Node
+    num_blocks: int
+    is_prefilled: bool = False
+
+    def needs(self, node: Node) -> bool:
+        return node is self.decode or (node is self.prefill and not self.is_prefilled)
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """Loads by worker, each as a share of the tier's mean; hit shares in tokens; waits in seconds of one prompt each."""
+    """Loads by worker, each as a share of the tier's mean, prefill work from the last change of the fleet on; hit shares
+    in tokens; utilization from the first to the last arrival; waits in seconds of one prompt each."""
 
     prefill_work: list[float]
     decode_sequences: list[float]
@@ -147,25 +175,22 @@ class Grid:
         self._events: list[tuple[float, int, object]] = []
         self._order = itertools.count()
         self._waiting: deque[tuple[TraceRequest, int]] = deque()
+        self._flights: dict[int, Flight] = {}
+        """By the placement's number."""
         self._num_placements = 0
+        self._num_computed_tokens = 0
         self._waits_s: list[float] = []
+        self._num_served_tokens = 0
         self._num_hit_tokens = 0
-        for fleet, _ in self._gateways:
-            for worker in list(fleet.workers.values()):
-                info = replace(
-                    make_info(worker.address, worker.tier),
-                    max_model_len=1_000_000,
-                    num_blocks=num_blocks,
-                    max_num_seqs=max_num_seqs,
-                    max_num_batched_tokens=8192,
-                    max_local_prefill_tokens=0,
-                )
-                join = fleet.join_prefill if worker.tier is Tier.PREFILL else fleet.join_decode
-                worker_info = replace(info, layout=replace(info.layout, block_size=BLOCK_TOKENS))
-                join(worker.address, worker_info, None)  # type: ignore[arg-type]
-                fleet.report(worker.address, WorkerLoad(blocks=BlockCounts(num_blocks, 0, 0)))
+        self._max_num_seqs = max_num_seqs
+        for fleet, affinity in self._gateways:
+            fleet.listen_leave(affinity.forget)
+        for address in self._nodes:
+            self._join(address)
 
-    def run(self, requests: Sequence[TraceRequest], load: float) -> Outcome:
+    def run(
+        self, requests: Sequence[TraceRequest], load: float, changes: Iterable[Change] = ()
+    ) -> Outcome:
         """Serve the requests, their arrivals stretched to `load`."""
         num_ideal = sum(_ideal_hits(requests))
         num_tokens = sum(r.num_input_tokens for r in requests)
@@ -176,25 +201,64 @@ class Grid:
             at_s = (request.arrival_s - requests[0].arrival_s) * stretch
             moved = replace(request, arrival_s=at_s)
             self._at(at_s, (moved, index % len(self._gateways)))
+        for change in changes:
+            self._at(change.at * span_s, change)
         while self._events:
             now_s, _, event = heapq.heappop(self._events)
             if isinstance(event, tuple):
                 self._waiting.append(event)
+            elif isinstance(event, Change):
+                self._change(event, now_s)
             else:
                 event(now_s)  # type: ignore[operator]
             self._place_all(now_s)
         assert not self._waiting
+        assert not self._flights
         prefills = [n for n in self._nodes.values() if n.worker.tier is Tier.PREFILL]
         decodes = [n for n in self._nodes.values() if n.worker.tier is Tier.DECODE]
         return Outcome(
             _shares(n.num_computed_tokens for n in prefills),
             _shares(n.sequence_seconds for n in decodes),
             _shares(n.block_seconds for n in decodes),
-            self._num_hit_tokens / num_tokens,
+            self._num_hit_tokens / self._num_served_tokens,
             num_ideal / num_tokens,
-            sum(n.num_computed_tokens for n in prefills) * self._token_s / num_prefills / span_s,
+            self._num_computed_tokens * self._token_s / num_prefills / span_s,
             self._waits_s,
         )
+
+    def _join(self, address: str) -> None:
+        for fleet, _ in self._gateways:
+            worker = fleet.workers[address]
+            info = replace(
+                make_info(address, worker.tier),
+                max_model_len=1_000_000,
+                num_blocks=self._num_blocks,
+                max_num_seqs=self._max_num_seqs,
+                max_num_batched_tokens=8192,
+                max_local_prefill_tokens=0,
+            )
+            info = replace(info, layout=replace(info.layout, block_size=BLOCK_TOKENS))
+            join = fleet.join_prefill if worker.tier is Tier.PREFILL else fleet.join_decode
+            join(address, info, None)  # type: ignore[arg-type]
+            fleet.report(address, WorkerLoad(blocks=BlockCounts(self._num_blocks, 0, 0)))
+
+    def _change(self, change: Change, now_s: float) -> None:
+        node = self._nodes[change.address]
+        assert node.is_there is not change.is_there
+        node.is_there = change.is_there
+        for each in self._nodes.values():
+            each.num_computed_tokens = 0
+        if change.is_there:
+            self._join(change.address)
+            return
+        for fleet, _ in self._gateways:
+            fleet.leave(change.address, WorkerState.UNREACHABLE, "gone")
+        for number, flight in list(self._flights.items()):
+            if flight.needs(node):
+                self._end(number, now_s)
+                self._waiting.append((flight.request, flight.gateway))
+        node.cache.clear()
+        node.busy_until_s = now_s
 
     def _at(self, time_s: float, event: object) -> None:
         heapq.heappush(self._events, (time_s, next(self._order), event))
@@ -226,46 +290,55 @@ class Grid:
         )
         for worker in (prefill, decode):
             affinity.record(request.digests, worker.address)
-        self._serve(request, placement, prefill.address, decode.address, now_s)
+        num_blocks = -(-(num_tokens + request.num_output_tokens) // BLOCK_TOKENS)
+        nodes = self._nodes[prefill.address], self._nodes[decode.address]
+        flight = Flight(request, gateway, placement, *nodes, num_blocks)
+        self._serve(self._num_placements, flight, now_s)
         return True
 
-    def _serve(
-        self,
-        request: TraceRequest,
-        placement: Placement,
-        prefill_address: str,
-        decode_address: str,
-        now_s: float,
-    ) -> None:
-        prefill, decode = self._nodes[prefill_address], self._nodes[decode_address]
+    def _serve(self, number: int, flight: Flight, now_s: float) -> None:
+        prefill, decode, request = flight.prefill, flight.decode, flight.request
+        assert prefill.is_there
+        assert decode.is_there
+        self._flights[number] = flight
         num_hit = self._look_up(prefill, request)
         num_computed = max(1, request.num_input_tokens - num_hit)
+        self._num_served_tokens += request.num_input_tokens
         self._num_hit_tokens += num_hit
+        self._num_computed_tokens += num_computed
         prefill.num_computed_tokens += num_computed
         begin_s = max(now_s, prefill.busy_until_s)
         self._waits_s.append(begin_s - request.arrival_s)
         prefill.busy_until_s = begin_s + num_computed * self._token_s
-        num_blocks = -(-(request.num_input_tokens + request.num_output_tokens) // BLOCK_TOKENS)
         decode.advance(now_s)
         decode.num_sequences += 1
-        decode.num_used_blocks += num_blocks
-        placement.settle()
+        decode.num_used_blocks += flight.num_blocks
+        flight.placement.settle()
         self._report(decode, now_s)
         self._report(prefill, now_s)
 
         def prefilled(at_s: float) -> None:
-            placement.release_prefill()
-            self._report(prefill, at_s)
-
-        def ended(at_s: float) -> None:
-            decode.advance(at_s)
-            decode.num_sequences -= 1
-            decode.num_used_blocks -= num_blocks
-            placement.release()
-            self._report(decode, at_s)
+            if number in self._flights:
+                flight.is_prefilled = True
+                flight.placement.release_prefill()
+                self._report(prefill, at_s)
 
         self._at(prefill.busy_until_s, prefilled)
-        self._at(prefill.busy_until_s + request.num_output_tokens * self._step_s, ended)
+        ends_at_s = prefill.busy_until_s + request.num_output_tokens * self._step_s
+        self._at(ends_at_s, lambda at_s: self._end(number, at_s))
+
+    def _end(self, number: int, now_s: float) -> None:
+        """The request is answered, or a worker of it is gone."""
+        flight = self._flights.pop(number, None)
+        if flight is None:
+            return
+        decode = flight.decode
+        decode.advance(now_s)
+        decode.num_sequences -= 1
+        decode.num_used_blocks -= flight.num_blocks
+        flight.placement.release()
+        if decode.is_there:
+            self._report(decode, now_s)
 
     def _look_up(self, node: Node, request: TraceRequest) -> int:
         num_hit = 0

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from baton.engine.loop import HEARTBEAT_S
 from baton.errors import WorkerLost
 from baton.events import DecodeEvent, Failed, is_last
-from baton.types import KvLayout, SequenceSpec, Tier, WorkerIdentity, WorkerInfo
+from baton.types import KvLayout, KvSource, SequenceSpec, Tier, WorkerIdentity, WorkerInfo
 from baton.v1 import inference_pb2
-from decode_svc import core as decode
+from decode_svc import commands as decode
+from decode_svc.speculation.interface import NoSpeculation
 from gateway.dispatcher import Dispatcher
 from gateway.fleet import Fleet, WorkerState
-from gateway.links import PrefillResult, Sink
+from gateway.links import First, PrefillResult, Sink
+from gateway.mover import Mover
 from gateway.relay import Relay, RelayContext
 from gateway.request import TextOptions, ValidatedRequest
 from kv_transfer.transport.loopback import LoopbackHub
 from prefill_svc import core as prefill
+from tests.support.random_speculation import RandomSpeculation
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
 
 
@@ -91,6 +94,7 @@ class PrefillNode(_Node):
     def turn(self) -> bool:
         step = self.worker.step()
         self.worker.pool.check_integrity()
+        assert step.load.num_orphan_blocks == 0
         for event in step.events:
             answer = self.answers.pop(event.key, None)
             if answer is None or answer.done():
@@ -100,11 +104,11 @@ class PrefillNode(_Node):
             else:
                 answer.set_result(
                     PrefillResult(
-                        event.sample,
-                        event.finish,
+                        tuple(First(first.sample, first.finish) for first in event.firsts),
                         event.num_cached_tokens,
                         event.queue_s * 1e3,
                         event.compute_s * 1e3,
+                        event.prompt_logprobs,
                     )
                 )
         self.system.fleet.report(self.name, step.load)
@@ -126,6 +130,7 @@ class PrefillNode(_Node):
 
     async def kill(self) -> None:
         await self.stop()
+        self.worker.listener.close()
         self.worker.sender.close()
         self.system.fleet.leave(self.name, WorkerState.UNREACHABLE, "killed")
         for answer in self.answers.values():
@@ -148,7 +153,16 @@ class DecodeNode(_Node):
         self.system = system
         loop = asyncio.get_running_loop()
         self.worker = SimDecode(
-            system.hub, loop.time, system.decode_shape, name, on_command=self.woken.set
+            system.hub,
+            loop.time,
+            system.decode_shape,
+            name,
+            speculation=(
+                RandomSpeculation(system.rng.getrandbits(32))
+                if system.speculates
+                else NoSpeculation()
+            ),
+            on_command=self.woken.set,
         )
         self.sinks: dict[int, Sink] = {}
         self.num_handles = 0
@@ -159,8 +173,11 @@ class DecodeNode(_Node):
         self.start(self.turn)
 
     def turn(self) -> bool:
+        # More often than a gateway does, so that what it forgets is found in the step after.
+        self.worker.inbox.append(decode.Known(0, frozenset(self.sinks)))
         step = self.worker.step()
         self.worker.pool.check_integrity()
+        assert step.load.num_orphan_blocks == step.load.num_orphan_sequences == 0
         for addressed in step.events:
             self.tell(addressed.handle, addressed.event)
         self.system.fleet.report(self.name, step.load)
@@ -175,20 +192,33 @@ class DecodeNode(_Node):
             del self.sinks[handle]
         sink(event)
 
-    def open(self, spec: SequenceSpec, prefill_here: bool, sink: Sink) -> int:
-        self.num_handles += 1
-        handle = self.num_handles
+    def open(self, spec: SequenceSpec, source: KvSource, sinks: Sequence[Sink]) -> int:
+        first = self.num_handles + 1
+        self.num_handles += len(sinks)
         if self.is_dead:
             lost = Failed("WORKER_LOST", f"{self.name} was killed", is_retriable=True)
-            asyncio.get_running_loop().call_soon(sink, lost)
-            return handle
-        self.sinks[handle] = sink
-        self.worker.submit(decode.Open(0, handle, spec, prefill_here))
-        return handle
+            for sink in sinks:
+                asyncio.get_running_loop().call_soon(sink, lost)
+            return first
+        self.sinks.update(enumerate(sinks, start=first))
+        self.worker.submit(decode.Open(0, first, spec, source))
+        return first
 
     def abort(self, handle: int) -> None:
         if self.sinks.pop(handle, None) is not None:
             self.worker.submit(decode.Abort(0, handle))
+
+    def pause(self, handle: int) -> None:
+        self.worker.submit(decode.Pause(0, handle))
+
+    def hand_off(self, handle: int, ticket: bytes) -> None:
+        self.worker.submit(decode.HandOff(0, handle, ticket))
+
+    def resume(self, handle: int) -> None:
+        self.worker.submit(decode.Resume(0, handle))
+
+    def drain(self) -> None:
+        self.worker.submit(decode.Drain())
 
     async def kill(self) -> None:
         self.is_dead = True
@@ -207,24 +237,31 @@ class History:
     error: BaseException | None = None
     is_cancelled: bool = False
 
-    @property
-    def token_ids(self) -> list[int]:
-        return [token_id for chunk in self.chunks for token_id in chunk.token_ids]
+    def token_ids(self, choice: int = 0) -> list[int]:
+        return [t for chunk in self.chunks if chunk.choice == choice for t in chunk.token_ids]
 
-    def check(self, expected: list[int]) -> None:
-        """Each index exactly once and in order, the oracle's tokens, and one end after which nothing comes."""
+    def check(self, expected: Sequence[list[int]]) -> None:
+        """Each choice's indices exactly once and in order, the tokens expected, and one end after which nothing comes."""
+        for choice, tokens in enumerate(expected):
+            self._check_choice(choice, tokens)
+        if not self.is_cancelled and not self.error:
+            usages = [chunk.HasField("usage") for chunk in self.chunks]
+            assert usages == [False] * (len(usages) - 1) + [True]
+            assert self.chunks[-1].usage.completion_tokens >= sum(map(len, expected))
+
+    def _check_choice(self, choice: int, expected: list[int]) -> None:
         position = 0
-        for chunk in self.chunks:
+        chunks = [chunk for chunk in self.chunks if chunk.choice == choice]
+        for chunk in chunks:
             assert chunk.token_index == position or not chunk.token_ids
             position += len(chunk.token_ids)
-        ended = [bool(chunk.finish_reason) for chunk in self.chunks]
+        token_ids = self.token_ids(choice)
+        ended = [bool(chunk.finish_reason) for chunk in chunks]
         if self.is_cancelled or self.error:
-            assert self.token_ids == expected[: len(self.token_ids)]
-            assert not any(ended)
+            assert token_ids == expected[: len(token_ids)]
             return
-        assert self.token_ids == expected
+        assert token_ids == expected
         assert ended == [False] * (len(ended) - 1) + [True]
-        assert self.chunks[-1].usage.completion_tokens == len(expected)
 
 
 class System:
@@ -239,7 +276,10 @@ class System:
         prefill_shape: SimShape = SimShape(block_size=8),
         decode_shape: SimShape = SimShape(),
         max_queue_size: int = 256,
+        speculates: bool = False,
     ) -> None:
+        """speculates: decode workers draft at random."""
+        self.speculates = speculates
         self.rng = random.Random(seed)
         self.prefill_shape, self.decode_shape = prefill_shape, decode_shape
         self.hub = LoopbackHub()
@@ -251,12 +291,21 @@ class System:
         self.seen: set[str] = set()
         self.prefills = [PrefillNode(self, name) for name in prefill_names]
         self.decodes = [DecodeNode(self, name) for name in decode_names]
+        mover = Mover(self.fleet, self.dispatcher)
+        self.moving = asyncio.create_task(mover.run())
         self.context = RelayContext(
-            self.fleet, self.dispatcher, lambda ids, _: "".join(f"{i} " for i in ids), 30.0
+            self.fleet, self.dispatcher, lambda ids, _: "".join(f"{i} " for i in ids), 30.0, mover
         )
 
-    async def request(self, spec: SequenceSpec, history: History, timeout_s: float = 600.0) -> None:
-        """Serve one request into `history`; its error, if any, stays there."""
+    async def request(
+        self,
+        spec: SequenceSpec,
+        history: History,
+        *,
+        timeout_s: float = 600.0,
+        num_returned: int | None = None,
+    ) -> None:
+        """Serve one request into `history`; its error, if any, stays there. num_returned: all choices if not given."""
         loop = asyncio.get_running_loop()
 
         async def write(chunk: inference_pb2.GenerateResponse) -> None:
@@ -264,7 +313,9 @@ class System:
                 await asyncio.sleep(self.rng.uniform(0, 0.05))
             history.chunks.append(chunk)
 
-        request = ValidatedRequest(spec, TextOptions(), loop.time())
+        request = ValidatedRequest(
+            spec, TextOptions(), loop.time(), num_returned=num_returned or spec.num_choices
+        )
         try:
             await Relay(self.context, request, write, loop.time() + timeout_s).run()
         except asyncio.CancelledError:
@@ -285,5 +336,6 @@ class System:
         assert all(worker.outstanding_tokens == 0 for worker in self.fleet.workers.values())
         for node in (*self.prefills, *self.decodes):
             await node.stop()
-        self.dispatching.cancel()
-        await asyncio.gather(self.dispatching, return_exceptions=True)
+        for task in (self.dispatching, self.moving):
+            task.cancel()
+        await asyncio.gather(self.dispatching, self.moving, return_exceptions=True)

@@ -22,13 +22,20 @@ from decode_svc.admission import DecodeLimits
 from decode_svc.commands import DecodeCommand, StreamEvent
 from decode_svc.core import DecodeCore, DecodeDevices
 from decode_svc.costs import LocalPrefillPolicy
+from decode_svc.speculation.interface import NoSpeculation, Speculation
 from decode_svc.swap_space import SwapSpace
-from kv_transfer.endpoint import Endpoint
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import SendDone, Sender
-from kv_transfer.ticket import TicketTable
-from kv_transfer.transport.loopback import LoopbackHub
-from prefill_svc.core import PrefillCommand, PrefillCore, PrefillEvent, PrefillLimits
+from kv_transfer.ticket import TicketEvent, TicketTable
+from kv_transfer.transport.loopback import LoopbackHub, LoopbackListener
+from prefill_svc.borrowing import BorrowCosts
+from prefill_svc.core import (
+    PrefillCommand,
+    PrefillCore,
+    PrefillDevices,
+    PrefillEvent,
+    PrefillLimits,
+)
 from tests.support.grammar_walks import small_vocabulary
 
 P = ParamSpec("P")
@@ -47,6 +54,7 @@ class SimShape:
     max_local_prefill_tokens: int = 0
     enable_prefix_caching: bool = True
     poison_token_id: int = -1
+    min_borrowed_tokens: int = 1000
     swap_bytes: int = 0
     """Room for swapped sequences; a token of the oracle's takes 128 bytes."""
 
@@ -89,6 +97,43 @@ def _sender(
     )
 
 
+def _open_tickets(
+    hub: LoopbackHub,
+    name: str,
+    engine: OracleEngine,
+    on_event: Callable[[TicketEvent], None],
+    clock: Clock,
+    lease_s: float = 30.0,
+    seed: int = 0,
+) -> tuple[LoopbackListener, TicketTable]:
+    identity, layout = WorkerIdentity(name, 1), engine.spec.layout
+    listener = hub.listen(name)
+    ids = random.Random(seed)
+    tickets = TicketTable(
+        identity,
+        layout,
+        (listener.endpoint,),
+        lease_s,
+        on_event,
+        clock,
+        bytes(32),
+        lambda: ids.getrandbits(64),
+    )
+    listener.serve(Receiver(identity, layout, engine.kv, tickets, 4, 1 << 16))
+    return listener, tickets
+
+
+class EagerBorrower(BorrowCosts):
+    """Finds borrowing so many tokens, or more, always worth it."""
+
+    def __init__(self, min_tokens: int) -> None:
+        super().__init__(token_bytes=1)
+        self._min_tokens = min_tokens
+
+    def is_borrowing_faster(self, num_tokens: int) -> bool:
+        return num_tokens >= self._min_tokens
+
+
 @dataclass
 class SimPrefill:
     """A prefill worker: put commands into `inbox`, call step."""
@@ -104,10 +149,20 @@ class SimPrefill:
         self.engine = _engine(self.shape)
         self.pool = _pool(self.shape)
         self.sender = _sender(self.hub, self.name, self.engine, self.submit, self.clock)
-        limits = PrefillLimits(self.shape.max_num_seqs, self.shape.max_num_batched_tokens)
-        self.core = PrefillCore(
-            self.engine, self.pool, self.sender, limits, sim_matchers(), self.clock
+        self.listener, self.tickets = _open_tickets(
+            self.hub, self.name, self.engine, self.submit, self.clock
         )
+        limits = PrefillLimits(self.shape.max_num_seqs, self.shape.max_num_batched_tokens)
+        devices = PrefillDevices(
+            self.engine,
+            self.pool,
+            self.sender,
+            self.tickets,
+            EagerBorrower(self.shape.min_borrowed_tokens),
+            sim_matchers(),
+            self.clock,
+        )
+        self.core = PrefillCore(devices, limits)
 
     def submit(self, command: PrefillCommand) -> None:
         self.inbox.append(command)
@@ -128,33 +183,28 @@ class SimDecode:
     name: str = "d0"
     seed: int = 0
     lease_s: float = 30.0
+    speculation: Speculation = field(default_factory=NoSpeculation)
     inbox: list[DecodeCommand] = field(default_factory=list)
     on_command: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self.engine = _engine(self.shape)
         self.pool = _pool(self.shape)
-        identity = WorkerIdentity(self.name, 1)
-        layout = self.engine.spec.layout
-        self.listener = self.hub.listen(self.name)
-        endpoints: tuple[Endpoint, ...] = (self.listener.endpoint,)
-        ids = random.Random(self.seed)
-        self.tickets = TicketTable(
-            identity,
-            layout,
-            endpoints,
-            self.lease_s,
-            self.submit,
-            self.clock,
-            bytes(32),
-            lambda: ids.getrandbits(64),
+        self.listener, self.tickets = _open_tickets(
+            self.hub, self.name, self.engine, self.submit, self.clock, self.lease_s, self.seed
         )
-        self.listener.serve(Receiver(identity, layout, self.engine.kv, self.tickets, 4, 1 << 16))
         limits = DecodeLimits(self.shape.max_num_seqs, self.shape.max_num_batched_tokens)
         self.sender = _sender(self.hub, self.name, self.engine, self.submit, self.clock)
         self.swap = swap = SwapSpace(self.engine.kv, self.shape.swap_bytes)
         devices = DecodeDevices(
-            self.engine, self.pool, self.tickets, self.sender, swap, sim_matchers(), self.clock
+            self.engine,
+            self.pool,
+            self.tickets,
+            self.sender,
+            swap,
+            sim_matchers(),
+            self.clock,
+            speculation=self.speculation,
         )
         most = self.shape.max_local_prefill_tokens
         local_prefill = LocalPrefillPolicy(most, most, is_pinned=True, max_itl_factor=2.0)

@@ -81,7 +81,7 @@ async def _scrapes() -> tuple[Scrape, Scrape]:
         return scrape(at_s, {str(port): await fetch_metrics(port) for port in ports})
 
     compat: dict[str, Any] = {"metrics_compat": "vllm"}
-    tight = {"num_gpu_blocks_override": 40, "max_model_len": 150}
+    tight = {"num_gpu_blocks_override": 40, "max_model_len": 150, "swap_space": 0.0}
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         prefill = await enter(prefill_worker(worker_id="p0", metrics_port=ports[0], **compat))
@@ -165,5 +165,5 @@ def test_the_parts_of_the_first_token_add_up_in_the_histograms(
 
 
 def test_blocks_are_never_orphaned(scrapes: tuple[Scrape, Scrape]) -> None:
-    orphaned = evaluate('sum(baton_kv_blocks{baton_state="orphaned"})', *scrapes)
+    orphaned = evaluate("sum(baton_kv_orphan_blocks)", *scrapes)
     assert list(orphaned.values()) == [0.0]

@@ -99,7 +99,11 @@ class Tiers:
             traceparent=f"00-{TRACE}-{handle + 1:016x}-01",
         )
         self.live[handle] = spec
-        self.decode.submit(decode.Open(0, handle, spec, self.rng.choice([KvSource.HERE, *[KvSource.PREFILL_WORKER] * 4])))
+        self.decode.submit(
+            decode.Open(
+                0, handle, spec, self.rng.choice([KvSource.HERE, *[KvSource.PREFILL_WORKER] * 4])
+            )
+        )
 
     def cancel(self, handle: int) -> None:
         self.end(handle, "cancelled")

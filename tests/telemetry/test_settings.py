@@ -7,13 +7,22 @@ import socket
 import threading
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry.trace import SpanContext, TraceState, get_current_span
 
 from baton.config import ServeOptions
 from baton.errors import ConfigError
 from baton.supervisor.plan import metrics_port, plan_gateways, plan_workers
 from baton.telemetry import Phase, RequestEvent, TelemetrySettings, names, open_telemetry
 from baton.telemetry.closing import close_within
-from baton.telemetry.context import context_of, context_of_metadata, traceparent_of
+from baton.telemetry.context import (
+    MAX_TRACESTATE_CHARS,
+    context_of,
+    context_of_metadata,
+    traceparent_of,
+    tracestate_of,
+)
 from baton.telemetry.names import SpanName
 from kv_transfer.ticket import TicketState
 from tests.support.metrics_page import fetch_metrics, free_ports
@@ -49,6 +58,15 @@ def test_nothing_is_on_by_default() -> None:
             False,
         ),
         (
+            {
+                "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://127.0.0.1:1",
+                "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": "http/protobuf",
+                "OTEL_EXPORTER_OTLP_PROTOCOL": "",
+            },
+            False,
+            True,
+        ),
+        (
             {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_SDK_DISABLED": "true"},
             False,
             False,
@@ -70,7 +88,7 @@ def test_the_standard_variables_decide(
 @pytest.mark.parametrize(
     "environ",
     [
-        {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"},
+        {"OTEL_EXPORTER_OTLP_PROTOCOL": "http"},
         {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json"},
         {"OTEL_TRACES_EXPORTER": "zipkin"},
         {"OTEL_METRICS_EXPORTER": "prometheus"},
@@ -139,6 +157,24 @@ def test_events_speak_the_words_of_the_handoffs_states() -> None:
 def test_a_broken_context_is_no_context(text: str) -> None:
     assert not context_of(text)
     assert not context_of_metadata((("traceparent", text), ("grpc-bin", b"\xff")))
+
+
+@given(
+    entries=st.dictionaries(
+        st.text("abc", min_size=1, max_size=8), st.text("xyz ", max_size=60).map(lambda v: f"{v}.")
+    )
+)
+def test_a_tracestate_is_carried_on_up_to_a_length_and_in_whole_entries(
+    entries: dict[str, str],
+) -> None:
+    span = SpanContext(1, 2, is_remote=False, trace_state=TraceState([*entries.items()]))
+    text = tracestate_of(span)
+    assert len(text) <= MAX_TRACESTATE_CHARS
+    whole = TraceState([*entries.items()]).to_header()
+    assert whole == text or whole.startswith(f"{text},") or not text
+    assert text == whole or len(whole) > MAX_TRACESTATE_CHARS
+    context = context_of(traceparent_of(span), text)
+    assert tracestate_of(get_current_span(context).get_span_context()) == text
 
 
 def test_each_child_of_serve_has_a_port_of_its_own() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import grpc.aio
 import pytest
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_span
 
 from baton.client import AsyncClient, ChatMessage, SamplingParams
 from baton.client.requests import generate_request
@@ -98,8 +99,11 @@ def check_spans(root: SeenSpan, children: list[SeenSpan]) -> None:
     assert not any(span.is_error for span in (root, *children))
 
 
-async def _generate_with(system: LiveSystem, metadata: tuple[tuple[str, str], ...]) -> None:
-    request = generate_request([1, 2, 3], greedy(4), model="", priority=0, cache_salt="")
+async def _generate_with(
+    system: LiveSystem, metadata: tuple[tuple[str, str], ...], num_tokens: int = 3
+) -> None:
+    prompt = [*range(1, num_tokens + 1)]
+    request = generate_request(prompt, greedy(4), model="", priority=0, cache_salt="")
     async with grpc.aio.insecure_channel(system.gateway) as channel:
         call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, metadata=metadata)
         while await call.read() is not grpc.aio.EOF:
@@ -113,6 +117,28 @@ async def test_a_clients_trace_goes_on_in_every_process(collector: OtlpReceiver)
     assert {span.service for span in collector.spans} >= {"baton-gateway", "baton-decode"}
     (root,) = [span for span in collector.spans if span.name.startswith("text_completion")]
     assert root.parent_id.hex() == PARENT_ID
+
+
+async def test_the_clients_own_span_is_the_parent(collector: OtlpReceiver) -> None:
+    flags = TraceFlags(TraceFlags.SAMPLED)
+    parent = SpanContext(int(TRACE_ID, 16), int(PARENT_ID, 16), False, flags)
+    async with live_system() as system:
+        with use_span(NonRecordingSpan(parent)):
+            await system.client.generate([1, 2, 3], greedy(4))
+    (root,) = [span for span in collector.spans if span.name.startswith("text_completion")]
+    assert (root.trace_id.hex(), root.parent_id.hex()) == (TRACE_ID, PARENT_ID)
+
+
+async def test_a_tracestate_goes_with_the_trace_to_every_process(collector: OtlpReceiver) -> None:
+    context = (("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-01"), ("tracestate", "a=1:x,b@c=2"))
+    async with live_system() as system:
+        await _generate_with(system, context, num_tokens=50)
+    assert {span.service for span in collector.spans} >= {
+        "baton-gateway",
+        "baton-prefill",
+        "baton-decode",
+    }
+    assert {span.trace_state for span in collector.spans} == {"a=1:x,b@c=2"}
 
 
 async def test_what_a_client_does_not_sample_is_told_by_nobody(collector: OtlpReceiver) -> None:
@@ -150,7 +176,7 @@ async def test_the_sampler_of_the_environment_decides(
 
 
 async def test_a_trace_survives_preemption(collector: OtlpReceiver) -> None:
-    options = {"num_gpu_blocks_override": 40, "max_model_len": 150}
+    options = {"num_gpu_blocks_override": 40, "max_model_len": 150, "swap_space": 0.0}
     async with live_system(decode_options=options) as system:
         prompts = [[index, *range(20)] for index in range(8)]
         await asyncio.gather(*(system.client.generate(p, greedy(60)) for p in prompts))

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_svc.costs import Costs, LinearFit, LocalPrefillPolicy
+from baton.linear_fit import LinearFit
+from decode_svc.costs import Costs, LocalPrefillPolicy
 
 POLICY = LocalPrefillPolicy(
     default_threshold=16, max_threshold=2048, is_pinned=False, max_itl_factor=2.0

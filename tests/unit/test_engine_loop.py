@@ -21,7 +21,7 @@ from decode_svc.core import DecodeCore, DecodeDevices
 from decode_svc.costs import LocalPrefillPolicy
 from decode_svc.swap_space import SwapSpace
 from kv_transfer.transport.loopback import LoopbackHub
-from tests.support.sim_tiers import SimDecode
+from tests.support.sim_tiers import SimDecode, sim_matchers
 
 
 @dataclass
@@ -122,7 +122,14 @@ def test_a_long_step_beats_at_every_group_of_layers() -> None:
     pool = BlockPool(16, 16, secret=bytes(32))
     swap = SwapSpace(engine.kv, 0)
     devices = DecodeDevices(
-        engine, pool, sim.tickets, sim.sender, swap, lambda: 0.0, lambda: beats.append(1)
+        engine,
+        pool,
+        sim.tickets,
+        sim.sender,
+        swap,
+        sim_matchers(),
+        lambda: 0.0,
+        lambda: beats.append(1),
     )
     core = DecodeCore(devices, DecodeLimits(4, 64), LocalPrefillPolicy(0, 0, True, 2.0))
     core.step([Open(0, 1, SequenceSpec("r", (1, 2, 3), Sampling(max_tokens=2)), KvSource.HERE)])

@@ -1,0 +1,17 @@
+"""Structured output: grammars, the tokens that they allow next, and where each tier gets them. Imports no torch."""
+
+from __future__ import annotations
+
+from baton.grammar.grammar import Grammar
+from baton.grammar.matcher import Matcher
+from baton.grammar.matchers import Matchers
+from baton.grammar.vocabulary import GrammarVocabulary, load_vocabulary, synthetic_vocabulary
+
+__all__ = [
+    "Grammar",
+    "GrammarVocabulary",
+    "Matcher",
+    "Matchers",
+    "load_vocabulary",
+    "synthetic_vocabulary",
+]

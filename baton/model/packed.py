@@ -1,0 +1,84 @@
+"""A decoder's parameters in the form that runs: each linear layer packed for where it runs, once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from baton.errors import UnsupportedModel
+from baton.model.parameters import PARTS, LayerParameters, Parameters, layer_name
+from baton.model.parameters import Linear as DenseLinear
+from baton.quantization.weight import QuantizedWeight, stack
+from baton_kernels.linear import Linear, pack_linear, pack_quantized
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayer:
+    """As LayerParameters."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: Linear
+    post_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class PackedParameters:
+    """As Parameters. Where embeddings are tied, lm_head may hold a packed copy of them."""
+
+    embeddings: torch.Tensor
+    layers: tuple[PackedLayer, ...]
+    norm: torch.Tensor
+    lm_head: Linear
+
+
+def pack_parameters(
+    parameters: Parameters, quantized: dict[str, QuantizedWeight]
+) -> PackedParameters:
+    """Packs layer by layer. `quantized`: by the checkpoint's names, weights that are not in `parameters`.
+
+    Both are emptied as layers are packed, so that no weight is there twice.
+    """
+    layers: list[PackedLayer] = []
+    while parameters.layers:
+        layers.append(_pack_layer(len(layers), parameters.layers.pop(0), quantized))
+    head = quantized.pop("lm_head", None)
+    return PackedParameters(
+        parameters.embeddings,
+        tuple(layers),
+        parameters.norm,
+        _pack_quantized(head, None) if head else pack_linear(parameters.lm_head, None),
+    )
+
+
+def _pack_layer(
+    index: int, layer: LayerParameters, quantized: dict[str, QuantizedWeight]
+) -> PackedLayer:
+    def pack(field: str, linear: DenseLinear) -> Linear:
+        names = [layer_name(index, part) for part in PARTS[field]]
+        kept = [quantized.pop(name) for name in names if name in quantized]
+        if not kept:
+            return pack_linear(linear.weight, linear.bias)
+        if len(kept) < len(names):
+            raise UnsupportedModel(f"of {names} some are quantised and some are not")
+        return _pack_quantized(stack(kept), linear.bias)
+
+    return PackedLayer(
+        input_norm=layer.input_norm,
+        qkv=pack("qkv", layer.qkv),
+        q_norm=layer.q_norm,
+        k_norm=layer.k_norm,
+        output=pack("output", layer.output),
+        post_norm=layer.post_norm,
+        gate_up=pack("gate_up", layer.gate_up),
+        down=pack("down", layer.down),
+    )
+
+
+def _pack_quantized(weight: QuantizedWeight, bias: torch.Tensor | None) -> Linear:
+    return pack_quantized(weight.levels, weight.scales, weight.zeros, weight.bits, bias)

@@ -1,0 +1,114 @@
+"""What a config.json's quantization_config says, in the terms of the layouts that Baton reads. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from baton.errors import UnsupportedModel
+
+Method = Literal["compressed-tensors", "gptq", "awq"]
+
+#: Formats of compressed-tensors by the kind of number that they hold.
+_FORMATS = {
+    "pack-quantized": "int",
+    "int-quantized": "int",
+    "float-quantized": "float",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationConfig:
+    """How the linear layers of a checkpoint are stored.
+
+    group_size: inputs that share a scale; 0 where all inputs of an output do.
+    is_packed: several levels in an int32, instead of one number an element.
+    has_order: inputs are assigned to groups by an index instead of by their order.
+    zero_offset: what is added to a stored zero point.
+    """
+
+    method: Method
+    kind: Literal["int", "float"]
+    bits: int
+    group_size: int
+    is_symmetric: bool
+    is_packed: bool
+    has_order: bool = False
+    zero_offset: int = 0
+
+
+def parse_quantization(raw: Mapping[str, Any] | None) -> QuantizationConfig | None:
+    """None for an unquantised checkpoint. Raises UnsupportedModel for what is not read."""
+    if not raw:
+        return None
+    method = raw.get("quant_method", "unknown")
+    try:
+        if method == "gptq":
+            return _gptq(raw)
+        if method == "awq":
+            return _awq(raw)
+        if method == "compressed-tensors":
+            return _compressed_tensors(raw)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UnsupportedModel(f"quantization_config cannot be read: {error!r}") from error
+    raise _refusal("quant_method", method, "compressed-tensors, gptq or awq")
+
+
+def _refusal(name: str, value: object, known: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"quantization_config.{name}={value}: {known} is read; "
+        "use the unquantised checkpoint, or `baton quantize` on it"
+    )
+
+
+def _gptq(raw: Mapping[str, Any]) -> QuantizationConfig:
+    if raw["bits"] not in (4, 8):
+        raise _refusal("bits", raw["bits"], "4 or 8")
+    return QuantizationConfig(
+        method="gptq",
+        kind="int",
+        bits=raw["bits"],
+        group_size=max(0, int(raw["group_size"])),
+        is_symmetric=False,
+        is_packed=True,
+        has_order=True,
+        # The first version of the format stores zero points less one.
+        zero_offset=0 if raw.get("checkpoint_format") == "gptq_v2" else 1,
+    )
+
+
+def _awq(raw: Mapping[str, Any]) -> QuantizationConfig:
+    if str(raw.get("version", "gemm")).lower() != "gemm":
+        raise _refusal("version", raw["version"], "gemm")
+    bits = raw.get("bits", raw.get("w_bit"))
+    if bits != 4:
+        raise _refusal("bits", bits, "4")
+    group_size = max(0, int(raw.get("group_size", raw.get("q_group_size", 0))))
+    return QuantizationConfig("awq", "int", 4, group_size, is_symmetric=False, is_packed=True)
+
+
+def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig:
+    groups = list(raw["config_groups"].values())
+    if len(groups) != 1:
+        raise _refusal("config_groups", len(groups), "one group")
+    if raw.get("kv_cache_scheme"):
+        raise _refusal("kv_cache_scheme", "...", "none")
+    weights = groups[0]["weights"]
+    form = groups[0].get("format") or raw["format"]
+    if form not in _FORMATS or _FORMATS[form] != weights["type"]:
+        raise _refusal("format", f"{form} of {weights['type']}", ", ".join(_FORMATS))
+    bits, strategy = weights["num_bits"], weights["strategy"]
+    if bits not in ((4, 8) if weights["type"] == "int" else (8,)):
+        raise _refusal("weights.num_bits", bits, "4 or 8, and 8 for floats")
+    if strategy not in ("group", "channel", "tensor"):
+        raise _refusal("weights.strategy", strategy, "group, channel or tensor")
+    return QuantizationConfig(
+        method="compressed-tensors",
+        kind="int" if weights["type"] == "int" else "float",
+        bits=bits,
+        group_size=int(weights["group_size"]) if strategy == "group" else 0,
+        is_symmetric=bool(weights.get("symmetric", True)),
+        is_packed=form == "pack-quantized",
+        has_order=weights.get("actorder") in ("group", True),
+    )

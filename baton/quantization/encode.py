@@ -1,0 +1,28 @@
+"""From a dense weight to the tensors of a quantised layer, in compressed-tensors' layout: the inverse of decode."""
+
+from __future__ import annotations
+
+import torch
+
+from baton.quantization.packing import pack
+from baton.quantization.rounding import round_to_float8, round_to_integers
+from baton.quantization.scheme import Scheme
+
+
+def encode(weight: torch.Tensor, scheme: Scheme, group_size: int | None) -> dict[str, torch.Tensor]:
+    """Tensors by the last parts of their names; see decode. group_size: of int4 alone."""
+    if scheme == "fp8":
+        numbers, scales = round_to_float8(weight)
+        return {"weight": numbers, "weight_scale": scales.bfloat16()}
+    if scheme == "int8":
+        rounded = round_to_integers(weight, 8, weight.shape[1])
+        signed = (rounded.levels.to(torch.int16) - rounded.middle).to(torch.int8)
+        return {"weight": signed, "weight_scale": rounded.scales.bfloat16()}
+    if group_size is None:
+        raise ValueError("int4 needs a group size")
+    rounded = round_to_integers(weight, 4, group_size)
+    return {
+        "weight_packed": pack(rounded.levels, 4),
+        "weight_scale": rounded.scales.bfloat16(),
+        "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
+    }

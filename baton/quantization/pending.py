@@ -1,0 +1,49 @@
+"""Quantised layers whose tensors have not all been read yet: they may lie in several files."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+
+import torch
+
+from baton.quantization.config import QuantizationConfig
+from baton.quantization.decode import decode, required_pieces
+from baton.quantization.weight import QuantizedWeight
+
+#: Numbers as which an unquantised layer of a quantised checkpoint is stored.
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class PendingLayers:
+    """Takes tensors one by one and gives each layer's weight once it is whole."""
+
+    def __init__(self, config: QuantizationConfig, layers: AbstractSet[str]) -> None:
+        """layers: names of those that may be quantised."""
+        self._config = config
+        self._layers = layers
+        self._required = required_pieces(config)
+        self._pieces: dict[str, dict[str, torch.Tensor]] = {}
+
+    def takes(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether the tensor is a piece of a quantised layer."""
+        layer, _, piece = name.rpartition(".")
+        if layer not in self._layers or (piece == "weight" and dtype in _PLAIN):
+            return False
+        return piece in self._required
+
+    def add(
+        self, name: str, tensor: torch.Tensor
+    ) -> tuple[str, QuantizedWeight | torch.Tensor] | None:
+        """The layer's name and weight, if this was its last piece. Raises ValueError for pieces that do not fit."""
+        layer, _, piece = name.rpartition(".")
+        pieces = self._pieces.setdefault(layer, {})
+        pieces[piece] = tensor
+        if pieces.keys() != self._required:
+            return None
+        return layer, decode(self._pieces.pop(layer), self._config)
+
+    def missing(self) -> dict[str, list[str]]:
+        """Of each layer that is not whole, what has not come."""
+        return {
+            layer: sorted(self._required - pieces.keys()) for layer, pieces in self._pieces.items()
+        }

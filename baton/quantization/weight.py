@@ -1,0 +1,62 @@
+"""A quantised weight as Baton holds it, whatever layout it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """weight[o, i] = (levels[o, i] - zeros[o, g]) * scales[o, g] with g = i // group_size.
+
+    levels [num_out, num_in] uint8 in [0, 2^bits); scales [num_out, groups] float32; zeros like scales, or None where
+    every zero point is in the middle, 2^(bits - 1).
+    """
+
+    levels: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    bits: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.levels.shape
+
+    @property
+    def group_size(self) -> int:
+        return self.levels.shape[1] // self.scales.shape[1]
+
+    @property
+    def middle(self) -> int:
+        return 1 << (self.bits - 1)
+
+    def dequantize(self) -> torch.Tensor:
+        """[num_out, num_in] float32."""
+        num_out, num_groups = self.scales.shape
+        grouped = self.levels.view(num_out, num_groups, -1).float()
+        zeros = self.middle if self.zeros is None else self.zeros[:, :, None]
+        return ((grouped - zeros) * self.scales[:, :, None]).view(self.levels.shape)
+
+
+def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Weights of layers with one input, one below the other. All of one group size and one number of bits."""
+    if len({(part.bits, part.scales.shape[1]) for part in parts}) != 1:
+        raise ValueError("weights of different schemes cannot be stacked")
+    zeros = None
+    if any(part.zeros is not None for part in parts):
+        zeros = torch.cat([_zeros(part) for part in parts])
+    return QuantizedWeight(
+        torch.cat([part.levels for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        zeros,
+        parts[0].bits,
+    )
+
+
+def _zeros(part: QuantizedWeight) -> torch.Tensor:
+    if part.zeros is not None:
+        return part.zeros
+    return torch.full_like(part.scales, part.middle)

@@ -1,0 +1,79 @@
+"""Which signals go by OTLP, and over which protocol, by the standard OTEL_ variables; and the exporters for it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+from opentelemetry.sdk.metrics.export import MetricExporter
+from opentelemetry.sdk.trace.export import SpanExporter
+
+from baton.errors import ConfigError
+
+_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+
+
+class OtlpProtocol(enum.Enum):
+    """Values of OTEL_EXPORTER_OTLP_PROTOCOL that are here. Collectors take them at 4317 and at 4318."""
+
+    GRPC = "grpc"
+    HTTP = "http/protobuf"
+
+
+def otlp_protocol(signal: str, environ: Mapping[str, str]) -> OtlpProtocol | None:
+    """The protocol by which "TRACES" or "METRICS" are exported; None if they are not. gRPC unless another is asked for.
+
+    An empty variable counts as unset, as OpenTelemetry has it. Raises ConfigError for an exporter or a protocol that is
+    not here.
+    """
+    protocol = _protocol(signal, environ)
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return None
+    exporter = environ.get(f"OTEL_{signal}_EXPORTER") or "otlp"
+    if exporter == "none":
+        return None
+    if exporter != "otlp":
+        raise ConfigError.of(
+            f"OTEL_{signal}_EXPORTER", exporter, "use otlp or none; Prometheus is --metrics-port"
+        )
+    endpoint = environ.get(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT") or environ.get(_ENDPOINT)
+    return protocol if endpoint else None
+
+
+def span_exporter(protocol: OtlpProtocol) -> SpanExporter:
+    """Where to, and how, it reads from further OTEL_ variables by itself."""
+    # Imported here and below: a process does not pay for what it does not use.
+    if protocol is OtlpProtocol.HTTP:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
+            OTLPSpanExporter as HttpSpanExporter,
+        )
+
+        return HttpSpanExporter()
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+    return OTLPSpanExporter()
+
+
+def metric_exporter(protocol: OtlpProtocol) -> MetricExporter:
+    """As span_exporter."""
+    if protocol is OtlpProtocol.HTTP:
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import (
+            OTLPMetricExporter as HttpMetricExporter,
+        )
+
+        return HttpMetricExporter()
+    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+
+    return OTLPMetricExporter()
+
+
+def _protocol(signal: str, environ: Mapping[str, str]) -> OtlpProtocol:
+    for name in (f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        if value := environ.get(name):
+            try:
+                return OtlpProtocol(value)
+            except ValueError:
+                known = " or ".join(protocol.value for protocol in OtlpProtocol)
+                fix = f"use {known}, and the collector's port for it"
+                raise ConfigError.of(name, value, fix) from None
+    return OtlpProtocol.GRPC

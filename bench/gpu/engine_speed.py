@@ -1,0 +1,274 @@
+"""The engine with an 8B Llama of random weights: steps beside their floor, with and without a CUDA graph, and a mixed load.
+
+Floors are those of docs/kernels.md: bytes that a step must read over the copy roof, operations over the matmul roof.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+
+import torch
+
+from baton.engine.interface import Batch, EngineSpec, SampleRow, SequenceSlice
+from baton.engine.torch_engine import TorchEngine
+from baton.engine.torch_kv_pool import TorchKvPool
+from baton.engine.torch_step import pack_batch
+from baton.model.config import ModelConfig, parse_config
+from baton.model.decoder import Decoder
+from baton.model.packed import pack_parameters
+from baton.model.parameters import empty_parameters
+from baton.model.rope import Rope, make_rope
+from baton.types import KvLayout, Sampling
+from bench.gpu.setting import Result, Setting, time_eager_ms, time_ms
+from bench.measure import percentile
+
+BLOCK_SIZE = 16
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+_DRY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 60}
+_DRY_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "dtype": "float16"}
+
+
+def model_config(setting: Setting) -> dict[str, object]:
+    """config.json of the model that is measured."""
+    return {**LLAMA_8B, **_DRY, **_DRY_HEADS} if setting.is_dry else dict(LLAMA_8B)
+
+
+class Model:
+    """A decoder of random weights, its pool, and an engine over both."""
+
+    def __init__(self, setting: Setting, num_blocks: int) -> None:
+        self.config: ModelConfig = parse_config(model_config(setting))
+        config, device = self.config, setting.device
+        parameters = empty_parameters(config, setting.half, device)
+        for _, tensor in parameters.targets():
+            tensor.normal_(std=0.02, generator=setting.generator())
+        self.decoder = Decoder(config, pack_parameters(parameters, {}))
+        self.rope: Rope = make_rope(config, config.derived_max_len, device)
+        dtype = str(setting.half).removeprefix("torch.")
+        layout = KvLayout(
+            "bench", config.num_layers, config.num_kv_heads, config.head_dim, dtype, BLOCK_SIZE
+        )
+        self.kv = TorchKvPool(layout, num_blocks, device)
+        # Blocks that no step of ours wrote hold numbers, as if a prompt had.
+        self.kv.tensor.normal_(generator=setting.generator())
+        spec = EngineSpec(
+            "bench", layout, num_blocks, config.vocab_size, config.max_position_embeddings
+        )
+        self.engine = TorchEngine(spec, config, self.decoder, self.rope, self.kv, 4)
+
+    @property
+    def num_weights(self) -> int:
+        """Weights that each step reads: all but the embeddings."""
+        c = self.config
+        attention = c.hidden_size * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
+        return (
+            c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size)
+            + c.hidden_size * c.vocab_size
+        )
+
+    def batch(self, num_seqs: int, cached: int, new: int) -> Batch:
+        """Sequences with blocks of their own, each asking for one greedy token."""
+        width = -(-(cached + new) // BLOCK_SIZE)
+        return Batch(tuple(self.part(i * width, cached, new) for i in range(num_seqs)))
+
+    def part(self, first_block: int, cached: int, new: int) -> SequenceSlice:
+        """One sequence on consecutive blocks."""
+        width = -(-(cached + new) // BLOCK_SIZE)
+        tokens = [(7 * i) % self.config.vocab_size for i in range(new)]
+        row = SampleRow(new - 1, Sampling(temperature=0.0), tokens, 1)
+        return SequenceSlice(
+            tokens, cached, tuple(range(first_block, first_block + width)), (row,), cached + new
+        )
+
+    def step_floor(self, num_seqs: int, cached: int, new: int) -> dict[str, float]:
+        """Bytes and operations of a step, at least."""
+        c = self.config
+        per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * 2
+        num_tokens = num_seqs * new
+        pairs = num_tokens * (cached + (new + 1) / 2)
+        head = c.hidden_size * c.vocab_size
+        return {
+            "bytes": float(2 * self.num_weights + num_seqs * (cached + new) * per_token),
+            "flops": 2.0 * (self.num_weights - head) * num_tokens
+            + 2.0 * head * num_seqs
+            + 4.0 * c.num_layers * c.num_heads * c.head_dim * pairs,
+        }
+
+
+@cache
+def load_model(setting: Setting) -> Model:
+    """The model of this process, once: 16 GB, and a pool of 280,000 tokens, 37 GB."""
+    return Model(setting, setting.pick(280_000, 400) // BLOCK_SIZE)
+
+
+def _step(num_seqs: int, cached: int, new: int, setting: Setting) -> Result:
+    """ms: the forward alone, in a CUDA graph. eager_ms: as Python launches it. engine_ms: Engine.forward, sampling and host work
+    included. plan_ms: the host's part of that before the device starts."""
+    model = load_model(setting)
+    num_seqs, cached, new = (
+        (min(num_seqs, 2), min(cached, 20), min(new, 9))
+        if setting.is_dry
+        else (num_seqs, cached, new)
+    )
+    batch = model.batch(num_seqs, cached, new)
+    start = time.perf_counter()
+    packed = pack_batch(batch, model.config, model.rope, model.kv.tensor)
+    plan_ms = (time.perf_counter() - start) * 1000
+
+    def forward() -> torch.Tensor:
+        states = model.decoder.forward(packed, model.kv.tensor)
+        return model.decoder.logits(states)
+
+    return {
+        "ms": time_ms(forward, setting),
+        "eager_ms": time_eager_ms(forward, setting),
+        "engine_ms": time_eager_ms(lambda: model.engine.forward(batch), setting),
+        "plan_ms": plan_ms,
+        **model.step_floor(num_seqs, cached, new),
+    }
+
+
+def _times(model: Model, batch: Batch, count: int) -> list[float]:
+    """Milliseconds of `count` steps."""
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        model.engine.forward(batch)
+        times.append((time.perf_counter() - start) * 1000)
+    return times
+
+
+def _itl(times: list[float], prefill_tokens_per_s: float) -> Result:
+    ordered = sorted(times)
+    return {
+        "itl_p50_ms": percentile(ordered, 0.5),
+        "itl_p99_ms": percentile(ordered, 0.99),
+        "prefill_tokens_per_s": prefill_tokens_per_s,
+    }
+
+
+def _colocated(chunk: int, setting: Setting) -> Result:
+    """Steps of 32 decoding sequences and one chunk of a prompt of 8K."""
+    model = load_model(setting)
+    num_seqs, cached, chunk = setting.pick(32, 1), setting.pick(1023, 9), setting.pick(chunk, 8)
+    decoding = model.batch(num_seqs, cached, 1)
+    first = len(decoding.slices) * len(decoding.slices[0].block_table)
+    batches = [
+        Batch((*decoding.slices, model.part(first, start, chunk)))
+        for start in range(0, setting.pick(8192, 16), chunk)
+    ]
+    for batch in batches:
+        model.engine.forward(batch)
+    times = [
+        t for _ in range(setting.pick(4, 1)) for batch in batches for t in _times(model, batch, 1)
+    ]
+    return _itl(times, chunk * len(times) / sum(times) * 1000)
+
+
+def _split(setting: Setting) -> Result:
+    """The same in two processes on this device: decoding here, prompts of 8K in chunks of 2K there. No KV is handed over."""
+    model = load_model(setting)
+    batch = model.batch(setting.pick(32, 1), setting.pick(1023, 9), 1)
+    _times(model, batch, setting.pick(20, 1))
+    command = [
+        sys.executable,
+        "-m",
+        "bench.gpu.engine_speed",
+        str(setting.seed),
+        str(setting.device),
+    ]
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors) as other,
+    ):
+        try:
+            if other.stdout is None or not other.stdout.readline():
+                errors.seek(0)
+                raise RuntimeError(errors.read().decode(errors="replace")[-800:])
+            times = _times(model, batch, setting.pick(300, 1))
+        finally:
+            other.kill()
+        prompts = [json.loads(line) for line in other.stdout if line.endswith(b"}\n")]
+    seconds = sum(p["ms"] for p in prompts) / 1000
+    return _itl(times, sum(p["tokens"] for p in prompts) / seconds if prompts else 0.0)
+
+
+def _prefill_for_ever(setting: Setting) -> None:
+    """Prompts one after the other, told on standard output; the first tells that it is ready."""
+    model = load_model(setting)
+    chunk, total = setting.pick(2048, 8), setting.pick(8192, 16)
+    while True:
+        start = time.perf_counter()
+        for at in range(0, total, chunk):
+            model.engine.forward(Batch((model.part(0, at, chunk),)))
+        ms = (time.perf_counter() - start) * 1000
+        print(json.dumps({"tokens": total, "ms": ms}), flush=True)
+
+
+def check_engine(setting: Setting) -> Result:
+    """A small model in float32 with its kernels here, beside its twins on the CPU: a mixed batch over KV of its own making."""
+    config = parse_config({**LLAMA_8B, **_DRY, **_DRY_HEADS})
+    length = 40
+    results = []
+    for device in (torch.device("cpu"), setting.device):
+        parameters = empty_parameters(config, torch.float32, device)
+        source = torch.Generator().manual_seed(setting.seed)
+        for _, tensor in parameters.targets():
+            tensor.copy_(torch.randn(tensor.shape, generator=source) * 0.2)
+        decoder = Decoder(config, pack_parameters(parameters, {}))
+        layout = KvLayout("check", 1, config.num_kv_heads, config.head_dim, "float32", BLOCK_SIZE)
+        pool = TorchKvPool(layout, 8, device).tensor
+        rope = make_rope(config, 100, device)
+        for start, new in ((0, length - 1), (length - 1, 1)):
+            slices = tuple(_check_slice(i, start, new) for i in range(2))
+            packed = pack_batch(Batch(slices), config, rope, pool)
+            results.append(decoder.logits(decoder.forward(packed, pool)).double().cpu())
+    wanted, got = torch.cat(results[:2]), torch.cat(results[2:])
+    error = float((got - wanted).norm() / wanted.norm())
+    return {"error": error, "tolerance": 1e-4, "verdict": "right" if error <= 1e-4 else "WRONG"}
+
+
+def _check_slice(index: int, start: int, new: int) -> SequenceSlice:
+    tokens = [(5 * index + 3 * (start + i)) % 60 for i in range(new)]
+    row = SampleRow(new - 1, Sampling(temperature=0.0), tokens, 1)
+    return SequenceSlice(tokens, start, range(4 * index, 4 * index + 4), (row,), start + new)
+
+
+ITEMS: Mapping[str, Callable[[Setting], Result]] = {
+    "check engine": check_engine,
+    "engine decode 1 x 1K": partial(_step, 1, 1023, 1),
+    "engine decode 8 x 1K": partial(_step, 8, 1023, 1),
+    "engine decode 64 x 1K": partial(_step, 64, 1023, 1),
+    "engine decode 256 x 1K": partial(_step, 256, 1023, 1),
+    "engine verify 64 x 1K, 5 tokens": partial(_step, 64, 1019, 5),
+    "engine prefill 2K": partial(_step, 1, 0, 2048),
+    "engine prefill 8K": partial(_step, 1, 0, 8192),
+    "engine prefill 32K": partial(_step, 1, 0, 32768),
+    "mixed load, one engine, chunks of 2K": partial(_colocated, 2048),
+    "mixed load, one engine, chunks of 256": partial(_colocated, 256),
+    "mixed load, two processes": _split,
+}
+
+if __name__ == "__main__":
+    device = torch.device(sys.argv[2])
+    half = torch.float16 if device.type == "cpu" else torch.bfloat16
+    _prefill_for_ever(Setting(device, half, int(sys.argv[1])))

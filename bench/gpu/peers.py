@@ -1,0 +1,96 @@
+"""What a user would otherwise run: transformers' continuous batching, beside Baton's engine on the same work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from baton.engine.interface import Batch, SampleRow, SequenceSlice
+from baton.types import Sampling
+from bench.gpu.engine_speed import BLOCK_SIZE, load_model, model_config
+from bench.gpu.setting import Result, Setting
+
+
+def _work(setting: Setting) -> tuple[int, int, int]:
+    """Sequences, prompt tokens and output tokens of each."""
+    return setting.pick(64, 2), setting.pick(512, 12), setting.pick(64, 3)
+
+
+def _prompts(num_seqs: int, num_tokens: int, vocab_size: int) -> list[list[int]]:
+    return [
+        [(13 * i + 7 * j) % (vocab_size - 10) for j in range(num_tokens)] for i in range(num_seqs)
+    ]
+
+
+def _result(num_seqs: int, num_out: int, seconds: float) -> Result:
+    return {"ms": seconds * 1000, "output_tokens_per_s": num_seqs * num_out / seconds}
+
+
+def baton(setting: Setting) -> Result:
+    """Greedy: prompts in steps of at most 8K tokens, then all decode together."""
+    model = load_model(setting)
+    num_seqs, num_prompt, num_out = _work(setting)
+    prompts = _prompts(num_seqs, num_prompt, model.config.vocab_size)
+    width = -(-(num_prompt + num_out) // BLOCK_SIZE)
+    greedy = Sampling(temperature=0.0)
+
+    def part(index: int, tokens: list[int], start: int) -> SequenceSlice:
+        blocks = tuple(range(index * width, (index + 1) * width))
+        row = SampleRow(len(tokens) - start - 1, greedy, tokens, num_prompt)
+        return SequenceSlice(tokens[start:], start, blocks, (row,), num_prompt)
+
+    def run() -> None:
+        sequences = [list(prompt) for prompt in prompts]
+        at_once = max(1, 8192 // num_prompt)
+        for first in range(0, num_seqs, at_once):
+            some = range(first, min(num_seqs, first + at_once))
+            step = Batch(tuple(part(i, sequences[i], 0) for i in some))
+            for i, (sample,) in zip(some, model.engine.forward(step), strict=True):
+                sequences[i].append(sample.token_id)
+        for _ in range(num_out - 1):
+            step = Batch(tuple(part(i, s, len(s) - 1) for i, s in enumerate(sequences)))
+            for sequence, (sample,) in zip(sequences, model.engine.forward(step), strict=True):
+                sequence.append(sample.token_id)
+
+    return _result(num_seqs, num_out, _seconds(run, setting))
+
+
+def transformers_batching(setting: Setting) -> Result:
+    """generate_batch of transformers, of the same shape and work."""
+    if setting.is_dry:
+        return {"skipped": "on a CPU it takes most of the memory for its cache"}
+    import transformers
+
+    num_seqs, num_prompt, num_out = _work(setting)
+    config = transformers.LlamaConfig.from_dict(model_config(setting))
+    with torch.device(setting.device):
+        model: Any = transformers.LlamaForCausalLM(config)
+    model = model.to(setting.half).eval()
+    model.set_attn_implementation("paged|sdpa")
+    prompts = _prompts(num_seqs, num_prompt, config.vocab_size)
+    make_rules: Any = transformers.GenerationConfig
+    rules = make_rules(max_new_tokens=num_out, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+    def run() -> None:
+        model.generate_batch(inputs=prompts, generation_config=rules)
+
+    return _result(num_seqs, num_out, _seconds(run, setting))
+
+
+def _seconds(run: Callable[[], None], setting: Setting) -> float:
+    """Best of two, after one that compiles what is compiled."""
+    times = []
+    for _ in range(setting.pick(3, 1)):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times[-2:])
+
+
+ITEMS: Mapping[str, Callable[[Setting], Result]] = {
+    "64 prompts of 512, 64 tokens each": baton,
+    "the same with transformers' continuous batching": transformers_batching,
+}

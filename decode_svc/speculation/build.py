@@ -1,0 +1,61 @@
+"""From options to speculation."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from baton.cache.pool import BlockPool
+from baton.config import DecodeOptions
+from baton.engine.interface import Engine
+from baton.model.checkpoint import resolve_checkpoint
+from baton.worker.build import build_engine
+from decode_svc.speculation.draft_model import DraftModelProposer
+from decode_svc.speculation.interface import NoSpeculation, Speculation
+from decode_svc.speculation.ngram import NgramProposer
+from decode_svc.speculation.pair import check_specs, check_tokenizers
+from decode_svc.speculation.speculator import Speculator
+
+
+def build_speculation(
+    options: DecodeOptions, engine: Engine, clock: Callable[[], float]
+) -> Speculation:
+    """What the options name, for a target that is loaded. Takes as long as loading a draft model; raises StartupError."""
+    most = options.num_speculative_tokens
+    match options.speculative_method:
+        case "ngram":
+            proposer = NgramProposer(options.prompt_lookup_min, options.prompt_lookup_max)
+            return Speculator(proposer, most, clock)
+        case "draft":
+            return Speculator(_draft_model(options, engine, clock), most, clock)
+        case _:
+            return NoSpeculation()
+
+
+def _draft_model(
+    options: DecodeOptions, target: Engine, clock: Callable[[], float]
+) -> DraftModelProposer:
+    draft_options = options.model_copy(
+        update={
+            "model": options.speculative_model,
+            "revision": None,
+            "served_model_name": None,
+            "max_model_len": None,
+            "kv_cache_memory_bytes": None,
+            "num_gpu_blocks_override": None,
+        }
+    )
+    engine = build_engine(draft_options)
+    check_specs(target.spec, engine.spec)
+    if options.engine == "torch":
+        check_tokenizers(
+            resolve_checkpoint(options.model, options.revision),
+            resolve_checkpoint(draft_options.model, None),
+        )
+    pool = BlockPool(
+        engine.spec.num_blocks,
+        engine.spec.layout.block_size,
+        secret=secrets.token_bytes(32),
+        enable_prefix_caching=False,
+    )
+    return DraftModelProposer(engine, pool, options.max_num_batched_tokens, clock)

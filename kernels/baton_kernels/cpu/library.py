@@ -1,0 +1,110 @@
+"""The native library: built from the sources beside this file by the machine's own compiler, once per machine.
+
+Without a compiler, or on another CPU, there is none, and the torch twins run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+_log = logging.getLogger(__name__)
+
+_FOLDER = Path(__file__).parent
+_SOURCES = ("linear.cpp", "attention.cpp", "pointwise.cpp")
+_CAPABILITIES = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "avx512_vnni")
+#: No contraction: a result must not depend on what a compiler fuses.
+_FLAGS = (
+    *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-strict-aliasing"),
+    *("-fno-exceptions", "-fno-rtti", "-fopenmp", "-fPIC", "-shared"),
+    *("-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
+    *("-mavx512bf16", "-mavx512vnni"),
+)
+_TIMEOUT_S = 120.0
+
+_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+_FUNCTIONS = {
+    "baton_linear": (_POINTER, *(_POINTER,) * 3, _LONG, _INT, _INT, _POINTER, _INT),
+    "baton_attention": (_POINTER, _INT, _INT),
+    "baton_rms_norm": (_POINTER, _POINTER, ctypes.c_float, _POINTER, _LONG, _LONG, _INT, _INT),
+    "baton_swiglu": (_POINTER, _POINTER, _LONG, _LONG, _INT, _INT),
+    "baton_rope_kv_write": (_POINTER, _INT, _INT),
+}
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The library, its functions declared; None where it cannot be had. A first call may take seconds to build it."""
+    if not is_supported():
+        return None
+    try:
+        path = _build(_cache_folder())
+        # Loaded after torch, so that both use one OpenMP runtime: they ask for the same file name.
+        found = ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.warning("no native CPU kernels, torch's operations run instead: %s", _reason(error))
+        return None
+    for name, arguments in _FUNCTIONS.items():
+        function = getattr(found, name)
+        function.argtypes, function.restype = arguments, None
+    return found
+
+
+def loaded() -> ctypes.CDLL:
+    """The library, where it is known to be there. Raises RuntimeError where it is not."""
+    found = library()
+    if found is None:
+        raise RuntimeError("there are no native CPU kernels on this machine")
+    return found
+
+
+def is_supported() -> bool:
+    """Whether this CPU has the instructions."""
+    capabilities = torch.cpu.get_capabilities()
+    return all(capabilities.get(name) for name in _CAPABILITIES)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        return str(error.stderr).strip()[-500:]
+    return str(error)
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "baton"
+
+
+def _build(folder: Path) -> Path:
+    """The shared library for these very sources; in a folder that no one else may write to."""
+    sources = [_FOLDER / name for name in (*_SOURCES, "simd.h")]
+    digest = hashlib.blake2b("\0".join(_FLAGS).encode(), digest_size=8)
+    for source in sources:
+        digest.update(source.read_bytes())
+    path = folder / f"kernels-{digest.hexdigest()}.so"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    owner = folder.stat()
+    if owner.st_uid != os.getuid() or owner.st_mode & 0o022:
+        raise PermissionError(f"{folder}: others may write to it")
+    if path.is_file():
+        return path
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise FileNotFoundError("no C++ compiler (c++, g++ or clang++)")
+    _log.info("building the native CPU kernels, once per machine")
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        # Moved into place whole: of two processes that build, each finds a whole file.
+        built = Path(scratch) / "kernels.so"
+        command = [compiler, *_FLAGS, *map(str, sources[:-1]), "-o", str(built)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        built.replace(path)
+    return path

@@ -1,0 +1,100 @@
+"""Linear layers in native code: weights packed once, read as one stream. See linear.cpp for layouts and order of sums."""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+
+import torch
+
+from baton_kernels.cpu.calling import is_native
+from baton_kernels.cpu.library import library, loaded
+
+#: Outputs of a packed tile.
+TILE = 64
+_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+
+
+class Format(IntEnum):
+    """As in linear.cpp."""
+
+    F32 = 0
+    BF16 = 1
+    INT8 = 2
+    INT4 = 3
+
+
+class Weights(ctypes.Structure):
+    """`Weights` of linear.cpp."""
+
+    _fields_ = (
+        *((name, _LONG) for name in ("num_out", "num_in", "format", "group_size")),
+        *((name, _POINTER) for name in ("data", "scales", "zeros")),
+        ("zero", _FLOAT),
+        ("bias", _POINTER),
+    )
+
+
+def can_pack(weight: torch.Tensor) -> bool:
+    """Whether NativeLinear takes the weight [num_out, num_in] here."""
+    is_whole = weight.shape[1] * weight.element_size() % 4 == 0
+    return is_native(weight.dtype) and is_whole and library() is not None
+
+
+class NativeLinear:
+    """baton_kernels.linear.Linear, for weights that `can_pack` takes."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.num_out, self.num_in = weight.shape
+        self._packed = tiles(weight.contiguous().view(torch.int32))
+        self._bias = None if bias is None else bias.float().contiguous()
+        self._call = Weights(
+            num_out=self.num_out,
+            num_in=self.num_in,
+            format=Format.BF16 if weight.dtype == torch.bfloat16 else Format.F32,
+            data=self._packed.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+        )
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """See Linear."""
+        return run(self._call, x, residual, out_dtype, 0)
+
+
+def run(
+    weights: Weights,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    scratch_bytes: int,
+) -> torch.Tensor:
+    """Call baton_linear; see Linear for the tensors."""
+    x = x.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    rows = x.shape[0]
+    out = x.new_empty(rows, weights.num_out, dtype=out_dtype or x.dtype)
+    scratch = x.new_empty(scratch_bytes, dtype=torch.uint8) if scratch_bytes else None
+    loaded().baton_linear(
+        ctypes.addressof(weights),
+        x.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        out.data_ptr(),
+        rows,
+        x.dtype == torch.bfloat16,
+        out.dtype == torch.float32,
+        None if scratch is None else scratch.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def tiles(words: torch.Tensor) -> torch.Tensor:
+    """[num_out, words] of 32-bit elements -> [tiles, words, 64], padded with zero outputs."""
+    num_out, num_words = words.shape
+    padded = torch.nn.functional.pad(words, (0, 0, 0, -num_out % TILE))
+    return padded.view(-1, TILE, num_words).transpose(1, 2).contiguous()

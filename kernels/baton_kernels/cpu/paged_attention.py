@@ -1,0 +1,108 @@
+"""baton_kernels.paged_attention in native code: no KV is gathered, and a row's result does not depend on the batch."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import torch
+
+from baton_kernels.cpu.calling import is_native
+from baton_kernels.cpu.library import loaded
+from baton_kernels.paged_attention import AttentionPlan as TwinPlan
+from baton_kernels.paged_attention import AttentionSlice
+from baton_kernels.paged_attention import paged_attention as attention_op
+from baton_kernels.paged_attention import plan_attention as plan_op
+
+_POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
+#: As in attention.cpp.
+_TASK_ROWS = 8
+_MAX_HEAD_DIM = 256
+
+
+class _Call(ctypes.Structure):
+    """`Attention` of attention.cpp."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("query", "out", "pool")),
+        *((name, _LONG) for name in ("layer", "num_layers", "heads", "kv_heads")),
+        *((name, _LONG) for name in ("block_size", "dim")),
+        ("scale", ctypes.c_float),
+        *((name, _LONG) for name in ("window", "num_seqs")),
+        *((name, _POINTER) for name in ("first_row", "num_tokens", "start")),
+        *((name, _POINTER) for name in ("tables", "table_at", "task_at")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """A step's sequences, for the layers with one window. call: all but query, out, pool and layer are filled in.
+
+    numbers: what the call's pointers point into.
+    """
+
+    call: _Call
+    numbers: array[int]
+
+
+def plan_attention(
+    slices: Sequence[AttentionSlice],
+    pool: torch.Tensor,
+    num_heads: int,
+    scale: float,
+    window: int | None,
+) -> AttentionPlan | TwinPlan:
+    """See the twin."""
+    head_dim = pool.shape[5]
+    if not is_native(pool.dtype) or head_dim > _MAX_HEAD_DIM:
+        return plan_op.twin(slices, pool, num_heads, scale, window)
+    _, num_layers, _, num_kv_heads, block_size, _ = pool.shape
+    group = num_heads // num_kv_heads
+    tasks = [-(-s.num_tokens * group // _TASK_ROWS) * num_kv_heads for s in slices]
+    columns = (
+        [s.first_row for s in slices],
+        [s.num_tokens for s in slices],
+        [s.start for s in slices],
+        list(accumulate((len(s.block_table) for s in slices[:-1]), initial=0)),
+        list(accumulate(tasks, initial=0)),
+    )
+    numbers = array("q", chain.from_iterable(columns))
+    for part in slices:
+        numbers.extend(part.block_table)
+    address, _ = numbers.buffer_info()
+    ends = accumulate(map(len, columns), initial=0)
+    first_row, num_tokens, start, table_at, task_at, tables = (
+        address + numbers.itemsize * at for at in ends
+    )
+    return AttentionPlan(
+        _Call(
+            *(None, None, pool.data_ptr(), 0, num_layers, num_heads, num_kv_heads),
+            *(block_size, head_dim, scale, window or 0, len(slices)),
+            *(first_row, num_tokens, start, tables, table_at, task_at),
+        ),
+        numbers,
+    )
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    plan: AttentionPlan | TwinPlan,
+) -> torch.Tensor:
+    """See the twin."""
+    if isinstance(plan, TwinPlan):
+        return attention_op.twin(query, key, value, pool, layer, plan)
+    query = query.contiguous()
+    out = torch.empty_like(query)
+    call = plan.call
+    call.query, call.out, call.layer = query.data_ptr(), out.data_ptr(), layer
+    loaded().baton_attention(
+        ctypes.addressof(call), pool.dtype == torch.bfloat16, torch.get_num_threads()
+    )
+    return out

@@ -1,0 +1,29 @@
+"""baton_kernels.rms_norm in native code."""
+
+from __future__ import annotations
+
+import torch
+
+from baton_kernels.cpu.calling import is_native
+from baton_kernels.cpu.library import loaded
+from baton_kernels.rms_norm import rms_norm as op
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See the twin."""
+    if not is_native(x.dtype):
+        return op.twin(x, weight, eps)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    dim = x.shape[-1]
+    loaded().baton_rms_norm(
+        x.data_ptr(),
+        weight.data_ptr(),
+        eps,
+        out.data_ptr(),
+        x.numel() // dim,
+        dim,
+        x.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
+    return out

@@ -1,0 +1,57 @@
+"""baton_kernels.rope_kv_write in native code."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from baton_kernels.cpu.calling import is_native
+from baton_kernels.cpu.library import loaded
+from baton_kernels.rope_kv_write import rope_kv_write as op
+
+_POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
+
+
+class _Call(ctypes.Structure):
+    """`RopeKvWrite` of pointwise.cpp."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("query", "key", "value")),
+        *((name, _LONG) for name in ("query_stride", "key_stride", "value_stride")),
+        *((name, _POINTER) for name in ("cos", "sin", "out", "key_out", "pool", "rows")),
+        *((name, _LONG) for name in ("to_layer", "to_values")),
+        *((name, _LONG) for name in ("tokens", "heads", "kv_heads", "dim")),
+    )
+
+
+def rope_kv_write(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    rows: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the twin."""
+    head_dim = query.shape[2]
+    has_dense_heads = all(x.stride()[1:] == (head_dim, 1) for x in (query, key, value))
+    if not is_native(pool.dtype) or not has_dense_heads:
+        return op.twin(query, key, value, cos, sin, pool, layer, rows)
+    out, key_out = query.new_empty(query.shape), key.new_empty(key.shape)
+    per_kind = key.shape[1] * pool.shape[4]
+    call = _Call(
+        *(x.data_ptr() for x in (query, key, value)),
+        *(x.stride(0) for x in (query, key, value)),
+        *(x.data_ptr() for x in (cos, sin, out, key_out, pool, rows)),
+        layer * 2 * per_kind,
+        per_kind,
+        *query.shape[:2],
+        key.shape[1],
+        head_dim,
+    )
+    is_bf16 = pool.dtype == torch.bfloat16
+    loaded().baton_rope_kv_write(ctypes.addressof(call), is_bf16, torch.get_num_threads())
+    return out, key_out

@@ -1,0 +1,26 @@
+"""baton_kernels.swiglu in native code."""
+
+from __future__ import annotations
+
+import torch
+
+from baton_kernels.cpu.calling import is_native
+from baton_kernels.cpu.library import loaded
+from baton_kernels.swiglu import swiglu as op
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """See the twin."""
+    if not is_native(gate_up.dtype) or not gate_up.is_contiguous():
+        return op.twin(gate_up)
+    rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, dim)
+    loaded().baton_swiglu(
+        gate_up.data_ptr(),
+        out.data_ptr(),
+        rows,
+        dim,
+        gate_up.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
+    return out

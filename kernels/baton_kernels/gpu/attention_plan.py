@@ -1,0 +1,166 @@
+"""How a step's attention is cut into the work of programs, on the host, once per step and window: see paged_attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+import triton
+
+from baton_kernels.paged_attention import AttentionSlice
+
+#: Keys of one item of a sequence with few new rows.
+SPLIT_TOKENS = 512
+#: Rows (tokens * heads that share a KV head) of the largest tile, and of a sequence whose keys are split at most.
+MAX_ROWS = 128
+MAX_SPLIT_ROWS = 64
+#: int32 fields of an item: first row of the batch, number of tokens, position of the first, first entry of the block
+#: table, first key, end of the keys, index of the partial result or -1.
+ITEM_FIELDS = 7
+#: int32 fields of a merge: first row of the batch, number of tokens, first partial result, number of them.
+MERGE_FIELDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """BLOCK_M rows by block_n keys, and how it is compiled. block_n divides SPLIT_TOKENS."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tile(num_rows: int, pool: torch.Tensor) -> Tile:
+    """The tile for a sequence with so many new rows: what shared memory and registers hold without spilling.
+
+    Of float32 less fits, because its products are not the tensor cores', and of 8-bit codes too, which are widened first.
+    """
+    dim = triton.next_power_of_2(pool.shape[5])
+    widest = {1: 64, 2: max(16, min(MAX_ROWS, 16384 // dim)), 4: 16}[pool.element_size()]
+    block_m = min(widest, max(16, triton.next_power_of_2(num_rows)))
+    block_n = max(16, min(128, (4096 if pool.element_size() == 4 else 8192) // dim))
+    return Tile(block_m, block_n, 8 if block_m > 64 or block_m * dim > 8192 else 4, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Items of one tile size.
+
+    items [items, ITEM_FIELDS] int32; merges [merges, MERGE_FIELDS] int32; part [parts, kv_heads, block_m, head_dim] and
+    lse [parts, kv_heads, block_m] float32, written and read within one call: layers share them.
+    """
+
+    tile: Tile
+    items: torch.Tensor
+    merges: torch.Tensor
+    part: torch.Tensor
+    lse: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What the layers with one window do in one step. table: all block tables one after the other, int32.
+
+    slopes [heads] float32, or none.
+    """
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    slopes: torch.Tensor | None
+    table: torch.Tensor
+    launches: tuple[Launch, ...]
+
+
+def plan_attention(
+    slices: Sequence[AttentionSlice],
+    pool: torch.Tensor,
+    num_heads: int,
+    scale: float,
+    window: int | None,
+    *,
+    softcap: float | None = None,
+    slopes: torch.Tensor | None = None,
+    choose: Callable[[int, torch.Tensor], Tile] = choose_tile,
+) -> AttentionPlan:
+    """Plan one step over `pool` [blocks, layers, 2, kv_heads, block_size, head_dim]; one copy to the device.
+
+    choose: the tile for a number of rows. Raises ValueError if more than a tile's rows share a KV head.
+    """
+    num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
+    group = num_heads // num_kv_heads
+    drafts: dict[Tile, _Draft] = {}
+    num_entries = 0
+    for part in slices:
+        tile = choose(part.num_tokens * group, pool)
+        draft = drafts.setdefault(tile, _Draft(tile, group, window))
+        draft.add(part, num_entries)
+        num_entries += len(part.block_table)
+    numbers = list(chain.from_iterable(part.block_table for part in slices))
+    for draft in drafts.values():
+        numbers += chain.from_iterable(draft.ordered())
+        numbers += chain.from_iterable(draft.merges)
+    on_device = torch.tensor(numbers, dtype=torch.int32).to(pool.device, non_blocking=True)
+    launches = []
+    first = num_entries
+    for tile, draft in drafts.items():
+        end_items = first + len(draft.items) * ITEM_FIELDS
+        end = end_items + len(draft.merges) * MERGE_FIELDS
+        shape = (draft.num_parts, num_kv_heads, tile.block_m)
+        launches.append(
+            Launch(
+                tile,
+                on_device[first:end_items].view(-1, ITEM_FIELDS),
+                on_device[end_items:end].view(-1, MERGE_FIELDS),
+                torch.empty(*shape, head_dim, dtype=torch.float32, device=pool.device),
+                torch.empty(shape, dtype=torch.float32, device=pool.device),
+            )
+        )
+        first = end
+    return AttentionPlan(scale, window, softcap, slopes, on_device[:num_entries], tuple(launches))
+
+
+class _Draft:
+    """Items and merges of one tile size, while a plan is made."""
+
+    def __init__(self, tile: Tile, group: int, window: int | None) -> None:
+        if group > tile.block_m:
+            raise ValueError(f"{group} heads share a KV head; at most {tile.block_m} can")
+        self._tokens_per_tile = tile.block_m // group
+        self._max_split_tokens = MAX_SPLIT_ROWS // group
+        self._block_n = tile.block_n
+        self._window = window
+        self.items: list[tuple[int, ...]] = []
+        self.merges: list[tuple[int, ...]] = []
+        self.num_parts = 0
+
+    def add(self, part: AttentionSlice, first_entry: int) -> None:
+        """first_entry: where the sequence's block table begins in the plan's."""
+        is_split = part.num_tokens <= self._max_split_tokens
+        for offset in range(0, part.num_tokens, self._tokens_per_tile):
+            count = min(self._tokens_per_tile, part.num_tokens - offset)
+            position = part.start + offset
+            step = SPLIT_TOKENS if is_split else position + count
+            self._add_tile(part.first_row + offset, count, position, first_entry, step)
+
+    def _add_tile(
+        self, first_row: int, count: int, position: int, first_entry: int, step: int
+    ) -> None:
+        end = position + count
+        low = 0 if self._window is None else max(0, position - self._window + 1)
+        begins = range(low // step * step, end, step)
+        parts = [-1] if len(begins) == 1 else range(self.num_parts, self.num_parts + len(begins))
+        for begin, index in zip(begins, parts, strict=True):
+            first_key = max(begin, low // self._block_n * self._block_n)
+            keys = (first_key, min(begin + step, end))
+            self.items.append((first_row, count, position, first_entry, *keys, index))
+        if len(begins) > 1:
+            self.merges.append((first_row, count, self.num_parts, len(begins)))
+            self.num_parts += len(begins)
+
+    def ordered(self) -> list[tuple[int, ...]]:
+        """Items, those with most keys first: what starts last should be short."""
+        return sorted(self.items, key=lambda item: item[4] - item[5])

@@ -1,0 +1,284 @@
+"""Causal attention of a packed batch over the paged KV pool: prefill over a cached prefix, decode and verification.
+
+For a query at position p, head h, KV head g = h // GROUP, over positions j <= p, and j > p - window if there is a window:
+    s_j = q . k_j * scale                                  [softcap * tanh(s_j / softcap) if there is a soft-cap]
+    out = sum_j softmax_j(s_j + slope_h * (j - p)) v_j      [slopes: ALiBi]
+
+Work is cut into items. An item is a run of one sequence's new tokens and a range of its keys; a program takes one item
+and one KV head, and the GROUP heads that share it are rows of one matrix: BLOCK_M rows = tokens * GROUP. Few rows
+(decode, verification) make many items of SPLIT_TOKENS keys each, whose results are put together by `_merge`. Softmax is
+taken online (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022), in base 2.
+
+What a row yields depends on its own sequence alone: ranges begin at multiples of SPLIT_TOKENS, tiles at multiples of
+BLOCK_N, and the size of its tile follows from its own sequence's number of new tokens, never from the batch.
+
+    query, out [tokens, heads, head_dim]; pool [blocks, layers, 2, kv_heads, block_size, head_dim], here as rows of head_dim
+    elements; scales, if the pool is quantised, one float32 per row of the pool.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from baton_kernels.gpu.attention_plan import (
+    ITEM_FIELDS,
+    MERGE_FIELDS,
+    AttentionPlan,
+    plan_attention,
+)
+
+__all__ = ["attend", "paged_attention", "plan_attention"]
+
+#: Partial results that _merge takes at once.
+MERGE_PARTS = 16
+
+_LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+@triton.jit
+def _scores(
+    q, k, k_scale, keys, positions, slopes, scale, softcap,
+    HAS_SCALES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores in base 2 [BLOCK_M, BLOCK_N], not masked."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if HAS_SCALES:
+        s *= k_scale[None, :]
+    s *= scale
+    if HAS_SOFTCAP:
+        # tanh(x) = 1 - 2 / (e^2x + 1), which is right at both infinities.
+        s = softcap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * _LOG2_E / softcap)) + 1.0))
+    if HAS_SLOPES:
+        s += slopes[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
+    return s * _LOG2_E
+
+
+@triton.jit
+def _tile(
+    acc, peak, total, q, positions, slopes, start, end,
+    pool_ptr, scales_ptr, table_ptr, block_rows, first_row, kind_rows, scale, softcap, window,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take keys [start, start + BLOCK_N) into the running softmax. Keys from `end` on are not there."""
+    keys = start + tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    there = keys < end
+    if MASKED:
+        block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=there, other=0)
+    else:
+        block = tl.load(table_ptr + keys // BLOCK_SIZE)
+    row = block.to(tl.int64) * block_rows + first_row + keys % BLOCK_SIZE
+    at = row[:, None] * HEAD_DIM + dims[None, :]
+    # Masked values are read as 0, not just weighted by 0: what an earlier owner left may be NaN.
+    if MASKED:
+        inside = there[:, None] & (dims < HEAD_DIM)[None, :]
+        k = tl.load(pool_ptr + at, mask=inside, other=0.0)
+        v = tl.load(pool_ptr + at + kind_rows * HEAD_DIM, mask=inside, other=0.0)
+    elif BLOCK_D != HEAD_DIM:
+        inside = (dims < HEAD_DIM)[None, :]
+        k = tl.load(pool_ptr + at, mask=inside, other=0.0)
+        v = tl.load(pool_ptr + at + kind_rows * HEAD_DIM, mask=inside, other=0.0)
+    else:
+        k = tl.load(pool_ptr + at)
+        v = tl.load(pool_ptr + at + kind_rows * HEAD_DIM)
+    if HAS_SCALES:
+        k_scale = tl.load(scales_ptr + row, mask=there, other=0.0)
+        v_scale = tl.load(scales_ptr + row + kind_rows, mask=there, other=0.0)
+    else:
+        k_scale = None
+        v_scale = None
+    s = _scores(
+        q, k.to(q.dtype), k_scale, keys, positions, slopes, scale, softcap,
+        HAS_SCALES, HAS_SOFTCAP, HAS_SLOPES, PRECISION,
+    )  # fmt: skip
+    if MASKED:
+        visible = there[None, :] & (keys[None, :] <= positions[:, None])
+        if HAS_WINDOW:
+            visible = visible & (keys[None, :] > positions[:, None] - window)
+        s = tl.where(visible, s, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(s, 1))
+    # A row that has seen no key yet keeps its peak of -inf: the difference of two such would be NaN.
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
+    p = tl.exp2(s - base[:, None])
+    fade = tl.exp2(peak - base)
+    total = total * fade + tl.sum(p, 1)
+    if HAS_SCALES:
+        p *= v_scale[None, :]
+    acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision=PRECISION)
+    return acc, new_peak, total
+
+
+@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["items_ptr"])
+def _attend(
+    q_ptr, pool_ptr, scales_ptr, table_ptr, items_ptr, slopes_ptr, out_ptr, part_ptr, lse_ptr,
+    q_stride, block_rows, layer_row, kind_rows, scale, softcap, window,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ITEM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (items, kv_heads). Writes `out`, or the partial result: part [parts, kv_heads, BLOCK_M, HEAD_DIM] and its
+    log2-sum-exp [parts, kv_heads, BLOCK_M], float32."""
+    kv_head = tl.program_id(1)
+    num_kv_heads = tl.num_programs(1)
+    item = items_ptr + tl.program_id(0) * ITEM
+    first_token = tl.load(item)
+    num_tokens = tl.load(item + 1)
+    position = tl.load(item + 2)
+    table_ptr += tl.load(item + 3)
+    begin = tl.load(item + 4)
+    end = tl.load(item + 5)
+    part = tl.load(item + 6)
+
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    token = rows // GROUP
+    head = kv_head * GROUP + rows % GROUP
+    inside = (token < num_tokens)[:, None] & (dims < HEAD_DIM)[None, :]
+    # Rows past the last token repeat nothing: they hold zeros, and are not written.
+    q_at = (first_token + token).to(tl.int64) * q_stride + head * HEAD_DIM
+    q = tl.load(q_ptr + q_at[:, None] + dims[None, :], mask=inside, other=0.0)
+    positions = position + token
+    slopes = 0.0
+    if HAS_SLOPES:
+        slopes = tl.load(slopes_ptr + head)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    first_row = layer_row + kv_head * BLOCK_SIZE
+    # Tiles that all queries see in full come first, and need no mask.
+    full_end = begin
+    if not HAS_WINDOW:
+        full_end = tl.maximum(begin, tl.minimum(position + 1, end) // BLOCK_N * BLOCK_N)
+    for start in range(begin, full_end, BLOCK_N):
+        acc, peak, total = _tile(
+            acc, peak, total, q, positions, slopes, start, end,
+            pool_ptr, scales_ptr, table_ptr, block_rows, first_row, kind_rows, scale, softcap, window,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
+            False, HAS_WINDOW, HAS_SCALES, HAS_SOFTCAP, HAS_SLOPES, PRECISION,
+        )  # fmt: skip
+    for start in range(full_end, end, BLOCK_N):
+        acc, peak, total = _tile(
+            acc, peak, total, q, positions, slopes, start, end,
+            pool_ptr, scales_ptr, table_ptr, block_rows, first_row, kind_rows, scale, softcap, window,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
+            True, HAS_WINDOW, HAS_SCALES, HAS_SOFTCAP, HAS_SLOPES, PRECISION,
+        )  # fmt: skip
+
+    # A row of a partial result may have seen no key: its peak is -inf, and its total 0.
+    total = tl.where(total > 0.0, total, 1.0)
+    acc = acc / total[:, None]
+    if part < 0:
+        out_at = ((first_token + token).to(tl.int64) * (num_kv_heads * GROUP) + head) * HEAD_DIM
+        tl.store(
+            out_ptr + out_at[:, None] + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside
+        )
+    else:
+        part_row = (part.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M + rows
+        tl.store(part_ptr + part_row[:, None] * HEAD_DIM + dims[None, :], acc, mask=inside)
+        tl.store(lse_ptr + part_row, peak + tl.log2(total), mask=token < num_tokens)
+
+
+@triton.jit(do_not_specialize_on_alignment=["merges_ptr"])
+def _merge(
+    merges_ptr, part_ptr, lse_ptr, out_ptr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, FIELDS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid (merges, kv_heads, BLOCK_M): out = sum_i 2^(lse_i) part_i / sum_i 2^(lse_i), in order of i."""
+    kv_head = tl.program_id(1)
+    num_kv_heads = tl.num_programs(1)
+    row = tl.program_id(2)
+    merge = merges_ptr + tl.program_id(0) * FIELDS
+    first_token = tl.load(merge)
+    num_tokens = tl.load(merge + 1)
+    first_part = tl.load(merge + 2)
+    num_parts = tl.load(merge + 3)
+    token = row // GROUP
+    if token < num_tokens:
+        dims = tl.arange(0, BLOCK_D)
+        index = tl.arange(0, PARTS)
+        peak = float("-inf")
+        for start in range(0, num_parts, PARTS):
+            at = (
+                (first_part + start + index).to(tl.int64) * num_kv_heads + kv_head
+            ) * BLOCK_M + row
+            lse = tl.load(lse_ptr + at, mask=start + index < num_parts, other=float("-inf"))
+            peak = tl.maximum(peak, tl.max(lse, 0))
+        acc = tl.zeros([BLOCK_D], dtype=tl.float32)
+        total = 0.0
+        for start in range(0, num_parts, PARTS):
+            there = start + index < num_parts
+            at = (
+                (first_part + start + index).to(tl.int64) * num_kv_heads + kv_head
+            ) * BLOCK_M + row
+            weight = tl.exp2(tl.load(lse_ptr + at, mask=there, other=float("-inf")) - peak)
+            inside = there[:, None] & (dims < HEAD_DIM)[None, :]
+            part = tl.load(
+                part_ptr + at[:, None] * HEAD_DIM + dims[None, :], mask=inside, other=0.0
+            )
+            acc += tl.sum(part * weight[:, None], 0)
+            total += tl.sum(weight, 0)
+        head = kv_head * GROUP + row % GROUP
+        out_at = ((first_token + token).to(tl.int64) * (num_kv_heads * GROUP) + head) * HEAD_DIM
+        tl.store(
+            out_ptr + out_at + dims,
+            (acc / total).to(out_ptr.dtype.element_ty),
+            mask=dims < HEAD_DIM,
+        )
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,  # noqa: ARG001
+    value: torch.Tensor,  # noqa: ARG001
+    pool: torch.Tensor,
+    layer: int,
+    plan: AttentionPlan,
+) -> torch.Tensor:
+    """See the twin. query's heads and elements must be contiguous; its tokens may be apart. New keys and values are read
+    from the pool."""
+    return attend(query, pool, None, layer, plan)
+
+
+def attend(
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    scales: torch.Tensor | None,
+    layer: int,
+    plan: AttentionPlan,
+) -> torch.Tensor:
+    """Attention over a pool of any dtype; scales [blocks, layers, 2, kv_heads, block_size] float32 if it is quantised."""
+    num_tokens, num_heads, head_dim = query.shape
+    _, num_layers, _, num_kv_heads, block_size, _ = pool.shape
+    if query.stride(2) != 1 or query.stride(1) != head_dim:
+        raise ValueError("heads of the query are not contiguous")
+    out = torch.empty(num_tokens, num_heads, head_dim, dtype=query.dtype, device=query.device)
+    kind_rows = num_kv_heads * block_size
+    group = num_heads // num_kv_heads
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    for launch in plan.launches:
+        tile = launch.tile
+        _attend[(len(launch.items), num_kv_heads)](
+            query, pool, scales, plan.table, launch.items, plan.slopes, out, launch.part, launch.lse,
+            query.stride(0), num_layers * 2 * kind_rows, layer * 2 * kind_rows, kind_rows,
+            plan.scale, plan.softcap or 1.0, plan.window or 0,
+            GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, ITEM=ITEM_FIELDS,
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=block_d,
+            HAS_WINDOW=plan.window is not None, HAS_SCALES=scales is not None,
+            HAS_SOFTCAP=plan.softcap is not None, HAS_SLOPES=plan.slopes is not None,
+            PRECISION="ieee", num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+        if len(launch.merges):
+            _merge[(len(launch.merges), num_kv_heads, tile.block_m)](
+                launch.merges, launch.part, launch.lse, out,
+                GROUP=group, HEAD_DIM=head_dim, FIELDS=MERGE_FIELDS, PARTS=MERGE_PARTS,
+                BLOCK_M=tile.block_m, BLOCK_D=block_d, num_warps=4,
+            )  # fmt: skip
+    return out

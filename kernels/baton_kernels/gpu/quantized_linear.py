@@ -1,0 +1,160 @@
+"""Linear layers with quantised weights: y = x W^T (+ bias) (+ residual), W [out, in] kept as levels or codes.
+
+    int:  W[o, i] = (level[o, i] - zero[g, o]) * scale[g, o]        levels of 4 or 8 bits in runs of inputs: see IntWeight
+    fp8:  W[o, i] = code[o, i] * scale[o]                           codes [out, in] float8, and x in float8 with x_scales [rows]
+
+A level less its zero is a small integer, exact in the dtype of x: it is multiplied as it is, and the scale is applied to the sum
+of each run. A program makes a tile of BLOCK_M rows by BLOCK_N outputs, whose size follows from the number of rows; each sum is
+taken over the inputs in order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from baton_kernels.gpu.quantize_rows import quantize_rows
+from baton_kernels.quantized_linear import IntWeight
+
+
+@triton.jit
+def _finish(
+    acc, rows, outs, num_rows, num_out, bias_ptr, residual_ptr, y_ptr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    inside = (rows < num_rows)[:, None] & (outs < num_out)[None, :]
+    at = rows[:, None].to(tl.int64) * num_out + outs[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + outs, mask=outs < num_out, other=0.0).to(tl.float32)[None, :]
+    if HAS_RESIDUAL:
+        acc += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _int_linear(
+    x_ptr, levels_ptr, scales_ptr, zeros_ptr, bias_ptr, residual_ptr, y_ptr,
+    num_rows, num_out, num_in, group_size, x_stride,
+    BITS: tl.constexpr, RUN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Grid (row tiles, output tiles). A step takes one run; of 4 bits, its first half in the low ones, the second in the high.
+    BLOCK_K: bytes of levels in a run, padded to a power of two."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    outs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ins = tl.arange(0, BLOCK_K)
+    RUN_BYTES: tl.constexpr = RUN * BITS // 8
+    x_inside = (rows < num_rows)[:, None] & (ins < RUN_BYTES)[None, :]
+    w_inside = (outs < num_out)[:, None] & (ins < RUN_BYTES)[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    x_at = x_ptr + rows[:, None].to(tl.int64) * x_stride + ins[None, :]
+    w_at = levels_ptr + outs[:, None].to(tl.int64) * (num_in * BITS // 8) + ins[None, :]
+    for step in range(num_in // RUN):
+        group = step * RUN // group_size
+        scale = tl.load(scales_ptr + group * num_out + outs, mask=outs < num_out, other=0.0)
+        if HAS_ZEROS:
+            zero = tl.load(zeros_ptr + group * num_out + outs, mask=outs < num_out, other=0)
+            zero = zero.to(tl.int32)[:, None]
+        else:
+            zero = 1 << (BITS - 1)
+        x = tl.load(x_at + step * RUN, mask=x_inside, other=0.0)
+        levels = tl.load(w_at + step * RUN_BYTES, mask=w_inside, other=0)
+        if BITS == 8:
+            part = tl.dot(
+                x, tl.trans((levels.to(tl.int32) - zero).to(x.dtype)), input_precision="ieee"
+            )
+        else:
+            x_high = tl.load(x_at + step * RUN + RUN_BYTES, mask=x_inside, other=0.0)
+            low = ((levels & 15).to(tl.int32) - zero).to(x.dtype)
+            high = ((levels >> 4).to(tl.int32) - zero).to(x.dtype)
+            part = tl.dot(x, tl.trans(low), input_precision="ieee")
+            part = tl.dot(x_high, tl.trans(high), part, input_precision="ieee")
+        acc += part * scale[None, :]
+    _finish(
+        acc, rows, outs, num_rows, num_out, bias_ptr, residual_ptr, y_ptr, HAS_BIAS, HAS_RESIDUAL
+    )
+
+
+@triton.jit
+def _fp8_linear(
+    x_ptr, codes_ptr, x_scales_ptr, scales_ptr, bias_ptr, residual_ptr, y_ptr,
+    num_rows, num_out, num_in,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Grid (row tiles, output tiles)."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    outs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ins = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    x_at = x_ptr + rows[:, None].to(tl.int64) * num_in + ins[None, :]
+    w_at = codes_ptr + outs[:, None].to(tl.int64) * num_in + ins[None, :]
+    for start in range(0, num_in, BLOCK_K):
+        there = (start + ins < num_in)[None, :]
+        x = tl.load(x_at + start, mask=there & (rows < num_rows)[:, None], other=0.0)
+        w = tl.load(w_at + start, mask=there & (outs < num_out)[:, None], other=0.0)
+        acc = tl.dot(x, tl.trans(w), acc)
+    acc *= tl.load(scales_ptr + outs, mask=outs < num_out, other=0.0)[None, :]
+    acc *= tl.load(x_scales_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
+    _finish(
+        acc, rows, outs, num_rows, num_out, bias_ptr, residual_ptr, y_ptr, HAS_BIAS, HAS_RESIDUAL
+    )
+
+
+def int_linear(
+    x: torch.Tensor,
+    weight: IntWeight,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """See the twin. x's rows, bias and residual must be contiguous."""
+    num_rows, num_in = x.shape
+    run, num_out = weight.run, weight.num_out
+    block_m, block_n, _, num_warps = _tile(num_rows)
+    # Both halves of a run are in registers at once.
+    block_n = min(64, block_n)
+    y = torch.empty(num_rows, num_out, dtype=out_dtype or x.dtype, device=x.device)
+    _int_linear[(triton.cdiv(num_rows, block_m), triton.cdiv(num_out, block_n))](
+        x, weight.levels, weight.scales, weight.zeros, bias, residual, y,
+        num_rows, num_out, num_in, num_in // weight.scales.shape[0], x.stride(0),
+        BITS=weight.bits, RUN=run, BLOCK_M=block_m, BLOCK_N=block_n,
+        BLOCK_K=max(16, triton.next_power_of_2(run * weight.bits // 8)),
+        HAS_ZEROS=weight.zeros is not None,
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        num_warps=num_warps, num_stages=4,
+    )  # fmt: skip
+    return y
+
+
+def fp8_linear(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """See the twin. All must be contiguous."""
+    x_codes, x_scales = quantize_rows(x, codes.dtype)
+    num_rows, num_in = x.shape
+    num_out = codes.shape[0]
+    block_m, block_n, block_k, num_warps = _tile(num_rows)
+    y = torch.empty(num_rows, num_out, dtype=out_dtype or x.dtype, device=x.device)
+    _fp8_linear[(triton.cdiv(num_rows, block_m), triton.cdiv(num_out, block_n))](
+        x_codes, codes, x_scales, scales, bias, residual, y, num_rows, num_out, num_in,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        num_warps=num_warps, num_stages=4,
+    )  # fmt: skip
+    return y
+
+
+def _tile(num_rows: int) -> tuple[int, int, int, int]:
+    """BLOCK_M, BLOCK_N, BLOCK_K and warps: many small programs for few rows, which only read weights; large ones for many."""
+    if num_rows <= 16:
+        return 16, 32, 128, 4
+    if num_rows <= 64:
+        return 64, 32, 128, 4
+    return 128, 128, 64, 8

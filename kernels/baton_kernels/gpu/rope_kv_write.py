@@ -1,0 +1,166 @@
+"""Rotate queries and keys by their positions, and write keys and values into the paged KV pool, in one pass.
+
+A head vector is split in halves (a, b); with c, s the cosine and sine of its position's angles,
+    a' = a c - b s,    b' = b c + a s            each product rounded to the dtype, as the twin's are.
+
+    query [tokens, heads, head_dim], key, value [tokens, kv_heads, head_dim], heads contiguous, tokens anywhere;
+    cos, sin [tokens, head_dim / 2]; rows [tokens * kv_heads] int64, of the first layer's keys in the pool seen as rows of head_dim;
+    scales, if the pool is quantised, one float32 per row of the pool: see baton_kernels.quantize_rows.
+
+A program takes one token.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from baton_kernels.quantize_rows import LIMITS
+
+
+@triton.jit
+def _rotate(first, second, cos, sin, dtype):
+    """Halves [heads, head_dim / 2] -> rotated halves, of `dtype`."""
+    first_cos = (first * cos).to(dtype).to(tl.float32)
+    second_sin = (second * sin).to(dtype).to(tl.float32)
+    second_cos = (second * cos).to(dtype).to(tl.float32)
+    first_sin = (first * sin).to(dtype).to(tl.float32)
+    return (first_cos - second_sin).to(dtype), (second_cos + first_sin).to(dtype)
+
+
+@triton.jit
+def _store(
+    pool_ptr, scales_ptr, rows, first, second, dims, inside, LIMIT: tl.constexpr, HALF: tl.constexpr
+):
+    """Write halves [heads, head_dim / 2] into rows [heads] of the pool, quantised if there is a LIMIT."""
+    at = rows[:, None] * (2 * HALF) + dims[None, :]
+    dtype = pool_ptr.dtype.element_ty
+    if LIMIT == 0:
+        tl.store(pool_ptr + at, first.to(dtype), mask=inside)
+        tl.store(pool_ptr + at + HALF, second.to(dtype), mask=inside)
+    else:
+        first = first.to(tl.float32)
+        second = second.to(tl.float32)
+        peak = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
+        scale = tl.where(peak > 0.0, peak / LIMIT, 1.0)
+        first = first / scale[:, None]
+        second = second / scale[:, None]
+        if dtype == tl.int8:
+            first = tl.floor(first + 0.5)
+            second = tl.floor(second + 0.5)
+        tl.store(pool_ptr + at, first.to(dtype), mask=inside)
+        tl.store(pool_ptr + at + HALF, second.to(dtype), mask=inside)
+        # `inside` is uniform along a row but for the padding of head_dim.
+        tl.store(scales_ptr + rows, scale, mask=tl.max(inside.to(tl.int32), 1) > 0)
+
+
+@triton.jit
+def _rope_kv_write(
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, rows_ptr, q_out_ptr, k_out_ptr, pool_ptr, scales_ptr,
+    q_stride, k_stride, v_stride, layer_row, kind_rows,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK_KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, BLOCK)
+    dtype = q_out_ptr.dtype.element_ty
+    cos = tl.load(cos_ptr + token * HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[
+        None, :
+    ]
+    sin = tl.load(sin_ptr + token * HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[
+        None, :
+    ]
+
+    heads = tl.arange(0, BLOCK_HEADS)
+    inside = (heads < HEADS)[:, None] & (dims < HALF)[None, :]
+    within = heads[:, None] * (2 * HALF) + dims[None, :]
+    first = tl.load(q_ptr + token * q_stride + within, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(q_ptr + token * q_stride + within + HALF, mask=inside, other=0.0).to(
+        tl.float32
+    )
+    first, second = _rotate(first, second, cos, sin, dtype)
+    out = q_out_ptr + token * (HEADS * 2 * HALF) + within
+    tl.store(out, first, mask=inside)
+    tl.store(out + HALF, second, mask=inside)
+
+    heads = tl.arange(0, BLOCK_KV_HEADS)
+    inside = (heads < KV_HEADS)[:, None] & (dims < HALF)[None, :]
+    within = heads[:, None] * (2 * HALF) + dims[None, :]
+    rows = tl.load(rows_ptr + token * KV_HEADS + heads, mask=heads < KV_HEADS, other=0) + layer_row
+    first = tl.load(k_ptr + token * k_stride + within, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(k_ptr + token * k_stride + within + HALF, mask=inside, other=0.0).to(
+        tl.float32
+    )
+    first, second = _rotate(first, second, cos, sin, dtype)
+    out = k_out_ptr + token * (KV_HEADS * 2 * HALF) + within
+    tl.store(out, first, mask=inside)
+    tl.store(out + HALF, second, mask=inside)
+    _store(pool_ptr, scales_ptr, rows, first, second, dims, inside, LIMIT, HALF)
+
+    first = tl.load(v_ptr + token * v_stride + within, mask=inside, other=0.0)
+    second = tl.load(v_ptr + token * v_stride + within + HALF, mask=inside, other=0.0)
+    _store(pool_ptr, scales_ptr, rows + kind_rows, first, second, dims, inside, LIMIT, HALF)
+
+
+def rope_kv_write(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    rows: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the twin. Heads and elements of query, key and value must be contiguous; their tokens may be apart."""
+    return _launch(query, key, value, cos, sin, pool, None, layer, rows)
+
+
+def rope_kv_write_quantized(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pool: torch.Tensor,
+    scales: torch.Tensor,
+    layer: int,
+    rows: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the twin, and rope_kv_write."""
+    return _launch(query, key, value, cos, sin, pool, scales, layer, rows)
+
+
+def _launch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pool: torch.Tensor,
+    scales: torch.Tensor | None,
+    layer: int,
+    rows: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads, block_size = pool.shape[3], pool.shape[4]
+    for x in (query, key, value):
+        if x.stride(2) != 1 or x.stride(1) != head_dim:
+            raise ValueError("heads are not contiguous")
+    if not (cos.is_contiguous() and sin.is_contiguous()):
+        raise ValueError("cos or sin is not contiguous")
+    rotated, rotated_key = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key)
+    )
+    kind_rows = num_kv_heads * block_size
+    _rope_kv_write[(num_tokens,)](
+        query, key, value, cos, sin, rows, rotated, rotated_key, pool, scales,
+        query.stride(0), key.stride(0), value.stride(0), layer * 2 * kind_rows, kind_rows,
+        HEADS=num_heads, KV_HEADS=num_kv_heads, HALF=head_dim // 2,
+        BLOCK_HEADS=triton.next_power_of_2(num_heads),
+        BLOCK_KV_HEADS=triton.next_power_of_2(num_kv_heads),
+        BLOCK=triton.next_power_of_2(head_dim // 2),
+        LIMIT=0 if scales is None else LIMITS[pool.dtype], num_warps=4,
+    )  # fmt: skip
+    return rotated, rotated_key

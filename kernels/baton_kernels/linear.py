@@ -1,0 +1,128 @@
+"""Linear layers: y = x W^T (+ bias) (+ residual), in the form that is fastest where they run.
+
+`pack_linear` chooses the form, once, when weights are loaded, by device, dtype and shape alone: two workers on like
+machines choose alike, and so round alike. docs/performance.md has the measurements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from baton_kernels.cpu.int_linear import NativeIntLinear, can_pack_integers
+from baton_kernels.cpu.linear import NativeLinear, can_pack
+
+
+class Linear(Protocol):
+    """A layer that is ready to run."""
+
+    @property
+    def num_in(self) -> int: ...
+
+    @property
+    def num_out(self) -> int: ...
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """x [rows, num_in] -> [rows, num_out] of x's dtype, or of `out_dtype`, which is that or float32.
+
+        residual [rows, num_out], of x's dtype, is added.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLinear:
+    """The twin of all others: torch's own product. weight [num_out, num_in], bias [num_out] or none."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    @property
+    def num_in(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def num_out(self) -> int:
+        return self.weight.shape[0]
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """See Linear."""
+        y = F.linear(x, self.weight, self.bias)
+        return _finish(y, residual, out_dtype)
+
+
+class OneDnnLinear:
+    """Through oneDNN, its weight reordered once: for CPUs without the native kernels."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.num_out, self.num_in = weight.shape
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        self._bias = bias
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """See Linear."""
+        y = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return _finish(y, residual, out_dtype)
+
+
+def _finish(
+    y: torch.Tensor, residual: torch.Tensor | None, out_dtype: torch.dtype | None
+) -> torch.Tensor:
+    if residual is not None:
+        y = y + residual
+    return y if out_dtype is None else y.to(out_dtype)
+
+
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """The fastest form of a layer with weight [num_out, num_in] and bias [num_out] or none.
+
+    The packed forms hold a copy of the weight: drop the original.
+    """
+    if weight.device.type != "cpu":
+        return PlainLinear(weight, bias)
+    if can_pack(weight):
+        return NativeLinear(weight, bias)
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if weight.dtype == torch.bfloat16 and has_onednn:
+        return OneDnnLinear(weight, bias)
+    return PlainLinear(weight, bias)
+
+
+def keeps_levels(device: torch.device, dtype: torch.dtype, bits: int, group_size: int) -> bool:
+    """Whether `pack_quantized` is for such weights here, `dtype` being that of the activations. Elsewhere they are dequantised."""
+    if device.type == "cuda":
+        return dtype in (torch.bfloat16, torch.float16) and can_pack_int_weight(bits, group_size)
+    is_fast = device.type == "cpu" and dtype == torch.bfloat16
+    return is_fast and can_pack_integers(bits, group_size)
+
+
+def pack_quantized(
+    levels: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bits: int,
+    bias: torch.Tensor | None,
+    device: torch.device,
+) -> Linear:
+    """The layer with the weight (levels - zeros) * scales on `device`: see baton_kernels.cpu.int_linear for shapes and meaning."""
+    if device.type == "cuda":
+        return IntLinear(pack_int_weight(levels, scales, zeros, bits).to(device), bias)
+    return NativeIntLinear(levels, scales, zeros, bits, bias)

@@ -1,0 +1,153 @@
+"""Linear layers with quantised weights: y = x W^T (+ bias) (+ residual), W [out, in] kept as levels or codes.
+
+    int:  W[o, i] = (level[o, i] - zero[o, g]) * scale[o, g], g = i // group_size, levels of 4 or 8 bits
+    fp8:  W[o, i] = code[o, i] * scale[o], and x is rounded to float8_e4m3fn too, each row with a scale of its own
+
+Sums are float32. x [rows, in]; bias [out]; residual, y [rows, out], y of x's dtype or `out_dtype`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+
+from baton_kernels.dispatch import op
+from baton_kernels.quantize_rows import quantize_rows
+
+#: Inputs that a kernel takes at once at most. All of one run are of one group.
+MAX_RUN = 128
+
+
+@dataclass(frozen=True, slots=True)
+class IntWeight:
+    """levels: 8 bits: uint8 [out, in]. 4 bits: uint8 [out, in / 2]; of each run of inputs the first half is in the low four
+    bits and the second half in the high ones, so that both come apart without a shuffle.
+
+    scales [groups, out] float32; zeros [groups, out] int16, or None where all are in the middle, 2^(bits - 1).
+    """
+
+    levels: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    bits: int
+
+    @property
+    def num_out(self) -> int:
+        return self.levels.shape[0]
+
+    @property
+    def num_in(self) -> int:
+        return self.levels.shape[1] * 8 // self.bits
+
+    @property
+    def run(self) -> int:
+        """Inputs of a run."""
+        return math.gcd(self.num_in // self.scales.shape[0], MAX_RUN)
+
+    def to(self, device: torch.device) -> IntWeight:
+        """The same on `device`."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return IntWeight(self.levels.to(device), self.scales.to(device), zeros, self.bits)
+
+
+def can_pack_int_weight(bits: int, group_size: int) -> bool:
+    """Whether such weights run well from an IntWeight: in runs that are not padded, by the Triton kernel."""
+    return bits in (4, 8) and group_size % 32 == 0 and find_spec("triton") is not None
+
+
+def pack_int_weight(
+    levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int
+) -> IntWeight:
+    """levels [out, in] uint8 in [0, 2^bits); scales, zeros [out, groups]. Raises ValueError for what IntWeight does not hold."""
+    num_out, num_in = levels.shape
+    if bits not in (4, 8):
+        raise ValueError(f"{bits} bits: 4 and 8 are known")
+    if zeros is not None and not torch.equal(zeros, zeros.round()):
+        raise ValueError("zero points are not whole")
+    run = math.gcd(num_in // scales.shape[1], MAX_RUN)
+    if bits == 4:
+        if run % 2:
+            raise ValueError(f"groups of {num_in // scales.shape[1]} inputs cannot be halved")
+        halves = levels.view(num_out, num_in // run, 2, run // 2)
+        levels = (halves[:, :, 0] | (halves[:, :, 1] << 4)).reshape(num_out, num_in // 2)
+    whole = None if zeros is None else zeros.t().to(torch.int16).contiguous()
+    return IntWeight(levels.contiguous(), scales.t().float().contiguous(), whole, bits)
+
+
+def dequantize(weight: IntWeight) -> torch.Tensor:
+    """[out, in] float32."""
+    levels, group_size = weight.levels, weight.num_in // weight.scales.shape[0]
+    if weight.bits == 4:
+        halves = levels.view(weight.num_out, -1, 1, weight.run // 2)
+        levels = torch.cat((halves & 15, halves >> 4), dim=2)
+    grouped = levels.reshape(weight.num_out, -1, group_size).float()
+    middle = 1 << (weight.bits - 1)
+    zeros = middle if weight.zeros is None else weight.zeros.t()[..., None]
+    return ((grouped - zeros) * weight.scales.t()[..., None]).view(weight.num_out, weight.num_in)
+
+
+@op
+def int_linear(
+    x: torch.Tensor,
+    weight: IntWeight,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """See the head of this file."""
+    y = F.linear(x.float(), dequantize(weight))
+    return _finish(y, bias, residual, out_dtype or x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class IntLinear:
+    """baton_kernels.linear.Linear of an IntWeight. bias [out] or none."""
+
+    weight: IntWeight
+    bias: torch.Tensor | None
+
+    @property
+    def num_in(self) -> int:
+        return self.weight.num_in
+
+    @property
+    def num_out(self) -> int:
+        return self.weight.num_out
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """See Linear."""
+        return int_linear(x, self.weight, self.bias, residual, out_dtype)
+
+
+@op
+def fp8_linear(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """codes [out, in] float8_e4m3fn; scales [out] float32."""
+    x_codes, x_scales = quantize_rows(x, torch.float8_e4m3fn)
+    y = F.linear(x_codes.float(), codes.float()) * (x_scales[:, None] * scales)
+    return _finish(y, bias, residual, out_dtype or x.dtype)
+
+
+def _finish(
+    y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    if bias is not None:
+        y = y + bias.float()
+    if residual is not None:
+        y = y + residual.float()
+    return y.to(dtype)

@@ -1,0 +1,34 @@
+"""`python -m bench.gpu --dry-run`: all of the GPU benchmark, in miniature and without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+def test_dry_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.gpu", "--dry-run", "--out", str(tmp_path)]
+    command += ["--item-s", "250", "--total-s", "280"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    (path,) = tmp_path.glob("gpu-*.json")
+    told = json.loads(path.read_text())
+    failed = [item for item in told["items"] if item["failure"]]
+    assert not failed
+    wrong = [item for item in told["items"] if item["result"].get("verdict") == "WRONG"]
+    assert not wrong
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert told["dry_run"]
+    names = {item["name"] for item in told["items"]}
+    assert {
+        "roof copy",
+        "check engine",
+        "attention prefill 8K",
+        "mixed load, two processes",
+    } <= names
+    assert path.with_suffix(".md").is_file()

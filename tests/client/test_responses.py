@@ -1,0 +1,67 @@
+"""Pieces of several choices, put together: each choice its own, and what belongs to the prompt once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.client.responses import StreamReader, chunk_of, completion_of
+from baton.errors import BatonError
+from baton.types import FinishReason, TokenLogprobs
+from baton.v1 import inference_pb2, sampling_pb2
+
+STOP = sampling_pb2.FINISH_REASON_STOP
+
+
+def position(token_id: int) -> sampling_pb2.PositionLogprobs:
+    chosen = sampling_pb2.TokenLogprob(token_id=token_id, logprob=-0.5)
+    return sampling_pb2.PositionLogprobs(chosen=chosen)
+
+
+@given(st.lists(st.sampled_from([0, 1, 2]), max_size=12))
+def test_interleaved_choices_are_taken_apart(order: list[int]) -> None:
+    reader = StreamReader("r")
+    lengths = [0, 0, 0]
+    chunks = []
+    for choice in order:
+        piece = inference_pb2.GenerateResponse(
+            choice=choice, token_index=lengths[choice], token_ids=[choice], text=str(choice)
+        )
+        chunks.append(reader.accept(piece))
+        lengths[choice] += 1
+    for choice in (2, 0, 1):
+        last = inference_pb2.GenerateResponse(
+            choice=choice, token_index=lengths[choice], finish_reason=STOP, score=-choice
+        )
+        chunks.append(reader.accept(last))
+    reader.end()
+    done = completion_of("r", chunks)
+    assert [choice.index for choice in done.choices] == [0, 1, 2]
+    for choice in done.choices:
+        assert choice.token_ids == (choice.index,) * lengths[choice.index]
+        assert choice.text == str(choice.index) * lengths[choice.index]
+        assert choice.score == -choice.index
+        assert choice.finish_reason is FinishReason.STOP
+
+
+def test_a_stream_ends_with_all_its_choices() -> None:
+    reader = StreamReader("r")
+    for choice in (0, 1):
+        reader.accept(inference_pb2.GenerateResponse(choice=choice, token_ids=[1]))
+    reader.accept(inference_pb2.GenerateResponse(choice=0, token_index=1, finish_reason=STOP))
+    with pytest.raises(BatonError, match="without a last piece"):
+        reader.end()
+
+
+def test_what_is_told_of_the_prompt() -> None:
+    first = inference_pb2.GenerateResponse(
+        token_ids=[9], text="prompt and 9", prompt_token_ids=[4, 5], prompt_logprobs=[position(5)]
+    )
+    other = inference_pb2.GenerateResponse(choice=1, prompt_token_ids=[4, 5], finish_reason=STOP)
+    last = inference_pb2.GenerateResponse(token_index=1, finish_reason=STOP)
+    done = completion_of("r", map(chunk_of, (first, other, last)))
+    assert done.text == "prompt and 9"
+    assert done.prompt_token_ids == (4, 5)
+    assert done.prompt_logprobs == (TokenLogprobs(5, -0.5),)
+    assert done.choices[0].score is None

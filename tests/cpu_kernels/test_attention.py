@@ -1,0 +1,129 @@
+"""Native paged attention: right to rounding, reads nothing that it must not, and a row depends on itself alone."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton_kernels.cpu.paged_attention import AttentionPlan
+from baton_kernels.paged_attention import AttentionSlice, paged_attention, plan_attention
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+LAYER, SCALE = 1, 0.3
+
+Sequences = list[tuple[int, int]]
+"""(start, number of new tokens) of each."""
+
+
+class Case:
+    """Random KV for some sequences in shuffled blocks, everything else NaN."""
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+        window: int | None,
+    ) -> None:
+        generator = torch.Generator().manual_seed(len(sequences))
+        counts = [-(-(start + n) // block_size) for start, n in sequences]
+        blocks = torch.randperm(sum(counts) + 2, generator=generator).tolist()
+        firsts = accumulate((n for _, n in sequences), initial=0)
+        ends = accumulate(counts, initial=0)
+        self.slices = [
+            AttentionSlice(first, n, start, blocks[end : end + count])
+            for first, end, count, (start, n) in zip(firsts, ends, counts, sequences, strict=False)
+        ]
+        shape = (len(blocks), 2, 2, kv_heads, block_size, head_dim)
+        self.pool = torch.full(shape, float("nan"), dtype=dtype)
+        self.heads, self.window = heads, window
+        num_rows = sum(n for _, n in sequences)
+        self.query = torch.randn(num_rows, heads, head_dim, generator=generator).to(dtype)
+        self.kv = [self._fill(part, generator) for part in self.slices]
+
+    def _fill(self, part: AttentionSlice, generator: torch.Generator) -> torch.Tensor:
+        """Keys and values [2, tokens, kv_heads, head_dim]; those before every window are not in the pool."""
+        _, _, _, kv_heads, size, dim = self.pool.shape
+        length = part.start + part.num_tokens
+        kv = torch.randn(2, length, kv_heads, dim, generator=generator).to(self.pool.dtype)
+        oldest = 0 if self.window is None else max(0, part.start - self.window + 1)
+        for p in range(oldest, length):
+            self.pool[part.block_table[p // size], LAYER, :, :, p % size] = kv[:, p]
+        return kv
+
+    def run(self, parts: list[AttentionSlice]) -> torch.Tensor:
+        plan = plan_attention(parts, self.pool, self.heads, SCALE, self.window)
+        assert isinstance(plan, AttentionPlan)
+        unread = self.query[:, :1]
+        return paged_attention(self.query, unread, unread, self.pool, LAYER, plan)
+
+    def expected(self) -> torch.Tensor:
+        rows = []
+        for part, kv in zip(self.slices, self.kv, strict=True):
+            keys, values = kv.double().repeat_interleave(self.heads // kv.shape[2], 2)
+            for i in range(part.num_tokens):
+                end = part.start + i + 1
+                first = 0 if self.window is None else max(0, end - self.window)
+                query = self.query[part.first_row + i].double()
+                scores = torch.einsum("hd,khd->hk", query, keys[first:end]) * SCALE
+                rows.append(torch.einsum("hk,khd->hd", scores.softmax(-1), values[first:end]))
+        return torch.stack(rows)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sequences=st.lists(
+        st.tuples(st.sampled_from([0, 1, 15, 63, 64, 130]), st.sampled_from([1, 2, 5, 17])),
+        min_size=1,
+        max_size=4,
+    ),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (5, 1), (4, 4)]),
+    head_dim=st.sampled_from([2, 16, 18, 24, 32, 64, 100]),
+    block_size=st.sampled_from([1, 3, 16, 64]),
+    dtype=st.sampled_from(DTYPES),
+    window=st.sampled_from([None, 1, 7, 64, 100]),
+)
+def test_against_float64(
+    sequences: Sequences,
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    window: int | None,
+) -> None:
+    case = Case(sequences, *heads, head_dim, block_size, dtype, window)
+    got = case.run(case.slices)
+    torch.testing.assert_close(got.double(), case.expected(), atol=TOLERANCE[dtype], rtol=1e-2)
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 37])
+def test_a_token_is_the_same_to_the_bit_in_every_chunk_and_batch(
+    dtype: torch.dtype, window: int | None
+) -> None:
+    case = Case([(0, 150), (40, 3), (199, 1)], 6, 2, 40, 5, dtype, window)
+    together = case.run(case.slices)
+    for part in case.slices:
+        for i in range(0, part.num_tokens, 7):
+            row = part.first_row + i
+            alone = AttentionSlice(row, 1, part.start + i, part.block_table)
+            assert torch.equal(case.run([alone])[row], together[row])
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["key", "value"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_broken_breaks_its_sequence_alone(dtype: torch.dtype, kind: int) -> None:
+    case = Case([(20, 1), (20, 1)], 2, 1, 16, 4, dtype, None)
+    case.pool[case.slices[0].block_table[1], LAYER, kind, 0, 2, 3] = float("nan")
+    got = case.run(case.slices)
+    assert not torch.isfinite(got[0]).all(-1).any()
+    assert torch.isfinite(got[1]).all()

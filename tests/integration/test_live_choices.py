@@ -1,0 +1,92 @@
+"""Several outputs of one request, and moves between decode workers, over real gRPC and a real KV channel."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from baton.client import SamplingParams
+from baton.client.results import Completion
+from baton.engine.oracle import oracle_tokens
+from baton.rpc.channel import aio_channel
+from baton.types import Sampling
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.live_tiers import live_system
+
+PROMPT = list(range(40))
+
+
+def params(max_tokens: int, **options: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.75, seed=9, max_tokens=max_tokens, ignore_eos=True, **options
+    )
+
+
+def outputs(num_choices: int, max_tokens: int) -> list[tuple[int, ...]]:
+    sampling = Sampling(temperature=0.75, seed=9, max_tokens=max_tokens)
+    return [tuple(oracle_tokens(PROMPT, sampling, 1000, choice)) for choice in range(num_choices)]
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+async def test_each_choice_is_that_of_its_own_request(num_prefill: int) -> None:
+    async with live_system(num_prefill) as system:
+        done = await system.client.generate(PROMPT, params(20, n=5))
+        assert [choice.token_ids for choice in done.choices] == outputs(5, 20)
+        assert done.usage.completion_tokens == 100
+        await system.until_quiet()
+
+
+async def test_more_choices_send_no_more_bytes() -> None:
+    options = {"enable_prefix_caching": False}
+    async with live_system(worker_options=options) as system:
+        alone = await system.client.generate(PROMPT, params(5))
+        many = await system.client.generate(PROMPT, params(5, n=8))
+        assert many.timing.transfer_bytes == alone.timing.transfer_bytes > 0
+        assert many.choices[0].token_ids == alone.token_ids
+
+
+async def test_the_best_of_several() -> None:
+    async with live_system() as system:
+        every = await system.client.generate(PROMPT, params(9, n=4, logprobs=0))
+        means = [
+            sum(position.logprob for position in choice.logprobs) / 9 for choice in every.choices
+        ]
+        best = await system.client.generate(PROMPT, params(9, n=1, best_of=4))
+        (choice,) = best.choices
+        assert choice.token_ids == every.choices[means.index(max(means))].token_ids
+        assert choice.score == pytest.approx(max(means), abs=1e-5)
+        assert not choice.logprobs
+
+
+async def test_a_worker_that_drains_hands_its_sequences_over() -> None:
+    """No client sees more than a gap, and no prompt is computed again."""
+    num_requests, max_tokens = 4, 400
+    options = {"oracle_step_ms": 4.0}
+    async with live_system(1, 2, worker_options=options) as system:
+        requests = [
+            asyncio.create_task(system.client.generate(PROMPT, params(max_tokens, n=2)))
+            for _ in range(num_requests)
+        ]
+        while True:
+            workers = {w.address: w for w in (await system.client.model()).workers}
+            running = [workers[address].num_running for address in system.decodes]
+            if sum(running) == 2 * num_requests:
+                break
+            await asyncio.sleep(0.01)
+        full = system.decodes[running.index(max(running))]
+        async with aio_channel(full) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            await stub.Drain(worker_pb2.DrainRequest())
+        done: list[Completion] = await asyncio.gather(*requests)
+        expected = outputs(2, max_tokens)
+        assert all([c.token_ids for c in one.choices] == expected for one in done)
+        assert sum(one.timing.num_resumes for one in done) == 0
+        moved = [
+            one for one in done if one.timing.transfer_bytes > done[0].usage.prompt_tokens * 128
+        ]
+        assert moved
+        other = next(address for address in system.decodes if address != full)
+        ended_at = {one.timing.decode_worker for one in done}
+        assert ended_at == {workers[other].worker_id}
+        await system.until_quiet()

@@ -1,0 +1,44 @@
+"""A whole engine on the Triton kernels, interpreted, chooses the tokens that it chooses on their twins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton.engine.torch_engine import load_engine
+from baton.types import Sampling
+from baton_kernels.dispatch import Op
+from tests.support.drive_engine import generate, token_ids
+from tests.support.tiny_models import Family, make_tiny_model
+
+PROMPTS = [[5, 77, 200, 3] * 6, [9], list(range(40, 59))]
+SAMPLINGS = [
+    Sampling(temperature=0.0),
+    Sampling(temperature=1.5, seed=7, top_k=40),
+    Sampling(temperature=2.0, seed=8, top_p=0.8),
+]
+
+
+@pytest.mark.parametrize(("family", "window"), [("mistral", 7), ("qwen3", None)])
+def test_same_tokens(
+    family: Family, window: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_tiny_model(tmp_path / family, family, sliding_window=window)
+
+    def answers() -> list[list[int]]:
+        engine = load_engine(str(path), num_blocks=40, block_size=4, num_threads=1)
+        return token_ids(generate(engine, PROMPTS, SAMPLINGS, 3, chunk_tokens=10))
+
+    wanted = answers()
+    used = set()
+
+    def triton_kernel(self: Op, _device_type: str) -> object:  # type: ignore[type-arg]
+        found = self._find("cuda")
+        used.add(found.__module__)
+        return found
+
+    monkeypatch.setattr(Op, "kernel", triton_kernel)
+    assert answers() == wanted
+    names = ("paged_attention", "rms_norm", "rope_kv_write", "sampling", "swiglu")
+    assert used >= {f"baton_kernels.gpu.{name}" for name in names}

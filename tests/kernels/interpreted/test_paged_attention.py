@@ -1,0 +1,151 @@
+"""The attention kernels against their formula and their twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from baton_kernels import paged_attention as twins
+from baton_kernels.gpu import attention_plan
+from baton_kernels.gpu import paged_attention as kernels
+from baton_kernels.quantize_rows import dequantize_rows, quantize_rows
+from bench.gpu.paged_batch import Heads, PagedBatch, make_paged_batch, reference_attention
+
+MIXED = [(0, 1), (37, 1), (20, 3), (0, 9), (11, 30)]
+
+
+def batch_of(
+    lengths: list[tuple[int, int]], heads: Heads, block_size: int, dtype: torch.dtype
+) -> PagedBatch:
+    return make_paged_batch(
+        lengths, heads, block_size, dtype, torch.Generator().manual_seed(len(lengths))
+    )
+
+
+def choose_with(block_n: int | None) -> Callable[[int, torch.Tensor], attention_plan.Tile]:
+    """The usual tiles, with so many keys."""
+
+    def choose(num_rows: int, pool: torch.Tensor) -> attention_plan.Tile:
+        tile = attention_plan.choose_tile(num_rows, pool)
+        return tile if block_n is None else replace(tile, block_n=block_n)
+
+    return choose
+
+
+def run(
+    batch: PagedBatch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    slopes: torch.Tensor | None = None,
+    block_n: int | None = None,
+) -> torch.Tensor:
+    plan = kernels.plan_attention(
+        batch.slices,
+        batch.pool,
+        batch.query.shape[1],
+        scale,
+        window,
+        softcap=softcap,
+        slopes=slopes,
+        choose=choose_with(block_n),
+    )
+    return kernels.paged_attention(
+        batch.query, batch.key, batch.value, batch.pool, batch.layer, plan
+    )
+
+
+@pytest.mark.parametrize("window", [None, 1, 13])
+@pytest.mark.parametrize(
+    ("heads", "block_size"),
+    [(Heads(1, 1, 16), 16), (Heads(6, 2, 6), 5), (Heads(5, 1, 40), 32), (Heads(4, 4, 8), 1)],
+)
+def test_mixed_batch(heads: Heads, block_size: int, window: int | None) -> None:
+    batch = batch_of(MIXED, heads, block_size, torch.float32)
+    got = run(batch, 0.3, window)
+    torch.testing.assert_close(
+        got.double(), reference_attention(batch, 0.3, window), atol=2e-5, rtol=1e-4
+    )
+    plan = twins.plan_attention(batch.slices, batch.pool, heads.num_heads, 0.3, window)
+    twin = twins.paged_attention(batch.query, batch.key, batch.value, batch.pool, batch.layer, plan)
+    torch.testing.assert_close(got, twin, atol=2e-5, rtol=1e-4)
+
+
+def test_half_precision() -> None:
+    batch = batch_of(MIXED, Heads(6, 2, 16), 16, torch.float16)
+    wanted = reference_attention(batch, 0.25)
+    torch.testing.assert_close(run(batch, 0.25).double(), wanted, atol=4e-3, rtol=4e-3)
+
+
+def test_soft_cap_and_alibi() -> None:
+    batch = batch_of(MIXED, Heads(6, 2, 16), 16, torch.float32)
+    slopes = 2.0 ** -torch.arange(1, 7).float()
+    got = run(batch, 2.0, None, 3.0, slopes)
+    wanted = reference_attention(batch, 2.0, None, 3.0, slopes)
+    torch.testing.assert_close(got.double(), wanted, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 30, 600])
+def test_split_keys(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    """Ranges whose keys no query, some queries or all queries see; the last one of a single key."""
+    monkeypatch.setattr(attention_plan, "SPLIT_TOKENS", 32)
+    monkeypatch.setattr(kernels, "MERGE_PARTS", 2)
+    lengths = [(96, 1), (63, 4), (126, 3), (5, 2)]
+    batch = batch_of(lengths, Heads(6, 2, 16), 16, torch.float32)
+    wanted = reference_attention(batch, 0.3, window)
+    torch.testing.assert_close(
+        run(batch, 0.3, window, block_n=16).double(), wanted, atol=2e-5, rtol=1e-4
+    )
+
+
+def test_tokens_of_the_query_may_be_apart() -> None:
+    batch = batch_of([(9, 2), (3, 1)], Heads(2, 1, 16), 16, torch.float32)
+    apart = torch.zeros(3, 5, 16)
+    apart[:, 1:3] = batch.query
+    plan = kernels.plan_attention(batch.slices, batch.pool, 2, 0.3, None)
+    got = kernels.attend(apart[:, 1:3], batch.pool, None, batch.layer, plan)
+    assert torch.equal(got, run(batch, 0.3))
+
+
+def test_a_row_does_not_depend_on_the_batch_nor_on_rows_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bit for bit: a sequence alone and among others; its last token decoded and verified with those before it."""
+    monkeypatch.setattr(attention_plan, "SPLIT_TOKENS", 32)
+    batch = batch_of([(70, 3), (5, 1), (90, 2)], Heads(4, 2, 16), 16, torch.float32)
+    together = run(batch, 0.3, block_n=16)
+    plan = kernels.plan_attention(
+        [twins.AttentionSlice(0, 1, 72, batch.slices[0].block_table)],
+        batch.pool,
+        4,
+        0.3,
+        None,
+        choose=choose_with(16),
+    )
+    alone = kernels.attend(batch.query[2:3], batch.pool, None, batch.layer, plan)
+    assert torch.equal(alone, together[2:3])
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("heads", [Heads(6, 2, 16), Heads(4, 4, 6)])
+def test_quantised_pool(heads: Heads, dtype: torch.dtype) -> None:
+    """What no token wrote is garbage in the scales too."""
+    batch = batch_of(MIXED, heads, 5, torch.float32)
+    pool, scales = quantize_rows(batch.pool, dtype)
+    rounded = replace(
+        batch,
+        history=tuple(
+            (
+                dequantize_rows(*quantize_rows(keys, dtype), torch.float32),
+                dequantize_rows(*quantize_rows(values, dtype), torch.float32),
+            )
+            for keys, values in batch.history
+        ),
+    )
+    plan = kernels.plan_attention(batch.slices, pool, heads.num_heads, 0.3, None)
+    got = kernels.attend(batch.query, pool, scales, batch.layer, plan)
+    wanted = reference_attention(rounded, 0.3)
+    torch.testing.assert_close(got.double(), wanted, atol=2e-5, rtol=1e-4)

@@ -1,0 +1,329 @@
+"""Ten thousand chunks that are damaged on the way: none becomes KV, and no sequence that lacks one is ever committed."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from baton.engine.array_kv_pool import ArrayKvPool
+from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
+from baton.v1 import kv_pb2
+from baton.wire import layout_to_proto
+from kv_transfer.checksum import chunk_checksum, commit_checksum
+from kv_transfer.codec import ChunkCodec
+from kv_transfer.coverage import KvRange
+from kv_transfer.frame import (
+    PREAMBLE_BYTES,
+    Frame,
+    FrameError,
+    decode_header,
+    decode_preamble,
+    encode,
+)
+from kv_transfer.receiver import Receiver, ReceiverSession
+from kv_transfer.ticket import TicketCommitted, TicketDead, TicketEvent, TicketTable
+from kv_transfer.version import MAX_VERSION, put_first_tokens
+from kv_transfer.wire_format import wire_format
+
+LAYOUT = KvLayout("m", 2, 1, 2, "float32", 4)
+NUM_TOKENS = 8
+NUM_DAMAGED = 10_000
+MAX_PAYLOAD_BYTES = 1 << 12
+#: Four chunks of one size: two blocks in each of two layers.
+PIECES = [KvRange(token, 4, layer, 1) for token in (0, 4) for layer in (0, 1)]
+
+
+@dataclass
+class Parcel:
+    """A chunk as it is sent."""
+
+    header: kv_pb2.KvChunk
+    payload: bytes
+
+    @property
+    def raw(self) -> bytes:
+        return encode(self.header, len(self.payload), MAX_VERSION) + self.payload
+
+
+def frame_of(raw: bytes) -> tuple[Frame, memoryview]:
+    """As a stream transport reads it."""
+    preamble = decode_preamble(raw[:PREAMBLE_BYTES], MAX_PAYLOAD_BYTES, MAX_VERSION)
+    end = PREAMBLE_BYTES + preamble.header_bytes
+    frame, payload = decode_header(preamble, raw[PREAMBLE_BYTES:end]), raw[end:]
+    is_chunk = isinstance(frame, kv_pb2.KvChunk)
+    if len(payload) != (frame.payload_bytes if is_chunk else 0) or not is_chunk:
+        raise FrameError("header and preamble tell different sizes of the payload")
+    return frame, memoryview(bytearray(payload))
+
+
+@dataclass
+class Wire:
+    """A receiver, fed with bytes as a stream would feed it, and the sender's blocks."""
+
+    wire_dtype: str
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    events: list[TicketEvent] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.source, self.target = ArrayKvPool(LAYOUT, 2), ArrayKvPool(LAYOUT, 2)
+        self.codec = ChunkCodec(self.source, wire_format(self.wire_dtype, LAYOUT))
+        owner = WorkerIdentity("d0", 7)
+        self.table = TicketTable(
+            owner, LAYOUT, (), 10.0, self.events.append, lambda: 0.0, b"s" * 32, self._draw
+        )
+        self.receiver = Receiver(
+            owner, LAYOUT, self.target, self.table, 4, MAX_PAYLOAD_BYTES, self.wire_dtype
+        )
+        self.session = self._greeted()
+        self.earlier: list[Parcel] = []
+
+    def offer(self) -> tuple[int, int]:
+        """Ticket id and epoch of a ticket that this connection has presented."""
+        spec = SequenceSpec("r", tuple(range(NUM_TOKENS)), Sampling())
+        offered = self.table.offer(spec, (1, 0), 0, NUM_TOKENS)
+        self.session.on_frame(kv_pb2.KvBegin(ticket=offered.data), memoryview(b""))
+        return offered.ticket_id, kv_pb2.KvTicket.FromString(offered.data).epoch
+
+    def parcels(self, ticket_id: int, epoch: int) -> list[Parcel]:
+        """A sequence of its own, as the sender packs it."""
+        self.source.data[...] = np.random.default_rng(ticket_id % 2**32).standard_normal(
+            self.source.data.shape
+        )
+        found = []
+        for piece in PIECES:
+            payload = memoryview(bytearray(self.codec.wire.num_bytes(piece)))
+            self.codec.pack((0, 1), piece, payload)
+            header = kv_pb2.KvChunk(
+                ticket_id=ticket_id,
+                epoch=epoch,
+                first_token=piece.first_token,
+                num_tokens=piece.num_tokens,
+                first_layer=piece.first_layer,
+                num_layers=piece.num_layers,
+                payload_bytes=len(payload),
+            )
+            header.checksum = chunk_checksum(header, (payload,), MAX_VERSION)
+            found.append(Parcel(header, bytes(payload)))
+        return found
+
+    def deliver(self, raw: bytes) -> None:
+        """What a stream transport does with bytes; a connection that cannot go on is made anew."""
+        try:
+            frame, payload = frame_of(raw)
+            self.session.on_frame(frame, payload)
+        except FrameError as error:
+            self.session.on_close(error.message)
+            self.session = self._greeted()
+
+    def commit(self, ticket_id: int, epoch: int, parcels: list[Parcel]) -> None:
+        frame = kv_pb2.KvCommit(ticket_id=ticket_id, epoch=epoch, num_tokens=NUM_TOKENS)
+        put_first_tokens(frame, (Sample(1),), MAX_VERSION)
+        chunks = sum(parcel.header.checksum for parcel in parcels)
+        frame.checksum = commit_checksum(frame, chunks, MAX_VERSION)
+        self.session.on_frame(frame, memoryview(b""))
+
+    def is_whole(self, parcels: list[Parcel]) -> bool:
+        """Whether the receiver's blocks hold just what these parcels held."""
+        expected = ArrayKvPool(LAYOUT, 2)
+        codec = ChunkCodec(expected, self.codec.wire)
+        for piece, parcel in zip(PIECES, parcels, strict=True):
+            codec.unpack((1, 0), piece, memoryview(bytearray(parcel.payload)))
+        return bool(np.array_equal(expected.data, self.target.data))
+
+    def _greeted(self) -> ReceiverSession:
+        replies: list[object] = []
+        session = self.receiver.session(replies.append)
+        hello = kv_pb2.KvHello(
+            min_version=1, max_version=MAX_VERSION, worker_id="p0", layout=layout_to_proto(LAYOUT)
+        )
+        session.on_frame(hello, memoryview(b""))
+        assert isinstance(replies[0], kv_pb2.KvAccept)
+        return session
+
+    def _draw(self) -> int:
+        return self.rng.getrandbits(64)
+
+
+def flipped(wire: Wire, parcels: list[Parcel], at: int) -> bytes:
+    """One bit, anywhere: preamble, header or payload."""
+    raw = bytearray(parcels[at].raw)
+    bit = wire.rng.randrange(8 * len(raw))
+    raw[bit // 8] ^= 1 << bit % 8
+    return bytes(raw)
+
+
+def garbled(wire: Wire, parcels: list[Parcel], at: int) -> bytes:
+    """Some bytes in a row, anywhere."""
+    raw = bytearray(parcels[at].raw)
+    start = wire.rng.randrange(len(raw))
+    count = min(wire.rng.randint(1, 16), len(raw) - start)
+    raw[start : start + count] = bytes(
+        byte ^ wire.rng.randint(1, 255) for byte in raw[start : start + count]
+    )
+    return bytes(raw)
+
+
+def truncated(wire: Wire, parcels: list[Parcel], at: int) -> bytes:
+    """Cut, and told to be so short."""
+    parcel = parcels[at]
+    header = kv_pb2.KvChunk()
+    header.CopyFrom(parcel.header)
+    header.payload_bytes = wire.rng.randrange(len(parcel.payload))
+    return Parcel(header, parcel.payload[: header.payload_bytes]).raw
+
+
+def swapped(wire: Wire, parcels: list[Parcel], at: int) -> bytes:
+    """Another chunk's payload and checksum under this one's place."""
+    other = parcels[(at + wire.rng.randint(1, 3)) % 4]
+    header = kv_pb2.KvChunk()
+    header.CopyFrom(parcels[at].header)
+    header.checksum = other.header.checksum
+    return Parcel(header, other.payload).raw
+
+
+def stale(wire: Wire, parcels: list[Parcel], at: int) -> bytes:
+    """What was sent for an earlier ticket, under this one's number."""
+    old = wire.earlier[at] if wire.earlier else parcels[(at + 1) % 4]
+    header = kv_pb2.KvChunk()
+    header.CopyFrom(parcels[at].header)
+    header.checksum = old.header.checksum
+    return Parcel(header, old.payload).raw
+
+
+def late(wire: Wire, parcels: list[Parcel], at: int) -> bytes:
+    """What was sent for an earlier ticket, as it was."""
+    return (wire.earlier or parcels[at - 1 :])[0].raw
+
+
+def misdirected(wire: Wire, parcels: list[Parcel], at: int) -> bytes:
+    """To another ticket that this connection holds."""
+    header = kv_pb2.KvChunk()
+    header.CopyFrom(parcels[at].header)
+    header.ticket_id, header.epoch = wire.offer()
+    return Parcel(header, parcels[at].payload).raw
+
+
+def misplaced(wire: Wire, parcels: list[Parcel], at: int) -> bytes:
+    """To another place in its own ticket."""
+    header = kv_pb2.KvChunk()
+    header.CopyFrom(parcels[at].header)
+    place = PIECES[(at + wire.rng.randint(1, 3)) % 4]
+    header.first_token, header.first_layer = place.first_token, place.first_layer
+    return Parcel(header, parcels[at].payload).raw
+
+
+Damage = Callable[[Wire, list[Parcel], int], bytes]
+DAMAGES: list[Damage] = [
+    flipped,
+    garbled,
+    truncated,
+    swapped,
+    stale,
+    late,
+    misdirected,
+    misplaced,
+]
+
+
+@pytest.mark.parametrize("wire_dtype", ["float32", "int8"])
+def test_no_damaged_chunk_becomes_a_token(wire_dtype):
+    wire, caught, harmless = Wire(wire_dtype), Counter[str](), 0
+    while caught.total() < NUM_DAMAGED // 2:
+        damage = wire.rng.choice(DAMAGES)
+        ticket_id, epoch = wire.offer()
+        parcels = wire.parcels(ticket_id, epoch)
+        at = wire.rng.randrange(4)
+        raw = damage(wire, parcels, at)
+        wire.target.data[...] = 0
+        for number, parcel in enumerate(parcels):
+            wire.deliver(raw if number == at else parcel.raw)
+        wire.commit(ticket_id, epoch, parcels)
+        wire.earlier = parcels
+        outcomes = [event for event in wire.events if event.ticket_id == ticket_id]
+        if any(isinstance(event, TicketCommitted) for event in outcomes):
+            # Only what a stream does not look at may differ, which is the slot.
+            assert wire.is_whole(parcels), (damage.__name__, raw.hex())
+            harmless += 1
+        else:
+            caught[damage.__name__] += 1
+            assert len(outcomes) <= 1
+        wire.table.abort_all("CANCELLED", "the next one")
+        for event in wire.events:
+            wire.table.release(event.ticket_id)
+        assert all(
+            isinstance(event, TicketDead) or event.ticket_id == ticket_id for event in wire.events
+        )
+        wire.events.clear()
+    assert set(caught) == {damage.__name__ for damage in DAMAGES}
+    assert harmless < NUM_DAMAGED // 100
+
+
+@pytest.mark.parametrize("trade", ["places", "payloads"])
+def test_two_chunks_that_trade_are_no_kv(trade):
+    wire = Wire("float32")
+    ticket_id, epoch = wire.offer()
+    parcels = wire.parcels(ticket_id, epoch)
+    first, second = parcels[1], parcels[2]
+    if trade == "payloads":
+        first.payload, second.payload = second.payload, first.payload
+        first.header.checksum, second.header.checksum = (
+            second.header.checksum,
+            first.header.checksum,
+        )
+    else:
+        for name in ("first_token", "first_layer"):
+            mine, other = getattr(first.header, name), getattr(second.header, name)
+            setattr(first.header, name, other)
+            setattr(second.header, name, mine)
+    for parcel in parcels:
+        wire.deliver(parcel.raw)
+    wire.commit(ticket_id, epoch, parcels)
+    assert [type(event) for event in wire.events] == [TicketDead]
+
+
+def test_undamaged_chunks_are_committed():
+    wire = Wire("float32")
+    ticket_id, epoch = wire.offer()
+    parcels = wire.parcels(ticket_id, epoch)
+    for parcel in parcels:
+        wire.deliver(parcel.raw)
+    wire.commit(ticket_id, epoch, parcels)
+    assert isinstance(wire.events[0], TicketCommitted)
+    assert wire.is_whole(parcels)
+
+
+@pytest.mark.parametrize("field_name", ["num_tokens", "exposed_us", "ticket_id"])
+def test_a_changed_commit_is_none(field_name):
+    wire = Wire("float32")
+    ticket_id, epoch = wire.offer()
+    parcels = wire.parcels(ticket_id, epoch)
+    for parcel in parcels:
+        wire.deliver(parcel.raw)
+    frame = kv_pb2.KvCommit(ticket_id=ticket_id, epoch=epoch, num_tokens=NUM_TOKENS)
+    put_first_tokens(frame, (Sample(1),), MAX_VERSION)
+    total = sum(parcel.header.checksum for parcel in parcels)
+    frame.checksum = commit_checksum(frame, total, MAX_VERSION)
+    frame.first_tokens[0].token_id = 2
+    setattr(frame, field_name, getattr(frame, field_name) ^ 1)
+    wire.session.on_frame(frame, memoryview(b""))
+    assert not any(isinstance(event, TicketCommitted) for event in wire.events)
+
+
+def test_a_changed_first_token_is_no_token():
+    wire = Wire("float32")
+    ticket_id, epoch = wire.offer()
+    parcels = wire.parcels(ticket_id, epoch)
+    for parcel in parcels:
+        wire.deliver(parcel.raw)
+    frame = kv_pb2.KvCommit(ticket_id=ticket_id, epoch=epoch, num_tokens=NUM_TOKENS)
+    put_first_tokens(frame, (Sample(1), Sample(5)), MAX_VERSION)
+    total = sum(parcel.header.checksum for parcel in parcels)
+    frame.checksum = commit_checksum(frame, total, MAX_VERSION)
+    frame.first_tokens[1].token_id = 4
+    wire.session.on_frame(frame, memoryview(b""))
+    assert isinstance(wire.events[0], TicketDead)

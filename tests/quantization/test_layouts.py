@@ -1,0 +1,192 @@
+"""Checkpoints of other tools' layouts give the logits of a dense model with the weights that they mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from baton.engine.interface import Batch, SampleRow, SequenceSlice
+from baton.engine.torch_engine import load_engine
+from baton.errors import MissingTensor, TensorMismatch, UnsupportedModel
+from baton.model.config import read_config
+from baton.types import Sampling
+from tests.support.quantized_models import (
+    GROUP_SIZE,
+    Encode,
+    awq_pieces,
+    compressed,
+    gptq_pieces,
+    int8_pieces,
+    make_quantized,
+    packed_pieces,
+    round_weight,
+)
+
+PROMPT = [7, 99, 250, 3, 3, 41, 180, 12, 77, 5, 64]
+
+
+def gptq(bits: int, zero_offset: int, shuffled: bool) -> Encode:
+    def encode(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        rounded = round_weight(weight, bits, GROUP_SIZE, symmetric=False, shuffled=shuffled)
+        return gptq_pieces(rounded, zero_offset), rounded.dense()
+
+    return encode
+
+
+def awq(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    rounded = round_weight(weight, 4, GROUP_SIZE, symmetric=False)
+    return awq_pieces(rounded), rounded.dense()
+
+
+def packed(bits: int, symmetric: bool, shuffled: bool = False) -> Encode:
+    def encode(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        rounded = round_weight(weight, bits, GROUP_SIZE, symmetric, shuffled)
+        return packed_pieces(rounded, symmetric, shuffled), rounded.dense()
+
+    return encode
+
+
+def int8(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    rounded = round_weight(weight, 8, weight.shape[1], symmetric=True)
+    return int8_pieces(rounded), rounded.dense()
+
+
+def float8(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    scale = torch.tensor([0.01])
+    numbers = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": numbers, "weight_scale": scale}, numbers.float() * scale
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP_SIZE, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP_SIZE, "version": "gemm"}
+GROUP = {"type": "int", "strategy": "group", "group_size": GROUP_SIZE}
+
+CASES: dict[str, tuple[Encode, dict[str, Any]]] = {
+    "gptq-4": (gptq(4, 1, shuffled=False), GPTQ),
+    "gptq-8": (gptq(8, 1, shuffled=False), GPTQ | {"bits": 8}),
+    "gptq-v2": (gptq(4, 0, shuffled=False), GPTQ | {"checkpoint_format": "gptq_v2"}),
+    "gptq-reordered": (gptq(4, 1, shuffled=True), GPTQ | {"desc_act": True}),
+    "awq": (awq, AWQ),
+    "packed-4": (
+        packed(4, True),
+        compressed("pack-quantized", num_bits=4, symmetric=True, **GROUP),
+    ),
+    "packed-8": (
+        packed(8, True),
+        compressed("pack-quantized", num_bits=8, symmetric=True, **GROUP),
+    ),
+    "packed-4-zeros": (
+        packed(4, False),
+        compressed("pack-quantized", num_bits=4, symmetric=False, **GROUP),
+    ),
+    "packed-4-reordered": (
+        packed(4, True, shuffled=True),
+        compressed("pack-quantized", num_bits=4, symmetric=True, actorder="group", **GROUP),
+    ),
+    "int8": (
+        int8,
+        compressed("int-quantized", num_bits=8, type="int", symmetric=True, strategy="channel"),
+    ),
+    "float8": (
+        float8,
+        compressed("float-quantized", num_bits=8, type="float", symmetric=True, strategy="tensor"),
+    ),
+}
+
+
+@pytest.fixture(params=CASES)
+def checkpoints(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
+    encode, quantization = CASES[request.param]
+    return make_quantized(tmp_path, encode, quantization)
+
+
+def logits_of(path: Path, dtype: str) -> torch.Tensor:
+    engine = load_engine(str(path), num_blocks=4, dtype=dtype)
+    rows = tuple(SampleRow(i, Sampling(), PROMPT[: i + 1], len(PROMPT)) for i in range(len(PROMPT)))
+    return engine.logits(Batch((SequenceSlice(PROMPT, 0, range(4), rows, len(PROMPT)),)))
+
+
+def test_logits_are_those_of_the_dense_model(checkpoints: tuple[Path, Path]) -> None:
+    quantized, dense = checkpoints
+    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float64)
+    wanted = model(torch.tensor([PROMPT])).logits[0].detach().float()
+    torch.testing.assert_close(logits_of(quantized, "float32"), wanted, atol=1e-4, rtol=0)
+    # In bfloat16 some CPUs keep the levels and round activations to int8.
+    error = (logits_of(quantized, "bfloat16") - wanted).norm() / wanted.norm()
+    assert error < 0.15
+
+
+@pytest.fixture
+def packed_model(tmp_path: Path) -> Path:
+    return make_quantized(tmp_path, *CASES["packed-4"])[0]
+
+
+def edit_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+SCALE = "model.layers.1.mlp.up_proj.weight_scale"
+
+
+def test_a_missing_piece_is_named(packed_model: Path) -> None:
+    edit_weights(packed_model, lambda tensors: tensors.pop(SCALE))
+    with pytest.raises(MissingTensor, match=r"layers\.1\.mlp\.up_proj.*weight_scale"):
+        logits_of(packed_model, "float32")
+
+
+def test_pieces_that_do_not_fit_are_named(packed_model: Path) -> None:
+    edit_weights(packed_model, lambda tensors: tensors.update({SCALE: torch.ones(112, 5)}))
+    with pytest.raises(TensorMismatch, match="up_proj"):
+        logits_of(packed_model, "float32")
+
+
+def test_a_weight_of_another_model_is_named(packed_model: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight_shape"
+    edit_weights(packed_model, lambda tensors: tensors.update({name: torch.tensor([112, 48])}))
+    with pytest.raises(TensorMismatch, match="up_proj"):
+        logits_of(packed_model, "float32")
+
+
+def test_pieces_in_several_files(packed_model: Path) -> None:
+    whole = logits_of(packed_model, "float32")
+    tensors = load_file(packed_model / "model.safetensors")
+    (packed_model / "model.safetensors").unlink()
+    names = sorted(tensors, key=lambda name: name[::-1])
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for shard, part in shards.items():
+        save_file({name: tensors[name] for name in part}, packed_model / shard)
+    places = {name: shard for shard, part in shards.items() for name in part}
+    index = packed_model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    assert torch.equal(logits_of(packed_model, "float32"), whole)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "words"),
+    [
+        (GPTQ | {"bits": 3}, "bits=3"),
+        (AWQ | {"version": "gemv"}, "version=gemv"),
+        ({"quant_method": "gptq"}, "cannot be read"),
+        (compressed("marlin-24", num_bits=4, **GROUP), "marlin-24"),
+        (compressed("pack-quantized", num_bits=2, **GROUP), "num_bits=2"),
+        (compressed("pack-quantized", num_bits=4, type="int", strategy="block"), "block"),
+    ],
+)
+def test_what_is_not_read_is_refused(
+    packed_model: Path, quantization: dict[str, Any], words: str
+) -> None:
+    path = packed_model / "config.json"
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization})
+    )
+    with pytest.raises(UnsupportedModel, match=words):
+        read_config(packed_model)

@@ -1,0 +1,195 @@
+"""Speculation under a virtual clock: it gains where there is something to gain, and costs next to nothing elsewhere."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from baton.types import Sampling
+from decode_svc.speculation.proposer import NOTHING, DraftRequest, Forecast
+from decode_svc.speculation.speculator import MAX_PROBE_INTERVAL, PROBE_INTERVAL, Speculator
+from decode_svc.speculation.verify import verify
+
+StepTime = Callable[[int, int], float]
+
+
+@dataclass
+class FakeProposer:
+    """Right with probability `chance`, each time it is asked; a free one tells its drafts with the forecast."""
+
+    clock: Clock
+    chance: Callable[[int], float]
+    is_free: bool = True
+    draft_s: float = 0.0
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
+    forgotten: list[Hashable] = field(default_factory=list)
+
+    def foresee(self, requests: Sequence[DraftRequest]) -> list[Forecast]:
+        if not self.is_free:
+            return [Forecast(request.max_num_drafts) for request in requests]
+        found = [self._guess(request) for request in requests]
+        return [Forecast(len(drafts), 0, drafts) if drafts else NOTHING for drafts in found]
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
+        most = max(request.max_num_drafts for request in requests)
+        self.clock.now_s += self.cost_s(len(requests), most)
+        return [self._guess(request) for request in requests]
+
+    def cost_s(self, num_sequences: int, num_drafts: int) -> float:
+        return self.draft_s * num_drafts if num_sequences else 0.0
+
+    def forget(self, key: Hashable) -> None:
+        self.forgotten.append(key)
+
+    def _guess(self, request: DraftRequest) -> tuple[int, ...]:
+        start = len(request.token_ids)
+        right = range(start, start + request.max_num_drafts)
+        return tuple(t if self.rng.random() < self.chance(t) else -1 for t in right)
+
+
+@dataclass
+class Clock:
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class World:
+    """A batch whose sequences count upwards: the token at place t is t. A step of r rows takes step_s(num_sequences, r)."""
+
+    proposer: FakeProposer
+    num_sequences: int
+    step_s: StepTime
+    max_num_drafts: int = 5
+
+    def __post_init__(self) -> None:
+        self.speculator = Speculator(self.proposer, self.max_num_drafts, self.proposer.clock)
+        self.texts = [[0] for _ in range(self.num_sequences)]
+        self.num_drafted = 0
+
+    def step(self) -> None:
+        asked = [key for key in range(self.num_sequences) if self.speculator.is_due(key)]
+        requests = [
+            DraftRequest(key, self.texts[key], 1, self.max_num_drafts, Sampling()) for key in asked
+        ]
+        planned = self.speculator.plan(requests, self.num_sequences, 1000)
+        drafts = dict(zip(asked, planned, strict=True))
+        num_drafts = sum(map(len, planned))
+        self.num_drafted += num_drafts
+        self.proposer.clock.now_s += self.step_s(
+            self.num_sequences, self.num_sequences + num_drafts
+        )
+        for key, text in enumerate(self.texts):
+            own = drafts.get(key, ())
+            draws = list(range(len(text), len(text) + len(own) + 1))
+            got = draws[: verify(own, draws) + 1]
+            text.extend(got)
+            if key in drafts:
+                self.speculator.judge(key, got)
+        self.speculator.made(self.num_sequences, num_drafts)
+
+    def gain(self, num_steps: int = 600) -> float:
+        """Tokens per second over those of no speculation."""
+        for _ in range(num_steps):
+            self.step()
+        num_tokens = sum(len(text) - 1 for text in self.texts)
+        plain_s = self.step_s(self.num_sequences, self.num_sequences) / self.num_sequences
+        return num_tokens * plain_s / self.proposer.clock.now_s
+
+
+def flat(num_sequences: int, num_rows: int) -> float:  # noqa: ARG001
+    """Far below the ridge: rows are nearly free."""
+    return 0.004 + 0.00005 * num_rows
+
+
+def steep(num_sequences: int, num_rows: int) -> float:  # noqa: ARG001
+    """Saturated: time goes with rows."""
+    return 0.0002 * num_rows
+
+
+@pytest.mark.parametrize(("chance", "at_least"), [(0.95, 3.5), (0.8, 2.2), (0.5, 1.2)])
+@pytest.mark.parametrize("num_sequences", [1, 8])
+def test_good_drafts_gain_where_rows_are_nearly_free(
+    num_sequences: int, chance: float, at_least: float
+) -> None:
+    proposer = FakeProposer(Clock(), lambda _: chance)
+    assert World(proposer, num_sequences, flat).gain() > at_least
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.6, 0.99])
+@pytest.mark.parametrize("is_free", [True, False])
+@pytest.mark.parametrize("num_sequences", [1, 5, 64])
+def test_a_saturated_machine_loses_next_to_nothing(
+    num_sequences: int, is_free: bool, chance: float
+) -> None:
+    proposer = FakeProposer(Clock(), lambda _: chance, is_free, 0.0 if is_free else 0.0005)
+    assert World(proposer, num_sequences, steep).gain() > 0.98
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+@pytest.mark.parametrize("num_sequences", [1, 16])
+def test_bad_drafts_lose_next_to_nothing(num_sequences: int, is_free: bool) -> None:
+    proposer = FakeProposer(Clock(), lambda _: 0.02, is_free, 0.0 if is_free else 0.001)
+    assert World(proposer, num_sequences, flat).gain(2000) > 0.98
+
+
+def test_a_draft_model_as_slow_as_the_target_is_hardly_used() -> None:
+    proposer = FakeProposer(Clock(), lambda _: 0.7, is_free=False, draft_s=0.004)
+    world = World(proposer, 1, flat)
+    assert world.gain(2000) > 0.98
+    assert world.num_drafted <= 2000 / PROBE_INTERVAL + 5
+
+
+def test_free_drafts_are_taken_up_when_they_begin_to_be_right() -> None:
+    """A sequence that begins to copy: noticed without a single draft verified before."""
+    proposer = FakeProposer(Clock(), lambda token: 0.95 if token > 500 else 0.0)
+    world = World(proposer, 1, flat)
+    for _ in range(480):
+        world.step()
+    wasted = world.num_drafted
+    for _ in range(100):
+        world.step()
+    assert wasted <= 480 / PROBE_INTERVAL + 5
+    assert len(world.texts[0]) > 480 + 100 * 2.5
+
+
+def test_a_draft_model_that_begins_to_be_right_is_noticed_by_probes() -> None:
+    proposer = FakeProposer(
+        Clock(), lambda token: 0.95 if token > 500 else 0.0, is_free=False, draft_s=0.0002
+    )
+    world = World(proposer, 1, flat)
+    for _ in range(500 + 8 * MAX_PROBE_INTERVAL):
+        world.step()
+    num_tokens = len(world.texts[0])
+    for _ in range(100):
+        world.step()
+    assert len(world.texts[0]) - num_tokens > 250
+
+
+def test_one_sequence_that_copies_is_drafted_for_in_a_batch_that_does_not() -> None:
+    class Mixed(FakeProposer):
+        def _guess(self, request: DraftRequest) -> tuple[int, ...]:
+            self.chance = lambda _: 0.98 if request.key == 0 else 0.0
+            return super()._guess(request)
+
+    world = World(Mixed(Clock(), lambda _: 0.0), 16, lambda b, r: 0.004 + 0.0002 * r + 0 * b)
+    world.gain(300)
+    lengths = [len(text) for text in world.texts]
+    assert lengths[0] > 3 * max(lengths[1:])
+    assert max(lengths[1:]) < 330
+
+
+def test_a_forgotten_sequence_is_forgotten_everywhere() -> None:
+    proposer = FakeProposer(Clock(), lambda _: 0.5)
+    world = World(proposer, 1, flat)
+    world.gain(10)
+    world.speculator.forget(0)
+    world.speculator.forget(0)
+    assert proposer.forgotten == [0, 0]
+    assert not world.speculator._tracks
+    assert not world.speculator._acceptance._own

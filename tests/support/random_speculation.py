@@ -1,0 +1,70 @@
+"""Speculation that guesses wildly: right tokens, wrong ones and both mixed, of any number, whenever it likes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable, Sequence
+
+from baton.engine.oracle import oracle_tokens
+from decode_svc.speculation.proposer import DraftRequest
+from tests.support.grammar_walks import allowed_after
+
+
+class RandomSpeculation:
+    """Implements Speculation for oracle engines of vocab_size tokens."""
+
+    max_num_drafts = 6
+
+    def __init__(self, seed: int, vocab_size: int = 1000) -> None:
+        self._rng = random.Random(seed)
+        self._vocab_size = vocab_size
+        self._outputs: dict[Hashable, list[int]] = {}
+
+    def is_due(self, key: Hashable) -> bool:  # noqa: ARG002
+        return self._rng.random() < 0.8
+
+    def plan(
+        self,
+        requests: Sequence[DraftRequest],
+        num_rows: int,  # noqa: ARG002
+        max_num_drafts: int,
+    ) -> list[tuple[int, ...]]:
+        planned = []
+        for request in requests:
+            most = min(request.max_num_drafts, max_num_drafts)
+            drafts = self._guess(request)[: self._rng.randint(0, most)]
+            max_num_drafts -= len(drafts)
+            planned.append(drafts)
+        return planned
+
+    def judge(self, key: Hashable, token_ids: Sequence[int]) -> None:
+        pass
+
+    def made(self, num_rows: int, num_drafts: int) -> None:
+        pass
+
+    def forget(self, key: Hashable) -> None:
+        self._outputs.pop(key, None)
+
+    def _guess(self, request: DraftRequest) -> tuple[int, ...]:
+        start = len(request.token_ids) - request.num_prompt_tokens
+        right = self._output(request)[start : start + request.max_num_drafts]
+        right += [self._any() for _ in range(request.max_num_drafts - len(right))]
+        share = self._rng.choice([0.0, 0.2, 1.0])
+        return tuple(self._any() if self._rng.random() < share else token for token in right)
+
+    def _any(self) -> int:
+        return self._rng.randrange(self._vocab_size)
+
+    def _output(self, request: DraftRequest) -> list[int]:
+        """What the request gets in the end."""
+        if request.key not in self._outputs:
+            prompt = request.token_ids[: request.num_prompt_tokens]
+            self._outputs[request.key] = oracle_tokens(
+                prompt,
+                request.sampling,
+                self._vocab_size,
+                request.choice,
+                allowed_after(request.sampling),
+            )
+        return self._outputs[request.key]
