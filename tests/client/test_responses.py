@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.client.responses import StreamReader, chunk_of, completion_of
@@ -19,6 +19,7 @@ def position(token_id: int) -> sampling_pb2.PositionLogprobs:
     return sampling_pb2.PositionLogprobs(chosen=chosen)
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([0, 1, 2]), max_size=12))
 def test_interleaved_choices_are_taken_apart(order: list[int]) -> None:
     reader = StreamReader("r")

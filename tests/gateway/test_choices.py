@@ -136,6 +136,19 @@ def test_choices_are_placed_anew_one_by_one(reason_at: int) -> None:
     in_world(test, num_decodes=2)
 
 
+def test_a_choice_that_is_preempted_leaves_the_others_where_they_are() -> None:
+    async def test(world: World) -> None:
+        spec = make_spec("a", num_choices=4, max_tokens=20)
+        request = asyncio.create_task(world.generate(spec))
+        await asyncio.sleep(0.05)
+        world.decodes[0].preempt(2)
+        assert (await request).outputs() == expected_outputs(spec)
+        _, again = world.decodes[0].specs
+        assert (again.choice, again.num_choices) == (2, 1)
+
+    in_world(test)
+
+
 def test_memory_that_runs_out_preempts_and_all_end() -> None:
     async def test(world: World) -> None:
         specs = [

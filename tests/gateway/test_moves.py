@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from baton.types import BeamParams, WorkerLoad
+from baton.types import BeamParams, Tier, WorkerLoad
 from gateway import movable_seat, mover
 from gateway.mover import MAX_MOVES
 from gateway.request import TextOptions
@@ -39,6 +39,8 @@ def test_a_worker_that_drains_is_emptied_and_nothing_is_computed_again(num_choic
         assert world.decodes[busy].num_sequences == 0
         assert world.decodes[busy].num_handed_over == num_choices
         assert world.decodes[idle].num_sequences == num_choices
+        in_flight = [worker.num_in_flight for worker in world.fleet.tier(Tier.DECODE)]
+        assert sorted(in_flight) == [0, num_choices]
         client = await request
         spec = make_spec("a", num_choices=num_choices, max_tokens=60)
         assert client.outputs() == expected_outputs(spec)

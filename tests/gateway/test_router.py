@@ -37,6 +37,7 @@ PREFILLS = st.lists(
         max_outstanding_tokens=st.just(128),
         matched_tokens=st.integers(0, 40),
         ahead_tokens=st.integers(-100, 100).map(float),
+        batch_tokens=st.sampled_from([0, 64]),
     ),
     max_size=4,
     unique_by=lambda v: v.address,
@@ -137,13 +138,14 @@ def test_a_worker_without_credit_takes_what_its_cache_makes_short() -> None:
 
 
 def test_a_cached_prefix_counts_for_less_on_a_worker_that_is_ahead() -> None:
-    """32 tokens outweigh a queue of 64 less what the worker was given above the mean."""
+    """32 tokens outweigh a queue of 64 less what the worker was given above the mean and a batch of 10."""
     for ahead, outstanding, winner in (
         (0, 63, "cached"),
+        (10, 63, "cached"),
         (-50, 65, "p"),
-        (40, 23, "cached"),
-        (40, 25, "p"),
-        (65, 0, "p"),
+        (50, 23, "cached"),
+        (50, 25, "p"),
+        (75, 0, "p"),
     ):
         cached = replace(
             PREFILL,
@@ -151,6 +153,7 @@ def test_a_cached_prefix_counts_for_less_on_a_worker_that_is_ahead() -> None:
             matched_tokens=32,
             outstanding_tokens=outstanding,
             ahead_tokens=float(ahead),
+            batch_tokens=10,
         )
         plan = choose(NEED, [PREFILL, cached], [DECODE], b"k")
         assert isinstance(plan, Plan)
@@ -163,16 +166,22 @@ def test_a_cached_prefix_counts_for_less_on_a_worker_that_is_ahead() -> None:
 def test_no_cache_draws_work_to_a_worker_that_is_further_ahead_than_it_is_worth(
     views: list[tuple[int, int]],
 ) -> None:
-    """So leads are bounded, whatever is asked for: by twice the longest prompt, and one prompt."""
+    """So leads are bounded, whatever is asked for: by twice the longest prompt, one prompt, and a batch."""
     prefills = [
-        replace(PREFILL, address=f"p{i}", matched_tokens=matched, ahead_tokens=float(ahead))
+        replace(
+            PREFILL,
+            address=f"p{i}",
+            matched_tokens=matched,
+            ahead_tokens=float(ahead),
+            batch_tokens=8,
+        )
         for i, (matched, ahead) in enumerate(views)
     ]
     plan = choose(NEED, prefills, [DECODE], b"k")
     assert isinstance(plan, Plan)
     chosen = next(view for view in prefills if view.address == plan.prefill)
     least = min(view.ahead_tokens for view in prefills)
-    assert chosen.ahead_tokens <= max(least, 2 * chosen.matched_tokens)
+    assert chosen.ahead_tokens <= max(least, 2 * chosen.matched_tokens + 8)
 
 
 def test_of_workers_with_equal_queues_the_one_that_did_least_is_taken() -> None:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.sampling.beam_search import BeamSearch, Candidates, Hypothesis, num_candidates
@@ -75,6 +75,7 @@ def score_of(model: Model, tokens: Tokens, length_penalty: float) -> float:
     return total / len(tokens) ** length_penalty
 
 
+@settings(deadline=None)
 @given(seed=st.integers(0, 10_000), length_penalty=st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0]))
 def test_a_search_wide_enough_finds_the_best_of_all(seed: int, length_penalty: float) -> None:
     model = random_model(seed, vocab_size=4)
@@ -86,6 +87,7 @@ def test_a_search_wide_enough_finds_the_best_of_all(seed: int, length_penalty: f
     assert {h.token_ids for h in found} == set(outputs)
 
 
+@settings(deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     width=st.integers(1, 5),
@@ -115,6 +117,7 @@ def test_what_holds_of_every_search(
         assert totals == sorted(totals, reverse=True)
 
 
+@settings(deadline=None)
 @given(seed=st.integers(0, 10_000), width=st.integers(1, 4), length_penalty=st.floats(0.1, 3))
 def test_later_ends_find_no_less(seed: int, width: int, length_penalty: float) -> None:
     """The more outputs a search waits for, the better the best: at once, then by present length, then by any length."""
@@ -127,6 +130,7 @@ def test_later_ends_find_no_less(seed: int, width: int, length_penalty: float) -
     assert steps == sorted(steps)
 
 
+@settings(deadline=None)
 @given(seed=st.integers(0, 10_000), width=st.integers(1, 4))
 def test_more_candidates_change_nothing(seed: int, width: int) -> None:
     model = random_model(seed, vocab_size=9)
@@ -146,6 +150,22 @@ def test_fewer_allowed_tokens_than_beams() -> None:
     step = search.step([[(0, -0.1)], [(1, -0.1)]])
     assert step.is_over
     assert [h.token_ids for h in search.best()] == [(5, 0), (6, 1)]
+
+
+def test_short_outputs_that_score_best_are_not_judged_by_the_longest() -> None:
+    """With a negative penalty an output scores best at its present length, also for NEVER."""
+    search = BeamSearch(sampling_of(2, 10, -1.0, EarlyStopping.NEVER), 1, 1000)
+    assert not search.step([[(5, -0.5), (0, -0.9), (6, -3.0)]]).is_over
+    # Finished: -0.9, and -1.5 * 2. The best running one has -0.6 * 2 now, and would have -0.6 * 10.
+    assert not search.step([[(8, -0.1), (0, -1.0), (9, -4.0)], [(5, -4.0)]]).is_over
+
+
+def test_only_the_best_finished_outputs_are_kept() -> None:
+    search = BeamSearch(sampling_of(1, 10, 1.0, EarlyStopping.NEVER), 1, 1000)
+    assert not search.step([[(0, -0.2), (5, -0.3)]]).is_over
+    # Another one ends, with -0.8 / 2. What runs on may come to -2.1 / 10: better than that, worse than -0.2.
+    assert search.step([[(0, -0.5), (5, -1.8)]]).is_over
+    assert [h.token_ids for h in search.best()] == [(0,)]
 
 
 def test_no_beam_search_asked_for() -> None:

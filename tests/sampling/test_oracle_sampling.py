@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
@@ -34,6 +34,7 @@ def mask_of(allowed: set[int]) -> bytes:
     return sum(1 << token for token in allowed).to_bytes(3, "little")
 
 
+@settings(deadline=None)
 @given(
     allowed=st.sets(st.integers(0, VOCAB - 1), min_size=1),
     temperature=st.sampled_from([0.0, 1.0]),
@@ -47,6 +48,7 @@ def test_only_allowed_tokens_come(allowed: set[int], temperature: float, seed: i
     assert set(output) <= allowed
 
 
+@settings(deadline=None)
 @given(words=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=2), max_size=12))
 def test_bad_words_do_not_come(words: list[list[int]]) -> None:
     vocab = 6
@@ -57,6 +59,7 @@ def test_bad_words_do_not_come(words: list[list[int]]) -> None:
         assert all(text[end + 1 - len(word) : end + 1] != word for end in ends)
 
 
+@settings(deadline=None)
 @given(min_tokens=st.integers(0, 12))
 def test_an_output_does_not_end_before_min_tokens(min_tokens: int) -> None:
     stops = frozenset(range(VOCAB // 2))
@@ -71,6 +74,7 @@ def test_no_token_to_choose_is_a_fault() -> None:
         ask(SampleRow(2, Sampling(), PROMPT, 3, allowed=b""))
 
 
+@settings(deadline=None)
 @given(token_id=st.integers(0, VOCAB - 1), num_top=st.integers(0, VOCAB + 2))
 def test_a_scored_token_is_told_with_probabilities_that_add_up(token_id: int, num_top: int) -> None:
     sampling = Sampling(prompt_logprobs=num_top, temperature=1.0)
@@ -105,6 +109,7 @@ def test_a_beam_is_offered_what_it_is_allowed() -> None:
     assert one.token_id == one.logprobs.top[0][0]
 
 
+@settings(deadline=None)
 @given(width=st.integers(1, 5), block_size=st.integers(1, 5))
 def test_beams_do_not_depend_on_blocks(width: int, block_size: int) -> None:
     beam = BeamParams(width, num_returned=width)

@@ -6,6 +6,6 @@ import pytest
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "mix_seed" in metafunc.fixturenames:
-        num_seeds = metafunc.config.getoption("--num-seeds")
-        metafunc.parametrize("mix_seed", range(num_seeds))
+    for name in ("mix_seed", "chaos_seed"):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, range(metafunc.config.getoption("--num-seeds")))

@@ -45,15 +45,21 @@ class Client:
     chunks: list[Chunk] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
     read_s: float = 0.0
+    is_reading: bool = False
     on_chunk: Callable[[Chunk], None] | None = None
 
     async def write(self, chunk: Chunk) -> None:
-        self.chunks.append(chunk)
-        self.times_s.append(asyncio.get_running_loop().time())
-        if self.on_chunk:
-            self.on_chunk(chunk)
-        if self.read_s:
-            await asyncio.sleep(self.read_s)
+        assert not self.is_reading, "a stream is written by one at a time"
+        self.is_reading = True
+        try:
+            self.chunks.append(chunk)
+            self.times_s.append(asyncio.get_running_loop().time())
+            if self.on_chunk:
+                self.on_chunk(chunk)
+            if self.read_s:
+                await asyncio.sleep(self.read_s)
+        finally:
+            self.is_reading = False
 
     @property
     def token_ids(self) -> list[int]:

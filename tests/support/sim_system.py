@@ -276,13 +276,14 @@ class System:
         prefill_shape: SimShape = SimShape(block_size=8),
         decode_shape: SimShape = SimShape(),
         max_queue_size: int = 256,
+        hub: LoopbackHub | None = None,
         speculates: bool = False,
     ) -> None:
         """speculates: decode workers draft at random."""
         self.speculates = speculates
         self.rng = random.Random(seed)
         self.prefill_shape, self.decode_shape = prefill_shape, decode_shape
-        self.hub = LoopbackHub()
+        self.hub = hub or LoopbackHub()
         prefill_names = [f"p{i}" for i in range(num_prefill)]
         decode_names = [f"d{i}" for i in range(num_decode)]
         self.fleet = Fleet(prefill_names, decode_names)

@@ -1,0 +1,49 @@
+"""A decode worker that does nothing by itself: commands are recorded, and the test says what is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.events import DecodeEvent, is_last
+from baton.types import KvSource, SequenceSpec
+from gateway.links import Sink
+
+
+class StubLink:
+    """Implements gateway.links.DecodeLink."""
+
+    def __init__(self) -> None:
+        self.commands: list[tuple[object, ...]] = []
+        self.specs: list[SequenceSpec] = []
+        self._sinks: dict[int, Sink] = {}
+        self._last_handle = 0
+
+    def open(self, spec: SequenceSpec, source: KvSource, sinks: Sequence[Sink]) -> int:
+        first = self._last_handle + 1
+        self._last_handle += len(sinks)
+        self._sinks.update(enumerate(sinks, start=first))
+        self.specs.append(spec)
+        self.commands.append(("open", source))
+        return first
+
+    def abort(self, handle: int) -> None:
+        if self._sinks.pop(handle, None) is not None:
+            self.commands.append(("abort", handle))
+
+    def pause(self, handle: int) -> None:
+        self.commands.append(("pause", handle))
+
+    def hand_off(self, handle: int, ticket: bytes) -> None:
+        self.commands.append(("hand_off", handle, ticket))
+
+    def resume(self, handle: int) -> None:
+        self.commands.append(("resume", handle))
+
+    def tell(self, event: DecodeEvent, handle: int = 1) -> None:
+        """What the worker tells; nothing if nobody listens any more."""
+        sink = self._sinks.get(handle)
+        if sink is None:
+            return
+        if is_last(event):
+            del self._sinks[handle]
+        sink(event)
