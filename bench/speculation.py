@@ -1,37 +1,38 @@
-"""What speculation gains: tokens a second with and without, by turns, over the same requests.
+"""What speculation gains: tokens a second of a decode worker with and without, step by step in turn.
 
-    python -m bench.speculation [--model DIR] [--draft DIR] [--rounds 8] [--batch 48]
+    python -m bench.speculation [--model DIR] [--draft DIR] [--seconds 20] [--batch 48] [--json FILE]
 
-One set of services for each method (none, ngram, draft), all running all the time and all but one idle, so that whatever
-else the machine does falls on each. Turns are short, a second or two, and a round drives every workload through each method,
-in turning order; told are medians over the rounds of tokens a second and of the ratio to none within the round, and how many
-drafted tokens were accepted. All methods decode the same prompts and seeds in a round.
+One decode core for each method (none, ngram, draft) in this process, each with an engine of its own. They take turns at every
+step, so that whatever else the machine does falls on all of them alike. As soon as a sequence ends the next one is opened, the
+same for each method: the batch is always full. Told are tokens over the seconds of a core's own steps, prompts and drafting
+included; the ratio to none, with its spread over ten stretches of the run; how many drafts were right; and the share of
+sequences that have the same tokens as without speculation (numerics: all of them in float32, in bfloat16 where the
+engine's result does not depend on how many rows a step has).
 
-Workloads, each alone (batch 1) and with as many at once as the worker takes (--batch):
-    copy     Prompts are functions of this Python's standard library; the answer is greedy. A model as small as the one in the box
-             soon repeats what stands before: text that copies, for which ngram is made.
-    sampled  The same prompts at temperature 1: hardly anything repeats. What speculation costs where it cannot gain.
+Workloads, each with one sequence at a time and with --batch of them:
+    copy     Prompts are functions of this Python's standard library; answers are greedy. A model as small as the one in the
+             box soon repeats what stands before: text that copies, for which ngram is made.
+    sampled  The same prompts at temperature 1: little repeats. What speculation costs where it cannot gain.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import asyncio
 import json
 import statistics
 import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from baton.client import AsyncClient, SamplingParams
-from baton.client.results import Completion
-from baton.config.options import ServeOptions
-from baton.supervisor.cluster import Cluster
+from tokenizers import Tokenizer
+
+from baton.config import DecodeOptions
+from baton.types import Sampling, SequenceSpec
+from bench.decode_rig import DecodeRig, StepResult
 from bench.machine import describe_commit, describe_machine, describe_versions
 
 #: Modules whose functions are the prompts.
@@ -42,10 +43,12 @@ PROMPT_CHARS = range(200, 900)
 
 METHODS = ("none", "ngram", "draft")
 
+NUM_STRETCHES = 10
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A turn is num_at_once requests at the same time."""
+    """num_at_once sequences, always."""
 
     name: str
     temperature: float
@@ -53,21 +56,38 @@ class Workload:
     max_tokens: int
 
 
+@dataclass(slots=True)
+class Tally:
+    """What one core did. stretches: (tokens, seconds) of each."""
+
+    stretches: list[tuple[int, float]] = field(default_factory=lambda: [(0, 0.0)])
+    num_drafted: int = 0
+    num_accepted: int = 0
+    outputs: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        tokens_before, seconds_before = self.stretches[-1]
+        self.stretches[-1] = (tokens_before + num_tokens, seconds_before + seconds)
+
+
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """What one set of services did with one workload in one round."""
+class Figures:
+    """Of one method and workload. ratio: to the same without speculation; low and high: quartiles over the stretches."""
 
     tokens_per_s: float
-    num_drafted: int
-    num_accepted: int
-    num_tokens: int
-    outputs: tuple[tuple[int, ...], ...]
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    drafted_per_token: float
+    acceptance: float
+    share_equal: float
 
 
-def prompts() -> list[str]:
-    """Sources of functions, from the library that runs this script."""
+def prompts(tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """Functions of the library that runs this script."""
     root = Path(sysconfig.get_path("stdlib"))
-    return [source for name in MODULES for source in _functions((root / f"{name}.py").read_text())]
+    texts = [text for name in MODULES for text in _functions((root / f"{name}.py").read_text())]
+    return [tuple(tokenizer.encode(text).ids) for text in texts]
 
 
 def _functions(source: str) -> Iterator[str]:
@@ -77,136 +97,148 @@ def _functions(source: str) -> Iterator[str]:
             yield f"{text}\n\n"
 
 
-async def drive(client: AsyncClient, workload: Workload, texts: Sequence[str], first: int) -> Turn:
-    """One turn, with prompts and seeds that `first` names."""
+def spec_of(index: int, workload: Workload, texts: Sequence[tuple[int, ...]]) -> SequenceSpec:
+    sampling = Sampling(
+        temperature=workload.temperature, seed=index, max_tokens=workload.max_tokens
+    )
+    return SequenceSpec(f"r{index}", texts[index % len(texts)], sampling, arrival_ns=index)
 
-    async def one(index: int) -> Completion:
-        params = SamplingParams(
-            temperature=workload.temperature,
-            seed=index,
-            max_tokens=workload.max_tokens,
-            ignore_eos=True,
-        )
-        return await client.generate(texts[index % len(texts)], params)
 
-    begin_s = time.perf_counter()
-    done = await asyncio.gather(*(one(first + i) for i in range(workload.num_at_once)))
-    elapsed_s = time.perf_counter() - begin_s
-    num_tokens = sum(len(one.token_ids) for one in done)
-    return Turn(
-        num_tokens / elapsed_s,
-        sum(one.usage.draft_tokens for one in done),
-        sum(one.usage.accepted_tokens for one in done),
-        num_tokens,
-        tuple(tuple(one.token_ids) for one in done),
+class Lane:
+    """One method's core, at work on the sequences 0, 1, 2, ... of a workload."""
+
+    def __init__(
+        self, rig: DecodeRig, workload: Workload, texts: Sequence[tuple[int, ...]]
+    ) -> None:
+        self._rig = rig
+        self._workload = workload
+        self._texts = texts
+        self._indices: dict[int, int] = {}
+        self._num_opened = 0
+        self.tally = Tally()
+
+    def step(self, *, is_counted: bool) -> None:
+        """One step, with the batch filled up before; counted or not."""
+        while self._rig.num_running < self._workload.num_at_once:
+            spec = spec_of(self._num_opened, self._workload, self._texts)
+            self._indices[self._rig.open(spec)] = self._num_opened
+            self._num_opened += 1
+        done = self._step()
+        if is_counted:
+            self.tally.add(done.num_tokens, done.seconds)
+            self.tally.num_drafted += done.num_drafted
+            self.tally.num_accepted += done.num_accepted
+
+    def drain(self) -> None:
+        """Let the sequences that run end."""
+        while self._rig.num_running:
+            self._step()
+
+    def _step(self) -> StepResult:
+        done = self._rig.step()
+        for handle, output in done.ended:
+            self.tally.outputs[self._indices.pop(handle)] = output
+        return done
+
+
+def measure(
+    rigs: dict[str, DecodeRig], workload: Workload, texts: Sequence[tuple[int, ...]], seconds: float
+) -> dict[str, Tally]:
+    lanes = {method: Lane(rig, workload, texts) for method, rig in rigs.items()}
+    _turns(lanes, seconds / NUM_STRETCHES, is_counted=False)
+    for _ in range(NUM_STRETCHES):
+        for lane in lanes.values():
+            lane.tally.stretches.append((0, 0.0))
+        _turns(lanes, seconds / NUM_STRETCHES, is_counted=True)
+    for lane in lanes.values():
+        lane.drain()
+    return {method: lane.tally for method, lane in lanes.items()}
+
+
+def _turns(lanes: dict[str, Lane], seconds: float, *, is_counted: bool) -> None:
+    end_s = time.perf_counter() + seconds
+    while time.perf_counter() < end_s:
+        for lane in lanes.values():
+            lane.step(is_counted=is_counted)
+
+
+def figures(tally: Tally, plain: Tally) -> Figures:
+    rates = [tokens / spent for tokens, spent in tally.stretches[1:]]
+    plain_rates = [tokens / spent for tokens, spent in plain.stretches[1:]]
+    low, _, high = statistics.quantiles(
+        [a / b for a, b in zip(rates, plain_rates, strict=True)], n=4
+    )
+    num_tokens = sum(tokens for tokens, _ in tally.stretches)
+    total_s = sum(spent for _, spent in tally.stretches)
+    plain_rate = sum(t for t, _ in plain.stretches) / sum(s for _, s in plain.stretches)
+    common = tally.outputs.keys() & plain.outputs.keys()
+    return Figures(
+        tokens_per_s=num_tokens / total_s,
+        ratio=num_tokens / total_s / plain_rate,
+        ratio_low=low,
+        ratio_high=high,
+        drafted_per_token=tally.num_drafted / num_tokens,
+        acceptance=tally.num_accepted / tally.num_drafted if tally.num_drafted else 0.0,
+        share_equal=sum(tally.outputs[i] == plain.outputs[i] for i in common) / len(common),
     )
 
 
-Rounds = dict[tuple[str, str], list[Turn]]
-
-
-async def measure(
-    options: ServeOptions, draft: str, workloads: Sequence[Workload], num_rounds: int
-) -> Rounds:
-    """Turns by (workload, method)."""
-    texts = prompts()
-    own: dict[str, dict[str, str]] = {m: {"speculative_method": m} for m in METHODS}
-    own["draft"]["speculative_model"] = draft
-    found: Rounds = {(w.name, m): [] for w in workloads for m in METHODS}
-    async with AsyncExitStack() as stack:
-        clients = {}
-        for method in METHODS:
-            values = options.model_dump(exclude_unset=True) | own[method]
-            cluster = await stack.enter_async_context(
-                Cluster(ServeOptions.model_validate(values), on_line=_drop)
-            )
-            clients[method] = await stack.enter_async_context(AsyncClient(cluster.address))
-        for number in range(num_rounds + 1):  # the first one warms up
-            shift = number % len(METHODS)
-            for workload in workloads:
-                for method in (*METHODS[shift:], *METHODS[:shift]):
-                    turn = await drive(clients[method], workload, texts, number)
-                    if number:
-                        found[workload.name, method].append(turn)
-                        _tell(number, workload, method, turn)
-    return found
-
-
-def summary(turns: Sequence[Turn], plain: Sequence[Turn]) -> dict[str, float]:
-    """Figures of one workload and method; plain: the same rounds without speculation."""
-    ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(turns, plain, strict=True)]
-    num_drafted = sum(turn.num_drafted for turn in turns)
-    num_accepted = sum(turn.num_accepted for turn in turns)
-    num_tokens = sum(turn.num_tokens for turn in turns)
-    pairs = [
-        (a, b)
-        for x, y in zip(turns, plain, strict=True)
-        for a, b in zip(x.outputs, y.outputs, strict=True)
-    ]
-    return {
-        "tokens_per_s": statistics.median(turn.tokens_per_s for turn in turns),
-        "ratio": statistics.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
-        "drafted_per_token": num_drafted / num_tokens,
-        "acceptance": num_accepted / num_drafted if num_drafted else 0.0,
-        "tokens_per_step": num_tokens / (num_tokens - num_accepted),
-        "share_of_equal_outputs": sum(a == b for a, b in pairs) / len(pairs),
+def rig_of(method: str, arguments: argparse.Namespace) -> DecodeRig:
+    values = {
+        "model": arguments.model,
+        "dtype": arguments.dtype,
+        "max_num_seqs": arguments.batch,
+        "max_model_len": 1024,
+        "speculative_method": method,
+        "speculative_model": arguments.draft if method == "draft" else None,
     }
+    return DecodeRig(DecodeOptions.model_validate(values))
 
 
-def _tell(number: int, workload: Workload, method: str, turn: Turn) -> None:
-    sys.stderr.write(
-        f"round {number} {workload.name} {method}: {turn.tokens_per_s:.0f} tok/s, "
-        f"{turn.num_accepted}/{turn.num_drafted} accepted\n"
-    )
-
-
-def _drop(name: str, line: str) -> None:
-    """Logs of the services are of no interest here."""
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default="models/baton-py-6m")
     parser.add_argument("--draft", default="models/baton-py-6m-draft")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each workload")
     parser.add_argument("--batch", type=int, default=48)
-    given = parser.parse_args()
-    options = ServeOptions.model_validate(
-        {
-            "model": given.model,
-            "dtype": given.dtype,
-            "colocated": True,
-            "port": 0,
-            "log_level": "warning",
-            "max_num_seqs": given.batch,
-            "max_model_len": 1024,
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    texts = prompts(Tokenizer.from_file(str(Path(arguments.model) / "tokenizer.json")))
+    rigs = {method: rig_of(method, arguments) for method in METHODS}
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for num_at_once, max_tokens in ((1, 256), (arguments.batch, 128)):
+        for name, temperature in (("copy", 0.0), ("sampled", 1.0)):
+            workload = Workload(
+                f"{name}, batch {num_at_once}", temperature, num_at_once, max_tokens
+            )
+            tallies = measure(rigs, workload, texts, arguments.seconds)
+            results[workload.name] = {
+                method: asdict(figures(tally, tallies["none"])) for method, tally in tallies.items()
+            }
+            _tell(workload.name, results[workload.name])
+    if arguments.json:
+        told = {
+            "machine": describe_machine(),
+            "versions": describe_versions(),
+            "commit": describe_commit(),
+            "dtype": arguments.dtype,
+            "results": results,
         }
-    )
-    workloads = [
-        Workload(f"{name}, batch {at_once}", temperature, at_once, max_tokens)
-        for at_once, max_tokens in ((1, 256), (given.batch, 64))
-        for name, temperature in (("copy", 0.0), ("sampled", 1.0))
-    ]
-    found = asyncio.run(measure(options, given.draft, workloads, given.rounds))
-    results = {
-        workload.name: {
-            method: summary(found[workload.name, method], found[workload.name, "none"])
-            for method in METHODS
-        }
-        for workload in workloads
-    }
-    told = {
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-        "commit": describe_commit(),
-        "dtype": given.dtype,
-        "results": results,
-    }
-    print(json.dumps(told, indent=2))
+        arguments.json.write_text(json.dumps(told, indent=2) + "\n")
+    return 0
+
+
+def _tell(name: str, by_method: dict[str, dict[str, float]]) -> None:
+    for method, found in by_method.items():
+        print(
+            f"{name:18} {method:6} {found['tokens_per_s']:7.0f} tok/s  x{found['ratio']:.2f} "
+            f"({found['ratio_low']:.2f}-{found['ratio_high']:.2f})  "
+            f"{found['drafted_per_token']:.2f} drafts a token, {found['acceptance']:.0%} right  "
+            f"{found['share_equal']:.0%} of outputs equal",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

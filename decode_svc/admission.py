@@ -10,6 +10,7 @@ from baton.engine.admission import refusal
 from baton.engine.rows import wants_prompt_logprobs
 from baton.errors import BatonError, Draining, InvalidRequest
 from baton.events import Committed, DecodeEvent, Deferred, Failed, Offered, PrefillsHere
+from baton.grammar import Matchers
 from baton.types import KvSource, SequenceSpec
 from decode_svc.commands import Open
 from decode_svc.costs import Costs
@@ -56,6 +57,7 @@ class Admission:
         tickets: Tickets,
         limits: DecodeLimits,
         costs: Costs,
+        matchers: Matchers,
         clock: Callable[[], float],
     ) -> None:
         """clock: monotonic seconds."""
@@ -63,6 +65,7 @@ class Admission:
         self._tickets = tickets
         self._limits = limits
         self._costs = costs
+        self._matchers = matchers
         self._clock = clock
         self._by_ticket: dict[int, DecodeSequence] = {}
         self.is_draining = False
@@ -169,7 +172,13 @@ class Admission:
             return Deferred("the sequences that run need the blocks that are left")
         num_cached = lease.num_cached_tokens
         sequence = DecodeSequence(
-            command.stream, command.handle, spec, lease, Stage.RUNNING, num_cached
+            command.stream,
+            command.handle,
+            spec,
+            lease,
+            Stage.RUNNING,
+            num_cached,
+            order=self._matchers.order(spec.sampling),
         )
         state.put(sequence)
         if self._is_computed_here(command, num_cached):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from baton.cache.pool import BlockCopy, BlockLease, BlockPool
 from baton.engine.interface import SampleRow, SequenceSlice
-from baton.grammar import Matcher, Matchers
+from baton.grammar import Matcher
 from baton.sampling.beam_search import BeamSearch, Hypothesis
 from baton.types import Rank, Sample, SequenceSpec
 from decode_svc.sequence import DecodeSequence, Stage
@@ -17,7 +17,7 @@ from decode_svc.sequence import DecodeSequence, Stage
 class _Beam:
     """One running beam. KV of all its tokens but the last is in the lease's blocks.
 
-    matcher: of its parent's tokens until the grammar is followed; None without a grammar.
+    matcher: of its parent's tokens, or None, until the grammar is followed; None without a grammar.
     """
 
     token_ids: tuple[int, ...]
@@ -36,6 +36,7 @@ class BeamGroup:
         self.handle = root.handle
         self.spec: SequenceSpec = root.spec
         self.stage = Stage.RUNNING
+        self.order = root.order
         self._pool = pool
         self._search = BeamSearch(root.spec.sampling, root.spec.num_tokens, max_model_len)
         self._beams: tuple[_Beam, ...] = (_Beam(root.spec.token_ids, root.lease, root.matcher),)
@@ -96,22 +97,18 @@ class BeamGroup:
             copies += beam.lease.prepare_write(start, start + 1) or ()
         return tuple(copies)
 
-    def awaits_grammar(self, matchers: Matchers) -> bool:
-        """As DecodeSequence.awaits_grammar."""
-        return self._beams[0].matcher is None and not matchers.is_ready(self.spec.sampling)
-
-    def follow_grammar(self, matchers: Matchers) -> None:
+    def follow_grammar(self) -> None:
         """As DecodeSequence.follow_grammar, for all beams."""
+        if self.order is None:
+            return
         num_prompt_tokens = len(self.spec.prompt_token_ids)
-        if self._beams[0].matcher is None:
-            made = [matchers.matcher(self.spec.sampling) for _ in self._beams]
-            pairs = zip(self._beams, made, strict=True)
-            self._beams = tuple(replace(beam, matcher=matcher) for beam, matcher in pairs)
+        followed = []
         for beam in self._beams:
-            if beam.matcher:
-                num_followed = num_prompt_tokens + beam.matcher.num_tokens
-                beam.matcher.advance_many(beam.token_ids[num_followed:])
-                beam.matcher.allowed()
+            matcher = beam.matcher or self.order.matcher()
+            matcher.advance_many(beam.token_ids[num_prompt_tokens + matcher.num_tokens :])
+            matcher.allowed()
+            followed.append(replace(beam, matcher=matcher))
+        self._beams = tuple(followed)
 
     def slices(self, num_new: int) -> tuple[SequenceSlice, ...]:  # noqa: ARG002
         """The last token of each beam, and a row for its candidates."""

@@ -21,7 +21,7 @@ from baton.engine.guard import SliceOutcome, forward_guarded
 from baton.engine.interface import Batch, Engine, SequenceSlice
 from baton.engine.loop import Step
 from baton.errors import BatonError
-from baton.grammar import Matchers
+from baton.grammar import Matchers, with_grammar_ready
 from baton.types import WorkerLoad
 from decode_svc.admission import Admission, DecodeLimits, Tickets
 from decode_svc.beam_group import BeamGroup
@@ -39,7 +39,7 @@ from decode_svc.commands import (
 )
 from decode_svc.costs import Costs, LocalPrefillPolicy
 from decode_svc.drafting import Drafting, Drafts
-from decode_svc.grammars import Grammars
+from decode_svc.grammars import follow_grammars
 from decode_svc.ledger import ledger_of, orphans_of
 from decode_svc.moves import Lending, Moves, Preemption
 from decode_svc.output import Output
@@ -89,12 +89,11 @@ class DecodeCore:
         )
         self._drafting = Drafting(self._state, devices.speculation, limits.max_num_batched_tokens)
         self._admission = Admission(
-            self._state, devices.tickets, limits, self._costs, devices.clock
+            self._state, devices.tickets, limits, self._costs, devices.matchers, devices.clock
         )
         self._moves = Moves(self._state, devices.sender, devices.clock)
         self._lending = Lending(self._state, devices.sender, devices.clock)
         self._preemption = Preemption(self._state, self._costs, devices.clock)
-        self._grammars = Grammars(self._state, devices.matchers)
         self._output = Output(self._state)
         self._num_steps = 0
         self._num_orphans = 0
@@ -115,7 +114,6 @@ class DecodeCore:
     def _obey(self, command: DecodeCommand) -> None:
         match command:
             case Open():
-                self._grammars.prepare(command.spec)
                 self._admission.open(command)
             case Abort(stream, handle):
                 self._give_up(stream, handle)
@@ -182,14 +180,14 @@ class DecodeCore:
     def _plan(self) -> StepPlan[Member]:
         most = self._limits.max_num_batched_tokens
         return plan_step(
-            self._grammars.ready(self._state.in_stage(Stage.RUNNING)),
+            with_grammar_ready(self._state.in_stage(Stage.RUNNING)),
             self._state.pool.counts().available,
             Budget(most, self._costs.max_prefill_tokens(self._state.num_decoding, most)),
         )
 
     def _run(self, granted: Sequence[tuple[Member, int]]) -> bool:
         """Compute what was granted, as far as there are blocks. Whether there was anything to run."""
-        grants, copies = self._with_room(self._grammars.follow(granted))
+        grants, copies = self._with_room(follow_grammars(self._state, granted))
         if not grants:
             return False
         drafts, more_copies = self._drafting.start(grants)

@@ -80,6 +80,7 @@ class Output:
                 group.lease.fork(num_computed),
                 Stage.RUNNING,
                 num_computed,
+                order=group.order,
             )
             self._state.put(choice)
             self._produce(choice, (firsts[offset],))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from baton.cache.pool import BlockCopy, BlockLease
 from baton.engine.interface import SampleRow, SequenceSlice
 from baton.engine.rows import first_rows, scored_rows
-from baton.grammar import Matcher, Matchers
+from baton.grammar import Matcher, MatcherOrder
 from baton.types import Rank, SequenceSpec, TokenLogprobs
 from decode_svc.speculation.token_prefix import TokenPrefix
 
@@ -52,8 +52,10 @@ class DecodeSequence:
     ticket_id: int | None = None
     offered_s: float = 0.0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    order: MatcherOrder | None = None
+    """None without a grammar."""
     matcher: Matcher | None = None
-    """Of the output up to the last step's token, once it has been followed; None without a grammar."""
+    """Of the output up to the last step's token; None until the grammar has been followed, and without one."""
     token_ids: list[int] = field(init=False)
     choices: list[int] = field(init=False)
 
@@ -104,18 +106,14 @@ class DecodeSequence:
         start = self.num_computed_tokens
         return self.lease.prepare_write(start, start + num_new)
 
-    def awaits_grammar(self, matchers: Matchers) -> bool:
-        """Whether follow_grammar would wait."""
-        return self.matcher is None and not matchers.is_ready(self.spec.sampling)
-
-    def follow_grammar(self, matchers: Matchers) -> None:
+    def follow_grammar(self) -> None:
         """Bring the matcher up to the last token, and find what may come next. Raises EngineFault if nothing may."""
-        if self.matcher is None:
-            self.matcher = matchers.matcher(self.spec.sampling)
-        if self.matcher:
-            num_followed = len(self.spec.prompt_token_ids) + self.matcher.num_tokens
-            self.matcher.advance_many(self.token_ids[num_followed:])
-            self.matcher.allowed()
+        if self.order is None:
+            return
+        self.matcher = self.matcher or self.order.matcher()
+        num_followed = len(self.spec.prompt_token_ids) + self.matcher.num_tokens
+        self.matcher.advance_many(self.token_ids[num_followed:])
+        self.matcher.allowed()
 
     def allowed_drafts(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
         """Those up to the first one that the grammar does not allow, or that ends the output."""

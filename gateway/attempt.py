@@ -214,7 +214,7 @@ class Attempt:
 
     def _leave(self, number: int, left: Left) -> None:
         """A choice has lost its place; with it all of them while they are one."""
-        if self.has_parted_there and len(self.seats) > 1:
+        if self.has_parted_there:
             self._hold_or_tell(number, left)
         else:
             self._end_all(left)

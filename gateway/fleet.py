@@ -100,6 +100,7 @@ class Worker:
             max_outstanding_tokens=_PREFILL_QUEUE_BATCHES * info.max_num_batched_tokens,
             matched_tokens=matched_tokens,
             ahead_tokens=ahead_tokens,
+            batch_tokens=info.max_num_batched_tokens,
         )
 
     def decode_view(self, matched_tokens: int) -> DecodeView:

@@ -7,6 +7,8 @@ theirs run on, and the network is not all theirs.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import heapq
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -20,7 +22,7 @@ from gateway.rebalance import Memory, Sitting, rebalance
 #: Moves of one gateway that are under way at once.
 MAX_MOVES = 8
 
-#: Shortest time between two looks at the fleet, in seconds.
+#: Shortest time between two looks at the fleet, in seconds, unless a move has ended meanwhile.
 LOOK_INTERVAL_S = 0.1
 
 #: After a move that came to nothing, its sequence is left alone for this long, in seconds.
@@ -34,6 +36,7 @@ class Mover:
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._wake = asyncio.Event()
+        self._has_ended = asyncio.Event()
         self._rest_until_s: dict[MovableSeat, float] = {}
         """All seats, and until when each is left alone."""
         self._num_moving = 0
@@ -53,8 +56,11 @@ class Mover:
         while True:
             await self._wake.wait()
             self._wake.clear()
+            self._has_ended.clear()
             self._look(loop.time())
-            await asyncio.sleep(LOOK_INTERVAL_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_INTERVAL_S):
+                    await self._has_ended.wait()
 
     def _look(self, now_s: float) -> None:
         if not self._rest_until_s or self._num_moving >= MAX_MOVES:
@@ -68,7 +74,8 @@ class Mover:
 
     def _empty(self, worker: Worker, now_s: float) -> None:
         """Move what is on a worker elsewhere, best rank first, as far as there is room."""
-        for seat in sorted(self._movable(now_s)[worker.address], key=lambda s: s.passenger.rank):
+        seats = self._movable(now_s)[worker.address]
+        for seat in heapq.nsmallest(MAX_MOVES, seats, key=lambda s: s.passenger.rank):
             if not self._move(seat, self._fleet.ready(Tier.DECODE)):
                 return
 
@@ -108,6 +115,7 @@ class Mover:
         self._num_moving -= 1
         if seat in self._rest_until_s:
             self._rest_until_s[seat] = asyncio.get_running_loop().time() + REST_S
+        self._has_ended.set()
         self._wake.set()
 
 

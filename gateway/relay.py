@@ -121,7 +121,8 @@ class Relay:
 
     async def _serve(self, choice: Choice, seat: Seat) -> None:
         """See a choice that has a seat to its end, at whatever further seats it takes."""
-        while not await self._follow(choice, MovableSeat(seat, Traveller(self, choice))):
+        traveller = Traveller(self, choice, self.spec.choice_alone(choice.index).rank)
+        while not await self._follow(choice, MovableSeat(seat, traveller)):
             (seat,) = await self._find_seats([choice])
 
     async def _follow(self, choice: Choice, seat: MovableSeat) -> bool:
@@ -258,10 +259,7 @@ class Traveller:
 
     relay: Relay
     choice: Choice
-
-    @property
-    def rank(self) -> Rank:
-        return self.relay.spec.choice_alone(self.choice.index).rank
+    rank: Rank
 
     @property
     def num_tokens(self) -> int:

@@ -2,7 +2,7 @@
 
 A prefill worker is charged in tokens: those it has yet to compute, plus those of this sequence that its cache probably
 lacks, which weigh more. So a cached prefix wins as long as it saves enough to outweigh the difference of the queues. It
-counts for less the more its worker did lately than the mean of the tier, so that a prefix which many ask for spreads
+counts for less the more its worker did lately above the mean of the tier and a batch, so that a prefix which many ask for spreads
 before it makes a hot spot; and of like workers the one that did least is taken. A decode worker is charged by how full
 it is, batch or memory, and a cached prefix decides only between like ones.
 """
@@ -44,6 +44,7 @@ class PrefillView:
     """A prefill worker that takes work.
 
     ahead_tokens: how much more it was given lately than the mean of its tier; negative if less.
+    batch_tokens: the most that it computes in one step; a lead by less is none.
     """
 
     address: str
@@ -52,6 +53,7 @@ class PrefillView:
     max_outstanding_tokens: int
     matched_tokens: int = 0
     ahead_tokens: float = 0.0
+    batch_tokens: int = 0
 
     def has_credit(self) -> bool:
         """One sequence is always taken, however long; further ones while the queue is short.
@@ -66,7 +68,8 @@ class PrefillView:
 
     def worth_of_cache(self) -> float:
         """Tokens of queue that its cached prefix outweighs."""
-        return max(0.0, RECOMPUTE_WEIGHT * self.matched_tokens - max(0.0, self.ahead_tokens))
+        lead = max(0.0, self.ahead_tokens - self.batch_tokens)
+        return max(0.0, RECOMPUTE_WEIGHT * self.matched_tokens - lead)
 
 
 @dataclass(frozen=True, slots=True)

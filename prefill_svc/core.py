@@ -24,7 +24,7 @@ from baton.engine.interface import Batch, Engine, SequenceSlice
 from baton.engine.loop import Step
 from baton.engine.rows import scored_rows, wants_prompt_logprobs
 from baton.errors import BatonError, Cancelled, Draining, EngineFault
-from baton.grammar import Matchers
+from baton.grammar import Matchers, with_grammar_ready
 from baton.types import (
     FinishReason,
     Sample,
@@ -184,8 +184,8 @@ class PrefillCore:
             has_ticket=bool(command.ticket),
             num_held_tokens=command.num_held_tokens,
             arrived_s=self._clock(),
+            order=self._matchers.order(spec.sampling),
         )
-        self._matchers.prepare(spec.sampling)
         if command.ticket:
             self._sender.begin(command.key, command.ticket)
 
@@ -230,9 +230,9 @@ class PrefillCore:
     def _run(self) -> bool:
         """Whether there was anything to run."""
         self._start_waiting()
-        grants, slices = self._sliced(
-            share_budget(self._ready(), self._limits.max_num_batched_tokens)
-        )
+        computing = [job for job in self._jobs.values() if job.stage is Stage.COMPUTING]
+        most = self._limits.max_num_batched_tokens
+        grants, slices = self._sliced(share_budget(with_grammar_ready(computing), most))
         if not grants:
             return False
         batch = Batch(tuple(slices))
@@ -254,12 +254,6 @@ class PrefillCore:
             self._advance(job, num_new, outcome)
         return True
 
-    def _ready(self) -> list[PrefillJob]:
-        """Prompts to compute: those whose grammars are compiled, or all, if there is nothing to do but to wait for one."""
-        computing = [job for job in self._jobs.values() if job.stage is Stage.COMPUTING]
-        ready = [job for job in computing if self._matchers.is_ready(job.spec.sampling)]
-        return ready or computing
-
     def _sliced(
         self, granted: Sequence[tuple[PrefillJob, int]]
     ) -> tuple[list[tuple[PrefillJob, int]], list[SequenceSlice]]:
@@ -269,7 +263,7 @@ class PrefillCore:
         for job, num_new in granted:
             is_last = num_new == job.num_missing_tokens
             try:
-                part = job.next_slice(num_new, self._allowed_first(job.spec) if is_last else None)
+                part = job.next_slice(num_new, job.allowed_first() if is_last else None)
             except EngineFault as error:
                 self._events.append(PrefillFailed(job.key, error))
                 self._give_up(job.key, error)
@@ -277,14 +271,6 @@ class PrefillCore:
                 grants.append((job, num_new))
                 slices.append(part)
         return grants, slices
-
-    def _allowed_first(self, spec: SequenceSpec) -> bytes | None:
-        """Tokens that the grammar, if any, allows next."""
-        matcher = self._matchers.matcher(spec.sampling)
-        if matcher is None:
-            return None
-        matcher.advance_many(spec.output_token_ids)
-        return matcher.allowed()
 
     def _start_waiting(self) -> None:
         """Give blocks to waiting prompts, in order of rank, until they or the places in a batch run out."""

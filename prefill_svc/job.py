@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from baton.cache.pool import BlockLease
 from baton.engine.interface import SequenceSlice
 from baton.engine.rows import first_rows, scored_rows
+from baton.grammar import MatcherOrder
 from baton.types import Rank, SequenceSpec, TokenLogprobs
 
 
@@ -39,6 +40,7 @@ class ChunkTime:
 class PrefillJob:
     """Owned by the engine loop. Times are in seconds of its clock.
 
+    order: for the matcher of the grammar; None without one.
     num_held_tokens: leading tokens that the destination holds already, so that they are not sent.
     num_sent_layers: layers of the last chunk that were given to the sender; a step that runs again skips them.
     borrow_ticket_id: while KV is on its way here. is_sent: the sender has had its last word.
@@ -50,6 +52,7 @@ class PrefillJob:
     has_ticket: bool
     num_held_tokens: int
     arrived_s: float
+    order: MatcherOrder | None = None
     stage: Stage = Stage.WAITING
     lease: BlockLease | None = None
     started_s: float = 0.0
@@ -73,6 +76,14 @@ class PrefillJob:
     @property
     def block_ids(self) -> tuple[int, ...]:
         return tuple(self.lease.block_ids) if self.lease else ()
+
+    def allowed_first(self) -> bytes | None:
+        """Tokens that the grammar, if there is one, allows after the prompt. Raises EngineFault if there are none."""
+        if self.order is None:
+            return None
+        matcher = self.order.matcher()
+        matcher.advance_many(self.spec.output_token_ids)
+        return matcher.allowed()
 
     def next_slice(self, num_new: int, allowed: bytes | None = None) -> SequenceSlice:
         """The next `num_new` tokens; sampled from, once for each choice, if they end the prompt.

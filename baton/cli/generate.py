@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class EarlyStop(enum.Enum):
-    """When a search with as many finished outputs as beams may end."""
+    """When a search with as many finished outputs as beams may end: once these are likely the best, at once, or once
+    they are sure to be."""
 
     LIKELY = "likely"
     ALWAYS = "always"
@@ -96,7 +97,7 @@ def generate(
         float, typer.Option(help="With --beam-width: above 0 favours long outputs.")
     ] = 1.0,
     early_stopping: Annotated[
-        EarlyStop, typer.Option(help="With --beam-width: when to end.")
+        EarlyStop, typer.Option(help="With --beam-width, when to end: likely, always or never.")
     ] = EarlyStop.LIKELY,
     json_schema: Annotated[
         str | None,

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from baton.grammar.grammar import Grammar
 from baton.grammar.matcher import Matcher
-from baton.grammar.matchers import Matchers
+from baton.grammar.matchers import MatcherOrder, Matchers, with_grammar_ready
 from baton.grammar.vocabulary import GrammarVocabulary, load_vocabulary, synthetic_vocabulary
 
 __all__ = [
     "Grammar",
     "GrammarVocabulary",
     "Matcher",
+    "MatcherOrder",
     "Matchers",
     "load_vocabulary",
     "synthetic_vocabulary",
+    "with_grammar_ready",
 ]

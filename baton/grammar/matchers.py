@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from llguidance import LLMatcher
 
@@ -17,6 +19,38 @@ from baton.types import Sampling
 
 #: Compiled grammars kept for the next sequences that use them.
 NUM_KEPT = 64
+
+#: How long a step waits for a grammar when there is nothing else to do, in seconds.
+MAX_WAIT_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """What matchers are copied from."""
+
+    inner: LLMatcher
+    vocabulary: GrammarVocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class MatcherOrder:
+    """The matcher that a sequence will need, and its choices: its grammar is known, or is being compiled."""
+
+    compiled: Future[CompiledGrammar]
+    end_token_ids: frozenset[int]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `matcher` would not wait."""
+        return self.compiled.done()
+
+    def matcher(self) -> Matcher:
+        """A new matcher, before the first token of output. Raises EngineFault if the grammar cannot be compiled."""
+        try:
+            compiled = self.compiled.result()
+        except (EngineFault, CancelledError) as error:
+            raise EngineFault(str(error)) from error  # its own: several sequences may have it
+        return Matcher(compiled.inner, compiled.vocabulary, self.end_token_ids)
 
 
 class Matchers:
@@ -36,38 +70,20 @@ class Matchers:
         self._vocabulary: GrammarVocabulary | None = None
         self._num_kept = num_kept
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[bytes, Future[LLMatcher]] = OrderedDict()
+        self._compiled: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
         self._executor = executor
 
-    def prepare(self, sampling: Sampling) -> None:
-        """Begin to compile a sequence's grammar, if it has one that is not known. Does not wait."""
-        if sampling.grammar:
-            self._future(sampling.grammar)
-
-    def is_ready(self, sampling: Sampling) -> bool:
-        """Whether `matcher` would not wait; begins to compile the grammar if it is not known."""
-        return not sampling.grammar or self._future(sampling.grammar).done()
-
-    def matcher(self, sampling: Sampling) -> Matcher | None:
-        """A matcher before the first token of output; None if the sequence has no grammar.
-
-        Waits until the grammar is compiled. Raises EngineFault if it cannot be.
-        """
+    def order(self, sampling: Sampling) -> MatcherOrder | None:
+        """Begin to compile a sequence's grammar, unless it is known; None if the sequence has none. Does not wait."""
         if not sampling.grammar:
             return None
-        try:
-            compiled = self._future(sampling.grammar).result()
-        except EngineFault as error:
-            raise EngineFault(error.message) from error  # its own: several sequences may have it
-        if self._vocabulary is None:
-            raise EngineFault("structured output: a grammar without a vocabulary")
-        return Matcher(compiled, self._vocabulary, sampling.stop_token_ids)
+        return MatcherOrder(self._future(sampling.grammar), sampling.stop_token_ids)
 
     def close(self) -> None:
         """Compile no more."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _future(self, data: bytes) -> Future[LLMatcher]:
+    def _future(self, data: bytes) -> Future[CompiledGrammar]:
         with self._lock:
             future = self._compiled.get(data)
             if future is None:
@@ -77,12 +93,39 @@ class Matchers:
             self._compiled.move_to_end(data)
             return future
 
-    def _compile(self, data: bytes) -> LLMatcher:
+    def _compile(self, data: bytes) -> CompiledGrammar:
         """In the compiling thread."""
-        if self._vocabulary is None:
-            self._vocabulary = self._load()
-        grammar = Grammar.from_bytes(data)
         try:
-            return compile_grammar(grammar, self._vocabulary)
-        except ValueError as error:
-            raise EngineFault(f"structured output: {error}") from None
+            if self._vocabulary is None:
+                self._vocabulary = self._load()
+            inner = compile_grammar(Grammar.from_bytes(data), self._vocabulary)
+        except Exception as error:
+            # Whatever it is, it is charged to the sequences that have this grammar, not to the engine's thread.
+            raise EngineFault(f"structured output: {error}") from error
+        return CompiledGrammar(inner, self._vocabulary)
+
+
+class HasOrder(Protocol):
+    """Something that a step may compute."""
+
+    @property
+    def order(self) -> MatcherOrder | None: ...
+
+
+HasOrderT = TypeVar("HasOrderT", bound=HasOrder)
+
+
+def with_grammar_ready(members: Sequence[HasOrderT]) -> list[HasOrderT]:
+    """Those whose grammars, if they have any, are compiled. If there is nobody else, waits a little for one.
+
+    What takes longer is asked for again in the next step, so that the engine's thread shows signs of life meanwhile.
+    """
+    ready = [member for member in members if member.order is None or member.order.is_ready]
+    if ready or not members:
+        return ready
+    wait(
+        [member.order.compiled for member in members if member.order],
+        timeout=MAX_WAIT_S,
+        return_when=FIRST_COMPLETED,
+    )
+    return [member for member in members if member.order and member.order.is_ready]

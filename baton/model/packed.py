@@ -52,7 +52,9 @@ def pack_parameters(
         parameters.embeddings,
         tuple(layers),
         parameters.norm,
-        _pack_quantized(head, None) if head else pack_linear(parameters.lm_head, None),
+        _pack_quantized(head, None, parameters.norm.device)
+        if head
+        else pack_linear(parameters.lm_head, None),
     )
 
 
@@ -66,7 +68,7 @@ def _pack_layer(
             return pack_linear(linear.weight, linear.bias)
         if len(kept) < len(names):
             raise UnsupportedModel(f"of {names} some are quantised and some are not")
-        return _pack_quantized(stack(kept), linear.bias)
+        return _pack_quantized(stack(kept), linear.bias, layer.input_norm.device)
 
     return PackedLayer(
         input_norm=layer.input_norm,
@@ -80,5 +82,7 @@ def _pack_layer(
     )
 
 
-def _pack_quantized(weight: QuantizedWeight, bias: torch.Tensor | None) -> Linear:
-    return pack_quantized(weight.levels, weight.scales, weight.zeros, weight.bits, bias)
+def _pack_quantized(
+    weight: QuantizedWeight, bias: torch.Tensor | None, device: torch.device
+) -> Linear:
+    return pack_quantized(weight.levels, weight.scales, weight.zeros, weight.bits, bias, device)

@@ -35,7 +35,7 @@ def _completing(words: Sequence[Sequence[int]], token_ids: Sequence[int]) -> Ite
     tail = tuple(token_ids[max(0, len(token_ids) - longest) :])
     for word in words:
         num_before = len(word) - 1
-        if num_before <= len(tail) and tail[len(tail) - num_before :] == tuple(word[:-1]):
+        if tail[max(0, len(tail) - num_before) :] == tuple(word[:-1]):
             yield word[-1]
 
 

@@ -43,7 +43,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sample]:
     if rows and rows[0].scored_token_id is not None:
         return _score(logits, rows)
     edited = edit(logits, rows)
-    drawn = [i for i, r in enumerate(rows) if not r.sampling.is_greedy and r.sampling.beam is None]
+    drawn = [i for i, row in enumerate(rows) if not row.sampling.is_greedy]
     chosen = _draw(edited, rows, drawn) if drawn else edited.argmax(-1)
     if edited is not logits:
         _check(edited, chosen)

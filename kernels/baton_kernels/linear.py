@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from baton_kernels.cpu.int_linear import NativeIntLinear, can_pack_integers
 from baton_kernels.cpu.linear import NativeLinear, can_pack
+from baton_kernels.quantized_linear import IntLinear, can_pack_int_weight, pack_int_weight
 
 
 class Linear(Protocol):
@@ -64,6 +65,21 @@ class PlainLinear:
         return _finish(y, residual, out_dtype)
 
 
+class FusedLinear(PlainLinear):
+    """On a GPU: the residual is added where the product is written, before it is rounded, and not in a pass of its own."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """See Linear."""
+        if residual is None or self.bias is not None:
+            return _finish(F.linear(x, self.weight, self.bias), residual, out_dtype)
+        return _finish(torch.addmm(residual, x, self.weight.t()), None, out_dtype)
+
+
 class OneDnnLinear:
     """Through oneDNN, its weight reordered once: for CPUs without the native kernels."""
 
@@ -97,7 +113,7 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     The packed forms hold a copy of the weight: drop the original.
     """
     if weight.device.type != "cpu":
-        return PlainLinear(weight, bias)
+        return FusedLinear(weight, bias)
     if can_pack(weight):
         return NativeLinear(weight, bias)
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]

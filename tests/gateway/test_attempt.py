@@ -23,7 +23,12 @@ class StubPrefill:
     def __init__(self) -> None:
         self.answers: list[asyncio.Future[PrefillResult]] = []
 
-    async def prefill(self, spec: SequenceSpec, ticket: bytes, timeout_s: float) -> PrefillResult:
+    async def prefill(
+        self,
+        spec: SequenceSpec,  # noqa: ARG002
+        ticket: bytes,  # noqa: ARG002
+        timeout_s: float,  # noqa: ARG002
+    ) -> PrefillResult:
         answer: asyncio.Future[PrefillResult] = asyncio.get_running_loop().create_future()
         self.answers.append(answer)
         return await answer

@@ -264,6 +264,21 @@ def test_a_pause_in_vain_is_taken_back_and_a_late_answer_does_nothing() -> None:
     on_bench(test)
 
 
+def test_a_late_answer_to_an_earlier_pause_opens_no_second_place() -> None:
+    async def test(bench: Bench) -> None:
+        await bench.order()
+        await asyncio.sleep(movable_seat.PAUSE_TIMEOUT_S + 1)
+        await bench.order()
+        await bench.tell(("here", Paused()), ("here", tokens(3, 4)), ("here", Paused()))
+        assert bench.there.commands == [("open", KvSource.DECODE_WORKER)]
+        # The tokens told since are not in the ticket: it cannot be handed off, and goes on here.
+        await bench.tell(("there", Offered(b"ticket", 0)), ("here", NOT_MOVED))
+        bench.num_ends -= 1
+        bench.check_is("here")
+
+    on_bench(test)
+
+
 @pytest.mark.parametrize("order", ["there first", "here first"])
 def test_a_handoff_that_fails_is_resumed_when_the_worker_here_has_said_so(order: str) -> None:
     """Not before: until then it is sending, and would not listen."""

@@ -181,9 +181,23 @@ def test_a_worker_without_room_refuses_and_the_sequence_goes_on_where_it_is() ->
         world.decodes[busy].drain()
         client = await request
         assert client.outputs() == expected_outputs(make_spec("a", max_tokens=60))
-        assert world.decodes[idle].num_deferrals >= 1
+        assert world.decodes[idle].num_deferrals == 1, "it is not asked again at once"
         assert client.last.timing.num_resumes == 0
         world.decodes[idle]._num_free = world.decodes[idle].info.num_blocks
+
+    in_world(test, num_decodes=2)
+
+
+def test_a_transfer_that_fails_is_not_tried_again_at_once() -> None:
+    async def test(world: World) -> None:
+        request = await all_on_one(world)
+        busy, idle = busy_and_idle(world)
+        world.decodes[busy].peers = ()
+        world.decodes[busy].drain()
+        client = await request
+        assert client.outputs() == expected_outputs(make_spec("a", max_tokens=60))
+        assert world.decodes[idle].num_opens == 1
+        assert client.last.timing.num_resumes == 0
 
     in_world(test, num_decodes=2)
 

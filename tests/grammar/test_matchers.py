@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import pytest
 
 from baton.errors import EngineFault
-from baton.grammar import Grammar, GrammarVocabulary, Matchers
+from baton.grammar import (
+    Grammar,
+    GrammarVocabulary,
+    Matcher,
+    MatcherOrder,
+    Matchers,
+    with_grammar_ready,
+)
 from baton.types import Sampling
 from tests.support.grammar_walks import ids_of, small_vocabulary
 from tests.support.sim_tiers import InlineExecutor, sim_matchers
@@ -18,17 +26,27 @@ def sampling(pattern: str) -> Sampling:
     return Sampling(grammar=Grammar.regex(pattern).to_bytes(), stop_token_ids=frozenset((7,)))
 
 
-def test_a_sequence_without_a_grammar_has_no_matcher() -> None:
-    matchers = sim_matchers()
-    assert matchers.is_ready(Sampling())
-    assert matchers.matcher(Sampling()) is None
+def matcher_of(matchers: Matchers, sampling: Sampling) -> Matcher:
+    order = matchers.order(sampling)
+    assert order is not None
+    return order.matcher()
+
+
+@dataclass
+class Waiting:
+    """Something that a step may compute."""
+
+    order: MatcherOrder | None
+
+
+def test_a_sequence_without_a_grammar_orders_nothing() -> None:
+    assert sim_matchers().order(Sampling()) is None
 
 
 def test_sequences_of_one_grammar_go_their_own_ways() -> None:
-    matchers = sim_matchers()
-    first, second = matchers.matcher(sampling("ab")), matchers.matcher(sampling("ab"))
-    assert first is not None
-    assert second is not None
+    order = sim_matchers().order(sampling("ab"))
+    assert order is not None
+    first, second = order.matcher(), order.matcher()
     first.advance(ord("a"))
     assert ids_of(first.allowed()) == [ord("b")]
     assert ids_of(second.allowed()) == [ord("a")]
@@ -46,22 +64,34 @@ def test_a_grammar_is_compiled_beside_the_caller_and_once() -> None:
 
     matchers = Matchers(load, ThreadPoolExecutor(1))
     try:
-        matchers.prepare(sampling("ab"))
-        matchers.prepare(sampling("ab"))
-        assert not matchers.is_ready(sampling("ab"))
-        assert not matchers.is_ready(sampling("cd"))
+        first, again, other = (matchers.order(sampling(p)) for p in ("ab", "ab", "cd"))
+        assert first is not None
+        assert again is not None
+        assert other is not None
+        assert first.compiled is again.compiled
+        assert not first.is_ready
+        slow, quick = Waiting(first), Waiting(None)
+        assert with_grammar_ready([slow, quick]) == [quick]
+        assert with_grammar_ready([slow]) == []
         gate.set()
-        assert matchers.matcher(sampling("cd")) is not None
-        assert matchers.is_ready(sampling("ab"))
+        other.matcher()
+        assert first.is_ready
+        assert with_grammar_ready([slow, quick]) == [slow, quick]
         assert num_loads == 1
     finally:
+        gate.set()
         matchers.close()
 
 
-def test_few_grammars_are_kept_and_a_forgotten_one_is_compiled_again() -> None:
+def test_nobody_waits_where_there_is_nobody() -> None:
+    assert with_grammar_ready([]) == []
+
+
+def test_few_grammars_are_kept_and_a_forgotten_one_still_serves_who_ordered_it() -> None:
     matchers = Matchers(small_vocabulary, InlineExecutor(), num_kept=2)
-    made = [matchers.matcher(sampling(pattern)) for pattern in ("a", "b", "c", "a", "d")]
-    assert [ids_of(m.allowed()) for m in made if m] == [[ord(c)] for c in "abcad"]
+    orders = [matchers.order(sampling(pattern)) for pattern in ("a", "b", "c", "a", "d")]
+    made = [order.matcher() for order in orders if order]
+    assert [ids_of(matcher.allowed()) for matcher in made] == [[ord(c)] for c in "abcad"]
     assert len(matchers._compiled) == 2
 
 
@@ -71,17 +101,17 @@ def test_what_cannot_be_compiled_fails_each_sequence_by_an_error_of_its_own(data
     errors = []
     for _ in range(2):
         with pytest.raises(EngineFault) as caught:
-            matchers.matcher(Sampling(grammar=data))
+            matcher_of(matchers, Sampling(grammar=data))
         errors.append(caught.value)
     assert errors[0] is not errors[1]
-    assert matchers.matcher(sampling("a")) is not None
+    assert matcher_of(matchers, sampling("a"))
 
 
-def test_a_model_without_a_tokenizer_fails_those_that_need_it() -> None:
+@pytest.mark.parametrize("trouble", [EngineFault("no tokenizer"), OSError("no tokenizer")])
+def test_a_model_without_a_vocabulary_fails_those_that_need_it(trouble: Exception) -> None:
     def load() -> GrammarVocabulary:
-        raise EngineFault("no tokenizer.json")
+        raise trouble
 
     matchers = Matchers(load, InlineExecutor())
-    assert matchers.matcher(Sampling()) is None
     with pytest.raises(EngineFault, match="no tokenizer"):
-        matchers.matcher(sampling("a"))
+        matcher_of(matchers, sampling("a"))

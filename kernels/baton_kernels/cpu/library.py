@@ -1,6 +1,7 @@
 """The native library: built from the sources beside this file by the machine's own compiler, once per machine.
 
-Without a compiler, or on another CPU, there is none, and the torch twins run.
+Without a compiler, or on another CPU, there is none, and the torch twins run. An image for machines without a compiler has
+it built beforehand, beside the sources, by `python -m baton_kernels.cpu.library`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ _log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
 _SOURCES = ("linear.cpp", "attention.cpp", "pointwise.cpp")
+_HEADER = "simd.h"
 _CAPABILITIES = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "avx512_vnni")
 #: No contraction: a result must not depend on what a compiler fuses.
 _FLAGS = (
@@ -47,10 +49,10 @@ def library() -> ctypes.CDLL | None:
     if not is_supported():
         return None
     try:
-        path = _build(_cache_folder())
+        path = _find_or_build()
         # Loaded after torch, so that both use one OpenMP runtime: they ask for the same file name.
         found = ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         _log.warning("no native CPU kernels, torch's operations run instead: %s", _reason(error))
         return None
     for name, arguments in _FUNCTIONS.items():
@@ -84,27 +86,42 @@ def _cache_folder() -> Path:
     return Path(base) / "baton"
 
 
-def _build(folder: Path) -> Path:
-    """The shared library for these very sources; in a folder that no one else may write to."""
-    sources = [_FOLDER / name for name in (*_SOURCES, "simd.h")]
-    digest = hashlib.blake2b("\0".join(_FLAGS).encode(), digest_size=8)
-    for source in sources:
-        digest.update(source.read_bytes())
-    path = folder / f"kernels-{digest.hexdigest()}.so"
+def _find_or_build() -> Path:
+    """The library for these very sources: beside them, or in a folder that no one else may write to."""
+    name = f"kernels-{_digest()}.so"
+    if (_FOLDER / name).is_file():
+        return _FOLDER / name
+    folder = _cache_folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     owner = folder.stat()
     if owner.st_uid != os.getuid() or owner.st_mode & 0o022:
         raise PermissionError(f"{folder}: others may write to it")
-    if path.is_file():
-        return path
+    if not (folder / name).is_file():
+        _log.info("building the native CPU kernels, once per machine")
+        build(folder / name)
+    return folder / name
+
+
+def _digest() -> str:
+    digest = hashlib.blake2b("\0".join(_FLAGS).encode(), digest_size=8)
+    for name in (*_SOURCES, _HEADER):
+        digest.update((_FOLDER / name).read_bytes())
+    return digest.hexdigest()
+
+
+def build(path: Path) -> None:
+    """Raises FileNotFoundError without a compiler, subprocess.SubprocessError if it fails, OSError."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise FileNotFoundError("no C++ compiler (c++, g++ or clang++)")
-    _log.info("building the native CPU kernels, once per machine")
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         # Moved into place whole: of two processes that build, each finds a whole file.
-        built = Path(scratch) / "kernels.so"
-        command = [compiler, *_FLAGS, *map(str, sources[:-1]), "-o", str(built)]
+        built = Path(scratch) / path.name
+        sources = [str(_FOLDER / name) for name in _SOURCES]
+        command = [compiler, *_FLAGS, *sources, "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
         built.replace(path)
-    return path
+
+
+if __name__ == "__main__":
+    build(_FOLDER / f"kernels-{_digest()}.so")

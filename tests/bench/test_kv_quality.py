@@ -1,0 +1,26 @@
+"""KV that travels as it is costs nothing; fewer bits cost something, and little."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from bench.kv_quality import Handoffs, measure, table
+from tests.support.tiny_models import make_tiny_model
+
+
+def test_the_quality_of_each_type(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    windows = [[rng.randrange(64) for _ in range(40)] for _ in range(2)]
+    handoffs = Handoffs(str(make_tiny_model(tmp_path, "llama")), "float32", 40)
+    dtypes = ("float32", "bfloat16", "int8", "fp8")
+    exact, half, int8, fp8 = measure(handoffs, windows, dtypes, "float32")
+    assert (exact.max_error, exact.divergence, exact.same_top) == (0.0, 0.0, 1.0)
+    assert exact.bytes_share == 2.0
+    assert 0 < half.mean_error < fp8.mean_error
+    assert 0 < int8.mean_error < fp8.mean_error
+    assert fp8.max_error < 1.0
+    for scaled in (int8, fp8):
+        assert 0.5 < scaled.bytes_share < 0.6
+        assert abs(scaled.perplexity / exact.perplexity - 1) < 0.05
+    assert len(table([exact, half, int8, fp8]).splitlines()) == 6
