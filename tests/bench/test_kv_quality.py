@@ -19,8 +19,8 @@ def test_the_quality_of_each_type(tmp_path: Path) -> None:
     assert exact.bytes_share == 2.0
     assert 0 < half.mean_error < fp8.mean_error
     assert 0 < int8.mean_error < fp8.mean_error
-    assert fp8.max_error < 1.0
+    assert 0 < half.divergence < int8.divergence < fp8.divergence
     for scaled in (int8, fp8):
         assert 0.5 < scaled.bytes_share < 0.6
-        assert abs(scaled.perplexity / exact.perplexity - 1) < 0.05
+        assert scaled.max_error >= scaled.mean_error
     assert len(table([exact, half, int8, fp8]).splitlines()) == 6
