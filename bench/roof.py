@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from baton_kernels.cpu.memory import host_memory
+
 _READ_BYTES = 256 << 20
 _SIZE = 1536
 
@@ -22,7 +24,7 @@ class Roof:
 
 def measure_roof(num_rounds: int = 5) -> Roof:
     """The best of some rounds, with torch's current number of threads."""
-    memory = torch.ones(_READ_BYTES // 4)
+    memory = host_memory(_READ_BYTES).view(torch.float32).fill_(1)
     left, right = (torch.randn(_SIZE, _SIZE).bfloat16() for _ in range(2))
     return Roof(
         _READ_BYTES / _best_s(memory.sum, num_rounds),

@@ -187,6 +187,7 @@ def rig_of(method: str, arguments: argparse.Namespace) -> DecodeRig:
     values = {
         "model": arguments.model,
         "dtype": arguments.dtype,
+        "num_threads": arguments.num_threads,
         "max_num_seqs": arguments.batch,
         "max_model_len": 1024,
         "speculative_method": method,
@@ -202,6 +203,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each workload")
     parser.add_argument("--batch", type=int, default=48)
+    parser.add_argument("--num-threads", type=int, help="all cores if not given")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     texts = prompts(Tokenizer.from_file(str(Path(arguments.model) / "tokenizer.json")))

@@ -2,9 +2,9 @@
 
 A prefill worker is charged in tokens: those it has yet to compute, plus those of this sequence that its cache probably
 lacks, which weigh more. So a cached prefix wins as long as it saves enough to outweigh the difference of the queues. It
-counts for less the more its worker did lately above the mean of the tier and a batch, so that a prefix which many ask for spreads
-before it makes a hot spot; and of like workers the one that did least is taken. A decode worker is charged by how full
-it is, batch or memory, and a cached prefix decides only between like ones.
+counts for less the more its worker did lately above the mean of the tier and a batch, so that a prefix which many ask
+for spreads before it makes a hot spot; and of like workers the one that did least is taken. A decode worker is charged
+by how full it is, batch or memory, and a cached prefix decides only between like ones.
 """
 
 from __future__ import annotations

@@ -17,11 +17,12 @@ class TransportKind(enum.IntEnum):
     LOOPBACK = 1
     SHM = 2
     TCP = 3
+    NIXL = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """address: a name (LOOPBACK), a Unix socket's path (SHM), or host:port (TCP). host_id: only of SHM."""
+    """address: a name (LOOPBACK), a Unix socket's path (SHM), or host:port (TCP, NIXL). host_id: only of SHM."""
 
     kind: TransportKind
     address: str

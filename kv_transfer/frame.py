@@ -45,6 +45,7 @@ Frame = (
     | kv_pb2.KvCommitted
     | kv_pb2.KvCredit
     | kv_pb2.KvBorrow
+    | kv_pb2.KvLanded
 )
 
 _TYPES: Mapping[int, type[Frame]] = MappingProxyType(
@@ -60,6 +61,7 @@ _TYPES: Mapping[int, type[Frame]] = MappingProxyType(
         9: kv_pb2.KvCommitted,
         10: kv_pb2.KvCredit,
         11: kv_pb2.KvBorrow,
+        12: kv_pb2.KvLanded,
     }
 )
 _NUMBERS: Mapping[type[Frame], int] = MappingProxyType({t: n for n, t in _TYPES.items()})

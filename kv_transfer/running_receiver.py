@@ -17,6 +17,7 @@ from kv_transfer.endpoint import Endpoint
 from kv_transfer.receiver import Receiver
 from kv_transfer.ticket import TicketEvent, TicketTable
 from kv_transfer.transport.loopback import LoopbackHub
+from kv_transfer.transport.nixl import listen_nixl
 from kv_transfer.transport.shm import listen_shm
 from kv_transfer.transport.tcp import listen_tcp
 from kv_transfer.wire_format import most_token_layer_bytes
@@ -84,7 +85,7 @@ def open_receiver(
     secret: bytes = b"",
     draw_id: Callable[[], int] = lambda: secrets.randbits(64),
 ) -> RunningReceiver:
-    """Bind, then serve. transports: any of "loopback" (its name is the worker's id, in `hub`), "shm" and "tcp".
+    """Bind, then serve. transports: any of "loopback" (its name is the worker's id, in `hub`), "shm", "tcp" and "nixl".
 
     secret: of the tickets' digests; drawn anew if none is given. Each connection has num_credits * max_chunk_bytes of
     shared memory, or max_chunk_bytes of buffer. wire_dtype: see Receiver. Raises ConfigError for an unknown transport, or one that cannot be bound.
@@ -132,10 +133,14 @@ def _listen(
         case "shm":
             return _listen_shm()
         case "tcp":
-            return _listen_tcp(tcp_host, tcp_port, tcp_advertise_host)
+            return _bound(listen_tcp, tcp_host, tcp_port, tcp_advertise_host)
+        case "nixl":
+            return _bound(listen_nixl, tcp_host, tcp_port, tcp_advertise_host)
         case "loopback" if hub is not None:
             return hub.listen(identity.worker_id)
-    raise ConfigError.of("kv_transport", transport, "use shm or tcp, or loopback within a hub")
+    raise ConfigError.of(
+        "kv_transport", transport, "use shm, tcp or nixl, or loopback within a hub"
+    )
 
 
 def _listen_shm() -> Listener:
@@ -147,9 +152,11 @@ def _listen_shm() -> Listener:
         raise ConfigError.of("TMPDIR", folder, f"{fix}, or give --kv-transport=tcp") from error
 
 
-def _listen_tcp(host: str, port: int, advertise_host: str) -> Listener:
+def _bound(
+    listen: Callable[[str, int, str], Listener], host: str, port: int, advertise_host: str
+) -> Listener:
     try:
-        return listen_tcp(host, port, advertise_host)
+        return listen(host, port, advertise_host)
     except OSError as error:
         fault = bind_fault(host, port, "kv_host", "kv_port")
         fallback = ConfigError.of("kv_host", host, f"cannot listen there ({error})")

@@ -46,7 +46,9 @@ class Settings:
         if max_retries < 0:
             raise _wrong("max_retries", f"{max_retries}: must be 0 or more")
         if not (_ADDRESS.fullmatch(address) or address.startswith("unix:")):
-            raise _wrong("address", f"{redacted(address)!a:.80}: must be host:port, e.g. {DEFAULT_ADDRESS}")
+            raise _wrong(
+                "address", f"{redacted(address)!a:.80}: must be host:port, e.g. {DEFAULT_ADDRESS}"
+            )
         return cls(address, _timeout(timeout_s), checked_metadata(metadata), max_retries)
 
     def timeout_or(self, timeout_s: float | None) -> float:

@@ -25,7 +25,7 @@ from baton.types import Tier
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Transport = Literal["auto", "shm", "tcp"]
+Transport = Literal["auto", "shm", "tcp", "nixl"]
 WireDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 
 NonEmpty = Annotated[str, Field(min_length=1)]
@@ -193,7 +193,8 @@ class HandoffOptions(Options):
     """How workers pass sequences on."""
 
     kv_transport: Transport = "auto"
-    """How KV travels; auto takes shared memory between processes of one host, else TCP."""
+    """How KV travels; auto takes shared memory between processes of one host, else TCP. nixl is for RDMA and needs the library
+    of that name."""
     ticket_lease_s: Seconds = 30.0
     """Silence of a sender, in seconds, after which its reservation is given up."""
 

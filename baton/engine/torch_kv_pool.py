@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from baton.types import DTYPE_BYTES, KvLayout
+from baton_kernels.cpu.memory import host_memory
 from baton_kernels.kv_pack import Slab, kv_pack, kv_unpack
 
 #: Integers as wide as an element: packing moves bits, and numpy knows no bfloat16.
@@ -37,7 +36,7 @@ class TorchKvPool:
         )
         dtype = getattr(torch, layout.dtype)
         if device.type == "cpu":
-            self.tensor = _host_memory(num_blocks * layout.block_bytes).view(dtype).view(shape)
+            self.tensor = host_memory(num_blocks * layout.block_bytes).view(dtype).view(shape)
         else:
             self.tensor = torch.empty(shape, dtype=dtype, device=device)
         # Touches every page now, so that no step pays for it.
@@ -136,11 +135,3 @@ class TorchKvPool:
         if array.size != math.prod(shape):
             raise ValueError(f"{data.nbytes} bytes do not hold {shape} of {layout.dtype}")
         return array.reshape(shape)
-
-
-def _host_memory(num_bytes: int) -> torch.Tensor:
-    """Fresh bytes, in huge pages where the kernel has them: these are touched about three times as fast."""
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -39,6 +39,8 @@ class _KvTransportEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_KvTranspor
     """Memory shared by processes of one host, announced over a Unix socket."""
     KV_TRANSPORT_TCP: _KvTransport.ValueType  # 3
     """A TCP connection."""
+    KV_TRANSPORT_NIXL: _KvTransport.ValueType  # 4
+    """Frames over a TCP connection, payloads written by nixl (UCX) into memory that KvAccept describes."""
 
 class KvTransport(_KvTransport, metaclass=_KvTransportEnumTypeWrapper):
     """How bytes reach a worker."""
@@ -51,6 +53,8 @@ KV_TRANSPORT_SHM: KvTransport.ValueType  # 2
 """Memory shared by processes of one host, announced over a Unix socket."""
 KV_TRANSPORT_TCP: KvTransport.ValueType  # 3
 """A TCP connection."""
+KV_TRANSPORT_NIXL: KvTransport.ValueType  # 4
+"""Frames over a TCP connection, payloads written by nixl (UCX) into memory that KvAccept describes."""
 
 @typing.final
 class KvLayout(message.Message):
@@ -104,7 +108,7 @@ class KvEndpoint(message.Message):
     transport: KvTransport.ValueType
     """How."""
     address: builtins.str
-    """Socket path (SHM), host:port (TCP), or a name (LOOPBACK)."""
+    """Socket path (SHM), host:port (TCP, NIXL), or a name (LOOPBACK)."""
     host_id: builtins.str
     """Identifies the host whose memory can be shared (SHM): the kernel's boot id. Empty otherwise."""
     def __init__(
@@ -242,6 +246,7 @@ class KvAccept(message.Message):
     NUM_CREDITS_FIELD_NUMBER: builtins.int
     MAX_CHUNK_BYTES_FIELD_NUMBER: builtins.int
     WIRE_DTYPE_FIELD_NUMBER: builtins.int
+    REMOTE_MEMORY_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Version that both will speak."""
     worker_id: builtins.str
@@ -256,6 +261,10 @@ class KvAccept(message.Message):
     """Since version 2: type that KV travels in, "float32", "bfloat16", "float16", "int64", "fp8" or "int8". In version 1 it is
     KvHello.layout.dtype, which must be the receiver's, too.
     """
+    @builtins.property
+    def remote_memory(self) -> KvRemoteMemory:
+        """Where payloads are written (NIXL)."""
+
     def __init__(
         self,
         *,
@@ -265,10 +274,59 @@ class KvAccept(message.Message):
         num_credits: builtins.int = ...,
         max_chunk_bytes: builtins.int = ...,
         wire_dtype: builtins.str = ...,
+        remote_memory: KvRemoteMemory | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["remote_memory", b"remote_memory"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["generation", b"generation", "max_chunk_bytes", b"max_chunk_bytes", "num_credits", b"num_credits", "remote_memory", b"remote_memory", "version", b"version", "wire_dtype", b"wire_dtype", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class KvRemoteMemory(message.Message):
+    """Staging slots, num_credits of them one after the other, into which the sender writes with nixl."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    AGENT_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    STRIDE_FIELD_NUMBER: builtins.int
+    agent: builtins.bytes
+    """Metadata of the agent that registered the memory, opaque to all but nixl."""
+    address: builtins.int
+    """Address of the first slot in the receiver's process."""
+    stride: builtins.int
+    """Bytes from one slot to the next."""
+    def __init__(
+        self,
+        *,
+        agent: builtins.bytes = ...,
+        address: builtins.int = ...,
+        stride: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["generation", b"generation", "max_chunk_bytes", b"max_chunk_bytes", "num_credits", b"num_credits", "version", b"version", "wire_dtype", b"wire_dtype", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "agent", b"agent", "stride", b"stride"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class KvLanded(message.Message):
+    """The payload of the chunk sent last has been written into its slot (NIXL). Sender to receiver."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: builtins.int
+    slot: builtins.int
+    """As in KvChunk."""
+    def __init__(
+        self,
+        *,
+        slot: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

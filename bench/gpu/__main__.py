@@ -21,7 +21,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
-from bench.gpu.report import shares, table
+from bench.gpu.report import goal_table, shares, table
 from bench.gpu.runner import Limits, Outcome, child_command, run_items
 from bench.machine import describe_commit, describe_machine, describe_versions
 
@@ -82,8 +82,9 @@ def _write(folder: Path, about: dict[str, object], outcomes: Sequence[Outcome]) 
     }
     (folder / f"{stem}.json").write_text(json.dumps(everything, indent=1) + "\n")
     head = "\n".join(f"- {name}: {json.dumps(value)}" for name, value in about.items())
-    (folder / f"{stem}.md").write_text(f"# GPU\n\n{head}\n\n{table(outcomes)}\n")
-    print(table(outcomes))
+    body = f"{goal_table(outcomes)}\n\n{table(outcomes)}"
+    (folder / f"{stem}.md").write_text(f"# GPU\n\n{head}\n\n{body}\n")
+    print(body)
 
 
 if __name__ == "__main__":

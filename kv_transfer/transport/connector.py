@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from baton.errors import ConfigError
 from kv_transfer.endpoint import Endpoint, TransportKind, local_host_id
 from kv_transfer.transport.base import Connection, Connector, TransportError
 from kv_transfer.transport.loopback import LoopbackHub
+from kv_transfer.transport.nixl import connect_nixl, has_nixl
 from kv_transfer.transport.shm import connect_shm
 from kv_transfer.transport.tcp import connect_tcp
 
@@ -18,7 +20,9 @@ _ALLOWED = {
     "loopback": frozenset({TransportKind.LOOPBACK}),
     "shm": frozenset({TransportKind.SHM}),
     "tcp": frozenset({TransportKind.TCP}),
+    "nixl": frozenset({TransportKind.NIXL}),
 }
+_ORDER = (TransportKind.LOOPBACK, TransportKind.SHM, TransportKind.NIXL, TransportKind.TCP)
 
 _log = logging.getLogger("baton.kv")
 
@@ -26,11 +30,12 @@ _log = logging.getLogger("baton.kv")
 def usable(
     endpoints: Sequence[Endpoint], transport: str, is_reachable: Callable[[Endpoint], bool]
 ) -> tuple[Endpoint, ...]:
-    """The endpoints that may be tried, best first: loopback, shared memory, TCP. `transport` pins one, or is "auto"."""
+    """The endpoints that may be tried, best first: see _ORDER. `transport` pins one, or is "auto"."""
     allowed = _ALLOWED[transport]
     return tuple(
         sorted(
-            (e for e in endpoints if e.kind in allowed and is_reachable(e)), key=lambda e: e.kind
+            (e for e in endpoints if e.kind in allowed and is_reachable(e)),
+            key=lambda e: _ORDER.index(e.kind),
         )
     )
 
@@ -38,7 +43,7 @@ def usable(
 def make_connector(
     transport: str = "auto", hub: LoopbackHub | None = None, send_timeout_s: float = 10.0
 ) -> Connector:
-    """A connector for `transport`: "auto", "loopback" (within `hub`), "shm" or "tcp". Raises ConfigError for others."""
+    """A connector for `transport`: "auto", "loopback" (within `hub`), "shm", "tcp" or "nixl". Raises ConfigError for others."""
     if transport not in _ALLOWED:
         raise ConfigError.of("kv_transport", transport, f"use one of {', '.join(_ALLOWED)}")
     host_id = local_host_id()
@@ -51,6 +56,8 @@ def make_connector(
                 return bool(host_id) and _is_here(endpoint, host_id)
             case TransportKind.TCP:
                 return True
+            case TransportKind.NIXL:
+                return has_nixl()
 
     def open_one(endpoint: Endpoint, timeout_s: float) -> Connection:
         match endpoint.kind:
@@ -58,6 +65,9 @@ def make_connector(
                 return connect_shm(endpoint.address, timeout_s, send_timeout_s)
             case TransportKind.TCP:
                 return connect_tcp(endpoint.address, timeout_s, send_timeout_s)
+            case TransportKind.NIXL:
+                name = f"sender/{secrets.token_hex(8)}"
+                return connect_nixl(endpoint.address, name, timeout_s, send_timeout_s)
             case TransportKind.LOOPBACK:
                 return (hub or LoopbackHub()).connect(endpoint.address)
 

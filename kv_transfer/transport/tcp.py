@@ -20,14 +20,19 @@ _PREFERRED_CHUNK_BYTES = 1 << 20
 
 def connect_tcp(address: str, timeout_s: float, send_timeout_s: float) -> TcpConnection:
     """Connect to host:port. Raises TransportError."""
+    return TcpConnection(dial(address, timeout_s), send_timeout_s)
+
+
+def dial(address: str, timeout_s: float) -> socket.socket:
+    """A tuned socket in blocking mode, connected to host:port. Raises TransportError."""
     host, _, port = address.rpartition(":")
     try:
         sock = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
     except (OSError, ValueError) as error:
         raise TransportError(f"cannot connect to {address}: {error}") from error
     sock.settimeout(None)
-    _tune(sock)
-    return TcpConnection(sock, send_timeout_s)
+    tune(sock)
+    return sock
 
 
 def listen_tcp(host: str, port: int = 0, advertise_host: str = "") -> StreamListener:
@@ -35,12 +40,17 @@ def listen_tcp(host: str, port: int = 0, advertise_host: str = "") -> StreamList
 
     Raises OSError if that is not possible.
     """
+    sock, address = bind(host, port, advertise_host)
+    return StreamListener(sock, Endpoint(TransportKind.TCP, address), TcpServerStream)
+
+
+def bind(host: str, port: int, advertise_host: str) -> tuple[socket.socket, str]:
+    """A listening socket, and the address that senders are told. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.create_server((host, port), family=family, backlog=64)
     told = advertise_host or host
     told = f"[{told}]" if ":" in told else told
-    endpoint = Endpoint(TransportKind.TCP, f"{told}:{sock.getsockname()[1]}")
-    return StreamListener(sock, endpoint, TcpServerStream)
+    return sock, f"{told}:{sock.getsockname()[1]}"
 
 
 class TcpConnection(StreamConnection):
@@ -81,7 +91,7 @@ class TcpServerStream(ServerStream):
 
     def __init__(self, sock: socket.socket, receiver: Receiver) -> None:
         super().__init__(sock, receiver)
-        _tune(sock)
+        tune(sock)
         self._staging = memoryview(b"")
 
     @property
@@ -112,7 +122,7 @@ def _touched(num_bytes: int) -> bytearray:
     return bytearray(b"\0") * num_bytes
 
 
-def _tune(sock: socket.socket) -> None:
+def tune(sock: socket.socket) -> None:
     """Small frames go at once; a dead host is noticed within half a minute even when nothing is sent."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

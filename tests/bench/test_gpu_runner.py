@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from bench.gpu.report import shares, table
+import pytest
+
+from bench.gpu.report import GOALS, goal_table, goals, shares, table
 from bench.gpu.runner import Limits, Outcome, run_items
 
 CHILD = """
@@ -69,3 +71,26 @@ def test_shares_are_of_the_roofs_of_the_same_run() -> None:
     assert len(lines) == 2 + len(outcomes)
     assert "FAILED: broke / down" in lines[-1]
     assert shares(outcomes[2:]) == {}
+
+
+def test_goals_name_items_that_there_are() -> None:
+    pytest.importorskip("triton")
+    from bench.gpu.items import ITEMS
+
+    assert {goal.item for goal in GOALS} | {goal.over for goal in GOALS if goal.over} <= set(ITEMS)
+
+
+def test_goals_are_met_missed_or_not_measured() -> None:
+    outcomes = [
+        Outcome("roof copy", {"ms": 1.0, "bytes": 100.0}),
+        Outcome("roof matmul", {"ms": 1.0, "flops": 100.0}),
+        Outcome("attention decode 64 x 4K", {"ms": 2.0, "bytes": 180.0}),
+        Outcome("attention decode 64 x 4K contiguous", {"ms": 1.0, "bytes": 180.0}),
+    ]
+    reached = {goal.text: value for goal, value in goals(outcomes)}
+    assert reached["paged decode attention, of the copy roof"] == 0.9
+    assert reached["shuffled blocks over contiguous ones"] == 2.0
+    rows = goal_table(outcomes).splitlines()[2:]
+    assert rows[0].endswith("| met |")
+    assert rows[1].endswith("| MISSED |")
+    assert all(row.endswith("| not measured |") for row in rows[2:])

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton_kernels.cpu.paged_attention import AttentionPlan
@@ -78,7 +78,9 @@ class Case:
         return torch.stack(rows)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
+@example([(63, 17)], (1, 1), 16, 1, torch.bfloat16, None)
+@example([(130, 3)], (4, 2), 100, 16, torch.bfloat16, 64)
 @given(
     sequences=st.lists(
         st.tuples(st.sampled_from([0, 1, 15, 63, 64, 130]), st.sampled_from([1, 2, 5, 17])),

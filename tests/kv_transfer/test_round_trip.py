@@ -11,7 +11,7 @@ import pytest
 from baton.types import KvLayout, Sample
 from kv_transfer.ticket import TicketCommitted
 
-TRANSPORTS = ["loopback", "shm", "tcp"]
+TRANSPORTS = ["loopback", "shm", "tcp", "nixl"]
 
 
 def layout(block_size: int, num_layers: int, dtype: str = "int64") -> KvLayout:

@@ -155,6 +155,19 @@ def test_the_smallest_and_largest_values_survive(wire, size):
 
 
 @quick
+@given(
+    st.binary(min_size=64, max_size=64), st.sampled_from(ON_THE_WIRE), st.sampled_from(POOL_DTYPES)
+)
+def test_whatever_bytes_come_they_are_decoded_without_a_word(noise, wire, target):
+    format_ = wire_format(wire, layout_of("float32"))
+    piece = KvRange(0, 4, 0, 3)
+    data = memoryview(bytearray((noise * 64)[: format_.num_bytes(piece)]))
+    pool = ArrayKvPool(layout_of(target), 1)
+    ChunkCodec(pool, format_).unpack((0,), piece, data)
+    assert len(data) == format_.num_bytes(piece)
+
+
+@quick
 @given(st.integers(0, 50), st.integers(1, 50), st.integers(1, 20), st.sampled_from(ON_THE_WIRE))
 def test_the_size_of_a_payload_is_that_of_its_runs(first, count, block_size, dtype):
     format_ = WireFormat(dtype, NUM_HEADS, HEAD_DIM, block_size)

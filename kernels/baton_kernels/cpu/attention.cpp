@@ -30,6 +30,9 @@ constexpr long kStep = 64;
 constexpr long kMaxDim = 256;
 constexpr float kLowest = -1e30f;  // below any score, and finite: kLowest - kLowest is 0
 
+// Dimensions as sums are kept: see Values.
+constexpr long padded(long dim) { return (dim + 31) / 32 * 32; }
+
 struct Task {
     long seq, kv_head, first, rows;  // rows [first, first + rows) of the sequence's tokens x heads per KV head
 };
@@ -228,7 +231,7 @@ struct Rows {
     void shrink(int r, float next, long dim) {
         const __m512 by = exp_nonpositive(_mm512_set1_ps(top[r] - next));
         sum[r] = _mm512_mul_ps(sum[r], by);
-        for (long d = 0; d < dim; d += 16)
+        for (long d = 0; d < padded(dim); d += 16)
             _mm512_store_ps(out[r] + d, _mm512_mul_ps(_mm512_load_ps(out[r] + d), by));
         top[r] = next;
     }
@@ -265,7 +268,6 @@ void run(const Attention& c, const Task& t) {
     const long per_kv = c.heads / c.kv_heads;
     Rows<T, R> rows;
     long at[R];
-    const long padded = (c.dim + 31) / 32 * 32;
     for (int r = 0; r < R; r++) {
         const long token = (t.first + r) / per_kv, head = t.kv_head * per_kv + (t.first + r) % per_kv;
         at[r] = ((c.first_row[t.seq] + token) * c.heads + head) * c.dim;
@@ -273,7 +275,7 @@ void run(const Attention& c, const Task& t) {
         rows.position[r] = c.start[t.seq] + token;
         rows.top[r] = kLowest;
         rows.sum[r] = _mm512_setzero_ps();
-        for (long d = 0; d < padded; d += 16) _mm512_store_ps(rows.out[r] + d, _mm512_setzero_ps());
+        for (long d = 0; d < padded(c.dim); d += 16) _mm512_store_ps(rows.out[r] + d, _mm512_setzero_ps());
     }
     const long to_values = c.kv_heads * c.block_size * c.dim;
     const long newest = rows.position[R - 1];

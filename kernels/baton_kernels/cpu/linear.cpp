@@ -12,7 +12,7 @@ namespace {
 constexpr long kTile = 64;
 constexpr long kMaxRows = 6;        // rows of a register tile: 6 x 4 sums, 4 weights, 1 broadcast
 constexpr long kChunkRows = 48;     // rows that a task takes through a tile, so that they find it in the L2 cache
-constexpr long kChunkWords = 1024;  // words of k of a tile in the L2 cache: 256 KiB
+constexpr long kChunkWords = 256;   // words of k that all rows go through before the next: 64 KiB
 
 template <int N>
 struct constant {
@@ -44,14 +44,17 @@ struct Call {
     bool out_is_f32;
 };
 
+// `ahead`: what is read next; a part of it, `lines` cache lines a step, is fetched meanwhile.
 template <class T, int R>
-void float_panel(const char* w, const int32_t* x, long stride, long words, float* sums) {
+void float_panel(const char* w, const int32_t* x, long stride, long words, float* sums,
+                 const char* ahead, int lines) {
     __m512 s[R][4];
     for (int r = 0; r < R; r++)
         for (int j = 0; j < 4; j++) s[r][j] = _mm512_loadu_ps(sums + r * kTile + j * 16);
     for (long k = 0; k < words; k++, w += 256) {
         __m512i v[4];
         for (int j = 0; j < 4; j++) v[j] = _mm512_loadu_si512(w + j * 64);
+        for (int i = 0; i < lines; i++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
         for (int r = 0; r < R; r++) {
             const __m512i b = _mm512_set1_epi32(x[r * stride + k]);
             for (int j = 0; j < 4; j++) s[r][j] = T::step(s[r][j], v[j], b);
@@ -105,10 +108,12 @@ void with_rows(long rows, F&& f) {
     }
 }
 
+long num_panels(long rows) { return (rows + kMaxRows - 1) / kMaxRows; }
+
 // Panels of nearly equal height.
 template <class F>
 void for_panels(long rows, F&& f) {
-    const long panels = (rows + kMaxRows - 1) / kMaxRows;
+    const long panels = num_panels(rows);
     for (long p = 0, first = 0; p < panels; p++) {
         const long count = (rows - first + panels - p - 1) / (panels - p);
         with_rows(count, [&](auto r) { f(first, r); });
@@ -120,11 +125,20 @@ template <class T>
 void float_tile(const Call& c, long tile, long first, long rows, float* sums) {
     const long words = c.w->num_in / T::per_word;
     const char* w = c.w->data + tile * words * 256;
+    // One panel alone reads as fast as memory gives. Several pause the reading, unless they fetch what comes next.
+    const long panels = num_panels(rows);
+    const int lines = panels == 1 ? 0 : (int)((4 + panels - 1) / panels);
     for (long k = 0; k < words; k += kChunkWords) {
         const long count = words - k < kChunkWords ? words - k : kChunkWords;
+        const char *now = w + k * 256, *end = now + count * 256;
+        const char* ahead = end;
         for_panels(rows, [&](long row, auto r) {
             const int32_t* x = (const int32_t*)c.x + (first + row) * words + k;
-            float_panel<T, decltype(r)::value>(w + k * 256, x, words, count, sums + row * kTile);
+            // A chunk is followed by one of its size; where this is the last of all, fetching past it does nothing.
+            const bool fetches = ahead < end + count * 256;
+            float_panel<T, decltype(r)::value>(now, x, words, count, sums + row * kTile, ahead,
+                                               fetches ? lines : 0);
+            ahead += lines * count * 64;
         });
     }
 }

@@ -9,9 +9,12 @@ import torch
 
 from baton_kernels.cpu.calling import is_native
 from baton_kernels.cpu.library import library, loaded
+from baton_kernels.cpu.memory import host_memory
 
 #: Outputs of a packed tile.
 TILE = 64
+#: From here on weights have huge pages of their own.
+_LARGE_BYTES = 4 << 20
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 
 
@@ -97,4 +100,7 @@ def tiles(words: torch.Tensor) -> torch.Tensor:
     """[num_out, words] of 32-bit elements -> [tiles, words, 64], padded with zero outputs."""
     num_out, num_words = words.shape
     padded = torch.nn.functional.pad(words, (0, 0, 0, -num_out % TILE))
-    return padded.view(-1, TILE, num_words).transpose(1, 2).contiguous()
+    tiled = padded.view(-1, TILE, num_words).transpose(1, 2)
+    if tiled.nbytes < _LARGE_BYTES:
+        return tiled.contiguous()
+    return host_memory(tiled.nbytes).view(tiled.dtype).view(tiled.shape).copy_(tiled)

@@ -59,21 +59,21 @@ def _scores(
 
 @triton.jit
 def _tile(
-    acc, peak, total, q, positions, slopes, start, end,
+    acc, peak, total, block, q, positions, slopes, start, end,
     pool_ptr, scales_ptr, table_ptr, block_rows, first_row, kind_rows, scale, softcap, window,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take keys [start, start + BLOCK_N) into the running softmax. Keys from `end` on are not there."""
+    """Take keys [start, start + BLOCK_N), which are in blocks `block` [BLOCK_N], into the running softmax. Keys from `end` on
+    are not there. Returns the blocks of the next tile too: read here, a tile ahead, they do not stand in the way of loading
+    several tiles of keys ahead."""
     keys = start + tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     there = keys < end
-    if MASKED:
-        block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=there, other=0)
-    else:
-        block = tl.load(table_ptr + keys // BLOCK_SIZE)
     row = block.to(tl.int64) * block_rows + first_row + keys % BLOCK_SIZE
+    ahead = keys + BLOCK_N
+    block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
     at = row[:, None] * HEAD_DIM + dims[None, :]
     # Masked values are read as 0, not just weighted by 0: what an earlier owner left may be NaN.
     if MASKED:
@@ -111,7 +111,7 @@ def _tile(
     if HAS_SCALES:
         p *= v_scale[None, :]
     acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision=PRECISION)
-    return acc, new_peak, total
+    return acc, new_peak, total, block
 
 
 @triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["items_ptr"])
@@ -152,20 +152,22 @@ def _attend(
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     first_row = layer_row + kv_head * BLOCK_SIZE
+    keys = begin + tl.arange(0, BLOCK_N)
+    block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)
     # Tiles that all queries see in full come first, and need no mask.
     full_end = begin
     if not HAS_WINDOW:
         full_end = tl.maximum(begin, tl.minimum(position + 1, end) // BLOCK_N * BLOCK_N)
     for start in range(begin, full_end, BLOCK_N):
-        acc, peak, total = _tile(
-            acc, peak, total, q, positions, slopes, start, end,
+        acc, peak, total, block = _tile(
+            acc, peak, total, block, q, positions, slopes, start, end,
             pool_ptr, scales_ptr, table_ptr, block_rows, first_row, kind_rows, scale, softcap, window,
             HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
             False, HAS_WINDOW, HAS_SCALES, HAS_SOFTCAP, HAS_SLOPES, PRECISION,
         )  # fmt: skip
     for start in range(full_end, end, BLOCK_N):
-        acc, peak, total = _tile(
-            acc, peak, total, q, positions, slopes, start, end,
+        acc, peak, total, block = _tile(
+            acc, peak, total, block, q, positions, slopes, start, end,
             pool_ptr, scales_ptr, table_ptr, block_rows, first_row, kind_rows, scale, softcap, window,
             HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
             True, HAS_WINDOW, HAS_SCALES, HAS_SOFTCAP, HAS_SLOPES, PRECISION,

@@ -1,0 +1,287 @@
+"""KV over nixl (UCX: RDMA, NVLink, or TCP where there is nothing better): the sender writes into the receiver's staging area.
+
+Frames travel on a TCP connection. A chunk's header goes first, then the sender writes the payload into the slot that the
+header names, then KvLanded says so. The receiver drives its own side of the library only between header and KvLanded:
+an idle worker polls nothing.
+
+A staging area belongs to one connection. Nothing recalls a write that is under way when a connection ends, and some
+ways of UCX write into a process by address alone: so the area is kept, and used by nobody, for QUARANTINE_S after that. The
+library knows no authentication: who has an area's description, which travels in KvAccept, may write into that area, and
+into no other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import mmap
+import select
+import socket
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from baton.errors import ConfigError
+from baton.v1 import kv_pb2
+from kv_transfer.endpoint import Endpoint, TransportKind
+from kv_transfer.frame import (
+    PREAMBLE_BYTES,
+    Frame,
+    FrameError,
+    Preamble,
+    decode_header,
+    decode_preamble,
+)
+from kv_transfer.receiver import Receiver
+from kv_transfer.transport.base import Staged, TransportError
+from kv_transfer.transport.stream_connection import StreamConnection
+from kv_transfer.transport.stream_listener import ServerStream, StreamListener
+from kv_transfer.transport.tcp import bind, dial, tune
+
+#: Longer than any sender waits for a write of its own.
+QUARANTINE_S = 60.0
+#: How long a payload may take after its header.
+_LANDING_TIMEOUT_S = 10.0
+#: Polling without a pause at first, then with pauses of a millisecond.
+_SPIN_S = 0.002
+_NO_PAYLOAD = memoryview(b"")
+
+
+def has_nixl() -> bool:
+    """Whether the library is installed."""
+    return importlib.util.find_spec("nixl") is not None
+
+
+def _api() -> Any:
+    """The library, loaded when first needed: that takes a second. Raises ConfigError."""
+    if not has_nixl():
+        fix = "the nixl library is not installed: pip install --no-deps nixl nixl-cu12"
+        raise ConfigError.of("kv_transport", "nixl", fix)
+    return importlib.import_module("nixl._api")
+
+
+class _Area:
+    """Slots of registered memory, and the agent that owns their registration. Used by one thread."""
+
+    def __init__(self, name: str, num_slots: int, slot_bytes: int) -> None:
+        """name: unlike any other agent's that a peer may ever hear of."""
+        api = _api()
+        self.errors: tuple[type[Exception], ...] = tuple(
+            value for key, value in vars(api.nixlBind).items() if key.endswith("Error")
+        )
+        self.stride = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        num_bytes = num_slots * self.stride
+        self._map = mmap.mmap(
+            -1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+        )
+        self._view = memoryview(self._map)
+        self.address: int = np.frombuffer(self._map, np.uint8).ctypes.data
+        # Its own thread would spin on a core for ever.
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        self.agent = api.nixl_agent(name, config)
+        self._registration = self.agent.register_memory([(self.address, num_bytes, 0, "")], "DRAM")
+
+    def slot(self, index: int, num_bytes: int) -> memoryview:
+        start = index * self.stride
+        return self._view[start : start + num_bytes]
+
+    def progress(self) -> None:
+        """Let the library do what is due on this side."""
+        self.agent.get_new_notifs()
+
+    def retire(self) -> mmap.mmap:
+        """Withdraw the registration; the memory, to be kept as long as somebody may write into it."""
+        self.agent.deregister_memory(self._registration)
+        del self.agent
+        return self._map
+
+
+class NixlConnection(StreamConnection):
+    """Packs into registered memory of its own, one slot for each of the receiver's, and writes from there."""
+
+    def __init__(self, sock: socket.socket, name: str, send_timeout_s: float) -> None:
+        super().__init__(sock, send_timeout_s)
+        self._name = name
+        self._send_timeout_s = send_timeout_s
+        self._area: _Area | None = None
+        self._remote = kv_pb2.KvRemoteMemory()
+        self._peer: Any = None
+        self._free: list[int] = []
+        self._in_flight: set[int] = set()
+
+    def open_staging(self, accept: kv_pb2.KvAccept) -> None:
+        if self._area or not accept.remote_memory.agent:
+            raise FrameError("the receiver's acceptance came without memory to write to, or twice")
+        self._remote.CopyFrom(accept.remote_memory)
+        self._area = _Area(self._name, accept.num_credits, accept.max_chunk_bytes)
+        try:
+            self._peer = self._area.agent.add_remote_agent(self._remote.agent)
+        except self._area.errors as error:
+            raise TransportError(f"the receiver's memory cannot be used: {error}") from error
+        self._free = list(range(accept.num_credits))
+
+    def stage(self, num_bytes: int) -> Staged | None:
+        if not self._free or not self._area:
+            return None
+        slot = self._free.pop()
+        self._in_flight.add(slot)
+        return Staged(slot, self._area.slot(slot, num_bytes))
+
+    def unstage(self, staged: Staged) -> None:
+        self.take_back([staged.slot])
+
+    def take_back(self, slots: list[int]) -> None:
+        for slot in slots:
+            if slot not in self._in_flight:
+                raise FrameError(f"the receiver gives back slot {slot}, which is not in use")
+            self._in_flight.remove(slot)
+            self._free.append(slot)
+
+    def payload_of(self, staged: Staged | None) -> tuple[memoryview, ...]:
+        del staged
+        return ()
+
+    def send(self, frame: Frame, staged: Staged | None = None, *, more: bool = False) -> None:
+        if staged is None or self._area is None:
+            super().send(frame, more=more)
+            return
+        # At once: the receiver drives its side only when it has the header.
+        super().send(frame, staged)
+        self._write(self._area, staged)
+        super().send(kv_pb2.KvLanded(slot=staged.slot), more=more)
+
+    def _write(self, area: _Area, staged: Staged) -> None:
+        """Returns when the payload is in the receiver's slot. Raises TransportError, also after the send timeout: a frozen
+        peer is never told of."""
+        agent, num_bytes = area.agent, staged.buffer.nbytes
+        start, target = area.address + staged.slot * area.stride, self._remote.address
+        target += staged.slot * self._remote.stride
+        deadline = time.monotonic() + self._send_timeout_s
+        try:
+            handle = agent.initialize_xfer(
+                "WRITE",
+                agent.get_xfer_descs([(start, num_bytes, 0)], "DRAM"),
+                agent.get_xfer_descs([(target, num_bytes, 0)], "DRAM"),
+                self._peer,
+            )
+            state = agent.transfer(handle)
+            while state == "PROC" and time.monotonic() < deadline:
+                state = agent.check_xfer_state(handle)
+            if state == "DONE":
+                agent.release_xfer_handle(handle)
+                return
+        except area.errors as error:
+            raise TransportError(f"the write to the receiver has failed: {error}") from error
+        raise TransportError(f"the write to the receiver has not ended ({state})")
+
+    def close(self) -> None:
+        super().close()
+        area, self._area = self._area, None
+        if area:
+            # Nothing reads from our memory once the agent is gone.
+            area.retire()
+
+
+class NixlServerStream(ServerStream):
+    """Owns the staging area of one connection, until the listener keeps it in quarantine."""
+
+    def __init__(self, sock: socket.socket, receiver: Receiver, listener: NixlListener) -> None:
+        super().__init__(sock, receiver)
+        tune(sock)
+        self._listener = listener
+        self._area: _Area | None = None
+
+    @property
+    def max_payload_bytes(self) -> int:
+        return 0
+
+    def accept(self, frame: kv_pb2.KvAccept) -> None:
+        self._area = area = _Area(
+            self._listener.next_name(frame), frame.num_credits, frame.max_chunk_bytes
+        )
+        frame.remote_memory.agent = area.agent.get_agent_metadata()
+        frame.remote_memory.address = area.address
+        frame.remote_memory.stride = area.stride
+        super().accept(frame)
+
+    def payload(self, preamble: Preamble, frame: Frame) -> memoryview:
+        del preamble
+        if not isinstance(frame, kv_pb2.KvChunk):
+            return _NO_PAYLOAD
+        area = self._area
+        if (
+            area is None
+            or frame.slot >= self.receiver.num_credits
+            or frame.payload_bytes > self.receiver.max_chunk_bytes
+        ):
+            raise FrameError(f"a chunk of {frame.payload_bytes} bytes in slot {frame.slot}")
+        self._await_landing(area, frame.slot)
+        return area.slot(frame.slot, frame.payload_bytes)
+
+    def _await_landing(self, area: _Area, slot: int) -> None:
+        """Drive this side of the library until the sender says that it is done."""
+        begin = time.monotonic()
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        while (waited_s := time.monotonic() - begin) < _LANDING_TIMEOUT_S:
+            area.progress()
+            if poll.poll(0 if waited_s < _SPIN_S else 1):
+                landed = self._next_header()
+                if landed != kv_pb2.KvLanded(slot=slot):
+                    raise FrameError(f"a {type(landed).__name__} where slot {slot} was to land")
+                return
+        raise FrameError(f"slot {slot} has not landed within {_LANDING_TIMEOUT_S:g} s")
+
+    def _next_header(self) -> Frame:
+        preamble = decode_preamble(self._read(PREAMBLE_BYTES), 0, self._version)
+        return decode_header(preamble, self._read(preamble.header_bytes))
+
+    def close(self) -> None:
+        super().close()
+        area, self._area = self._area, None
+        if area:
+            self._listener.keep(area.retire())
+
+
+class NixlListener(StreamListener):
+    """Keeps the memory of connections that ended, until nobody can write into it any more."""
+
+    def __init__(self, sock: socket.socket, address: str) -> None:
+        super().__init__(
+            sock,
+            Endpoint(TransportKind.NIXL, address),
+            lambda taken, receiver: NixlServerStream(taken, receiver, self),
+        )
+        self._count_lock = threading.Lock()
+        self._num_areas = 0
+        self._kept: deque[tuple[float, mmap.mmap]] = deque()
+
+    def next_name(self, accept: kv_pb2.KvAccept) -> str:
+        """Of a new agent: unlike those of all boots and connections."""
+        with self._count_lock:
+            self._num_areas += 1
+            return f"{accept.worker_id}/{accept.generation}/{self._num_areas}"
+
+    def keep(self, memory: mmap.mmap) -> None:
+        """Put a retired area into quarantine, and let those go whose time is over."""
+        now = time.monotonic()
+        with self._count_lock:
+            self._kept.append((now + QUARANTINE_S, memory))
+            while self._kept[0][0] <= now:
+                self._kept.popleft()
+
+
+def connect_nixl(
+    address: str, name: str, timeout_s: float, send_timeout_s: float
+) -> NixlConnection:
+    """Connect to host:port. name: unlike any other agent's. Raises TransportError."""
+    return NixlConnection(dial(address, timeout_s), name, send_timeout_s)
+
+
+def listen_nixl(host: str, port: int = 0, advertise_host: str = "") -> NixlListener:
+    """Bind to host:port (0: any free one). Raises OSError, ConfigError without the library."""
+    _api()
+    return NixlListener(*bind(host, port, advertise_host))
