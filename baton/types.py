@@ -251,6 +251,8 @@ class WorkerLoad:
     num_orphan_blocks: int = 0
     """Leased blocks that belong to no sequence, prompt or ticket: lost until the worker starts anew. 0, or a fault."""
     is_draining: bool = False
+    num_swaps: int = 0
+    """Times that a sequence was sent to host memory, since the start."""
     local_prefill_threshold: int = 0
     """Most missing tokens of a prompt that a decode worker would compute by itself now."""
 

@@ -239,6 +239,7 @@ def load_to_proto(load: WorkerLoad, heartbeat_age_ms: int) -> worker_pb2.WatchLo
         num_open_tickets=load.num_open_tickets,
         num_orphan_blocks=load.num_orphan_blocks,
         num_orphan_sequences=load.num_orphan_sequences,
+        num_swaps=load.num_swaps,
         local_prefill_threshold=load.local_prefill_threshold,
     )
 
@@ -255,6 +256,7 @@ def load_from_proto(message: worker_pb2.WatchLoadResponse) -> WorkerLoad:
         num_open_tickets=message.num_open_tickets,
         num_orphan_blocks=message.num_orphan_blocks,
         num_orphan_sequences=message.num_orphan_sequences,
+        num_swaps=message.num_swaps,
         is_draining=message.state == worker_pb2.WORKER_STATE_DRAINING,
         local_prefill_threshold=message.local_prefill_threshold,
     )

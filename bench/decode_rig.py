@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.config import DecodeOptions
@@ -38,7 +38,9 @@ class StepResult:
 class DecodeRig:
     """One worker's engine and core, without processes, threads or a network."""
 
-    def __init__(self, options: DecodeOptions) -> None:
+    def __init__(self, options: DecodeOptions, clock: Callable[[], float]) -> None:
+        """clock: by which steps are timed, in seconds."""
+        self._clock = clock
         self.engine: Engine = build_engine(options)
         hub = LoopbackHub()
         identity = WorkerIdentity("bench", 1)
@@ -72,7 +74,7 @@ class DecodeRig:
             swap=SwapSpace(self.engine.kv, 0),
             matchers=build_matchers(options, self.engine),
             clock=time.monotonic,
-            speculation=build_speculation(options, self.engine, time.perf_counter),
+            speculation=build_speculation(options, self.engine, clock),
         )
         most = self.engine.spec.max_model_len
         self._core = DecodeCore(
@@ -96,9 +98,9 @@ class DecodeRig:
     def step(self) -> StepResult:
         """One step of the core, timed."""
         commands, self._commands[:] = list(self._commands), []
-        begin_s = time.perf_counter()
+        begin_s = self._clock()
         events = self._core.step(commands).events
-        seconds = time.perf_counter() - begin_s
+        seconds = self._clock() - begin_s
         told = [(e.handle, e.event) for e in events if isinstance(e.event, Tokens)]
         return StepResult(
             seconds,

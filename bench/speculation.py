@@ -1,9 +1,10 @@
 """What speculation gains: tokens a second of a decode worker with and without, step by step in turn.
 
-    python -m bench.speculation [--model DIR] [--draft DIR] [--seconds 20] [--batch 48] [--json FILE]
+    python -m bench.speculation [--model DIR] [--draft DIR] [--seconds 45] [--batch 48] [--clock wall|cpu] [--json FILE]
 
 One decode core for each method (none, ngram, draft) in this process, each with an engine of its own. They take turns at every
-step, so that whatever else the machine does falls on all of them alike. As soon as a sequence ends the next one is opened, the
+step, so that whatever else the machine does falls on all of them alike; with --clock cpu and one thread, the seconds are those
+that the process computed, which hardly depend on others at all. As soon as a sequence ends the next one is opened, the
 same for each method: the batch is always full. Told are tokens over the seconds of a core's own steps, prompts and drafting
 included; the ratio to none, with its spread over ten stretches of the run; how many drafts were right; and the share of
 sequences that have the same tokens as without speculation (numerics: all of them in float32, in bfloat16 where the
@@ -193,7 +194,8 @@ def rig_of(method: str, arguments: argparse.Namespace) -> DecodeRig:
         "speculative_method": method,
         "speculative_model": arguments.draft if method == "draft" else None,
     }
-    return DecodeRig(DecodeOptions.model_validate(values))
+    clock = time.process_time if arguments.clock == "cpu" else time.perf_counter
+    return DecodeRig(DecodeOptions.model_validate(values), clock)
 
 
 def main() -> int:
@@ -201,8 +203,9 @@ def main() -> int:
     parser.add_argument("--model", default="models/baton-py-6m")
     parser.add_argument("--draft", default="models/baton-py-6m-draft")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each workload")
+    parser.add_argument("--seconds", type=float, default=45.0, help="of each workload")
     parser.add_argument("--batch", type=int, default=48)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--num-threads", type=int, help="all cores if not given")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -225,6 +228,8 @@ def main() -> int:
             "versions": describe_versions(),
             "commit": describe_commit(),
             "dtype": arguments.dtype,
+            "num_threads": arguments.num_threads,
+            "clock": arguments.clock,
             "results": results,
         }
         arguments.json.write_text(json.dumps(told, indent=2) + "\n")

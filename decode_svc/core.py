@@ -249,6 +249,7 @@ class DecodeCore:
             num_orphan_sequences=self._num_orphans,
             num_orphan_blocks=num_orphan_blocks(self._state.pool, self._state.leases),
             is_draining=self._admission.is_draining,
+            num_swaps=self._state.swap.num_swaps,
             local_prefill_threshold=self._admission.local_prefill_threshold,
         )
 

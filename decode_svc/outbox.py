@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Iterator
 
 from baton.errors import ClientStalled
-from baton.events import AddressedEvent
+from baton.events import AddressedEvent, Tokens
 
 #: Events that may wait for a gateway that does not read, before its stream is ended.
 MAX_NUM_EVENTS = 65536
@@ -40,3 +41,21 @@ class Outbox:
         if len(events) > MAX_NUM_EVENTS:
             raise ClientStalled(f"the gateway left {len(events)} events unread")
         return events
+
+
+def in_messages(events: Iterable[AddressedEvent]) -> Iterator[list[AddressedEvent]]:
+    """Cut events so that each sequence's stay in order: a message tells changes of state before tokens.
+
+    What a sequence becomes after tokens of an earlier step, a pause above all, needs a message after theirs.
+    """
+    message: list[AddressedEvent] = []
+    has_tokens: set[int] = set()
+    for handle, event in events:
+        if isinstance(event, Tokens):
+            has_tokens.add(handle)
+        elif handle in has_tokens:
+            yield message
+            message, has_tokens = [], set()
+        message.append((handle, event))
+    if message:
+        yield message

@@ -74,6 +74,9 @@ class DecodeRecorder:
         meter = telemetry.meter
         counter = meter.create_counter
         self._decoded = counter("baton.decode.tokens", description="Tokens produced.")
+        self._drafts = counter("baton.drafts", description="Steps of a sequence with drafts.")
+        self._drafted = counter("baton.draft.tokens", description="Tokens drafted.")
+        self._accepted = counter("baton.draft.accepted.tokens", description="Drafts confirmed.")
         self._queried = counter("baton.prefix.query.tokens", description="Tokens looked up.")
         self._hit = counter("baton.prefix.hit.tokens", description="Tokens found computed.")
         self._preempted = counter("baton.preemptions", description="Sequences sent away.")
@@ -102,6 +105,9 @@ class DecodeRecorder:
             self._deferred,
             self._received,
             self._decoded,
+            self._drafts,
+            self._drafted,
+            self._accepted,
         ):
             counted.add(0)
         for event in (*_TICKET_EVENTS, RequestEvent.ABORTED):
@@ -176,6 +182,10 @@ class DecodeRecorder:
         happened = event.event
         if isinstance(happened, Tokens):
             self._decoded.add(len(happened.samples))
+            if happened.num_draft_tokens:
+                self._drafts.add(1)
+                self._drafted.add(happened.num_draft_tokens)
+                self._accepted.add(happened.num_accepted_tokens)
             if happened.finish is not FinishReason.NONE:
                 num_tokens = happened.token_index + len(happened.samples)
                 self._leave(key, RequestEvent.FINISHED, now_s, num_tokens=num_tokens)

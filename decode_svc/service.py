@@ -24,7 +24,7 @@ from decode_svc.commands import (
     StreamClosed,
     StreamEvent,
 )
-from decode_svc.outbox import Outbox
+from decode_svc.outbox import Outbox, in_messages
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
@@ -53,7 +53,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         reader = asyncio.create_task(self._read(stream, request_iterator, outbox))
         try:
             while events := await outbox.take():
-                yield step_to_proto(events)
+                for message in in_messages(events):
+                    yield step_to_proto(message)
             await reader
         finally:
             reader.cancel()

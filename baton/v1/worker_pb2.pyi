@@ -188,6 +188,7 @@ class WatchLoadResponse(message.Message):
     NUM_OPEN_TICKETS_FIELD_NUMBER: builtins.int
     NUM_ORPHAN_BLOCKS_FIELD_NUMBER: builtins.int
     NUM_ORPHAN_SEQUENCES_FIELD_NUMBER: builtins.int
+    NUM_SWAPS_FIELD_NUMBER: builtins.int
     LOCAL_PREFILL_THRESHOLD_FIELD_NUMBER: builtins.int
     state: WorkerState.ValueType
     """Whether it takes work."""
@@ -213,6 +214,8 @@ class WatchLoadResponse(message.Message):
     """KV blocks owned by no one known: lost until the worker starts anew. 0, or a fault of the worker."""
     num_orphan_sequences: builtins.int
     """Sequences that were ended since the start because their gateway did not know them any more. 0, or a fault of the two."""
+    num_swaps: builtins.int
+    """Times that a sequence was sent to host memory, since the start."""
     local_prefill_threshold: builtins.int
     """Most missing tokens of a prompt that a decode worker would compute by itself now, by what it has measured; 0 in a prefill worker."""
     def __init__(
@@ -230,11 +233,12 @@ class WatchLoadResponse(message.Message):
         num_open_tickets: builtins.int = ...,
         num_orphan_blocks: builtins.int = ...,
         num_orphan_sequences: builtins.int = ...,
+        num_swaps: builtins.int = ...,
         local_prefill_threshold: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["heartbeat_age_ms", b"heartbeat_age_ms", "local_prefill_threshold", b"local_prefill_threshold", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leased_blocks", b"num_leased_blocks", "num_open_tickets", b"num_open_tickets", "num_orphan_blocks", b"num_orphan_blocks", "num_orphan_sequences", b"num_orphan_sequences", "num_pending_tokens", b"num_pending_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["heartbeat_age_ms", b"heartbeat_age_ms", "local_prefill_threshold", b"local_prefill_threshold", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leased_blocks", b"num_leased_blocks", "num_open_tickets", b"num_open_tickets", "num_orphan_blocks", b"num_orphan_blocks", "num_orphan_sequences", b"num_orphan_sequences", "num_pending_tokens", b"num_pending_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_swaps", b"num_swaps", "num_waiting", b"num_waiting", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

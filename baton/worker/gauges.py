@@ -43,6 +43,11 @@ def observe_worker(meter: Meter, board: LoadBoard) -> None:
         "Sequences ended since the start because their gateway did not know them.",
         lambda load: load.num_orphan_sequences,
     )
+    gauge(
+        "baton.swaps",
+        "Times since the start that a sequence was preempted to host memory.",
+        lambda load: load.num_swaps,
+    )
     gauge("baton.kv.usage", "Share of KV blocks that are leased.", kv_usage, "1")
 
     def blocks(options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG001

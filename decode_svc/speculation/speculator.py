@@ -23,7 +23,7 @@ MAX_PROBE_INTERVAL = 1024
 #: A draft that takes as long to make as a step makes that interval longer by this factor.
 _PATIENCE = 4
 
-#: One in so many of a step's sequences gets a draft then, at least one.
+#: One in so many of a step's sequences gets a draft then, at least one; of drafts that cost something, one sequence.
 PROBE_SHARE = 8
 
 #: A batch of so many sequences lets one rest a step longer that drafts are no use for: looking for them takes time as well.
@@ -116,7 +116,9 @@ class Speculator:
             if self._num_idle_steps >= self._probe_interval * (1 + _PATIENCE * probe_share):
                 self._num_idle_steps = 0
                 self._probe_interval = min(2 * self._probe_interval, MAX_PROBE_INTERVAL)
-                return _probe(candidates, min(max_num_drafts, -(-num_rows // PROBE_SHARE)))
+                # A draft model that lags behind a whole batch would take long to catch up.
+                num_probes = 1 if probe_share else -(-num_rows // PROBE_SHARE)
+                return _probe(candidates, min(max_num_drafts, num_probes))
         return lengths
 
     def _candidate(self, key: Hashable, forecast: Forecast) -> Candidate:

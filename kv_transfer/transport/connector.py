@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from baton.errors import ConfigError
 from kv_transfer.endpoint import Endpoint, TransportKind, local_host_id
 from kv_transfer.transport.base import Connection, Connector, TransportError
 from kv_transfer.transport.loopback import LoopbackHub
-from kv_transfer.transport.nixl import connect_nixl, has_nixl
+from kv_transfer.transport.nixl import Quarantine, connect_nixl, has_nixl
 from kv_transfer.transport.shm import connect_shm
 from kv_transfer.transport.tcp import connect_tcp
 
@@ -47,6 +46,7 @@ def make_connector(
     if transport not in _ALLOWED:
         raise ConfigError.of("kv_transport", transport, f"use one of {', '.join(_ALLOWED)}")
     host_id = local_host_id()
+    quarantine = Quarantine()
 
     def is_reachable(endpoint: Endpoint) -> bool:
         match endpoint.kind:
@@ -66,8 +66,7 @@ def make_connector(
             case TransportKind.TCP:
                 return connect_tcp(endpoint.address, timeout_s, send_timeout_s)
             case TransportKind.NIXL:
-                name = f"sender/{secrets.token_hex(8)}"
-                return connect_nixl(endpoint.address, name, timeout_s, send_timeout_s)
+                return connect_nixl(endpoint.address, timeout_s, send_timeout_s, quarantine)
             case TransportKind.LOOPBACK:
                 return (hub or LoopbackHub()).connect(endpoint.address)
 

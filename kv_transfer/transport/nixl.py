@@ -12,9 +12,12 @@ into no other.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import itertools
 import mmap
+import secrets
 import select
 import socket
 import threading
@@ -93,18 +96,38 @@ class _Area:
         self.agent.get_new_notifs()
 
     def retire(self) -> mmap.mmap:
-        """Withdraw the registration; the memory, to be kept as long as somebody may write into it."""
-        self.agent.deregister_memory(self._registration)
+        """Withdraw the registration; the memory, to be kept as long as somebody may reach into it."""
+        with contextlib.suppress(*self.errors):
+            self.agent.deregister_memory(self._registration)
         del self.agent
         return self._map
+
+
+class Quarantine:
+    """Keeps memory of connections that ended, until nobody can read from it or write into it any more."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: deque[tuple[float, mmap.mmap]] = deque()
+
+    def keep(self, memory: mmap.mmap) -> None:
+        """Take memory in, and let that go whose time is over."""
+        now = time.monotonic()
+        with self._lock:
+            self._kept.append((now + QUARANTINE_S, memory))
+            while self._kept[0][0] <= now:
+                self._kept.popleft()
 
 
 class NixlConnection(StreamConnection):
     """Packs into registered memory of its own, one slot for each of the receiver's, and writes from there."""
 
-    def __init__(self, sock: socket.socket, name: str, send_timeout_s: float) -> None:
+    def __init__(
+        self, sock: socket.socket, name: str, send_timeout_s: float, quarantine: Quarantine
+    ) -> None:
         super().__init__(sock, send_timeout_s)
         self._name = name
+        self._quarantine = quarantine
         self._send_timeout_s = send_timeout_s
         self._area: _Area | None = None
         self._remote = kv_pb2.KvRemoteMemory()
@@ -168,7 +191,7 @@ class NixlConnection(StreamConnection):
                 self._peer,
             )
             state = agent.transfer(handle)
-            while state == "PROC" and time.monotonic() < deadline:
+            while state == "PROC" and not self._is_lost(deadline):
                 state = agent.check_xfer_state(handle)
             if state == "DONE":
                 agent.release_xfer_handle(handle)
@@ -177,12 +200,19 @@ class NixlConnection(StreamConnection):
             raise TransportError(f"the write to the receiver has failed: {error}") from error
         raise TransportError(f"the write to the receiver has not ended ({state})")
 
+    def _is_lost(self, deadline: float) -> bool:
+        """Whether it is too late, or the receiver has hung up. Pauses, but not at first."""
+        left_s = deadline - time.monotonic()
+        poll = select.poll()
+        poll.register(self._sock, select.POLLRDHUP)
+        is_new = left_s > self._send_timeout_s - _SPIN_S
+        return left_s <= 0 or bool(poll.poll(0 if is_new else 1))
+
     def close(self) -> None:
         super().close()
         area, self._area = self._area, None
         if area:
-            # Nothing reads from our memory once the agent is gone.
-            area.retire()
+            self._quarantine.keep(area.retire())
 
 
 class NixlServerStream(ServerStream):
@@ -243,11 +273,11 @@ class NixlServerStream(ServerStream):
         super().close()
         area, self._area = self._area, None
         if area:
-            self._listener.keep(area.retire())
+            self._listener.quarantine.keep(area.retire())
 
 
 class NixlListener(StreamListener):
-    """Keeps the memory of connections that ended, until nobody can write into it any more."""
+    """Accepts connections, and names their agents."""
 
     def __init__(self, sock: socket.socket, address: str) -> None:
         super().__init__(
@@ -255,30 +285,21 @@ class NixlListener(StreamListener):
             Endpoint(TransportKind.NIXL, address),
             lambda taken, receiver: NixlServerStream(taken, receiver, self),
         )
-        self._count_lock = threading.Lock()
-        self._num_areas = 0
-        self._kept: deque[tuple[float, mmap.mmap]] = deque()
+        self.quarantine = Quarantine()
+        self._numbers = itertools.count(1)
 
     def next_name(self, accept: kv_pb2.KvAccept) -> str:
         """Of a new agent: unlike those of all boots and connections."""
-        with self._count_lock:
-            self._num_areas += 1
-            return f"{accept.worker_id}/{accept.generation}/{self._num_areas}"
-
-    def keep(self, memory: mmap.mmap) -> None:
-        """Put a retired area into quarantine, and let those go whose time is over."""
-        now = time.monotonic()
-        with self._count_lock:
-            self._kept.append((now + QUARANTINE_S, memory))
-            while self._kept[0][0] <= now:
-                self._kept.popleft()
+        return f"{accept.worker_id}/{accept.generation}/{next(self._numbers)}"
 
 
 def connect_nixl(
-    address: str, name: str, timeout_s: float, send_timeout_s: float
+    address: str, timeout_s: float, send_timeout_s: float, quarantine: Quarantine
 ) -> NixlConnection:
-    """Connect to host:port. name: unlike any other agent's. Raises TransportError."""
-    return NixlConnection(dial(address, timeout_s), name, send_timeout_s)
+    """Connect to host:port. Raises TransportError."""
+    # No other agent that a receiver may ever hear of has this name.
+    name = f"sender/{secrets.token_hex(16)}"
+    return NixlConnection(dial(address, timeout_s), name, send_timeout_s, quarantine)
 
 
 def listen_nixl(host: str, port: int = 0, advertise_host: str = "") -> NixlListener:

@@ -82,10 +82,6 @@ async def test_a_worker_that_drains_hands_its_sequences_over() -> None:
         expected = outputs(2, max_tokens)
         assert all([c.token_ids for c in one.choices] == expected for one in done)
         assert sum(one.timing.num_resumes for one in done) == 0
-        moved = [
-            one for one in done if one.timing.transfer_bytes > done[0].usage.prompt_tokens * 128
-        ]
-        assert moved
         other = next(address for address in system.decodes if address != full)
         ended_at = {one.timing.decode_worker for one in done}
         assert ended_at == {workers[other].worker_id}

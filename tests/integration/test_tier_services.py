@@ -117,7 +117,7 @@ async def test_a_sequence_is_handed_over_and_decoded(
             tokens += [sample.token_id for sample in event.samples]
             finish = event.finish
         assert tokens == oracle_tokens(PROMPT, spec.sampling, 1000)
-        assert tokens[0] == first.token_id
+        assert tokens[0] == first.first_tokens[0].token.token_id
         await until_idle(decode_channel)
         await until_idle(prefill_channel)
 

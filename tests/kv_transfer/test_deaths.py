@@ -11,8 +11,8 @@ import pytest
 from baton.errors import Cancelled, HandoffFailed
 from baton.types import Sample
 from kv_transfer.ticket import TicketCommitted, TicketDead, TicketState
+from tests.support.kv_transports import ALL
 
-TRANSPORTS = ["loopback", "shm", "tcp"]
 POINTS = ["before", "begun", "half sent", "sent", "committed", "settled"]
 BLOCKS = (1, 2, 3, 4)
 NUM_TOKENS = 10
@@ -50,7 +50,7 @@ def finish(rig, ticket, point):
 
 
 @pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ALL)
 @pytest.mark.parametrize("who", ["receiver", "sender", "owner", "engine"])
 def test_each_side_hears_of_the_end_once(make_rig, transport, point, who):
     rig = make_rig(transport)
@@ -77,7 +77,7 @@ def test_each_side_hears_of_the_end_once(make_rig, transport, point, who):
         assert done.error is not None
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ALL)
 def test_a_lost_sender_frees_the_ticket_without_waiting_for_the_lease(make_rig, transport):
     rig = make_rig(transport)
     first, second = (rig.offer(b, 0, NUM_TOKENS) for b in [tuple(range(4)), tuple(range(4, 8))])
@@ -93,7 +93,7 @@ def test_a_lost_sender_frees_the_ticket_without_waiting_for_the_lease(make_rig, 
     assert "p0" in event.message
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ALL)
 def test_a_lane_works_again_after_its_connection_was_lost(make_rig, transport):
     rig = make_rig(transport)
     listener = rig.running.listeners[0]

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from kv_transfer.ticket import TicketDead, TicketState
+from tests.support.kv_transports import REMOTE
 
 _SENDER = """
 import sys, time
@@ -29,7 +30,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", REMOTE)
 def test_the_ticket_of_a_killed_sender_dies_at_once(make_rig, transport):
     rig = make_rig(transport)
     ticket, other = rig.offer((0, 1), 0, 6), rig.offer((2,), 0, 3)

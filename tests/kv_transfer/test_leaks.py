@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from kv_transfer.endpoint import TransportKind
+from tests.support.kv_transports import REMOTE
 
 
 def footprint() -> tuple[int, set[threading.Thread]]:
     return len(os.listdir("/proc/self/fd")), set(threading.enumerate())
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", REMOTE)
 def test_fifty_connections_leave_nothing(make_rig, transport):
     before = footprint()
     for _ in range(50):
@@ -35,7 +36,7 @@ def test_fifty_connections_leave_nothing(make_rig, transport):
     assert footprint() == before
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", REMOTE)
 def test_a_lane_that_is_idle_ends_by_itself(make_rig, transport):
     before = set(threading.enumerate())
     rig = make_rig(transport, idle_timeout_s=0.01)
@@ -49,12 +50,12 @@ def test_a_lane_that_is_idle_ends_by_itself(make_rig, transport):
                 thread.join()
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", REMOTE)
 def test_hostile_connections_leave_nothing_and_disturb_nobody(make_rig, transport):
     rig = make_rig(transport)
     address = rig.running.endpoints[0].address
     for data in [b"", b"GET / HTTP/1.1\r\n\r\n", b"BTKV" + b"\xff" * 40, os.urandom(100)]:
-        if transport == "tcp":
+        if transport != "shm":
             host, port = address.split(":")
             hostile = socket.create_connection((host, int(port)))
         else:

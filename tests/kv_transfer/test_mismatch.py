@@ -11,9 +11,9 @@ from baton.types import KvLayout, Sample
 from baton.v1 import kv_pb2
 from kv_transfer.endpoint import Endpoint, TransportKind
 from kv_transfer.transport.connector import make_connector, usable
+from tests.support.kv_transports import ALL, REMOTE
 
 LAYOUT = KvLayout("m", 3, 2, 4, "int64", 4)
-TRANSPORTS = ["loopback", "shm", "tcp"]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_a_ticket_of_another_layout_is_not_begun(make_rig, field, value):
     assert error.metadata["expected"] == str(value)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ALL)
 @pytest.mark.parametrize("field", ["fingerprint", "protocol_version"])
 def test_a_receiver_refuses_by_name(make_rig, transport, field, monkeypatch):
     fingerprint = "other" if field == "fingerprint" else "m"
@@ -76,7 +76,7 @@ def test_garbage_is_refused_in_the_call(make_rig):
     assert rig.dones.empty()
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", REMOTE)
 def test_nobody_there_is_told(make_rig, transport):
     rig = make_rig(transport)
     ticket = rig.offer((0,), 0, 3)

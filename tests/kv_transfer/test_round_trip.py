@@ -10,8 +10,7 @@ import pytest
 
 from baton.types import KvLayout, Sample
 from kv_transfer.ticket import TicketCommitted
-
-TRANSPORTS = ["loopback", "shm", "tcp", "nixl"]
+from tests.support.kv_transports import ALL
 
 
 def layout(block_size: int, num_layers: int, dtype: str = "int64") -> KvLayout:
@@ -20,7 +19,7 @@ def layout(block_size: int, num_layers: int, dtype: str = "int64") -> KvLayout:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("is_lent", [False, True])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ALL)
 def test_every_missing_token_arrives_and_nothing_else_changes(
     make_rig, monkeypatch, transport, seed, is_lent
 ):

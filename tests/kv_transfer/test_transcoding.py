@@ -27,6 +27,7 @@ from kv_transfer.wire_format import (
     most_token_layer_bytes,
     wire_format,
 )
+from tests.support.kv_transports import ALL
 
 quick = settings(deadline=None, database=None, max_examples=80)
 POOL_DTYPES = sorted(CONVERTIBLE_DTYPES)
@@ -212,10 +213,7 @@ def test_a_type_that_is_none_is_refused(dtype):
         wire_format(dtype, layout_of("float32"))
 
 
-TRANSPORTS = ["loopback", "shm", "tcp"]
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ALL)
 @pytest.mark.parametrize(
     ("source", "wanted", "target", "wire"),
     [
@@ -250,7 +248,7 @@ def test_a_handoff_between_unlike_tiers(make_rig, transport, source, wanted, tar
     assert event.num_bytes == plain_bytes or wire in SCALED_DTYPES
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ALL)
 def test_what_is_no_number_travels_untouched(make_rig, transport):
     rig = make_rig(transport, wire_dtype="int8")
     ticket = rig.offer((0, 1), 0, 6)

@@ -91,5 +91,5 @@ def _launch(
         pool, packed, table, first_token, num_tokens,
         num_layers * 2 * kind_rows, first_layer * 2 * kind_rows,
         BLOCK_SIZE=block_size, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
-        TOKENS=TOKENS, UNPACK=is_unpack, num_warps=4,
+        TOKENS=TOKENS, UNPACK=is_unpack, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -276,11 +276,12 @@ def attend(
             HAS_WINDOW=plan.window is not None, HAS_SCALES=scales is not None,
             HAS_SOFTCAP=plan.softcap is not None, HAS_SLOPES=plan.slopes is not None,
             PRECISION="ieee", num_warps=tile.num_warps, num_stages=tile.num_stages,
+            enable_fp_fusion=True,
         )  # fmt: skip
         if len(launch.merges):
             _merge[(len(launch.merges), num_kv_heads, tile.block_m)](
                 launch.merges, launch.part, launch.lse, out,
                 GROUP=group, HEAD_DIM=head_dim, FIELDS=MERGE_FIELDS, PARTS=MERGE_PARTS,
-                BLOCK_M=tile.block_m, BLOCK_D=block_d, num_warps=4,
+                BLOCK_M=tile.block_m, BLOCK_D=block_d, num_warps=4, enable_fp_fusion=True,
             )  # fmt: skip
     return out

@@ -49,6 +49,7 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
     scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     _quantize_rows[(scales.numel(),)](
         x, codes, scales, dim, LIMIT=LIMITS[dtype],
-        BLOCK=min(BLOCK, triton.next_power_of_2(dim)), IS_INT=dtype == torch.int8, num_warps=4,
+        BLOCK=min(BLOCK, triton.next_power_of_2(dim)), IS_INT=dtype == torch.int8,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scales

@@ -123,7 +123,7 @@ def int_linear(
         BLOCK_K=max(16, triton.next_power_of_2(run * weight.bits // 8)),
         HAS_ZEROS=weight.zeros is not None,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        num_warps=num_warps, num_stages=4,
+        num_warps=num_warps, num_stages=4, enable_fp_fusion=True,
     )  # fmt: skip
     return y
 
@@ -146,7 +146,7 @@ def fp8_linear(
         x_codes, codes, x_scales, scales, bias, residual, y, num_rows, num_out, num_in,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        num_warps=num_warps, num_stages=4,
+        num_warps=num_warps, num_stages=4, enable_fp_fusion=True,
     )  # fmt: skip
     return y
 

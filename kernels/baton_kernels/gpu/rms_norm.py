@@ -45,5 +45,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     _rms_norm[(triton.cdiv(num_rows, rows),)](
         rows_of, weight, y, num_rows, rows_of.shape[1], rows_of.stride(0), rows_of.stride(1), eps,
         DIM=dim, BLOCK=block, ROWS=rows, num_warps=min(16, max(4, block // 1024)),
+        enable_fp_fusion=False,
     )  # fmt: skip
     return y

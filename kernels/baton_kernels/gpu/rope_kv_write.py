@@ -162,5 +162,6 @@ def _launch(
         BLOCK_KV_HEADS=triton.next_power_of_2(num_kv_heads),
         BLOCK=triton.next_power_of_2(head_dim // 2),
         LIMIT=0 if scales is None else LIMITS[pool.dtype], num_warps=4,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return rotated, rotated_key

@@ -157,7 +157,12 @@ def keep_top_k(logits: torch.Tensor, top_k: torch.Tensor) -> None:
     """See the twin."""
     _check(logits)
     _keep_top_k[(logits.shape[0],)](
-        logits, top_k, logits.shape[1], BLOCK=_filter_block(logits), num_warps=16
+        logits,
+        top_k,
+        logits.shape[1],
+        BLOCK=_filter_block(logits),
+        num_warps=16,
+        enable_fp_fusion=False,
     )
 
 
@@ -165,7 +170,12 @@ def keep_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> None:
     """See the twin. Sums are taken in another order: a set whose probability is top_p to rounding may be one larger."""
     _check(logits)
     _keep_top_p[(logits.shape[0],)](
-        logits, top_p, logits.shape[1], BLOCK=_filter_block(logits), num_warps=16
+        logits,
+        top_p,
+        logits.shape[1],
+        BLOCK=_filter_block(logits),
+        num_warps=16,
+        enable_fp_fusion=False,
     )
 
 
@@ -180,10 +190,24 @@ def gumbel_argmax(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     best_id = torch.empty(num_rows, num_parts, dtype=torch.int32, device=logits.device)
     chosen = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     _noisy_max[(num_rows, num_parts)](
-        logits, keys, best, best_id, vocab_size, num_parts, BLOCK=DRAW_BLOCK, num_warps=4
+        logits,
+        keys,
+        best,
+        best_id,
+        vocab_size,
+        num_parts,
+        BLOCK=DRAW_BLOCK,
+        num_warps=4,
+        enable_fp_fusion=False,
     )
     _take_best[(num_rows,)](
-        best, best_id, chosen, num_parts, BLOCK=triton.next_power_of_2(num_parts), num_warps=1
+        best,
+        best_id,
+        chosen,
+        num_parts,
+        BLOCK=triton.next_power_of_2(num_parts),
+        num_warps=1,
+        enable_fp_fusion=False,
     )
     return chosen
 

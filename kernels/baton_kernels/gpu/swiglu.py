@@ -30,5 +30,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
         raise ValueError("gate_up is not contiguous")
     num_tokens, dim = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(num_tokens, dim, dtype=gate_up.dtype, device=gate_up.device)
-    _swiglu[(num_tokens, triton.cdiv(dim, BLOCK))](gate_up, y, dim, BLOCK=BLOCK, num_warps=4)
+    _swiglu[(num_tokens, triton.cdiv(dim, BLOCK))](
+        gate_up, y, dim, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False
+    )
     return y

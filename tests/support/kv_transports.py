@@ -1,0 +1,14 @@
+"""The ways that KV travels, for parametrize. nixl is left out where its library is not installed."""
+
+from __future__ import annotations
+
+import pytest
+
+from kv_transfer.transport.nixl import has_nixl
+
+_NIXL = pytest.param(
+    "nixl", marks=pytest.mark.skipif(not has_nixl(), reason="the nixl library is not installed")
+)
+#: Between processes.
+REMOTE = ["shm", "tcp", _NIXL]
+ALL = ["loopback", *REMOTE]
