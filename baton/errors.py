@@ -3,6 +3,7 @@
 BatonError
 ├── InvalidRequest        INVALID_ARGUMENT     the caller must change a field; names it, its value and the fix
 ├── ModelNotFound         NOT_FOUND            no such model here
+├── Unauthenticated       UNAUTHENTICATED      the caller has shown no API key of this server
 ├── Overloaded            RESOURCE_EXHAUSTED   full now; says when to try again
 ├── NoWorkers             UNAVAILABLE          a tier has no worker that takes work; says when to try again
 ├── WorkerLost            UNAVAILABLE          the worker went away, and the request could not be placed anew
@@ -86,6 +87,13 @@ class ModelNotFound(BatonError):
 
     reason = "MODEL_NOT_FOUND"
     code = StatusCode.NOT_FOUND
+
+
+class Unauthenticated(BatonError):
+    """The caller has shown no API key of this server."""
+
+    reason = "UNAUTHENTICATED"
+    code = StatusCode.UNAUTHENTICATED
 
 
 class RetriableError(BatonError):
@@ -225,6 +233,7 @@ BY_REASON: Mapping[str, type[BatonError]] = {
     for leaf in (
         InvalidRequest,
         ModelNotFound,
+        Unauthenticated,
         Overloaded,
         NoWorkers,
         WorkerLost,

@@ -25,6 +25,7 @@ from baton.config.load import as_told
 from baton.config.options import ServiceOptions
 from baton.errors import ConfigError, StartupError
 from baton.logs import configure_logging
+from baton.rpc.tls import check_files
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ def run_service(
     configure_logging(options.log_level, name)
     try:
         check_descriptors(options)
+        check_files(options.tls)
     except StartupError as error:
         return refuse(name, error)
     ready = _ReadyPipe(options.ready_fd)

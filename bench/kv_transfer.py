@@ -39,6 +39,7 @@ from kv_transfer.running_receiver import open_receiver
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import TicketDead, TicketEvent
 from kv_transfer.transport.connector import make_connector
+from kv_transfer.transport.nixl import has_nixl
 
 #: Shape of Llama-3.2-1B: 512 KiB a block.
 LAYOUT = KvLayout("bench", 16, 8, 64, "bfloat16", 16)
@@ -439,7 +440,7 @@ def run(sizes: Sequence[str], num_rounds: int) -> Result:
             "raw tcp": stack.enter_context(raw_socket(max_bytes)),
             "grpc.aio": stack.enter_context(grpc_aio(max_bytes)),
         }
-        for transport in ("shm", "tcp"):
+        for transport in ("shm", "tcp", *(["nixl"] if has_nixl() else [])):
             for is_scattered in (False, True):
                 name = f"{transport} {'scattered' if is_scattered else 'contiguous'}"
                 opened = kv_channel(transport, source, is_scattered, max_bytes)

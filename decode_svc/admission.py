@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from baton.engine.admission import refusal
 from baton.engine.rows import wants_prompt_logprobs
@@ -16,7 +15,8 @@ from decode_svc.commands import Open
 from decode_svc.costs import Costs
 from decode_svc.sequence import DecodeSequence, Stage
 from decode_svc.state import DecodeState, failed, width
-from kv_transfer.ticket import OfferedTicket, TicketCommitted, TicketDead
+from kv_transfer.ticket import TicketCommitted, TicketDead
+from kv_transfer.tickets import Tickets
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,24 +28,6 @@ class DecodeLimits:
     def max_width(self) -> int:
         """Most choices or beams of one sequence."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
-
-
-class Tickets(Protocol):
-    """What the core needs of kv_transfer.ticket.TicketTable."""
-
-    def offer(
-        self,
-        spec: SequenceSpec,
-        block_ids: tuple[int, ...],
-        num_cached_tokens: int,
-        num_tokens: int,
-    ) -> OfferedTicket: ...
-
-    def abort(self, ticket_id: int, reason: str, message: str) -> None: ...
-
-    def expire(self) -> None: ...
-
-    def release(self, ticket_id: int) -> None: ...
 
 
 class Admission:

@@ -23,7 +23,7 @@ from baton.engine.loop import Step
 from baton.errors import BatonError
 from baton.grammar import Matchers, with_grammar_ready
 from baton.types import WorkerLoad
-from decode_svc.admission import Admission, DecodeLimits, Tickets
+from decode_svc.admission import Admission, DecodeLimits
 from decode_svc.beam_group import BeamGroup
 from decode_svc.commands import (
     Abort,
@@ -51,6 +51,7 @@ from decode_svc.swap_space import SwapSpace
 from kv_transfer.kv_sender import KvSender
 from kv_transfer.sender import SendDone
 from kv_transfer.ticket import LendAsked, TicketCommitted, TicketDead, TicketEvent
+from kv_transfer.tickets import Tickets
 
 _log = logging.getLogger("baton.decode")
 

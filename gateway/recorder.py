@@ -87,7 +87,7 @@ class _Instruments:
         self.per_token = _histogram(
             meter,
             "gen_ai.server.time_per_output_token",
-            "Mean time between a request's tokens after the first.",
+            "Mean time between the tokens of a choice after its first.",
             PER_TOKEN_BOUNDS_S,
         )
         self.phase = _histogram(
@@ -269,8 +269,9 @@ class GatewayRecorder:
         own = self._instruments
         own.first_token.record(first_s - timeline.arrival_s, common)
         own.decode.record(last_s - first_s)
-        if timeline.num_output_tokens > 1:
-            own.per_token.record((last_s - first_s) / (timeline.num_output_tokens - 1), common)
+        per_token_s = timeline.time_per_token_s()
+        if per_token_s is not None:
+            own.per_token.record(per_token_s, common)
         parts = timeline.first_token_parts_ms()
         for part in _PARTS:
             own.phase.record(parts[part] / 1e3, {names.PHASE: part.value})

@@ -72,6 +72,8 @@ class Relay:
         self._clock = context.clock or asyncio.get_running_loop().time
         self._timeline = timeline or Timeline(request.arrival_s)
         self._timeline.tokenize_ms = request.tokenize_ms
+        self._timeline.num_choices = request.spec.num_choices
+        self._timeline.is_streamed = not (request.is_best_of or request.spec.sampling.beam)
         self._delivery = Delivery(
             request, write, self._timeline, self._clock, context.client_stall_timeout_s
         )

@@ -12,18 +12,22 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
+import grpc
 import grpc.aio
 
 from baton import __version__
 from baton.config import GatewayOptions
 from baton.phase_clock import PhaseClock
 from baton.registry import StaticRegistry, make_registry
+from baton.rpc.api_key import ApiKeyInterceptor
 from baton.rpc.server import Register, RunningServer, start_server
+from baton.rpc.tls import server_credentials
 from baton.service import OnReady, ReadyReport
 from baton.telemetry import TelemetrySettings, running_telemetry
 from baton.telemetry.build_info import observe_build
 from baton.types import Tier
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from gateway.api_keys import read_api_keys
 from gateway.chat import ChatRenderer
 from gateway.dispatcher import Dispatcher
 from gateway.fleet import Fleet
@@ -49,6 +53,7 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
     # The docstring is the command's help. Serves at once, whatever workers are there; raises StartupError if there is
     # no tokenizer, or if the address is taken.
     clock = PhaseClock()
+    api_keys = read_api_keys(options)
     tokenizer = await asyncio.to_thread(load_tokenizer, options.tokenizer_name, options.revision)
     clock.lap("tokenizer")
     fleet = Fleet()
@@ -84,8 +89,11 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
             _register(service),
             is_serving=False,
             reuse_port=options.reuse_port,
+            credentials=_credentials(options),
+            interceptors=(ApiKeyInterceptor(api_keys),) if api_keys else (),
         )
-        jobs = [dispatcher.run(), mover.run(), *(Roster(fleet).follow(r) for r in registries)]
+        rosters = (Roster(fleet, tls=options.worker_tls).follow(r) for r in registries)
+        jobs = [dispatcher.run(), mover.run(), *rosters]
         async with _background(jobs):
             fleet.listen(lambda: _set_health(server, fleet))
             try:
@@ -107,6 +115,12 @@ def _telemetry_settings(options: GatewayOptions) -> TelemetrySettings:
         metrics_port=options.metrics_port,
         metrics_compat=options.metrics_compat,
     )
+
+
+def _credentials(options: GatewayOptions) -> grpc.ServerCredentials | None:
+    if options.tls is None:
+        return None
+    return server_credentials(options.tls, requires_client_cert=options.requires_client_cert)
 
 
 def _register(service: InferenceService) -> Register:

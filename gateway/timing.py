@@ -30,7 +30,11 @@ class Timeline:
     cached_tokens: int | None = None
     """Of the first prefill, once it is known; later ones find our own tokens."""
     decode_cached_tokens: int | None = None
+    num_choices: int = 1
+    is_streamed: bool = True
+    """Whether tokens are told as they come, not when all have come."""
     num_output_tokens: int = 0
+    """Over all choices, as the next two."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     finish: FinishReason = FinishReason.NONE
@@ -102,6 +106,14 @@ class Timeline:
             self.first_token_s = now_s
             self._phases.append((Phase.DECODE, now_s))
         self.last_token_s = now_s
+
+    def time_per_token_s(self) -> float | None:
+        """Mean time between the tokens of one choice after its first; None if there is none to tell."""
+        first_s, last_s = self.first_token_s, self.last_token_s
+        num_following = self.num_output_tokens / self.num_choices - 1
+        if first_s is None or last_s is None or num_following <= 0 or not self.is_streamed:
+            return None
+        return (last_s - first_s) / num_following
 
     def name_workers(self, prefill: str, decode: str) -> None:
         """Who serves it now; the last ones count."""

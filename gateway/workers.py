@@ -18,6 +18,7 @@ import grpc.aio
 
 from baton.errors import BatonError, PeerMismatch, WorkerLost
 from baton.rpc.channel import aio_channel
+from baton.rpc.tls import TlsFiles
 from baton.types import Tier, WorkerInfo
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.wire import info_from_proto, load_from_proto
@@ -55,6 +56,7 @@ async def keep_connected(
     address: str,
     *,
     is_wanted: Callable[[], bool] = _always,
+    tls: TlsFiles | None = None,
     draw: Callable[[], float] = random.random,
 ) -> None:
     """Have the worker at `address` ready in the fleet whenever it can be reached.
@@ -64,7 +66,7 @@ async def keep_connected(
     num_failures = 0
     last_reason = ""
     while is_wanted():
-        loss = await _connect_once(fleet, fleet.workers[address])
+        loss = await _connect_once(fleet, fleet.workers[address], tls)
         num_failures = 1 if loss.was_used else num_failures + 1
         if loss.reason != last_reason:
             last_reason = loss.reason
@@ -73,12 +75,12 @@ async def keep_connected(
             await asyncio.sleep(backoff_s(num_failures, draw()))
 
 
-async def _connect_once(fleet: Fleet, worker: Worker) -> _Loss:
-    """One connection, from the first call to its end."""
+async def _connect_once(fleet: Fleet, worker: Worker, tls: TlsFiles | None) -> _Loss:
+    """One connection, from the first call to its end. With the certificates of the moment: they may be renewed."""
     link: GrpcPrefillLink | GrpcDecodeLink | None = None
     was_used = False
     try:
-        async with aio_channel(worker.address) as channel:
+        async with aio_channel(worker.address, tls) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             info = await _get_info(stub, worker)
             if worker.tier is Tier.PREFILL:

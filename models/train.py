@@ -18,10 +18,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from baton.distill.student import distillation_loss, logits_of, round_weights
+from baton.distill.training import LossFn, Progress
 from models.card import TrainingRecord, draft_card, target_card
 from models.corpus import Corpus, read_corpus, training_stream
 from models.evaluation import acceptance_figures, language_figures
-from models.loop import LossFn, Plan, Progress, train
+from models.loop import Plan, train
 from models.network import VOCAB_SIZE, draft_config, new_model, publish_model, target_config
 from models.tokenizer import train_tokenizer
 
@@ -71,12 +73,6 @@ def load_data(seed: int, tokenizer_file: Path | None = None) -> Data:
     return Data(corpus, tokenizer, training_stream(tokenizer, corpus.train, seed))
 
 
-def logits_of(model: LlamaForCausalLM, inputs: Tensor) -> Tensor:
-    """float32 [windows * context, vocab]."""
-    logits: Tensor = model(input_ids=inputs, use_cache=False).logits
-    return logits.flatten(0, 1).float()
-
-
 def language_loss(model: LlamaForCausalLM) -> LossFn:
     """Cross-entropy of the next id, in nats per token."""
 
@@ -85,25 +81,6 @@ def language_loss(model: LlamaForCausalLM) -> LossFn:
             return F.cross_entropy(logits_of(model, inputs), expected.flatten())
 
     return torch.compile(loss, dynamic=False)
-
-
-def distillation_loss(target: LlamaForCausalLM, draft: LlamaForCausalLM) -> LossFn:
-    """KL(target || draft) less the target's entropy, which is a constant; ignores the next ids."""
-
-    def loss(inputs: Tensor, _: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            with torch.no_grad():
-                wanted = logits_of(target, inputs).softmax(-1)
-            return F.cross_entropy(logits_of(draft, inputs), wanted)
-
-    return torch.compile(loss, dynamic=False)
-
-
-@torch.no_grad()
-def round_weights(model: LlamaForCausalLM) -> None:
-    """Gives `model`, in place, the values that the published bf16 file holds."""
-    for parameter in model.parameters():
-        parameter.copy_(parameter.bfloat16())
 
 
 def training_record(
@@ -164,7 +141,8 @@ def draft(
     teacher = LlamaForCausalLM.from_pretrained(out / TARGET, dtype=torch.float32)
     model = new_model(draft_config(), seed)
     plan = Plan(minutes, seed, CONTEXTS, work / "draft.pt")
-    done = train(model, distillation_loss(teacher, model), data.stream, plan, resume)
+    loss = torch.compile(distillation_loss(teacher, model), dynamic=False)
+    done = train(model, loss, data.stream, plan, resume)
     validation = data.corpus.validation
     round_weights(model)
     figures = language_figures(model, data.tokenizer, validation)

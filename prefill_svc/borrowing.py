@@ -9,13 +9,12 @@ the job's own ticket says how much its owner holds; this worker lacks some of it
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from baton.engine.rows import wants_prompt_logprobs
 from baton.linear_fit import LinearFit
-from baton.types import SequenceSpec
 from kv_transfer.kv_sender import KvSender
-from kv_transfer.ticket import OfferedTicket, TicketCommitted, TicketDead
+from kv_transfer.ticket import TicketCommitted, TicketDead
+from kv_transfer.tickets import Tickets
 from prefill_svc.job import PrefillJob, Stage
 
 #: Fewer tokens are never borrowed: the round trip alone takes longer.
@@ -24,24 +23,6 @@ MIN_BORROWED_TOKENS = 32
 _ASSUMED_FIXED_S, _ASSUMED_BYTES_PER_S = 0.005, 5e8
 #: While computing is reckoned faster, one chance in so many is borrowed all the same, to know what it takes.
 _TRY_EVERY = 50
-
-
-class Tickets(Protocol):
-    """What borrowing needs of kv_transfer.ticket.TicketTable."""
-
-    def offer(
-        self,
-        spec: SequenceSpec,
-        block_ids: tuple[int, ...],
-        num_cached_tokens: int,
-        num_tokens: int,
-    ) -> OfferedTicket: ...
-
-    def abort(self, ticket_id: int, reason: str, message: str) -> None: ...
-
-    def expire(self) -> None: ...
-
-    def release(self, ticket_id: int) -> None: ...
 
 
 class BorrowCosts:

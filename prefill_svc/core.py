@@ -10,13 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton.cache.ledger import (
-    BlockLedger,
-    BlockOwner,
-    ListBlocks,
-    num_orphan_blocks,
-    take_ledger,
-)
+from baton.cache.ledger import ListBlocks
 from baton.cache.pool import BlockPool
 from baton.engine.admission import refusal
 from baton.engine.guard import SliceOutcome, forward_guarded
@@ -25,86 +19,25 @@ from baton.engine.loop import Step
 from baton.engine.rows import scored_rows, wants_prompt_logprobs
 from baton.errors import BatonError, Cancelled, Draining, EngineFault
 from baton.grammar import Matchers, with_grammar_ready
-from baton.types import (
-    FinishReason,
-    Sample,
-    SequenceSpec,
-    TokenLogprobs,
-    WorkerLoad,
-    finish_reason,
-)
+from baton.types import FinishReason, Sample, SequenceSpec, finish_reason
 from kv_transfer.kv_sender import KvSender
 from kv_transfer.sender import SendDone
-from kv_transfer.ticket import TicketCommitted, TicketDead, TicketEvent
-from prefill_svc.borrowing import BorrowCosts, Borrowing, Tickets
+from kv_transfer.ticket import TicketCommitted, TicketDead
+from kv_transfer.tickets import Tickets
+from prefill_svc.borrowing import BorrowCosts, Borrowing
+from prefill_svc.commands import (
+    Abort,
+    Drain,
+    FirstToken,
+    PrefillCommand,
+    Prefilled,
+    PrefillEvent,
+    PrefillFailed,
+    Submit,
+)
 from prefill_svc.job import ChunkTime, PrefillJob, Stage
+from prefill_svc.reports import ledger_of, load_of
 from prefill_svc.scheduler import share_budget
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    """A prompt to compute. `key` is unique in this worker. `ticket`: where its KV goes; empty for nowhere."""
-
-    key: str
-    spec: SequenceSpec
-    ticket: bytes
-    num_held_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """The gateway gave the prompt up, in whatever stage it is."""
-
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """Take no more prompts."""
-
-
-PrefillCommand = Submit | Abort | Drain | SendDone | TicketEvent | ListBlocks
-
-
-@dataclass(frozen=True, slots=True)
-class FirstToken:
-    """The first token of one choice, and whether it ends it."""
-
-    sample: Sample
-    finish: FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """The prompt is computed. Times in seconds: in the queue, and from the first chunk to the first tokens.
-
-    firsts: one for each choice. prompt_logprobs: of the prompt's tokens but the first, if they were asked for.
-    """
-
-    key: str
-    firsts: tuple[FirstToken, ...]
-    num_cached_tokens: int
-    num_borrowed_tokens: int
-    queue_s: float
-    compute_s: float
-    chunks: tuple[ChunkTime, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no choice goes on."""
-        return all(first.finish is not FinishReason.NONE for first in self.firsts)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillFailed:
-    """The prompt will have no first token from here."""
-
-    key: str
-    error: BatonError
-
-
-PrefillEvent = Prefilled | PrefillFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +87,10 @@ class PrefillCore:
             self._obey(command)
         has_run = self._run()
         events, self._events = self._events, []
-        return Step(events, self._load(), is_idle=not has_run)
+        load = load_of(
+            self._pool, self._jobs.values(), self._num_steps, is_draining=self._is_draining
+        )
+        return Step(events, load, is_idle=not has_run)
 
     # Commands
 
@@ -171,7 +107,7 @@ class PrefillCore:
             case Drain():
                 self._is_draining = True
             case ListBlocks(reply):
-                reply(self._ledger())
+                reply(ledger_of(self._pool, self._jobs.values()))
 
     def _submit(self, command: Submit) -> None:
         spec = command.spec
@@ -370,38 +306,3 @@ class PrefillCore:
         del self._jobs[job.key]
         if job.lease:
             job.lease.release()
-
-    def _ledger(self) -> BlockLedger:
-        return take_ledger(
-            self._pool,
-            (
-                BlockOwner(
-                    request_id=job.spec.request_id,
-                    choice=job.spec.choice,
-                    stage=job.stage.name.lower(),
-                    ticket_id=0,
-                    block_ids=job.block_ids,
-                )
-                for job in self._jobs.values()
-                if job.lease
-            ),
-        )
-
-    def _load(self) -> WorkerLoad:
-        jobs = self._jobs.values()
-        return WorkerLoad(
-            num_steps=self._num_steps,
-            num_running=sum(job.stage is Stage.COMPUTING for job in jobs),
-            num_waiting=sum(job.stage in (Stage.WAITING, Stage.BORROWING) for job in jobs),
-            num_pending_tokens=sum(
-                job.num_missing_tokens
-                for job in jobs
-                if job.stage in (Stage.WAITING, Stage.BORROWING, Stage.COMPUTING)
-            ),
-            blocks=self._pool.counts(),
-            num_open_tickets=sum(job.has_ticket for job in jobs),
-            num_orphan_blocks=num_orphan_blocks(
-                self._pool, (job.lease for job in jobs if job.lease)
-            ),
-            is_draining=self._is_draining,
-        )

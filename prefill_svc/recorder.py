@@ -21,7 +21,14 @@ from baton.telemetry.wall_clock import WallClock
 from baton.types import SequenceSpec
 from baton.worker.watch import CommandLog
 from kv_transfer.sender import SendDone
-from prefill_svc.core import Abort, PrefillCommand, Prefilled, PrefillEvent, PrefillFailed, Submit
+from prefill_svc.commands import (
+    Abort,
+    PrefillCommand,
+    Prefilled,
+    PrefillEvent,
+    PrefillFailed,
+    Submit,
+)
 
 #: Boundaries, in seconds, for transfers and prefills.
 TRANSFER_BOUNDS_S: Final = (

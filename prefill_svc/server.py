@@ -22,12 +22,14 @@ from kv_transfer.running_receiver import open_receiver, transports_of
 from kv_transfer.sender import Sender
 from kv_transfer.transport.connector import make_connector
 from prefill_svc.borrowing import BorrowCosts
-from prefill_svc.core import (
+from prefill_svc.commands import (
     Drain,
     PrefillCommand,
+    PrefillEvent,
+)
+from prefill_svc.core import (
     PrefillCore,
     PrefillDevices,
-    PrefillEvent,
     PrefillLimits,
 )
 from prefill_svc.recorder import PrefillRecorder

@@ -12,7 +12,13 @@ import grpc.aio
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, sampling_pb2
 from baton.wire import logprobs_to_proto, sample_to_proto, sequence_from_proto
 from kv_transfer.kv_ticket import parse_ticket
-from prefill_svc.core import Abort, PrefillCommand, Prefilled, PrefillEvent, Submit
+from prefill_svc.commands import (
+    Abort,
+    PrefillCommand,
+    Prefilled,
+    PrefillEvent,
+    Submit,
+)
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from baton.client import WorkerStatus
+    from baton.rpc.tls import TlsFiles
     from baton.v1.worker_pb2 import BlockOwner, ListBlocksResponse
 
 _TIMEOUT_S = 10.0
@@ -40,9 +41,9 @@ class WorkerBlocks:
     owners: tuple[Owner, ...] = ()
 
 
-def blocks_of(workers: Iterable[WorkerStatus]) -> list[WorkerBlocks]:
-    """Ask each worker. One that does not answer has an error in its ledger's place."""
-    return [_ask(worker) for worker in workers]
+def blocks_of(workers: Iterable[WorkerStatus], tls: TlsFiles | None = None) -> list[WorkerBlocks]:
+    """Ask each worker. tls: None for plain text. One that does not answer has an error in its ledger's place."""
+    return [_ask(worker, tls) for worker in workers]
 
 
 def as_json(found: Iterable[WorkerBlocks]) -> list[dict[str, object]]:
@@ -69,13 +70,13 @@ def print_blocks(found: Iterable[WorkerBlocks]) -> None:
             )
 
 
-def _ask(worker: WorkerStatus) -> WorkerBlocks:
+def _ask(worker: WorkerStatus, tls: TlsFiles | None) -> WorkerBlocks:
     import grpc
 
     from baton.rpc.channel import sync_channel
     from baton.v1 import worker_pb2, worker_pb2_grpc
 
-    with sync_channel(worker.address) as channel:
+    with sync_channel(worker.address, tls) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:
             ledger = stub.ListBlocks(worker_pb2.ListBlocksRequest(), timeout=_TIMEOUT_S)

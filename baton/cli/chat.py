@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli import options
+from baton.cli.connection import Connection, connecting
 from baton.errors import BatonError
 
 if TYPE_CHECKING:
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
 _HELP = "Ctrl-C stops an answer; /reset begins anew; /exit or Ctrl-D ends."
 
 
+@connecting
 def chat(
-    address: options.Address = options.DEFAULT_ADDRESS,
+    connection: Connection,
     model: options.Model = "",
     system: Annotated[str, typer.Option(help="System message to begin with.")] = "",
     max_tokens: options.MaxTokens = None,
@@ -28,7 +30,7 @@ def chat(
     seed: options.Seed = None,
 ) -> None:
     """Talk with the model; the conversation is kept."""
-    from baton.client import ChatMessage, Client, SamplingParams
+    from baton.client import ChatMessage, SamplingParams
 
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -45,7 +47,7 @@ def chat(
         import readline  # noqa: F401  # gives input() line editing
 
         typer.echo(_HELP, err=True)
-    with Client(address) as client:
+    with connection.client() as client:
         while (text := _read("> " if is_terminal else "")) is not None:
             if text == "/exit":
                 return

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from baton.cli import options
+from baton.cli.connection import Connection, connecting
 from baton.cli.timing import render_timing
 
 if TYPE_CHECKING:
@@ -36,9 +37,10 @@ _EARLY_STOPPING: Mapping[EarlyStop, bool | Literal["never"]] = {
 }
 
 
+@connecting
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to complete; - reads it from stdin.")],
-    address: options.Address = options.DEFAULT_ADDRESS,
+    connection: Connection,
     model: options.Model = "",
     is_chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a user's message of a chat.")
@@ -118,7 +120,7 @@ def generate(
     ] = None,
 ) -> None:
     """Complete PROMPT and print the text as it comes."""
-    from baton.client import BeamSearch, ChatMessage, Client, SamplingParams, StructuredOutput
+    from baton.client import BeamSearch, ChatMessage, SamplingParams, StructuredOutput
 
     structured_output = StructuredOutput(
         json_schema=_text_of(json_schema),
@@ -160,7 +162,7 @@ def generate(
         structured_output=None if structured_output == StructuredOutput() else structured_output,
     )
     with (
-        Client(address) as client,
+        connection.client() as client,
         client.stream(
             [ChatMessage("user", text)] if is_chat else text,
             params,

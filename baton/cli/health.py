@@ -6,11 +6,12 @@ from typing import Annotated
 
 import typer
 
-from baton.cli import options
+from baton.cli.connection import Connection, connecting
 
 
+@connecting
 def health(
-    address: options.Address = options.DEFAULT_ADDRESS,
+    connection: Connection,
     service: Annotated[
         str, typer.Option(help="Full name of one gRPC service; the whole server if not given.")
     ] = "",
@@ -19,9 +20,7 @@ def health(
     ] = 5.0,
 ) -> None:
     """Ask a gateway or a worker for its health. Exit status 1 if it does not serve, or does not answer."""
-    from baton.client import Client
-
-    with Client(address, timeout_s=timeout_s) as client:
+    with connection.client(timeout_s=timeout_s) as client:
         is_serving = client.health(service)
     typer.echo("serving" if is_serving else "not serving")
     if not is_serving:

@@ -7,7 +7,18 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from baton.cli import chat, check, doctor, generate, health, quantize, start, status, version
+from baton.cli import (
+    chat,
+    check,
+    distill,
+    doctor,
+    generate,
+    health,
+    quantize,
+    start,
+    status,
+    version,
+)
 from baton.errors import BatonError, StartupError
 from baton.service import EXIT_REFUSED, quiet_grpc, refuse
 
@@ -45,6 +56,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 start.register(app)
+distill.register(app)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("status")(status.status)

@@ -6,14 +6,6 @@ from typing import Annotated
 
 import typer
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
-
-Address = Annotated[
-    str,
-    typer.Option(
-        metavar="HOST:PORT", envvar="BATON_ADDRESS", help="Gateway to talk to.", show_default=True
-    ),
-]
 Model = Annotated[str, typer.Option(help="Model to use; empty for the only one served.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 TimeoutS = Annotated[

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli import options
+from baton.cli.connection import Connection, connecting
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from baton.client import Model, WorkerStatus
+    from baton.rpc.tls import TlsFiles
 
 _TIMEOUT_S = 10.0
 
@@ -35,8 +37,9 @@ _COLUMNS = (
 _MIN_TEXT_WIDTH = 7
 
 
+@connecting
 def status(
-    address: options.Address = options.DEFAULT_ADDRESS,
+    connection: Connection,
     is_json: options.Json = False,
     shows_blocks: Annotated[
         bool,
@@ -45,12 +48,10 @@ def status(
 ) -> None:
     """Show models, workers, load and blocks. Exit status 1 if a model lacks a decode worker that is ready; with --blocks,
     if a worker does not answer from here or has blocks that nobody owns."""
-    from baton.client import Client
-
-    with Client(address, timeout_s=_TIMEOUT_S) as client:
+    with connection.client(timeout_s=_TIMEOUT_S) as client:
         models = client.models()
     if shows_blocks:
-        _show_blocks(models, is_json)
+        _show_blocks(models, connection.tls, is_json)
         return
     if is_json:
         typer.echo(json.dumps([dataclasses.asdict(model) for model in models]))
@@ -60,10 +61,10 @@ def status(
         raise SystemExit(1)
 
 
-def _show_blocks(models: tuple[Model, ...], is_json: bool) -> None:
+def _show_blocks(models: tuple[Model, ...], tls: TlsFiles | None, is_json: bool) -> None:
     from baton.cli.blocks import as_json, blocks_of, print_blocks
 
-    found = blocks_of(worker for model in models for worker in model.workers)
+    found = blocks_of((worker for model in models for worker in model.workers), tls)
     if is_json:
         typer.echo(json.dumps(as_json(found)))
     else:

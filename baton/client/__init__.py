@@ -37,8 +37,10 @@ from baton.errors import (
     NoWorkers,
     Overloaded,
     RetriableError,
+    Unauthenticated,
     WorkerLost,
 )
+from baton.rpc.tls import TlsFiles
 from baton.types import FinishReason, TokenLogprobs
 
 __all__ = [
@@ -73,8 +75,10 @@ __all__ = [
     "StructuredOutput",
     "TimeToFirstToken",
     "Timing",
+    "TlsFiles",
     "TokenLogprobs",
     "Tokenization",
+    "Unauthenticated",
     "Usage",
     "WorkerLost",
     "WorkerStatus",

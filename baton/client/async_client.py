@@ -30,6 +30,7 @@ from baton.client.settings import (
 )
 from baton.errors import Cancelled
 from baton.rpc.channel import aio_channel
+from baton.rpc.tls import TlsFiles
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
 _R = TypeVar("_R")
@@ -49,8 +50,11 @@ class AsyncClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         metadata: MetadataLike = (),
         max_retries: int = 0,
+        tls: TlsFiles | None = None,
+        api_key: str | None = None,
     ) -> None:
-        self._settings = Settings.of(address, timeout_s, metadata, max_retries)
+        self._settings = Settings.of(address, timeout_s, metadata, max_retries, api_key)
+        self._tls = tls
         self._closed = asyncio.Event()
         self._streams: weakref.WeakSet[AsyncCompletionStream] = weakref.WeakSet()
 
@@ -204,7 +208,7 @@ class AsyncClient:
 
     @cached_property
     def _channel(self) -> grpc.aio.Channel:
-        return aio_channel(self.address)
+        return aio_channel(self.address, self._tls)
 
     @cached_property
     def _stub(self) -> inference_pb2_grpc.InferenceServiceAsyncStub:

@@ -6,7 +6,7 @@ import math
 import re
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import grpc
@@ -14,6 +14,7 @@ import grpc
 from baton.client.trace_context import current_trace
 from baton.errors import BatonError, FieldViolation, InvalidRequest, RetriableError
 from baton.redaction import redacted
+from baton.rpc.api_key import METADATA_KEY, authorization
 from baton.rpc.status import REQUEST_ID_KEY, from_rpc_error
 
 MetadataLike: TypeAlias = Mapping[str, str] | Iterable[tuple[str, str]]
@@ -27,6 +28,7 @@ MAX_METADATA_BYTES = 8192
 _ADDRESS = re.compile(r"(?:[^\s:/]+|\[[0-9a-fA-F:.%]+\]):[0-9]{1,5}")
 _KEY = re.compile(r"[0-9a-z_.-]+")
 _VALUE = re.compile(r"[\x20-\x7e]*")
+_API_KEY = re.compile(r"[\x21-\x7e]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +37,18 @@ class Settings:
 
     address: str
     timeout_s: float
-    metadata: Metadata
+    #: May hold a key.
+    metadata: Metadata = field(repr=False)
     max_retries: int
 
     @classmethod
     def of(
-        cls, address: str, timeout_s: float, metadata: MetadataLike, max_retries: int
+        cls,
+        address: str,
+        timeout_s: float,
+        metadata: MetadataLike,
+        max_retries: int,
+        api_key: str | None = None,
     ) -> Settings:
         """Raises InvalidRequest for a value that cannot be used."""
         if max_retries < 0:
@@ -49,7 +57,12 @@ class Settings:
             raise _wrong(
                 "address", f"{redacted(address)!a:.80}: must be host:port, e.g. {DEFAULT_ADDRESS}"
             )
-        return cls(address, _timeout(timeout_s), checked_metadata(metadata), max_retries)
+        entries = (*checked_metadata(metadata), *_authorization(api_key))
+        if [key for key, _ in entries].count(METADATA_KEY) > 1:
+            raise _wrong(
+                "api_key", "metadata has an authorization of its own; leave one of them out"
+            )
+        return cls(address, _timeout(timeout_s), entries, max_retries)
 
     def timeout_or(self, timeout_s: float | None) -> float:
         """A call's own timeout, or the client's. Raises InvalidRequest if it is not a positive number."""
@@ -114,6 +127,14 @@ def checked_metadata(metadata: MetadataLike) -> Metadata:
             f"at most {MAX_METADATA_BYTES} are sent: send fewer or shorter entries",
         )
     return entries
+
+
+def _authorization(api_key: str | None) -> Metadata:
+    if api_key is None:
+        return ()
+    if not _API_KEY.fullmatch(api_key):
+        raise _wrong("api_key", "must be printable ASCII without spaces, and not empty")
+    return (authorization(api_key),)
 
 
 def _timeout(timeout_s: float) -> float:

@@ -27,6 +27,7 @@ from baton.client.settings import (
 from baton.client.sync_stream import CompletionStream
 from baton.errors import Cancelled
 from baton.rpc.channel import sync_channel
+from baton.rpc.tls import TlsFiles
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
 _R = TypeVar("_R")
@@ -40,6 +41,8 @@ class Client:
     metadata: sent with every call.
     max_retries: how often a call is tried again if the server says that it may succeed later, after the time it asks
         for, and as long as nothing of the answer has come.
+    tls: files by which the two ends know each other; TlsFiles() trusts the usual roots. None for plain text.
+    api_key: shown with every call; only ever together with tls where others can listen.
     """
 
     def __init__(
@@ -49,9 +52,11 @@ class Client:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         metadata: MetadataLike = (),
         max_retries: int = 0,
+        tls: TlsFiles | None = None,
+        api_key: str | None = None,
     ) -> None:
-        self._settings = Settings.of(address, timeout_s, metadata, max_retries)
-        self._channel = sync_channel(address)
+        self._settings = Settings.of(address, timeout_s, metadata, max_retries, api_key)
+        self._channel = sync_channel(address, tls)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._closed = threading.Event()

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from baton.config.load import flag_of, load_options
+from baton.config.load import ENV_PREFIX, flag_of, is_secret, load_options
 from baton.config.options import Options
 
 O = TypeVar("O", bound=Options)  # noqa: E741
@@ -40,15 +40,29 @@ def option_command(cls: type[O], run: Callable[[O], None], doc: str) -> Callable
 
 
 def to_arguments(options: Options) -> list[str]:
-    """The command line that gives these options again; defaults that nobody set are left out."""
+    """The command line that gives these options again; defaults that nobody set, and secrets, are left out."""
     arguments = [
         argument
         for name in type(options).model_fields
-        if name in options.model_fields_set and name != "model"
+        if name in options.model_fields_set
+        and name != "model"
+        and not is_secret(type(options), name)
         for argument in _arguments(name, getattr(options, name))
     ]
     model = getattr(options, "model", None)
     return arguments if model is None else [*arguments, "--", model]
+
+
+def secret_environment(options: Options) -> dict[str, str]:
+    """What of these options goes by a process's environment, since everybody may read command lines."""
+    cls = type(options)
+    return {
+        ENV_PREFIX + name.upper(): ",".join(
+            part.get_secret_value() for part in getattr(options, name)
+        )
+        for name in cls.model_fields
+        if name in options.model_fields_set and is_secret(cls, name)
+    }
 
 
 def _arguments(name: str, value: object) -> list[str]:
@@ -81,7 +95,7 @@ def _parameters(cls: type[Options]) -> Iterator[inspect.Parameter]:
         info = typer.Option(
             f"{flag}/{flag.replace('--', '--no-', 1)}" if is_bool else flag,
             help=_help(field),
-            metavar=None if is_bool else _metavar(field),
+            metavar=None if is_bool else "KEY" if is_secret(cls, name) else _metavar(field),
             hidden=_is_hidden(field),
             show_default=False,
         )
@@ -106,7 +120,7 @@ def _is_hidden(field: FieldInfo) -> bool:
 
 def _help(field: FieldInfo) -> str:
     text = field.description or ""
-    if field.default is None or field.default == ():
+    if field.is_required() or field.default is None or field.default == ():
         return text
     default = field.default
     shown = ("yes" if default else "no") if isinstance(default, bool) else str(default)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +22,10 @@ ENV_PREFIX = "BATON_"
 
 #: Environment variables that are no options of a process: where clients look for the gateway.
 _CLIENT_VARIABLES = frozenset({"BATON_ADDRESS"})
+
+#: What the name of a variable says whose value is not to be shown.
+_SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASS")
+_HIDDEN_VALUE = "***"
 
 #: How to mend a value, by pydantic's name of the fault; other faults tell it themselves.
 _FIXES: Mapping[str, str] = MappingProxyType(
@@ -49,6 +54,13 @@ O = TypeVar("O", bound=Options)  # noqa: E741
 def flag_of(name: str) -> str:
     """How the option `name` is spelled on the command line; the model is the one positional argument."""
     return "MODEL" if name == "model" else "--" + name.replace("_", "-")
+
+
+def is_secret(cls: type[Options], name: str) -> bool:
+    """Whether the value of the option `name` must not be shown."""
+    field = cls.model_fields.get(name)
+    extra = field.json_schema_extra if field else None
+    return isinstance(extra, dict) and bool(extra.get("secret"))
 
 
 def as_told(error: StartupError) -> str:
@@ -101,7 +113,8 @@ def _from_environment(cls: type[Options]) -> Mapping[str, object]:
     for variable, value in sorted(os.environ.items()):
         name = variable.removeprefix(ENV_PREFIX)
         if name != variable and name not in known and variable not in _CLIENT_VARIABLES:
-            raise ConfigError.of(variable, value, f"no such option{_suggestion(name, known)}")
+            shown = _HIDDEN_VALUE if _SECRET_NAME.search(name) else value
+            raise ConfigError.of(variable, shown, f"no such option{_suggestion(name, known)}")
     return EnvSettingsSource(cls)()
 
 
@@ -148,7 +161,8 @@ def _config_error(
     if fault["type"] == "extra_forbidden":
         fix = f"no such option{_suggestion(name, set(cls.model_fields))}"
         return ConfigError.of(option, fault["input"], fix)
-    return ConfigError.of(option, fault["input"], _message(fault))
+    shown = _HIDDEN_VALUE if is_secret(cls, name) else fault["input"]
+    return ConfigError.of(option, shown, _message(fault))
 
 
 def _message(fault: ErrorDetails) -> str:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import re
 import socket
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -21,6 +22,7 @@ from pydantic_settings import (
 
 from baton.config.byte_size import parse_byte_size
 from baton.rpc.address import is_address
+from baton.rpc.tls import TlsFiles
 from baton.types import Tier
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -40,6 +42,11 @@ FileDescriptor = Annotated[int, Field(ge=0)]
 _ALL_ADDRESSES = frozenset({"0.0.0.0", "[::]", "::"})
 
 HIDDEN: dict[str, Any] = {"hidden": True}
+#: Of a field whose value is shown to nobody, and reaches other processes by their environment only.
+SECRET: dict[str, Any] = {"secret": True}
+
+#: As uvicorn and vLLM number them.
+_CERT_REQS = {"0": "none", "2": "required"}
 
 
 def _split_commas(value: object) -> object:
@@ -66,6 +73,24 @@ def _check_registry(url: str) -> str:
     return url
 
 
+def _check_api_keys(keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+    if not all(is_api_key(key.get_secret_value()) for key in keys):
+        raise ValueError(API_KEY_FIX)
+    return keys
+
+
+def is_api_key(text: str) -> bool:
+    """Whether a header can carry it, and a list with commas."""
+    return re.fullmatch(r"[!-+\--~]+", text, re.ASCII) is not None
+
+
+API_KEY_FIX = "give keys of printable ASCII, without spaces and commas"
+
+
+def _cert_reqs(value: object) -> object:
+    return _CERT_REQS.get(str(value), value)
+
+
 def _check_device(device: str) -> str:
     if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device, re.ASCII) is None:
         raise ValueError("give auto, cpu, cuda or cuda:N")
@@ -83,6 +108,17 @@ Addresses = Annotated[
 
 #: redis://[user:password@]host:port/db, or rediss:// for TLS.
 RegistryUrl = Annotated[str, AfterValidator(_check_registry)]
+
+
+#: Keys of callers, given by repeating the option or with commas.
+ApiKeys = Annotated[
+    tuple[SecretStr, ...],
+    NoDecode,
+    BeforeValidator(_split_commas),
+    AfterValidator(_check_api_keys),
+]
+
+CertReqs = Annotated[Literal["none", "required"], BeforeValidator(_cert_reqs)]
 
 
 class Options(BaseSettings):
@@ -111,7 +147,37 @@ class Options(BaseSettings):
         return (init_settings,)
 
 
-class ServiceOptions(Options):
+class TlsOptions(Options):
+    """TLS of every gRPC port and channel; plain text if nothing is given. Files are read when the process starts."""
+
+    ssl_certfile: NonEmpty | None = None
+    """PEM file of this process's certificate, for its port, and for workers that it calls. Needs --ssl-keyfile."""
+    ssl_keyfile: NonEmpty | None = None
+    """PEM file of the private key of --ssl-certfile, without a password."""
+    ssl_ca_certs: NonEmpty | None = None
+    """PEM file of the certificates that those of peers must come from. Workers need it with --ssl-certfile: they answer only
+    to who shows such a certificate."""
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """This process's files; None for plain text."""
+        if not (self.ssl_certfile or self.ssl_keyfile or self.ssl_ca_certs):
+            return None
+        return TlsFiles(self.ssl_ca_certs or "", self.ssl_certfile or "", self.ssl_keyfile or "")
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        names = ("ssl_certfile", "ssl_keyfile", *self._also_needed_for_tls)
+        lacking = [name for name in names if getattr(self, name) is None]
+        if self.tls and lacking:
+            flags = ["--" + name.replace("_", "-") for name in (*names, *lacking[:1])]
+            raise ValueError(f"{flags[-1]} is missing: give all of {', '.join(flags[:-1])}")
+        return self
+
+    _also_needed_for_tls: ClassVar[tuple[str, ...]] = ("ssl_ca_certs",)
+
+
+class ServiceOptions(TlsOptions):
     """What every process has."""
 
     log_level: LogLevel = "info"
@@ -292,7 +358,7 @@ class DecodeOptions(WorkerOptions, DecodeTierOptions):
     tier: ClassVar[Tier] = Tier.DECODE
 
 
-class FrontDoorOptions(Options):
+class FrontDoorOptions(TlsOptions):
     """How the gateway treats requests."""
 
     tokenizer: NonEmpty | None = None
@@ -303,6 +369,28 @@ class FrontDoorOptions(Options):
     """Deadline, in seconds, of requests that come without one."""
     client_stall_timeout_s: Seconds = 30.0
     """Time, in seconds, that a client may leave a piece unread before its request is ended."""
+    ssl_cert_reqs: CertReqs | None = None
+    """Whether clients of the gateway must show a certificate that comes from --ssl-ca-certs; required if not given and that is.
+    0 and 2 say it, too."""
+    ssl_server_name: NonEmpty | None = None
+    """Name that certificates of workers are made out to, where it is not the host of their addresses."""
+    api_key: ApiKeys = Field(default=(), json_schema_extra=SECRET)
+    """Key that clients must show; repeat the option or separate with commas for several. Better given as BATON_API_KEY or by
+    --api-key-file: a command line can be read by others."""
+    api_key_file: NonEmpty | None = None
+    """File of further keys that clients may show, one per line."""
+
+    @property
+    def requires_client_cert(self) -> bool:
+        """Whether a client without a certificate is refused."""
+        return (self.ssl_cert_reqs or ("required" if self.ssl_ca_certs else "none")) == "required"
+
+    @model_validator(mode="after")
+    def _check_client_certs(self) -> Self:
+        if self.ssl_ca_certs is None and (self.requires_client_cert or self.ssl_server_name):
+            name = "--ssl-server-name" if self.ssl_server_name else "--ssl-cert-reqs=required"
+            raise ValueError(f"{name}: goes with --ssl-ca-certs; give both or neither")
+        return self
 
 
 class GatewayOptions(ModelOptions, FrontDoorOptions, RegistryOptions, ServiceOptions):
@@ -319,9 +407,18 @@ class GatewayOptions(ModelOptions, FrontDoorOptions, RegistryOptions, ServiceOpt
     decode_workers: Addresses = ()
     """Addresses of decode workers, host:port; repeat the option or separate with commas."""
 
+    _also_needed_for_tls: ClassVar[tuple[str, ...]] = ()
+
     @property
     def tokenizer_name(self) -> str:
         return self.tokenizer or self.model
+
+    @property
+    def worker_tls(self) -> TlsFiles | None:
+        """How workers are called; None for plain text."""
+        if self.tls is None or self.ssl_ca_certs is None:
+            return None
+        return replace(self.tls, server_name=self.ssl_server_name or "")
 
     @model_validator(mode="after")
     def _check_tiers(self) -> Self:
@@ -353,6 +450,11 @@ class ServeOptions(
     """Tokens per KV block in the prefill tier; --block-size if not given."""
     decode_block_size: BlockSize | None = None
     """Tokens per KV block in the decode tier; --block-size if not given."""
+
+    @property
+    def gateway_tls(self) -> TlsFiles | None:
+        """How the supervisor calls the gateways that it has started; None for plain text."""
+        return self.tls and replace(self.tls, server_name=self.ssl_server_name or "")
 
     @model_validator(mode="after")
     def _check_colocated(self) -> Self:

@@ -7,7 +7,9 @@ from typing import TypeAlias
 import grpc
 import grpc.aio
 
-Options: TypeAlias = tuple[tuple[str, int], ...]
+from baton.rpc.tls import TlsFiles, client_credentials
+
+Options: TypeAlias = tuple[tuple[str, int | str], ...]
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 """Largest message in either direction: a prompt of a million token ids with room to spare."""
@@ -40,11 +42,24 @@ CHANNEL_OPTIONS: Options = (
 )
 
 
-def aio_channel(address: str) -> grpc.aio.Channel:
-    """A channel to "host:port" for the running event loop; connects when first used. Close it."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+def aio_channel(address: str, tls: TlsFiles | None = None) -> grpc.aio.Channel:
+    """A channel to "host:port" for the running event loop; connects when first used. Close it.
+
+    tls: None for plain text. Its files are read now: raises ConfigError.
+    """
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, client_credentials(tls), options=_options(tls))
 
 
-def sync_channel(address: str) -> grpc.Channel:
-    """A channel to "host:port" for any thread; connects when first used. Close it."""
-    return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+def sync_channel(address: str, tls: TlsFiles | None = None) -> grpc.Channel:
+    """As aio_channel, for any thread."""
+    if tls is None:
+        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, client_credentials(tls), options=_options(tls))
+
+
+def _options(tls: TlsFiles) -> Options:
+    if not tls.server_name:
+        return CHANNEL_OPTIONS
+    return (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", tls.server_name))

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
@@ -117,17 +118,20 @@ async def start_server(
     is_serving: bool = True,
     max_concurrent_rpcs: int | None = None,
     reuse_port: bool = False,
+    credentials: grpc.ServerCredentials | None = None,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> RunningServer:
     """Serve what `register` adds, with health and reflection, at "host:port"; port 0 takes a free one.
 
     is_serving: the health of all services at first.
     max_concurrent_rpcs: more are refused with RESOURCE_EXHAUSTED by grpc itself.
     reuse_port: share the port, and its connections, with other servers that ask for it; else it is this one's alone.
+    credentials: None for plain text. interceptors: see calls before their handlers; what they raise becomes a status.
     Raises ConfigError if the address cannot be bound.
     """
     interceptor = ErrorInterceptor()
     server = grpc.aio.server(
-        interceptors=(interceptor,),
+        interceptors=(interceptor, *interceptors),
         options=(*SERVER_OPTIONS, ("grpc.so_reuseport", int(reuse_port))),
         maximum_concurrent_rpcs=max_concurrent_rpcs,
     )
@@ -137,17 +141,21 @@ async def start_server(
     reflection.enable_server_reflection(
         (*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server
     )
-    port = _bind(server, address)
+    port = _bind(server, address, credentials)
     await server.start()
     return RunningServer(server, interceptor, health_service, address.rpartition(":")[0], port)
 
 
-def _bind(server: grpc.aio.Server, address: str) -> int:
+def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
     fix = "give a host and a free port as host:port; port 0 takes any free one"
     if not address.rpartition(":")[2].isdecimal():
         raise ConfigError.of("address", address, fix)
     try:
-        port = server.add_insecure_port(address)
+        port = (
+            server.add_secure_port(address, credentials)
+            if credentials
+            else server.add_insecure_port(address)
+        )
     except RuntimeError:
         port = 0
     if port == 0:

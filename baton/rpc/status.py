@@ -27,6 +27,7 @@ from baton.errors import (
     NoWorkers,
     Overloaded,
     RetriableError,
+    Unauthenticated,
     WorkerLost,
 )
 
@@ -50,6 +51,7 @@ _REQUEST_ID_ENTRY = "request_id"
 _BY_CODE: Mapping[grpc.StatusCode, type[BatonError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: ModelNotFound,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,
 }

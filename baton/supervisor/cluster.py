@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import time
@@ -45,14 +46,16 @@ class Cluster:
         *,
         programs: Programs = PROGRAMS,
         on_line: Callable[[str, str], None] = forward_to_stderr,
-        wait_serving: Callable[[str], Awaitable[None]] = wait_until_serving,
+        wait_serving: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
         """on_line: takes a child's name and each line of its log. wait_serving: returns when a gateway at the
-        address takes requests, or raises StartupError."""
+        address takes requests, or raises StartupError; by its health if not given."""
         self._options = options
         self._programs = programs
         self._on_line = on_line
-        self._wait_serving = wait_serving
+        self._wait_serving = wait_serving or functools.partial(
+            wait_until_serving, tls=options.gateway_tls
+        )
         self._children: dict[str, Child] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
@@ -147,7 +150,9 @@ class Cluster:
     async def _start_all(self, specs: tuple[ChildSpec, ...]) -> None:
         """Start the children at once; when one fails, the first failure is raised and the others are left to stop()."""
         environment = child_environment(os.environ)
-        children = [Child(spec, self._on_line, environment) for spec in specs]
+        children = [
+            Child(spec, self._on_line, {**environment, **spec.environment}) for spec in specs
+        ]
         self._children |= {child.name: child for child in children}
         tasks = [asyncio.create_task(child.start(self._lifeline[0])) for child in children]
         try:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from baton.config.command import to_arguments
+from baton.config.command import secret_environment, to_arguments
 from baton.config.load import build_options
 from baton.config.options import (
     DecodeOptions,
@@ -40,16 +40,17 @@ PROGRAMS = Programs(_module("prefill_svc"), _module("decode_svc"), _module("gate
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """One process: its name in logs, the program, and the program's arguments."""
+    """One process: its name in logs, the program, the program's arguments, and what no command line may show."""
 
     name: str
     program: tuple[str, ...]
     arguments: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def at_port(self, port: int) -> ChildSpec:
         """The same process on a port of its own, which goes before an earlier --port."""
         kept = tuple(part for part in self.arguments if not part.startswith("--port="))
-        return ChildSpec(self.name, self.program, (f"--port={port}", *kept))
+        return replace(self, arguments=(f"--port={port}", *kept))
 
 
 def num_prefill_workers(options: ServeOptions) -> int:
@@ -148,11 +149,12 @@ def _child(
 ) -> ChildSpec:
     """`own` options go before those passed on, which are the ones that somebody set."""
     passed_on = {
-        field: getattr(options, field)
-        for field in cls.model_fields
-        if field in options.model_fields_set and field not in _NOT_PASSED_ON
+        option: getattr(options, option)
+        for option in cls.model_fields
+        if option in options.model_fields_set and option not in _NOT_PASSED_ON
     }
     port = metrics_port(options, name)
     metrics = {"metrics_port": port} if port else {}
     child_options = build_options(cls, {**passed_on, **metrics, **own})
-    return ChildSpec(name, program, tuple(to_arguments(child_options)))
+    arguments = tuple(to_arguments(child_options))
+    return ChildSpec(name, program, arguments, secret_environment(child_options))

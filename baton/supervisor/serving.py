@@ -9,17 +9,20 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-un
 
 from baton.errors import StartupError
 from baton.rpc.channel import sync_channel
+from baton.rpc.tls import TlsFiles
 
 _SERVICE = "baton.v1.InferenceService"
 _TIMEOUT_S = 60.0
 
 
-async def wait_until_serving(address: str, timeout_s: float = _TIMEOUT_S) -> None:
-    """Return when the gateway's health says that it has the workers it needs.
+async def wait_until_serving(
+    address: str, timeout_s: float = _TIMEOUT_S, *, tls: TlsFiles | None = None
+) -> None:
+    """Return when the gateway's health says that it has the workers it needs. tls: None for plain text.
 
     Raises StartupError if that has not happened after `timeout_s` seconds.
     """
-    channel = sync_channel(address)
+    channel = sync_channel(_here(address), tls)
     request = health_pb2.HealthCheckRequest(service=_SERVICE)
     stub = health_pb2_grpc.HealthStub(channel)
     watch = stub.Watch(request, timeout=timeout_s, wait_for_ready=True)
@@ -42,3 +45,11 @@ async def wait_until_serving(address: str, timeout_s: float = _TIMEOUT_S) -> Non
         raise StartupError(
             f"the gateway at {address} does not serve ({why}): see its log for the workers' state"
         )
+
+
+def _here(address: str) -> str:
+    """The address by which this machine calls a server of its own: a certificate names no wildcard address."""
+    host, _, port = address.rpartition(":")
+    return (
+        f"127.0.0.1:{port}" if host == "0.0.0.0" else f"[::1]:{port}" if host == "[::]" else address
+    )

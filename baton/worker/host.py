@@ -16,6 +16,7 @@ from baton.errors import EngineFault
 from baton.phase_clock import PhaseClock
 from baton.registry import make_registry
 from baton.rpc.server import Register, start_server
+from baton.rpc.tls import server_credentials
 from baton.service import ReadyReport
 from baton.types import WorkerIdentity, WorkerInfo
 from baton.worker.announcing import keep_announcing, registration_of
@@ -91,7 +92,13 @@ class WorkerHost(Generic[CommandT, EventT]):
         Raises EngineFault if the engine loop ends by itself.
         """
         self._loop.start()
-        server = await start_server(f"{self._options.host}:{self._options.port}", register)
+        tls = self._options.tls
+        server = await start_server(
+            f"{self._options.host}:{self._options.port}",
+            register,
+            # Only gateways and operators have business here: with TLS, all callers show a certificate.
+            credentials=server_credentials(tls, requires_client_cert=True) if tls else None,
+        )
         clock.lap("listen")
         on_ready(ReadyReport(address=server.address, phases=clock.phases))
         health = asyncio.create_task(server.drive_health(self.is_alive))

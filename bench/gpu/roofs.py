@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+
+import torch
+
 from bench.gpu.setting import Result, Setting, time_ms
+
+_CLOCKS = "clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu,power.draw,power.limit"
 
 
 def copy_roof(setting: Setting) -> Result:
@@ -14,8 +21,21 @@ def copy_roof(setting: Setting) -> Result:
 
 
 def matmul_roof(setting: Setting) -> Result:
-    """A product of two square matrices of random numbers: zeros would run faster."""
+    """A product of two square matrices of random numbers, as zeros would run faster; and the clocks while it runs."""
     size = setting.pick(8192, 32)
     left, right = setting.randn(size, size), setting.randn(size, size)
     ms = time_ms(lambda: left @ right, setting)
-    return {"ms": ms, "flops": 2.0 * size**3}
+    return {"ms": ms, "flops": 2.0 * size**3, "clocks": _clocks_during(left, right, setting)}
+
+
+def _clocks_during(left: torch.Tensor, right: torch.Tensor, setting: Setting) -> str:
+    """What nvidia-smi tells during about a second of products."""
+    program = shutil.which("nvidia-smi")
+    if setting.is_dry or program is None:
+        return "unknown"
+    for _ in range(800):
+        left @ right
+    command = [program, f"--query-gpu={_CLOCKS}", "--format=csv"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    torch.cuda.synchronize()
+    return " ; ".join(told.splitlines())

@@ -16,6 +16,7 @@ import contextlib
 import importlib
 import importlib.util
 import itertools
+import logging
 import mmap
 import secrets
 import select
@@ -23,6 +24,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -63,7 +65,13 @@ def _api() -> Any:
     if not has_nixl():
         fix = "the nixl library is not installed: pip install --no-deps nixl nixl-cu12"
         raise ConfigError.of("kv_transport", "nixl", fix)
-    return importlib.import_module("nixl._api")
+    api = importlib.import_module("nixl._api")
+    # It speaks on stdout by a handler of its own; what it warns of goes where our log goes.
+    log = logging.getLogger("nixl")
+    log.handlers.clear()
+    log.propagate = True
+    log.setLevel(logging.WARNING)
+    return api
 
 
 class _Area:
@@ -106,13 +114,14 @@ class _Area:
 class Quarantine:
     """Keeps memory of connections that ended, until nobody can read from it or write into it any more."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._kept: deque[tuple[float, mmap.mmap]] = deque()
 
     def keep(self, memory: mmap.mmap) -> None:
         """Take memory in, and let that go whose time is over."""
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
             self._kept.append((now + QUARANTINE_S, memory))
             while self._kept[0][0] <= now:

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from baton_kernels.cpu import library as module
-from baton_kernels.cpu.library import library
+from baton_kernels.cpu.library import is_supported, library
 
 
 @pytest.fixture
@@ -56,13 +55,20 @@ def test_a_compiler_that_fails_leaves_nothing(
 
 
 def test_another_cpu_has_none(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True})
+    monkeypatch.setattr(module, "is_supported", lambda: False)
     assert library() is None
     assert not cache.exists()
-
-
-def test_loaded_says_so_where_there_is_none(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not cache.exists()
-    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     with pytest.raises(RuntimeError, match="no native"):
         module.loaded()
+
+
+def test_all_instructions_are_asked_for(tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    assert not is_supported(info)
+    names = ["avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"]
+    info.write_text(f"processor : 0\nflags : sse {' '.join(names)}\n")
+    assert is_supported(info)
+    for name in names:
+        others = [other for other in names if other != name]
+        info.write_text(f"processor : 0\nflags : {' '.join(others)}\n")
+        assert not is_supported(info)

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from baton.client import SamplingParams
+from baton.client import BeamSearch, SamplingParams
 from baton.client.results import Completion
-from baton.engine.oracle import oracle_tokens
+from baton.engine.oracle import oracle_beams, oracle_tokens
 from baton.rpc.channel import aio_channel
-from baton.types import Sampling
+from baton.types import BeamParams, Sampling
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.live_tiers import live_system
 
@@ -57,6 +57,24 @@ async def test_the_best_of_several() -> None:
         assert choice.token_ids == every.choices[means.index(max(means))].token_ids
         assert choice.score == pytest.approx(max(means), abs=1e-5)
         assert not choice.logprobs
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+async def test_a_search_and_a_scored_prompt(num_prefill: int) -> None:
+    async with live_system(num_prefill) as system:
+        search = SamplingParams(n=2, max_tokens=8, ignore_eos=True, beam_search=BeamSearch(width=4))
+        found = await system.client.generate(PROMPT, search)
+        sampling = Sampling(max_tokens=8, beam=BeamParams(4, num_returned=2))
+        expected = oracle_beams(PROMPT, sampling, 1000)
+        assert [c.token_ids for c in found.choices] == [tuple(e.token_ids) for e in expected]
+        assert [c.score for c in found.choices] == pytest.approx([e.score for e in expected])
+        scored = SamplingParams(
+            temperature=0.0, max_tokens=3, ignore_eos=True, echo=True, prompt_logprobs=1
+        )
+        done = await system.client.generate(PROMPT, scored)
+        assert done.prompt_token_ids == tuple(PROMPT)
+        assert [position.token_id for position in done.prompt_logprobs] == PROMPT[1:]
+        await system.until_quiet()
 
 
 async def test_a_worker_that_drains_hands_its_sequences_over() -> None:

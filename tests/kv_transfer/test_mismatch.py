@@ -89,6 +89,7 @@ def test_nobody_there_is_told(make_rig, transport):
 
 SHM = Endpoint(TransportKind.SHM, "/x", "host")
 TCP = Endpoint(TransportKind.TCP, "h:1")
+NIXL = Endpoint(TransportKind.NIXL, "h:2")
 LOOPBACK = Endpoint(TransportKind.LOOPBACK, "d0")
 
 
@@ -98,13 +99,15 @@ LOOPBACK = Endpoint(TransportKind.LOOPBACK, "d0")
         ("auto", {TCP, SHM}, (SHM, TCP)),
         ("auto", {TCP}, (TCP,)),
         ("auto", {TCP, SHM, LOOPBACK}, (LOOPBACK, SHM, TCP)),
+        ("auto", {TCP, SHM, NIXL}, (SHM, NIXL, TCP)),
+        ("nixl", {TCP, SHM, NIXL}, (NIXL,)),
         ("shm", {TCP, SHM}, (SHM,)),
         ("tcp", {TCP, SHM}, (TCP,)),
         ("shm", {TCP}, ()),
     ],
 )
 def test_the_best_usable_endpoint_is_first(transport, reachable, expected):
-    assert usable([TCP, SHM, LOOPBACK], transport, reachable.__contains__) == expected
+    assert usable([TCP, NIXL, SHM, LOOPBACK], transport, reachable.__contains__) == expected
 
 
 def test_an_unknown_transport_is_refused():

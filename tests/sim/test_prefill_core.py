@@ -11,13 +11,15 @@ from baton.errors import EngineFault
 from baton.types import Sample, Sampling, SequenceSpec
 from kv_transfer.transport.loopback import LoopbackHub
 from prefill_svc.borrowing import BorrowCosts
+from prefill_svc.commands import (
+    Prefilled,
+    PrefillFailed,
+    Submit,
+)
 from prefill_svc.core import (
     PrefillCore,
     PrefillDevices,
-    Prefilled,
-    PrefillFailed,
     PrefillLimits,
-    Submit,
 )
 from tests.support.sim_tiers import SimPrefill, sim_matchers
 

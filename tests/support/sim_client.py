@@ -23,7 +23,7 @@ from baton.events import (
 )
 from baton.types import FinishReason, KvSource, SequenceSpec
 from decode_svc import commands as decode
-from prefill_svc import core as prefill
+from prefill_svc import commands as prefill
 from tests.support.sim_tiers import SimDecode, SimPrefill
 
 

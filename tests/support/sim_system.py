@@ -26,7 +26,7 @@ from gateway.mover import Mover
 from gateway.relay import Relay, RelayContext
 from gateway.request import TextOptions, ValidatedRequest
 from kv_transfer.transport.loopback import LoopbackHub
-from prefill_svc import core as prefill
+from prefill_svc import commands as prefill
 from tests.support.random_speculation import RandomSpeculation
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
 

@@ -29,11 +29,13 @@ from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import TicketEvent, TicketTable
 from kv_transfer.transport.loopback import LoopbackHub, LoopbackListener
 from prefill_svc.borrowing import BorrowCosts
-from prefill_svc.core import (
+from prefill_svc.commands import (
     PrefillCommand,
+    PrefillEvent,
+)
+from prefill_svc.core import (
     PrefillCore,
     PrefillDevices,
-    PrefillEvent,
     PrefillLimits,
 )
 from tests.support.grammar_walks import small_vocabulary

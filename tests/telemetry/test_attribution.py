@@ -56,6 +56,25 @@ def test_parts_add_up_whatever_the_phases(
     assert all(a[2] == b[1] for a, b in itertools.pairwise(spans))
 
 
+@pytest.mark.parametrize("num_choices", [1, 2, 5])
+def test_time_per_token_is_that_of_one_choice(num_choices: int) -> None:
+    async def main() -> None:
+        async with gateway_world() as world:
+            now_s = asyncio.get_running_loop().time()
+            for num_returned, is_told in ((num_choices, True), (1, num_choices == 1)):
+                spec = make_spec("a", max_tokens=11, num_choices=num_choices)
+                request = ValidatedRequest(
+                    spec, TextOptions(), arrival_s=now_s, num_returned=num_returned
+                )
+                timeline = Timeline(now_s)
+                await Relay(world.context, request, Client().write, now_s + 600, timeline).run()
+                assert timeline.num_output_tokens == 11 * num_choices
+                told_s = timeline.time_per_token_s()
+                assert told_s == (pytest.approx(0.01, rel=0.2) if is_told else None)
+
+    run_virtual(main())
+
+
 def test_parts_of_a_request_that_met_everything() -> None:
     """Queued behind others, preempted and resumed, over workers with queues."""
 

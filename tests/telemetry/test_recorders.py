@@ -20,7 +20,7 @@ from baton.types import KvSource, Sampling, SequenceSpec
 from decode_svc import commands as decode
 from decode_svc.recorder import DecodeRecorder
 from kv_transfer.transport.loopback import LoopbackHub
-from prefill_svc import core as prefill
+from prefill_svc import commands as prefill
 from prefill_svc.recorder import PrefillRecorder
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
 

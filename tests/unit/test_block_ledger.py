@@ -12,7 +12,9 @@ from baton.cache.pool import BlockLease, BlockPool
 from baton.types import KvSource, Sampling, SequenceSpec
 from decode_svc.commands import Abort, Known, Open
 from kv_transfer.transport.loopback import LoopbackHub
-from prefill_svc.core import Submit
+from prefill_svc.commands import (
+    Submit,
+)
 from tests.support.sim_tiers import SimDecode, SimPrefill
 
 quick = settings(deadline=None, database=None, max_examples=80)

@@ -16,14 +16,13 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-import torch
-
 _log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
 _SOURCES = ("linear.cpp", "attention.cpp", "pointwise.cpp")
 _HEADER = "simd.h"
-_CAPABILITIES = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "avx512_vnni")
+_CPU_INFO = Path("/proc/cpuinfo")
+_INSTRUCTIONS = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"}
 #: No contraction: a result must not depend on what a compiler fuses.
 _FLAGS = (
     *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-strict-aliasing"),
@@ -69,10 +68,13 @@ def loaded() -> ctypes.CDLL:
     return found
 
 
-def is_supported() -> bool:
-    """Whether this CPU has the instructions."""
-    capabilities = torch.cpu.get_capabilities()
-    return all(capabilities.get(name) for name in _CAPABILITIES)
+def is_supported(cpu_info: Path = _CPU_INFO) -> bool:
+    """Whether this CPU has the instructions, as Linux tells it."""
+    if not cpu_info.is_file():
+        return False
+    lines = cpu_info.read_text().splitlines()
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return set(flags.split()) >= _INSTRUCTIONS
 
 
 def _reason(error: Exception) -> str:

@@ -1,0 +1,35 @@
+"""Options of `baton distill`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from baton.config.options import Count, NonEmpty, Options
+
+
+class DistillOptions(Options):
+    """What a distillation is told."""
+
+    target: NonEmpty
+    """Model to learn from: a local directory, or a Hugging Face Hub id."""
+    data: Path
+    """Text like what the target will be asked to write: a file of text, or of JSON lines with a field "text"."""
+    output: Path
+    """Directory that receives the draft model."""
+    minutes: Annotated[float, Field(gt=0)] = 15.0
+    """Wall time of the training."""
+    num_layers: Count = 2
+    """Layers of the draft model."""
+    hidden_size: Annotated[int, Field(ge=32, multiple_of=32)] | None = None
+    """Its width; about half of the target's if not given."""
+    context: Annotated[int, Field(ge=8)] = 256
+    """Tokens of a training window."""
+    tokens_per_step: Count = 4096
+    """Tokens of a training step: windows of --context tokens, at least one."""
+    num_threads: Count | None = None
+    """CPU threads; all cores if not given."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of the weights and of the batches."""

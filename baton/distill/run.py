@@ -1,0 +1,121 @@
+"""One distillation, from options to a folder that `--speculative-model` takes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from baton.distill.options import DistillOptions
+from baton.distill.student import (
+    distillation_loss,
+    draft_figures,
+    new_student,
+    round_weights,
+    student_config,
+)
+from baton.distill.text import read_documents, token_stream
+from baton.distill.training import Progress, Schedule, train
+from baton.errors import ConfigError, ModelError
+from baton.model.checkpoint import find_shards, resolve_checkpoint
+
+#: Share of the text, at its end, that is not trained on but measured with, and most windows of it.
+_HELD_OUT = 0.02
+_MAX_HELD_OUT_WINDOWS = 32
+
+#: What a tokenizer may consist of.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def distill(
+    options: DistillOptions,
+    clock: Callable[[], float],
+    on_step: Callable[[Progress, float], None],
+) -> dict[str, float]:
+    """Train and write the draft model; its figures on text held out. Raises ConfigError and ModelError."""
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    folder = resolve_checkpoint(options.target)
+    find_shards(folder)
+    documents = read_documents(options.data)
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelError(f"{options.target}: it has no tokenizer.json, which the draft must share")
+    target = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ends = _end_ids(target.config.eos_token_id)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    stream = token_stream(tokenizer, documents, ends[0] if ends else None)
+    trained, held_out = _split(stream, options)
+    student = new_student(
+        student_config(
+            target.config.vocab_size,
+            target.config.max_position_embeddings,
+            options.hidden_size or _half(target.config.hidden_size),
+            options.num_layers,
+            ends,
+        ),
+        options.seed,
+    )
+    num_windows = max(1, options.tokens_per_step // options.context)
+    seconds = options.minutes * 60
+    schedule = Schedule(seconds, options.context, num_windows, options.seed, clock)
+    done = train(student, distillation_loss(target, student), trained, schedule, on_step)
+    round_weights(student)
+    figures = draft_figures(target, student, held_out)
+    _write(options, folder, student, {**asdict(done), **figures})
+    return figures
+
+
+def _split(stream: Tensor, options: DistillOptions) -> tuple[Tensor, list[Tensor]]:
+    """What is trained on, and windows of what is not."""
+    num_held_out = max(options.context, int(_HELD_OUT * len(stream)))
+    trained, rest = stream[:-num_held_out], stream[-num_held_out:]
+    if len(trained) <= options.context:
+        raise ConfigError.of(
+            "data",
+            options.data,
+            f"it has {len(stream)} tokens; give at least {2 * options.context + 1}, or a smaller "
+            "--context",
+        )
+    return trained, list(torch.split(rest, options.context))[:_MAX_HELD_OUT_WINDOWS]
+
+
+def _end_ids(told: int | list[int] | None) -> list[int]:
+    if told is None:
+        return []
+    return [told] if isinstance(told, int) else list(told)
+
+
+def _half(hidden_size: int) -> int:
+    """Half of a width, in whole heads."""
+    return max(64, hidden_size // 64 * 32)
+
+
+def _write(
+    options: DistillOptions, target: Path, student: nn.Module, record: dict[str, float]
+) -> None:
+    output = options.output
+    student.to(torch.bfloat16).save_pretrained(output)  # type: ignore[operator]
+    for name in _TOKENIZER_FILES:
+        if (target / name).is_file():
+            shutil.copyfile(target / name, output / name)
+    told = {
+        "target": options.target,
+        "options": options.model_dump(mode="json"),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        **record,
+    }
+    (output / "distill.json").write_text(json.dumps(told, indent=2) + "\n")

@@ -1,0 +1,99 @@
+"""A training loop bounded by wall time: progress, which sets the learning rate, is the share of the time that is spent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+MUON_LR = 0.02
+ADAM_LR = 3e-3
+WARMUP = 0.02
+DECAY_FROM = 0.4
+
+#: (inputs, next ids), both int64 [windows, context] -> scalar loss.
+LossFn = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass
+class Progress:
+    """How far a training is; `elapsed_s` is training time over all resumed runs."""
+
+    step: int = 0
+    tokens: int = 0
+    elapsed_s: float = 0.0
+
+
+def learning_rate_scale(progress: float) -> float:
+    """Linear warm-up, a plateau, then linear to zero; `progress` in [0, 1]."""
+    decay = (1 - progress) / (1 - DECAY_FROM)
+    return max(0.0, min(1.0, decay, (progress + 1e-3) / WARMUP))
+
+
+def sample_batch(
+    stream: Tensor, context: int, num_windows: int, seed: int, step: int
+) -> tuple[Tensor, Tensor]:
+    """Windows at random places of `stream` [tokens]; the same (seed, step) gives the same batch."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    starts = torch.randint(len(stream) - context, (num_windows, 1), generator=generator)
+    windows = stream[starts + torch.arange(context + 1)]
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for the embeddings and the norms."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or ".layers." not in n]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.1, momentum=0.95),
+        torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    for group in (g for o in optimizers for g in o.param_groups):
+        group["peak_lr"] = group["lr"]
+    return optimizers
+
+
+def update(model: nn.Module, optimizers: list[torch.optim.Optimizer], scale: float) -> None:
+    """One step of all optimizers at `scale` of their peak rates; leaves no gradients behind."""
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * scale
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """seconds: of the training. context, num_windows: of each batch. clock: in seconds."""
+
+    seconds: float
+    context: int
+    num_windows: int
+    seed: int
+    clock: Callable[[], float]
+
+
+def train(
+    model: nn.Module,
+    loss_fn: LossFn,
+    stream: Tensor,
+    schedule: Schedule,
+    on_step: Callable[[Progress, float], None],
+) -> Progress:
+    """Trains `model` in place until the time is over; on_step sees the loss of each step's batch."""
+    optimizers, done = make_optimizers(model), Progress()
+    begin_s = schedule.clock()
+    while done.elapsed_s < schedule.seconds:
+        inputs, expected = sample_batch(
+            stream, schedule.context, schedule.num_windows, schedule.seed, done.step
+        )
+        loss = loss_fn(inputs, expected)
+        torch.autograd.backward(loss)
+        update(model, optimizers, learning_rate_scale(done.elapsed_s / schedule.seconds))
+        done.step, done.tokens = done.step + 1, done.tokens + inputs.numel()
+        done.elapsed_s = schedule.clock() - begin_s
+        on_step(done, loss.item())
+    return done

@@ -1,0 +1,68 @@
+"""Keys that callers of a server must show, as `authorization: Bearer KEY`; health alone answers to everybody."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from baton.errors import Unauthenticated
+from baton.rpc import health
+
+METADATA_KEY = "authorization"
+_SCHEME = "bearer "
+_OPEN = f"/{health.SERVICE_NAME}/"
+
+
+def authorization(api_key: str) -> tuple[str, str]:
+    """The metadata entry by which a caller shows its key."""
+    return METADATA_KEY, f"Bearer {api_key}"
+
+
+class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls without one of the keys before anything of their request is read.
+
+    It keeps digests of the keys, not the keys. To stand behind ErrorInterceptor, which makes the refusal a status.
+    """
+
+    def __init__(self, api_keys: Iterable[str]) -> None:
+        self._digests = tuple(map(_digest, api_keys))
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """The handler, or one that raises Unauthenticated."""
+        is_open = handler_call_details.method.startswith(_OPEN)
+        if is_open or self._is_known(handler_call_details.invocation_metadata):
+            return await continuation(handler_call_details)
+        # Of this kind whatever the call's: it begins before a message has been read.
+        return grpc.stream_stream_rpc_method_handler(_refuse)
+
+    def _is_known(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
+        told = [value for key, value in metadata or () if key == METADATA_KEY]
+        if len(told) != 1 or not isinstance(told[0], str):
+            return False
+        if not told[0].lower().startswith(_SCHEME):
+            return False
+        shown = _digest(told[0][len(_SCHEME) :])
+        # All are compared, each in constant time: how long it takes tells nothing about any.
+        return sum([hmac.compare_digest(shown, known) for known in self._digests]) > 0
+
+
+def _digest(api_key: str) -> bytes:
+    return hashlib.sha256(api_key.encode()).digest()
+
+
+async def _refuse(requests: AsyncIterator[Any], context: Any) -> NoReturn:  # noqa: ARG001
+    raise Unauthenticated(
+        "this gateway wants an API key; send one of its keys: "
+        "api_key= of the client, BATON_API_KEY of the command line, or authorization: Bearer KEY"
+    )

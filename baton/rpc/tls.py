@@ -1,0 +1,104 @@
+"""TLS of gRPC ports and channels: PEM files, checked when a process starts and not when its first peer knocks."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from baton.errors import ConfigError
+
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """One end's PEM files. Empty: none.
+
+    ca_certs: what peers' certificates must come from; a client that has none trusts the roots that gRPC ships with.
+    certfile: the own certificate, its chain after it, which a client may lack. keyfile: the private key that belongs
+        to it, without a password.
+    server_name: what a client takes the server's certificate to be made out to, where that is not the host that it
+        connects to.
+    """
+
+    ca_certs: PathLike = ""
+    certfile: PathLike = ""
+    keyfile: PathLike = ""
+    server_name: str = ""
+
+
+def check_files(tls: TlsFiles | None) -> None:
+    """Raises ConfigError at once where a process would otherwise fail only after it has loaded its model."""
+    if tls is not None:
+        _own_certificate(tls)
+        _ca_certs(tls)
+
+
+def client_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
+    """Reads the files. Raises ConfigError, naming option, value and fix."""
+    cert, key = _own_certificate(tls)
+    return grpc.ssl_channel_credentials(_ca_certs(tls), key, cert)
+
+
+def server_credentials(tls: TlsFiles, *, requires_client_cert: bool) -> grpc.ServerCredentials:
+    """Reads the files. Raises ConfigError, naming option, value and fix."""
+    cert, key = _own_certificate(tls)
+    if cert is None or key is None:
+        raise ConfigError.of("ssl_certfile", "", "a server needs one, and --ssl-keyfile")
+    roots = _ca_certs(tls)
+    if requires_client_cert and roots is None:
+        raise ConfigError.of("ssl_ca_certs", "", "give the file by which to tell clients")
+    return grpc.ssl_server_credentials([(key, cert)], roots, requires_client_cert)
+
+
+def _own_certificate(tls: TlsFiles) -> tuple[bytes | None, bytes | None]:
+    """Certificate and key, which belong together; or neither."""
+    if not tls.certfile and not tls.keyfile:
+        return None, None
+    if not tls.certfile or not tls.keyfile:
+        lacking, given = ("certfile", "keyfile") if tls.keyfile else ("keyfile", "certfile")
+        raise ConfigError.of(f"ssl_{lacking}", "", f"--ssl-{given} is nothing without it")
+    cert, key = _read("ssl_certfile", tls.certfile), _read("ssl_keyfile", tls.keyfile)
+    _check_certificates("ssl_certfile", tls.certfile, cert)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # An encrypted key is refused rather than asked about on the terminal.
+        context.load_cert_chain(tls.certfile, tls.keyfile, password=lambda: b"")
+    except ssl.SSLError as error:
+        is_other = error.reason == "KEY_VALUES_MISMATCH"
+        fix = (
+            f"is not the key of {os.fspath(tls.certfile)}; give the one it was made with"
+            if is_other
+            else "no private key in PEM without a password; give one"
+        )
+        raise ConfigError.of("ssl_keyfile", os.fspath(tls.keyfile), fix) from None
+    return cert, key
+
+
+def _ca_certs(tls: TlsFiles) -> bytes | None:
+    if not tls.ca_certs:
+        return None
+    data = _read("ssl_ca_certs", tls.ca_certs)
+    _check_certificates("ssl_ca_certs", tls.ca_certs, data)
+    return data
+
+
+def _check_certificates(option: str, path: PathLike, data: bytes) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(cadata=data.decode("ascii"))
+    except (ssl.SSLError, ValueError):
+        fix = "no certificate in PEM; give a file that has BEGIN CERTIFICATE in it"
+        raise ConfigError.of(option, os.fspath(path), fix) from None
+
+
+def _read(option: str, path: PathLike) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        fix = f"cannot be read ({error.strerror}); give a file that this user may read"
+        raise ConfigError.of(option, os.fspath(path), fix) from None
