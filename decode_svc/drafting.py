@@ -73,10 +73,10 @@ class Drafting:
     def _may_draft(self, sequence: DecodeSequence) -> bool:
         """Not where choices or beams part at the next token, which is the first."""
         return (
-            sequence.key not in self._withheld
+            self._speculation.is_due(sequence.key)
+            and sequence.key not in self._withheld
             and sequence.num_output_tokens > len(sequence.spec.output_token_ids)
             and self._max_num_drafts(sequence) > 0
-            and self._speculation.is_due(sequence.key)
         )
 
     def _max_num_drafts(self, sequence: DecodeSequence) -> int:

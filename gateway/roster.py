@@ -7,13 +7,11 @@ a registry that was lost, or lost its memory, costs no request anything.
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Protocol
 
 from baton.registry import Joined, Left, Registry
-from baton.rpc.tls import TlsFiles
 from baton.types import Tier
 from gateway.fleet import Fleet
 from gateway.workers import keep_connected
@@ -23,19 +21,16 @@ class Connect(Protocol):
     """As gateway.workers.keep_connected."""
 
     def __call__(
-        self, fleet: Fleet, address: str, /, *, is_wanted: Callable[[], bool], tls: TlsFiles | None
+        self, fleet: Fleet, address: str, /, *, is_wanted: Callable[[], bool]
     ) -> Awaitable[None]: ...
 
 
 class Roster:
     """Owns one task per address, from its listing until it is neither listed nor connected."""
 
-    def __init__(
-        self, fleet: Fleet, *, tls: TlsFiles | None = None, connect: Connect = keep_connected
-    ) -> None:
-        """tls: how workers are called; None for plain text."""
+    def __init__(self, fleet: Fleet, *, connect: Connect = keep_connected) -> None:
         self._fleet = fleet
-        self._connect = functools.partial(connect, tls=tls)
+        self._connect = connect
         self._listed: dict[str, Tier] = {}
 
     async def follow(self, registry: Registry) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -39,6 +40,7 @@ from gateway.relay import RelayContext
 from gateway.roster import Roster
 from gateway.service import InferenceService, ServiceOptions
 from gateway.tokenizer import Tokenizer, load_tokenizer
+from gateway.workers import keep_connected
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +94,8 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
             credentials=_credentials(options),
             interceptors=(ApiKeyInterceptor(api_keys),) if api_keys else (),
         )
-        rosters = (Roster(fleet, tls=options.worker_tls).follow(r) for r in registries)
+        connect = functools.partial(keep_connected, tls=options.worker_tls)
+        rosters = (Roster(fleet, connect=connect).follow(r) for r in registries)
         jobs = [dispatcher.run(), mover.run(), *rosters]
         async with _background(jobs):
             fleet.listen(lambda: _set_health(server, fleet))

@@ -86,7 +86,7 @@ def _option(name: str, default: str | None, metavar: str, text: str) -> inspect.
         show_default=bool(default),
     )
     kind = inspect.Parameter.KEYWORD_ONLY
-    annotation = Annotated[str | None if default is None else str, info]
+    annotation: object = Annotated[str | None, info] if default is None else Annotated[str, info]
     return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 

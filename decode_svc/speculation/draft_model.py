@@ -113,14 +113,14 @@ class DraftModelProposer:
             start_s = self._clock()
             num_rows = len(working)
             working = self._extend(working)
-            self._costs.observe(num_rows, num_rows, self._clock() - start_s)
+            self._costs.observe(num_rows, 0, self._clock() - start_s)
         return [self._result(jobs.get(request.key), request) for request in requests]
 
     def cost_s(self, num_sequences: int, num_drafts: int) -> float:
         if num_sequences == 0:
             return 0.0
         curve = self._costs.curve(num_sequences)
-        return num_drafts * curve.seconds(num_sequences) if curve else 0.0
+        return num_drafts * curve.seconds(0) if curve else 0.0
 
     def forget(self, key: Hashable) -> None:
         draft = self._drafts.pop(key, None)

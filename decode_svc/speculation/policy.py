@@ -34,7 +34,7 @@ class StepPrices:
     """What the step costs, by what is added to it.
 
     num_rows: of the step without drafts; each gives a token. max_num_drafts: most drafts in all, each of which adds a row.
-    step_s: seconds of the step, by its rows. draft_s: seconds of drafting, by sequences and most drafts of one.
+    step_s: seconds of the step, by its drafts. draft_s: seconds of drafting, by sequences and most drafts of one.
     """
 
     num_rows: int
@@ -47,7 +47,7 @@ def choose_lengths(candidates: Sequence[Candidate], prices: StepPrices) -> list[
     """Drafts of each candidate that make the step's tokens per second highest."""
     drafts = _by_chance(candidates)[: prices.max_num_drafts]
     num_tokens, num_drafting, longest = float(prices.num_rows), 0, 0
-    best_rate = num_tokens / prices.step_s(prices.num_rows)
+    best_rate = num_tokens / prices.step_s(0)
     best_count = 0
     for count, (less_chance, place, _) in enumerate(drafts, start=1):
         num_tokens -= CAUTION * less_chance
@@ -55,7 +55,7 @@ def choose_lengths(candidates: Sequence[Candidate], prices: StepPrices) -> list[
         longest = max(longest, place)
         if count > _NUM_FINE and count % (count // _COARSENESS) and count < len(drafts):
             continue
-        step_s = prices.step_s(prices.num_rows + count)
+        step_s = prices.step_s(count)
         rate = num_tokens / (step_s + prices.draft_s(num_drafting, longest))
         if rate > best_rate:
             best_rate, best_count = rate, count

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from decode_svc.speculation.acceptance import LATER, Acceptance
 from decode_svc.speculation.policy import Candidate, StepPrices, choose_lengths
 from decode_svc.speculation.proposer import DraftRequest, Forecast, Proposer
-from decode_svc.speculation.step_cost import RowCurve, StepCost
+from decode_svc.speculation.step_cost import DraftCurve, StepCost
 
 #: Steps in a row without drafts, though there were candidates, after which a few are made all the same; and what it grows
 #: to, twofold with each probe that changed nothing.
@@ -26,8 +26,11 @@ _PATIENCE = 4
 #: One in so many of a step's sequences gets a draft then, at least one; of drafts that cost something, one sequence.
 PROBE_SHARE = 8
 
+#: Steps with drafts in a row after which one has none, to see what they cost.
+REFRESH_INTERVAL = 64
+
 #: A batch of so many sequences lets one rest a step longer that drafts are no use for: looking for them takes time as well.
-_SEQUENCES_PER_REST = 8
+_SEQUENCES_PER_REST = 4
 
 
 @dataclass(slots=True)
@@ -68,7 +71,7 @@ class Speculator:
         """See Speculation.plan. From here to made() is what the step takes, less the drafting."""
         self._start_s = self._clock()
         curve = self._costs.curve(num_rows)
-        if curve is None or not requests:
+        if curve is None or not requests or curve.num_steps_since_plain >= REFRESH_INTERVAL:
             return [()] * len(requests)
         forecasts = self._proposer.foresee(requests)
         lengths = self._lengths(requests, forecasts, num_rows, max_num_drafts, curve)
@@ -87,7 +90,7 @@ class Speculator:
             track.drafts = ()
 
     def made(self, num_rows: int, num_drafts: int) -> None:
-        self._costs.observe(num_rows, num_rows + num_drafts, self._clock() - self._start_s)
+        self._costs.observe(num_rows, num_drafts, self._clock() - self._start_s)
 
     def forget(self, key: Hashable) -> None:
         self._tracks.pop(key, None)
@@ -100,7 +103,7 @@ class Speculator:
         forecasts: Sequence[Forecast],
         num_rows: int,
         max_num_drafts: int,
-        curve: RowCurve,
+        curve: DraftCurve,
     ) -> list[int]:
         candidates = [
             self._candidate(request.key, forecast)
@@ -112,7 +115,7 @@ class Speculator:
             self._num_idle_steps, self._probe_interval = 0, PROBE_INTERVAL
         elif any(candidate.max_num_drafts for candidate in candidates):
             self._num_idle_steps += 1
-            probe_share = self._proposer.cost_s(1, 1) / curve.seconds(num_rows)
+            probe_share = self._proposer.cost_s(1, 1) / curve.seconds(0)
             if self._num_idle_steps >= self._probe_interval * (1 + _PATIENCE * probe_share):
                 self._num_idle_steps = 0
                 self._probe_interval = min(2 * self._probe_interval, MAX_PROBE_INTERVAL)

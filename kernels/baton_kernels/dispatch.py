@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -51,8 +52,10 @@ class Op(Generic[P, R]):
         if find_spec(module_name) is None:
             return self.twin
         module = importlib.import_module(module_name)
-        kernel: Callable[P, R] = getattr(module, self.twin.__name__, self.twin)
-        return kernel
+        kernel: Callable[P, R] | None = getattr(module, self.twin.__name__, None)
+        if kernel is None:
+            return self.twin
+        return _on_its_device(kernel) if device_type == "cuda" else kernel
 
 
 def _kernel_folder(device_type: str) -> str | None:
@@ -62,6 +65,18 @@ def _kernel_folder(device_type: str) -> str | None:
     if device_type == "cpu" and library() is not None:
         return "cpu"
     return None
+
+
+def _on_its_device(kernel: Callable[P, R]) -> Callable[P, R]:
+    """Triton launches on the thread's current device, wherever the tensors are: make it theirs."""
+
+    @functools.wraps(kernel)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        first = next(arg for arg in args if isinstance(arg, torch.Tensor))
+        with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
+            return kernel(*args, **kwargs)
+
+    return run
 
 
 def op(twin: Callable[P, R]) -> Op[P, R]:

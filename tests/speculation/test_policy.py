@@ -36,19 +36,19 @@ def rate_of(lengths: list[int], given_to: list[Candidate], price: StepPrices) ->
         for candidate, length in zip(given_to, lengths, strict=True)
         for place in range(length)
     )
-    return (price.num_rows + gain) / price.step_s(price.num_rows + sum(lengths))
+    return (price.num_rows + gain) / price.step_s(sum(lengths))
 
 
 @given(candidates, st.integers(0, 5), st.floats(0.0, 2.0))
 def test_no_other_lengths_give_more(given_to: list[Candidate], others: int, slope: float) -> None:
     num_sequences = len(given_to) + others + 1
-    price = prices(num_sequences, lambda rows: 1.0 + slope * rows)
+    price = prices(num_sequences, lambda drafts: 1.0 + slope * drafts)
     lengths = choose_lengths(given_to, price)
     best = max(
         rate_of(list(tried), given_to, price)
         for tried in itertools.product(*(range(c.max_num_drafts + 1) for c in given_to))
     )
-    ignored = MIN_CHANCE * 9 / price.step_s(num_sequences)
+    ignored = MIN_CHANCE * 9 / price.step_s(0)
     assert best - ignored - 1e-9 <= rate_of(lengths, given_to, price) <= best + 1e-9
 
 
@@ -58,7 +58,9 @@ def test_nothing_is_drafted_where_a_row_costs_what_it_costs_elsewhere(
 ) -> None:
     """A saturated machine: time goes with rows, and no draft is surer than a token."""
     num_sequences = len(given_to) + others
-    assert not any(choose_lengths(given_to, prices(num_sequences, float)))
+    assert not any(
+        choose_lengths(given_to, prices(num_sequences, lambda n: float(num_sequences + n)))
+    )
 
 
 @given(candidates, st.integers(1, 64), st.floats(0.0, 1.0))
@@ -88,7 +90,7 @@ def test_a_free_row_is_used_for_the_likeliest_draft() -> None:
 def test_a_ridge_is_filled_and_not_crossed() -> None:
     """Eight rows are free, and the ninth doubles the step."""
     many = [Candidate(0.8, 0.8, 8)] * 2
-    price = prices(2, lambda rows: 1.0 if rows <= 8 else 2.0)
+    price = prices(2, lambda drafts: 1.0 if drafts <= 6 else 2.0)
     assert sum(choose_lengths(many, price)) == 6
 
 

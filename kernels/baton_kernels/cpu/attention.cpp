@@ -25,7 +25,7 @@ struct Attention {
 
 namespace {
 
-constexpr long kMaxRows = 12;
+constexpr long kMaxRows = 8;
 constexpr long kStep = 64;
 constexpr long kMaxDim = 256;
 constexpr float kLowest = -1e30f;  // below any score, and finite: kLowest - kLowest is 0
@@ -304,9 +304,7 @@ template <class T>
 void run_task(const Attention& c, Task t) {
     while (t.rows > 0) {
         long done = 1;
-        if (t.rows >= 12)
-            run<T, 12>(c, t), done = 12;
-        else if (t.rows >= 8)
+        if (t.rows >= 8)
             run<T, 8>(c, t), done = 8;
         else if (t.rows >= 4)
             run<T, 4>(c, t), done = 4;

@@ -1,0 +1,127 @@
+"""TLS between the parts of a whole system, and who is kept out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.client import AsyncClient, BatonError, Client, NoWorkers, SamplingParams, TlsFiles
+from baton.engine.oracle import oracle_tokens
+from baton.rpc.channel import aio_channel
+from baton.types import Sampling
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.certificates import Authority, as_options
+from tests.support.live_tiers import decode_worker, gateway, prefill_worker
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]
+ANSWER = tuple(oracle_tokens(PROMPT, Sampling(max_tokens=6), 1000))
+
+
+@asynccontextmanager
+async def system(own: TlsFiles, **gateway_options: Any) -> AsyncIterator[tuple[str, str, str]]:
+    """Addresses of a gateway, a prefill and a decode worker, each with `own` certificate."""
+    options = as_options(own)
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        prefill = await enter(prefill_worker(worker_id="p0", **options))
+        decode = await enter(decode_worker(worker_id="d0", max_local_prefill_tokens=0, **options))
+        front = await enter(gateway([prefill], [decode], **{**options, **gateway_options}))
+        yield front, prefill, decode
+
+
+async def ask(address: str, tls: TlsFiles | None) -> tuple[int, ...]:
+    async with AsyncClient(address, tls=tls, timeout_s=30.0) as client:
+        return (await client.generate(PROMPT, PARAMS)).token_ids
+
+
+async def worker_answers(address: str, tls: TlsFiles | None) -> bool:
+    async with aio_channel(address, tls) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        try:
+            await stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest(), timeout=30.0)
+        except grpc.aio.AioRpcError as error:
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
+            return False
+        return True
+
+
+async def test_a_whole_system_over_mutual_tls_and_who_is_kept_out(
+    own: TlsFiles, authority: Authority, stranger: Authority
+) -> None:
+    outsiders = {
+        "plain text": None,
+        "no certificate": authority.anonymous(),
+        "a stranger's certificate": replace(
+            stranger.files("127.0.0.1"), ca_certs=authority.ca_certs
+        ),
+        "trust in a stranger": replace(own, ca_certs=stranger.ca_certs),
+    }
+    async with system(own) as (front, prefill, decode):
+        assert await ask(front, own) == ANSWER
+        for address in (prefill, decode):
+            assert await worker_answers(address, own)
+        for tls in outsiders.values():
+            with pytest.raises(BatonError):
+                await ask(front, tls)
+            for address in (prefill, decode):
+                assert not await worker_answers(address, tls)
+        assert await ask(front, own) == ANSWER
+
+
+async def test_clients_of_the_gateway_need_no_certificate_where_it_is_told_so(
+    own: TlsFiles, authority: Authority
+) -> None:
+    async with system(own, ssl_cert_reqs="none") as (front, _, decode):
+        assert await ask(front, authority.anonymous()) == ANSWER
+        assert not await worker_answers(decode, authority.anonymous())
+
+
+async def test_a_certificate_of_another_name_is_taken_only_where_that_name_is_wanted(
+    authority: Authority,
+) -> None:
+    named = authority.files("worker.test")
+    async with system(named, ssl_server_name="worker.test") as (front, _, _):
+        assert await ask(front, replace(named, server_name="worker.test")) == ANSWER
+        with pytest.raises(NoWorkers):
+            await ask(front, named)
+
+
+async def test_a_gateway_refuses_workers_that_it_cannot_trust(
+    own: TlsFiles, stranger: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.server.WORKERS_TIMEOUT_S", 0.5)
+    async with (
+        decode_worker(worker_id="d0", **as_options(stranger.files("127.0.0.1"))) as decode,
+        gateway([], [decode], **as_options(own)) as front,
+        AsyncClient(front, tls=own) as client,
+    ):
+        with pytest.raises(NoWorkers):
+            await client.generate(PROMPT, PARAMS)
+
+
+async def test_tls_for_clients_alone(own: TlsFiles, authority: Authority) -> None:
+    """Workers on a network of their own may go without."""
+    files = {name: path for name, path in as_options(own).items() if name != "ssl_ca_certs"}
+    async with (
+        decode_worker(worker_id="d0") as decode,
+        gateway([], [decode], **files) as front,
+    ):
+        assert await ask(front, authority.anonymous()) == ANSWER
+
+
+async def test_the_client_for_threads_speaks_it_too(own: TlsFiles) -> None:
+    import asyncio
+
+    def ask_in_thread(address: str) -> tuple[int, ...]:
+        with Client(address, tls=own) as client:
+            assert client.health()
+            return client.generate(PROMPT, PARAMS).token_ids
+
+    async with system(own) as (front, _, _):
+        assert await asyncio.to_thread(ask_in_thread, front) == ANSWER
