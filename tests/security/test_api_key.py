@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -185,10 +186,8 @@ def test_a_client_has_one_authorization() -> None:
         AsyncClient(api_key=KEY, metadata={"authorization": "Bearer other"})
 
 
-async def test_a_gateway_process_has_no_key_on_its_command_line(tmp_path: Path) -> None:
+async def test_a_gateway_process_has_no_key_on_its_command_line() -> None:
     """`baton gateway` becomes `python -m gateway`: seen as others see it, in /proc."""
-    import sys
-
     ours, theirs = os.pipe()
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -208,7 +207,7 @@ async def test_a_gateway_process_has_no_key_on_its_command_line(tmp_path: Path) 
         os.close(theirs)
         line = await asyncio.to_thread(os.read, ours, 4096)
         assert b"address" in line
-        seen = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        seen = await asyncio.to_thread(Path(f"/proc/{process.pid}/cmdline").read_bytes)
         assert b"gateway" in seen
         assert KEY.encode() not in seen
     finally:
