@@ -5,6 +5,7 @@ FROM python:${PYTHON_VERSION}-slim AS build
 # Where torch comes from: the CPU build unless told otherwise.
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 RUN python -m venv /opt/baton
 ENV PATH=/opt/baton/bin:$PATH
 # torch first: it is by far the largest layer, and changes least.
@@ -18,8 +19,11 @@ COPY decode_svc decode_svc
 COPY kv_transfer kv_transfer
 COPY kernels kernels
 RUN pip install ".[gateway,worker,bench]"
+# Beside its sources, for the file system is read-only where it runs. Away from /src, so that the installed package is meant.
+RUN cd / && python -m baton_kernels.cpu.library
 
 FROM python:${PYTHON_VERSION}-slim
+RUN apt-get update && apt-get install --yes --no-install-recommends libgomp1 && rm -rf /var/lib/apt/lists/*
 RUN groupadd --gid 10001 baton && useradd --uid 10001 --gid 10001 --no-create-home --shell /usr/sbin/nologin baton
 COPY --from=build /opt/baton /opt/baton
 # The load generator is no part of the package; it is run as `python -m bench.load` from its folder.

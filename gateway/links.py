@@ -67,7 +67,8 @@ class DecodeLink(Protocol):
     def abort(self, handle: int) -> None:
         """End the sequence in whatever state it is; its sink is called no more. Handles of ended ones are ignored.
 
-        Before the outputs part, the first handle is that of all, and the others are of none.
+        Before the outputs part, the sequence goes on for those that were not aborted, but what becomes of it is told to
+        the first handle's sink alone: abort that one no sooner than they part, or with all the others.
         """
         ...
 

@@ -17,7 +17,10 @@ from baton.engine.interface import Batch, Engine, SampleRow, SequenceSlice
 from baton.errors import BatonError
 from baton.types import Sampling
 from decode_svc.speculation.proposer import NOTHING, DraftRequest, Forecast
-from decode_svc.speculation.step_cost import StepCost
+from decode_svc.speculation.step_cost import rounded
+
+#: Weight of the latest call in the mean cost of a draft.
+_COST_RATE = 0.1
 
 
 @dataclass(slots=True, eq=False)
@@ -101,31 +104,35 @@ class DraftModelProposer:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._clock = clock
         self._drafts: OrderedDict[Hashable, _Draft] = OrderedDict()  # used longest ago first
-        self._costs = StepCost()
+        self._costs: dict[int, float] = {}
+        """Seconds a draft, by the rounded number of sequences; the mean, for catching up is part of the price."""
 
     def foresee(self, requests: Sequence[DraftRequest]) -> list[Forecast]:
         return [self._foresee(request) for request in requests]
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
+        start_s = self._clock()
         jobs = self._start(requests)
         working = list(jobs.values())
         while working:
-            start_s = self._clock()
-            num_rows = len(working)
             working = self._extend(working)
-            self._costs.observe(num_rows, 0, self._clock() - start_s)
+        longest = max((request.max_num_drafts for request in requests), default=0)
+        if longest:
+            self._note(len(requests), (self._clock() - start_s) / longest)
         return [self._result(jobs.get(request.key), request) for request in requests]
 
     def cost_s(self, num_sequences: int, num_drafts: int) -> float:
-        if num_sequences == 0:
-            return 0.0
-        curve = self._costs.curve(num_sequences)
-        return num_drafts * curve.seconds(0) if curve else 0.0
+        return num_drafts * self._costs.get(rounded(num_sequences, 3), 0.0)
 
     def forget(self, key: Hashable) -> None:
         draft = self._drafts.pop(key, None)
         if draft is not None:
             draft.lease.release()
+
+    def _note(self, num_sequences: int, seconds: float) -> None:
+        size = rounded(num_sequences, 3)
+        known = self._costs.get(size, seconds)
+        self._costs[size] = known + _COST_RATE * (seconds - known)
 
     def _foresee(self, request: DraftRequest) -> Forecast:
         # The last draft is drawn and not computed.

@@ -21,7 +21,7 @@ PROBE_INTERVAL = 32
 MAX_PROBE_INTERVAL = 1024
 
 #: A draft that takes as long to make as a step makes that interval longer by this factor.
-_PATIENCE = 4
+_PATIENCE = 16
 
 #: One in so many of a step's sequences gets a draft then, at least one; of drafts that cost something, one sequence.
 PROBE_SHARE = 8

@@ -18,6 +18,7 @@ from baton.types import Sampling
 from gateway import server as gateway_module
 from tests.support.live_tiers import decode_worker, gateway, prefill_worker
 from tests.support.redis_server import RedisServer, redis_server
+from tests.support.slow_proxy import SlowProxy
 
 LEASE_S, PERIOD_S, TIMEOUT_S = 0.5, 0.05, 0.25
 
@@ -135,6 +136,46 @@ async def test_an_outage_under_load_fails_no_request(
                 tokens += piece.token_ids
         assert tokens == oracle_tokens([7, 7], Sampling(max_tokens=NUM_LASTING_TOKENS), 1000)
         assert "is unreachable" not in caplog.text, "no connection was given up"
+
+
+async def test_a_registry_too_slow_for_its_deadlines_fails_no_request(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its answers come, but later than anybody waits for them."""
+    caplog.set_level("INFO")
+    async with SlowProxy(server.port).running() as proxy, AsyncExitStack() as stack:
+        enter, url = stack.enter_async_context, f"redis://127.0.0.1:{proxy.port}/0"
+        await enter(prefill_worker(worker_id="p0", registry=url))
+        await enter(decode_worker(worker_id="d0", registry=url))
+        client = await enter(AsyncClient(await enter(gateway([], [], registry=url))))
+        await until_ready(client, "p0", "d0")
+        load = Load(client)
+        async with load.running():
+            proxy.delay_s = 2 * TIMEOUT_S
+            await until_told(caplog, "cannot be used", 3)  # both workers and the gateway
+            await load.seconds(OUTAGE_S)
+            await enter(decode_worker(worker_id="d1", registry=url))
+            await until_told(caplog, "cannot be used", 4)
+            proxy.delay_s = 0.0
+            await until_ready(client, "p0", "d0", "d1")
+            await load.requests(20)
+        assert "is unreachable" not in caplog.text, "no connection was given up"
+
+
+async def test_who_comes_and_goes_is_seen_in_a_slow_registry_too(server: RedisServer) -> None:
+    async with SlowProxy(server.port).running() as proxy, AsyncExitStack() as stack:
+        proxy.delay_s = TIMEOUT_S / 50  # of each of the round trips that a look at the list takes
+        enter, url = stack.enter_async_context, f"redis://127.0.0.1:{proxy.port}/0"
+        await enter(decode_worker(worker_id="d0", registry=url))
+        client = await enter(AsyncClient(await enter(gateway([], [], registry=url))))
+        await until_ready(client, "d0")
+        load = Load(client)
+        async with load.running():
+            await load.requests(20)
+            async with decode_worker(worker_id="d1", registry=url):
+                await until_ready(client, "d0", "d1")
+                await load.seconds(2 * LEASE_S)
+            await until_ready(client, "d0")
 
 
 async def test_a_gateway_that_starts_in_an_outage_serves_after_it(

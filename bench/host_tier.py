@@ -1,0 +1,120 @@
+"""What a step costs the host of a decode worker, by the number of its sequences."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+from baton.cache.pool import BlockLease, BlockPool
+from bench.host_rig import BLOCK_SIZE, HostRig, draw_spec
+from decode_svc.commands import Abort
+from decode_svc.scheduler import Budget, plan_step
+from decode_svc.sequence import DecodeSequence, Stage
+
+#: Blocks of each sequence where blocks are taken, given back, and looked up.
+NUM_LEASED_BLOCKS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class TierCosts:
+    """Microseconds of one core. step, plan: per sequence and step. take, find: per block. open, abort: per sequence.
+
+    expire: per open ticket and step.
+    """
+
+    num_seqs: int
+    step_us: float
+    plan_us: float
+    take_us: float
+    find_us: float
+    open_us: float
+    abort_us: float
+    expire_us: float
+
+
+def measure_tier(num_seqs: int, num_blocks: int, num_steps: int) -> TierCosts:
+    """All for one number of sequences, in a pool of so many blocks."""
+    rig = HostRig(num_seqs, 2 * BLOCK_SIZE, num_blocks)
+    open_s = _seconds(lambda: rig.step(rig.opening))
+    rig.step()
+    step_s = _typical(rig.step, num_steps)
+    aborts = [Abort(0, opening.handle) for opening in rig.opening]
+    abort_s = _seconds(lambda: rig.step(aborts))
+    take_s, find_s = _cache_seconds(rig.pool, num_seqs)
+    return TierCosts(
+        num_seqs=num_seqs,
+        step_us=step_s / num_seqs * 1e6,
+        plan_us=_plan_seconds(num_seqs, num_steps) / num_seqs * 1e6,
+        take_us=take_s * 1e6,
+        find_us=find_s * 1e6,
+        open_us=open_s / num_seqs * 1e6,
+        abort_us=abort_s / num_seqs * 1e6,
+        expire_us=_expire_seconds(rig, num_seqs, num_steps) / num_seqs * 1e6,
+    )
+
+
+def _plan_seconds(num_seqs: int, num_steps: int) -> float:
+    """The scheduler alone, over sequences that decode and sometimes need a block."""
+    pool = BlockPool(4 * num_seqs, BLOCK_SIZE, secret=bytes(32))
+    sequences = []
+    for index in range(num_seqs):
+        spec = draw_spec(index, BLOCK_SIZE + index % BLOCK_SIZE)
+        lease = pool.lease(spec.tenant, spec.token_ids, spec.num_tokens)
+        if lease is None:
+            raise RuntimeError("the pool is too small")
+        num_computed = spec.num_tokens - 1
+        sequences.append(DecodeSequence(0, index, spec, lease, Stage.RUNNING, num_computed))
+    budget = Budget(2 * num_seqs, num_seqs)
+    available = pool.counts().available
+    return _typical(lambda: plan_step(sequences, available, budget), num_steps)
+
+
+def _cache_seconds(pool: BlockPool, num_seqs: int) -> tuple[float, float]:
+    """Per block: to take and give back, and to find one that holds a known prefix."""
+    specs = [draw_spec(-1 - index, NUM_LEASED_BLOCKS * BLOCK_SIZE + 1) for index in range(num_seqs)]
+    num_blocks = num_seqs * (NUM_LEASED_BLOCKS + 1)
+    leases: list[BlockLease] = []
+
+    def take() -> None:
+        for spec in specs:
+            lease = pool.lease(b"nobody", (), spec.num_tokens)
+            if lease is None:
+                raise RuntimeError("the pool is too small")
+            leases.append(lease)
+        while leases:
+            leases.pop().release()
+
+    take_s = _typical(take, 3) / num_blocks
+    for spec in specs:
+        lease = pool.lease(spec.tenant, spec.token_ids, spec.num_tokens)
+        if lease is None:
+            raise RuntimeError("the pool is too small")
+        with lease:
+            lease.index(spec.token_ids, spec.num_tokens)
+
+    def find() -> None:
+        for spec in specs:
+            pool.num_cached_tokens(spec.tenant, spec.token_ids)
+
+    return take_s, _typical(find, 3) / (num_seqs * NUM_LEASED_BLOCKS)
+
+
+def _expire_seconds(rig: HostRig, num_tickets: int, num_steps: int) -> float:
+    """With so many tickets open, none of them over."""
+    for index in range(num_tickets):
+        rig.tickets.offer(draw_spec(index, BLOCK_SIZE), (index,), 0, BLOCK_SIZE)
+    return _typical(rig.tickets.expire, num_steps)
+
+
+def _typical(work: Callable[[], object], num_times: int) -> float:
+    """Median seconds: what disturbs a few of the times does not show."""
+    return median(_seconds(work) for _ in range(num_times))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """CPU time of this thread, which others on the machine do not add to."""
+    begin_s = time.thread_time()
+    work()
+    return time.thread_time() - begin_s
