@@ -15,7 +15,7 @@ from decode_svc.speculation.policy import Candidate, StepPrices, choose_lengths
 from decode_svc.speculation.proposer import DraftRequest, Forecast, Proposer
 from decode_svc.speculation.step_cost import DraftCurve, StepCost
 
-#: Steps in a row without drafts, though there were candidates, after which a few are made all the same; and what it grows
+#: Steps in a row without drafts after which a few are made all the same, if there are candidates; and what it grows
 #: to, twofold with each probe that changed nothing.
 PROBE_INTERVAL = 32
 MAX_PROBE_INTERVAL = 1024
@@ -31,6 +31,9 @@ REFRESH_INTERVAL = 64
 
 #: A batch of so many sequences lets one rest a step longer that drafts are no use for: looking for them takes time as well.
 _SEQUENCES_PER_REST = 4
+
+#: Steps that one may rest in any batch if its drafts cost something: nothing is learned of them meanwhile.
+_COSTLY_REST = 16
 
 
 @dataclass(slots=True)
@@ -54,7 +57,8 @@ class Speculator:
         self._acceptance = Acceptance()
         self._costs = StepCost()
         self._tracks: dict[Hashable, _Track] = {}
-        self._num_idle_steps = 0
+        self._num_steps = 0
+        self._last_drafted_step = 0
         self._probe_interval = PROBE_INTERVAL
         self._start_s = 0.0
 
@@ -69,6 +73,7 @@ class Speculator:
         self, requests: Sequence[DraftRequest], num_rows: int, max_num_drafts: int
     ) -> list[tuple[int, ...]]:
         """See Speculation.plan. From here to made() is what the step takes, less the drafting."""
+        self._num_steps += 1
         self._start_s = self._clock()
         curve = self._costs.curve(num_rows)
         if curve is None or not requests or curve.num_steps_since_plain >= REFRESH_INTERVAL:
@@ -105,6 +110,8 @@ class Speculator:
         max_num_drafts: int,
         curve: DraftCurve,
     ) -> list[int]:
+        if not any(forecast.num_drafts for forecast in forecasts):
+            return [0] * len(requests)
         candidates = [
             self._candidate(request.key, forecast)
             for request, forecast in zip(requests, forecasts, strict=True)
@@ -112,12 +119,12 @@ class Speculator:
         prices = StepPrices(num_rows, max_num_drafts, curve.seconds, self._proposer.cost_s)
         lengths = choose_lengths(candidates, prices)
         if any(lengths):
-            self._num_idle_steps, self._probe_interval = 0, PROBE_INTERVAL
-        elif any(candidate.max_num_drafts for candidate in candidates):
-            self._num_idle_steps += 1
+            self._last_drafted_step, self._probe_interval = self._num_steps, PROBE_INTERVAL
+        else:
+            num_idle_steps = self._num_steps - self._last_drafted_step
             probe_share = self._proposer.cost_s(1, 1) / curve.seconds(0)
-            if self._num_idle_steps >= self._probe_interval * (1 + _PATIENCE * probe_share):
-                self._num_idle_steps = 0
+            if num_idle_steps >= self._probe_interval * (1 + _PATIENCE * probe_share):
+                self._last_drafted_step = self._num_steps
                 self._probe_interval = min(2 * self._probe_interval, MAX_PROBE_INTERVAL)
                 # A draft model that lags behind a whole batch would take long to catch up.
                 num_probes = 1 if probe_share else -(-num_rows // PROBE_SHARE)
@@ -153,6 +160,8 @@ class Speculator:
             track = self._tracks[key] = _Track()
         track.grade = forecast.grade
         track.drafts = forecast.drafts or drafts
+        if forecast.num_drafts and not forecast.drafts:
+            longest_rest = max(longest_rest, _COSTLY_REST)
         track.rest = 0 if drafts else min(2 * track.rest + 1, longest_rest)
         track.rest_left = track.rest
 

@@ -96,10 +96,9 @@ class PoolMachine(RuleBasedStateMachine):
         for copy in copies:
             assert before[lease.block_ids.index(copy.target)] == copy.source
             self.held[copy.target] = self.held[copy.source]
-        written = lease.block_ids[start // 4 : self.pool.num_blocks_for(end)]
-        assert set(written).isdisjoint(others)
-        for block_id in written:
-            self.held[block_id] = (tenant, tuple(tokens))
+        for index in range(start // 4, self.pool.num_blocks_for(end)):
+            assert lease.block_ids[index] not in others
+            self.held[lease.block_ids[index]] = (tenant, tuple(tokens[: index * 4 + 4]))
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
