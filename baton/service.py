@@ -8,6 +8,7 @@ cannot start.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -158,6 +159,9 @@ async def _run(
         stop.set()
 
     def on_ready(report: ReadyReport) -> None:
+        # What was loaded stays: a collection, which stops every thread, is to look at what requests left only.
+        gc.collect()
+        gc.freeze()
         announce(report)
         ready.write({"address": report.address, "phases": dict(report.phases)})
 

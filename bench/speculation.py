@@ -2,11 +2,12 @@
 
     python -m bench.speculation [--model DIR] [--draft DIR] [--seconds 45] [--batch 48] [--clock wall|cpu] [--json FILE]
 
-One decode core for each method (none, ngram, draft) in this process, each with an engine of its own. They take turns at every
+One decode core for each method (none, none again as a control, ngram, draft) in this process, each with an engine of its own:
+the control's ratio is what the measurement errs by. They take turns at every
 step, so that whatever else the machine does falls on all of them alike; with --clock cpu and one thread, the seconds are those
 that the process computed, which hardly depend on others at all. As soon as a sequence ends the next one is opened, the
 same for each method: the batch is always full. Told are tokens over the seconds of a core's own steps, prompts and drafting
-included; the ratio to none, with its spread over ten stretches of the run; how many drafts were right; and the share of
+included; the ratio to none, median and quartiles over ten stretches of the run; how many drafts were right; and the share of
 sequences that have the same tokens as without speculation (numerics: all of them in float32, in bfloat16 where the
 engine's result does not depend on how many rows a step has).
 
@@ -42,7 +43,7 @@ MODULES = ("calendar", "fnmatch", "heapq", "shutil", "statistics", "textwrap")
 #: Sizes of functions that are taken, in characters.
 PROMPT_CHARS = range(200, 900)
 
-METHODS = ("none", "ngram", "draft")
+METHODS = ("none", "control", "ngram", "draft")
 
 NUM_STRETCHES = 10
 
@@ -73,7 +74,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one method and workload. ratio: to the same without speculation; low and high: quartiles over the stretches."""
+    """Of one method and workload. ratio: to the same without speculation, median over the stretches; low and high: quartiles."""
 
     tokens_per_s: float
     ratio: float
@@ -166,16 +167,15 @@ def _turns(lanes: dict[str, Lane], seconds: float, *, is_counted: bool) -> None:
 def figures(tally: Tally, plain: Tally) -> Figures:
     rates = [tokens / spent for tokens, spent in tally.stretches[1:]]
     plain_rates = [tokens / spent for tokens, spent in plain.stretches[1:]]
-    low, _, high = statistics.quantiles(
+    low, middle, high = statistics.quantiles(
         [a / b for a, b in zip(rates, plain_rates, strict=True)], n=4
     )
     num_tokens = sum(tokens for tokens, _ in tally.stretches)
     total_s = sum(spent for _, spent in tally.stretches)
-    plain_rate = sum(t for t, _ in plain.stretches) / sum(s for _, s in plain.stretches)
     common = tally.outputs.keys() & plain.outputs.keys()
     return Figures(
         tokens_per_s=num_tokens / total_s,
-        ratio=num_tokens / total_s / plain_rate,
+        ratio=middle,
         ratio_low=low,
         ratio_high=high,
         drafted_per_token=tally.num_drafted / num_tokens,
@@ -191,7 +191,7 @@ def rig_of(method: str, arguments: argparse.Namespace) -> DecodeRig:
         "num_threads": arguments.num_threads,
         "max_num_seqs": arguments.batch,
         "max_model_len": 1024,
-        "speculative_method": method,
+        "speculative_method": "none" if method == "control" else method,
         "speculative_model": arguments.draft if method == "draft" else None,
     }
     clock = time.process_time if arguments.clock == "cpu" else time.perf_counter

@@ -138,7 +138,7 @@ class Admission:
         num_places, num_wide = state.num_places, width(spec)
         if num_places + num_wide > self._limits.max_num_seqs:
             return Deferred(f"{num_places} of {self._limits.max_num_seqs} places are taken")
-        if state.in_stage(Stage.SWAPPED):
+        if not state.swap.is_empty:
             return Deferred("sequences that were swapped out come back first")
         is_scored_here = wants_prompt_logprobs(spec) and command.source is KvSource.HERE
         lease = state.pool.lease(
@@ -149,7 +149,7 @@ class Admission:
         )
         if lease is None:
             return Deferred("no room for the prompt's blocks")
-        if state.pool.counts().available < num_places + num_wide - 1:
+        if state.pool.num_available < num_places + num_wide - 1:
             lease.release()  # each sequence here must be able to grow before a new one comes
             return Deferred("the sequences that run need the blocks that are left")
         num_cached = lease.num_cached_tokens

@@ -182,7 +182,7 @@ class DecodeCore:
         most = self._limits.max_num_batched_tokens
         return plan_step(
             with_grammar_ready(self._state.in_stage(Stage.RUNNING)),
-            self._state.pool.counts().available,
+            self._state.pool.num_available,
             Budget(most, self._costs.max_prefill_tokens(self._state.num_decoding, most)),
         )
 

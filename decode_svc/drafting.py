@@ -102,7 +102,7 @@ class Drafting:
         self, sequence: DecodeSequence, drafts: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[BlockCopy, ...]]:
         """As many of the drafts as there are blocks for when every member may still take one."""
-        num_spare = self._state.pool.counts().available - len(self._state)
+        num_spare = self._state.pool.num_available - len(self._state)
         for num_drafts in range(len(drafts), 0, -1):
             num_needed = sequence.num_blocks_to_write(1 + num_drafts)
             if num_needed and num_needed > num_spare:

@@ -146,11 +146,13 @@ class Preemption:
         Whether any came back.
         """
         state = self._state
+        if state.swap.is_empty:
+            return False
         swapped = [m for m in state.in_stage(Stage.SWAPPED) if isinstance(m, DecodeSequence)]
         num_growing = len(state.in_stage(Stage.RUNNING))
         for num_back, sequence in enumerate(sorted(swapped, key=lambda s: s.rank)):
             num_needed = state.pool.num_blocks_for(len(sequence.token_ids)) + num_growing + num_back
-            if num_needed > state.pool.counts().available or not self._bring_back(sequence):
+            if num_needed > state.pool.num_available or not self._bring_back(sequence):
                 return num_back > 0
         return bool(swapped)
 

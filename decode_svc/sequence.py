@@ -58,15 +58,13 @@ class DecodeSequence:
     """Of the output up to the last step's token; None until the grammar has been followed, and without one."""
     token_ids: list[int] = field(init=False)
     choices: list[int] = field(init=False)
+    key: str = field(init=False)
+    """Names the sequence in this boot of the worker."""
 
     def __post_init__(self) -> None:
+        self.key = f"{self.stream}/{self.handle}"
         self.token_ids = list(self.spec.token_ids)
         self.choices = list(range(self.spec.num_choices))
-
-    @property
-    def key(self) -> str:
-        """Names the sequence in this boot of the worker."""
-        return f"{self.stream}/{self.handle}"
 
     @property
     def rank(self) -> Rank:

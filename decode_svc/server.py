@@ -27,6 +27,7 @@ from decode_svc.recorder import DecodeRecorder
 from decode_svc.service import DecodeServicer
 from decode_svc.speculation.build import build_speculation
 from decode_svc.swap_space import SwapSpace
+from kv_transfer.kv_secret import read_kv_secret
 from kv_transfer.running_receiver import open_receiver, transports_of
 from kv_transfer.sender import Sender
 from kv_transfer.transport.connector import make_connector
@@ -38,6 +39,7 @@ async def serve_decode(
     """Decode worker: streams tokens of sequences whose KV prefill workers send."""
     clock = PhaseClock()
     check_bindable(options.host, options.port)
+    kv_secret = read_kv_secret(options.kv_secret_file)
     if options.kv_transport != "shm":
         check_bindable(options.kv_host, 0, "kv_host")
     engine = await asyncio.to_thread(build_engine, options)
@@ -72,15 +74,18 @@ async def serve_decode(
         transports=transports_of(options.kv_transport),
         lease_s=options.ticket_lease_s,
         tcp_host=options.kv_host,
+        kv_secret=kv_secret,
+        tls=options.tls,
         wire_dtype=options.kv_transfer_dtype,
     )
     sender = Sender(
         identity,
         engine.spec.layout,
         engine.kv,
-        make_connector(options.kv_transport),
+        make_connector(options.kv_transport, tls=options.tls),
         submit,
         time.monotonic,
+        secret=kv_secret,
     )
     matchers = build_matchers(options, engine)
     try:

@@ -39,6 +39,8 @@ class DecodeState:
         self.loans: dict[str, BlockLease] = {}
         """What is being sent to borrowers, by the sender's keys."""
         self._members: dict[tuple[int, int], Member] = {}
+        self.num_places = 0
+        """Places in the batch that are taken or spoken for: the members' widths."""
         self._events: list[StreamEvent] = []
 
     def __len__(self) -> int:
@@ -53,11 +55,6 @@ class DecodeState:
         yield from self.loans.values()
         for member in self:
             yield from member.leases
-
-    @property
-    def num_places(self) -> int:
-        """Places in the batch that are taken or spoken for."""
-        return sum(width(member.spec) for member in self)
 
     @property
     def num_decoding(self) -> int:
@@ -82,11 +79,14 @@ class DecodeState:
 
     def put(self, member: Member) -> None:
         """Take a member in, or in place of the one whose handle it has."""
+        before = self._members.get((member.stream, member.handle))
         self._members[member.stream, member.handle] = member
+        self.num_places += width(member.spec) - (width(before.spec) if before else 0)
 
     def forget(self, member: Member) -> None:
         """Take a member out whose blocks others hold now."""
         del self._members[member.stream, member.handle]
+        self.num_places -= width(member.spec)
         self._on_forget(member.key)
 
     def shares_prefixes(self, spec: SequenceSpec) -> bool:

@@ -30,6 +30,11 @@ class SwapSpace:
         self.num_bytes = 0
         self.num_swaps = 0
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sequence is swapped out."""
+        return not self._swapped
+
     def num_bytes_of(self, num_tokens: int) -> int:
         """Bytes that the KV of `num_tokens` tokens takes here."""
         return num_tokens * self._kv.layout.token_bytes

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from baton.errors import ClientStalled, EngineFault
+from baton.errors import EngineFault
 from baton.telemetry import RequestEvent
 from baton.types import FinishReason, TokenLogprobs
 from baton.v1 import inference_pb2, sampling_pb2
 from baton.wire import logprobs_to_proto
 from gateway.output import Piece
 from gateway.request import ValidatedRequest
+from gateway.stall_watch import StallWatch
 from gateway.timing import Timeline
 
 #: Sends one chunk; returns when the client's window took it. Never called again before it has returned.
@@ -27,24 +28,21 @@ class Delivery:
         write: Write,
         timeline: Timeline,
         clock: Callable[[], float],
-        client_stall_timeout_s: float,
+        watch: StallWatch,
     ) -> None:
-        """clock: the timeline's."""
+        """clock: the timeline's. watch: is told of each write."""
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         """To be set before the first piece if they were asked for."""
         self._request = request
         self._write = write
         self._timeline = timeline
         self._clock = clock
-        self._stall_timeout_s = client_stall_timeout_s
+        self._watch = watch
         self._turn = asyncio.Lock()
         self._num_ended = 0
 
     async def send(self, index: int, piece: Piece) -> None:
-        """Send the next piece of the output `index`. The piece that ends the last output ends the stream.
-
-        Raises ClientStalled if the client does not take it.
-        """
+        """Send the next piece of the output `index`. The piece that ends the last output ends the stream."""
         async with self._turn:
             if piece.samples:
                 self._timeline.token_came(self._clock())
@@ -53,20 +51,11 @@ class Delivery:
                 self._num_ended += 1
                 if self._num_ended == self._request.num_returned:
                     self._complete(chunk, piece.finish)
-            # Once per chunk, hence the plain scope in place of fail_at, which costs twice as much.
-            scope = asyncio.timeout(self._stall_timeout_s)
+            self._watch.began()
             try:
-                async with scope:
-                    await self._write(chunk)
-            except TimeoutError:
-                if not scope.expired():
-                    raise
-                raise self._client_stalled() from None
-
-    def _client_stalled(self) -> ClientStalled:
-        return ClientStalled(
-            f"a chunk was not taken within {self._stall_timeout_s:g} s; read faster"
-        )
+                await self._write(chunk)
+            finally:
+                self._watch.ended()
 
     def _chunk_of(self, index: int, piece: Piece) -> inference_pb2.GenerateResponse:
         sampling = self._request.spec.sampling

@@ -32,6 +32,7 @@ from gateway.output import Output
 from gateway.placement import Placement
 from gateway.request import ValidatedRequest
 from gateway.seat import Seat
+from gateway.stall_watch import StallWatch
 from gateway.timing import Timeline
 
 #: Token ids to text; the flag tells whether special tokens are left out.
@@ -74,9 +75,8 @@ class Relay:
         self._timeline.tokenize_ms = request.tokenize_ms
         self._timeline.num_choices = request.spec.num_choices
         self._timeline.is_streamed = not (request.is_best_of or request.spec.sampling.beam)
-        self._delivery = Delivery(
-            request, write, self._timeline, self._clock, context.client_stall_timeout_s
-        )
+        self._watch = StallWatch(context.client_stall_timeout_s)
+        self._delivery = Delivery(request, write, self._timeline, self._clock, self._watch)
         self._choices = [Choice(i, self._new_output()) for i in range(request.spec.num_choices)]
         self._attempts: list[Attempt] = []
         """Those that may be open."""
@@ -95,7 +95,7 @@ class Relay:
         Raises BatonError with the request's id.
         """
         try:
-            async with fail_at(self._deadline_s, self._time_is_over):
+            async with fail_at(self._deadline_s, self._time_is_over), self._watch.watching():
                 await self._run(on_admitted)
         except BatonError as error:
             error.request_id = error.request_id or self._request.spec.request_id

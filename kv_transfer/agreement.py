@@ -19,10 +19,12 @@ from kv_transfer.wire_format import agreed_dtype, wire_format
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What both have agreed on. `codec` is this end's; it belongs to the connection."""
+    """What both have agreed on. `codec` is this end's; it belongs to the connection. key: of its digests; empty if the
+    workers have no secret."""
 
     version: int
     codec: ChunkCodec
+    key: bytes = b""
 
 
 def answer(hello: kv_pb2.KvHello, pool: KvPool, wire_dtype: str) -> Terms | kv_pb2.KvRefuse:

@@ -46,6 +46,7 @@ Frame = (
     | kv_pb2.KvCredit
     | kv_pb2.KvBorrow
     | kv_pb2.KvLanded
+    | kv_pb2.KvProof
 )
 
 _TYPES: Mapping[int, type[Frame]] = MappingProxyType(
@@ -62,6 +63,7 @@ _TYPES: Mapping[int, type[Frame]] = MappingProxyType(
         10: kv_pb2.KvCredit,
         11: kv_pb2.KvBorrow,
         12: kv_pb2.KvLanded,
+        13: kv_pb2.KvProof,
     }
 )
 _NUMBERS: Mapping[type[Frame], int] = MappingProxyType({t: n for n, t in _TYPES.items()})

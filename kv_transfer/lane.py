@@ -24,6 +24,7 @@ from kv_transfer.chunking import chunks
 from kv_transfer.codec import ChunkCodec, LendingPool, lend_chunk
 from kv_transfer.coverage import KvRange
 from kv_transfer.frame import Frame, FrameError, clipped
+from kv_transfer.kv_secret import KvSecret, has_nonce, new_nonce
 from kv_transfer.kv_ticket import KvTicket
 from kv_transfer.send_task import Begin, Borrow, Cancel, Finish, Send, SendDone, SenderConfig, Task
 from kv_transfer.transport.base import Connection, Staged
@@ -71,6 +72,7 @@ class _Link:
     """A connection and what the peer has said on it."""
 
     connection: Connection
+    hello: kv_pb2.KvHello
     deadline: float
     """When KvAccept must have come."""
     terms: Terms | None = None
@@ -153,7 +155,11 @@ class Lane:
                 pass
             self._renew(link)
             self._check_deadlines(link)
-        except (HandoffFailed, PeerMismatch) as error:
+        except PeerMismatch as error:
+            # It will not pass by itself: somebody has to see it.
+            _log.warning("no KV to %s: %s", self._peer.worker_id, error.message)
+            self._end_all(error)
+        except HandoffFailed as error:
             self._end_all(error)
 
     def close(self, error: BatonError) -> None:
@@ -167,16 +173,16 @@ class Lane:
         ticket = next(iter(self._handoffs.values())).ticket
         deadline = config.clock() + config.connect_timeout_s
         connection = config.connect(ticket.endpoints, config.connect_timeout_s)
-        self._link = _Link(connection, deadline, renewed_at=config.clock())
-        connection.send(
-            kv_pb2.KvHello(
-                min_version=MIN_VERSION,
-                max_version=MAX_VERSION,
-                worker_id=config.identity.worker_id,
-                generation=config.identity.generation,
-                layout=layout_to_proto(config.layout),
-            )
+        hello = kv_pb2.KvHello(
+            min_version=MIN_VERSION,
+            max_version=MAX_VERSION,
+            worker_id=config.identity.worker_id,
+            generation=config.identity.generation,
+            layout=layout_to_proto(config.layout),
+            nonce=new_nonce() if config.secret else b"",
         )
+        self._link = _Link(connection, hello, deadline, renewed_at=config.clock())
+        connection.send(hello)
         return self._link
 
     def _take_replies(self, link: _Link) -> bool:
@@ -212,7 +218,8 @@ class Lane:
 
     def _open(self, link: _Link, accept: kv_pb2.KvAccept) -> None:
         config, peer = self._config, self._peer
-        link.terms = terms_of(accept, config.pool, peer)
+        terms = terms_of(accept, config.pool, peer)
+        link.terms = replace(terms, key=self._prove(link, accept, config.secret))
         wire = link.terms.codec.wire
         most = max(config.max_chunk_bytes, wire.token_layer_bytes)
         link.max_chunk_bytes = min(most, accept.max_chunk_bytes)
@@ -220,6 +227,16 @@ class Lane:
             _log.info(
                 "KV travels to %s as %s, not %s", peer.worker_id, wire.dtype, config.layout.dtype
             )
+
+    def _prove(self, link: _Link, accept: kv_pb2.KvAccept, secret: KvSecret | None) -> bytes:
+        """Check the receiver's proof and send ours; the connection's key. Empty without a secret."""
+        if secret is None:
+            return b""
+        if not has_nonce(accept) or not secret.is_held_by(link.hello, accept):
+            told = "another" if accept.proof else "none"
+            raise PeerMismatch.of(self._peer.worker_id, "kv_secret", "the one of this worker", told)
+        link.connection.send(kv_pb2.KvProof(proof=secret.sender_proof(link.hello, accept)))
+        return secret.connection_key(link.hello, accept)
 
     def _end_all(self, error: BatonError) -> None:
         link, self._link = self._link, None
@@ -312,7 +329,7 @@ class Lane:
             payload_bytes=num_bytes,
             slot=filled.slot,
         )
-        chunk.checksum = chunk_checksum(chunk, filled.payload, terms.version)
+        chunk.checksum = chunk_checksum(chunk, filled.payload, terms.version, terms.key)
         work.next = next(work.rest, None)
         link.connection.send(
             chunk,
@@ -357,7 +374,7 @@ class Lane:
             exposed_us=max(0, round((now - task.prefill_end) * 1e6)),
         )
         put_first_tokens(frame, task.firsts, terms.version)
-        frame.checksum = commit_checksum(frame, handoff.checksum, terms.version)
+        frame.checksum = commit_checksum(frame, handoff.checksum, terms.version, terms.key)
         handoff.commit_deadline = now + self._config.ack_timeout_s
         handoff.prefill_end, handoff.committed_at = task.prefill_end, now
         link.connection.send(frame)

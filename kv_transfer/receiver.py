@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hmac
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from google.protobuf.message import DecodeError
 
@@ -16,6 +17,7 @@ from kv_transfer.agreement import Terms, answer
 from kv_transfer.checksum import chunk_checksum, chunks_of_commit
 from kv_transfer.coverage import KvRange
 from kv_transfer.frame import Frame, FrameError, clipped
+from kv_transfer.kv_secret import KvSecret, has_nonce, new_nonce
 from kv_transfer.ticket import Commit, Rejection, TicketTable
 from kv_transfer.version import first_tokens_of
 from kv_transfer.wire_format import most_token_layer_bytes
@@ -35,10 +37,12 @@ class Receiver:
         num_credits: int,
         max_chunk_bytes: int,
         wire_dtype: str = "auto",
+        secret: KvSecret | None = None,
     ) -> None:
         """num_credits: chunks in flight per connection; each has `max_chunk_bytes` of staging here.
 
-        wire_dtype: what senders are asked to send, one of WIRE_DTYPES.
+        wire_dtype: what senders are asked to send, one of WIRE_DTYPES. secret: KV is taken only from workers that have it,
+        too; None: from whoever presents a ticket.
         """
         if num_credits < 1 or max_chunk_bytes < most_token_layer_bytes(layout):
             raise ValueError("a receiver needs room for one token of one layer at least")
@@ -51,6 +55,7 @@ class Receiver:
         self.credit_batch = max(1, num_credits // 2)
         self.max_chunk_bytes = max_chunk_bytes
         self.wire_dtype = wire_dtype
+        self.secret = secret
         self._connections = itertools.count(1)
 
     def session(self, reply: Reply) -> ReceiverSession:
@@ -80,6 +85,8 @@ class ReceiverSession:
         self._connection = connection
         self._reply = reply
         self._peer: _Peer | None = None
+        # What the next frame must prove; empty: nothing.
+        self._awaited_proof = b""
         # Slots that are free again, and not yet told: fewer than credit_batch, so that the sender is never without any.
         self._credits: list[int] = []
         self.is_refused = False
@@ -98,6 +105,9 @@ class ReceiverSession:
             return
         if self._peer is None:
             raise FrameError(f"a {type(frame).__name__} before the KvHello")
+        if self._awaited_proof:
+            self._on_proof(frame)
+            return
         match frame:
             case kv_pb2.KvChunk():
                 self._on_chunk(self._peer, frame, payload)
@@ -121,23 +131,39 @@ class ReceiverSession:
     def _on_hello(self, hello: kv_pb2.KvHello) -> None:
         if self._peer is not None:
             raise FrameError("a second KvHello")
-        receiver = self._receiver
-        terms = answer(hello, receiver.pool, receiver.wire_dtype)
+        receiver, secret = self._receiver, self._receiver.secret
+        terms = (
+            kv_pb2.KvRefuse(field="kv_secret", expected="the one of this worker", actual="none")
+            if secret and not has_nonce(hello)
+            else answer(hello, receiver.pool, receiver.wire_dtype)
+        )
         if isinstance(terms, kv_pb2.KvRefuse):
             self.is_refused = True
             self._reply(terms)
             return
-        self._peer = _Peer(hello.worker_id, hello.generation, terms)
-        self._reply(
-            kv_pb2.KvAccept(
-                version=terms.version,
-                worker_id=receiver.identity.worker_id,
-                generation=receiver.identity.generation,
-                num_credits=receiver.num_credits,
-                max_chunk_bytes=receiver.max_chunk_bytes,
-                wire_dtype=terms.codec.wire.dtype,
-            )
+        accept = kv_pb2.KvAccept(
+            version=terms.version,
+            worker_id=receiver.identity.worker_id,
+            generation=receiver.identity.generation,
+            num_credits=receiver.num_credits,
+            max_chunk_bytes=receiver.max_chunk_bytes,
+            wire_dtype=terms.codec.wire.dtype,
         )
+        if secret:
+            accept.nonce = new_nonce()
+            accept.proof = secret.receiver_proof(hello, accept)
+            self._awaited_proof = secret.sender_proof(hello, accept)
+            terms = replace(terms, key=secret.connection_key(hello, accept))
+        self._peer = _Peer(hello.worker_id, hello.generation, terms)
+        self._reply(accept)
+
+    def _on_proof(self, frame: Frame) -> None:
+        """Compares in constant time."""
+        if not isinstance(frame, kv_pb2.KvProof):
+            raise FrameError(f"a {type(frame).__name__} before the KvProof")
+        if not hmac.compare_digest(frame.proof, self._awaited_proof):
+            raise FrameError("a wrong proof: the sender does not have this worker's KV secret")
+        self._awaited_proof = b""
 
     def _on_begin(self, begin: kv_pb2.KvBegin) -> None:
         outcome = self._tickets.begin(begin.ticket, self._connection)
@@ -164,7 +190,7 @@ class ReceiverSession:
         fault = ""
         if payload.nbytes != peer.terms.codec.wire.num_bytes(piece):
             fault = f"a chunk of {payload.nbytes} bytes for {piece}"
-        elif chunk_checksum(chunk, (payload,), peer.terms.version) != chunk.checksum:
+        elif not _is_intact(chunk, payload, peer.terms):
             fault = f"a chunk with a wrong checksum: {piece}"
         if fault:
             return self._fail(chunk, fault)
@@ -185,7 +211,7 @@ class ReceiverSession:
             epoch=frame.epoch,
             num_tokens=frame.num_tokens,
             firsts=first_tokens_of(frame, peer.terms.version),
-            checksum=chunks_of_commit(frame, peer.terms.version),
+            checksum=chunks_of_commit(frame, peer.terms.version, peer.terms.key),
             exposed_ms=frame.exposed_us / 1000,
         )
         rejection = self._tickets.commit(commit, self._connection)
@@ -226,3 +252,7 @@ class ReceiverSession:
                 message=clipped(rejection.message),
             )
         )
+
+
+def _is_intact(chunk: kv_pb2.KvChunk, payload: memoryview, terms: Terms) -> bool:
+    return chunk_checksum(chunk, (payload,), terms.version, terms.key) == chunk.checksum

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import tempfile
 from collections.abc import Callable, Sequence
@@ -12,14 +13,17 @@ from typing import Protocol
 from baton.engine.interface import KvPool
 from baton.errors import ConfigError, HandoffFailed
 from baton.rpc.bind import bind_fault
+from baton.rpc.tls import TlsFiles
 from baton.types import WorkerIdentity
 from kv_transfer.endpoint import Endpoint
+from kv_transfer.kv_secret import KvSecret
 from kv_transfer.receiver import Receiver
 from kv_transfer.ticket import TicketEvent, TicketTable
 from kv_transfer.transport.loopback import LoopbackHub
 from kv_transfer.transport.nixl import listen_nixl
 from kv_transfer.transport.shm import listen_shm
 from kv_transfer.transport.tcp import listen_tcp
+from kv_transfer.transport.tls import listen_tls, server_context
 from kv_transfer.wire_format import most_token_layer_bytes
 
 #: Large enough that a chunk's fixed cost is little, all together small enough to stay in a CPU's last cache.
@@ -83,17 +87,21 @@ def open_receiver(
     max_chunk_bytes: int = DEFAULT_MAX_CHUNK_BYTES,
     wire_dtype: str = "auto",
     secret: bytes = b"",
+    kv_secret: KvSecret | None = None,
+    tls: TlsFiles | None = None,
     draw_id: Callable[[], int] = lambda: secrets.randbits(64),
 ) -> RunningReceiver:
     """Bind, then serve. transports: any of "loopback" (its name is the worker's id, in `hub`), "shm", "tcp" and "nixl".
 
     secret: of the tickets' digests; drawn anew if none is given. Each connection has num_credits * max_chunk_bytes of
-    shared memory, or max_chunk_bytes of buffer. wire_dtype: see Receiver. Raises ConfigError for an unknown transport, or one that cannot be bound.
+    shared memory, or max_chunk_bytes of buffer. wire_dtype, kv_secret: see Receiver. tls: of tcp; None for plain text. Raises ConfigError for an unknown transport, or one that cannot be bound.
     """
     listeners: list[Listener] = []
     with contextlib.ExitStack() as undo:
         for transport in transports:
-            listener = _listen(transport, identity, tcp_host, tcp_port, tcp_advertise_host, hub)
+            listener = _listen(
+                transport, identity, tcp_host, tcp_port, tcp_advertise_host, hub, tls
+            )
             undo.callback(listener.close)
             listeners.append(listener)
         tickets = TicketTable(
@@ -114,6 +122,7 @@ def open_receiver(
             num_credits,
             max(max_chunk_bytes, most_token_layer_bytes(pool.layout)),
             wire_dtype,
+            kv_secret,
         )
         for listener in listeners:
             listener.serve(receiver)
@@ -128,12 +137,15 @@ def _listen(
     tcp_port: int,
     tcp_advertise_host: str,
     hub: LoopbackHub | None,
+    tls: TlsFiles | None,
 ) -> Listener:
     match transport:
         case "shm":
             return _listen_shm()
         case "tcp":
-            return _bound(listen_tcp, tcp_host, tcp_port, tcp_advertise_host)
+            context = server_context(tls) if tls else None
+            listen = functools.partial(listen_tls, context=context) if context else listen_tcp
+            return _bound(listen, tcp_host, tcp_port, tcp_advertise_host)
         case "nixl":
             return _bound(listen_nixl, tcp_host, tcp_port, tcp_advertise_host)
         case "loopback" if hub is not None:

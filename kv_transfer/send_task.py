@@ -9,6 +9,7 @@ from baton.engine.interface import KvPool
 from baton.errors import BatonError
 from baton.types import KvLayout, Sample, WorkerIdentity
 from kv_transfer.coverage import KvRange
+from kv_transfer.kv_secret import KvSecret
 from kv_transfer.kv_ticket import KvTicket
 from kv_transfer.transport.base import Connector
 
@@ -36,6 +37,7 @@ class SenderConfig:
     connect_timeout_s: float
     ack_timeout_s: float
     idle_timeout_s: float
+    secret: KvSecret | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from baton.engine.interface import KvPool
 from baton.errors import HandoffFailed, PeerMismatch
 from baton.types import KvLayout, Sample, WorkerIdentity
 from kv_transfer.coverage import KvRange
+from kv_transfer.kv_secret import KvSecret
 from kv_transfer.kv_ticket import KvTicket, parse_ticket
 from kv_transfer.lane import Lane
 from kv_transfer.lane_runner import InlineLane, LaneRunner, RunLane, ThreadLane
@@ -44,8 +45,12 @@ class Sender:
         max_chunk_bytes: int = DEFAULT_MAX_CHUNK_BYTES,
         *,
         is_inline: bool = False,
+        secret: KvSecret | None = None,
     ) -> None:
-        """clock: monotonic seconds. ack_timeout_s bounds the wait for a credit, and for the answer to a commit."""
+        """clock: monotonic seconds. ack_timeout_s bounds the wait for a credit, and for the answer to a commit.
+
+        secret: KV goes only to workers that have it, too; None: to whoever a ticket names.
+        """
         self._config = SenderConfig(
             identity=identity,
             layout=layout,
@@ -56,6 +61,7 @@ class Sender:
             connect_timeout_s=connect_timeout_s,
             ack_timeout_s=ack_timeout_s,
             idle_timeout_s=idle_timeout_s,
+            secret=secret,
         )
         self._user_on_done = on_done
         self._run_lane: RunLane = (

@@ -163,6 +163,8 @@ class TicketTable:
         self._draw_id = draw_id
         self._lock = threading.Lock()
         self._entries: dict[int, _Entry] = {}
+        self._none_over_before_s = clock()
+        """Deadlines are only ever put off, and new ones are a whole lease away: this bound never needs to come down."""
 
     # What the owner of the blocks calls.
 
@@ -243,6 +245,8 @@ class TicketTable:
         """Abort the tickets that no frame has come for within the lease."""
         with self._lock:
             now = self._clock()
+            if now < self._none_over_before_s:
+                return
             events = tuple(
                 event
                 for ticket_id, entry in self._entries.items()
@@ -253,6 +257,10 @@ class TicketTable:
                     HandoffFailed.reason,
                     f"no KV and no sign of life for {self._lease_s:g} s ({entry.state.value})",
                 )
+            )
+            self._none_over_before_s = min(
+                (e.deadline for e in self._entries.values() if e.state in _OPEN),
+                default=now + self._lease_s,
             )
         self._tell(events)
 

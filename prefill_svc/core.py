@@ -7,6 +7,7 @@ out layer group by layer group, during the step. The first token is told before 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -210,14 +211,12 @@ class PrefillCore:
 
     def _start_waiting(self) -> None:
         """Give blocks to waiting prompts, in order of rank, until they or the places in a batch run out."""
-        waiting = sorted(
-            (job for job in self._jobs.values() if job.stage is Stage.WAITING),
-            key=lambda job: job.rank,
-        )
         num_computing = sum(
             job.stage in (Stage.BORROWING, Stage.COMPUTING) for job in self._jobs.values()
         )
-        for job in waiting[: self._limits.max_num_seqs - num_computing]:
+        waiting = [job for job in self._jobs.values() if job.stage is Stage.WAITING]
+        num_places = self._limits.max_num_seqs - num_computing
+        for job in heapq.nsmallest(num_places, waiting, key=lambda job: job.rank):
             spec = job.spec
             lease = self._pool.lease(
                 spec.tenant,

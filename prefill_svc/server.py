@@ -18,6 +18,7 @@ from baton.worker.host import WorkerHost, describe, new_identity
 from baton.worker.load_board import LoadBoard
 from baton.worker.service import WorkerServicer, services
 from baton.worker.telemetry import open_worker_telemetry
+from kv_transfer.kv_secret import read_kv_secret
 from kv_transfer.running_receiver import open_receiver, transports_of
 from kv_transfer.sender import Sender
 from kv_transfer.transport.connector import make_connector
@@ -45,6 +46,7 @@ async def serve_prefill(
     """Prefill worker: computes prompts and sends their KV to decode workers."""
     clock = PhaseClock()
     check_bindable(options.host, options.port)
+    kv_secret = read_kv_secret(options.kv_secret_file)
     engine = await asyncio.to_thread(build_engine, options)
     clock.lap("load")
     identity = new_identity(options)
@@ -70,9 +72,10 @@ async def serve_prefill(
         identity,
         engine.spec.layout,
         engine.kv,
-        make_connector(options.kv_transport),
+        make_connector(options.kv_transport, tls=options.tls),
         submit,
         time.monotonic,
+        secret=kv_secret,
     )
     loans = open_receiver(
         identity,
@@ -82,6 +85,8 @@ async def serve_prefill(
         transports=transports_of(options.kv_transport),
         lease_s=LOAN_LEASE_S,
         tcp_host=options.kv_host,
+        kv_secret=kv_secret,
+        tls=options.tls,
     )
     limits = PrefillLimits(options.max_num_seqs, options.max_num_batched_tokens)
     matchers = build_matchers(options, engine)

@@ -54,6 +54,11 @@ class BlockPool:
         return BlockCounts(free=free, cached=cached, leased=self.num_blocks - free - cached)
 
     @property
+    def num_available(self) -> int:
+        """Blocks that can be had now: free ones, and cached ones that are given up."""
+        return len(self._free) + len(self._cached)
+
+    @property
     def num_leases(self) -> int:
         """Leases that have not been released."""
         return len(self._leases)
@@ -90,7 +95,7 @@ class BlockPool:
         shared = self._match(tenant, token_ids) if shares_prefixes else []
         num_fresh = self.num_blocks_for(num_tokens) - len(shared)
         num_revived = sum(1 for block in shared if self._references[block.block_id] == 0)
-        if num_fresh + num_revived > self.counts().available:
+        if num_fresh + num_revived > self.num_available:
             return None
         for block in shared:
             self._share(block.block_id)
@@ -230,15 +235,16 @@ class BlockLease:
         """
         self._check()
         pool = self._pool
-        if self.num_blocks_to_write(start, end) > pool.counts().available:
+        shared_indices = self._shared_indices(start, end)
+        num_missing = max(0, pool.num_blocks_for(end) - len(self._block_ids))
+        if num_missing + len(shared_indices) > pool.num_available:
             return None
         copies = []
-        for index in self._shared_indices(start, end):
+        for index in shared_indices:
             shared = self._block_ids[index]
             pool._references[shared] -= 1
             self._block_ids[index] = pool._take()
             copies.append(BlockCopy(shared, self._block_ids[index]))
-        num_missing = pool.num_blocks_for(end) - len(self._block_ids)
         self._block_ids.extend(pool._take() for _ in range(num_missing))
         return tuple(copies)
 

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import typer
 
-from baton.config.command import option_command, secret_environment, to_arguments
+from baton.config.command import option_command, private_environment, to_arguments
 from baton.config.options import (
     DecodeOptions,
     GatewayOptions,
@@ -52,7 +52,7 @@ def _becomes(module: str) -> Callable[[ServiceOptions], NoReturn]:
     def run(options: ServiceOptions) -> NoReturn:
         sys.stdout.flush()
         command = [sys.executable, "-P", "-m", module, *to_arguments(options)]
-        environment = {**GRPC_ENVIRONMENT, **os.environ, **secret_environment(options)}
+        environment = {**GRPC_ENVIRONMENT, **os.environ, **private_environment(options)}
         os.execve(sys.executable, command, environment)
 
     return run

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
+from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
-from baton.config.load import ENV_PREFIX, flag_of, is_secret, load_options
+from baton.config.load import ENV_PREFIX, flag_of, is_private, is_secret, load_options
 from baton.config.options import Options
 
 O = TypeVar("O", bound=Options)  # noqa: E741
@@ -40,29 +41,35 @@ def option_command(cls: type[O], run: Callable[[O], None], doc: str) -> Callable
 
 
 def to_arguments(options: Options) -> list[str]:
-    """The command line that gives these options again; defaults that nobody set, and secrets, are left out."""
+    """The command line that gives these options again; defaults that nobody set, and what is private, are left out."""
     arguments = [
         argument
         for name in type(options).model_fields
         if name in options.model_fields_set
         and name != "model"
-        and not is_secret(type(options), name)
+        and not is_private(type(options), name)
         for argument in _arguments(name, getattr(options, name))
     ]
     model = getattr(options, "model", None)
     return arguments if model is None else [*arguments, "--", model]
 
 
-def secret_environment(options: Options) -> dict[str, str]:
+def private_environment(options: Options) -> dict[str, str]:
     """What of these options goes by a process's environment, since everybody may read command lines."""
     cls = type(options)
     return {
-        ENV_PREFIX + name.upper(): ",".join(
-            part.get_secret_value() for part in getattr(options, name)
-        )
+        ENV_PREFIX + name.upper(): _as_text(getattr(options, name))
         for name in cls.model_fields
-        if name in options.model_fields_set and is_secret(cls, name)
+        if name in options.model_fields_set
+        and is_private(cls, name)
+        and getattr(options, name) is not None
     }
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(_as_text, value))
+    return value.get_secret_value() if isinstance(value, SecretStr) else str(value)
 
 
 def _arguments(name: str, value: object) -> list[str]:

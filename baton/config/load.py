@@ -58,9 +58,18 @@ def flag_of(name: str) -> str:
 
 def is_secret(cls: type[Options], name: str) -> bool:
     """Whether the value of the option `name` must not be shown."""
+    return _is_marked(cls, name, "secret")
+
+
+def is_private(cls: type[Options], name: str) -> bool:
+    """Whether the value of the option `name` must be on no command line that we make."""
+    return _is_marked(cls, name, "private")
+
+
+def _is_marked(cls: type[Options], name: str, mark: str) -> bool:
     field = cls.model_fields.get(name)
     extra = field.json_schema_extra if field else None
-    return isinstance(extra, dict) and bool(extra.get("secret"))
+    return isinstance(extra, dict) and bool(extra.get(mark))
 
 
 def as_told(error: StartupError) -> str:

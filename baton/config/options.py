@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
@@ -42,8 +41,10 @@ FileDescriptor = Annotated[int, Field(ge=0)]
 _ALL_ADDRESSES = frozenset({"0.0.0.0", "[::]", "::"})
 
 HIDDEN: dict[str, Any] = {"hidden": True}
-#: Of a field whose value is shown to nobody, and reaches other processes by their environment only.
-SECRET: dict[str, Any] = {"secret": True}
+#: Of a field that may have a password in it: it reaches other processes by their environment only.
+PRIVATE: dict[str, Any] = {"private": True}
+#: Of a field whose value is shown to nobody, besides.
+SECRET: dict[str, Any] = {"secret": True, **PRIVATE}
 
 #: As uvicorn and vLLM number them.
 _CERT_REQS = {"0": "none", "2": "required"}
@@ -158,17 +159,27 @@ class TlsOptions(Options):
     """PEM file of the certificates that those of peers must come from. Workers need it with --ssl-certfile: they answer only
     to who shows such a certificate."""
 
+    ssl_server_name: NonEmpty | None = None
+    """Name that certificates of workers are made out to, where it is not the host of their addresses."""
+
     @property
     def tls(self) -> TlsFiles | None:
         """This process's files; None for plain text."""
         if not (self.ssl_certfile or self.ssl_keyfile or self.ssl_ca_certs):
             return None
-        return TlsFiles(self.ssl_ca_certs or "", self.ssl_certfile or "", self.ssl_keyfile or "")
+        return TlsFiles(
+            self.ssl_ca_certs or "",
+            self.ssl_certfile or "",
+            self.ssl_keyfile or "",
+            self.ssl_server_name or "",
+        )
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:
         names = ("ssl_certfile", "ssl_keyfile", *self._also_needed_for_tls)
         lacking = [name for name in names if getattr(self, name) is None]
+        if self.ssl_server_name is not None and self.ssl_ca_certs is None:
+            raise ValueError("--ssl-server-name: goes with --ssl-ca-certs; give both or neither")
         if self.tls and lacking:
             flags = ["--" + name.replace("_", "-") for name in (*names, *lacking[:1])]
             raise ValueError(f"{flags[-1]} is missing: give all of {', '.join(flags[:-1])}")
@@ -263,12 +274,15 @@ class HandoffOptions(Options):
     of that name."""
     ticket_lease_s: Seconds = 30.0
     """Silence of a sender, in seconds, after which its reservation is given up."""
+    kv_secret_file: NonEmpty | None = None
+    """File of a secret that all workers share, such as openssl rand -hex 32 makes: KV goes only between workers that have it, and
+    carries digests under it."""
 
 
 class RegistryOptions(Options):
     """Where workers and gateways find each other."""
 
-    registry: RegistryUrl | None = None
+    registry: RegistryUrl | None = Field(default=None, json_schema_extra=PRIVATE)
     """Redis by which gateways find workers, redis://host:port/db; not needed where their addresses are given."""
 
 
@@ -372,8 +386,6 @@ class FrontDoorOptions(TlsOptions):
     ssl_cert_reqs: CertReqs | None = None
     """Whether clients of the gateway must show a certificate that comes from --ssl-ca-certs; required if not given and that is.
     0 and 2 say it, too."""
-    ssl_server_name: NonEmpty | None = None
-    """Name that certificates of workers are made out to, where it is not the host of their addresses."""
     api_key: ApiKeys = Field(default=(), json_schema_extra=SECRET)
     """Key that clients must show; repeat the option or separate with commas for several. Better given as BATON_API_KEY or by
     --api-key-file: a command line can be read by others."""
@@ -387,9 +399,8 @@ class FrontDoorOptions(TlsOptions):
 
     @model_validator(mode="after")
     def _check_client_certs(self) -> Self:
-        if self.ssl_ca_certs is None and (self.requires_client_cert or self.ssl_server_name):
-            name = "--ssl-server-name" if self.ssl_server_name else "--ssl-cert-reqs=required"
-            raise ValueError(f"{name}: goes with --ssl-ca-certs; give both or neither")
+        if self.ssl_ca_certs is None and self.requires_client_cert:
+            raise ValueError("--ssl-cert-reqs=required: goes with --ssl-ca-certs; give both")
         return self
 
 
@@ -418,7 +429,7 @@ class GatewayOptions(ModelOptions, FrontDoorOptions, RegistryOptions, ServiceOpt
         """How workers are called; None for plain text."""
         if self.tls is None or self.ssl_ca_certs is None:
             return None
-        return replace(self.tls, server_name=self.ssl_server_name or "")
+        return self.tls
 
     @model_validator(mode="after")
     def _check_tiers(self) -> Self:
@@ -450,11 +461,6 @@ class ServeOptions(
     """Tokens per KV block in the prefill tier; --block-size if not given."""
     decode_block_size: BlockSize | None = None
     """Tokens per KV block in the decode tier; --block-size if not given."""
-
-    @property
-    def gateway_tls(self) -> TlsFiles | None:
-        """How the supervisor calls the gateways that it has started; None for plain text."""
-        return self.tls and replace(self.tls, server_name=self.ssl_server_name or "")
 
     @model_validator(mode="after")
     def _check_colocated(self) -> Self:

@@ -53,9 +53,7 @@ class Cluster:
         self._options = options
         self._programs = programs
         self._on_line = on_line
-        self._wait_serving = wait_serving or functools.partial(
-            wait_until_serving, tls=options.gateway_tls
-        )
+        self._wait_serving = wait_serving or functools.partial(wait_until_serving, tls=options.tls)
         self._children: dict[str, Child] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()

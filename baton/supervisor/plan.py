@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from baton.config.command import secret_environment, to_arguments
+from baton.config.command import private_environment, to_arguments
 from baton.config.load import build_options
 from baton.config.options import (
     DecodeOptions,
@@ -157,4 +157,4 @@ def _child(
     metrics = {"metrics_port": port} if port else {}
     child_options = build_options(cls, {**passed_on, **metrics, **own})
     arguments = tuple(to_arguments(child_options))
-    return ChildSpec(name, program, arguments, secret_environment(child_options))
+    return ChildSpec(name, program, arguments, private_environment(child_options))

@@ -25,45 +25,47 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import sampling_pb2 as baton_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11\x62\x61ton/v1/kv.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/sampling.proto\"~\n\x08KvLayout\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\"X\n\nKvEndpoint\x12(\n\ttransport\x18\x01 \x01(\x0e\x32\x15.baton.v1.KvTransport\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\"\xa7\x02\n\x08KvTicket\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x11\n\tticket_id\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\r\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x0e\n\x06tenant\x18\x06 \x01(\x0c\x12\x19\n\x11num_cached_tokens\x18\x07 \x01(\r\x12\x12\n\nnum_tokens\x18\x08 \x01(\r\x12\"\n\x06layout\x18\t \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\'\n\tendpoints\x18\n \x03(\x0b\x32\x14.baton.v1.KvEndpoint\x12\x10\n\x08lease_ms\x18\x0b \x01(\r\x12\x13\n\x0btraceparent\x18\r \x01(\t\x12\x0b\n\x03mac\x18\x0c \x01(\x0c\"~\n\x07KvHello\x12\x13\n\x0bmin_version\x18\x01 \x01(\r\x12\x13\n\x0bmax_version\x18\x02 \x01(\r\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\"\n\x06layout\x18\x05 \x01(\x0b\x32\x12.baton.v1.KvLayout\"\xb5\x01\n\x08KvAccept\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x13\n\x0bnum_credits\x18\x04 \x01(\r\x12\x17\n\x0fmax_chunk_bytes\x18\x05 \x01(\r\x12\x12\n\nwire_dtype\x18\x06 \x01(\t\x12/\n\rremote_memory\x18\x07 \x01(\x0b\x32\x18.baton.v1.KvRemoteMemory\"@\n\x0eKvRemoteMemory\x12\r\n\x05\x61gent\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x06\x12\x0e\n\x06stride\x18\x03 \x01(\r\"\x18\n\x08KvLanded\x12\x0c\n\x04slot\x18\x01 \x01(\r\";\n\x08KvRefuse\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x10\n\x08\x65xpected\x18\x02 \x01(\t\x12\x0e\n\x06\x61\x63tual\x18\x03 \x01(\t\"\x19\n\x07KvBegin\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\"\xb4\x01\n\x07KvChunk\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\x04\x12\x15\n\rpayload_bytes\x18\x08 \x01(\r\x12\x0c\n\x04slot\x18\t \x01(\r\"\xda\x01\n\x08KvCommit\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x16\n\x0e\x66irst_token_id\x18\x04 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x04\x12\x12\n\nexposed_us\x18\x06 \x01(\x04\x12,\n\x08logprobs\x18\x07 \x01(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12,\n\x0c\x66irst_tokens\x18\x08 \x03(\x0b\x32\x16.baton.v1.SampledToken\"\x1d\n\x07KvRenew\x12\x12\n\nticket_ids\x18\x01 \x03(\x04\"=\n\x08KvBorrow\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0f\n\x07lend_to\x18\x03 \x01(\x0c\"L\n\x07KvAbort\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"/\n\x0bKvCommitted\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\x19\n\x08KvCredit\x12\r\n\x05slots\x18\x01 \x03(\r*\x89\x01\n\x0bKvTransport\x12\x1c\n\x18KV_TRANSPORT_UNSPECIFIED\x10\x00\x12\x19\n\x15KV_TRANSPORT_LOOPBACK\x10\x01\x12\x14\n\x10KV_TRANSPORT_SHM\x10\x02\x12\x14\n\x10KV_TRANSPORT_TCP\x10\x03\x12\x15\n\x11KV_TRANSPORT_NIXL\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11\x62\x61ton/v1/kv.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/sampling.proto\"~\n\x08KvLayout\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\"X\n\nKvEndpoint\x12(\n\ttransport\x18\x01 \x01(\x0e\x32\x15.baton.v1.KvTransport\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\"\xa7\x02\n\x08KvTicket\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x11\n\tticket_id\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\r\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x0e\n\x06tenant\x18\x06 \x01(\x0c\x12\x19\n\x11num_cached_tokens\x18\x07 \x01(\r\x12\x12\n\nnum_tokens\x18\x08 \x01(\r\x12\"\n\x06layout\x18\t \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\'\n\tendpoints\x18\n \x03(\x0b\x32\x14.baton.v1.KvEndpoint\x12\x10\n\x08lease_ms\x18\x0b \x01(\r\x12\x13\n\x0btraceparent\x18\r \x01(\t\x12\x0b\n\x03mac\x18\x0c \x01(\x0c\"\x8d\x01\n\x07KvHello\x12\x13\n\x0bmin_version\x18\x01 \x01(\r\x12\x13\n\x0bmax_version\x18\x02 \x01(\r\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\"\n\x06layout\x18\x05 \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\r\n\x05nonce\x18\x06 \x01(\x0c\"\xd3\x01\n\x08KvAccept\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x13\n\x0bnum_credits\x18\x04 \x01(\r\x12\x17\n\x0fmax_chunk_bytes\x18\x05 \x01(\r\x12\x12\n\nwire_dtype\x18\x06 \x01(\t\x12/\n\rremote_memory\x18\x07 \x01(\x0b\x32\x18.baton.v1.KvRemoteMemory\x12\r\n\x05nonce\x18\x08 \x01(\x0c\x12\r\n\x05proof\x18\t \x01(\x0c\"\x18\n\x07KvProof\x12\r\n\x05proof\x18\x01 \x01(\x0c\"@\n\x0eKvRemoteMemory\x12\r\n\x05\x61gent\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x06\x12\x0e\n\x06stride\x18\x03 \x01(\r\"\x18\n\x08KvLanded\x12\x0c\n\x04slot\x18\x01 \x01(\r\";\n\x08KvRefuse\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x10\n\x08\x65xpected\x18\x02 \x01(\t\x12\x0e\n\x06\x61\x63tual\x18\x03 \x01(\t\"\x19\n\x07KvBegin\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\"\xb4\x01\n\x07KvChunk\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\x04\x12\x15\n\rpayload_bytes\x18\x08 \x01(\r\x12\x0c\n\x04slot\x18\t \x01(\r\"\xda\x01\n\x08KvCommit\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x16\n\x0e\x66irst_token_id\x18\x04 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x04\x12\x12\n\nexposed_us\x18\x06 \x01(\x04\x12,\n\x08logprobs\x18\x07 \x01(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12,\n\x0c\x66irst_tokens\x18\x08 \x03(\x0b\x32\x16.baton.v1.SampledToken\"\x1d\n\x07KvRenew\x12\x12\n\nticket_ids\x18\x01 \x03(\x04\"=\n\x08KvBorrow\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0f\n\x07lend_to\x18\x03 \x01(\x0c\"L\n\x07KvAbort\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"/\n\x0bKvCommitted\x12\x11\n\tticket_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\x19\n\x08KvCredit\x12\r\n\x05slots\x18\x01 \x03(\r*\x89\x01\n\x0bKvTransport\x12\x1c\n\x18KV_TRANSPORT_UNSPECIFIED\x10\x00\x12\x19\n\x15KV_TRANSPORT_LOOPBACK\x10\x01\x12\x14\n\x10KV_TRANSPORT_SHM\x10\x02\x12\x14\n\x10KV_TRANSPORT_TCP\x10\x03\x12\x15\n\x11KV_TRANSPORT_NIXL\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.kv_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KVTRANSPORT']._serialized_start=1717
-  _globals['_KVTRANSPORT']._serialized_end=1854
+  _globals['_KVTRANSPORT']._serialized_start=1789
+  _globals['_KVTRANSPORT']._serialized_end=1926
   _globals['_KVLAYOUT']._serialized_start=56
   _globals['_KVLAYOUT']._serialized_end=182
   _globals['_KVENDPOINT']._serialized_start=184
   _globals['_KVENDPOINT']._serialized_end=272
   _globals['_KVTICKET']._serialized_start=275
   _globals['_KVTICKET']._serialized_end=570
-  _globals['_KVHELLO']._serialized_start=572
-  _globals['_KVHELLO']._serialized_end=698
-  _globals['_KVACCEPT']._serialized_start=701
-  _globals['_KVACCEPT']._serialized_end=882
-  _globals['_KVREMOTEMEMORY']._serialized_start=884
-  _globals['_KVREMOTEMEMORY']._serialized_end=948
-  _globals['_KVLANDED']._serialized_start=950
-  _globals['_KVLANDED']._serialized_end=974
-  _globals['_KVREFUSE']._serialized_start=976
-  _globals['_KVREFUSE']._serialized_end=1035
-  _globals['_KVBEGIN']._serialized_start=1037
-  _globals['_KVBEGIN']._serialized_end=1062
-  _globals['_KVCHUNK']._serialized_start=1065
-  _globals['_KVCHUNK']._serialized_end=1245
-  _globals['_KVCOMMIT']._serialized_start=1248
-  _globals['_KVCOMMIT']._serialized_end=1466
-  _globals['_KVRENEW']._serialized_start=1468
-  _globals['_KVRENEW']._serialized_end=1497
-  _globals['_KVBORROW']._serialized_start=1499
-  _globals['_KVBORROW']._serialized_end=1560
-  _globals['_KVABORT']._serialized_start=1562
-  _globals['_KVABORT']._serialized_end=1638
-  _globals['_KVCOMMITTED']._serialized_start=1640
-  _globals['_KVCOMMITTED']._serialized_end=1687
-  _globals['_KVCREDIT']._serialized_start=1689
-  _globals['_KVCREDIT']._serialized_end=1714
+  _globals['_KVHELLO']._serialized_start=573
+  _globals['_KVHELLO']._serialized_end=714
+  _globals['_KVACCEPT']._serialized_start=717
+  _globals['_KVACCEPT']._serialized_end=928
+  _globals['_KVPROOF']._serialized_start=930
+  _globals['_KVPROOF']._serialized_end=954
+  _globals['_KVREMOTEMEMORY']._serialized_start=956
+  _globals['_KVREMOTEMEMORY']._serialized_end=1020
+  _globals['_KVLANDED']._serialized_start=1022
+  _globals['_KVLANDED']._serialized_end=1046
+  _globals['_KVREFUSE']._serialized_start=1048
+  _globals['_KVREFUSE']._serialized_end=1107
+  _globals['_KVBEGIN']._serialized_start=1109
+  _globals['_KVBEGIN']._serialized_end=1134
+  _globals['_KVCHUNK']._serialized_start=1137
+  _globals['_KVCHUNK']._serialized_end=1317
+  _globals['_KVCOMMIT']._serialized_start=1320
+  _globals['_KVCOMMIT']._serialized_end=1538
+  _globals['_KVRENEW']._serialized_start=1540
+  _globals['_KVRENEW']._serialized_end=1569
+  _globals['_KVBORROW']._serialized_start=1571
+  _globals['_KVBORROW']._serialized_end=1632
+  _globals['_KVABORT']._serialized_start=1634
+  _globals['_KVABORT']._serialized_end=1710
+  _globals['_KVCOMMITTED']._serialized_start=1712
+  _globals['_KVCOMMITTED']._serialized_end=1759
+  _globals['_KVCREDIT']._serialized_start=1761
+  _globals['_KVCREDIT']._serialized_end=1786
 # @@protoc_insertion_point(module_scope)

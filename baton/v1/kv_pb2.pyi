@@ -207,6 +207,7 @@ class KvHello(message.Message):
     WORKER_ID_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
+    NONCE_FIELD_NUMBER: builtins.int
     min_version: builtins.int
     """Lowest version of the channel's protocol the sender speaks."""
     max_version: builtins.int
@@ -215,6 +216,8 @@ class KvHello(message.Message):
     """Sender's name."""
     generation: builtins.int
     """Sender's boot."""
+    nonce: builtins.bytes
+    """Of a sender that has a KV secret: at least 16 random bytes, for the receiver's proof."""
     @builtins.property
     def layout(self) -> KvLayout:
         """Sender's layout."""
@@ -227,10 +230,11 @@ class KvHello(message.Message):
         worker_id: builtins.str = ...,
         generation: builtins.int = ...,
         layout: KvLayout | None = ...,
+        nonce: builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["generation", b"generation", "layout", b"layout", "max_version", b"max_version", "min_version", b"min_version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["generation", b"generation", "layout", b"layout", "max_version", b"max_version", "min_version", b"min_version", "nonce", b"nonce", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -247,6 +251,8 @@ class KvAccept(message.Message):
     MAX_CHUNK_BYTES_FIELD_NUMBER: builtins.int
     WIRE_DTYPE_FIELD_NUMBER: builtins.int
     REMOTE_MEMORY_FIELD_NUMBER: builtins.int
+    NONCE_FIELD_NUMBER: builtins.int
+    PROOF_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Version that both will speak."""
     worker_id: builtins.str
@@ -261,6 +267,10 @@ class KvAccept(message.Message):
     """Since version 2: type that KV travels in, "float32", "bfloat16", "float16", "int64", "fp8" or "int8". In version 1 it is
     KvHello.layout.dtype, which must be the receiver's, too.
     """
+    nonce: builtins.bytes
+    """Of a receiver that has a KV secret: at least 16 random bytes, for the sender's proof."""
+    proof: builtins.bytes
+    """Of a receiver that has a KV secret: proof of it, over both nonces; see kv_transfer/kv_secret.py. KvProof must come next."""
     @builtins.property
     def remote_memory(self) -> KvRemoteMemory:
         """Where payloads are written (NIXL)."""
@@ -275,10 +285,32 @@ class KvAccept(message.Message):
         max_chunk_bytes: builtins.int = ...,
         wire_dtype: builtins.str = ...,
         remote_memory: KvRemoteMemory | None = ...,
+        nonce: builtins.bytes = ...,
+        proof: builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["remote_memory", b"remote_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["generation", b"generation", "max_chunk_bytes", b"max_chunk_bytes", "num_credits", b"num_credits", "remote_memory", b"remote_memory", "version", b"version", "wire_dtype", b"wire_dtype", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["generation", b"generation", "max_chunk_bytes", b"max_chunk_bytes", "nonce", b"nonce", "num_credits", b"num_credits", "proof", b"proof", "remote_memory", b"remote_memory", "version", b"version", "wire_dtype", b"wire_dtype", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class KvProof(message.Message):
+    """Answer to a KvAccept with a proof: the sender's own. Whatever else comes ends the connection."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    PROOF_FIELD_NUMBER: builtins.int
+    proof: builtins.bytes
+    """See kv_transfer/kv_secret.py."""
+    def __init__(
+        self,
+        *,
+        proof: builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["proof", b"proof"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -407,7 +439,8 @@ class KvChunk(message.Message):
     """Layers of the piece, at least 1."""
     checksum: builtins.int
     """xxh3_64 of the payload; since version 2 with a seed, which is the xxh3_64 of ticket_id (8 bytes), epoch, first_token,
-    num_tokens, first_layer and num_layers (4 bytes each, little endian).
+    num_tokens, first_layer and num_layers (4 bytes each, little endian). Between workers with a KV secret: the first 8 bytes of
+    blake3 under the connection's key of this message without checksum, and the payload; see kv_transfer/checksum.py.
     """
     payload_bytes: builtins.int
     """Bytes of the payload: block by block of the sender (KvHello.layout.block_size), those of its tokens that are in the piece,
@@ -460,7 +493,8 @@ class KvCommit(message.Message):
     """In version 1 only: the token after them, with index len(output_token_ids)."""
     checksum: builtins.int
     """Sum modulo 2^64 of the checksums of all chunks sent; since version 2 also of the xxh3_64 of ticket_id (8 bytes), epoch,
-    num_tokens (4 each), exposed_us (8) and the id of each of first_tokens (4 each, little endian).
+    num_tokens (4 each), exposed_us (8) and the id of each of first_tokens (4 each, little endian). Between workers with a KV
+    secret the latter is, as for a chunk, of this whole message without checksum.
     """
     exposed_us: builtins.int
     """Time from the end of the prefill to the sending of this, in microseconds."""

@@ -8,7 +8,7 @@ them, so that a sequence on which they begin to be right is noticed without payi
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from decode_svc.speculation.acceptance import LATER, Acceptance
 from decode_svc.speculation.policy import Candidate, StepPrices, choose_lengths
@@ -23,7 +23,8 @@ MAX_PROBE_INTERVAL = 1024
 #: A draft that takes as long to make as a step makes that interval longer by this factor.
 _PATIENCE = 16
 
-#: One in so many of a step's sequences gets a draft then, at least one; of drafts that cost something, one sequence.
+#: As many drafts are made then as would be worth it if a row cost half of what it does now: a few may cost more apiece than many
+#: do. If none would, one in so many sequences gets one, at least one. Of drafts that cost something, one sequence gets one.
 PROBE_SHARE = 8
 
 #: Steps with drafts in a row after which one has none, to see what they cost.
@@ -126,9 +127,15 @@ class Speculator:
             if num_idle_steps >= self._probe_interval * (1 + _PATIENCE * probe_share):
                 self._last_drafted_step = self._num_steps
                 self._probe_interval = min(2 * self._probe_interval, MAX_PROBE_INTERVAL)
-                # A draft model that lags behind a whole batch would take long to catch up.
-                num_probes = 1 if probe_share else -(-num_rows // PROBE_SHARE)
-                return _probe(candidates, min(max_num_drafts, num_probes))
+                if probe_share:  # a draft model would have to catch up with a whole batch
+                    return _probe(candidates, 1)
+                hopeful = replace(prices, step_s=lambda num_drafts: 1 + num_drafts / num_rows / 2)
+                bold = choose_lengths(candidates, hopeful)
+                return (
+                    bold
+                    if any(bold)
+                    else _probe(candidates, min(max_num_drafts, -(-num_rows // PROBE_SHARE)))
+                )
         return lengths
 
     def _candidate(self, key: Hashable, forecast: Forecast) -> Candidate:

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from baton.errors import ConfigError
+from baton.rpc.tls import TlsFiles
 from kv_transfer.endpoint import Endpoint, TransportKind, local_host_id
 from kv_transfer.transport.base import Connection, Connector, TransportError
 from kv_transfer.transport.loopback import LoopbackHub
 from kv_transfer.transport.nixl import Quarantine, connect_nixl, has_nixl
 from kv_transfer.transport.shm import connect_shm
 from kv_transfer.transport.tcp import connect_tcp
+from kv_transfer.transport.tls import client_context, connect_tls
 
 _ALLOWED = {
     "auto": frozenset(TransportKind),
@@ -40,13 +42,21 @@ def usable(
 
 
 def make_connector(
-    transport: str = "auto", hub: LoopbackHub | None = None, send_timeout_s: float = 10.0
+    transport: str = "auto",
+    hub: LoopbackHub | None = None,
+    send_timeout_s: float = 10.0,
+    tls: TlsFiles | None = None,
 ) -> Connector:
-    """A connector for `transport`: "auto", "loopback" (within `hub`), "shm", "tcp" or "nixl". Raises ConfigError for others."""
+    """A connector for `transport`: "auto", "loopback" (within `hub`), "shm", "tcp" or "nixl". Raises ConfigError for others.
+
+    tls: of tcp; None for plain text.
+    """
     if transport not in _ALLOWED:
         raise ConfigError.of("kv_transport", transport, f"use one of {', '.join(_ALLOWED)}")
     host_id = local_host_id()
     quarantine = Quarantine()
+    context = client_context(tls) if tls else None
+    server_name = tls.server_name if tls else ""
 
     def is_reachable(endpoint: Endpoint) -> bool:
         match endpoint.kind:
@@ -63,6 +73,10 @@ def make_connector(
         match endpoint.kind:
             case TransportKind.SHM:
                 return connect_shm(endpoint.address, timeout_s, send_timeout_s)
+            case TransportKind.TCP if context:
+                return connect_tls(
+                    endpoint.address, timeout_s, send_timeout_s, context, server_name
+                )
             case TransportKind.TCP:
                 return connect_tcp(endpoint.address, timeout_s, send_timeout_s)
             case TransportKind.NIXL:

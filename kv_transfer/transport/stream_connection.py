@@ -70,7 +70,7 @@ class StreamConnection(ABC):
             return
         held, self._held = self._held, b""
         try:
-            send_all(self._sock, held, *payload)
+            self.write(held, *payload)
         except BlockingIOError:
             raise TransportError("the receiver takes no bytes any more") from None
         except OSError as error:
@@ -97,6 +97,10 @@ class StreamConnection(ABC):
     def read(self, num_bytes: int) -> bytes:
         """What has come, without waiting. Raises BlockingIOError if nothing has."""
         return self._sock.recv(num_bytes, socket.MSG_DONTWAIT)
+
+    def write(self, *pieces: bytes | memoryview) -> None:
+        """All of them. Raises OSError, also when the send timeout passes without progress."""
+        send_all(self._sock, *pieces)
 
     def fileno(self) -> int:
         return self._sock.fileno()

@@ -55,7 +55,7 @@ class ServerStream(ABC):
 
     def accept(self, frame: kv_pb2.KvAccept) -> None:
         """Send the acceptance, with whatever the peer needs to stage payloads."""
-        send_all(self.sock, encode(frame))
+        self.write(encode(frame))
 
     def reply(self, frame: Frame) -> None:
         if isinstance(frame, kv_pb2.KvAccept):
@@ -63,7 +63,7 @@ class ServerStream(ABC):
             self.agree(frame.version)
             set_socket_timeout(self.sock, socket.SO_RCVTIMEO, 0.0)
         else:
-            send_all(self.sock, encode(frame, version=self._version))
+            self.write(encode(frame, version=self._version))
 
     def agree(self, version: int) -> None:
         """Frames are of that version from here on."""
@@ -76,6 +76,10 @@ class ServerStream(ABC):
         )
         frame = decode_header(preamble, self._read(preamble.header_bytes))
         return frame, self.payload(preamble, frame)
+
+    def write(self, *pieces: bytes | memoryview) -> None:
+        """All of them. Raises OSError, also when the reply timeout passes without progress."""
+        send_all(self.sock, *pieces)
 
     def read_into(self, view: memoryview) -> None:
         """Fill `view`. Raises EOFError if the stream ends before."""
@@ -170,8 +174,9 @@ class StreamListener:
         try:
             try:
                 stream = self._stream(sock, receiver)
-            except OSError:
-                return  # Gone before it was heard.
+            except OSError as error:
+                _log.info("a KV connection ended before it was heard: %s", error)
+                return
             session = receiver.session(stream.reply)
             try:
                 ending = _serve(stream, session)

@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 
 from baton.engine.array_kv_pool import ArrayKvPool
+from baton.rpc.tls import TlsFiles
 from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
+from kv_transfer.kv_secret import KvSecret
 from kv_transfer.running_receiver import RunningReceiver, open_receiver
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import OfferedTicket, TicketEvent
+from kv_transfer.transport.base import Connector
 from kv_transfer.transport.connector import make_connector
 from kv_transfer.transport.loopback import LoopbackHub
 
@@ -94,6 +97,11 @@ def make_rig() -> Iterator[MakeRig]:
         ack_timeout_s: float = PATIENCE_S,
         connect_timeout_s: float = PATIENCE_S,
         idle_timeout_s: float = 60.0,
+        source_secret: KvSecret | None = None,
+        target_secret: KvSecret | None = None,
+        source_tls: TlsFiles | None = None,
+        target_tls: TlsFiles | None = None,
+        tap: Callable[[Connector], Connector] = lambda connect: connect,
     ) -> Rig:
         source = ArrayKvPool(source_layout or layout_of(4), 16)
         target = ArrayKvPool(target_layout or layout_of(3), 16)
@@ -113,12 +121,14 @@ def make_rig() -> Iterator[MakeRig]:
             num_credits=num_credits,
             max_chunk_bytes=receiver_chunk_bytes,
             wire_dtype=wire_dtype,
+            kv_secret=target_secret,
+            tls=target_tls,
         )
         sender = Sender(
             WorkerIdentity("p0", 3),
             source.layout,
             source,
-            make_connector(transport, hub),
+            tap(make_connector(transport, hub, tls=source_tls)),
             dones.put,
             clock,
             connect_timeout_s,
@@ -126,6 +136,7 @@ def make_rig() -> Iterator[MakeRig]:
             idle_timeout_s,
             sender_chunk_bytes,
             is_inline=transport == "loopback",
+            secret=source_secret,
         )
         rig = Rig(source, target, running, sender, events, dones, hub)
         rigs.append(rig)

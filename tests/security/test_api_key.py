@@ -15,8 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.client import AsyncClient, InvalidRequest, SamplingParams, Unauthenticated
-from baton.config import GatewayOptions, ServeOptions
-from baton.config.command import secret_environment, to_arguments
+from baton.config import DecodeOptions, GatewayOptions, ServeOptions
+from baton.config.command import private_environment, to_arguments
 from baton.config.load import build_options, load_options
 from baton.errors import ConfigError
 from baton.rpc.api_key import ApiKeyInterceptor
@@ -107,17 +107,25 @@ async def test_the_gateway_serves_who_shows_a_key_and_nobody_else(
 
 
 async def test_other_services_of_the_port_are_behind_the_key_too() -> None:
-    from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+    from grpc_reflection.v1alpha import reflection_pb2_grpc
 
-    request = reflection_pb2.ServerReflectionRequest(list_services="")
     async with (
         gateway([], [], api_key=(KEY,)) as front,
         grpc.aio.insecure_channel(front) as channel,
     ):
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.ServerReflectionInfo(iter([request])).read()
-        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert await stub.ServerReflectionInfo().code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_long_prompt_is_refused_for_its_key_like_any_other() -> None:
+    """Though the answer comes before all of it is sent."""
+    prompt = [100_000] * 1_000_000
+    async with gateway([], [], api_key=(KEY,)) as front, AsyncClient(front) as client:
+        for _ in range(5):
+            with pytest.raises(Unauthenticated):
+                await client.generate(prompt)
+            with pytest.raises(Unauthenticated):
+                await client.detokenize(prompt)
 
 
 def test_keys_come_from_flag_environment_and_file(
@@ -155,9 +163,17 @@ def test_no_command_line_and_no_text_shows_a_key() -> None:
     for spec in (*gateways, *workers):
         shown += [repr(spec), *spec.arguments]
     assert not [text for text in shown if KEY in text or OTHER in text]
-    assert secret_environment(options) == {"BATON_API_KEY": f"{KEY},{OTHER}"}
-    assert [dict(spec.environment) for spec in gateways] == [secret_environment(options)]
+    assert private_environment(options) == {"BATON_API_KEY": f"{KEY},{OTHER}"}
+    assert [dict(spec.environment) for spec in gateways] == [private_environment(options)]
     assert not any(spec.environment for spec in workers), "workers have no use for it"
+
+
+@pytest.mark.parametrize("cls", [GatewayOptions, DecodeOptions])
+def test_a_registrys_password_is_on_no_command_line_either(cls: Any) -> None:
+    url = "redis://me:pass-4711@here:1/0"
+    options = build_options(cls, {"model": "m", "registry": url})
+    assert not [text for text in to_arguments(options) if "pass-4711" in text]
+    assert private_environment(options) == {"BATON_REGISTRY": url}
 
 
 @pytest.mark.parametrize("source", ["flag", "environment", "misspelt"])

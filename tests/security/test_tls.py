@@ -36,6 +36,17 @@ async def system(own: TlsFiles, **gateway_options: Any) -> AsyncIterator[tuple[s
         yield front, prefill, decode
 
 
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+async def test_tiers_hand_over_in_it(own: TlsFiles, transport: str) -> None:
+    options = {**as_options(own), "kv_transport": transport}
+    async with (
+        prefill_worker(worker_id="p0", **options) as prefill,
+        decode_worker(worker_id="d0", max_local_prefill_tokens=0, **options) as decode,
+        gateway([prefill], [decode], **as_options(own)) as front,
+    ):
+        assert await ask(front, own) == ANSWER
+
+
 async def ask(address: str, tls: TlsFiles | None) -> tuple[int, ...]:
     async with AsyncClient(address, tls=tls, timeout_s=30.0) as client:
         return (await client.generate(PROMPT, PARAMS)).token_ids

@@ -1,0 +1,152 @@
+"""What the host itself costs, without any engine: the decode tier's step, and the gateway. See bench/README.md.
+
+    python -m bench.host [--num-seqs 16 ...] [--json FILE]
+
+Tier: a decode core over an engine that computes nothing, for several numbers of sequences, in a pool of --num-blocks.
+What is told per sequence, block or ticket should not grow with their number. Gateway: its process between a source of
+tokens and raw gRPC streams; tokens a second of its CPU time, by tokens in a chunk, beside a bare gRPC server that
+writes such chunks, and what it adds to the time to the first token. Service: what clients get of the tokens of an engine whose steps take --step-ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.host_gateway import (
+    AddedTtft,
+    Flow,
+    GatewayCosts,
+    measure_added_ttft,
+    measure_flow,
+)
+from bench.host_service import measure_service
+from bench.host_tier import TierCosts, measure_tier
+from bench.machine import describe_commit, describe_machine, describe_versions
+from bench.report import write_json
+
+MODEL_IN_THE_BOX = str(Path(__file__).resolve().parents[1] / "models" / "baton-py-6m")
+
+#: Steps that are measured, for the fewest and for the most sequences.
+_MOST_STEPS, _FEWEST_STEPS = 100, 9
+_NUM_STEPPED = 20_000
+
+_NUM_SERVED_TOKENS = 200
+
+
+def flows_of(num_streams: int) -> tuple[Flow, ...]:
+    """A paced source with one token a step, as a large model is; then as fast as it goes, with more and more in a step."""
+    return (
+        Flow(num_streams, 100, 1, 20.0),
+        Flow(num_streams, 1000, 1, 0.0),
+        Flow(num_streams, 4000, 8, 0.0),
+        Flow(num_streams, 12000, 32, 0.0),
+    )
+
+
+def tier_table(costs: Sequence[TierCosts]) -> Table:
+    """Microseconds."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    headings = ("sequences", "step", "plan", "open", "abort", "take", "find", "expire")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in costs:
+        values = (one.step_us, one.plan_us, one.open_us, one.abort_us, one.take_us, one.find_us)
+        table.add_row(str(one.num_seqs), *(f"{v:.2f}" for v in values), f"{one.expire_us:.4f}")
+    return table
+
+
+def gateway_table(costs: Sequence[GatewayCosts]) -> Table:
+    """One row per flow."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("step", "tokens/chunk", "us/chunk", "bare", "tokens/core-s", "tokens/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in costs:
+        pace = f"{one.flow.step_ms:g} ms" if one.flow.step_ms else "at once"
+        table.add_row(
+            pace,
+            f"{one.chunk_tokens:.1f}",
+            f"{one.chunk_cpu_us:.0f}",
+            f"{one.bare_cpu_us:.0f}",
+            f"{one.tokens_per_core_s:,.0f}",
+            f"{one.tokens_per_s:,.0f}",
+        )
+    return table
+
+
+async def measure_gateway(
+    model: str, num_streams: int, num_requests: int
+) -> tuple[AddedTtft, list[GatewayCosts]]:
+    """One after the other, each with a gateway of its own."""
+    ttft = await measure_added_ttft(model, num_requests)
+    return ttft, [await measure_flow(model, flow) for flow in flows_of(num_streams)]
+
+
+def main() -> None:
+    """Measure, and tell."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--num-seqs", type=int, nargs="+", default=[16, 256, 1024, 4096])
+    parser.add_argument("--num-blocks", type=int, default=1_000_000)
+    parser.add_argument("--num-streams", type=int, default=64)
+    parser.add_argument("--num-requests", type=int, default=300)
+    parser.add_argument("--step-ms", type=float, default=12.0)
+    parser.add_argument("--model", default=MODEL_IN_THE_BOX)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    console = Console()
+    tier = [
+        measure_tier(num_seqs, arguments.num_blocks, steps_for(num_seqs))
+        for num_seqs in arguments.num_seqs
+    ]
+    console.print("decode tier, us: step, plan, open, abort per sequence; take, find per block")
+    console.print(tier_table(tier))
+    ttft, flows = asyncio.run(
+        measure_gateway(arguments.model, arguments.num_streams, arguments.num_requests)
+    )
+    console.print(f"\ngateway, {arguments.num_streams} streams")
+    console.print(gateway_table(flows))
+    console.print(
+        f"added to the first token, p50: {ttft.added_ms:.2f} ms "
+        f"({ttft.gateway_ms:.2f} by the gateway, {ttft.source_ms:.2f} at the source); "
+        f"{ttft.cpu_ms:.2f} ms of CPU time"
+    )
+    service = asyncio.run(
+        measure_service(
+            arguments.model, arguments.num_streams, _NUM_SERVED_TOKENS, arguments.step_ms
+        )
+    )
+    console.print(
+        f"\nservice, {service.num_streams} streams: {service.client_ms:.2f} ms between tokens, "
+        f"{service.core_ms:.2f} in the decode core alone: a share of {service.share:.2f}"
+    )
+    if arguments.json:
+        document = {
+            "command": ["python", "-m", "bench.host", *sys.argv[1:]],
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "git": describe_commit(),
+            "machine": describe_machine(),
+            "versions": describe_versions(),
+            "num_blocks": arguments.num_blocks,
+            "tier": [dataclasses.asdict(one) for one in tier],
+            "gateway": [dataclasses.asdict(one) for one in flows],
+            "service": {**dataclasses.asdict(service), "share": service.share},
+            "added_ttft_ms": {**dataclasses.asdict(ttft), "added_ms": ttft.added_ms},
+        }
+        write_json(arguments.json, document)
+
+
+def steps_for(num_seqs: int) -> int:
+    """Steps that are measured: more of shorter ones."""
+    return min(max(_NUM_STEPPED // num_seqs, _FEWEST_STEPS), _MOST_STEPS)
+
+
+if __name__ == "__main__":
+    main()

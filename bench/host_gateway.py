@@ -1,0 +1,195 @@
+"""What the gateway costs: tokens of a source that computes nothing, through its process, to raw gRPC streams."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import grpc.aio
+
+from baton.config import ServeOptions
+from baton.rpc.channel import aio_channel
+from baton.supervisor import Cluster
+from baton.supervisor.plan import PROGRAMS, Programs
+from baton.types import KvSource, Sampling, SequenceSpec
+from baton.v1 import decode_pb2, decode_pb2_grpc, inference_pb2
+from baton.wire import sequence_to_proto
+
+_GENERATE = "/baton.v1.InferenceService/Generate"
+_PROMPT = (17, 18, 19, 20)
+_DEADLINE_S = 300.0
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+SOURCE = (sys.executable, "-m", "bench.token_source")
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What the source tells. step_tokens: of each stream in a step. step_ms: between steps; 0: as fast as they are taken."""
+
+    num_streams: int
+    num_tokens: int
+    step_tokens: int
+    step_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayCosts:
+    """tokens_per_core_s: over the CPU time of all threads of the gateway's process, which others on the machine hardly
+    add to. chunk_tokens: in the mean, as clients get them. chunk_cpu_us: of the gateway, for each chunk. bare_cpu_us: of a server that writes such chunks and
+    does nothing else, in the same run."""
+
+    flow: Flow
+    tokens_per_s: float
+    tokens_per_core_s: float
+    chunk_tokens: float
+    chunk_cpu_us: float
+    bare_cpu_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class AddedTtft:
+    """Milliseconds of one request at a time, in the median: to its first token at the gateway, and at the source itself.
+
+    cpu_ms: of the gateway's process, for a whole request. On a busy machine it is the figure to go by: what is added
+    cannot be less than a part of it, and is more when each wake-up waits for a core.
+    """
+
+    gateway_ms: float
+    source_ms: float
+    cpu_ms: float
+
+    @property
+    def added_ms(self) -> float:
+        return self.gateway_ms - self.source_ms
+
+
+def _options(model: str, flow: Flow) -> ServeOptions:
+    return ServeOptions.model_validate(
+        {
+            "model": model,
+            "engine": "oracle",
+            "oracle_step_ms": flow.step_ms,
+            "num_speculative_tokens": flow.step_tokens,
+            "colocated": True,
+            "num_decode_workers": 1,
+            "max_num_seqs": 2 * flow.num_streams,
+            "port": 0,
+            "log_level": "error",
+        }
+    )
+
+
+@asynccontextmanager
+async def _gateway(model: str, flow: Flow) -> AsyncIterator[tuple[Cluster, grpc.aio.Channel]]:
+    """A gateway before a token source."""
+    programs = Programs(PROGRAMS.prefill, SOURCE, PROGRAMS.gateway)
+    async with (
+        Cluster(_options(model, flow), programs=programs) as cluster,
+        aio_channel(cluster.address) as channel,
+    ):
+        yield cluster, channel
+
+
+async def measure_flow(model: str, flow: Flow) -> GatewayCosts:
+    """All streams at once, from the first request to the last token."""
+    async with _gateway(model, flow) as (cluster, channel):
+        gateway, source = cluster.pid_of("gateway"), cluster.pid_of("decode-0")
+        first, *others = sorted(os.sched_getaffinity(0))
+        if others:
+            _pin(gateway, {first})
+            _pin(source, set(others))
+        num_chunks, seconds, cpu_s = await _run_streams(channel, flow, gateway)
+        if others:
+            _pin(source, {first})
+        async with aio_channel(cluster.address_of("decode-0")) as bare:
+            num_bare, _, bare_cpu_s = await _run_streams(bare, flow, source)
+    num_tokens = flow.num_streams * flow.num_tokens
+    return GatewayCosts(
+        flow=flow,
+        tokens_per_s=num_tokens / seconds,
+        tokens_per_core_s=num_tokens / cpu_s,
+        chunk_tokens=num_tokens / num_chunks,
+        chunk_cpu_us=cpu_s / num_chunks * 1e6,
+        bare_cpu_us=bare_cpu_s / num_bare * 1e6,
+    )
+
+
+async def _run_streams(channel: grpc.aio.Channel, flow: Flow, pid: int) -> tuple[int, float, float]:
+    """All streams at once: chunks, seconds, and seconds of CPU time of the process that serves them."""
+    await _read_stream(channel, flow.step_tokens)
+    cpu_s, begin_s = _cpu_seconds(pid), time.monotonic()
+    streams = [_read_stream(channel, flow.num_tokens) for _ in range(flow.num_streams)]
+    num_chunks = sum(await asyncio.gather(*streams))
+    seconds, cpu_s = time.monotonic() - begin_s, _cpu_seconds(pid) - cpu_s
+    return num_chunks, seconds, max(cpu_s, 1 / _TICKS_PER_S)  # as short as can be told
+
+
+async def measure_added_ttft(model: str, num_requests: int) -> AddedTtft:
+    """By turns at the gateway and at the source, so that what disturbs one disturbs the other."""
+    async with _gateway(model, Flow(1, 1, 1, 0.0)) as (cluster, channel):
+        through: list[float] = []
+        direct: list[float] = []
+        async with aio_channel(cluster.address_of("decode-0")) as source:
+            await _read_stream(channel, 1)
+            pid = cluster.pid_of("gateway")
+            cpu_s = _cpu_seconds(pid)
+            call = decode_pb2_grpc.DecodeServiceStub(source).Decode()
+            for handle in range(1, num_requests + 1):
+                begin_s = time.perf_counter()
+                await call.write(_opening(handle))
+                response = await call.read()
+                if response is grpc.aio.EOF:
+                    raise RuntimeError("the token source ended its stream")
+                direct.append(time.perf_counter() - begin_s)
+                begin_s = time.perf_counter()
+                await _read_stream(channel, 1)
+                through.append(time.perf_counter() - begin_s)
+            call.cancel()
+            cpu_s = _cpu_seconds(pid) - cpu_s
+    return AddedTtft(median(through) * 1e3, median(direct) * 1e3, cpu_s / num_requests * 1e3)
+
+
+def _opening(handle: int) -> decode_pb2.DecodeRequest:
+    spec = SequenceSpec(f"r{handle}", _PROMPT, Sampling(max_tokens=1))
+    opening = decode_pb2.OpenSequence(
+        handle=handle,
+        sequence=sequence_to_proto(spec),
+        source=decode_pb2.KvSource.ValueType(KvSource.HERE),
+    )
+    return decode_pb2.DecodeRequest(open=opening)
+
+
+async def _read_stream(channel: grpc.aio.Channel, num_tokens: int) -> int:
+    """Chunks of one answer. They stay bytes: what the client does with them is not what is measured."""
+    request = inference_pb2.GenerateRequest()
+    request.prompt.token_ids.ids.extend(_PROMPT)
+    request.sampling.max_tokens = num_tokens
+    request.sampling.ignore_eos = True
+    generate: grpc.aio.UnaryStreamMultiCallable[Any, Any] = channel.unary_stream(
+        _GENERATE, request_serializer=inference_pb2.GenerateRequest.SerializeToString
+    )
+    call = generate(request, timeout=_DEADLINE_S)
+    num_chunks = 0
+    while await call.read() is not grpc.aio.EOF:
+        num_chunks += 1
+    return num_chunks
+
+
+def _pin(pid: int, cores: set[int]) -> None:
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), cores)
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Of all threads of a process so far, in user and in kernel mode."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S

@@ -1,0 +1,256 @@
+"""Two tiers against one, where long prompts come in bursts among answers that are being written.
+
+    python -m bench.split [MODEL] [--trace FILE] [--json FILE]
+
+Three clusters of two workers take turns with the same requests: split (one prefill, one decode worker); colocated (both do
+both, with as large chunks of prompts as by default); and colocated-tuned, with chunks of --tuned-tokens, the fair rival.
+Told are the gaps in the steady answers (ITL), the time to the first token of the long prompts, and the highest rate of
+them at which the share --slo-attainment of all requests is inside the SLO. See bench/README.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from baton.client import AsyncClient
+from baton.config import ServeOptions
+from baton.config.load import load_options
+from baton.errors import BatonError
+from baton.supervisor import ChildFailed
+from bench.drive import DriveOptions, drive
+from bench.machine import describe_commit, describe_machine, describe_versions
+from bench.measure import Slo, goodput
+from bench.mixed_load import MixedLoad, MixedSummary, Steady, mixed_load, summarise_mixed
+from bench.plan import LoadOptions, entries_of, runs_of
+from bench.recorded import TraceEntry, TraceError
+from bench.report import write_json
+from bench.targets import cluster_options, started
+
+MODEL_IN_THE_BOX = str(Path(__file__).resolve().parents[1] / "models" / "baton-py-6m")
+
+TUNED = "colocated-tuned"
+
+_WARM_UP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run. rate: long prompts/s."""
+
+    target: str
+    rate: float
+    repetition: int
+    summary: MixedSummary
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One call of the program."""
+
+    steady: Steady
+    long: LoadOptions
+    rates: tuple[float, ...]
+    num_repetitions: int
+    seconds: float
+    slo: Slo
+    wanted: float
+
+
+def clusters_of(model: str, tuned_tokens: int) -> dict[str, ServeOptions]:
+    """The rivals, by name. Drafts are off, so that every piece of an answer is one step. Raises ConfigError."""
+    base: dict[str, object] = {"speculative_method": "none", "max_num_seqs": min(64, tuned_tokens)}
+    clusters = cluster_options(model, base, compares=True)
+    (tuned,) = cluster_options(
+        model, {**base, "colocated": True, "num_decode_workers": 2}, compares=False
+    ).values()
+    told = tuned.model_dump(exclude_unset=True)
+    return {
+        **clusters,
+        TUNED: load_options(ServeOptions, {**told, "max_num_batched_tokens": tuned_tokens}),
+    }
+
+
+async def compare(
+    comparison: Comparison, clusters: Mapping[str, ServeOptions], console: Console
+) -> tuple[Point, ...]:
+    """Every rate on every target, targets taking turns. Raises BatonError, TraceError."""
+    points: list[Point] = []
+    async with started(clusters) as clients:
+        model = await next(iter(clients.values())).model()
+        entries = entries_of(comparison.long, model.max_model_len)
+        runs = runs_of(tuple(clients), comparison.rates, comparison.num_repetitions)
+        for client in clients.values():
+            await _warm_up(client, comparison, entries, model.vocab_size)
+        for run in runs:
+            rate = run.rate or 0.0
+            load = _load(comparison, entries, rate, model.vocab_size)
+            summary = await _measure(clients[run.target], load, comparison.slo)
+            points.append(Point(run.target, rate, run.repetition, summary))
+            console.print(
+                f"{run.target} at {rate:g}/s: ITL p99 {summary.itl_ms.p99:.0f} ms", style="dim"
+            )
+    return tuple(points)
+
+
+def _load(
+    comparison: Comparison, entries: Sequence[TraceEntry], rate: float, vocab_size: int
+) -> MixedLoad:
+    long = comparison.long
+    num_long = max(long.burst_size, round(comparison.seconds * rate))
+    some = [entries[index % len(entries)] for index in range(num_long)]
+    return mixed_load(comparison.steady, some, rate, long.burst_size, vocab_size, long.seed)
+
+
+async def _warm_up(
+    client: AsyncClient, comparison: Comparison, entries: Sequence[TraceEntry], vocab_size: int
+) -> None:
+    """One after the other, and not measured: workers learn what things cost."""
+    load = _load(comparison, entries, comparison.rates[0], vocab_size)
+    for request in (*load.steady[:_WARM_UP], *load.bursts[:_WARM_UP]):
+        await drive(client, (dataclasses.replace(request, due_s=0.0),), _options())
+
+
+async def _measure(client: AsyncClient, load: MixedLoad, slo: Slo) -> MixedSummary:
+    records = await drive(client, (*load.steady, *load.bursts), _options())
+    num_steady = len(load.steady)
+    return summarise_mixed(records[:num_steady], records[num_steady:], slo)
+
+
+def _options() -> DriveOptions:
+    """A salt of its own: a run finds no prefix that an earlier one has cached."""
+    return DriveOptions(cache_salt=secrets.token_hex(8), timeout_s=120.0)
+
+
+def table_of(points: Sequence[Point]) -> Table:
+    """One row per run, latencies in milliseconds: ITL of the steady answers, then TTFT of long prompts and of short ones."""
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    table.add_column("target", no_wrap=True)
+    headings = ("long/s", "ITL p50", "p99", "max", "TTFT p50", "p99", "short", "in SLO", "lost")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for point in points:
+        told = point.summary
+        table.add_row(
+            point.target,
+            f"{point.rate:g}",
+            f"{told.itl_ms.p50:.1f}",
+            f"{told.itl_ms.p99:.1f}",
+            f"{told.itl_ms.max:.0f}",
+            f"{told.burst_ttft_ms.p50:.0f}",
+            f"{told.burst_ttft_ms.p99:.0f}",
+            f"{told.steady_ttft_ms.p99:.0f}",
+            f"{told.attainment:.0%}",
+            str(told.num_failed),
+        )
+    return table
+
+
+def goodputs_of(points: Sequence[Point], wanted: float) -> dict[str, float | None]:
+    """Long prompts/s of each target; see bench.measure.goodput."""
+    return {
+        target: goodput(
+            [(p.rate, p.summary.attainment) for p in points if p.target == target], wanted
+        )
+        for target in dict.fromkeys(point.target for point in points)
+    }
+
+
+def main(
+    model: Annotated[str, typer.Argument(metavar="[MODEL]")] = MODEL_IN_THE_BOX,
+    trace: Annotated[
+        Path | None, typer.Option(help="File of lengths of the long prompts, .csv or .jsonl.")
+    ] = None,
+    input_scale: Annotated[float, typer.Option(help="Factor on the trace's prompts.")] = 1.0,
+    output_scale: Annotated[float, typer.Option(help="Factor on the trace's answers.")] = 0.05,
+    rate: Annotated[
+        list[float] | None, typer.Option(help="Long prompts/s; may be repeated. [default: 1, 2, 4]")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Of bursts, in each run.")] = 10.0,
+    burst_size: Annotated[int, typer.Option(min=1, help="Long prompts that come at once.")] = 4,
+    steady_rate: Annotated[float, typer.Option(help="Short requests/s.")] = 3.0,
+    tuned_tokens: Annotated[
+        int, typer.Option(min=1, help="--max-num-batched-tokens of the tuned rival.")
+    ] = 64,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs of each rate.")] = 1,
+    ttft_slo_ms: Annotated[float, typer.Option(help="Longest time to first token.")] = 1500.0,
+    tpot_slo_ms: Annotated[float, typer.Option(help="Longest mean time per later token.")] = 30.0,
+    slo_attainment: Annotated[float, typer.Option(min=0, max=1)] = 0.9,
+    seed: Annotated[int, typer.Option(help="Chooses lengths, tokens and arrivals.")] = 0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all results.")] = None,
+) -> None:
+    """Measure two tiers beside one, with default chunks and with small ones."""
+    comparison = Comparison(
+        Steady(rate=steady_rate),
+        LoadOptions(
+            num_requests=64,
+            num_input_tokens=1200,
+            num_output_tokens=12,
+            burst_size=burst_size,
+            trace=trace,
+            input_scale=input_scale if trace else 1.0,
+            output_scale=output_scale if trace else 1.0,
+            seed=seed,
+        ),
+        tuple(rate or (1.0, 2.0, 4.0)),
+        repeat,
+        seconds,
+        Slo(ttft_slo_ms, tpot_slo_ms),
+        slo_attainment,
+    )
+    console = Console()
+    try:
+        clusters = clusters_of(model, tuned_tokens)
+        points = asyncio.run(compare(comparison, clusters, Console(stderr=True)))
+    except ChildFailed as error:
+        raise SystemExit("\n".join((*error.last_lines, f"split: {error}"))) from None
+    except (BatonError, TraceError, OSError) as error:
+        raise SystemExit(f"split: {error}") from None
+    console.print(table_of(points))
+    goodputs = goodputs_of(points, slo_attainment)
+    for target, most in goodputs.items():
+        told = f"below {min(comparison.rates):g}" if most is None else f"{most:g}"
+        console.print(f"goodput of {target}: {told} long prompts/s")
+    if json_path:
+        write_json(json_path, _document(comparison, clusters, points, goodputs))
+
+
+def _document(
+    comparison: Comparison,
+    clusters: Mapping[str, ServeOptions],
+    points: Sequence[Point],
+    goodputs: Mapping[str, float | None],
+) -> dict[str, Any]:
+    long = {**dataclasses.asdict(comparison.long), "trace": str(comparison.long.trace or "")}
+    return {
+        "command": ["python", "-m", "bench.split", *sys.argv[1:]],
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "git": describe_commit(),
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "comparison": {**dataclasses.asdict(comparison), "long": long},
+        "targets": {
+            name: options.model_dump(mode="json", exclude_unset=True)
+            for name, options in clusters.items()
+        },
+        "goodput_long_prompts_per_s": dict(goodputs),
+        "points": [dataclasses.asdict(point) for point in points],
+    }
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app.command()(main)
+
+if __name__ == "__main__":
+    app(prog_name="python -m bench.split")

@@ -1,0 +1,170 @@
+"""A decode worker without an engine: each of its sequences gets more tokens in every step, as fast as they are taken.
+
+Run as a child of `bench.host`, in place of decode_svc, with its options: --oracle-step-ms paces the steps, and a sequence
+gets --num-speculative-tokens of them in each. The tokens are those of a text, over and over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+from tokenizers import Tokenizer
+
+from baton.config import DecodeOptions
+from baton.rpc.server import start_server
+from baton.service import OnReady, ReadyReport, main
+from baton.types import BlockCounts, KvLayout, Tier, WorkerIdentity, WorkerInfo, WorkerLoad
+from baton.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    sampling_pb2,
+    worker_pb2_grpc,
+)
+from baton.wire import info_to_proto, load_to_proto
+
+_TEXT = Path(__file__).with_name("README.md")
+_MODEL_LEN = 1 << 20
+_NUM_BLOCKS = 1 << 20
+_REPORT_S = 0.5
+
+
+@dataclass(slots=True)
+class _Sequence:
+    num_told: int
+    num_wanted: int
+
+
+class TokenSource(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerServiceServicer):
+    """text: token ids to tell. step_tokens: of each sequence. step_s: between steps, 0 for none."""
+
+    def __init__(
+        self, info: WorkerInfo, text: Sequence[int], step_tokens: int, step_s: float
+    ) -> None:
+        self._info = info_to_proto(info)
+        self._text = (*text, *text[:step_tokens])
+        self._num_texts = len(text)
+        self._step_tokens = step_tokens
+        self._step_s = step_s
+
+    async def GetWorkerInfo(self, request: Any, context: Any) -> Any:  # noqa: N802, ARG002
+        return self._info
+
+    async def WatchLoad(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802, ARG002
+        while True:
+            load = WorkerLoad(
+                blocks=BlockCounts(_NUM_BLOCKS, 0, 0), local_prefill_threshold=_MODEL_LEN
+            )
+            yield load_to_proto(load, 0)
+            await asyncio.sleep(_REPORT_S)
+
+    async def Decode(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802, ARG002
+        live: dict[int, _Sequence] = {}
+        opened: asyncio.Queue[int] = asyncio.Queue()
+        reader = asyncio.create_task(_read(request_iterator, live, opened))
+        try:
+            while True:
+                news = [] if live and opened.empty() else [await opened.get()]
+                while not opened.empty():
+                    news.append(opened.get_nowait())
+                yield self._step(live, news)
+                # 0 lets others run, too. A pace is what this program is asked for.
+                await asyncio.sleep(self._step_s)
+        finally:
+            reader.cancel()
+
+    def _step(self, live: dict[int, _Sequence], news: Sequence[int]) -> decode_pb2.DecodeResponse:
+        response = decode_pb2.DecodeResponse()
+        for handle in news:
+            event = response.events.add(handle=handle)
+            event.prefill_here.num_cached_tokens = 0
+            event.prefill_here.SetInParent()
+        columns = response.tokens
+        for handle, sequence in list(live.items()):
+            begin = sequence.num_told % self._num_texts
+            count = min(self._step_tokens, sequence.num_wanted - sequence.num_told)
+            columns.handles.append(handle)
+            columns.token_indices.append(sequence.num_told)
+            columns.counts.append(count)
+            columns.token_ids.extend(self._text[begin : begin + count])
+            sequence.num_told += count
+            is_over = sequence.num_told == sequence.num_wanted
+            columns.finish_reasons.append(_LENGTH if is_over else _NONE)
+            if is_over:
+                del live[handle]
+        return response
+
+
+class BareInference(inference_pb2_grpc.InferenceServiceServicer):
+    """The floor under a gateway: chunks like its own, of one text, with nothing but gRPC around them."""
+
+    def __init__(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> None:
+        self._token_ids = tuple(token_ids)
+        self._text: str = tokenizer.decode(list(token_ids))
+
+    async def Generate(self, request: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+        for index in range(0, request.sampling.max_tokens, len(self._token_ids)):
+            chunk = inference_pb2.GenerateResponse(
+                request_id="bare", token_index=index, token_ids=self._token_ids, text=self._text
+            )
+            await context.write(chunk)
+
+
+_NONE = sampling_pb2.FINISH_REASON_UNSPECIFIED
+_LENGTH = sampling_pb2.FINISH_REASON_LENGTH
+
+
+async def _read(requests: Any, live: dict[int, _Sequence], opened: asyncio.Queue[int]) -> None:
+    async for request in requests:
+        if request.HasField("open"):
+            live[request.open.handle] = _Sequence(0, request.open.sequence.sampling.max_tokens)
+            opened.put_nowait(request.open.handle)
+        elif request.HasField("abort"):
+            live.pop(request.abort.handle, None)
+
+
+async def serve_source(options: DecodeOptions, stop: asyncio.Event, on_ready: OnReady) -> None:
+    """Tells tokens of a text to whoever opens a sequence."""
+    tokenizer = Tokenizer.from_file(str(Path(options.model) / "tokenizer.json"))
+    text = tokenizer.encode(_TEXT.read_text(encoding="utf-8")).ids
+    info = WorkerInfo(
+        identity=WorkerIdentity("source", 1),
+        tier=Tier.DECODE,
+        model=options.model,
+        layout=KvLayout("source", 1, 1, 8, "float32", 16),
+        vocab_size=tokenizer.get_vocab_size(),
+        max_model_len=_MODEL_LEN,
+        num_blocks=_NUM_BLOCKS,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=_MODEL_LEN,
+        max_local_prefill_tokens=_MODEL_LEN,
+    )
+    # Nobody asks for Drain and ListBlocks, nor for the other methods of InferenceService.
+    source = TokenSource(  # type: ignore[abstract]
+        info, text, options.num_speculative_tokens, options.oracle_step_ms / 1000
+    )
+
+    bare = BareInference(tokenizer, text[: options.num_speculative_tokens])  # type: ignore[abstract]
+
+    def register(server: grpc.aio.Server) -> Sequence[str]:
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(source, server)
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(source, server)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(bare, server)
+        return ("baton.v1.WorkerService",)
+
+    server = await start_server(f"{options.host}:{options.port}", register)
+    on_ready(ReadyReport(server.address, {}))
+    try:
+        await stop.wait()
+    finally:
+        await server.stop()
+
+
+if __name__ == "__main__":
+    main(DecodeOptions, serve_source, "source")

@@ -1,0 +1,62 @@
+"""The host's bench measures what it says: sequences that decode, blocks that are found, tokens that reach clients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton.events import PrefillsHere, Tokens
+from bench.host import steps_for
+from bench.host_gateway import Flow, measure_added_ttft, measure_flow
+from bench.host_rig import BLOCK_SIZE, HostRig
+from bench.host_tier import measure_tier
+from bench.split import TUNED, clusters_of
+
+MODEL = str(Path(__file__).resolve().parents[2] / "models" / "baton-py-6m")
+
+
+def test_every_sequence_gets_a_token_in_every_step() -> None:
+    rig = HostRig(5, 2 * BLOCK_SIZE, 200)
+    opened = rig.step(rig.opening)
+    assert sum(isinstance(event, PrefillsHere) for event in opened) == 5
+    for _ in range(2 * BLOCK_SIZE):
+        told = rig.step()
+        assert [len(event.samples) for event in told if isinstance(event, Tokens)] == [1] * 5
+    rig.pool.check_integrity()
+
+
+@pytest.mark.parametrize("num_seqs", [1, 7])
+def test_all_costs_are_measured_without_running_out_of_blocks(num_seqs: int) -> None:
+    costs = measure_tier(num_seqs, 34 * num_seqs, 2)
+    assert costs.num_seqs == num_seqs
+    assert costs.step_us > 0
+    assert costs.find_us > 0
+
+
+def test_fewer_steps_are_measured_of_larger_batches() -> None:
+    steps = [steps_for(num_seqs) for num_seqs in (1, 16, 256, 4096, 10**6)]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[-1] > 1
+
+
+async def test_all_tokens_of_a_source_come_through_the_gateway() -> None:
+    costs = await measure_flow(MODEL, Flow(num_streams=2, num_tokens=40, step_tokens=8, step_ms=0))
+    assert 8 <= costs.chunk_tokens <= 40
+    assert costs.tokens_per_s > 0
+
+
+async def test_the_first_token_is_timed_at_the_gateway_and_at_the_source() -> None:
+    ttft = await measure_added_ttft(MODEL, 5)
+    assert ttft.source_ms > 0
+    assert ttft.gateway_ms > 0
+
+
+def test_the_rivals_differ_in_what_is_compared_alone() -> None:
+    split, colocated, tuned = clusters_of(MODEL, 48).values()
+    assert not split.colocated
+    assert colocated.colocated
+    workers = split.num_prefill_workers + split.num_decode_workers
+    assert colocated.num_decode_workers == tuned.num_decode_workers == workers
+    assert tuned == colocated.model_copy(update={"max_num_batched_tokens": 48})
+    assert list(clusters_of(MODEL, 48))[-1] == TUNED

@@ -1,0 +1,58 @@
+"""--kv-secret-file of whole systems."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton.client import BatonError, SamplingParams
+from baton.engine.oracle import oracle_tokens
+from baton.errors import ConfigError
+from baton.types import Sampling
+from tests.support.live_tiers import decode_worker, live_system, prefill_worker
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]
+
+
+def secret_file(folder: Path, name: str) -> str:
+    path = folder / name
+    path.write_text(f"{name}-0123456789abcdef\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_tiers_that_share_a_secret_serve(tmp_path: Path, transport: str) -> None:
+    common = {"kv_secret_file": secret_file(tmp_path, "one"), "kv_transport": transport}
+    decode = {"max_local_prefill_tokens": 0}
+    async with live_system(worker_options=common, decode_options=decode) as system:
+        done = await system.client.generate(PROMPT, PARAMS)
+        assert done.token_ids == tuple(oracle_tokens(PROMPT, Sampling(max_tokens=6), 1000))
+        await system.until_quiet()
+
+
+async def test_tiers_of_different_secrets_serve_nothing_that_has_to_be_handed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The decode worker, which cannot be told, waits until its ticket's lease is over: here a second."""
+    async with live_system(
+        worker_options={"kv_secret_file": secret_file(tmp_path, "one")},
+        decode_options={
+            "kv_secret_file": secret_file(tmp_path, "two"),
+            "max_local_prefill_tokens": 0,
+            "ticket_lease_s": 1.0,
+        },
+    ) as system:
+        with pytest.raises(BatonError):
+            await system.client.generate(PROMPT, PARAMS)
+        await system.until_quiet()
+    assert "no KV to d0: peer d0: kv_secret" in caplog.text
+
+
+@pytest.mark.parametrize("worker", [prefill_worker, decode_worker])
+async def test_a_file_that_is_not_there_stops_the_worker(tmp_path: Path, worker: object) -> None:
+    assert callable(worker)
+    with pytest.raises(ConfigError, match="kv_secret_file"):
+        async with worker(kv_secret_file=str(tmp_path / "none")):
+            pass

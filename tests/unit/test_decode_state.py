@@ -1,0 +1,33 @@
+"""Places in the batch are those of the members, whatever came, took another one's place, or left."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.cache.pool import BlockPool
+from baton.types import Sampling, SequenceSpec
+from bench.host_rig import BLOCK_SIZE, StubEngine
+from decode_svc.sequence import DecodeSequence, Stage
+from decode_svc.state import DecodeState, width
+from decode_svc.swap_space import SwapSpace
+
+#: (handle, choices of the sequence that comes; 0: whoever has the handle leaves).
+EVENTS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=20)
+
+
+@given(EVENTS)
+def test_places_are_the_members_widths(events: list[tuple[int, int]]) -> None:
+    engine = StubEngine(num_blocks=64)
+    pool = BlockPool(64, BLOCK_SIZE, secret=bytes(32))
+    state = DecodeState(engine.spec, pool, SwapSpace(engine.kv, 0))
+    for handle, num_choices in events:
+        before = state.find(0, handle)
+        if num_choices:
+            spec = SequenceSpec("r", (1, 2, 3), Sampling(), num_choices=num_choices)
+            lease = pool.lease(b"", spec.token_ids, 4)
+            assert lease is not None
+            state.put(DecodeSequence(0, handle, spec, lease, Stage.RUNNING, 0))
+        elif before is not None:
+            state.forget(before)
+        assert state.num_places == sum(width(member.spec) for member in state)
