@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from baton.cache.ledger import ListBlocks, num_orphan_blocks
 from baton.cache.pool import BlockCopy, BlockPool
 from baton.engine.guard import SliceOutcome, forward_guarded
-from baton.engine.interface import Batch, Engine, SequenceSlice
+from baton.engine.interface import Batch, Engine
 from baton.engine.loop import Step
 from baton.errors import BatonError
 from baton.grammar import Matchers, with_grammar_ready
@@ -193,7 +193,7 @@ class DecodeCore:
             return False
         drafts, more_copies = self._drafting.start(grants)
         self._copy(copies + more_copies)
-        parts = [_slices(member, num_new, drafts) for member, num_new in grants]
+        parts = [member.slices(num_new, drafts.get(member.key, ())) for member, num_new in grants]
         batch = Batch(tuple(part for own in parts for part in own))
         begin_s = self._clock()
         outcomes = iter(forward_guarded(self._engine, batch, lambda _first, _count: self._beat()))
@@ -253,10 +253,3 @@ class DecodeCore:
             num_swaps=self._state.swap.num_swaps,
             local_prefill_threshold=self._admission.local_prefill_threshold,
         )
-
-
-def _slices(member: Member, num_new: int, drafts: Drafts) -> tuple[SequenceSlice, ...]:
-    own = drafts.get(member.key, ())
-    if own and isinstance(member, DecodeSequence):
-        return (member.next_slice(num_new, own),)
-    return member.slices(num_new)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from baton.cache.pool import BlockLease
 from baton.errors import HandoffFailed, InvalidRequest
 from baton.events import HandedOff, HandOffFailed, Paused, Preempted
 from decode_svc.beam_group import BeamGroup
@@ -68,8 +69,7 @@ class Moves:
         sequence.stage = Stage.MOVING
         self._moving[key] = sequence
         num_layers = self._state.spec.layout.num_layers
-        self._sender.send(key, tuple(sequence.lease.block_ids), 0, num_tokens, 0, num_layers)
-        self._sender.commit(key, num_tokens, (), self._clock())
+        _send_whole(self._sender, key, sequence.lease, num_tokens, num_layers, self._clock())
 
     def abandon(self, sequence: Member) -> None:
         """Nobody wants a moving sequence any more: its blocks wait for the sender's last word."""
@@ -110,8 +110,7 @@ class Lending:
             return  # the borrower's own ticket ends its wait
         state.loans[key] = lease = sequence.lease.fork(num_tokens)
         num_layers = state.spec.layout.num_layers
-        self._sender.send(key, tuple(lease.block_ids), 0, num_tokens, 0, num_layers)
-        self._sender.commit(key, num_tokens, (), self._clock())
+        _send_whole(self._sender, key, lease, num_tokens, num_layers, self._clock())
 
     def finish(self, done: SendDone) -> None:
         """The sender has had its last word."""
@@ -175,3 +174,11 @@ class Preemption:
         sequence.lease = lease
         sequence.stage = Stage.RUNNING
         return True
+
+
+def _send_whole(
+    sender: KvSender, key: str, lease: BlockLease, num_tokens: int, num_layers: int, now_s: float
+) -> None:
+    """Send all there is of a handoff that has begun. The receiver knows the tokens: none comes with the commit."""
+    sender.send(key, tuple(lease.block_ids), 0, num_tokens, 0, num_layers)
+    sender.commit(key, num_tokens, (), now_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from baton.engine.guard import SliceOutcome
-from baton.engine.rows import scored_rows, wants_prompt_logprobs
+from baton.engine.rows import num_scored_rows, wants_prompt_logprobs
 from baton.errors import BatonError
 from baton.events import PromptScored, Tokens
 from baton.types import FinishReason, Sample, finish_reason
@@ -33,7 +33,7 @@ class Output:
             self._state.fail(sequence, outcome)
             return
         spec = sequence.spec
-        num_scored = len(scored_rows(spec, sequence.num_computed_tokens, num_new))
+        num_scored = num_scored_rows(spec, sequence.num_computed_tokens, num_new)
         scored, drawn = outcome[:num_scored], outcome[num_scored:]
         sequence.prompt_logprobs += [s.logprobs for s in scored if s.logprobs]
         sequence.num_computed_tokens += num_new

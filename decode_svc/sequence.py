@@ -117,11 +117,8 @@ class DecodeSequence:
         """Those up to the first one that the grammar does not allow, or that ends the output."""
         return drafts[: len(self._masks(drafts)) - 1]
 
-    def slices(self, num_new: int) -> tuple[SequenceSlice]:
-        return (self.next_slice(num_new),)
-
-    def next_slice(self, num_new: int, drafts: Sequence[int] = ()) -> SequenceSlice:
-        """The next `num_new` tokens, sampled from if they are the last ones known; then after each of `drafts`, too.
+    def slices(self, num_new: int, drafts: Sequence[int]) -> tuple[SequenceSlice]:
+        """One: the next `num_new` tokens, sampled from if they are the last ones known; then after each of `drafts`, too.
 
         All of `drafts` are allowed, and what may come next has been found.
         """
@@ -130,7 +127,7 @@ class DecodeSequence:
         is_whole = start + num_new == len(self.token_ids)
         masks = self._masks(drafts)
         firsts = first_rows(self.spec, num_new - 1, self.token_ids, masks[0]) if is_whole else ()
-        return SequenceSlice(
+        part = SequenceSlice(
             token_ids=(*known, *drafts),
             start=start,
             block_table=self.lease.block_ids,
@@ -141,6 +138,7 @@ class DecodeSequence:
             ),
             num_prompt_tokens=len(self.spec.prompt_token_ids),
         )
+        return (part,)
 
     def _masks(self, drafts: Sequence[int]) -> Sequence[bytes | None]:
         """SampleRow.allowed after the last token known, and after each draft that is allowed."""

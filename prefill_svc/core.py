@@ -17,7 +17,7 @@ from baton.engine.admission import refusal
 from baton.engine.guard import SliceOutcome, forward_guarded
 from baton.engine.interface import Batch, Engine, SequenceSlice
 from baton.engine.loop import Step
-from baton.engine.rows import scored_rows, wants_prompt_logprobs
+from baton.engine.rows import num_scored_rows, wants_prompt_logprobs
 from baton.errors import BatonError, Cancelled, Draining, EngineFault
 from baton.grammar import Matchers, with_grammar_ready
 from baton.types import FinishReason, Sample, SequenceSpec, finish_reason
@@ -242,7 +242,7 @@ class PrefillCore:
         job.num_computed_tokens += num_new
         if job.lease:
             job.lease.index(job.spec.token_ids, job.num_computed_tokens)
-        num_scored = len(scored_rows(job.spec, start, num_new))
+        num_scored = num_scored_rows(job.spec, start, num_new)
         job.prompt_logprobs += [s.logprobs for s in outcome[:num_scored] if s.logprobs]
         if job.num_missing_tokens:
             self._send(job, start, num_new, 0, self._engine.spec.layout.num_layers)

@@ -13,12 +13,21 @@ def wants_prompt_logprobs(spec: SequenceSpec) -> bool:
     return spec.sampling.prompt_logprobs >= 0 and not spec.output_token_ids
 
 
+def num_scored_rows(spec: SequenceSpec, start: int, num_new: int) -> int:
+    """Rows that scored_rows gives for the same chunk."""
+    return len(_scored_positions(spec, start, num_new))
+
+
+def _scored_positions(spec: SequenceSpec, start: int, num_new: int) -> range:
+    """Positions of a chunk that tell of the prompt's next token."""
+    if not wants_prompt_logprobs(spec):
+        return range(0)
+    return range(start, min(start + num_new, len(spec.prompt_token_ids) - 1))
+
+
 def scored_rows(spec: SequenceSpec, start: int, num_new: int) -> tuple[SampleRow, ...]:
     """Rows that score the prompt's tokens after those of a chunk [start, start + num_new); none if nobody asked."""
-    if not wants_prompt_logprobs(spec):
-        return ()
     prompt = spec.prompt_token_ids
-    end = min(start + num_new, len(prompt) - 1)
     return tuple(
         SampleRow(
             offset=position - start,
@@ -27,7 +36,7 @@ def scored_rows(spec: SequenceSpec, start: int, num_new: int) -> tuple[SampleRow
             num_prompt_tokens=len(prompt),
             scored_token_id=prompt[position + 1],
         )
-        for position in range(start, end)
+        for position in _scored_positions(spec, start, num_new)
     )
 
 

@@ -109,6 +109,8 @@ class Matcher:
         output, since nothing follows it; or that leads to where the grammar costs too much.
         """
         masks = [self.allowed()]
+        if not drafts:
+            return tuple(masks)
         scout = self.fork()  # what costs too much spoils a matcher for good
         for token_id in drafts:
             if token_id in self._ends or not scout.allows(token_id):

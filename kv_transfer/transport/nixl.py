@@ -42,7 +42,7 @@ from kv_transfer.frame import (
 )
 from kv_transfer.receiver import Receiver
 from kv_transfer.transport.base import Staged, TransportError
-from kv_transfer.transport.stream_connection import StreamConnection
+from kv_transfer.transport.slotted_connection import SlottedConnection
 from kv_transfer.transport.stream_listener import ServerStream, StreamListener
 from kv_transfer.transport.tcp import bind, dial, tune
 
@@ -128,7 +128,7 @@ class Quarantine:
                 self._kept.popleft()
 
 
-class NixlConnection(StreamConnection):
+class NixlConnection(SlottedConnection):
     """Packs into registered memory of its own, one slot for each of the receiver's, and writes from there."""
 
     def __init__(
@@ -141,8 +141,10 @@ class NixlConnection(StreamConnection):
         self._area: _Area | None = None
         self._remote = kv_pb2.KvRemoteMemory()
         self._peer: Any = None
-        self._free: list[int] = []
-        self._in_flight: set[int] = set()
+
+    @property
+    def memory(self) -> _Area | None:
+        return self._area
 
     def open_staging(self, accept: kv_pb2.KvAccept) -> None:
         if self._area or not accept.remote_memory.agent:
@@ -153,28 +155,7 @@ class NixlConnection(StreamConnection):
             self._peer = self._area.agent.add_remote_agent(self._remote.agent)
         except self._area.errors as error:
             raise TransportError(f"the receiver's memory cannot be used: {error}") from error
-        self._free = list(range(accept.num_credits))
-
-    def stage(self, num_bytes: int) -> Staged | None:
-        if not self._free or not self._area:
-            return None
-        slot = self._free.pop()
-        self._in_flight.add(slot)
-        return Staged(slot, self._area.slot(slot, num_bytes))
-
-    def unstage(self, staged: Staged) -> None:
-        self.take_back([staged.slot])
-
-    def take_back(self, slots: list[int]) -> None:
-        for slot in slots:
-            if slot not in self._in_flight:
-                raise FrameError(f"the receiver gives back slot {slot}, which is not in use")
-            self._in_flight.remove(slot)
-            self._free.append(slot)
-
-    def payload_of(self, staged: Staged | None) -> tuple[memoryview, ...]:
-        del staged
-        return ()
+        self.open_slots(accept.num_credits)
 
     def send(self, frame: Frame, staged: Staged | None = None, *, more: bool = False) -> None:
         if staged is None or self._area is None:

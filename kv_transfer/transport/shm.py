@@ -22,8 +22,8 @@ from baton.v1 import kv_pb2
 from kv_transfer.endpoint import Endpoint, TransportKind, local_host_id
 from kv_transfer.frame import Frame, FrameBuffer, FrameError, Preamble, encode
 from kv_transfer.receiver import Receiver
-from kv_transfer.transport.base import Staged, TransportError
-from kv_transfer.transport.stream_connection import StreamConnection
+from kv_transfer.transport.base import TransportError
+from kv_transfer.transport.slotted_connection import SlottedConnection
 from kv_transfer.transport.stream_listener import ServerStream, StreamListener
 
 _FD = struct.Struct("@i")
@@ -109,15 +109,17 @@ def _stride(slot_bytes: int) -> int:
     return -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-class ShmConnection(StreamConnection):
+class ShmConnection(SlottedConnection):
     """Packs straight into the receiver's slots."""
 
     def __init__(self, sock: socket.socket, send_timeout_s: float) -> None:
         super().__init__(sock, send_timeout_s)
         self._fd = -1
         self._segment: _Segment | None = None
-        self._free: list[int] = []
-        self._in_flight: set[int] = set()
+
+    @property
+    def memory(self) -> _Segment | None:
+        return self._segment
 
     def read(self, num_bytes: int) -> bytes:
         # Not socket.recv_fds: in Python 3.11 it drops the flags given to it, and would wait.
@@ -148,28 +150,7 @@ class ShmConnection(StreamConnection):
             self._segment = _Segment(self._fd, accept.num_credits, accept.max_chunk_bytes)
         except (OSError, ValueError) as error:
             raise TransportError(f"the receiver's shared memory cannot be used: {error}") from error
-        self._free = list(range(accept.num_credits))
-
-    def stage(self, num_bytes: int) -> Staged | None:
-        if not self._free or not self._segment:
-            return None
-        slot = self._free.pop()
-        self._in_flight.add(slot)
-        return Staged(slot, self._segment.slot(slot, num_bytes))
-
-    def unstage(self, staged: Staged) -> None:
-        self.take_back([staged.slot])
-
-    def take_back(self, slots: list[int]) -> None:
-        for slot in slots:
-            if slot not in self._in_flight:
-                raise FrameError(f"the receiver gives back slot {slot}, which is not in use")
-            self._in_flight.remove(slot)
-            self._free.append(slot)
-
-    def payload_of(self, staged: Staged | None) -> tuple[memoryview, ...]:
-        del staged
-        return ()
+        self.open_slots(accept.num_credits)
 
     def close(self) -> None:
         super().close()
