@@ -7,11 +7,16 @@ from dataclasses import dataclass, field
 from baton.cache.pool import BlockPool
 from baton.engine.interface import Batch, LayersDone
 from baton.engine.oracle import OracleEngine, OracleOptions
-from baton.errors import EngineFault
+from baton.errors import Cancelled, EngineFault
 from baton.types import Sample, Sampling, SequenceSpec
+from kv_transfer.coverage import KvRange
+from kv_transfer.kv_ticket import KvTicket
+from kv_transfer.sender import SendDone
+from kv_transfer.ticket import TicketTable
 from kv_transfer.transport.loopback import LoopbackHub
 from prefill_svc.borrowing import BorrowCosts
 from prefill_svc.commands import (
+    Abort,
     Prefilled,
     PrefillFailed,
     Submit,
@@ -21,7 +26,7 @@ from prefill_svc.core import (
     PrefillDevices,
     PrefillLimits,
 )
-from tests.support.sim_tiers import SimPrefill, sim_matchers
+from tests.support.sim_tiers import EagerBorrower, SimPrefill, sim_matchers
 
 NUM_LAYERS = 4
 
@@ -34,6 +39,7 @@ class RecordingSender:
     committed: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     begun: tuple[str, bytes] = ("", b"")
+    borrowed: list[bytes] = field(default_factory=list)
 
     def begin(self, key: str, ticket: bytes) -> None:
         self.begun = (key, ticket)
@@ -52,7 +58,8 @@ class RecordingSender:
             self.sent += [(key, token, first_layer + i) for i in range(num_layers)]
 
     def borrow(self, key: str, lend_to: bytes) -> None:
-        raise AssertionError(f"{key} has nothing to borrow for {lend_to!r}")
+        del key
+        self.borrowed.append(lend_to)
 
     def commit(
         self, key: str, num_tokens: int, firsts: tuple[Sample, ...], prefill_end: float
@@ -84,10 +91,18 @@ def spec_of(name: str, num_tokens: int, last: int = 7) -> SequenceSpec:
     return SequenceSpec(name, (*range(num_tokens - 1), last), Sampling(max_tokens=9))
 
 
-def core_of(engine: OracleEngine, sender: RecordingSender, budget: int) -> PrefillCore:
-    pool = BlockPool(64, 4, secret=bytes(32))
-    tickets = SimPrefill(LoopbackHub(), lambda: 0.0).tickets
-    costs = BorrowCosts(token_bytes=128)
+def core_of(
+    engine: OracleEngine,
+    sender: RecordingSender,
+    budget: int,
+    *,
+    pool: BlockPool | None = None,
+    tickets: TicketTable | None = None,
+    costs: BorrowCosts | None = None,
+) -> PrefillCore:
+    pool = pool or BlockPool(64, 4, secret=bytes(32))
+    tickets = tickets or SimPrefill(LoopbackHub(), lambda: 0.0).tickets
+    costs = costs or BorrowCosts(token_bytes=128)
     devices = PrefillDevices(engine, pool, sender, tickets, costs, sim_matchers(), lambda: 0.0)
     return PrefillCore(devices, PrefillLimits(8, budget))
 
@@ -120,3 +135,28 @@ def test_chunks_are_sent_as_they_are_computed() -> None:
         commands = []
         sent_after_step.append(len(sender.sent) // NUM_LAYERS)
     assert sent_after_step == [4, 8, 10]
+
+
+def test_blocks_that_a_lender_may_still_write_stay_leased_after_the_sender_had_its_last_word() -> (
+    None
+):
+    sender, pool = RecordingSender(), BlockPool(64, 4, secret=bytes(32))
+    lender = SimPrefill(LoopbackHub(), lambda: 0.0)
+    engine = OracleEngine(OracleOptions(num_blocks=64, block_size=4))
+    core = core_of(
+        engine, sender, 64, pool=pool, tickets=lender.tickets, costs=EagerBorrower(min_tokens=1)
+    )
+    core.step([Submit("a", spec_of("a", 10), b"t", 8)])
+    ticket = lender.tickets.begin(sender.borrowed[0], connection=1)
+    assert isinstance(ticket, KvTicket)
+    piece = KvRange(0, 8, 0, NUM_LAYERS)
+    assert isinstance(lender.tickets.pin(ticket.ticket_id, ticket.epoch, 1, piece), tuple)
+
+    core.step([Abort("a")])
+    core.step([SendDone("a", Cancelled("given up"), 0)])
+    assert pool.counts().leased == 3
+    assert not lender.inbox
+
+    lender.tickets.unpin(ticket.ticket_id, checksum=0, num_bytes=0)
+    core.step(lender.inbox)
+    assert pool.counts().leased == 0

@@ -215,6 +215,9 @@ class SimClient:
 
     def take_firsts(self, first: int, members: list[int], event: prefill.Prefilled) -> None:
         self.num_borrowed += event.num_borrowed_tokens
+        num_known = event.num_cached_tokens + event.num_borrowed_tokens
+        num_computed = sum(chunk.num_tokens for chunk in event.chunks)
+        assert num_known + num_computed == self.live[members[0]].spec.num_tokens
         if event.prompt_logprobs:
             request_id = self.live[members[0]].spec.request_id
             self.prompt_logprobs[request_id] = len(event.prompt_logprobs)
