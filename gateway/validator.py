@@ -5,6 +5,7 @@ All violations of a request come in one error, each with the field's path, its v
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import FieldViolation, InvalidRequest, ModelNotFound
@@ -95,12 +96,13 @@ def check_detokenize(request: inference_pb2.DetokenizeRequest, facts: ModelFacts
 def resolve(
     request: inference_pb2.GenerateRequest, tokenized: Tokenized, facts: ModelFacts, ids: Ids
 ) -> tuple[SequenceSpec, TextOptions]:
-    """What a checked request, now tokenized, means. Raises InvalidRequest if its lengths or words do not fit."""
+    """What a checked request, now tokenized, means. Raises InvalidRequest if its tokens, lengths or words do not fit."""
     params = request.sampling
     num_prompt_tokens = len(tokenized.prompt_token_ids)
     if not num_prompt_tokens:
         raise InvalidRequest.of(FieldViolation("prompt", "no token comes of it; give some text"))
     violations = [
+        *_foreign_token_violations(tokenized.prompt_token_ids, facts),
         *_length_violations(num_prompt_tokens, params, facts),
         *bad_word_violations(params, tokenized.bad_words, facts),
     ]
@@ -145,6 +147,17 @@ def _prompt_violations(prompt: inference_pb2.Prompt, facts: ModelFacts) -> Viola
             yield from _chat_violations(prompt.chat, facts)
         case _:
             yield FieldViolation("prompt", "unset; give one of text, token_ids or chat")
+
+
+def _foreign_token_violations(token_ids: Sequence[int], facts: ModelFacts) -> Violations:
+    """Tokens that the tokenizer has and the model has not: added ones, if the model was not resized for them."""
+    foreign = [token_id for token_id in token_ids if token_id >= facts.vocab_size]
+    if foreign:
+        yield FieldViolation(
+            "prompt",
+            f"{len(foreign)} of its tokens, {foreign[0]} the first, are beyond the model's "
+            f"vocabulary of {facts.vocab_size}; leave out the special tokens of other models",
+        )
 
 
 def _chat_violations(chat: inference_pb2.ChatPrompt, facts: ModelFacts) -> Violations:

@@ -363,3 +363,12 @@ def test_tokenize_and_detokenize_are_checked_by_the_same_rules() -> None:
         check_detokenize(inference_pb2.DetokenizeRequest(token_ids=[1, 100]), FACTS)
     check_tokenize(inference_pb2.TokenizeRequest(prompt=Prompt(text="x")), FACTS)
     check_detokenize(inference_pb2.DetokenizeRequest(token_ids=[1, 99]), FACTS)
+
+
+def test_tokens_that_only_the_tokenizer_knows_are_refused() -> None:
+    text = request(Prompt(text="hello"), max_tokens=4)
+    spec, _ = resolve(text, Tokenized((1, FACTS.vocab_size - 1)), FACTS, IDS)
+    assert spec.num_tokens == 2
+    with pytest.raises(InvalidRequest, match=f"{FACTS.vocab_size + 3} the first") as caught:
+        resolve(text, Tokenized((1, FACTS.vocab_size + 3, 2)), FACTS, IDS)
+    assert [v.field for v in caught.value.violations] == ["prompt"]
