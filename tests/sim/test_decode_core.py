@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from baton.events import Deferred, Offered, PrefillsHere
-from baton.types import KvSource, Sampling, SequenceSpec
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from baton.events import Deferred, Failed, Offered, PrefillsHere
+from baton.types import BeamParams, KvSource, Sampling, SequenceSpec
 from decode_svc.commands import Abort, Open
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode, SimShape
@@ -40,5 +45,48 @@ def test_a_new_sequence_waits_while_the_running_ones_need_the_blocks_that_are_le
     assert isinstance(answers[0], Deferred)
     decoder.submit(Abort(0, 1))
     decoder.submit(Open(0, 4, SequenceSpec("d", (9,), Sampling()), KvSource.HERE))
+    answers = [e.event for e in decoder.step().events if e.handle == 4]
+    assert isinstance(answers[0], PrefillsHere)
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        (replace(spec_of("wide", 3), num_choices=5), "5 choices"),
+        (
+            SequenceSpec("beams", (1, 2, 3), Sampling(max_tokens=50, beam=BeamParams(width=4))),
+            "lower max_tokens or the width",
+        ),
+    ],
+    ids=["choices", "beams"],
+)
+def test_what_could_never_run_here_is_refused_and_not_put_off(
+    spec: SequenceSpec, told: str
+) -> None:
+    decoder = worker(num_blocks=40, max_num_seqs=4)
+    decoder.submit(Open(0, 1, spec, KvSource.HERE))
+    (answer,) = [e.event for e in decoder.step().events]
+    assert isinstance(answer, Failed)
+    assert answer.reason == "INVALID_REQUEST"
+    assert not answer.is_retriable
+    assert told in answer.message
+
+
+def test_nobody_comes_in_before_those_that_were_swapped_out() -> None:
+    seconds = itertools.count()  # each look at the clock is one later: computing anew is dear
+    shape = SimShape(num_blocks=12, swap_bytes=50_000)
+    decoder = SimDecode(LoopbackHub(), lambda: float(next(seconds)), shape)
+    for handle in (1, 2):
+        spec = SequenceSpec(f"r{handle}", (handle,) * 15, Sampling(max_tokens=50))
+        decoder.submit(Open(0, handle, spec, KvSource.HERE))
+    while decoder.swap.is_empty:
+        assert not decoder.step().is_idle
+    small = SequenceSpec("c", (9,), Sampling())
+    decoder.submit(Open(0, 3, small, KvSource.HERE))
+    (answer,) = [e.event for e in decoder.step().events if e.handle == 3]
+    assert isinstance(answer, Deferred)
+    assert "swapped out" in answer.reason
+    decoder.submit(Abort(0, 2))
+    decoder.submit(Open(0, 4, small, KvSource.HERE))
     answers = [e.event for e in decoder.step().events if e.handle == 4]
     assert isinstance(answers[0], PrefillsHere)
