@@ -12,10 +12,13 @@ PROTOCOL_VERSION = 1
 
 #: Bytes of one element, by the names that KvLayout.dtype may take.
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
-    {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
+    {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1, "int64": 8}
 )
+#: Elements of these are told as multiples of a float32 scale. fp8 is e4m3 without infinities.
+SCALED_DTYPES = frozenset({"int8", "fp8"})
+SCALE_BYTES = 4
 #: KV of one of these can be handed to a worker that keeps another.
-CONVERTIBLE_DTYPES = frozenset({"float32", "bfloat16", "float16"})
+CONVERTIBLE_DTYPES = frozenset({"float32", "bfloat16", "float16"}) | SCALED_DTYPES
 
 #: Sort key of service order, total over the sequences of a gateway: see SequenceSpec.rank.
 Rank = tuple[int, int, str, int]
@@ -169,7 +172,9 @@ class SequenceSpec:
 class KvLayout:
     """Shape, numerics and identity of a worker's KV pool.
 
-    A pool is one tensor [blocks, num_layers, 2, num_kv_heads, block_size, head_dim] of `dtype`.
+    A pool is one tensor [blocks, num_layers, 2, num_kv_heads, block_size, head_dim] of `dtype`. If that is one of SCALED_DTYPES,
+    each row of head_dim elements has a scale, and a block's scales [block_size] of a layer, kind and head lie behind its rows: a
+    block is still one piece of memory, and so are its layers and its heads within a layer.
     `fingerprint` digests the weights and every setting that changes what KV means; block size is not among them.
     """
 
@@ -188,7 +193,8 @@ class KvLayout:
     @property
     def token_layer_bytes(self) -> int:
         """Bytes of KV of one token in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        scale_bytes = SCALE_BYTES if self.dtype in SCALED_DTYPES else 0
+        return 2 * self.num_kv_heads * (self.head_dim * DTYPE_BYTES[self.dtype] + scale_bytes)
 
     @property
     def block_bytes(self) -> int:

@@ -41,7 +41,8 @@ class ChunkCodec:
         self._pool = pool
         self._block_size = layout.block_size
         # KV of the wire's own type goes straight between blocks and payload.
-        self._transcoder = None if layout.dtype == wire.dtype else Transcoder(layout.dtype, wire)
+        is_plain = wire.is_that_of(layout.dtype)
+        self._transcoder = None if is_plain else Transcoder(layout.dtype, wire)
         self._token_layer_bytes = layout.token_layer_bytes
         self._scratch = memoryview(b"")
 

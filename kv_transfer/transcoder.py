@@ -1,20 +1,22 @@
-"""From a pool's element type into a wire format, and back, run by run; see WireFormat.
+"""From a pool's element type into a wire format, and back, run by run; see WireFormat and KvLayout.
 
-A scale is the largest size among a head's elements of a run, over the largest size of the type: 127 (int8) or 448 (fp8). So
+A scale is the largest size among the elements that it is of, over the largest size of the type: 127 (int8) or 448 (fp8). So
 an element is off by half a step: of int8 by 1/254 of the largest at most, of fp8 by 1/16 of itself, or by 1/458,752 of
-the largest where it is tiny. What is not finite makes all of its head's elements of the run NaN: it cannot pass for KV.
+the largest where it is tiny. What is not finite makes all elements of its scale NaN: it cannot pass for KV.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.types import SCALE_BYTES, SCALED_DTYPES
 from kv_transfer.elements import BITS, FP8_MAX, Floats, fp8_of, from_fp8, narrow, widen
-from kv_transfer.wire_format import SCALE_BYTES, SCALED_DTYPES, WireFormat
+from kv_transfer.wire_format import WireFormat
 
 _INT8_MAX = 127.0
 #: Below this no scale is told apart from zero: its inverse would overflow.
@@ -24,8 +26,60 @@ _SCALE = np.dtype("<f4")
 _GROUP_ELEMENTS = 1 << 16
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run's bytes, seen without a copy.
+
+    elements: [layers, 2, kv_heads, tokens, head_dim], of int8 for both types that have scales.
+    scales: [layers, 2, kv_heads, tokens or 1, 1], or none.
+    """
+
+    dtype: str
+    elements: NDArray[Any]
+    scales: Floats | None
+
+    def read(self, layers: slice, values: Floats) -> None:
+        """Write the values of some layers into `values`."""
+        elements = self.elements[layers]
+        if self.scales is None:
+            widen(elements, self.dtype, values)
+            return
+        if self.dtype == "fp8":
+            from_fp8(elements.view(np.uint8), values)
+        else:
+            values[...] = elements
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.multiply(values, self.scales[layers], out=values)
+
+    def write(self, layers: slice, values: Floats, work: Floats) -> None:
+        """Write the nearest elements of `values` into some layers. `values` and `work`, as large, are overwritten."""
+        elements = self.elements[layers]
+        if self.scales is None:
+            narrow(values, self.dtype, elements, work)
+            return
+        self._scale(values, self.scales[layers])
+        if self.dtype == "fp8":
+            fp8_of(values, elements.view(np.uint8), work)
+        else:
+            np.copyto(elements, np.rint(values, out=values), casting="unsafe")
+
+    def _scale(self, values: Floats, scales: Floats) -> None:
+        """Choose `scales`, and have `values` told in them; those whose scale is not finite are zero."""
+        most = np.float32(FP8_MAX if self.dtype == "fp8" else _INT8_MAX)
+        axes = (3, 4) if scales.shape[3] == 1 else (4,)
+        peaks = np.maximum(
+            values.max(axis=axes, keepdims=True), -values.min(axis=axes, keepdims=True)
+        )
+        np.divide(np.maximum(peaks, _LEAST_PEAK), most, out=scales)
+        is_lost = ~np.isfinite(scales)
+        if is_lost.any():
+            scales[is_lost] = np.nan
+            np.copyto(values, 0, where=is_lost)
+        values *= np.divide(1, scales, out=np.zeros_like(scales), where=~is_lost)
+
+
 class Transcoder:
-    """Between runs of elements of `dtype` and of the wire. Used by one thread at a time."""
+    """Between runs as they lie in a pool of `dtype` and on the wire. Used by one thread at a time."""
 
     def __init__(self, dtype: str, wire: WireFormat) -> None:
         self._dtype = dtype
@@ -33,55 +87,21 @@ class Transcoder:
         self._memory = np.empty((2, 0), np.float32)
 
     def encode(self, run: memoryview, num_tokens: int, num_layers: int, out: memoryview) -> None:
-        """Write a run [num_layers, 2, kv_heads, num_tokens, head_dim] of `dtype` into `out`, which has its size on the wire."""
-        shape = self._shape(num_tokens, num_layers)
-        source = np.frombuffer(run, BITS[self._dtype]).reshape(shape)
-        scales, target = self._split(out, shape)
-        for layers, values, work in self._groups(shape):
-            widen(source[layers], self._dtype, values)
-            if scales is None:
-                narrow(values, self._wire.dtype, target[layers], work)
-            else:
-                self._scale(values, scales[layers])
-                self._round(values, target[layers], work)
+        """Write a run [num_layers, 2, kv_heads, num_tokens, head_dim] of the pool into `out`, which has its size on the wire."""
+        self._turn(
+            self._in_pool(run, num_tokens, num_layers), self._on_wire(out, num_tokens, num_layers)
+        )
 
     def decode(self, data: memoryview, num_tokens: int, num_layers: int, out: memoryview) -> None:
         """The inverse: write the run whose bytes on the wire are `data` into `out`."""
-        shape = self._shape(num_tokens, num_layers)
-        scales, source = self._split(data, shape)
-        target = np.frombuffer(out, BITS[self._dtype]).reshape(shape)
-        for layers, values, work in self._groups(shape):
-            if scales is None:
-                widen(source[layers], self._wire.dtype, values)
-            else:
-                self._unround(source[layers], values)
-                with np.errstate(over="ignore", invalid="ignore"):
-                    np.multiply(values, scales[layers][..., None, None], out=values)
-            narrow(values, self._dtype, target[layers], work)
+        self._turn(
+            self._on_wire(data, num_tokens, num_layers), self._in_pool(out, num_tokens, num_layers)
+        )
 
-    def _scale(self, values: Floats, scales: Floats) -> None:
-        """Choose `scales`, and have `values` told in them; those of heads that are not finite are zero."""
-        most = np.float32(FP8_MAX if self._wire.dtype == "fp8" else _INT8_MAX)
-        peaks = np.maximum(values.max(axis=(3, 4)), -values.min(axis=(3, 4)))
-        np.divide(np.maximum(peaks, _LEAST_PEAK), most, out=scales)
-        is_lost = ~np.isfinite(scales)
-        if is_lost.any():
-            scales[is_lost] = np.nan
-            values[is_lost] = 0
-        factors = np.divide(1, scales, out=np.zeros_like(scales), where=~is_lost)
-        values *= factors[..., None, None]
-
-    def _round(self, values: Floats, codes: NDArray[np.int8], work: Floats) -> None:
-        if self._wire.dtype == "fp8":
-            fp8_of(values, codes.view(np.uint8), work)
-        else:
-            np.copyto(codes, np.rint(values, out=values), casting="unsafe")
-
-    def _unround(self, codes: NDArray[np.int8], values: Floats) -> None:
-        if self._wire.dtype == "fp8":
-            from_fp8(codes.view(np.uint8), values)
-        else:
-            values[...] = codes
+    def _turn(self, source: _Run, target: _Run) -> None:
+        for layers, values, work in self._groups(source.elements.shape):
+            source.read(layers, values)
+            target.write(layers, values, work)
 
     def _groups(self, shape: tuple[int, ...]) -> Iterator[tuple[slice, Floats, Floats]]:
         """Layers to turn at a time, and two arrays of their shape; the same memory each time."""
@@ -98,11 +118,28 @@ class Transcoder:
     def _shape(self, num_tokens: int, num_layers: int) -> tuple[int, ...]:
         return (num_layers, 2, self._wire.num_kv_heads, num_tokens, self._wire.head_dim)
 
-    def _split(self, run: memoryview, shape: tuple[int, ...]) -> tuple[Floats | None, NDArray[Any]]:
-        """Scales [layers, 2, kv_heads], if there are any, and elements of a run on the wire, without a copy."""
-        dtype = self._wire.dtype
-        if dtype not in SCALED_DTYPES:
-            return None, np.frombuffer(run, BITS[dtype]).reshape(shape)
+    def _in_pool(self, run: memoryview, num_tokens: int, num_layers: int) -> _Run:
+        shape = self._shape(num_tokens, num_layers)
+        if self._dtype in SCALED_DTYPES:
+            return _with_row_scales(self._dtype, run, shape)
+        return _Run(self._dtype, np.frombuffer(run, BITS[self._dtype]).reshape(shape), None)
+
+    def _on_wire(self, run: memoryview, num_tokens: int, num_layers: int) -> _Run:
+        shape, wire = self._shape(num_tokens, num_layers), self._wire
+        if wire.has_row_scales:
+            return _with_row_scales(wire.dtype, run, shape)
+        if not wire.is_scaled:
+            return _Run(wire.dtype, np.frombuffer(run, BITS[wire.dtype]).reshape(shape), None)
         num_scale_bytes = SCALE_BYTES * shape[0] * shape[1] * shape[2]
-        scales = np.frombuffer(run[:num_scale_bytes], _SCALE).reshape(shape[:3])
-        return scales, np.frombuffer(run[num_scale_bytes:], np.int8).reshape(shape)
+        scales = np.frombuffer(run[:num_scale_bytes], _SCALE).reshape(*shape[:3], 1, 1)
+        elements = np.frombuffer(run[num_scale_bytes:], np.int8).reshape(shape)
+        return _Run(wire.dtype, elements, scales)
+
+
+def _with_row_scales(dtype: str, run: memoryview, shape: tuple[int, ...]) -> _Run:
+    """See WireFormat: of each layer, kind and head, its elements, then their scales."""
+    *heads, num_tokens, head_dim = shape
+    data = np.frombuffer(run, np.int8).reshape(*heads, num_tokens * (head_dim + SCALE_BYTES))
+    num_elements = num_tokens * head_dim
+    elements = data[..., :num_elements].reshape(shape)
+    return _Run(dtype, elements, data[..., num_elements:].view(_SCALE)[..., None])

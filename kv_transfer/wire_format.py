@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
-from baton.types import CONVERTIBLE_DTYPES, DTYPE_BYTES, KvLayout
+from baton.types import CONVERTIBLE_DTYPES, DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvLayout
 from kv_transfer.coverage import KvRange
 
 #: What a receiver may ask for; auto is the narrower of the two peers' own types.
 WIRE_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
-
-SCALE_BYTES = 4
-#: Element types of the wire alone. Each head's elements of a run are told as multiples of one float32.
-SCALED_DTYPES = frozenset({"fp8", "int8"})
-_ELEMENT_BYTES: Mapping[str, int] = MappingProxyType(
-    dict(DTYPE_BYTES) | dict.fromkeys(SCALED_DTYPES, 1)
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,45 +16,61 @@ class WireFormat:
     """What the payloads of one connection are made of.
 
     A payload is runs, one after the other: of each of the sender's blocks the tokens that are in the piece, as elements of
-    `dtype` [layers, 2, kv_heads, tokens, head_dim]; before them, for a dtype of SCALED_DTYPES, their scales, float32
-    [layers, 2, kv_heads]. All is little endian. block_size: the sender's.
+    `dtype` [layers, 2, kv_heads, tokens, head_dim]. All is little endian. Of a dtype of SCALED_DTYPES there are two forms:
+
+    * where the sender's pool has another dtype, float32 scales [layers, 2, kv_heads] come before all elements, one for a head's
+      elements of the run;
+    * where it has the same (has_row_scales), float32 scales [tokens] come behind the elements [tokens, head_dim] of each layer,
+      kind and head, as they lie in the pool.
+
+    block_size: the sender's.
     """
 
     dtype: str
     num_kv_heads: int
     head_dim: int
     block_size: int
+    has_row_scales: bool = False
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.dtype in SCALED_DTYPES
 
     @property
     def token_layer_bytes(self) -> int:
         """Most bytes that a token takes in one layer: with scales of its own."""
-        return 2 * self.num_kv_heads * (self.head_dim * self._element_bytes + self._scale_bytes)
+        return 2 * self.num_kv_heads * (self.head_dim * DTYPE_BYTES[self.dtype] + self._scale_bytes)
+
+    def is_that_of(self, dtype: str) -> bool:
+        """Whether runs lie in a pool of `dtype` as they do in a payload."""
+        return self.dtype == dtype and self.is_scaled == self.has_row_scales
 
     def num_bytes(self, piece: KvRange) -> int:
         """Bytes of the payload of a piece."""
-        num_runs = 0
-        if piece.num_tokens:
-            last_token = piece.end_token - 1
-            num_runs = last_token // self.block_size - piece.first_token // self.block_size + 1
-        elements = piece.num_tokens * self.head_dim * self._element_bytes
-        return piece.num_layers * 2 * self.num_kv_heads * (elements + num_runs * self._scale_bytes)
+        elements = piece.num_tokens * self.head_dim * DTYPE_BYTES[self.dtype]
+        scales = self._num_scales(piece) * self._scale_bytes
+        return piece.num_layers * 2 * self.num_kv_heads * (elements + scales)
 
-    @property
-    def _element_bytes(self) -> int:
-        return _ELEMENT_BYTES[self.dtype]
+    def _num_scales(self, piece: KvRange) -> int:
+        """Of one layer, kind and head, if there are any."""
+        if self.has_row_scales or not piece.num_tokens:
+            return piece.num_tokens
+        last_token = piece.end_token - 1
+        return last_token // self.block_size - piece.first_token // self.block_size + 1
 
     @property
     def _scale_bytes(self) -> int:
-        return SCALE_BYTES if self.dtype in SCALED_DTYPES else 0
+        return SCALE_BYTES if self.is_scaled else 0
 
 
 def wire_format(dtype: str, sender: KvLayout) -> WireFormat:
     """The format of payloads from blocks of `sender`. Raises ValueError unless KV can be turned from its dtype into `dtype`."""
-    if dtype != sender.dtype and not (
-        sender.dtype in CONVERTIBLE_DTYPES and dtype in CONVERTIBLE_DTYPES | SCALED_DTYPES
-    ):
+    if dtype != sender.dtype and not {sender.dtype, dtype} <= CONVERTIBLE_DTYPES:
         raise ValueError(f"KV of {sender.dtype} cannot travel as {dtype!r}")
-    return WireFormat(dtype, sender.num_kv_heads, sender.head_dim, sender.block_size)
+    has_row_scales = dtype == sender.dtype and dtype in SCALED_DTYPES
+    return WireFormat(
+        dtype, sender.num_kv_heads, sender.head_dim, sender.block_size, has_row_scales
+    )
 
 
 def agreed_dtype(sender: str, receiver: str, wanted: str) -> str:

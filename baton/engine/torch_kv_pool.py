@@ -2,49 +2,60 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from baton.types import DTYPE_BYTES, KvLayout
+from baton.types import DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvLayout
 from baton_kernels.cpu.memory import host_memory
 from baton_kernels.kv_pack import Slab, kv_pack, kv_unpack
 
-#: Integers as wide as an element: packing moves bits, and numpy knows no bfloat16.
-_BITS = {4: (torch.int32, np.int32), 2: (torch.int16, np.int16)}
+#: Integers as wide as an element: packing moves bits, and numpy knows neither bfloat16 nor fp8.
+_BITS = {4: (torch.int32, np.int32), 2: (torch.int16, np.int16), 1: (torch.int8, np.int8)}
+_DTYPES = {"fp8": torch.float8_e4m3fn}
 
 
 class TorchKvPool:
-    """One tensor [blocks, layers, 2, kv_heads, block_size, head_dim], every page of it touched at creation.
+    """Blocks as KvLayout has them, in one piece of memory, every page of it touched at creation.
 
+    tensor: [blocks, layers, 2, kv_heads, block_size, head_dim]; scales: [blocks, layers, 2, kv_heads, block_size] float32, None but
+    for a layout of SCALED_DTYPES. Both are views of the blocks.
     `pack` and `unpack` may be called from any thread; the caller owns the blocks it names. On the CPU they copy once, straight
     from or to the caller's bytes, on the calling thread and without the GIL.
     """
 
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+        """Raises ValueError if scales would not lie at multiples of their size."""
         self._layout = layout
         self._num_blocks = num_blocks
-        shape = (
-            num_blocks,
-            layout.num_layers,
-            2,
-            layout.num_kv_heads,
-            layout.block_size,
-            layout.head_dim,
-        )
-        dtype = getattr(torch, layout.dtype)
-        if device.type == "cpu":
-            self.tensor = host_memory(num_blocks * layout.block_bytes).view(dtype).view(shape)
-        else:
-            self.tensor = torch.empty(shape, dtype=dtype, device=device)
-        # Touches every page now, so that no step pays for it.
-        self.tensor.zero_()
-        bits, self._array_dtype = _BITS[DTYPE_BYTES[layout.dtype]]
-        view = self.tensor.view(bits)
-        self._bits: Slab = view.numpy() if device.type == "cpu" else view
         self._is_host = device.type == "cpu"
+        num_bytes = num_blocks * layout.block_bytes
+        if self._is_host:
+            memory = host_memory(num_bytes)
+        else:
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        # Touches every page now, so that no step pays for it.
+        memory.zero_()
+        self._blocks = memory.view(num_blocks, layout.num_layers, 2, layout.num_kv_heads, -1)
+        row_bytes = layout.head_dim * DTYPE_BYTES[layout.dtype]
+        dtype = _DTYPES.get(layout.dtype) or getattr(torch, layout.dtype)
+        shape = (layout.block_size, layout.head_dim)
+        rows = self._blocks[..., : layout.block_size * row_bytes]
+        self.tensor = rows.view(dtype).unflatten(-1, shape)
+        self.scales = self._scales(layout) if layout.dtype in SCALED_DTYPES else None
+        bits, self._array_dtype = _BITS[DTYPE_BYTES[layout.dtype]]
+        self._views = [self.tensor.view(bits)]
+        if self.scales is not None:
+            self._views.append(self.scales.view(torch.int32)[..., None])
+        self._slabs: list[Slab] = [v.numpy() if self._is_host else v for v in self._views]
+
+    def _scales(self, layout: KvLayout) -> torch.Tensor:
+        num_bytes = layout.block_size * layout.head_dim
+        if num_bytes % SCALE_BYTES:
+            raise ValueError(f"block_size * head_dim = {num_bytes} is no multiple of {SCALE_BYTES}")
+        return self._blocks[..., num_bytes:].view(torch.float32)
 
     @property
     def layout(self) -> KvLayout:
@@ -66,13 +77,14 @@ class TorchKvPool:
         """See KvPool. Raises ValueError if a range or a size is wrong; `out` must be writable."""
         if out.readonly:
             raise ValueError("cannot pack into a read-only buffer")
-        packed = self._packed(block_ids, first_token, num_tokens, first_layer, num_layers, out)
-        if self._is_host:
-            kv_pack(self._bits, block_ids, first_token, first_layer, packed)
-        else:
-            staging = torch.empty(packed.shape, dtype=torch.from_numpy(packed).dtype)
-            kv_pack(self._bits, block_ids, first_token, first_layer, staging)
-            packed[...] = staging.numpy()
+        parts = self._packed(block_ids, first_token, num_tokens, first_layer, num_layers, out)
+        for slab, packed in zip(self._slabs, parts, strict=True):
+            if self._is_host:
+                kv_pack(slab, block_ids, first_token, first_layer, packed)
+            else:
+                staging = torch.empty(packed.shape, dtype=torch.from_numpy(packed).dtype)
+                kv_pack(slab, block_ids, first_token, first_layer, staging)
+                packed[...] = staging.numpy()
 
     def unpack(
         self,
@@ -84,18 +96,17 @@ class TorchKvPool:
         data: memoryview,
     ) -> None:
         """See KvPool. Raises ValueError if a range or a size is wrong."""
-        packed = self._packed(block_ids, first_token, num_tokens, first_layer, num_layers, data)
-        source: Slab = packed if self._is_host else torch.utils.dlpack.from_dlpack(packed)
-        kv_unpack(self._bits, block_ids, first_token, first_layer, source)
+        parts = self._packed(block_ids, first_token, num_tokens, first_layer, num_layers, data)
+        for slab, packed in zip(self._slabs, parts, strict=True):
+            source: Slab = packed if self._is_host else torch.utils.dlpack.from_dlpack(packed)
+            kv_unpack(slab, block_ids, first_token, first_layer, source)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See KvPool."""
         device = self.tensor.device
-        self.tensor.index_copy_(
-            0,
-            torch.tensor(targets, device=device),
-            self.tensor[torch.tensor(sources, device=device)],
-        )
+        at, to = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
+        for view in self._views:
+            view.index_copy_(0, to, view[at])
 
     def lend(self, block_id: int, first_layer: int, num_layers: int) -> memoryview | None:
         """The bytes of a whole block's layers, to be read only; None off the host. Raises ValueError for a wrong range."""
@@ -105,7 +116,7 @@ class TorchKvPool:
             raise ValueError(f"block {block_id} is not in [0, {self._num_blocks})")
         if not 0 <= first_layer < first_layer + num_layers <= self._layout.num_layers:
             raise ValueError(f"layers [{first_layer}, {first_layer + num_layers})")
-        layers = self._bits[block_id, first_layer : first_layer + num_layers]
+        layers = self._blocks[block_id, first_layer : first_layer + num_layers].numpy()
         view: memoryview = layers.data
         return view.cast("B").toreadonly()
 
@@ -117,8 +128,9 @@ class TorchKvPool:
         first_layer: int,
         num_layers: int,
         data: memoryview,
-    ) -> np.ndarray[tuple[int, ...], np.dtype[np.signedinteger]]:
-        """`data` as [num_layers, 2, kv_heads, num_tokens, head_dim], without a copy."""
+    ) -> list[NDArray[np.signedinteger]]:
+        """`data` as [num_layers, 2, kv_heads, num_tokens, head_dim], and [num_layers, 2, kv_heads, num_tokens, 1] for scales; without
+        a copy."""
         layout = self._layout
         if first_token < 0 or num_tokens < 0 or first_layer < 0 or num_layers < 0:
             raise ValueError("ranges must not be negative")
@@ -130,8 +142,17 @@ class TorchKvPool:
             )
         if any(not 0 <= block < self._num_blocks for block in block_ids):
             raise ValueError(f"a block id is not in [0, {self._num_blocks})")
-        shape = (num_layers, 2, layout.num_kv_heads, num_tokens, layout.head_dim)
-        array = np.frombuffer(data, dtype=self._array_dtype)
-        if array.size != math.prod(shape):
-            raise ValueError(f"{data.nbytes} bytes do not hold {shape} of {layout.dtype}")
-        return array.reshape(shape)
+        if data.nbytes != num_layers * num_tokens * layout.token_layer_bytes:
+            raise ValueError(
+                f"{data.nbytes} bytes do not hold {num_tokens} tokens of {num_layers} layers"
+            )
+        heads = (num_layers, 2, layout.num_kv_heads)
+        num_elements = num_tokens * layout.head_dim
+        if layout.dtype not in SCALED_DTYPES:
+            array = np.frombuffer(data, dtype=self._array_dtype)
+            return [array.reshape(*heads, num_tokens, layout.head_dim)]
+        array = np.frombuffer(data, dtype=np.int8).reshape(
+            *heads, num_elements + num_tokens * SCALE_BYTES
+        )
+        codes = array[..., :num_elements].reshape(*heads, num_tokens, layout.head_dim)
+        return [codes, array[..., num_elements:].view(np.int32)[..., None]]

@@ -2,6 +2,10 @@
 
 pool [blocks, layers, 2, kv_heads, block_size, head_dim]: pool[b, l, 0, h, o] = key[t, h] and
 pool[b, l, 1, h, o] = value[t, h] for token t with slot b * block_size + o.
+
+A pool of int8 or float8_e4m3fn has scales [blocks, layers, 2, kv_heads, block_size] float32, one for each row of head_dim
+elements: see quantize_rows. The rows of a block and head are contiguous; such groups may be further apart than their size, so
+that pool and scales can be views of one memory.
 """
 
 from __future__ import annotations
@@ -9,10 +13,11 @@ from __future__ import annotations
 import torch
 
 from baton_kernels.dispatch import op
+from baton_kernels.quantize_rows import quantize_rows
 
 
 def slot_rows(slots: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
-    """The rows of the first layer's keys, [tokens * kv_heads], in the pool seen as rows of head_dim elements.
+    """The rows of the first layer's keys, [tokens * kv_heads], counted as if the pool were contiguous rows of head_dim elements.
 
     slots [tokens] int64 = block * block_size + offset.
     """
@@ -25,12 +30,25 @@ def slot_rows(slots: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
 
 @op
 def kv_write(
-    pool: torch.Tensor, layer: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    pool: torch.Tensor,
+    layer: int,
+    rows: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> None:
-    """key, value [tokens, kv_heads, head_dim] of the pool's dtype; rows as slot_rows gives them, without repeats."""
-    _, _, _, num_kv_heads, block_size, head_dim = pool.shape
-    flat = pool.view(-1, head_dim)
-    per_kind = num_kv_heads * block_size
-    first = rows + layer * 2 * per_kind
-    flat.index_copy_(0, first, key.reshape(-1, head_dim))
-    flat.index_copy_(0, first + per_kind, value.reshape(-1, head_dim))
+    """key, value [tokens, kv_heads, head_dim], rounded to the pool's dtype; rows as slot_rows gives them, without repeats."""
+    _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
+    group, offset = rows // block_size, rows % block_size
+    head = group % num_kv_heads
+    block = group // (num_layers * 2 * num_kv_heads)
+    # Codes are moved as bytes, which torch can index whatever they stand for.
+    target = pool if scales is None else pool.view(torch.uint8)
+    for kind, new in enumerate((key, value)):
+        vectors = new.reshape(-1, head_dim)
+        if scales is None:
+            target[block, layer, kind, head, offset] = vectors.to(pool.dtype)
+        else:
+            codes, row_scales = quantize_rows(vectors, pool.dtype)
+            target[block, layer, kind, head, offset] = codes.view(torch.uint8)
+            scales[block, layer, kind, head, offset] = row_scales

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from baton_kernels.dispatch import op
+from baton_kernels.quantize_rows import dequantize_rows
 
 #: Sequences with at most this many new tokens are grouped.
 MAX_GROUPED_TOKENS = 16
@@ -65,7 +66,7 @@ class Long:
     """A sequence with many new tokens.
 
     kv_rows: [kv_heads * blocks] int64 of the gathered KV, whose first token is at position `first_kv`; None where
-    all keys are new and none is gathered.
+    all keys are new, and those of the pool are not rounded: then none is gathered.
     """
 
     first_row: int
@@ -97,16 +98,21 @@ def plan_attention(
     num_heads: int,
     scale: float,
     window: int | None,
+    dtype: torch.dtype | None = None,
 ) -> AttentionPlan:
-    """Plan one step over `pool` [blocks, layers, 2, kv_heads, block_size, head_dim]."""
+    """Plan one step over `pool` [blocks, layers, 2, kv_heads, block_size, head_dim], see kv_write, for queries of `dtype`; by
+    default the pool's."""
+    dtype = dtype or pool.dtype
     short = [s for s in slices if s.num_tokens <= MAX_GROUPED_TOKENS]
-    longs = [_plan_long(s, pool, window) for s in slices if s.num_tokens > MAX_GROUPED_TOKENS]
+    longs = [
+        _plan_long(s, pool, window, dtype) for s in slices if s.num_tokens > MAX_GROUPED_TOKENS
+    ]
     groups = [
-        _plan_group(members, pool, num_heads, window)
+        _plan_group(members, pool, num_heads, window, dtype)
         for members in _like_lengths(short, pool.shape[4], window)
     ]
     reach = max((long.start + long.num_tokens - long.first_kv for long in longs), default=0)
-    band = _band(reach, window, pool) if longs else None
+    band = _band(reach, window, dtype, pool.device) if longs else None
     return AttentionPlan(scale, window, tuple(groups), tuple(longs), band, reach)
 
 
@@ -144,8 +150,8 @@ def _like_lengths(
 
 
 def _kv_rows(tables: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
-    """tables [seqs, blocks] -> flat [seqs, kv_heads, blocks]: the first layer's keys in the pool seen as rows
-    of block_size * head_dim elements. Values are kv_heads rows further, the next layer 2 * kv_heads."""
+    """tables [seqs, blocks] -> flat [seqs, kv_heads, blocks]: the first layer's keys in the pool seen as _heads.
+    Values are kv_heads rows further, the next layer 2 * kv_heads."""
     _, num_layers, _, num_kv_heads, _, _ = pool.shape
     heads = torch.arange(num_kv_heads, device=tables.device)
     first = tables * (num_layers * 2 * num_kv_heads)
@@ -153,7 +159,11 @@ def _kv_rows(tables: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
 
 
 def _plan_group(
-    members: Sequence[AttentionSlice], pool: torch.Tensor, num_heads: int, window: int | None
+    members: Sequence[AttentionSlice],
+    pool: torch.Tensor,
+    num_heads: int,
+    window: int | None,
+    dtype: torch.dtype,
 ) -> Group:
     block_size, num_kv_heads = pool.shape[4], pool.shape[3]
     num_tokens = members[0].num_tokens
@@ -176,7 +186,7 @@ def _plan_group(
     visible = key_index <= query
     if window is not None:
         visible &= key_index > query - window
-    bias = torch.zeros(visible.shape, dtype=pool.dtype).masked_fill_(~visible, float("-inf"))
+    bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
     repeats = 1 if num_tokens == 1 else num_heads // num_kv_heads
     spare = 0 if num_tokens == 1 else max(0, ALIGN - repeats * num_tokens)
     rows = torch.tensor([m.first_row for m in members])[:, None] + steps
@@ -209,8 +219,11 @@ def _stale_rows(
     return torch.cat(rows)
 
 
-def _plan_long(part: AttentionSlice, pool: torch.Tensor, window: int | None) -> Long:
-    if part.start == 0:
+def _plan_long(
+    part: AttentionSlice, pool: torch.Tensor, window: int | None, dtype: torch.dtype
+) -> Long:
+    # What the pool rounds is read from there, so that a token's result does not depend on the chunks.
+    if part.start == 0 and dtype == pool.dtype:
         return Long(part.first_row, part.num_tokens, 0, 0, None)
     block_size = pool.shape[4]
     first = _first_block(part, block_size, window)
@@ -220,14 +233,14 @@ def _plan_long(part: AttentionSlice, pool: torch.Tensor, window: int | None) -> 
     return Long(part.first_row, part.num_tokens, part.start, first * block_size, rows)
 
 
-def _band(reach: int, window: int | None, pool: torch.Tensor) -> torch.Tensor:
+def _band(reach: int, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The bias of any tile is a slice of this one, because it depends on key minus query position alone."""
-    query = torch.arange(TILE_TOKENS, device=pool.device)[:, None]
-    key = torch.arange(-reach, TILE_TOKENS + ALIGN, device=pool.device)[None, :]
+    query = torch.arange(TILE_TOKENS, device=device)[:, None]
+    key = torch.arange(-reach, TILE_TOKENS + ALIGN, device=device)[None, :]
     visible = key <= query
     if window is not None:
         visible &= key > query - window
-    bias = torch.zeros(visible.shape, dtype=pool.dtype, device=pool.device)
+    bias = torch.zeros(visible.shape, dtype=dtype, device=device)
     return bias.masked_fill_(~visible, float("-inf"))
 
 
@@ -239,43 +252,67 @@ def paged_attention(
     pool: torch.Tensor,
     layer: int,
     plan: AttentionPlan,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim].
 
-    The new keys and values are already in the pool. Slots of a sequence's blocks past its last token may hold anything.
+    The new keys and values are already in the pool, which has scales if it is of 8 bits: see kv_write. Slots of a sequence's
+    blocks past its last token may hold anything.
     """
     out = torch.empty_like(query)
+    kv = _Layer(pool, scales, layer, query.dtype)
     for group in plan.groups:
-        _run_group(query, pool, layer, plan.scale, group, out)
+        _run_group(query, kv, plan.scale, group, out)
     for long in plan.longs:
-        _run_long(query, key, value, pool, layer, plan, long, out)
+        _run_long(query, key, value, kv, plan, long, out)
     return out
 
 
-def _gather(
-    pool: torch.Tensor, layer: int, kv_rows: torch.Tensor, num_seqs: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [seqs, kv_heads, blocks * block_size, head_dim] of one layer."""
-    _, _, _, num_kv_heads, block_size, head_dim = pool.shape
-    flat = pool.view(-1, block_size * head_dim)
-    rows = kv_rows + layer * 2 * num_kv_heads
-    shape = (num_seqs, num_kv_heads, -1, head_dim)
-    keys, values = flat.index_select(0, rows), flat.index_select(0, rows + num_kv_heads)
-    return keys.view(shape), values.view(shape)
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What is read of the pool, and the type to read it as."""
+
+    pool: torch.Tensor
+    scales: torch.Tensor | None
+    layer: int
+    dtype: torch.dtype
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.pool.shape[3]
+
+    def gather(self, kv_rows: torch.Tensor, num_seqs: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [seqs, kv_heads, blocks * block_size, head_dim]."""
+        rows = kv_rows + self.layer * 2 * self.num_kv_heads
+        shape = (num_seqs, self.num_kv_heads, -1, self.pool.shape[5])
+        keys, values = (self._rows(at).view(shape) for at in (rows, rows + self.num_kv_heads))
+        return keys, values
+
+    def _rows(self, at: torch.Tensor) -> torch.Tensor:
+        """[rows, block_size, head_dim] of _heads."""
+        shape = (-1, *self.pool.shape[4:])
+        if self.scales is None:
+            return _heads(self.pool).index_select(0, at).to(self.dtype).view(shape)
+        # As bytes, which torch can select whatever they stand for.
+        codes = _heads(self.pool.view(torch.uint8)).index_select(0, at).view(self.pool.dtype)
+        return dequantize_rows(
+            codes.view(shape), _heads(self.scales).index_select(0, at), self.dtype
+        )
+
+
+def _heads(pool: torch.Tensor) -> torch.Tensor:
+    """[blocks * layers * 2 * kv_heads, elements of a block and head]: they are contiguous, and equally far apart."""
+    size = pool[0, 0, 0, 0].numel()
+    return pool.as_strided((pool.numel() // size, size), (pool.stride(3), 1))
 
 
 def _run_group(
-    query: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    scale: float,
-    group: Group,
-    out: torch.Tensor,
+    query: torch.Tensor, kv: _Layer, scale: float, group: Group, out: torch.Tensor
 ) -> None:
     num_heads, head_dim = query.shape[1:]
-    num_kv_heads = pool.shape[3]
+    num_kv_heads = kv.num_kv_heads
     shape = (group.num_seqs, group.num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    keys, values = _gather(pool, layer, group.kv_rows, group.num_seqs)
+    keys, values = kv.gather(group.kv_rows, group.num_seqs)
     for gathered in (keys, values):
         gathered.view(-1, head_dim).index_fill_(0, group.stale, 0)
     # The heads that share a KV head are rows of one matrix: [seqs, kv_heads, heads_per_kv * tokens, head_dim].
@@ -292,19 +329,18 @@ def _run_long(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
+    kv: _Layer,
     plan: AttentionPlan,
     long: Long,
     out: torch.Tensor,
 ) -> None:
     num_heads, head_dim = query.shape[1:]
-    num_kv_heads = pool.shape[3]
+    num_kv_heads = kv.num_kv_heads
     own = slice(long.first_row, long.first_row + long.num_tokens)
     if long.kv_rows is None:
         keys, values = (x[own].transpose(0, 1) for x in (key, value))
     else:
-        keys, values = (x[0] for x in _gather(pool, layer, long.kv_rows, 1))
+        keys, values = (x[0] for x in kv.gather(long.kv_rows, 1))
     num_keys = long.start + long.num_tokens - long.first_kv
     padding = (0, 0, 0, -num_keys % ALIGN)
     keys, values = (F.pad(x[:, :num_keys], padding) for x in (keys, values))

@@ -1,6 +1,8 @@
 """Rows in 8 bits, each with one float32 scale: keys and values of a quantised KV pool, activations of float8 linears.
 
-scale = max |x| / LIMIT (1 if all are 0),   code = x / scale, rounded to the nearest int8 or float8_e4m3fn
+scale = max(|x|, LEAST_PEAK) / LIMIT,   code = x / scale, rounded to the nearest int8 or float8_e4m3fn
+
+A row that is not finite has the scale NaN, and codes of 0: it cannot pass for numbers.
 """
 
 from __future__ import annotations
@@ -13,16 +15,19 @@ from baton_kernels.dispatch import op
 
 #: The largest magnitude of a code.
 LIMITS: Mapping[torch.dtype, float] = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+#: Below this all of a row counts as zero: its scale would be subnormal.
+LEAST_PEAK = 2.0**-100
 
 
 @op
 def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., dim] -> codes [..., dim] of `dtype`, one of LIMITS, and scales [...] float32. Halves of int8 round up."""
     wide = x.float()
-    peak = wide.abs().amax(-1)
-    scale = torch.where(peak > 0, peak / LIMITS[dtype], 1.0)
-    codes = wide / scale[..., None]
-    return (torch.floor(codes + 0.5) if dtype == torch.int8 else codes).to(dtype), scale
+    scale = wide.abs().amax(-1).clamp(min=LEAST_PEAK) / LIMITS[dtype]
+    is_finite = scale.isfinite()
+    codes = torch.where(is_finite[..., None], wide / scale[..., None], 0.0)
+    codes = torch.floor(codes + 0.5) if dtype == torch.int8 else codes
+    return codes.to(dtype), torch.where(is_finite, scale, torch.nan)
 
 
 def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton.engine.array_kv_pool import ArrayKvPool
 from baton.errors import PeerMismatch
-from baton.types import CONVERTIBLE_DTYPES, DTYPE_BYTES, KvLayout, Sample
+from baton.types import CONVERTIBLE_DTYPES, DTYPE_BYTES, SCALED_DTYPES, KvLayout, Sample
 from baton.v1 import kv_pb2
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.coverage import KvRange
@@ -20,7 +20,6 @@ from kv_transfer.elements import BITS, narrow, widen
 from kv_transfer.ticket import TicketCommitted
 from kv_transfer.transcoder import Transcoder
 from kv_transfer.wire_format import (
-    SCALED_DTYPES,
     WIRE_DTYPES,
     WireFormat,
     agreed_dtype,
@@ -30,7 +29,7 @@ from kv_transfer.wire_format import (
 from tests.support.kv_transports import ALL
 
 quick = settings(deadline=None, database=None, max_examples=80)
-POOL_DTYPES = sorted(CONVERTIBLE_DTYPES)
+POOL_DTYPES = sorted(CONVERTIBLE_DTYPES - SCALED_DTYPES)
 ON_THE_WIRE = [dtype for dtype in WIRE_DTYPES if dtype != "auto"]
 NUM_HEADS, HEAD_DIM = 2, 5
 #: Half a step, relative to the element.
@@ -190,9 +189,9 @@ def test_eight_bits_move_little_more_than_half_of_sixteen(wire, head_dim, block_
 
 
 def test_every_agreed_type_fits_the_smallest_staging():
-    for dtype in ("int64", *POOL_DTYPES):
+    for dtype in ("int64", *CONVERTIBLE_DTYPES):
         layout = layout_of(dtype)
-        for sender in ("int64",) if dtype == "int64" else POOL_DTYPES:
+        for sender in ("int64",) if dtype == "int64" else CONVERTIBLE_DTYPES:
             for wanted in WIRE_DTYPES:
                 agreed = agreed_dtype(sender, dtype, wanted)
                 format_ = wire_format(agreed, layout_of(sender))
@@ -205,6 +204,9 @@ def test_what_auto_takes_is_the_narrower_or_the_receivers():
     assert agreed_dtype("float16", "bfloat16", "auto") == "bfloat16"
     assert agreed_dtype("float32", "float32", "int8") == "int8"
     assert agreed_dtype("int64", "int64", "int8") == "int64"
+    assert agreed_dtype("bfloat16", "int8", "auto") == "int8"
+    assert agreed_dtype("int8", "float32", "auto") == "int8"
+    assert agreed_dtype("int8", "fp8", "auto") == "fp8"
 
 
 @pytest.mark.parametrize("dtype", ["int64", "int4", ""])

@@ -13,15 +13,33 @@ from baton.types import KvLayout
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 3, 2, 4
 
 
+#: In 8 bits, a row's scale lies behind the rows of its block and head.
+DTYPES = ["float32", "bfloat16", "float16", "int8", "fp8"]
+
+
 def pool(block_size: int, num_blocks: int, dtype: str) -> TorchKvPool:
     layout = KvLayout("f", NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, dtype, block_size)
     return TorchKvPool(layout, num_blocks, torch.device("cpu"))
 
 
+def rows_of(kv: TorchKvPool) -> torch.Tensor:
+    """Each row's bytes, and those of its scale: [blocks, layers, 2, kv_heads, block_size, bytes]."""
+    parts = [kv.tensor] if kv.scales is None else [kv.tensor, kv.scales[..., None]]
+    return torch.cat([part.view(torch.uint8) for part in parts], -1)
+
+
+def randomise(kv: TorchKvPool) -> torch.Tensor:
+    """Fill the pool with bytes; returns its rows_of."""
+    for part in (kv.tensor, *(() if kv.scales is None else (kv.scales[..., None],))):
+        view = part.view(torch.uint8)
+        view.copy_(torch.randint(0, 256, view.shape, dtype=torch.uint8))
+    return rows_of(kv)
+
+
 @settings(deadline=None)
 @given(data=st.data())
 def test_a_range_moves_between_pools(data: st.DataObject) -> None:
-    dtype = data.draw(st.sampled_from(["float32", "bfloat16", "float16"]))
+    dtype = data.draw(st.sampled_from(DTYPES))
     sizes = data.draw(st.tuples(st.integers(1, 7), st.integers(1, 7)))
     num_tokens = data.draw(st.integers(1, 20))
     first = data.draw(st.integers(0, num_tokens - 1))
@@ -34,23 +52,51 @@ def test_a_range_moves_between_pools(data: st.DataObject) -> None:
         pools.append(pool(size, num_blocks + 2, dtype))
         tables.append(data.draw(st.permutations(range(num_blocks + 2)))[:num_blocks])
     source, target = pools
-    bits = torch.randint(0, 256, source.tensor.view(torch.uint8).shape, dtype=torch.uint8)
-    source.tensor.view(torch.uint8).copy_(bits)
+    bits = randomise(source)
 
     wire = bytearray(count * layers * source.layout.token_layer_bytes)
     source.pack(tables[0], first, count, first_layer, layers, memoryview(wire))
     target.unpack(tables[1], first, count, first_layer, layers, memoryview(bytes(wire)))
 
-    wanted = torch.zeros_like(target.tensor).view(torch.uint8)
+    wanted = torch.zeros_like(rows_of(target))
     for position in range(first, first + count):
         block, offset = tables[0][position // sizes[0]], position % sizes[0]
         here, at = tables[1][position // sizes[1]], position % sizes[1]
         for layer in range(first_layer, first_layer + layers):
             wanted[here, layer, :, :, at] = bits[block, layer, :, :, offset]
-    assert torch.equal(target.tensor.view(torch.uint8), wanted)
-    packed = torch.frombuffer(wire, dtype=torch.uint8).view(layers, 2, NUM_KV_HEADS, count, -1)
+    assert torch.equal(rows_of(target), wanted)
+    packed = torch.frombuffer(wire, dtype=torch.uint8).view(layers, 2, NUM_KV_HEADS, -1)
+    num_row_bytes = source.tensor[0, 0, 0, 0, 0].view(torch.uint8).numel()
     block, offset = tables[0][first // sizes[0]], first % sizes[0]
-    assert torch.equal(packed[0, 1, 1, 0], bits[block, first_layer, 1, 1, offset])
+    row = bits[block, first_layer, 1, 1, offset]
+    assert torch.equal(packed[0, 1, 1, :num_row_bytes], row[:num_row_bytes])
+    if source.scales is not None:
+        assert torch.equal(packed[0, 1, 1, count * num_row_bytes :][:4], row[num_row_bytes:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_whole_block_is_lent_as_it_is_packed(dtype: str) -> None:
+    kv = pool(4, 3, dtype)
+    randomise(kv)
+    wire = bytearray(2 * 4 * kv.layout.token_layer_bytes)
+    kv.pack((2,), 0, 4, 1, 2, memoryview(wire))
+    lent = kv.lend(2, 1, 2)
+    assert lent == wire
+    assert lent.readonly
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copied_blocks_are_whole(dtype: str) -> None:
+    kv = pool(4, 5, dtype)
+    before = randomise(kv)
+    kv.copy_blocks([3, 0], [1, 4])
+    assert torch.equal(rows_of(kv), before[[0, 3, 2, 3, 0]])
+
+
+def test_scales_that_would_lie_askew_are_refused() -> None:
+    layout = KvLayout("f", 1, 1, 6, "int8", 5)
+    with pytest.raises(ValueError, match="30 is no multiple of 4"):
+        TorchKvPool(layout, 1, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
