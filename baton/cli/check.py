@@ -19,8 +19,11 @@ def check(
         list[str] | None, typer.Option(help="Transport to try; may be repeated. [default: shm tcp]")
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Element type of weights and KV; auto takes the checkpoint's.")
+        str, typer.Option(help="Element type of weights; auto takes the checkpoint's.")
     ] = "float32",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="Element type of KV, such as int8; auto takes --dtype's.")
+    ] = "auto",
     engine: Annotated[str, typer.Option(help="torch, or oracle to check without a model.")] = (
         "torch"
     ),
@@ -32,6 +35,7 @@ def check(
     from baton.config.load import build_options
 
     options = {"model": model, "dtype": dtype, "engine": engine, "log_level": "warning"}
+    options["kv_cache_dtype"] = kv_cache_dtype
     transports = kv_transport or ["shm", "tcp"]
     for transport in transports:
         build_options(ServeOptions, {**options, "kv_transport": transport})

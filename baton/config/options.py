@@ -27,7 +27,7 @@ from baton.types import Tier
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Transport = Literal["auto", "shm", "tcp", "nixl"]
-WireDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
+KvDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 
 NonEmpty = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
@@ -229,7 +229,10 @@ class EngineOptions(ModelOptions):
     oracle_step_ms: Annotated[float, Field(ge=0)] = 0.0
     """Time a step of the oracle engine takes, in milliseconds."""
     dtype: Dtype = "auto"
-    """Element type of weights and KV; auto takes the checkpoint's."""
+    """Element type of weights and of what is computed; auto takes the checkpoint's."""
+    kv_cache_dtype: KvDtype = "auto"
+    """Element type of the KV blocks; auto takes --dtype's. fp8 (e4m3) and int8 hold about twice the tokens of 16 bits, rounded:
+    each head of a token has a scale of its own."""
     device: Annotated[str, AfterValidator(_check_device)] = "auto"
     """auto, cpu, cuda or cuda:N; auto takes a GPU if there is one."""
     num_threads: Count | None = None
@@ -262,6 +265,15 @@ class EngineOptions(ModelOptions):
             raise ValueError(
                 f"--max-num-batched-tokens={tokens}: is less than --max-num-seqs={seqs}; "
                 f"give at least {seqs} tokens, or at most {tokens} sequences"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_oracle(self) -> Self:
+        if self.engine == "oracle" and self.kv_cache_dtype != "auto":
+            raise ValueError(
+                f"--kv-cache-dtype={self.kv_cache_dtype}: the oracle engine keeps hashes, of one type; leave it out, or "
+                "give --engine torch"
             )
         return self
 
@@ -361,7 +373,7 @@ class DecodeTierOptions(SpeculationOptions):
     """Decode workers compute all prompts themselves, and nothing is handed over."""
     swap_space: Annotated[float, Field(ge=0)] = 1.0
     """Host memory, in GiB, for the KV of preempted sequences; what does not fit is computed anew."""
-    kv_transfer_dtype: WireDtype = "auto"
+    kv_transfer_dtype: KvDtype = "auto"
     """Type that KV travels in to decode workers; auto takes the narrower of the two workers' own. fp8 and int8 come with
     scales and halve the bytes of 16 bits, at some cost in quality."""
 

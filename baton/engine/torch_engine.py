@@ -33,7 +33,7 @@ from baton.model.rope import Rope, make_rope
 from baton.model.weights import Loaded, ProgressHook, load_weights, terminal_progress
 from baton.quantization.weight import QuantizedWeight
 from baton.sampling.sampler import NothingAllowedError, broken_rows, sample
-from baton.types import KvLayout, Sample
+from baton.types import SCALE_BYTES, SCALED_DTYPES, KvLayout, Sample
 from baton_kernels.linear import keeps_levels
 
 _log = logging.getLogger(__name__)
@@ -113,13 +113,13 @@ class TorchEngine:
         )
         if not batch.slices:
             return torch.empty(0, model.config.hidden_size)
-        packed = pack_batch(batch, model.config, model.rope, self._kv.tensor)
+        packed = pack_batch(batch, model.config, model.rope, self._kv.tensor, model.decoder.dtype)
         done = (
             _in_groups(layers_done, model.config.num_layers, self._layer_group_size)
             if layers_done
             else None
         )
-        return model.decoder.forward(packed, self._kv.tensor, done)
+        return model.decoder.forward(packed, self._kv.tensor, done, self._kv.scales)
 
 
 def _row_groups(rows: Sequence[SampleRow]) -> Iterator[list[int]]:
@@ -150,6 +150,7 @@ def load_engine(
     *,
     revision: str | None = None,
     dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
     device: str = "cpu",
     max_model_len: int | None = None,
     block_size: int = 16,
@@ -177,12 +178,15 @@ def load_engine(
         config = read_config(folder)
         find_shards(folder)
     name = _dtype_name(dtype, config)
+    kv_name = name if kv_cache_dtype == "auto" else kv_cache_dtype
     longest = _max_len(max_model_len, config)
     if block_size < 1:
         raise ConfigError.of("block_size", block_size, "must be at least 1")
+    _check_kv_dtype(kv_name, block_size * config.head_dim, where)
     plan = plan_memory(
         config,
         dtype=name,
+        kv_dtype=kv_name,
         block_size=block_size,
         max_model_len=longest,
         max_num_seqs=max_num_seqs,
@@ -207,7 +211,7 @@ def load_engine(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        dtype=name,
+        dtype=kv_name,
         block_size=block_size,
     )
     rope = make_rope(config, longest, where)
@@ -277,6 +281,21 @@ def _dtype_name(dtype: str, config: ModelConfig) -> str:
     if name not in DTYPES:
         raise ConfigError.of("dtype", dtype, f"use auto, {', '.join(DTYPES)}")
     return name
+
+
+def _check_kv_dtype(name: str, head_elements: int, device: torch.device) -> None:
+    """head_elements: of one head in a block."""
+    if name not in {*DTYPES, *SCALED_DTYPES}:
+        known = ", ".join((*DTYPES, *sorted(SCALED_DTYPES)))
+        raise ConfigError.of("kv_cache_dtype", name, f"use auto, {known}")
+    if name in SCALED_DTYPES and head_elements % SCALE_BYTES:
+        raise ConfigError.of(
+            "kv_cache_dtype",
+            name,
+            f"a block has {head_elements} elements of a head, no multiple of {SCALE_BYTES}; use a --block-size that is one",
+        )
+    if name == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigError.of("kv_cache_dtype", name, "this GPU is too old for it; use int8")
 
 
 def _max_len(asked: int | None, config: ModelConfig) -> int:

@@ -74,18 +74,20 @@ def _wrong_row(row: SampleRow, num_tokens: int, vocab_size: int) -> str:
     return ""
 
 
-def pack_batch(batch: Batch, config: ModelConfig, rope: Rope, pool: torch.Tensor) -> PackedBatch:
-    """The metadata of one step over `pool`, on its device."""
+def pack_batch(
+    batch: Batch, config: ModelConfig, rope: Rope, pool: torch.Tensor, dtype: torch.dtype
+) -> PackedBatch:
+    """The metadata of one step over `pool`, on its device, of a model that computes in `dtype`."""
     device, block_size = pool.device, pool.shape[4]
     token_ids = _tensor(chain.from_iterable(s.token_ids for s in batch.slices))
     ranges = [range(s.start, s.start + len(s.token_ids)) for s in batch.slices]
     positions = _tensor(chain.from_iterable(ranges))
     slots = _tensor(chain.from_iterable(_slots(s, block_size) for s in batch.slices))
     lengths = _rope_lengths(batch, positions) if rope.is_dynamic else positions
-    cos, sin = rope.tables(positions.to(device), lengths.to(device), pool.dtype)
+    cos, sin = rope.tables(positions.to(device), lengths.to(device), dtype)
     parts = _attention_slices(batch)
     plans = {
-        window: plan_attention(parts, pool, config.num_heads, config.head_dim**-0.5, window)
+        window: plan_attention(parts, pool, config.num_heads, config.head_dim**-0.5, window, dtype)
         for window in set(config.windows)
     }
     return PackedBatch(

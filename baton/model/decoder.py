@@ -40,13 +40,19 @@ class Decoder:
         self._config = config
         self._parameters = parameters
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, and of what is computed."""
+        return self._parameters.embeddings.dtype
+
     def forward(
         self,
         batch: PackedBatch,
         pool: torch.Tensor,
         layer_done: Callable[[int], None] | None = None,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write the tokens' KV into `pool`; returns the sampled tokens' states [rows, hidden], which `logits` takes.
+        """Write the tokens' KV into `pool`, and `scales` if it has any; returns the sampled tokens' states [rows, hidden], which `logits` takes.
 
         `layer_done` is called with each layer's index once the KV of that layer is written. After the last layer's KV
         only the sampled tokens go on.
@@ -55,7 +61,7 @@ class Decoder:
         hidden = F.embedding(batch.token_ids, parameters.embeddings)
         last = len(parameters.layers) - 1
         for index, layer in enumerate(parameters.layers):
-            mixed = self._attention(index, layer, hidden, batch, pool, layer_done)
+            mixed = self._attention(index, layer, hidden, batch, pool, scales, layer_done)
             if index == last and batch.sampled is not None:
                 hidden, mixed = hidden[batch.sampled], mixed[batch.sampled]
             hidden = layer.output(mixed, hidden)
@@ -73,6 +79,7 @@ class Decoder:
         hidden: torch.Tensor,
         batch: PackedBatch,
         pool: torch.Tensor,
+        scales: torch.Tensor | None,
         layer_done: Callable[[int], None] | None,
     ) -> torch.Tensor:
         """The heads' results [tokens, heads * head_dim], before the output layer."""
@@ -85,12 +92,12 @@ class Decoder:
             query = rms_norm(query, layer.q_norm, config.rms_norm_eps)
             key = rms_norm(key, layer.k_norm, config.rms_norm_eps)
         query, key = rope_kv_write(
-            query, key, value, batch.cos, batch.sin, pool, index, batch.slot_rows
+            query, key, value, batch.cos, batch.sin, pool, index, batch.slot_rows, scales
         )
         if layer_done is not None:
             layer_done(index)
         plan = batch.plans[config.windows[index]]
-        return paged_attention(query, key, value, pool, index, plan).flatten(1)
+        return paged_attention(query, key, value, pool, index, plan, scales).flatten(1)
 
     def _mlp(self, layer: PackedLayer, hidden: torch.Tensor) -> torch.Tensor:
         normalised = rms_norm(hidden, layer.post_norm, self._config.rms_norm_eps)

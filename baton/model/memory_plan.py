@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigError
 from baton.model.config import ModelConfig
-from baton.types import DTYPE_BYTES
+from baton.types import DTYPE_BYTES, KvLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class MemoryPlan:
     max_model_len: int
     max_num_seqs: int
     dtype: str
+    kv_dtype: str
 
     @property
     def kv_bytes(self) -> int:
@@ -48,7 +49,7 @@ class MemoryPlan:
             (
                 "KV cache",
                 f"{format_bytes(self.kv_bytes)}: {self.num_blocks} blocks of {self.block_size} tokens, "
-                f"{format_bytes(self.block_bytes)} each",
+                f"{format_bytes(self.block_bytes)} each ({self.kv_dtype})",
             ),
             ("longest context", f"{self.longest_context} tokens"),
             (
@@ -123,6 +124,7 @@ def plan_memory(
     config: ModelConfig,
     *,
     dtype: str,
+    kv_dtype: str | None = None,
     block_size: int,
     max_model_len: int,
     max_num_seqs: int,
@@ -133,14 +135,16 @@ def plan_memory(
     num_blocks: int | None = None,
 ) -> MemoryPlan:
     """How many KV blocks to have: `num_blocks`, or what fits `kv_cache_memory_bytes`, or enough for max_num_seqs sequences of
-    max_model_len tokens within what weights and activations leave of `available_bytes`.
+    max_model_len tokens within what weights and activations leave of `available_bytes`. kv_dtype: `dtype` if not given.
 
     Raises ConfigError if that is not even one block, or the weights do not fit.
     """
     weights = weight_bytes(config, dtype, keeps_levels)
     active = activation_bytes(config, dtype, max_num_batched_tokens, max_num_seqs, max_model_len)
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * DTYPE_BYTES[dtype]
-    block_bytes = per_token * block_size
+    kv_dtype = kv_dtype or dtype
+    block_bytes = KvLayout(
+        "", config.num_layers, config.num_kv_heads, config.head_dim, kv_dtype, block_size
+    ).block_bytes
     if weights > available_bytes:
         raise ConfigError.of(
             "dtype",
@@ -163,5 +167,13 @@ def plan_memory(
             "give more memory, or a smaller --block-size",
         )
     return MemoryPlan(
-        weights, active, block_bytes, num_blocks, block_size, max_model_len, max_num_seqs, dtype
+        weight_bytes=weights,
+        activation_bytes=active,
+        block_bytes=block_bytes,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
     )

@@ -71,6 +71,7 @@ def _build_torch(options: EngineOptions) -> Engine:
         model=options.model,
         revision=options.revision,
         dtype=options.dtype,
+        kv_cache_dtype=options.kv_cache_dtype,
         device=best_device if options.device == "auto" else options.device,
         max_model_len=options.max_model_len,
         block_size=options.block_size,

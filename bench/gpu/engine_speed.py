@@ -131,7 +131,7 @@ def _step(num_seqs: int, cached: int, new: int, setting: Setting) -> Result:
     )
     batch = model.batch(num_seqs, cached, new)
     start = time.perf_counter()
-    packed = pack_batch(batch, model.config, model.rope, model.kv.tensor)
+    packed = pack_batch(batch, model.config, model.rope, model.kv.tensor, model.kv.tensor.dtype)
     plan_ms = (time.perf_counter() - start) * 1000
 
     def forward() -> torch.Tensor:
@@ -240,7 +240,7 @@ def check_engine(setting: Setting) -> Result:
         rope = make_rope(config, 100, device)
         for start, new in ((0, length - 1), (length - 1, 1)):
             slices = tuple(_check_slice(i, start, new) for i in range(2))
-            packed = pack_batch(Batch(slices), config, rope, pool)
+            packed = pack_batch(Batch(slices), config, rope, pool, pool.dtype)
             results.append(decoder.logits(decoder.forward(packed, pool)).double().cpu())
     wanted, got = torch.cat(results[:2]), torch.cat(results[2:])
     error = float((got - wanted).norm() / wanted.norm())

@@ -54,11 +54,13 @@ def plan_attention(
     num_heads: int,
     scale: float,
     window: int | None,
+    dtype: torch.dtype | None = None,
 ) -> AttentionPlan | TwinPlan:
     """See the twin."""
     head_dim = pool.shape[5]
-    if not is_native(pool.dtype) or head_dim > _MAX_HEAD_DIM:
-        return plan_op.twin(slices, pool, num_heads, scale, window)
+    dtype = dtype or pool.dtype
+    if not is_native(dtype) or pool.dtype != dtype or head_dim > _MAX_HEAD_DIM:
+        return plan_op.twin(slices, pool, num_heads, scale, window, dtype)
     _, num_layers, _, num_kv_heads, block_size, _ = pool.shape
     group = num_heads // num_kv_heads
     tasks = [-(-s.num_tokens * group // _TASK_ROWS) * num_kv_heads for s in slices]
@@ -94,10 +96,11 @@ def paged_attention(
     pool: torch.Tensor,
     layer: int,
     plan: AttentionPlan | TwinPlan,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See the twin."""
     if isinstance(plan, TwinPlan):
-        return attention_op.twin(query, key, value, pool, layer, plan)
+        return attention_op.twin(query, key, value, pool, layer, plan, scales)
     query = query.contiguous()
     out = torch.empty_like(query)
     call = plan.call

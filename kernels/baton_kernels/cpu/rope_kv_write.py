@@ -34,12 +34,13 @@ def rope_kv_write(
     pool: torch.Tensor,
     layer: int,
     rows: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the twin."""
     head_dim = query.shape[2]
     has_dense_heads = all(x.stride()[1:] == (head_dim, 1) for x in (query, key, value))
-    if not is_native(pool.dtype) or not has_dense_heads:
-        return op.twin(query, key, value, cos, sin, pool, layer, rows)
+    if not is_native(query.dtype) or pool.dtype != query.dtype or not has_dense_heads:
+        return op.twin(query, key, value, cos, sin, pool, layer, rows, scales)
     out, key_out = query.new_empty(query.shape), key.new_empty(key.shape)
     per_kind = key.shape[1] * pool.shape[4]
     call = _Call(
