@@ -81,6 +81,8 @@ class Case:
 @settings(max_examples=60, deadline=None)
 @example([(63, 17)], (1, 1), 16, 1, torch.bfloat16, None)
 @example([(130, 3)], (4, 2), 100, 16, torch.bfloat16, 64)
+@example([(10, 40), (200, 30)], (4, 1), 128, 16, torch.bfloat16, None)
+@example([(90, 13)], (4, 1), 256, 3, torch.float32, 50)
 @given(
     sequences=st.lists(
         st.tuples(st.sampled_from([0, 1, 15, 63, 64, 130]), st.sampled_from([1, 2, 5, 17])),

@@ -19,7 +19,7 @@ from baton_kernels.paged_attention import plan_attention as plan_op
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
 #: As in attention.cpp.
-_TASK_ROWS = 8
+_TASK_ROWS = 64
 _MAX_HEAD_DIM = 256
 
 

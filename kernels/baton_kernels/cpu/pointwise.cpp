@@ -38,7 +38,7 @@ void swiglu(const void* gate_up_, void* out_, long rows, long dim, int threads) 
             const __mmask16 m = first_lanes(dim - i);
             const __m512 g = T::load(gate + i, m), up = T::load(gate + dim + i, m);
             // sigmoid(g) = 1 / (1 + e) for g >= 0 and e / (1 + e) below, with e = exp(-|g|) <= 1.
-            const __m512 e = exp_nonpositive(_mm512_sub_ps(zero, _mm512_abs_ps(g)));
+            const __m512 e = T::exp2(_mm512_mul_ps(_mm512_abs_ps(g), _mm512_set1_ps(-kLog2E)));
             const __mmask16 negative = _mm512_cmp_ps_mask(g, zero, _CMP_LT_OQ);
             const __m512 top = _mm512_mask_mov_ps(one, negative, e);
             const __m512 silu = _mm512_mul_ps(g, _mm512_div_ps(top, _mm512_add_ps(one, e)));

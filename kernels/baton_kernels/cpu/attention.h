@@ -1,0 +1,144 @@
+// What attention over the paged KV pool is asked for, and where a step's keys and values lie.
+#pragma once
+#include "simd.h"
+
+// As baton_kernels.cpu.paged_attention describes it to ctypes.
+struct Attention {
+    const void* query;  // [tokens][heads][dim]
+    void* out;          // like query
+    const void* pool;   // [blocks][layers][2][kv_heads][block_size][dim]
+    long layer, num_layers, heads, kv_heads, block_size, dim;
+    float scale;
+    long window;        // positions that a token sees, itself included; 0: all
+    long num_seqs;
+    const int64_t* first_row;   // [seqs]: of its new tokens in query
+    const int64_t* num_tokens;  // [seqs]
+    const int64_t* start;       // [seqs]: position of the first new token
+    const int64_t* tables;      // block tables, one after the other
+    const int64_t* table_at;    // [seqs]: where each begins
+    const int64_t* task_at;     // [seqs + 1]: number of tasks of the sequences before
+};
+
+namespace {
+
+constexpr long kStep = 64;
+constexpr long kMaxDim = 256;
+constexpr float kLowest = -1e30f;  // below any score, and finite: kLowest - kLowest is 0
+
+struct Task {
+    long seq, kv_head, first, rows;  // rows [first, first + rows) of the sequence's tokens x heads per KV head
+};
+
+// Rows of a 16 x 16 matrix of 32-bit words become its columns.
+inline void transpose(__m512i v[16]) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        v[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        v[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        v[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        v[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 8; i++) {
+        v[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        v[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    }
+}
+
+// rows: 16 pointers to keys or queries (null: none) -> words[dim / per_word][16 rows].
+template <class T>
+void turn(const typename T::element* const* rows, long dim, int32_t* words) {
+    const long num_words = dim / T::per_word;
+    for (long w = 0; w < num_words; w += 16) {
+        const __mmask16 m = first_lanes(num_words - w);
+        __m512i v[16];
+        for (int j = 0; j < 16; j++)
+            v[j] = rows[j] ? _mm512_maskz_loadu_epi32(m, (const int32_t*)rows[j] + w)
+                           : _mm512_setzero_si512();
+        transpose(v);
+        for (int j = 0; j < 16; j++) _mm512_store_si512(words + (w + j) * 16, v[j]);
+    }
+}
+
+// Where a row of a task lies in query and out, and its token's position.
+struct Place {
+    long at, position;
+
+    Place(const Attention& c, const Task& t, long row) {
+        const long per_kv = c.heads / c.kv_heads, own = t.first + row;
+        const long head = t.kv_head * per_kv + own % per_kv;
+        at = ((c.first_row[t.seq] + own / per_kv) * c.heads + head) * c.dim;
+        position = c.start[t.seq] + own / per_kv;
+    }
+};
+
+// Where a step's keys lie. Keys that no row sees are absent: they may lie in blocks that were given up.
+template <class E>
+struct Step {
+    long first;         // position of key 0, divisible by kStep
+    int begin, end;     // keys [begin, end) are there
+    const E* keys[kStep];
+
+    void locate(const Attention& c, const Task& t, long at, long oldest, long newest) {
+        first = at;
+        begin = oldest > at ? (int)(oldest - at) : 0;
+        end = newest - at + 1 < kStep ? (int)(newest - at + 1) : (int)kStep;
+        const int64_t* table = c.tables + c.table_at[t.seq];
+        long block = (at + begin) / c.block_size, offset = (at + begin) % c.block_size;
+        for (int j = begin; j < end; block++, offset = 0) {
+            const long head = (table[block] * c.num_layers + c.layer) * 2 * c.kv_heads + t.kv_head;
+            const E* key = (const E*)c.pool + (head * c.block_size + offset) * c.dim;
+            for (; offset < c.block_size && j < end; offset++, j++, key += c.dim) keys[j] = key;
+        }
+    }
+
+    // The 16 keys from `low` on, which is divisible by 16; null where there is none.
+    void sixteen(int low, const E** out) const {
+        for (int j = low; j < low + 16; j++) out[j - low] = j >= begin && j < end ? keys[j] : nullptr;
+    }
+
+    // Keys and values of lanes [low, low + 16).
+    void prefetch(int low, long dim, long to_values) const {
+        const int stop = low + 16 < end ? low + 16 : end;
+        for (int j = low > begin ? low : begin; j < stop; j++)
+            for (long d = 0; d < dim; d += 64 / (long)sizeof(E)) {
+                _mm_prefetch((const char*)(keys[j] + d), _MM_HINT_T1);
+                _mm_prefetch((const char*)(keys[j] + to_values + d), _MM_HINT_T1);
+            }
+    }
+};
+
+// Calls attend(step, the one after it) for all steps that a task's rows see keys of.
+template <class E, class F>
+void for_steps(const Attention& c, const Task& t, F&& attend) {
+    const long newest = Place(c, t, t.rows - 1).position, first_row = Place(c, t, 0).position;
+    const long oldest = c.window && first_row >= c.window ? first_row - c.window + 1 : 0;
+    Step<E> steps[2];
+    long first = oldest / kStep * kStep;
+    steps[0].locate(c, t, first, oldest, newest);
+    for (int now = 0; first <= newest; first += kStep, now ^= 1) {
+        Step<E>& next = steps[now ^ 1];
+        if (first + kStep <= newest)
+            next.locate(c, t, first + kStep, oldest, newest);
+        else
+            next.begin = next.end = 0;
+        attend(steps[now], next);
+    }
+}
+
+// Scores are taken to the base of 2.
+inline float scale_of(const Attention& c) { return c.scale * kLog2E; }
+
+// Elements from a key to its value.
+inline long to_values(const Attention& c) { return c.kv_heads * c.block_size * c.dim; }
+
+}  // namespace
