@@ -73,6 +73,7 @@ async def serve_decode(
         time.monotonic,
         transports=transports_of(options.kv_transport),
         lease_s=options.ticket_lease_s,
+        offer_s=options.ticket_offer_s,
         tcp_host=options.kv_host,
         kv_secret=kv_secret,
         tls=options.tls,

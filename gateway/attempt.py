@@ -4,12 +4,14 @@
        │ PrefillsHere ───────────────────────────────> tokens of D ... finish
        │ Deferred ──> back to the queue                     │ Preempted ──> back to the queue, with the tokens so far
        └ Failed, or P fails ──> as Preempted, if another try may help
+                                    P may fail after its first tokens, too: the KV cannot be delivered
 
 The choices part at their first tokens. What happens before happens to all of them; from then on each has its seat. The
 gateway may know the first tokens earlier than the decode worker, where the choices are one until the KV is there. The
 outputs of a beam search part at its end.
 
-P's answer and D's tokens come on different ways: what D tells before P's answer is here waits for it.
+P's answer and D's tokens come on different ways: what D tells before P's answer is here waits for it. Once D has said that it
+has the KV, D's word counts: P may not have heard of it.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ class Attempt:
         self._clock = clock or self._loop.time
         self._open_seats = set(range(spec.num_choices))
         self._handle: int | None = None
-        self._prefill: asyncio.Task[PrefillResult] | None = None
+        self._prefill: asyncio.Task[None] | None = None
         self._asked_s = 0.0
         self._answer_timer: asyncio.TimerHandle | None = None
         self._is_first_awaited = False
@@ -294,18 +296,23 @@ class Attempt:
         self._is_first_awaited = True
         self._timeline.enter(Phase.PREFILL, self._clock())
         timeout_s = max(0.0, self._deadline_s - self._loop.time())
-        self._prefill = self._loop.create_task(link.prefill(self._spec, ticket, timeout_s))
+        self._prefill = self._loop.create_task(
+            link.prefill(self._spec, ticket, timeout_s, self._take_first)
+        )
         self._prefill.add_done_callback(self._prefill_done)
 
-    def _prefill_done(self, task: asyncio.Task[PrefillResult]) -> None:
+    def _prefill_done(self, task: asyncio.Task[None]) -> None:
+        """The KV is delivered, or will not be."""
         if task.cancelled() or not self.is_open:
             return
         error = task.exception()
-        if error is None:
-            self._take_first(task.result())
-        elif isinstance(error, BatonError):
+        if error is None or (self.has_kv and not self._is_first_awaited):
+            return
+        if isinstance(error, BatonError):
             if isinstance(error, WorkerLost):
                 self.placement.suspect_prefill()
+            elif isinstance(error, HandoffFailed):
+                self.placement.note_undelivered(error.message, self._loop.time())
             self._end_all(error)
         else:
             fault = EngineFault(f"{type(error).__name__} on the way to the prefill worker")
@@ -313,6 +320,8 @@ class Attempt:
             self._end_all(fault)
 
     def _take_first(self, result: PrefillResult) -> None:
+        if not self.is_open:
+            return
         self._is_first_awaited = False
         self.placement.release_prefill()
         timeline, now_s = self._timeline, self._clock()

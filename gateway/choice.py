@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from baton.errors import BatonError
+from baton.errors import BatonError, HandoffFailed
 from baton.events import Deferred, HandedOff, HandOffFailed, Paused, Preempted, Tokens
 from baton.types import FinishReason
 from gateway.output import Output
@@ -31,6 +31,8 @@ class Choice:
         self.failures: list[BatonError] = []
         self.avoid: frozenset[str] = frozenset()
         """Addresses of workers that failed it."""
+        self.unreached: frozenset[str] = frozenset()
+        """Addresses of decode workers that its KV did not get to."""
 
     @property
     def is_over(self) -> bool:
@@ -49,9 +51,13 @@ class Choice:
                 break
         return None
 
-    def note_failure(self, error: BatonError, addresses: Iterable[str]) -> None:
-        """Count a failure that another try may mend, better elsewhere. Raises the last one too many."""
+    def note_failure(self, error: BatonError, prefill: str, decode: str) -> None:
+        """Count a failure that another try may mend, better elsewhere. Raises the last one too many.
+
+        prefill, decode: addresses of the workers; empty for none."""
         self.failures.append(error)
         if len(self.failures) > MAX_FAILURES:
             raise error
-        self.avoid = self.avoid.union(addresses)
+        self.avoid |= {prefill, decode} - {""}
+        if isinstance(error, HandoffFailed) and prefill:
+            self.unreached |= {decode}

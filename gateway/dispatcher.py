@@ -72,18 +72,20 @@ class Dispatcher:
         on_admitted: Callable[[], Awaitable[None]] | None = None,
         is_return: bool = False,
         avoid: frozenset[str] = frozenset(),
+        unreached: frozenset[str] = frozenset(),
     ) -> Placement:
         """Wait for a place. The caller releases it.
 
         on_admitted: awaited once the sequence is in the queue.
         is_return: the sequence was placed before, and now keeps its rank and finds room in the queue.
+        avoid, unreached: see Need.
         Raises Overloaded, NoWorkers; InvalidRequest if no worker could ever hold it.
         """
         if not is_return and not self._fleet.ready(Tier.DECODE):
             raise NoWorkers("no decode worker is ready", tier="decode")
         entry = _Entry(
             spec,
-            _need_of(spec, avoid),
+            _need_of(spec, avoid, unreached),
             prefix_digests(spec.token_ids, spec.tenant, self._key),
             asyncio.get_running_loop().create_future(),
         )
@@ -105,7 +107,7 @@ class Dispatcher:
 
         It does not queue: what runs already makes no other wait longer by running elsewhere.
         """
-        need = _need_of(spec, frozenset())
+        need = _need_of(spec)
         digests = prefix_digests(spec.token_ids, spec.tenant, self._key)
         matched = self._affinity.matched_tokens(digests)
         views = [w.decode_view(matched.get(w.address, 0)) for w in among if w.is_ready]
@@ -145,6 +147,7 @@ class Dispatcher:
 
     def _place_all(self, now_s: float) -> bool:
         """Place from the head on, up to the first that has to wait for room; tell whether there is such a one."""
+        self._fleet.broken_pairs.expire(now_s)
         passed_over: list[_Entry] = []
         is_full = False
         while (entry := self._queue.pop()) is not None:
@@ -234,7 +237,11 @@ def _never_fits(need: Need, max_num_seqs: int) -> InvalidRequest:
     )
 
 
-def _need_of(spec: SequenceSpec, avoid: frozenset[str]) -> Need:
+def _need_of(
+    spec: SequenceSpec,
+    avoid: frozenset[str] = frozenset(),
+    unreached: frozenset[str] = frozenset(),
+) -> Need:
     beam = spec.sampling.beam
     num_left = spec.sampling.max_tokens - len(spec.output_token_ids)
     return Need(
@@ -243,4 +250,5 @@ def _need_of(spec: SequenceSpec, avoid: frozenset[str]) -> Need:
         needs_decode=num_left > 1 or beam is not None,
         avoid=avoid,
         num_sequences=beam.width if beam else spec.num_choices,
+        unreached=unreached,
     )

@@ -7,11 +7,12 @@ dispatcher reads snapshots. Whoever listens is told of each change that may make
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 
 from baton.errors import PeerMismatch
 from baton.types import PROTOCOL_VERSION, Tier, WorkerInfo, WorkerLoad
+from gateway.broken_pairs import BrokenPairs
 from gateway.links import DecodeLink, PrefillLink
 from gateway.recent_work import RecentWork
 from gateway.router import DecodeView, PrefillView
@@ -103,7 +104,7 @@ class Worker:
             batch_tokens=info.max_num_batched_tokens,
         )
 
-    def decode_view(self, matched_tokens: int) -> DecodeView:
+    def decode_view(self, matched_tokens: int, unreached_by: Set[str] = frozenset()) -> DecodeView:
         info = self._known_info()
         load = self.load
         num_reported = load.num_running + load.num_waiting + len(self._unreported)
@@ -118,6 +119,7 @@ class Worker:
             max_num_seqs=info.max_num_seqs,
             is_awaiting_report=self.is_awaiting_report,
             matched_tokens=matched_tokens,
+            unreached_by=unreached_by,
         )
 
     def _known_info(self) -> WorkerInfo:
@@ -138,6 +140,8 @@ class Fleet:
         """Who is ready, by tier; None until it is asked for again after a change."""
         self.prefill_work = RecentWork()
         """Of the prefill workers that are ready. Placements tell it."""
+        self.broken_pairs = BrokenPairs()
+        """Of workers that are here. Placements tell it."""
         for address in prefill_addresses:
             self._workers[address] = Worker(address, Tier.PREFILL)
         for address in decode_addresses:
@@ -211,6 +215,7 @@ class Fleet:
         was_joined, worker.is_joined = worker.is_joined, False
         self._set_state(worker, state, reason)
         worker.load = WorkerLoad()
+        self.broken_pairs.drop(address)
         if was_joined:
             for listener in self._leave_listeners:
                 listener(address)

@@ -8,7 +8,14 @@ from typing import Any
 
 import grpc.aio
 
-from baton.errors import BatonError, Cancelled, DeadlineExceeded, NoWorkers, WorkerLost
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    EngineFault,
+    NoWorkers,
+    WorkerLost,
+)
 from baton.events import Failed, is_last
 from baton.rpc.status import from_rpc_error
 from baton.types import FinishReason, KvSource, SequenceSpec
@@ -20,7 +27,7 @@ from baton.wire import (
     step_from_proto,
 )
 from gateway.inbox import Inbox
-from gateway.links import First, PrefillResult, Sink
+from gateway.links import First, OnFirst, PrefillResult, Sink
 
 #: How often a decode worker is told which of its sequences are known here, in seconds.
 AUDIT_S = 5.0
@@ -40,36 +47,28 @@ class GrpcPrefillLink:
     def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
         self._stub = prefill_pb2_grpc.PrefillServiceStub(channel)
         self._address = address
-        self._calls: set[asyncio.Future[prefill_pb2.PrefillResponse]] = set()
+        self._calls: set[asyncio.Future[None]] = set()
         self._lost: str | None = None
 
-    async def prefill(self, spec: SequenceSpec, ticket: bytes, timeout_s: float) -> PrefillResult:
+    async def prefill(
+        self, spec: SequenceSpec, ticket: bytes, timeout_s: float, on_first: OnFirst
+    ) -> None:
         """See gateway.links.PrefillLink."""
         if self._lost is not None:
             raise WorkerLost(self._lost)
         request = prefill_pb2.PrefillRequest(sequence=sequence_to_proto(spec), ticket=ticket)
-        call = asyncio.ensure_future(self._call(request, timeout_s))
+        call = asyncio.ensure_future(self._call(request, timeout_s, on_first))
         self._calls.add(call)
         try:
             await asyncio.wait((call,))
             if call.cancelled():
                 raise WorkerLost(self._lost or "the call was cancelled")
-            response = call.result()
+            call.result()
         except grpc.aio.AioRpcError as error:
             raise worker_error(error, "prefill", self._address) from error
         finally:
             self._calls.discard(call)
             call.cancel()
-        return PrefillResult(
-            firsts=tuple(
-                First(sample_from_proto(first.token), FinishReason(first.finish_reason))
-                for first in response.first_tokens
-            ),
-            num_cached_tokens=response.num_cached_tokens,
-            queue_ms=response.queue_ms,
-            compute_ms=response.compute_ms,
-            prompt_logprobs=tuple(map(logprobs_from_proto, response.prompt_logprobs)),
-        )
 
     def lose(self, reason: str) -> None:
         """The worker is gone: every call ends with WorkerLost. Idempotent."""
@@ -78,9 +77,30 @@ class GrpcPrefillLink:
             call.cancel()
 
     async def _call(
-        self, request: prefill_pb2.PrefillRequest, timeout_s: float
-    ) -> prefill_pb2.PrefillResponse:
-        return await self._stub.Prefill(request, timeout=timeout_s)
+        self, request: prefill_pb2.PrefillRequest, timeout_s: float, on_first: OnFirst
+    ) -> None:
+        call = self._stub.Prefill(request, timeout=timeout_s)
+        try:
+            response = await call.read()
+            if not isinstance(response, prefill_pb2.PrefillResponse):
+                raise EngineFault(f"prefill worker at {self._address} ended without a first token")
+            on_first(_result_of(response))
+            await call.read()  # the end, or why it is none
+        finally:
+            call.cancel()
+
+
+def _result_of(response: prefill_pb2.PrefillResponse) -> PrefillResult:
+    return PrefillResult(
+        firsts=tuple(
+            First(sample_from_proto(first.token), FinishReason(first.finish_reason))
+            for first in response.first_tokens
+        ),
+        num_cached_tokens=response.num_cached_tokens,
+        queue_ms=response.queue_ms,
+        compute_ms=response.compute_ms,
+        prompt_logprobs=tuple(map(logprobs_from_proto, response.prompt_logprobs)),
+    )
 
 
 class GrpcDecodeLink:

@@ -36,14 +36,21 @@ class PrefillResult:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
+#: Takes a prefill worker's answer; as Sink.
+OnFirst = Callable[[PrefillResult], None]
+
+
 class PrefillLink(Protocol):
     """A way to one prefill worker."""
 
-    async def prefill(self, spec: SequenceSpec, ticket: bytes, timeout_s: float) -> PrefillResult:
-        """Compute the tokens of `spec`, ship their KV to the ticket's owner (none if `ticket` is empty), and give the
-        next token of each choice. Cancelling the coroutine cancels the work.
+    async def prefill(
+        self, spec: SequenceSpec, ticket: bytes, timeout_s: float, on_first: OnFirst
+    ) -> None:
+        """Compute the tokens of `spec`, give the next token of each choice to `on_first`, and ship all KV to the ticket's
+        owner (none if `ticket` is empty): returns when the owner has it. Cancelling the coroutine cancels the work.
 
-        Raises BatonError; WorkerLost if the worker went away.
+        Raises BatonError, before `on_first` was called or after it; WorkerLost if the worker went away, HandoffFailed if the
+        KV cannot be delivered.
         """
         ...
 

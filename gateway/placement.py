@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 from baton.types import Tier
+from gateway.broken_pairs import REST_S
 from gateway.fleet import Fleet, Worker
+
+_log = logging.getLogger(__name__)
 
 
 class Placement:
@@ -69,6 +74,20 @@ class Placement:
         """The prefill worker could not be reached."""
         if self.prefill:
             self._fleet.suspect(self.prefill.address)
+
+    def note_undelivered(self, why: str, now_s: float) -> None:
+        """The prefill worker could not deliver KV to the decode worker."""
+        prefill, decode = self.prefill, self.decode
+        if prefill is None or decode is None or not (prefill.is_joined and decode.is_joined):
+            return
+        if self._fleet.broken_pairs.note(prefill.address, decode.address, now_s):
+            _log.warning(
+                "prefill worker %s cannot deliver KV to %s, and is not paired with it for %g s: %s",
+                self.prefill_name,
+                self.decode_name,
+                REST_S,
+                why,
+            )
 
     def release_prefill(self) -> None:
         """The prefill worker is done with the sequence, or was not needed."""

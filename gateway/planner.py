@@ -73,6 +73,11 @@ def _choose(
             )
             for worker in prefills
         ],
-        [worker.decode_view(matched.get(worker.address, 0)) for worker in decodes],
+        [
+            worker.decode_view(
+                matched.get(worker.address, 0), fleet.broken_pairs.with_decode(worker.address)
+            )
+            for worker in decodes
+        ],
         key,
     )

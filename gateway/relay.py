@@ -221,7 +221,11 @@ class Relay:
         self._timeline.note(RequestEvent.QUEUED, queued_s)
         try:
             placement = await self._context.dispatcher.place(
-                spec, on_admitted=on_admitted, is_return=is_return, avoid=choice.avoid
+                spec,
+                on_admitted=on_admitted,
+                is_return=is_return,
+                avoid=choice.avoid,
+                unreached=choice.unreached,
             )
         except NoWorkers:
             if choice.failures:
@@ -239,9 +243,10 @@ class Relay:
             if not isinstance(left, RetriableError):
                 raise left
             self._timeline.note(RequestEvent.FAILED, self._clock())
-            workers = (placement.prefill, placement.decode)
+            prefill = placement.prefill.address if placement.prefill else ""
+            decode = placement.decode.address if placement.decode else ""
             for choice in choices:
-                choice.note_failure(left, [w.address for w in workers if w is not None])
+                choice.note_failure(left, prefill, decode)
         if isinstance(left, Preempted | RetriableError):
             self._timeline.num_resumes += 1
             self._timeline.note(RequestEvent.RESUMED, self._clock())

@@ -4,14 +4,15 @@ A prefill worker is charged in tokens: those it has yet to compute, plus those o
 lacks, which weigh more. So a cached prefix wins as long as it saves enough to outweigh the difference of the queues. It
 counts for less the more its worker did lately above the mean of the tier and a batch, so that a prefix which many ask
 for spreads before it makes a hot spot; and of like workers the one that did least is taken. A decode worker is charged
-by how full it is, batch or memory, and a cached prefix decides only between like ones.
+by how full it is, batch or memory, and a cached prefix decides only between like ones. One that KV does not get to from any
+prefill worker is the last choice, and computes the prompt itself.
 """
 
 from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 #: How much more a token computed again weighs than one to wait for: it delays all who come later, too.
@@ -30,6 +31,7 @@ class Need:
     needs_decode: whether more than the prefill's token is wanted.
     avoid: addresses of workers that failed this sequence; taken only if there are no others.
     num_sequences: how many it will be on the decode worker: choices, or beams, that share the tokens known now.
+    unreached: addresses of decode workers that its KV did not get to; they compute the prompt, if it must be them.
     """
 
     num_tokens: int
@@ -37,6 +39,7 @@ class Need:
     needs_decode: bool
     avoid: frozenset[str] = frozenset()
     num_sequences: int = 1
+    unreached: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ class DecodeView:
 
     num_available_blocks: free or given up on demand, as last reported, less what was reserved since.
     num_sequences: running, waiting, and on their way there.
+    unreached_by: addresses of prefill workers whose KV does not get here.
     """
 
     address: str
@@ -90,6 +94,7 @@ class DecodeView:
     max_num_seqs: int
     is_awaiting_report: bool = False
     matched_tokens: int = 0
+    unreached_by: Set[str] = frozenset()
 
     def num_blocks_for(self, need: Need) -> int:
         """Those that they share, and one more for each but the first to write into."""
@@ -108,6 +113,16 @@ class DecodeView:
             return False
         watermark = min(self.num_sequences, self.num_blocks // 8)
         return self.num_blocks_for(need) + watermark <= self.num_available_blocks
+
+    def wants_prefill(self, need: Need) -> bool:
+        """Whether a prefill worker should compute the prompt."""
+        return need.num_tokens > self.max_local_prefill_tokens
+
+    def can_hear(self, need: Need, prefills: Sequence[PrefillView]) -> bool:
+        """Whether KV of one of these would get here."""
+        if self.address in need.unreached:
+            return False
+        return any(prefill.address not in self.unreached_by for prefill in prefills)
 
     def cost(self, need: Need) -> float:
         batch = self.num_sequences / self.max_num_seqs
@@ -145,12 +160,13 @@ def choose(
     able_decodes = [d for d in decodes if d.fits(need)]
     if not able_decodes:
         return Verdict.NO_WORKER
-    decode = _best_decode(need, able_decodes, tie_key)
+    decode = _best_decode(need, able_decodes, able_prefills, tie_key)
     if decode is None:
         return Verdict.NOT_NOW
-    if not able_prefills or need.num_tokens <= decode.max_local_prefill_tokens:
+    if not decode.wants_prefill(need) or not decode.can_hear(need, able_prefills):
         return Plan(None, decode.address)
-    prefill = _best_prefill(need, able_prefills, tie_key)
+    heard = [p for p in able_prefills if p.address not in decode.unreached_by]
+    prefill = _best_prefill(need, heard, tie_key)
     return Plan(prefill.address, decode.address) if prefill else Verdict.NOT_NOW
 
 
@@ -164,9 +180,15 @@ def _best_prefill(need: Need, views: Sequence[PrefillView], tie_key: bytes) -> P
     )
 
 
-def _best_decode(need: Need, views: Sequence[DecodeView], tie_key: bytes) -> DecodeView | None:
+def _best_decode(
+    need: Need, views: Sequence[DecodeView], prefills: Sequence[PrefillView], tie_key: bytes
+) -> DecodeView | None:
+    """prefills: those that could compute the prompt."""
     views = [view for view in views if view.has_room(need)]
     views = [view for view in views if view.address not in need.avoid] or views
+    if prefills:
+        served = [v for v in views if not v.wants_prefill(need) or v.can_hear(need, prefills)]
+        views = served or views
     return min(views, key=lambda v: (v.cost(need), _tie(tie_key, v.address)), default=None)
 
 

@@ -4,6 +4,9 @@
     handoff:     begun --KvBegin--> sending --KvCommit--> waiting --KvCommitted--> done
                    any state --abort, KvAbort, deadline, connection lost--> done with an error
 
+KvBegin goes as soon as the connection is open: it overtakes other handoffs' chunks, whose room it does not need, because the
+ticket's owner does not wait long for it.
+
 Deadlines: connect (until KvAccept), credit (room for the next chunk), commit (until KvCommitted).
 """
 
@@ -40,6 +43,8 @@ _MASK = (1 << 64) - 1
 _log = logging.getLogger("baton.kv")
 #: Tickets in one KvRenew, so that it fits a header.
 _MAX_RENEWED = 1024
+#: So many frames are sent before new tasks are looked for: what is urgent among them does not wait for all chunks to be sent.
+_ROUND_FRAMES = 16
 
 
 @dataclass(slots=True)
@@ -48,6 +53,8 @@ class _Handoff:
 
     key: str
     ticket: KvTicket
+    data: bytes
+    """The ticket's bytes."""
     is_begun: bool = False
     is_done: bool = False
     checksum: int = 0
@@ -102,7 +109,8 @@ class Lane:
         self._lender = config.pool if isinstance(config.pool, LendingPool) else None
         self._handoffs: dict[str, _Handoff] = {}
         # Each with the handoff that it is about: a key may be used again once its handoff is done.
-        self._tasks: deque[tuple[_Handoff, Begin | Borrow | Send | Finish]] = deque()
+        self._tasks: deque[tuple[_Handoff, Borrow | Send | Finish]] = deque()
+        self._unpresented: deque[_Handoff] = deque()
         self._link: _Link | None = None
         self._idle_since = config.clock()
 
@@ -133,9 +141,9 @@ class Lane:
     def handle(self, task: Task) -> None:
         """Take a task. Tasks of handoffs that are done are dropped."""
         match task:
-            case Begin(key, ticket):
-                self._handoffs[key] = _Handoff(key, ticket)
-                self._tasks.append((self._handoffs[key], task))
+            case Begin(key, ticket, data):
+                self._handoffs[key] = _Handoff(key, ticket, data)
+                self._unpresented.append(self._handoffs[key])
             case Cancel(key, reason, message):
                 handoff = self._handoffs.get(key)
                 if handoff:
@@ -144,15 +152,19 @@ class Lane:
                 if task.key in self._handoffs:
                     self._tasks.append((self._handoffs[task.key], task))
 
-    def pump(self) -> None:
-        """Connect if need be, take in what has come, send what has room, and end what is late."""
+    def pump(self) -> bool:
+        """Connect if need be, take in what has come, send some of what has room, and end what is late.
+
+        Whether there may be more to do at once."""
         if not self._handoffs and self._link is None:
             self._tasks.clear()
-            return
+            self._unpresented.clear()
+            return False
         try:
             link = self._link or self._connect()
-            while self._take_replies(link) | self._send_ready(link):
-                pass
+            is_busy = self._take_replies(link)
+            self._present(link)
+            is_busy |= self._send_ready(link)
             self._renew(link)
             self._check_deadlines(link)
         except PeerMismatch as error:
@@ -161,6 +173,9 @@ class Lane:
             self._end_all(error)
         except HandoffFailed as error:
             self._end_all(error)
+        else:
+            return is_busy
+        return False
 
     def close(self, error: BatonError) -> None:
         """End every handoff with `error`, and the connection."""
@@ -241,6 +256,7 @@ class Lane:
     def _end_all(self, error: BatonError) -> None:
         link, self._link = self._link, None
         self._tasks.clear()
+        self._unpresented.clear()
         if link:
             link.connection.close()
         for handoff in tuple(self._handoffs.values()):
@@ -248,29 +264,35 @@ class Lane:
 
     # Sending.
 
+    def _present(self, link: _Link) -> None:
+        while link.terms and self._unpresented:
+            handoff = self._unpresented.popleft()
+            if not handoff.is_done:
+                link.connection.send(kv_pb2.KvBegin(ticket=handoff.data))
+                handoff.is_begun = True
+
     def _send_ready(self, link: _Link) -> bool:
         """Whether anything was sent. Tasks go in their order; a chunk without room holds up those behind it."""
-        terms, sent = link.terms, False
+        terms, num_sent = link.terms, 0
         if terms is None:
             return False
         while link.waiting or self._tasks:
-            if link.waiting:
-                if not self._send_chunk(link, terms, link.waiting[0]):
-                    break
-            else:
+            if not link.waiting:
                 self._start(link, terms, *self._tasks.popleft())
-            sent = True
-        return sent
+            elif num_sent >= _ROUND_FRAMES and link.waiting[0].next:
+                # Never after a chunk that its commit is to follow in the same write.
+                break
+            elif not self._send_chunk(link, terms, link.waiting[0]):
+                break
+            num_sent += 1
+        return num_sent > 0
 
     def _start(
-        self, link: _Link, terms: Terms, handoff: _Handoff, task: Begin | Borrow | Send | Finish
+        self, link: _Link, terms: Terms, handoff: _Handoff, task: Borrow | Send | Finish
     ) -> None:
         if handoff.is_done:
             return
         match task:
-            case Begin(_, _, data):
-                link.connection.send(kv_pb2.KvBegin(ticket=data))
-                handoff.is_begun = True
             case Borrow(_, lend_to):
                 self._borrow(link, terms, handoff, lend_to)
             case Send():

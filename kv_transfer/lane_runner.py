@@ -79,16 +79,20 @@ class InlineLane:
             return
         self._is_running = True
         try:
-            self._lane.pump()
+            self._pump()
             while self._inbox and not self._is_closed:
                 self._lane.handle(self._inbox.popleft())
-                self._lane.pump()
+                self._pump()
             if self._is_closed:
                 while self._inbox:
                     self._lane.handle(self._inbox.popleft())
                 self._lane.close(_closed())
         finally:
             self._is_running = False
+
+    def _pump(self) -> None:
+        while self._lane.pump():
+            pass
 
 
 class ThreadLane:
@@ -142,8 +146,8 @@ class ThreadLane:
         error: BatonError = HandoffFailed("the lane's thread has failed")
         try:
             while self._take_tasks():
-                self._lane.pump()
-                self._wait()
+                if not self._lane.pump():
+                    self._wait()
             error = _closed()
         finally:
             with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import secrets
 import tempfile
 from collections.abc import Callable, Sequence
@@ -79,6 +80,7 @@ def open_receiver(
     *,
     transports: Sequence[str] = _TRANSPORTS,
     lease_s: float = 30.0,
+    offer_s: float = math.inf,
     tcp_host: str = "127.0.0.1",
     tcp_port: int = 0,
     tcp_advertise_host: str = "",
@@ -93,7 +95,7 @@ def open_receiver(
 ) -> RunningReceiver:
     """Bind, then serve. transports: any of "loopback" (its name is the worker's id, in `hub`), "shm", "tcp" and "nixl".
 
-    secret: of the tickets' digests; drawn anew if none is given. Each connection has num_credits * max_chunk_bytes of
+    lease_s, offer_s: see TicketTable. secret: of the tickets' digests; drawn anew if none is given. Each connection has num_credits * max_chunk_bytes of
     shared memory, or max_chunk_bytes of buffer. wire_dtype, kv_secret: see Receiver. tls: of tcp; None for plain text. Raises ConfigError for an unknown transport, or one that cannot be bound.
     """
     listeners: list[Listener] = []
@@ -113,6 +115,7 @@ def open_receiver(
             clock,
             secret or secrets.token_bytes(32),
             draw_id,
+            offer_s,
         )
         receiver = Receiver(
             identity,

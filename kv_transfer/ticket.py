@@ -10,7 +10,9 @@
                      release
 
 A ticket that needs no KV (all is cached) goes from RESERVED to COMMITTED. OFFERED waits for a sender, RESERVED has one
-and belongs to its connection, RECEIVING has taken a first chunk. Each arrow but the last has the lease as its deadline.
+and belongs to its connection, RECEIVING has taken a first chunk. An offer must be taken up within `offer_s`: a sender presents
+its ticket as soon as it has it, before it queues for anything. From then on each arrow but the last has the lease as its
+deadline, which the sender renews however long its own queue is.
 
 Who owns the blocks: the table from `offer` until the ticket's one event; from then on whoever gets the event. A writer
 holds a pin. An abort that meets a pin refuses further ones at once, and tells TicketDead when the last is gone.
@@ -19,6 +21,7 @@ holds a pin. An abort that meets a pin refuses further ones at once, and tells T
 from __future__ import annotations
 
 import enum
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -146,10 +149,11 @@ class TicketTable:
         clock: Callable[[], float],
         secret: bytes,
         draw_id: Callable[[], int],
+        offer_s: float = math.inf,
     ) -> None:
         """on_event: called in any thread, holding no lock. clock: monotonic seconds. secret: 16 to 64 random bytes.
 
-        draw_id: random numbers below 2^64.
+        draw_id: random numbers below 2^64. offer_s: how long an offer waits for its sender, never longer than the lease.
         """
         if not 16 <= len(secret) <= 64:
             raise ValueError("the secret must have 16 to 64 bytes")
@@ -157,6 +161,7 @@ class TicketTable:
         self._layout = layout
         self._endpoints = endpoints
         self._lease_s = lease_s
+        self._offer_s = min(offer_s, lease_s)
         self._on_event = on_event
         self._clock = clock
         self._secret = secret
@@ -164,7 +169,7 @@ class TicketTable:
         self._lock = threading.Lock()
         self._entries: dict[int, _Entry] = {}
         self._none_over_before_s = clock()
-        """Deadlines are only ever put off, and new ones are a whole lease away: this bound never needs to come down."""
+        """Deadlines are only ever put off, and new ones are at least `offer_s` away: this bound never needs to come down."""
 
     # What the owner of the blocks calls.
 
@@ -207,7 +212,7 @@ class TicketTable:
                 num_cached_tokens=num_cached_tokens,
                 num_tokens=num_tokens,
                 coverage=Coverage(self._layout.num_layers),
-                deadline=self._clock() + self._lease_s,
+                deadline=self._clock() + self._offer_s,
             )
         ticket = KvTicket(
             owner=self._identity,
@@ -242,7 +247,7 @@ class TicketTable:
         self._tell(events)
 
     def expire(self) -> None:
-        """Abort the tickets that no frame has come for within the lease."""
+        """Abort the tickets that nobody has presented in time, and those that no frame has come for within the lease."""
         with self._lock:
             now = self._clock()
             if now < self._none_over_before_s:
@@ -255,13 +260,11 @@ class TicketTable:
                     ticket_id,
                     entry,
                     HandoffFailed.reason,
-                    f"no KV and no sign of life for {self._lease_s:g} s ({entry.state.value})",
+                    self._overdue(entry),
                 )
             )
-            self._none_over_before_s = min(
-                (e.deadline for e in self._entries.values() if e.state in _OPEN),
-                default=now + self._lease_s,
-            )
+            deadlines = (e.deadline for e in self._entries.values() if e.state in _OPEN)
+            self._none_over_before_s = min((now + self._offer_s, *deadlines))
         self._tell(events)
 
     def release(self, ticket_id: int) -> None:
@@ -435,6 +438,11 @@ class TicketTable:
         ):
             return f"a chunk outside of the reservation: {piece}"
         return "" if entry.coverage.add(piece) else f"a chunk that came before: {piece}"
+
+    def _overdue(self, entry: _Entry) -> str:
+        if entry.state is TicketState.OFFERED:
+            return f"no sender presented the ticket within {self._offer_s:g} s"
+        return f"no KV and no sign of life for {self._lease_s:g} s ({entry.state.value})"
 
     def _renew(self, entry: _Entry) -> None:
         entry.deadline = self._clock() + self._lease_s

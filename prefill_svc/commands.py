@@ -14,7 +14,9 @@ from prefill_svc.job import ChunkTime
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A prompt to compute. `key` is unique in this worker. `ticket`: where its KV goes; empty for nowhere."""
+    """A prompt to compute. `key` is unique in this worker. `ticket`: where its KV goes; empty for nowhere.
+
+    The ticket has been presented by then, under the same key: its owner waits for that no longer than this worker's step."""
 
     key: str
     spec: SequenceSpec
@@ -75,4 +77,12 @@ class PrefillFailed:
     error: BatonError
 
 
-PrefillEvent = Prefilled | PrefillFailed
+@dataclass(frozen=True, slots=True)
+class HandoffEnded:
+    """The handoff of a prompt that goes on elsewhere, after Prefilled. No error: the ticket's owner has all KV."""
+
+    key: str
+    error: BatonError | None
+
+
+PrefillEvent = Prefilled | PrefillFailed | HandoffEnded

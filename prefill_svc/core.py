@@ -18,7 +18,14 @@ from baton.engine.guard import SliceOutcome, forward_guarded
 from baton.engine.interface import Batch, Engine, SequenceSlice
 from baton.engine.loop import Step
 from baton.engine.rows import num_scored_rows, wants_prompt_logprobs
-from baton.errors import BatonError, Cancelled, Draining, EngineFault
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    Draining,
+    EngineFault,
+    HandoffFailed,
+    RetriableError,
+)
 from baton.grammar import Matchers, with_grammar_ready
 from baton.types import FinishReason, Sample, SequenceSpec, finish_reason
 from kv_transfer.kv_sender import KvSender
@@ -30,6 +37,7 @@ from prefill_svc.commands import (
     Abort,
     Drain,
     FirstToken,
+    HandoffEnded,
     PrefillCommand,
     Prefilled,
     PrefillEvent,
@@ -77,6 +85,8 @@ class PrefillCore:
         self._clock = devices.clock
         self._borrowing = Borrowing(devices.tickets, devices.sender, devices.costs, devices.clock)
         self._jobs: dict[str, PrefillJob] = {}
+        # Ends of handoffs whose prompt is still on its way here: a ticket is presented before its prompt is submitted.
+        self._early_ends: dict[str, SendDone] = {}
         self._events: list[PrefillEvent] = []
         self._num_steps = 0
         self._is_draining = False
@@ -112,24 +122,29 @@ class PrefillCore:
 
     def _submit(self, command: Submit) -> None:
         spec = command.spec
-        if error := self._refusal(spec):
-            self._events.append(PrefillFailed(command.key, error))
-            return
-        self._jobs[command.key] = PrefillJob(
+        job = self._jobs[command.key] = PrefillJob(
             key=command.key,
             spec=spec,
             has_ticket=bool(command.ticket),
             num_held_tokens=command.num_held_tokens,
             arrived_s=self._clock(),
-            order=self._matchers.order(spec.sampling),
         )
-        if command.ticket:
-            self._sender.begin(command.key, command.ticket)
+        if done := self._early_ends.pop(command.key, None):
+            self._finish_handoff(done)
+        elif error := self._refusal(spec):
+            self._fail(job, error)
+        else:
+            job.order = self._matchers.order(spec.sampling)
 
     def _refusal(self, spec: SequenceSpec) -> BatonError | None:
         if self._is_draining:
             return Draining("this prefill worker takes no more prompts")
         return refusal(spec, self._engine.spec)
+
+    def _fail(self, job: PrefillJob, error: BatonError) -> None:
+        """There will be no first token."""
+        self._events.append(PrefillFailed(job.key, error))
+        self._give_up(job.key, error)
 
     def _give_up(self, key: str, error: BatonError) -> None:
         """End a job from our side. The sender, if it knows the job, has the last word on its blocks."""
@@ -144,9 +159,15 @@ class PrefillCore:
         self._sender.abort(key, error.reason, error.message)
 
     def _finish_handoff(self, done: SendDone) -> None:
-        job = self._jobs[done.key]
-        if done.error and job.stage in (Stage.WAITING, Stage.BORROWING, Stage.COMPUTING):
-            self._events.append(PrefillFailed(job.key, done.error))
+        job = self._jobs.get(done.key)
+        if job is None:
+            self._early_ends[done.key] = done
+            return
+        error = done.error and _as_told(done.error)
+        if job.stage is Stage.SENDING:
+            self._events.append(HandoffEnded(job.key, error))
+        elif error and job.stage is not Stage.CLOSING:
+            self._events.append(PrefillFailed(job.key, error))
         job.is_sent = True
         if job.borrow_ticket_id is None:
             self._forget(job)
@@ -202,8 +223,7 @@ class PrefillCore:
             try:
                 part = job.next_slice(num_new, job.allowed_first() if is_last else None)
             except EngineFault as error:
-                self._events.append(PrefillFailed(job.key, error))
-                self._give_up(job.key, error)
+                self._fail(job, error)
             else:
                 grants.append((job, num_new))
                 slices.append(part)
@@ -235,8 +255,7 @@ class PrefillCore:
 
     def _advance(self, job: PrefillJob, num_new: int, outcome: SliceOutcome) -> None:
         if isinstance(outcome, BatonError):
-            self._events.append(PrefillFailed(job.key, outcome))
-            self._give_up(job.key, outcome)
+            self._fail(job, outcome)
             return
         start = job.num_computed_tokens
         job.num_computed_tokens += num_new
@@ -305,3 +324,10 @@ class PrefillCore:
         del self._jobs[job.key]
         if job.lease:
             job.lease.release()
+
+
+def _as_told(error: BatonError) -> BatonError:
+    """What a handoff's failure means to the gateway: but for our own faults, another pair of workers may do better."""
+    if isinstance(error, RetriableError | EngineFault):
+        return error
+    return HandoffFailed(error.message)

@@ -105,10 +105,11 @@ class PrefillRecorder:
                 case SendDone():
                     done.append((at_s, command))
         for event in events:
-            if isinstance(event, Prefilled):
-                self._computed_one(event)
-            else:
-                self._failed_one(event)
+            match event:
+                case Prefilled():
+                    self._computed_one(event)
+                case PrefillFailed():
+                    self._failed_one(event)
         for at_s, send_done in done:
             self._sent_one(at_s, send_done)
 

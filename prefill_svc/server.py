@@ -60,14 +60,6 @@ async def serve_prefill(
             recorder.on_command(command)
         loop.submit(command)
 
-    servicer = PrefillServicer(submit)
-
-    def deliver(events: Sequence[PrefillEvent], load: WorkerLoad) -> None:
-        servicer.deliver(events)
-        board.publish(load)
-        if recorder:
-            recorder.on_step(events)
-
     sender = Sender(
         identity,
         engine.spec.layout,
@@ -77,6 +69,14 @@ async def serve_prefill(
         time.monotonic,
         secret=kv_secret,
     )
+    servicer = PrefillServicer(submit, sender.begin)
+
+    def deliver(events: Sequence[PrefillEvent], load: WorkerLoad) -> None:
+        servicer.deliver(events)
+        board.publish(load)
+        if recorder:
+            recorder.on_step(events)
+
     loans = open_receiver(
         identity,
         engine.kv,

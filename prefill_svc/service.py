@@ -1,10 +1,10 @@
-"""PrefillService: one call per prompt."""
+"""PrefillService: one call per prompt, from its submission to the end of its handoff."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc.aio
@@ -20,43 +20,53 @@ from prefill_svc.commands import (
     Submit,
 )
 
+#: Presents a ticket to its owner, under the key that its prompt is then submitted with. Raises InvalidRequest if it is none.
+Present = Callable[[str, bytes], None]
+
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Translates between calls and the core's commands and events."""
 
-    def __init__(self, submit: Callable[[PrefillCommand], None]) -> None:
+    def __init__(self, submit: Callable[[PrefillCommand], None], present: Present) -> None:
         self._submit = submit
-        self._answers: dict[str, asyncio.Future[Prefilled]] = {}
+        self._present = present
+        self._calls: dict[str, asyncio.Queue[PrefillEvent]] = {}
         self._next_key = itertools.count()
 
     def deliver(self, events: Sequence[PrefillEvent]) -> None:
-        """Answer the calls that a step has settled; a call that is gone wants no answer."""
+        """Pass a step's events to their calls; a call that is gone wants none."""
         for event in events:
-            answer = self._answers.pop(event.key, None)
-            if answer is None or answer.done():
-                continue
-            if isinstance(event, Prefilled):
-                answer.set_result(event)
-            else:
-                answer.set_exception(event.error)
+            call = self._calls.get(event.key)
+            if call is not None:
+                call.put_nowait(event)
 
     async def Prefill(  # noqa: N802
         self,
         request: prefill_pb2.PrefillRequest,
         context: grpc.aio.ServicerContext[Any, Any],  # noqa: ARG002
-    ) -> prefill_pb2.PrefillResponse:
-        num_held = parse_ticket(request.ticket).num_cached_tokens if request.ticket else 0
+    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        ticket, spec = request.ticket, sequence_from_proto(request.sequence)
+        num_held = parse_ticket(ticket).num_cached_tokens if ticket else 0
         key = str(next(self._next_key))
-        answer: asyncio.Future[Prefilled] = asyncio.get_running_loop().create_future()
-        self._answers[key] = answer
-        self._submit(Submit(key, sequence_from_proto(request.sequence), request.ticket, num_held))
+        events: asyncio.Queue[PrefillEvent] = asyncio.Queue()
+        if ticket:
+            # Here, not in the engine loop: a step may take longer than the ticket's owner waits for this.
+            self._present(key, ticket)
+        self._calls[key] = events
+        self._submit(Submit(key, spec, ticket, num_held))
+        is_over = False
         try:
-            return _response(await answer)
-        except asyncio.CancelledError:
-            self._submit(Abort(key))
-            raise
+            while not is_over:
+                event = await events.get()
+                is_over = not isinstance(event, Prefilled) or event.is_over or not ticket
+                if isinstance(event, Prefilled):
+                    yield _response(event)
+                elif event.error:
+                    raise event.error
         finally:
-            self._answers.pop(key, None)
+            del self._calls[key]
+            if not is_over:
+                self._submit(Abort(key))
 
 
 def _response(done: Prefilled) -> prefill_pb2.PrefillResponse:

@@ -286,6 +286,9 @@ class HandoffOptions(Options):
     of that name."""
     ticket_lease_s: Seconds = 30.0
     """Silence of a sender, in seconds, after which its reservation is given up."""
+    ticket_offer_s: Seconds = 10.0
+    """How long a reservation waits for its sender to come, in seconds. A sender comes when it is given a prompt, not when the
+    prompt's turn has come."""
     kv_secret_file: NonEmpty | None = None
     """File of a secret that all workers share, such as openssl rand -hex 32 makes: KV goes only between workers that have it, and
     carries digests under it."""

@@ -35,7 +35,7 @@ class PrefillServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Prefill = channel.unary_unary(
+        self.Prefill = channel.unary_stream(
                 '/baton.v1.PrefillService/Prefill',
                 request_serializer=baton_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
@@ -47,8 +47,9 @@ class PrefillServiceServicer:
     """
 
     def Prefill(self, request, context):
-        """Computes a prompt, ships its KV to the ticket's owner, and answers with the first token of each choice as soon as they are known.
-        Cancelling the call cancels the handoff.
+        """Computes a prompt, ships its KV to the ticket's owner, and answers with the first token of each choice as soon as they are known: the
+        stream's one message. It then ends when the owner has the KV, at once if none has to be sent, or with HANDOFF_FAILED if it cannot
+        be delivered, before the message or after it. Cancelling the call cancels the handoff.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -57,7 +58,7 @@ class PrefillServiceServicer:
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Prefill': grpc.unary_unary_rpc_method_handler(
+            'Prefill': grpc.unary_stream_rpc_method_handler(
                     servicer.Prefill,
                     request_deserializer=baton_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
                     response_serializer=baton_dot_v1_dot_prefill__pb2.PrefillResponse.SerializeToString,
@@ -85,7 +86,7 @@ class PrefillService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/baton.v1.PrefillService/Prefill',

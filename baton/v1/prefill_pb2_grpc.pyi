@@ -33,9 +33,10 @@ class PrefillServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
-    Prefill: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
-    """Computes a prompt, ships its KV to the ticket's owner, and answers with the first token of each choice as soon as they are known.
-    Cancelling the call cancels the handoff.
+    Prefill: _grpc.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
+    """Computes a prompt, ships its KV to the ticket's owner, and answers with the first token of each choice as soon as they are known: the
+    stream's one message. It then ends when the owner has the KV, at once if none has to be sent, or with HANDOFF_FAILED if it cannot
+    be delivered, before the message or after it. Cancelling the call cancels the handoff.
     """
 
 @_typing.type_check_only
@@ -43,9 +44,10 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     """Spoken by prefill workers to gateways."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Prefill: _aio.UnaryUnaryMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
-    """Computes a prompt, ships its KV to the ticket's owner, and answers with the first token of each choice as soon as they are known.
-    Cancelling the call cancels the handoff.
+    Prefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
+    """Computes a prompt, ships its KV to the ticket's owner, and answers with the first token of each choice as soon as they are known: the
+    stream's one message. It then ends when the owner has the KV, at once if none has to be sent, or with HANDOFF_FAILED if it cannot
+    be delivered, before the message or after it. Cancelling the call cancels the handoff.
     """
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -56,9 +58,10 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _prefill_pb2.PrefillRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_prefill_pb2.PrefillResponse, _abc.Awaitable[_prefill_pb2.PrefillResponse]]:
-        """Computes a prompt, ships its KV to the ticket's owner, and answers with the first token of each choice as soon as they are known.
-        Cancelling the call cancels the handoff.
+    ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillResponse], _abc.AsyncIterator[_prefill_pb2.PrefillResponse]]:
+        """Computes a prompt, ships its KV to the ticket's owner, and answers with the first token of each choice as soon as they are known: the
+        stream's one message. It then ends when the owner has the KV, at once if none has to be sent, or with HANDOFF_FAILED if it cannot
+        be delivered, before the message or after it. Cancelling the call cancels the handoff.
         """
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from baton.errors import EngineFault, HandoffFailed, WorkerLost
 from baton.events import Committed, DecodeEvent, Failed, Offered, Preempted, Tokens
 from baton.types import BeamParams, FinishReason, Sample, SequenceSpec, Tier, WorkerLoad
 from gateway.attempt import Attempt
 from gateway.fleet import Fleet
-from gateway.links import First, PrefillResult
+from gateway.links import First, OnFirst, PrefillResult
 from gateway.placement import Placement
 from gateway.timing import Timeline
 from tests.support.fake_workers import make_info
@@ -22,16 +25,22 @@ class StubPrefill:
 
     def __init__(self) -> None:
         self.answers: list[asyncio.Future[PrefillResult]] = []
+        self.ends: list[asyncio.Future[None]] = []
+        """Of the handoffs, after the answers."""
 
     async def prefill(
         self,
         spec: SequenceSpec,  # noqa: ARG002
         ticket: bytes,  # noqa: ARG002
         timeout_s: float,  # noqa: ARG002
-    ) -> PrefillResult:
-        answer: asyncio.Future[PrefillResult] = asyncio.get_running_loop().create_future()
-        self.answers.append(answer)
-        return await answer
+        on_first: OnFirst,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.answers.append(loop.create_future())
+        self.ends.append(loop.create_future())
+        end = self.ends[-1]
+        on_first(await self.answers[-1])
+        await end
 
 
 class Stage:
@@ -44,6 +53,7 @@ class Stage:
         fleet.join_decode("d", make_info("d", Tier.DECODE), self.decode)
         for address in ("p", "d"):
             fleet.report(address, WorkerLoad())
+        self.fleet = fleet
         self.worker = fleet.workers["d"]
         placement = Placement(fleet, 1, fleet.workers["p"], self.worker, 5, 2, spec.num_choices)
         now_s = asyncio.get_running_loop().time()
@@ -57,6 +67,14 @@ class Stage:
     async def answer(self, *token_ids: int) -> None:
         firsts = tuple(First(Sample(token_id)) for token_id in token_ids)
         self.prefill.answers[0].set_result(PrefillResult(firsts, 0, 1.0, 1.0))
+        await asyncio.sleep(1e-9)
+
+    async def end_handoff(self, error: Exception | None) -> None:
+        (end,) = self.prefill.ends
+        if error:
+            end.set_exception(error)
+        else:
+            end.set_result(None)
         await asyncio.sleep(1e-9)
 
     async def at_seat(self, number: int) -> list[object]:
@@ -150,5 +168,55 @@ def test_choices_that_ended_early_are_ended_there_once_they_part() -> None:
         stage.attempt.seats[1].close()
         assert stage.decode.commands[3:] == [("abort", 2)]
         assert stage.worker.num_in_flight == 0
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("error", [HandoffFailed("refused"), WorkerLost("gone"), EngineFault("x")])
+def test_kv_that_cannot_be_delivered_ends_the_attempt_after_the_first_token_too(
+    error: Exception,
+) -> None:
+    async def main() -> None:
+        stage = Stage(make_spec("a"))
+        await stage.tell(Offered(b"t", 0))
+        await stage.answer(10)
+        await stage.end_handoff(error)
+        assert await stage.at_seat(0) == [one(0, 10), error]
+        is_noted = isinstance(error, HandoffFailed)
+        assert stage.fleet.broken_pairs.with_decode("d") == ({"p"} if is_noted else set())
+        stage.attempt.close()
+        assert stage.decode.commands[1:] == [("abort", 1)]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("error", [None, HandoffFailed("no word from the receiver")])
+def test_once_the_decode_worker_has_the_kv_its_word_counts(error: Exception | None) -> None:
+    async def main() -> None:
+        stage = Stage(make_spec("a"))
+        await stage.tell(Offered(b"t", 0))
+        await stage.answer(10)
+        await stage.tell(Committed(0.0, 1))
+        await stage.end_handoff(error)
+        await stage.tell(one(1, 11))
+        assert await stage.at_seat(0) == [one(0, 10), one(1, 11)]
+        assert not stage.fleet.broken_pairs.with_decode("d")
+        stage.attempt.close()
+
+    run_virtual(main())
+
+
+def test_a_first_token_that_will_not_come_is_not_waited_for() -> None:
+    """Though the decode worker has the KV: what the prefill worker told besides is lost with it."""
+
+    async def main() -> None:
+        stage = Stage(make_spec("a"))
+        await stage.tell(Offered(b"t", 0))
+        await stage.tell(Committed(0.0, 1))
+        await stage.tell(one(0, 10))
+        stage.prefill.answers[0].set_exception(WorkerLost("gone"))
+        with pytest.raises(WorkerLost):
+            await stage.attempt.part()
+        stage.attempt.close()
 
     run_virtual(main())

@@ -55,6 +55,7 @@ DECODES = st.lists(
         max_num_seqs=st.just(8),
         is_awaiting_report=st.booleans(),
         matched_tokens=st.integers(0, 40),
+        unreached_by=st.frozensets(st.integers(0, 5).map("p{}".format)),
     ),
     max_size=4,
     unique_by=lambda v: v.address,
@@ -65,6 +66,7 @@ NEEDS = st.builds(
     max_num_tokens=st.integers(56, 90),
     needs_decode=st.booleans(),
     avoid=st.frozensets(st.sampled_from(["p0", "p1", "d0", "d1"])),
+    unreached=st.frozensets(st.sampled_from(["d0", "d1"])),
 )
 
 
@@ -308,3 +310,34 @@ def test_back_off_grows_to_a_bound(num_failures: int, random: float) -> None:
     wait_s = backoff_s(num_failures, random)
     assert 0 < wait_s <= MAX_S
     assert backoff_s(num_failures + 1, random) >= wait_s
+
+
+@given(need=NEEDS, prefills=PREFILLS, decodes=DECODES)
+def test_no_kv_is_sent_where_it_does_not_get_to(
+    need: Need, prefills: list[PrefillView], decodes: list[DecodeView]
+) -> None:
+    plan = choose(need, prefills, decodes, b"k")
+    if isinstance(plan, Plan) and plan.prefill and plan.decode:
+        (decode,) = (d for d in decodes if d.address == plan.decode)
+        assert plan.prefill not in decode.unreached_by
+        assert plan.decode not in need.unreached
+
+
+def test_a_decode_worker_that_some_kv_gets_to_is_preferred() -> None:
+    lonely = replace(DECODE, address="lonely", unreached_by=frozenset(["p", "q"]))
+    half = replace(DECODE, address="half", num_sequences=5, unreached_by=frozenset(["p"]))
+    prefills = [PREFILL, replace(PREFILL, address="q", outstanding_tokens=90)]
+    assert choose(NEED, prefills, [lonely, half], b"k") == Plan("q", "half")
+    assert choose(NEED, prefills, [lonely], b"k") == Plan(None, "lonely")
+    full = replace(half, num_sequences=8)
+    assert choose(NEED, prefills, [lonely, full], b"k") == Plan(None, "lonely")
+    need = replace(NEED, unreached=frozenset(["half"]))
+    assert choose(need, prefills, [half], b"k") == Plan(None, "half")
+
+
+def test_short_prompts_go_anywhere() -> None:
+    lonely = replace(
+        DECODE, address="lonely", max_local_prefill_tokens=40, unreached_by=frozenset(["p"])
+    )
+    busy = replace(DECODE, num_sequences=4)
+    assert choose(NEED, [PREFILL], [lonely, busy], b"k") == Plan(None, "lonely")

@@ -66,7 +66,9 @@ class Stream:
 async def prefill(channel: grpc.aio.Channel, spec: SequenceSpec, ticket: bytes) -> Any:
     stub = prefill_pb2_grpc.PrefillServiceStub(channel)
     request = prefill_pb2.PrefillRequest(sequence=sequence_to_proto(spec), ticket=ticket)
-    return await stub.Prefill(request, timeout=30)
+    """The first tokens, once the KV is delivered."""
+    (response,) = [response async for response in stub.Prefill(request, timeout=30)]
+    return response
 
 
 async def until_idle(channel: grpc.aio.Channel) -> worker_pb2.WatchLoadResponse:

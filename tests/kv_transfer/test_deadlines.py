@@ -12,9 +12,12 @@ from baton.engine.array_kv_pool import ArrayKvPool
 from baton.errors import HandoffFailed
 from baton.types import KvLayout, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
+from kv_transfer.coverage import KvRange
 from kv_transfer.endpoint import Endpoint, TransportKind
 from kv_transfer.frame import Frame
 from kv_transfer.kv_ticket import KvTicket, encode_ticket
+from kv_transfer.lane import Lane
+from kv_transfer.send_task import Begin, Cancel, Send
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import TicketDead
 from kv_transfer.transport.base import Staged
@@ -121,6 +124,34 @@ def test_a_peer_that_gives_no_credit_back():
     desk.pass_time(0.2)
     assert "took no KV" in desk.error()
     assert desk.peer.is_closed
+
+
+def test_a_ticket_is_presented_before_chunks_that_wait_for_room():
+    """Its owner does not wait long for it, and others' chunks are none of its business."""
+    desk = Desk()
+    desk.begin("k", 1)
+    desk.say(ACCEPT)
+    desk.sender.send("k", (0, 1), 0, 8, 0, 1)
+    desk.begin("other", 2)
+    assert [type(frame) for frame in desk.peer.sent[1:]] == [kv_pb2.KvBegin] * 2
+
+
+def test_what_is_urgent_does_not_wait_for_all_chunks():
+    desk = Desk()
+    desk.peer.num_credits = 1000
+    lane = Lane(WorkerIdentity("d0", 7), desk.sender._config, lambda: desk.now, desk.dones.append)
+    ticket = KvTicket(WorkerIdentity("d0", 7), 1, 1, "k", b"", 0, 16, LAYOUT, (), lease_s=30.0)
+    lane.handle(Begin("k", ticket, b"t"))
+    desk.peer.replies.append(ACCEPT)
+    for _ in range(100):
+        lane.handle(Send("k", (0,), KvRange(0, 4, 0, 1)))
+    assert lane.pump(), "there is more to do"
+    lane.handle(Cancel("k", "CANCELLED", "enough"))
+    while lane.pump():
+        pass
+    kinds = [type(frame) for frame in desk.peer.sent]
+    assert 0 < kinds.count(kv_pb2.KvChunk) < 50
+    assert kinds[-1] is kv_pb2.KvAbort
 
 
 def test_a_peer_that_does_not_confirm_fails_that_handoff_alone():

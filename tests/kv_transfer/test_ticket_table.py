@@ -25,6 +25,7 @@ from kv_transfer.ticket import (
 
 NUM_LAYERS = 2
 LEASE_S = 10.0
+OFFER_S = 4.0
 LAYOUT = KvLayout("m", NUM_LAYERS, 1, 1, "float32", 2)
 OWNER = WorkerIdentity("d0", 9)
 
@@ -67,7 +68,15 @@ class Tickets(RuleBasedStateMachine):
         self.models: dict[int, Model] = {}
         ids = itertools.count(1)
         self.table = TicketTable(
-            OWNER, LAYOUT, (), LEASE_S, self.on_event, lambda: self.now, b"s" * 32, ids.__next__
+            OWNER,
+            LAYOUT,
+            (),
+            LEASE_S,
+            self.on_event,
+            lambda: self.now,
+            b"s" * 32,
+            ids.__next__,
+            offer_s=OFFER_S,
         )
 
     def on_event(self, event: TicketEvent) -> None:
@@ -84,7 +93,7 @@ class Tickets(RuleBasedStateMachine):
         num_tokens = max(1, cached + extra)
         spec = SequenceSpec("r", tuple(range(num_tokens)), Sampling(), tenant=b"t" * 16)
         offered = self.table.offer(spec, tuple(range(5)), cached, num_tokens)
-        deadline = self.now + LEASE_S
+        deadline = self.now + OFFER_S
         self.models[offered.ticket_id] = Model(offered.data, cached, num_tokens, deadline=deadline)
         return offered.ticket_id
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.client import BatonError, SamplingParams
+from baton.client import SamplingParams
 from baton.engine.oracle import oracle_tokens
 from baton.errors import ConfigError
 from baton.types import Sampling
@@ -14,6 +14,7 @@ from tests.support.live_tiers import decode_worker, live_system, prefill_worker
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]
+ANSWER = tuple(oracle_tokens(PROMPT, Sampling(max_tokens=6), 1000))
 
 
 def secret_file(folder: Path, name: str) -> str:
@@ -28,26 +29,29 @@ async def test_tiers_that_share_a_secret_serve(tmp_path: Path, transport: str) -
     decode = {"max_local_prefill_tokens": 0}
     async with live_system(worker_options=common, decode_options=decode) as system:
         done = await system.client.generate(PROMPT, PARAMS)
-        assert done.token_ids == tuple(oracle_tokens(PROMPT, Sampling(max_tokens=6), 1000))
+        assert done.token_ids == ANSWER
         await system.until_quiet()
 
 
-async def test_tiers_of_different_secrets_serve_nothing_that_has_to_be_handed_over(
+async def test_a_decode_worker_of_another_secret_computes_prompts_itself(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The decode worker, which cannot be told, waits until its ticket's lease is over: here a second."""
+    """Nobody waits for the end of a ticket: the prefill worker says that it cannot deliver."""
     async with live_system(
         worker_options={"kv_secret_file": secret_file(tmp_path, "one")},
         decode_options={
             "kv_secret_file": secret_file(tmp_path, "two"),
             "max_local_prefill_tokens": 0,
-            "ticket_lease_s": 1.0,
+            "ticket_lease_s": 3600.0,
+            "ticket_offer_s": 3600.0,
         },
     ) as system:
-        with pytest.raises(BatonError):
-            await system.client.generate(PROMPT, PARAMS)
+        for _ in range(3):
+            done = await system.client.generate(PROMPT, PARAMS)
+            assert done.token_ids == ANSWER
         await system.until_quiet()
-    assert "no KV to d0: peer d0: kv_secret" in caplog.text
+    assert caplog.text.count("no KV to d0: peer d0: kv_secret") == 1
+    assert caplog.text.count("cannot deliver KV to d0") == 1
 
 
 @pytest.mark.parametrize("worker", [prefill_worker, decode_worker])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from baton.cache.pool import BlockPool
 from baton.engine.interface import Batch, LayersDone
 from baton.engine.oracle import OracleEngine, OracleOptions
-from baton.errors import Cancelled, EngineFault
+from baton.errors import Cancelled, EngineFault, HandoffFailed, PeerMismatch
 from baton.types import Sample, Sampling, SequenceSpec
 from kv_transfer.coverage import KvRange
 from kv_transfer.kv_ticket import KvTicket
@@ -17,6 +17,7 @@ from kv_transfer.transport.loopback import LoopbackHub
 from prefill_svc.borrowing import BorrowCosts
 from prefill_svc.commands import (
     Abort,
+    HandoffEnded,
     Prefilled,
     PrefillFailed,
     Submit,
@@ -160,3 +161,45 @@ def test_blocks_that_a_lender_may_still_write_stay_leased_after_the_sender_had_i
     lender.tickets.unpin(ticket.ticket_id, checksum=0, num_bytes=0)
     core.step(lender.inbox)
     assert pool.counts().leased == 0
+
+
+def new_core(sender: RecordingSender) -> PrefillCore:
+    return core_of(OracleEngine(OracleOptions(num_blocks=64, block_size=4)), sender, 64)
+
+
+def test_the_end_of_a_handoff_is_told_after_the_first_token() -> None:
+    core = new_core(RecordingSender())
+    names = ("delivered", "lost", "mismatch")
+    assert len(core.step([Submit(name, spec_of(name, 9), b"t", 0) for name in names]).events) == 3
+    ends = core.step(
+        [
+            SendDone("delivered", None, 100),
+            SendDone("lost", HandoffFailed("refused"), 0),
+            SendDone("mismatch", PeerMismatch.of("d0", "kv_secret", "this", "that"), 0),
+        ]
+    ).events
+    assert [event.key for event in ends] == list(names)
+    assert all(isinstance(event, HandoffEnded) for event in ends)
+    errors = [event.error for event in ends if isinstance(event, HandoffEnded)]
+    assert errors[0] is None
+    assert all(isinstance(error, HandoffFailed) for error in errors[1:]), "others may do better"
+    assert "kv_secret" in str(errors[2])
+
+
+def test_a_handoff_that_ends_before_its_prompt_is_here() -> None:
+    """The ticket is presented first: whom nobody takes it from may know so before the engine's thread knows the prompt."""
+    core = new_core(RecordingSender())
+    assert core.step([SendDone("a", HandoffFailed("refused"), 0)]).events == []
+    (event,) = core.step([Submit("a", spec_of("a", 9), b"t", 0)]).events
+    assert isinstance(event, PrefillFailed)
+    assert core.step([]).load.num_open_tickets == 0
+
+
+def test_a_refused_prompt_gives_its_ticket_up() -> None:
+    sender = RecordingSender()
+    core = new_core(sender)
+    step = core.step([Submit("a", spec_of("a", 9, last=10**6), b"t", 0)])
+    assert [type(event) for event in step.events] == [PrefillFailed]
+    assert sender.aborted == ["a"]
+    assert step.load.num_open_tickets == 1
+    assert core.step([SendDone("a", HandoffFailed("given up"), 0)]).load.num_open_tickets == 0

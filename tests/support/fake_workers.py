@@ -42,7 +42,7 @@ from baton.types import (
     finish_reason,
 )
 from gateway.fleet import Fleet, WorkerState
-from gateway.links import First, PrefillResult
+from gateway.links import First, OnFirst, PrefillResult
 from tests.support.fake_link import FakeLink
 
 VOCAB_SIZE = 97
@@ -513,7 +513,9 @@ class FakePrefill:
             self._fleet.leave(self._address, WorkerState.UNREACHABLE, "killed by the test")
         self._down.set_result(None)
 
-    async def prefill(self, spec: SequenceSpec, ticket: bytes, timeout_s: float) -> PrefillResult:
+    async def prefill(
+        self, spec: SequenceSpec, ticket: bytes, timeout_s: float, on_first: OnFirst
+    ) -> None:
         self.num_prefills += 1
         self.num_in_flight += 1
         self._pending_tokens += spec.num_tokens
@@ -523,7 +525,7 @@ class FakePrefill:
             await asyncio.wait((work, self._down), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 raise WorkerLost("the prefill worker was killed by the test")
-            return work.result()
+            on_first(work.result())
         finally:
             work.cancel()
             self.num_in_flight -= 1

@@ -87,7 +87,7 @@ class GrpcWorker(
                 async with asyncio.timeout(_HEARTBEAT_S), self.changed:
                     await self.changed.wait()
 
-    async def Prefill(self, request: Any, context: Any) -> Any:  # noqa: N802, ARG002
+    async def Prefill(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802, ARG002
         spec = sequence_from_proto(request.sequence)
         firsts = [
             next_sample(spec.choice_alone(number), spec.token_ids)
@@ -96,7 +96,7 @@ class GrpcWorker(
         if request.ticket:
             worker, handle = _TICKETS[request.ticket]
             worker.commit(handle)
-        return prefill_pb2.PrefillResponse(
+        yield prefill_pb2.PrefillResponse(
             first_tokens=[prefill_pb2.FirstToken(token=sample_to_proto(s)) for s in firsts],
             num_cached_tokens=1,
             queue_ms=2.0,

@@ -132,7 +132,7 @@ class SimClient:
                 home.submit(decode.HandOff(0, stay.moves_from, ticket))
             case Offered(ticket, num_cached):
                 worker = self.rng.choice(self.prefills)
-                worker.submit(prefill.Submit(str(stay.first), stay.group, ticket, num_cached))
+                worker.accept(prefill.Submit(str(stay.first), stay.group, ticket, num_cached))
             case Tokens(token_index, samples, finish):
                 stay.has_parted = True
                 self.num_drafts += event.num_draft_tokens
@@ -210,8 +210,8 @@ class SimClient:
                 self.failed[stay.spec.request_id] = Failed(error.reason, error.message, False)
                 for handle in members:
                     self.abort(handle)
-                continue
-            self.take_firsts(first, members, event)
+            elif isinstance(event, prefill.Prefilled):
+                self.take_firsts(first, members, event)
 
     def take_firsts(self, first: int, members: list[int], event: prefill.Prefilled) -> None:
         self.num_borrowed += event.num_borrowed_tokens

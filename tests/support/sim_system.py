@@ -21,7 +21,7 @@ from decode_svc import commands as decode
 from decode_svc.speculation.interface import NoSpeculation
 from gateway.dispatcher import Dispatcher
 from gateway.fleet import Fleet, WorkerState
-from gateway.links import First, PrefillResult, Sink
+from gateway.links import First, OnFirst, PrefillResult, Sink
 from gateway.mover import Mover
 from gateway.relay import Relay, RelayContext
 from gateway.request import TextOptions, ValidatedRequest
@@ -82,9 +82,13 @@ class PrefillNode(_Node):
         self.system = system
         loop = asyncio.get_running_loop()
         self.worker = SimPrefill(
-            system.hub, loop.time, system.prefill_shape, name, on_command=self.woken.set
+            system.hub_of(system.hub, name),
+            loop.time,
+            system.prefill_shape,
+            name,
+            on_command=self.woken.set,
         )
-        self.answers: dict[str, asyncio.Future[PrefillResult]] = {}
+        self.calls: dict[str, asyncio.Queue[prefill.PrefillEvent | WorkerLost]] = {}
         self.num_keys = 0
         spec = self.worker.engine.spec
         info = info_of(name, Tier.PREFILL, system.prefill_shape, spec.layout, spec.max_model_len)
@@ -96,46 +100,54 @@ class PrefillNode(_Node):
         self.worker.pool.check_integrity()
         assert step.load.num_orphan_blocks == 0
         for event in step.events:
-            answer = self.answers.pop(event.key, None)
-            if answer is None or answer.done():
-                continue
-            if isinstance(event, prefill.PrefillFailed):
-                answer.set_exception(event.error)
-            else:
-                answer.set_result(
-                    PrefillResult(
-                        tuple(First(first.sample, first.finish) for first in event.firsts),
-                        event.num_cached_tokens,
-                        event.queue_s * 1e3,
-                        event.compute_s * 1e3,
-                        event.prompt_logprobs,
-                    )
-                )
+            if call := self.calls.get(event.key):
+                call.put_nowait(event)
         self.system.fleet.report(self.name, step.load)
         return step.is_idle
 
-    async def prefill(self, spec: SequenceSpec, ticket: bytes, timeout_s: float) -> PrefillResult:
+    async def prefill(
+        self, spec: SequenceSpec, ticket: bytes, timeout_s: float, on_first: OnFirst
+    ) -> None:
         self.num_keys += 1
         key = str(self.num_keys)
-        answer: asyncio.Future[PrefillResult] = asyncio.get_running_loop().create_future()
-        self.answers[key] = answer
+        events = self.calls[key] = asyncio.Queue()
         num_held = prefill_ticket_held(ticket)
-        self.worker.submit(prefill.Submit(key, spec, ticket, num_held))
+        self.worker.accept(prefill.Submit(key, spec, ticket, num_held))
+        is_over = False
         try:
             async with asyncio.timeout(timeout_s):
-                return await answer
-        except asyncio.CancelledError:
-            self.worker.submit(prefill.Abort(key))
-            raise
+                while not is_over:
+                    event = await events.get()
+                    is_over = not isinstance(event, prefill.Prefilled) or not ticket
+                    if isinstance(event, prefill.Prefilled):
+                        is_over |= event.is_over
+                        on_first(result_of(event))
+                    elif isinstance(event, WorkerLost):
+                        raise event
+                    elif event.error:
+                        raise event.error
+        finally:
+            del self.calls[key]
+            if not is_over:
+                self.worker.submit(prefill.Abort(key))
 
     async def kill(self) -> None:
         await self.stop()
         self.worker.listener.close()
         self.worker.sender.close()
         self.system.fleet.leave(self.name, WorkerState.UNREACHABLE, "killed")
-        for answer in self.answers.values():
-            if not answer.done():
-                answer.set_exception(WorkerLost(f"{self.name} was killed"))
+        for call in self.calls.values():
+            call.put_nowait(WorkerLost(f"{self.name} was killed"))
+
+
+def result_of(event: prefill.Prefilled) -> PrefillResult:
+    return PrefillResult(
+        tuple(First(first.sample, first.finish) for first in event.firsts),
+        event.num_cached_tokens,
+        event.queue_s * 1e3,
+        event.compute_s * 1e3,
+        event.prompt_logprobs,
+    )
 
 
 def prefill_ticket_held(ticket: bytes) -> int:
@@ -277,13 +289,15 @@ class System:
         decode_shape: SimShape = SimShape(),
         max_queue_size: int = 256,
         hub: LoopbackHub | None = None,
+        hub_of: Callable[[LoopbackHub, str], LoopbackHub] = lambda hub, _: hub,
         speculates: bool = False,
     ) -> None:
-        """speculates: decode workers draft at random."""
+        """speculates: decode workers draft at random. hub_of: how the prefill worker of that name sees the hub."""
         self.speculates = speculates
         self.rng = random.Random(seed)
         self.prefill_shape, self.decode_shape = prefill_shape, decode_shape
         self.hub = hub or LoopbackHub()
+        self.hub_of = hub_of
         prefill_names = [f"p{i}" for i in range(num_prefill)]
         decode_names = [f"d{i}" for i in range(num_decode)]
         self.fleet = Fleet(prefill_names, decode_names)

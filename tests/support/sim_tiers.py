@@ -32,6 +32,7 @@ from prefill_svc.borrowing import BorrowCosts
 from prefill_svc.commands import (
     PrefillCommand,
     PrefillEvent,
+    Submit,
 )
 from prefill_svc.core import (
     PrefillCore,
@@ -173,6 +174,12 @@ class SimPrefill:
     def step(self) -> Step[PrefillEvent]:
         commands, self.inbox[:] = list(self.inbox), []
         return self.core.step(commands)
+
+    def accept(self, prompt: Submit) -> None:
+        """As the service does: the ticket is presented at once."""
+        if prompt.ticket:
+            self.sender.begin(prompt.key, prompt.ticket)
+        self.submit(prompt)
 
 
 @dataclass

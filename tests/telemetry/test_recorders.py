@@ -153,7 +153,7 @@ class Tiers:
             submit = prefill.Submit(
                 str(handle), self.live[handle], event.ticket, event.num_cached_tokens
             )
-            self.prefill.submit(submit)
+            self.prefill.accept(submit)
         elif is_last(event):
             self.end(handle, "finished" if isinstance(event, Tokens) else type(event).__name__)
 
