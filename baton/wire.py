@@ -224,12 +224,15 @@ def info_from_proto(message: worker_pb2.GetWorkerInfoResponse) -> WorkerInfo:
     )
 
 
-def load_to_proto(load: WorkerLoad, heartbeat_age_ms: int) -> worker_pb2.WatchLoadResponse:
+def load_to_proto(
+    load: WorkerLoad, heartbeat_age_ms: int = 0, max_heartbeat_age_ms: int = 0
+) -> worker_pb2.WatchLoadResponse:
     draining = worker_pb2.WORKER_STATE_DRAINING
     return worker_pb2.WatchLoadResponse(
         state=draining if load.is_draining else worker_pb2.WORKER_STATE_READY,
         num_steps=load.num_steps,
         heartbeat_age_ms=heartbeat_age_ms,
+        max_heartbeat_age_ms=max_heartbeat_age_ms,
         num_running=load.num_running,
         num_waiting=load.num_waiting,
         num_pending_tokens=load.num_pending_tokens,

@@ -60,7 +60,7 @@ _log = logging.getLogger("baton.decode")
 class DecodeDevices:
     """What the core works with. sender: carries sequences to other decode workers. clock: monotonic seconds.
 
-    beat: called within a step, at every group of layers.
+    beat: called with a step's number of tokens, before it and at every group of layers within it.
     """
 
     engine: Engine
@@ -70,7 +70,7 @@ class DecodeDevices:
     swap: SwapSpace
     matchers: Matchers
     clock: Callable[[], float]
-    beat: Callable[[], None] = lambda: None
+    beat: Callable[[int], None] = lambda _num_tokens: None
     speculation: Speculation = field(default_factory=NoSpeculation)
 
 
@@ -195,12 +195,16 @@ class DecodeCore:
         self._copy(copies + more_copies)
         parts = [member.slices(num_new, drafts.get(member.key, ())) for member, num_new in grants]
         batch = Batch(tuple(part for own in parts for part in own))
+        num_tokens = batch.num_tokens
+        self._beat(num_tokens)
         begin_s = self._clock()
-        outcomes = iter(forward_guarded(self._engine, batch, lambda _first, _count: self._beat()))
+        outcomes = iter(
+            forward_guarded(self._engine, batch, lambda _first, _count: self._beat(num_tokens))
+        )
         self._num_steps += 1
         prefilled = [num_new for member, num_new in grants if member.is_prefilling]
         self._costs.observe_step(
-            batch.num_tokens - sum(prefilled), sum(prefilled), self._clock() - begin_s
+            num_tokens - sum(prefilled), sum(prefilled), self._clock() - begin_s
         )
         for (member, num_new), own in zip(grants, parts, strict=True):
             self._advance(member, num_new, [next(outcomes) for _ in own], drafts)

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from baton.config import DecodeOptions
+from baton.engine.heartbeat import Heartbeat
 from baton.engine.interface import Engine
-from baton.engine.loop import EngineLoop, Heartbeat
+from baton.engine.loop import EngineLoop
 from baton.phase_clock import PhaseClock
 from baton.rpc.bind import check_bindable
 from baton.service import ReadyReport
@@ -41,7 +42,7 @@ async def serve_decode(
     check_bindable(options.host, options.port)
     kv_secret = read_kv_secret(options.kv_secret_file)
     if options.kv_transport != "shm":
-        check_bindable(options.kv_host, 0, "kv_host")
+        check_bindable(options.kv_host, options.kv_port, "kv_host", "kv_port")
     engine = await asyncio.to_thread(build_engine, options)
     speculation = await asyncio.to_thread(build_speculation, options, engine, time.perf_counter)
     clock.lap("load")
@@ -49,7 +50,7 @@ async def serve_decode(
     limits = DecodeLimits(options.max_num_seqs, options.max_num_batched_tokens)
     local_prefill = local_prefill_policy(options, engine)
     board = LoadBoard()
-    heartbeat = Heartbeat()
+    heartbeat = Heartbeat(options.worker_stall_timeout_s)
     telemetry = await asyncio.to_thread(open_worker_telemetry, options, board, engine.spec.model)
     recorder = DecodeRecorder(telemetry, time.monotonic) if telemetry.is_on else None
 
@@ -75,6 +76,8 @@ async def serve_decode(
         lease_s=options.ticket_lease_s,
         offer_s=options.ticket_offer_s,
         tcp_host=options.kv_host,
+        tcp_port=options.kv_port,
+        tcp_advertise_address=options.kv_advertise_address or "",
         kv_secret=kv_secret,
         tls=options.tls,
         wire_dtype=options.kv_transfer_dtype,
@@ -107,9 +110,7 @@ async def serve_decode(
         )
         info = describe(options, identity, engine.spec, local_prefill.max_threshold)
         host = WorkerHost(options, loop, heartbeat, board, Drain(), info)
-        worker = WorkerServicer(
-            info, board, lambda: heartbeat.age_s, host.start_draining, loop.submit
-        )
+        worker = WorkerServicer(info, board, heartbeat, host.start_draining, loop.submit)
         register = services(
             worker,
             lambda server: decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server),

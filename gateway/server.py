@@ -94,7 +94,11 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
             credentials=_credentials(options),
             interceptors=(ApiKeyInterceptor(api_keys),) if api_keys else (),
         )
-        connect = functools.partial(keep_connected, tls=options.worker_tls)
+        connect = functools.partial(
+            keep_connected,
+            tls=options.worker_tls,
+            stall_timeout_s=options.worker_stall_timeout_s,
+        )
         rosters = (Roster(fleet, connect=connect).follow(r) for r in registries)
         jobs = [dispatcher.run(), mover.run(), *rosters]
         async with _background(jobs):

@@ -2,7 +2,7 @@
 
 unreachable ──info──> joined ──first load──> ready <──> draining
      ^                   │ refused: another model, version, tier          │
-     └── backoff <── lost: stream broken, or no load report for STALE_S ──┘
+     └── backoff <── lost: stream broken, or no load report for long  ──┘
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc.aio
 
@@ -28,8 +28,8 @@ from gateway.grpc_links import GrpcDecodeLink, GrpcPrefillLink, worker_error
 
 _log = logging.getLogger(__name__)
 
-#: A worker that tells nothing, or whose engine loop does nothing, for this long is as good as gone.
-STALE_S = 3.0
+#: In how many parts a worker's silence is measured.
+_NUM_LOOKS = 6
 
 _INFO_TIMEOUT_S = 5.0
 
@@ -57,16 +57,18 @@ async def keep_connected(
     *,
     is_wanted: Callable[[], bool] = _always,
     tls: TlsFiles | None = None,
+    stall_timeout_s: float = 1.5,
     draw: Callable[[], float] = random.random,
 ) -> None:
     """Have the worker at `address` ready in the fleet whenever it can be reached.
 
+    stall_timeout_s: silence after which it is given up.
     Ends by cancellation, or once it is not wanted and no connection stands: one that stands is kept.
     """
     num_failures = 0
     last_reason = ""
     while is_wanted():
-        loss = await _connect_once(fleet, fleet.workers[address], tls)
+        loss = await _connect_once(fleet, fleet.workers[address], tls, stall_timeout_s)
         num_failures = 1 if loss.was_used else num_failures + 1
         if loss.reason != last_reason:
             last_reason = loss.reason
@@ -75,7 +77,9 @@ async def keep_connected(
             await asyncio.sleep(backoff_s(num_failures, draw()))
 
 
-async def _connect_once(fleet: Fleet, worker: Worker, tls: TlsFiles | None) -> _Loss:
+async def _connect_once(
+    fleet: Fleet, worker: Worker, tls: TlsFiles | None, stall_timeout_s: float
+) -> _Loss:
     """One connection, from the first call to its end. With the certificates of the moment: they may be renewed."""
     link: GrpcPrefillLink | GrpcDecodeLink | None = None
     was_used = False
@@ -86,14 +90,15 @@ async def _connect_once(fleet: Fleet, worker: Worker, tls: TlsFiles | None) -> _
             if worker.tier is Tier.PREFILL:
                 link = prefill_link = GrpcPrefillLink(channel, worker.address)
                 fleet.join_prefill(worker.address, info, prefill_link)
-                jobs = [_watch(fleet, stub, worker)]
+                jobs = []
             else:
                 link = decode_link = GrpcDecodeLink(channel, worker.address)
                 fleet.join_decode(worker.address, info, decode_link)
-                jobs = [_watch(fleet, stub, worker), decode_link.run()]
+                jobs = [decode_link.run()]
             _log.info("worker %s at %s was reached", info.identity.worker_id, worker.address)
             was_used = True
-            await _first_to_end(jobs)
+            silence = _Silence(stall_timeout_s)
+            await _first_to_end([_watch(fleet, stub, worker, silence), silence.run(), *jobs])
             raise WorkerLost(f"worker at {worker.address} ended the connection")
     except PeerMismatch as error:
         state, reason = WorkerState.REFUSED, error.message
@@ -134,22 +139,37 @@ async def _get_info(stub: worker_pb2_grpc.WorkerServiceAsyncStub, worker: Worker
     return info_from_proto(response)
 
 
+class _Silence:
+    """Of one worker. It is counted in looks that this process has had, not in seconds: a gateway that stood still itself
+    has heard nobody meanwhile, and no worker is to blame."""
+
+    def __init__(self, stall_timeout_s: float) -> None:
+        self._stall_timeout_s = stall_timeout_s
+        self._num_looks = 0
+
+    def broken(self) -> None:
+        """The worker has told something."""
+        self._num_looks = 0
+
+    async def run(self) -> NoReturn:
+        """Raises _Stalled when it has lasted for stall_timeout_s, or one part more."""
+        while self._num_looks <= _NUM_LOOKS:
+            await asyncio.sleep(self._stall_timeout_s / _NUM_LOOKS)
+            self._num_looks += 1
+        raise _Stalled(f"it told no load for {self._stall_timeout_s:g} s")
+
+
 async def _watch(
-    fleet: Fleet, stub: worker_pb2_grpc.WorkerServiceAsyncStub, worker: Worker
+    fleet: Fleet, stub: worker_pb2_grpc.WorkerServiceAsyncStub, worker: Worker, silence: _Silence
 ) -> None:
     """Pass load reports on until they end. Raises WorkerLost, _Stalled where the engine loop stands still."""
     call = stub.WatchLoad(worker_pb2.WatchLoadRequest())
     try:
-        while True:
-            async with asyncio.timeout(STALE_S):
-                response = await call.read()
-            if not isinstance(response, worker_pb2.WatchLoadResponse):
-                return
-            if response.heartbeat_age_ms > STALE_S * 1e3:
+        while isinstance(response := await call.read(), worker_pb2.WatchLoadResponse):
+            silence.broken()
+            if response.heartbeat_age_ms > response.max_heartbeat_age_ms:
                 raise _Stalled(f"its engine loop stands still since {response.heartbeat_age_ms} ms")
             fleet.report(worker.address, load_from_proto(response))
-    except TimeoutError:
-        raise _Stalled(f"it told no load for {STALE_S:g} s") from None
     except grpc.aio.AioRpcError as error:
         raise worker_error(error, worker.tier.name.lower(), worker.address) from error
     finally:

@@ -83,7 +83,7 @@ def open_receiver(
     offer_s: float = math.inf,
     tcp_host: str = "127.0.0.1",
     tcp_port: int = 0,
-    tcp_advertise_host: str = "",
+    tcp_advertise_address: str = "",
     hub: LoopbackHub | None = None,
     num_credits: int = DEFAULT_NUM_CREDITS,
     max_chunk_bytes: int = DEFAULT_MAX_CHUNK_BYTES,
@@ -102,7 +102,7 @@ def open_receiver(
     with contextlib.ExitStack() as undo:
         for transport in transports:
             listener = _listen(
-                transport, identity, tcp_host, tcp_port, tcp_advertise_host, hub, tls
+                transport, identity, tcp_host, tcp_port, tcp_advertise_address, hub, tls
             )
             undo.callback(listener.close)
             listeners.append(listener)
@@ -138,7 +138,7 @@ def _listen(
     identity: WorkerIdentity,
     tcp_host: str,
     tcp_port: int,
-    tcp_advertise_host: str,
+    tcp_advertise_address: str,
     hub: LoopbackHub | None,
     tls: TlsFiles | None,
 ) -> Listener:
@@ -148,9 +148,9 @@ def _listen(
         case "tcp":
             context = server_context(tls) if tls else None
             listen = functools.partial(listen_tls, context=context) if context else listen_tcp
-            return _bound(listen, tcp_host, tcp_port, tcp_advertise_host)
+            return _bound(listen, tcp_host, tcp_port, tcp_advertise_address)
         case "nixl":
-            return _bound(listen_nixl, tcp_host, tcp_port, tcp_advertise_host)
+            return _bound(listen_nixl, tcp_host, tcp_port, tcp_advertise_address)
         case "loopback" if hub is not None:
             return hub.listen(identity.worker_id)
     raise ConfigError.of(
@@ -168,10 +168,10 @@ def _listen_shm() -> Listener:
 
 
 def _bound(
-    listen: Callable[[str, int, str], Listener], host: str, port: int, advertise_host: str
+    listen: Callable[[str, int, str], Listener], host: str, port: int, advertise_address: str
 ) -> Listener:
     try:
-        return listen(host, port, advertise_host)
+        return listen(host, port, advertise_address)
     except OSError as error:
         fault = bind_fault(host, port, "kv_host", "kv_port")
         fallback = ConfigError.of("kv_host", host, f"cannot listen there ({error})")

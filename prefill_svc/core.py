@@ -59,7 +59,7 @@ class PrefillLimits:
 class PrefillDevices:
     """What the core works with. tickets: of KV that is lent to this worker. clock: monotonic seconds.
 
-    beat: called within a step, at every group of layers.
+    beat: called with a step's number of tokens, before it and at every group of layers within it.
     """
 
     engine: Engine
@@ -69,7 +69,7 @@ class PrefillDevices:
     costs: BorrowCosts
     matchers: Matchers
     clock: Callable[[], float]
-    beat: Callable[[], None] = lambda: None
+    beat: Callable[[int], None] = lambda _num_tokens: None
 
 
 class PrefillCore:
@@ -197,11 +197,12 @@ class PrefillCore:
         last_chunks = [grant for grant in grants if grant[0].num_missing_tokens == grant[1]]
 
         def send_layers(first_layer: int, num_layers: int) -> None:
-            self._beat()
+            self._beat(batch.num_tokens)
             self._sender.heartbeat()
             for job, num_new in last_chunks:
                 self._send_layers(job, num_new, first_layer, num_layers)
 
+        self._beat(batch.num_tokens)
         begin_s = self._clock()
         outcomes = forward_guarded(self._engine, batch, send_layers)
         end_s = self._clock()

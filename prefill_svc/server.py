@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from baton.config import PrefillOptions
-from baton.engine.loop import EngineLoop, Heartbeat
+from baton.engine.heartbeat import Heartbeat
+from baton.engine.loop import EngineLoop
 from baton.phase_clock import PhaseClock
 from baton.rpc.bind import check_bindable
 from baton.service import ReadyReport
@@ -51,7 +52,7 @@ async def serve_prefill(
     clock.lap("load")
     identity = new_identity(options)
     board = LoadBoard()
-    heartbeat = Heartbeat()
+    heartbeat = Heartbeat(options.worker_stall_timeout_s)
     telemetry = await asyncio.to_thread(open_worker_telemetry, options, board, engine.spec.model)
     recorder = PrefillRecorder(telemetry, time.monotonic) if telemetry.is_on else None
 
@@ -85,6 +86,8 @@ async def serve_prefill(
         transports=transports_of(options.kv_transport),
         lease_s=LOAN_LEASE_S,
         tcp_host=options.kv_host,
+        tcp_port=options.kv_port,
+        tcp_advertise_address=options.kv_advertise_address or "",
         kv_secret=kv_secret,
         tls=options.tls,
     )
@@ -106,7 +109,7 @@ async def serve_prefill(
     )
     info = describe(options, identity, engine.spec)
     host = WorkerHost(options, loop, heartbeat, board, Drain(), info)
-    worker = WorkerServicer(info, board, lambda: heartbeat.age_s, host.start_draining, loop.submit)
+    worker = WorkerServicer(info, board, heartbeat, host.start_draining, loop.submit)
     try:
         register = services(
             worker,

@@ -59,10 +59,15 @@ def _split_commas(value: object) -> object:
     return value
 
 
+def _check_address(address: str) -> str:
+    if not is_address(address):
+        raise ValueError(f"{address!r} is no address; give host:port, with an IPv6 host in []")
+    return address
+
+
 def _check_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
     for address in addresses:
-        if not is_address(address):
-            raise ValueError(f"{address!r} is no address; give host:port, with an IPv6 host in []")
+        _check_address(address)
     if len(set(addresses)) != len(addresses):
         raise ValueError("give each address once")
     return addresses
@@ -188,6 +193,13 @@ class TlsOptions(Options):
     _also_needed_for_tls: ClassVar[tuple[str, ...]] = ("ssl_ca_certs",)
 
 
+class LivenessOptions(Options):
+    """When a worker is given up."""
+
+    worker_stall_timeout_s: Annotated[float, Field(ge=1)] = 1.5
+    """Silence of a worker, in seconds, after which its work is placed elsewhere. One whose steps take longer allows itself more."""
+
+
 class ServiceOptions(TlsOptions):
     """What every process has."""
 
@@ -301,7 +313,9 @@ class RegistryOptions(Options):
     """Redis by which gateways find workers, redis://host:port/db; not needed where their addresses are given."""
 
 
-class WorkerOptions(EngineOptions, HandoffOptions, RegistryOptions, ServiceOptions):
+class WorkerOptions(
+    EngineOptions, HandoffOptions, RegistryOptions, LivenessOptions, ServiceOptions
+):
     """What a worker of either tier takes."""
 
     tier: ClassVar[Tier]
@@ -313,7 +327,13 @@ class WorkerOptions(EngineOptions, HandoffOptions, RegistryOptions, ServiceOptio
     worker_id: NonEmpty | None = None
     """Name of the worker, unique among all; tier-hostname-pid if not given."""
     kv_host: NonEmpty = "127.0.0.1"
-    """Address under which other workers reach this one's KV channel."""
+    """Address that this worker's KV channel listens on, and under which other workers reach it if --kv-advertise-address is not
+    given."""
+    kv_port: Port = 0
+    """Port of the KV channel over TCP; 0 takes a free one."""
+    kv_advertise_address: Annotated[NonEmpty, AfterValidator(_check_address)] | None = None
+    """Address, host:port, under which other workers reach this one's KV channel, where a NAT or a proxy stands before --kv-host and
+    --kv-port."""
     advertise_host: NonEmpty | None = None
     """Host that the registry names this worker by; if not given, --host, or for 0.0.0.0 this machine's name."""
 
@@ -419,7 +439,9 @@ class FrontDoorOptions(TlsOptions):
         return self
 
 
-class GatewayOptions(ModelOptions, FrontDoorOptions, RegistryOptions, ServiceOptions):
+class GatewayOptions(
+    ModelOptions, FrontDoorOptions, RegistryOptions, LivenessOptions, ServiceOptions
+):
     """Options of `baton gateway`."""
 
     host: NonEmpty = "127.0.0.1"
@@ -458,7 +480,12 @@ class GatewayOptions(ModelOptions, FrontDoorOptions, RegistryOptions, ServiceOpt
 
 
 class ServeOptions(
-    EngineOptions, DecodeTierOptions, HandoffOptions, FrontDoorOptions, ServiceOptions
+    EngineOptions,
+    DecodeTierOptions,
+    HandoffOptions,
+    FrontDoorOptions,
+    LivenessOptions,
+    ServiceOptions,
 ):
     """Options of `baton serve`, which starts all tiers on this machine."""
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from baton.engine.heartbeat import Heartbeat
 from baton.errors import Overloaded
 from baton.types import WorkerLoad
 
@@ -38,22 +38,6 @@ class Core(Protocol[CommandT_contra, EventT]):
     """A tier's state and scheduling: commands in, events out."""
 
     def step(self, commands: Sequence[CommandT_contra]) -> Step[EventT]: ...
-
-
-class Heartbeat:
-    """When the engine loop last showed a sign of life. Beaten by its thread, at every step and within long ones, at every
-    group of layers; read by any."""
-
-    def __init__(self) -> None:
-        self._beat_s = time.monotonic()
-
-    def beat(self) -> None:
-        self._beat_s = time.monotonic()
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since the last beat."""
-        return time.monotonic() - self._beat_s
 
 
 class EngineLoop(Generic[CommandT, EventT]):

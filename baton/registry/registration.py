@@ -34,7 +34,7 @@ class Registration:
 
 def to_json(registration: Registration) -> str:
     """One line, the keys sorted. Fields that a reader does not know are skipped by it."""
-    load = load_to_proto(registration.load, heartbeat_age_ms=0)
+    load = load_to_proto(registration.load)
     entry = {
         "address": registration.address,
         "info": _to_dict(info_to_proto(registration.info)),

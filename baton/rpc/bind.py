@@ -33,9 +33,11 @@ def bind_fault(
     return None
 
 
-def check_bindable(host: str, port: int, host_option: str = "host") -> None:
+def check_bindable(
+    host: str, port: int, host_option: str = "host", port_option: str = "port"
+) -> None:
     """Raises ConfigError at once where a process would otherwise fail only after it has loaded its model."""
-    fault = bind_fault(host, port, host_option)
+    fault = bind_fault(host, port, host_option, port_option)
     if fault is not None:
         raise fault
 

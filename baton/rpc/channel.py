@@ -17,18 +17,22 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 KEEPALIVE_MS = 2000
 """A peer that is silent, asked, and silent again for this long each time is lost: at most 4 s in all."""
 
-COMMON_OPTIONS: Options = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
-    # Without it a frozen peer is noticed after a minute only, whatever the two above say.
-    ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),
-    ("grpc.http2.max_pings_without_data", 0),
-)
+
+def common_options(keepalive_ms: int = KEEPALIVE_MS) -> Options:
+    """What both ends have. keepalive_ms: in place of KEEPALIVE_MS."""
+    return (
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        ("grpc.keepalive_timeout_ms", keepalive_ms),
+        # Without it a frozen peer is noticed after a minute only, whatever the two above say.
+        ("grpc.http2.ping_timeout_ms", keepalive_ms),
+        ("grpc.http2.max_pings_without_data", 0),
+    )
+
 
 CHANNEL_OPTIONS: Options = (
-    *COMMON_OPTIONS,
+    *common_options(),
     # Workers and gateways are named by address: a proxy of the environment is none of theirs.
     ("grpc.enable_http_proxy", 0),
     # Its own connection: one channel's back-off never delays another's.

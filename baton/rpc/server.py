@@ -14,21 +14,24 @@ from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 from baton.errors import ConfigError
 from baton.rpc import health
 from baton.rpc.bind import bind_fault
-from baton.rpc.channel import COMMON_OPTIONS, KEEPALIVE_MS, Options
+from baton.rpc.channel import KEEPALIVE_MS, Options, common_options
 from baton.rpc.interceptor import ErrorInterceptor
 
 #: Adds servicers to a server and returns the full names of their services.
 Register = Callable[[grpc.aio.Server], Sequence[str]]
 
-SERVER_OPTIONS: Options = (
-    *COMMON_OPTIONS,
-    # What baton.rpc.channel's clients do must not look like ping abuse, nor may the burst after a pause of theirs.
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
-    ("grpc.http2.max_ping_strikes", 0),
-)
-
 _CLEAN_UP_S = 5.0
+
+
+def server_options(keepalive_ms: int = KEEPALIVE_MS) -> Options:
+    """keepalive_ms: see start_server."""
+    return (
+        *common_options(keepalive_ms),
+        # What baton.rpc.channel's clients do must not look like ping abuse, nor may the burst after a pause of theirs.
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+        ("grpc.http2.max_ping_strikes", 0),
+    )
 
 
 class RunningServer:
@@ -120,6 +123,7 @@ async def start_server(
     reuse_port: bool = False,
     credentials: grpc.ServerCredentials | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    keepalive_ms: int = KEEPALIVE_MS,
 ) -> RunningServer:
     """Serve what `register` adds, with health and reflection, at "host:port"; port 0 takes a free one.
 
@@ -127,12 +131,13 @@ async def start_server(
     max_concurrent_rpcs: more are refused with RESOURCE_EXHAUSTED by grpc itself.
     reuse_port: share the port, and its connections, with other servers that ask for it; else it is this one's alone.
     credentials: None for plain text. interceptors: see calls before their handlers; what they raise becomes a status.
+    keepalive_ms: a caller that is silent, asked, and silent again for this long each time is lost.
     Raises ConfigError if the address cannot be bound.
     """
     interceptor = ErrorInterceptor()
     server = grpc.aio.server(
         interceptors=(interceptor, *interceptors),
-        options=(*SERVER_OPTIONS, ("grpc.so_reuseport", int(reuse_port))),
+        options=(*server_options(keepalive_ms), ("grpc.so_reuseport", int(reuse_port))),
         maximum_concurrent_rpcs=max_concurrent_rpcs,
     )
     names = tuple(register(server))

@@ -179,6 +179,7 @@ class WatchLoadResponse(message.Message):
     STATE_FIELD_NUMBER: builtins.int
     NUM_STEPS_FIELD_NUMBER: builtins.int
     HEARTBEAT_AGE_MS_FIELD_NUMBER: builtins.int
+    MAX_HEARTBEAT_AGE_MS_FIELD_NUMBER: builtins.int
     NUM_RUNNING_FIELD_NUMBER: builtins.int
     NUM_WAITING_FIELD_NUMBER: builtins.int
     NUM_PENDING_TOKENS_FIELD_NUMBER: builtins.int
@@ -196,6 +197,10 @@ class WatchLoadResponse(message.Message):
     """Engine steps since the start."""
     heartbeat_age_ms: builtins.int
     """Age of the engine loop's last heartbeat when this was sent, in milliseconds."""
+    max_heartbeat_age_ms: builtins.int
+    """Age of the heartbeat up to which the engine loop is believed to be at work, by how long its steps took lately, in
+    milliseconds.
+    """
     num_running: builtins.int
     """Sequences in the running batch."""
     num_waiting: builtins.int
@@ -224,6 +229,7 @@ class WatchLoadResponse(message.Message):
         state: WorkerState.ValueType = ...,
         num_steps: builtins.int = ...,
         heartbeat_age_ms: builtins.int = ...,
+        max_heartbeat_age_ms: builtins.int = ...,
         num_running: builtins.int = ...,
         num_waiting: builtins.int = ...,
         num_pending_tokens: builtins.int = ...,
@@ -238,7 +244,7 @@ class WatchLoadResponse(message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["heartbeat_age_ms", b"heartbeat_age_ms", "local_prefill_threshold", b"local_prefill_threshold", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leased_blocks", b"num_leased_blocks", "num_open_tickets", b"num_open_tickets", "num_orphan_blocks", b"num_orphan_blocks", "num_orphan_sequences", b"num_orphan_sequences", "num_pending_tokens", b"num_pending_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_swaps", b"num_swaps", "num_waiting", b"num_waiting", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["heartbeat_age_ms", b"heartbeat_age_ms", "local_prefill_threshold", b"local_prefill_threshold", "max_heartbeat_age_ms", b"max_heartbeat_age_ms", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leased_blocks", b"num_leased_blocks", "num_open_tickets", b"num_open_tickets", "num_orphan_blocks", b"num_orphan_blocks", "num_orphan_sequences", b"num_orphan_sequences", "num_pending_tokens", b"num_pending_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_swaps", b"num_swaps", "num_waiting", b"num_waiting", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,8 +10,9 @@ from typing import Generic, TypeVar
 
 from baton import __version__
 from baton.config import WorkerOptions
+from baton.engine.heartbeat import Heartbeat
 from baton.engine.interface import EngineSpec
-from baton.engine.loop import EngineLoop, Heartbeat
+from baton.engine.loop import EngineLoop
 from baton.errors import EngineFault
 from baton.phase_clock import PhaseClock
 from baton.registry import make_registry
@@ -21,9 +22,6 @@ from baton.service import ReadyReport
 from baton.types import WorkerIdentity, WorkerInfo
 from baton.worker.announcing import keep_announcing, registration_of
 from baton.worker.load_board import LoadBoard, is_empty
-
-#: Age of the last heartbeat, in seconds, from which the worker's health is NOT_SERVING.
-STALL_S = 3.0
 
 CommandT = TypeVar("CommandT")
 EventT = TypeVar("EventT")
@@ -77,8 +75,8 @@ class WorkerHost(Generic[CommandT, EventT]):
         self._loop.submit(self._drain)
 
     def is_alive(self) -> bool:
-        """Whether the engine loop turns: a step may take long, but no group of layers longer than STALL_S."""
-        return self._loop.is_running and self._heartbeat.age_s < STALL_S
+        """Whether the engine loop turns."""
+        return self._loop.is_running and self._heartbeat.age_s < self._heartbeat.max_age_s
 
     async def serve(
         self,
@@ -98,6 +96,8 @@ class WorkerHost(Generic[CommandT, EventT]):
             register,
             # Only gateways and operators have business here: with TLS, all callers show a certificate.
             credentials=server_credentials(tls, requires_client_cert=True) if tls else None,
+            # Half for the silence, half for the answer: a gateway that nothing comes from any more is lost as soon.
+            keepalive_ms=round(self._options.worker_stall_timeout_s * 500),
         )
         clock.lap("listen")
         on_ready(ReadyReport(address=server.address, phases=clock.phases))

@@ -11,6 +11,7 @@ import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
 
 from baton.cache.ledger import BlockLedger, ListBlocks
+from baton.engine.heartbeat import Heartbeat
 from baton.rpc.server import Register
 from baton.types import WorkerInfo, WorkerLoad
 from baton.v1 import worker_pb2, worker_pb2_grpc
@@ -18,7 +19,7 @@ from baton.wire import info_to_proto, load_to_proto
 from baton.worker.load_board import LoadBoard, is_empty
 
 #: Longest silence of WatchLoad, in seconds.
-REPORT_S = 0.5
+REPORT_S = 0.25
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -37,20 +38,20 @@ def services(
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """Answers from the load board; `heartbeat_age_s` is the engine loop's, not the process's."""
+    """Answers from the load board; the heartbeat is the engine loop's, not the process's."""
 
     def __init__(
         self,
         info: WorkerInfo,
         board: LoadBoard,
-        heartbeat_age_s: Callable[[], float],
+        heartbeat: Heartbeat,
         start_draining: Callable[[], None],
         list_blocks: Callable[[ListBlocks], None],
     ) -> None:
         """list_blocks: gives the command to the engine loop."""
         self._info = info_to_proto(info)
         self._board = board
-        self._heartbeat_age_s = heartbeat_age_s
+        self._heartbeat = heartbeat
         self._start_draining = start_draining
         self._list_blocks = list_blocks
 
@@ -99,7 +100,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return _ledger_to_proto(await told)
 
     def _report(self, load: WorkerLoad) -> worker_pb2.WatchLoadResponse:
-        return load_to_proto(load, round(self._heartbeat_age_s() * 1000))
+        heartbeat = self._heartbeat
+        return load_to_proto(load, round(heartbeat.age_s * 1e3), round(heartbeat.max_age_s * 1e3))
 
 
 def _call_in(

@@ -292,7 +292,7 @@ def connect_nixl(
     return NixlConnection(dial(address, timeout_s), name, send_timeout_s, quarantine)
 
 
-def listen_nixl(host: str, port: int = 0, advertise_host: str = "") -> NixlListener:
+def listen_nixl(host: str, port: int = 0, advertise_address: str = "") -> NixlListener:
     """Bind to host:port (0: any free one). Raises OSError, ConfigError without the library."""
     _api()
-    return NixlListener(*bind(host, port, advertise_host))
+    return NixlListener(*bind(host, port, advertise_address))

@@ -35,22 +35,21 @@ def dial(address: str, timeout_s: float) -> socket.socket:
     return sock
 
 
-def listen_tcp(host: str, port: int = 0, advertise_host: str = "") -> StreamListener:
-    """Bind to host:port (0: any free one). advertise_host: what senders are told, where it is not `host`.
+def listen_tcp(host: str, port: int = 0, advertise_address: str = "") -> StreamListener:
+    """Bind to host:port (0: any free one). advertise_address: the host:port that senders are told; this one if empty.
 
     Raises OSError if that is not possible.
     """
-    sock, address = bind(host, port, advertise_host)
+    sock, address = bind(host, port, advertise_address)
     return StreamListener(sock, Endpoint(TransportKind.TCP, address), TcpServerStream)
 
 
-def bind(host: str, port: int, advertise_host: str) -> tuple[socket.socket, str]:
+def bind(host: str, port: int, advertise_address: str) -> tuple[socket.socket, str]:
     """A listening socket, and the address that senders are told. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.create_server((host, port), family=family, backlog=64)
-    told = advertise_host or host
-    told = f"[{told}]" if ":" in told else told
-    return sock, f"{told}:{sock.getsockname()[1]}"
+    told = f"[{host}]" if ":" in host else host
+    return sock, advertise_address or f"{told}:{sock.getsockname()[1]}"
 
 
 class TcpConnection(StreamConnection):

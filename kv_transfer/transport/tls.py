@@ -63,10 +63,10 @@ def connect_tls(
 
 
 def listen_tls(
-    host: str, port: int, advertise_host: str, *, context: ssl.SSLContext
+    host: str, port: int, advertise_address: str, *, context: ssl.SSLContext
 ) -> StreamListener:
     """As listen_tcp."""
-    sock, address = bind(host, port, advertise_host)
+    sock, address = bind(host, port, advertise_address)
     return StreamListener(
         sock,
         Endpoint(TransportKind.TCP, address),

@@ -12,7 +12,6 @@ import pytest
 from baton.errors import WorkerLost
 from baton.events import DecodeEvent, Failed, Offered
 from baton.types import KvSource, Tier
-from gateway import workers as workers_module
 from gateway.fleet import Fleet, WorkerState
 from gateway.workers import keep_connected
 from tests.support.fake_workers import LAYOUT, make_info
@@ -33,9 +32,12 @@ async def until(fleet: Fleet, is_so: Callable[[], bool]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def connected(fleet: Fleet) -> AsyncIterator[None]:
+async def connected(fleet: Fleet, stall_timeout_s: float = 5.0) -> AsyncIterator[None]:
     tasks = [
-        asyncio.create_task(keep_connected(fleet, a, draw=lambda: 0.99)) for a in fleet.workers
+        asyncio.create_task(
+            keep_connected(fleet, a, stall_timeout_s=stall_timeout_s, draw=lambda: 0.99)
+        )
+        for a in fleet.workers
     ]
     try:
         yield
@@ -121,13 +123,12 @@ async def test_a_worker_that_drains_takes_no_more_work() -> None:
 
 @pytest.mark.parametrize("cause", ["old heartbeat", "silence", "stop"])
 async def test_a_lost_worker_is_out_before_its_sequences_are_told(
-    cause: str, monkeypatch: pytest.MonkeyPatch
+    cause: str,
 ) -> None:
-    monkeypatch.setattr(workers_module, "STALE_S", 0.5)
     worker = GrpcWorker(DECODE, is_holding=True)
     async with serving(worker) as d:
         fleet = Fleet([], [d.address])
-        async with connected(fleet):
+        async with connected(fleet, stall_timeout_s=0.6):
             await until(fleet, lambda: state(fleet, d.address) is WorkerState.READY)
             events: asyncio.Queue[tuple[DecodeEvent, WorkerState]] = asyncio.Queue()
             link = fleet.workers[d.address].decode_link

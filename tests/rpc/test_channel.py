@@ -14,7 +14,7 @@ import pytest
 
 from baton.errors import NoWorkers, WorkerLost
 from baton.rpc.channel import CHANNEL_OPTIONS, aio_channel, sync_channel
-from baton.rpc.server import SERVER_OPTIONS, RunningServer
+from baton.rpc.server import RunningServer, server_options
 from baton.rpc.status import from_rpc_error
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.support import fake_inference
@@ -73,7 +73,7 @@ def test_a_peer_that_is_not_there_is_told_at_once() -> None:
 
 
 def test_servers_permit_what_channels_do() -> None:
-    client, server = dict(CHANNEL_OPTIONS), dict(SERVER_OPTIONS)
+    client, server = dict(CHANNEL_OPTIONS), dict(server_options())
     assert server["grpc.http2.min_ping_interval_without_data_ms"] < client["grpc.keepalive_time_ms"]
     assert server["grpc.http2.max_ping_strikes"] == 0
     assert {"grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"} <= client.keys()

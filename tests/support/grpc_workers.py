@@ -57,6 +57,7 @@ class GrpcWorker(
     is_holding: bool = False
     is_silent: bool = False
     heartbeat_age_ms: int = 0
+    max_heartbeat_age_ms: int = 1500
     is_draining: bool = False
     num_opened: int = 0
     open_handles: set[int] = field(default_factory=set)
@@ -82,7 +83,7 @@ class GrpcWorker(
                 load = WorkerLoad(
                     num_running=len(self.open_handles), blocks=blocks, is_draining=self.is_draining
                 )
-                yield load_to_proto(load, self.heartbeat_age_ms)
+                yield load_to_proto(load, self.heartbeat_age_ms, self.max_heartbeat_age_ms)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_HEARTBEAT_S), self.changed:
                     await self.changed.wait()

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from baton.cache.pool import BlockPool
+from baton.engine.heartbeat import Heartbeat
 from baton.engine.interface import Batch, LayersDone
-from baton.engine.loop import EngineLoop, Heartbeat, Step
+from baton.engine.loop import EngineLoop, Step
 from baton.engine.oracle import OracleEngine, OracleOptions
 from baton.errors import Overloaded
 from baton.types import KvSource, Sample, Sampling, SequenceSpec, WorkerLoad
@@ -40,7 +41,7 @@ class EchoCore:
 def loop_over(
     core: EchoCore, deliver: Callable[[Sequence[int], WorkerLoad], None], **options: int
 ) -> EngineLoop[int, int]:
-    return EngineLoop(core, deliver, Heartbeat(), name="test-engine", **options)
+    return EngineLoop(core, deliver, Heartbeat(1.5), name="test-engine", **options)
 
 
 async def test_every_command_is_taken_once_and_in_order() -> None:
@@ -129,7 +130,7 @@ def test_a_long_step_beats_at_every_group_of_layers() -> None:
         swap,
         sim_matchers(),
         lambda: 0.0,
-        lambda: beats.append(1),
+        beats.append,
     )
     core = DecodeCore(devices, DecodeLimits(4, 64), LocalPrefillPolicy(0, 0, True, 2.0))
     core.step([Open(0, 1, SequenceSpec("r", (1, 2, 3), Sampling(max_tokens=2)), KvSource.HERE)])
