@@ -1,14 +1,17 @@
-"""Faults on real processes under load: what each costs, and that no stream loses, doubles or changes a token.
+"""Faults on real processes and their links under load: what each costs, and that no stream loses, doubles or changes a token.
 
-    python -m bench.chaos [--num-streams 500] [--seed N] [--json FILE]
+    python -m bench.chaos [--num-streams 500] [--seed N] [--only TEXT] [--json FILE]
 
-Starts prefill and decode workers on oracle engines, whose right output is known in advance, and a gateway. Streams come
-without end, `--concurrency` at once, each of 1 or 2 choices, greedy or seeded. One fault after the other is done to the
-processes, by signals, until enough streams have lived through one: they ran at some time between the fault and the moment
-when all workers were ready again. At the end, no block may be held 10 s after the last stream.
+Starts prefill and decode workers on oracle engines, whose right output is known, and a gateway, with a proxy on every link
+between them and to the clients. Streams come without end, `--concurrency` at once, each of 1 or 2 choices, greedy or
+seeded; some clients stop reading for a while, and some give up. One fault after the other is inflicted, and the next one
+not before all that lived through the last one have ended, until enough have lived through one: they ran at some time
+between the fault and the moment when all workers were ready again. At the end, no block may be held 10 s after the last
+stream.
 
 Told per fault: streams that lived through it; of them resumed, ended by an error, and wrong (a token lost, doubled or not
-the oracle's, or something after the end); and of the resumed, the longest silence between two tokens (the resume gap).
+the oracle's, something after the end, or a wrong charge); and of the resumed, but for those whose readers stopped, the
+longest silence between two tokens (the resume gap).
 """
 
 from __future__ import annotations
@@ -16,12 +19,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
+import multiprocessing
 import random
-import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,21 +32,25 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from baton.client import AsyncClient, SamplingParams
+from baton.client import AsyncClient
 from baton.config import ServeOptions
-from baton.engine.oracle import oracle_tokens
 from baton.errors import BatonError
-from baton.supervisor import Cluster
-from baton.types import Sampling
+from bench.chaos_faults import FAULTS, Fault, Scene
 from bench.machine import describe_commit, describe_machine, describe_versions
+from bench.proxied_cluster import ProxiedCluster
+from bench.stream_history import StreamHistory, StreamRequest, draw_request
 
-#: Vocabulary of the oracle engine.
-VOCAB_SIZE = 1000
-STEP_MS = 8.0
-CHUNK_TOKENS = 64
-NUM_TOKENS = 300
+STEP_MS = 16.0
+CHUNK_TOKENS = 128
+NUM_TOKENS = 160
 MAX_PROMPT_TOKENS = 400
 QUIET_S = 10.0
+
+#: Within which the gateway notices a connection that has ended.
+NOTICED_S = 0.5
+
+#: Of the clients, those that give up at some token, and those that once read nothing for a while.
+CANCEL_SHARE, PAUSE_SHARE, PAUSE_S = 0.06, 0.06, 1.0
 
 #: Longest time to compute a prompt and all its output anew, alone, in seconds.
 REPREFILL_S = (MAX_PROMPT_TOKENS + NUM_TOKENS) / CHUNK_TOKENS * STEP_MS / 1e3
@@ -51,65 +58,16 @@ REPREFILL_S = (MAX_PROMPT_TOKENS + NUM_TOKENS) / CHUNK_TOKENS * STEP_MS / 1e3
 
 @dataclass(slots=True)
 class StreamRecord:
-    """What one client saw. Times in seconds of the monotonic clock. fault: what was going on while it ran, if anything."""
+    """What became of one stream. fault: what was going on while it ran, if anything."""
 
-    began_s: float
-    ended_s: float = 0.0
-    fault: str = ""
+    history: StreamHistory
+    fault: str
     num_resumes: int = 0
     longest_gap_s: float = 0.0
     error: str = ""
     wrong: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Something that happens to processes. `inflict` returns when it is over, healing apart."""
-
-    name: str
-    inflict: Callable[[Cluster], Awaitable[None]]
-
-
-def _killing(*names: str) -> Callable[[Cluster], Awaitable[None]]:
-    async def inflict(cluster: Cluster) -> None:
-        for name in names:
-            os.kill(cluster.pid_of(name), signal.SIGKILL)
-
-    return inflict
-
-
-def _terminating(name: str) -> Callable[[Cluster], Awaitable[None]]:
-    async def inflict(cluster: Cluster) -> None:
-        os.kill(cluster.pid_of(name), signal.SIGTERM)
-
-    return inflict
-
-
-def _freezing(name: str, seconds: float) -> Callable[[Cluster], Awaitable[None]]:
-    async def inflict(cluster: Cluster) -> None:
-        pid = cluster.pid_of(name)
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            await asyncio.sleep(seconds)
-        finally:
-            os.kill(pid, signal.SIGCONT)
-
-    return inflict
-
-
-FAULTS = (
-    Fault("kill a prefill worker", _killing("prefill-0")),
-    Fault("kill a decode worker", _killing("decode-0")),
-    Fault("freeze a decode worker for 6 s", _freezing("decode-1", 6.0)),
-    Fault("freeze a prefill worker for 6 s", _freezing("prefill-1", 6.0)),
-    Fault("kill one of each tier", _killing("prefill-1", "decode-1")),
-    Fault("stall a decode worker for 1 s", _freezing("decode-0", 1.0)),
-    Fault("terminate a decode worker", _terminating("decode-0")),
-    Fault("terminate a prefill worker", _terminating("prefill-0")),
-    Fault("kill the whole prefill tier", _killing("prefill-0", "prefill-1")),
-    Fault("kill the whole decode tier", _killing("decode-0", "decode-1")),
-    Fault("kill the gateway", _killing("gateway")),
-)
+    has_paused: bool = False
+    is_whole: bool = False
 
 
 class Load:
@@ -120,18 +78,26 @@ class Load:
         self._rng = rng
         self._is_over = False
         self._fault = ""
-        self.live: set[int] = set()
+        self._live: list[StreamRecord] = []
+        self._ended = asyncio.Condition()
         self.records: list[StreamRecord] = []
         self._tasks = [asyncio.create_task(self._run()) for _ in range(concurrency)]
+
+    @property
+    def num_faulted(self) -> int:
+        return sum(bool(record.fault) for record in self.records)
 
     def begin_fault(self, fault: str) -> None:
         """Whatever runs now, or begins before the end of the fault, lives through it."""
         self._fault = fault
-        for index in self.live:
-            self.records[index].fault = self.records[index].fault or fault
+        for record in self._live:
+            record.fault = fault
 
-    def end_fault(self) -> None:
+    async def end_fault(self) -> None:
+        """Returns when all that lived through it have ended."""
         self._fault = ""
+        async with self._ended:
+            await self._ended.wait_for(lambda: not any(record.fault for record in self._live))
 
     async def stop(self) -> None:
         self._is_over = True
@@ -139,47 +105,41 @@ class Load:
 
     async def _run(self) -> None:
         while not self._is_over:
-            record = StreamRecord(time.monotonic(), fault=self._fault)
-            index = len(self.records)
+            request = draw_request(self._rng, MAX_PROMPT_TOKENS, NUM_TOKENS)
+            record = StreamRecord(StreamHistory(request), self._fault)
             self.records.append(record)
-            self.live.add(index)
+            self._live.append(record)
+            retry_after_s = 0.0
             try:
-                await self._stream(record)
+                await self._stream(record, request)
             except BatonError as error:
                 record.error = error.reason
-                await asyncio.sleep(min(error.retry_after_s or 0.2, 1.0))
-            finally:
-                record.ended_s = time.monotonic()
-                self.live.discard(index)
+                retry_after_s = min(error.retry_after_s or 0.2, 1.0)
+            async with self._ended:
+                self._live.remove(record)
+                self._ended.notify_all()
+            await asyncio.sleep(retry_after_s)
 
-    async def _stream(self, record: StreamRecord) -> None:
-        rng = self._rng
-        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(20, MAX_PROMPT_TOKENS))]
-        temperature, seed, n = rng.choice([0.0, 0.7]), rng.getrandbits(63), rng.choice([1, 1, 2])
-        params = SamplingParams(
-            temperature=temperature, seed=seed, max_tokens=NUM_TOKENS, ignore_eos=True, n=n
-        )
-        seen: dict[int, list[int]] = {choice: [] for choice in range(n)}
+    async def _stream(self, record: StreamRecord, request: StreamRequest) -> None:
+        mood, at_token = self._rng.random(), self._rng.randrange(NUM_TOKENS)
         last_s: dict[int, float] = {}
-        has_ended = False
-        async with self._client.stream(prompt, params) as stream:
+        async with self._client.stream(request.prompt, request.params) as stream:
             async for chunk in stream:
+                record.history.take(chunk)
                 now_s = time.monotonic()
-                tokens = seen[chunk.choice]
-                if has_ended or chunk.token_index != len(tokens):
-                    record.wrong = f"index {chunk.token_index} after {len(tokens)} tokens"
-                tokens += chunk.token_ids
-                if chunk.choice in last_s:
-                    gap_s = now_s - last_s[chunk.choice]
-                    record.longest_gap_s = max(record.longest_gap_s, gap_s)
+                gap_s = now_s - last_s.get(chunk.choice, now_s)
+                record.longest_gap_s = max(record.longest_gap_s, gap_s)
                 last_s[chunk.choice] = now_s
                 if chunk.timing:
-                    has_ended = True
                     record.num_resumes = chunk.timing.num_resumes
-        sampling = Sampling(temperature=temperature, seed=seed, max_tokens=NUM_TOKENS)
-        for choice, tokens in seen.items():
-            if tokens != oracle_tokens(prompt, sampling, VOCAB_SIZE, choice):
-                record.wrong = f"choice {choice} is not the oracle's"
+                if chunk.token_index < at_token:
+                    continue
+                if mood < CANCEL_SHARE:
+                    return
+                if mood < CANCEL_SHARE + PAUSE_SHARE and not record.has_paused:
+                    record.has_paused = True
+                    await asyncio.sleep(PAUSE_S)
+        record.is_whole = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,12 +158,12 @@ class FaultResult:
 
 
 def result_of(fault: str, num_faults: int, records: Sequence[StreamRecord]) -> FaultResult:
-    gaps = sorted(r.longest_gap_s for r in records if r.num_resumes)
+    gaps = sorted(r.longest_gap_s for r in records if r.num_resumes and not r.has_paused)
     return FaultResult(
         fault,
         num_faults,
         len(records),
-        len(gaps),
+        sum(bool(r.num_resumes) for r in records),
         sum(bool(r.error) for r in records),
         sum(bool(r.wrong) for r in records),
         gaps[len(gaps) // 2] if gaps else 0.0,
@@ -212,8 +172,9 @@ def result_of(fault: str, num_faults: int, records: Sequence[StreamRecord]) -> F
     )
 
 
-async def until_healed(cluster: Cluster, client: AsyncClient) -> None:
-    """All workers are ready again."""
+async def until_healed(cluster: ProxiedCluster, client: AsyncClient) -> None:
+    """All workers are ready again, once the gateway has had time to notice that they were not."""
+    await asyncio.sleep(NOTICED_S)
     num_workers = sum(not name.startswith("gateway") for name in cluster.names)
     while True:
         try:
@@ -232,7 +193,7 @@ async def leaked_blocks(client: AsyncClient) -> int:
 
 
 async def chaos(
-    num_streams: int, concurrency: int, seed: int, console: Console
+    faults: Sequence[Fault], num_streams: int, concurrency: int, seed: int, console: Console
 ) -> tuple[list[FaultResult], int]:
     """Results by fault, and blocks leaked, once `num_streams` streams lived through a fault."""
     options = ServeOptions(
@@ -245,32 +206,49 @@ async def chaos(
         prefill_block_size=32,
         decode_block_size=8,
         num_gpu_blocks_override=4000,
+        kv_transport="tcp",
         port=0,
         drain_timeout_s=5,
         log_level="error",
     )
     rng = random.Random(seed)
-    num_faults = dict.fromkeys((fault.name for fault in FAULTS), 0)
-    async with Cluster(options) as cluster, AsyncClient(cluster.address) as client:
+    num_rounds = 0
+    async with (
+        ProxiedCluster(options) as cluster,
+        AsyncClient(cluster.front) as client,
+        AsyncClient(cluster.address) as observer,
+    ):
         load = Load(client, rng, concurrency)
-        while sum(bool(record.fault) for record in load.records) < num_streams:
-            for fault in FAULTS:
+        while load.num_faulted < num_streams:
+            scene = Scene(cluster, num_rounds % 2, 1 - num_rounds % 2)
+            for fault in faults:
                 await asyncio.sleep(1.5)
                 load.begin_fault(fault.name)
-                num_faults[fault.name] += 1
-                await fault.inflict(cluster)
-                await until_healed(cluster, client)
-                load.end_fault()
-                num_done = sum(bool(record.fault) for record in load.records)
-                console.print(f"{fault.name}: {num_done} streams faulted so far")
+                await fault.inflict(scene)
+                await until_healed(cluster, observer)
+                await load.end_fault()
+                console.print(f"{fault.name}: {load.num_faulted} streams faulted so far")
+            num_rounds += 1
         await load.stop()
-        num_leaked = await leaked_blocks(client)
-    calm = [record for record in load.records if not record.fault]
-    results = [result_of("none", 0, calm)]
-    for fault in FAULTS:
+        num_leaked = await leaked_blocks(observer)
+    judge(load.records)
+    results = [result_of("none", 0, [record for record in load.records if not record.fault])]
+    for fault in faults:
         through = [record for record in load.records if record.fault == fault.name]
-        results.append(result_of(fault.name, num_faults[fault.name], through))
+        results.append(result_of(fault.name, num_rounds, through))
     return results, num_leaked
+
+
+def judge(records: Sequence[StreamRecord]) -> None:
+    """Compare all with the oracle. Afterwards, and beside this process: it takes longer than a stream's steps do."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(mp_context=context) as pool:
+        for record, wrong in zip(records, pool.map(_verdict, records, chunksize=8), strict=True):
+            record.wrong = wrong
+
+
+def _verdict(record: StreamRecord) -> str:
+    return record.history.verdict(is_whole=record.is_whole)
 
 
 def table_of(results: Sequence[FaultResult]) -> Table:
@@ -296,11 +274,15 @@ def main() -> int:
     parser.add_argument("--num-streams", type=int, default=500)
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="", help="faults that have this in their names")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     console = Console()
+    faults = [fault for fault in FAULTS if arguments.only in fault.name]
+    if not faults:
+        parser.error(f"--only={arguments.only}: no fault has this in its name")
     results, num_leaked = asyncio.run(
-        chaos(arguments.num_streams, arguments.concurrency, arguments.seed, console)
+        chaos(faults, arguments.num_streams, arguments.concurrency, arguments.seed, console)
     )
     console.print(table_of(results))
     num_wrong = sum(result.num_wrong for result in results)

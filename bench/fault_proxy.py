@@ -1,0 +1,210 @@
+"""A TCP proxy that does to a link what networks do: cuts, refusals, delays, little bandwidth, silence, flipped bits.
+
+All in the event loop that runs it. What a link does may be changed at any time, and concerns the connections that stand
+as well as those to come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import random
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+#: SO_LINGER on, for 0 s: closing tells the peer by RST, and drops what was not sent.
+_RESET = struct.pack("ii", 1, 0)
+
+#: Pieces that a direction holds back at most, before it reads no further.
+_MAX_PIECES = 64
+
+
+class Way(enum.Enum):
+    """A direction through the proxy."""
+
+    THERE = "to the target"
+    BACK = "from the target"
+
+
+@dataclass(frozen=True, slots=True)
+class Weather:
+    """What becomes of bytes that go one way.
+
+    delay_s: how long each is kept back. bytes_per_s: the most that pass. flip_every: bytes from one flipped bit to the
+    next, in the mean. is_silent: nothing passes and nobody is told; what came is passed on when it is over, as by a
+    network that was partitioned.
+    """
+
+    delay_s: float = 0.0
+    bytes_per_s: float | None = None
+    flip_every: int | None = None
+    is_silent: bool = False
+
+
+FAIR = Weather()
+
+
+class FaultProxy:
+    """One link: between its own port and the target's, both on the loopback interface."""
+
+    def __init__(self, target_port: int, seed: int = 0) -> None:
+        self._target_port = target_port
+        self._rng = random.Random(seed)
+        self._weather = dict.fromkeys(Way, FAIR)
+        self._changed = asyncio.Event()
+        self._pairs: set[_Pair] = set()
+        self._server: asyncio.Server | None = None
+        self.port = 0
+        self.num_flipped = 0
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[FaultProxy]:
+        await self.accept()
+        try:
+            yield self
+        finally:
+            self.refuse()
+            self.heal()
+            self.cut()
+            await asyncio.gather(*(pair.ended.wait() for pair in tuple(self._pairs)))
+
+    # Faults
+
+    def weather(self, there: Weather = FAIR, back: Weather = FAIR) -> None:
+        """What becomes of bytes from now on."""
+        self._weather = {Way.THERE: there, Way.BACK: back}
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def silence(self) -> None:
+        """Nothing passes in either direction, and new connections are accepted."""
+        self.weather(Weather(is_silent=True), Weather(is_silent=True))
+
+    def heal(self) -> None:
+        self.weather()
+
+    def cut(self) -> None:
+        """End all connections by RST on both sides."""
+        for pair in tuple(self._pairs):
+            pair.reset()
+
+    def half_close(self, way: Way) -> None:
+        """FIN to the end that `way` leads to; what comes for it later is lost. The other direction goes on."""
+        for pair in tuple(self._pairs):
+            pair.half_close(way)
+
+    def refuse(self) -> None:
+        """Refuse new connections."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    async def accept(self) -> None:
+        """Take new connections, on the same port as before."""
+        if self._server is None:
+            self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+            self.port = self._server.sockets[0].getsockname()[1]
+
+    # Bytes
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        pair = _Pair(writer)
+        self._pairs.add(pair)
+        try:
+            with suppress(OSError):
+                await self._until_not_silent(Way.THERE)
+                far_reader, far = await asyncio.open_connection("127.0.0.1", self._target_port)
+                pair.writers[Way.THERE] = far
+                await asyncio.gather(
+                    self._pass(reader, pair, Way.THERE), self._pass(far_reader, pair, Way.BACK)
+                )
+        finally:
+            pair.reset()
+            self._pairs.discard(pair)
+            pair.ended.set()
+
+    async def _pass(self, reader: asyncio.StreamReader, pair: _Pair, way: Way) -> None:
+        """One direction of one connection, until its end was passed on. Raises OSError when either side has broken."""
+        pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_MAX_PIECES)
+        filling = asyncio.create_task(self._fill(reader, pieces, way))
+        try:
+            await self._drain(pieces, pair, way)
+            await filling
+        finally:
+            filling.cancel()
+
+    async def _fill(
+        self, reader: asyncio.StreamReader, pieces: asyncio.Queue[tuple[float, bytes]], way: Way
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        data = b"-"
+        while data:
+            try:
+                data = await reader.read(65536)
+            except OSError:
+                data = b""
+            await pieces.put((loop.time() + self._weather[way].delay_s, data))
+
+    async def _drain(
+        self, pieces: asyncio.Queue[tuple[float, bytes]], pair: _Pair, way: Way
+    ) -> None:
+        loop, writer = asyncio.get_running_loop(), pair.writers[way]
+        while True:
+            due_s, data = await pieces.get()
+            await asyncio.sleep(due_s - loop.time())
+            await self._until_not_silent(way)
+            if not data:
+                pair.half_close(way)
+                return
+            weather = self._weather[way]
+            if weather.bytes_per_s:
+                await asyncio.sleep(len(data) / weather.bytes_per_s)
+            if way not in pair.closed:
+                writer.write(self._flipped(data, weather.flip_every))
+                await writer.drain()
+
+    async def _until_not_silent(self, way: Way) -> None:
+        while self._weather[way].is_silent:
+            await self._changed.wait()
+
+    def _flipped(self, data: bytes, flip_every: int | None) -> bytes:
+        if flip_every is None:
+            return data
+        flipped = bytearray(data)
+        at = self._distance(flip_every)
+        while at < len(flipped):
+            flipped[at] ^= 1 << self._rng.randrange(8)
+            self.num_flipped += 1
+            at += 1 + self._distance(flip_every)
+        return bytes(flipped)
+
+    def _distance(self, flip_every: int) -> int:
+        return int(self._rng.expovariate(1.0 / flip_every))
+
+
+class _Pair:
+    """A connection and its continuation to the target."""
+
+    def __init__(self, near: asyncio.StreamWriter) -> None:
+        self.writers = {Way.BACK: near}
+        self.closed: set[Way] = set()
+        self.ended = asyncio.Event()
+
+    def half_close(self, way: Way) -> None:
+        writer = self.writers.get(way)
+        if writer is None or way in self.closed:
+            return
+        self.closed.add(way)
+        with suppress(OSError):
+            writer.write_eof()
+
+    def reset(self) -> None:
+        for writer in self.writers.values():
+            sock: socket.socket | None = writer.get_extra_info("socket")
+            with suppress(OSError):
+                if sock is not None and sock.fileno() >= 0:
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            writer.transport.abort()

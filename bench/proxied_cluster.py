@@ -1,0 +1,67 @@
+"""A cluster of real processes with a fault proxy on every link between them, and before the gateway."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+from baton.config import ServeOptions
+from baton.supervisor import Cluster
+from baton.supervisor.plan import ChildSpec
+from bench.fault_proxy import FaultProxy
+
+
+class ProxiedCluster(Cluster):
+    """Links are named by who is called: a worker's name for the gateway's way to it, "kv " and its name for other workers'
+    way to its KV channel, "gateway" for the clients' way in. --kv-transport must be tcp."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        super().__init__(options)
+        self._stack = AsyncExitStack()
+        self.links: dict[str, FaultProxy] = {}
+
+    @property
+    def front(self) -> str:
+        """host:port at which clients find the gateway."""
+        return f"127.0.0.1:{self.links['gateway'].port}"
+
+    async def start(self) -> None:
+        await super().start()
+        await self._link("gateway", int(self.address.rpartition(":")[2]))
+
+    async def stop(self) -> None:
+        # First the links: a worker that is told to go must not wait for what a proxy keeps back.
+        await self._stack.aclose()
+        await super().stop()
+
+    async def _start_all(self, specs: tuple[ChildSpec, ...]) -> None:
+        await super()._start_all(tuple([await self._with_kv_link(spec) for spec in specs]))
+
+    async def _start_gateways(self, addresses: Mapping[str, str]) -> None:
+        for name, address in addresses.items():
+            await self._link(name, int(address.rpartition(":")[2]))
+        await super()._start_gateways(
+            {name: f"127.0.0.1:{self.links[name].port}" for name in addresses}
+        )
+
+    async def _with_kv_link(self, spec: ChildSpec) -> ChildSpec:
+        if spec.name.startswith("gateway"):
+            return spec
+        port = _free_port()
+        proxy = await self._link(f"kv {spec.name}", port)
+        told = (f"--kv-port={port}", f"--kv-advertise-address=127.0.0.1:{proxy.port}")
+        return replace(spec, arguments=(*told, *spec.arguments))
+
+    async def _link(self, name: str, target_port: int) -> FaultProxy:
+        proxy = FaultProxy(target_port, seed=len(self.links))
+        self.links[name] = await self._stack.enter_async_context(proxy.running())
+        return proxy
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
