@@ -1,0 +1,135 @@
+"""Streams that live through a fault, and what must hold afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from baton.client import AsyncClient
+from baton.config import ServeOptions
+from baton.errors import BatonError
+from bench.proxied_cluster import ProxiedCluster
+from bench.stream_history import StreamHistory, StreamRequest, draw_request
+from tests.support.live_tiers import BOX_MODEL
+
+
+class Stream:
+    """One stream, from its first moment to its end; it keeps what it was told."""
+
+    def __init__(self, client: AsyncClient, request: StreamRequest) -> None:
+        self._client = client
+        self._request = request
+        self._history = StreamHistory(request)
+        self._moved = asyncio.Condition()
+        self.num_tokens = 0
+        self.num_resumes = 0
+        self.error: BatonError | None = None
+        self.task = asyncio.create_task(self._run())
+
+    async def tokens(self, number: int) -> None:
+        """Returns when so many tokens have come, or the stream is over."""
+        async with self._moved:
+            await self._moved.wait_for(lambda: self.num_tokens >= number or self.task.done())
+
+    async def end(self) -> None:
+        """Wait for its end, well or by an error, and check all that came."""
+        await self.task
+        assert not self._history.verdict(is_whole=self.error is None)
+
+    async def cancel(self) -> None:
+        """Give up, and check what came before."""
+        self.task.cancel()
+        await asyncio.wait({self.task})
+        assert not self._history.verdict(is_whole=False)
+
+    async def _run(self) -> None:
+        try:
+            async with self._client.stream(self._request.prompt, self._request.params) as stream:
+                async for chunk in stream:
+                    self._history.take(chunk)
+                    self.num_tokens += len(chunk.token_ids)
+                    if chunk.timing:
+                        self.num_resumes = chunk.timing.num_resumes
+                    await self._tell()
+        except BatonError as error:
+            self.error = error
+        await self._tell()
+
+    async def _tell(self) -> None:
+        async with self._moved:
+            self._moved.notify_all()
+
+
+class Streams:
+    """Some at once."""
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        *,
+        seed: int,
+        num_streams: int = 6,
+        num_tokens: int = 60,
+        max_prompt_tokens: int = 200,
+    ) -> None:
+        rng = random.Random(seed)
+        self.streams = [
+            Stream(client, draw_request(rng, max_prompt_tokens, num_tokens))
+            for _ in range(num_streams)
+        ]
+
+    async def all_run(self) -> None:
+        """Returns when each has told a token."""
+        for stream in self.streams:
+            await stream.tokens(1)
+
+    async def finish(self) -> list[BatonError]:
+        """Wait for all, check each, and give the errors that ended some."""
+        await asyncio.gather(*(stream.end() for stream in self.streams))
+        return [stream.error for stream in self.streams if stream.error is not None]
+
+    @property
+    def num_resumes(self) -> int:
+        return sum(stream.num_resumes for stream in self.streams)
+
+
+async def until_quiet(client: AsyncClient, num_workers: int) -> None:
+    """Every worker is ready again and holds nothing."""
+    while True:
+        try:
+            workers = (await client.model()).workers
+        except BatonError:
+            workers = ()  # the gateway itself is not back yet
+        ready = [worker for worker in workers if worker.state == "ready"]
+        if len(ready) == num_workers and not any(
+            worker.num_leased_blocks or worker.num_in_flight for worker in ready
+        ):
+            return
+        await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def proxied_cluster(
+    num_prefill: int = 2, num_decode: int = 2, **options: Any
+) -> AsyncIterator[ProxiedCluster]:
+    """Oracle engines whose steps take 8 ms, and a proxy on every link."""
+    defaults = {
+        "model": str(BOX_MODEL),
+        "engine": "oracle",
+        "oracle_step_ms": 8.0,
+        "max_num_batched_tokens": 64,
+        "num_prefill_workers": num_prefill,
+        "num_decode_workers": num_decode,
+        "prefill_block_size": 32,
+        "decode_block_size": 8,
+        "num_gpu_blocks_override": 2000,
+        "kv_transport": "tcp",
+        "port": 0,
+        "drain_timeout_s": 2,
+        "log_level": "error",
+    }
+    async with ProxiedCluster(ServeOptions(**{**defaults, **options})) as cluster:
+        yield cluster
