@@ -294,7 +294,11 @@ def _check_kv_dtype(name: str, head_elements: int, device: torch.device) -> None
             name,
             f"a block has {head_elements} elements of a head, no multiple of {SCALE_BYTES}; use a --block-size that is one",
         )
-    if name == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+    if (
+        name == "fp8"
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability(device) < (8, 9)
+    ):
         raise ConfigError.of("kv_cache_dtype", name, "this GPU is too old for it; use int8")
 
 

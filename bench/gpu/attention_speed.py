@@ -17,6 +17,7 @@ from triton.runtime.errors import OutOfResources
 from baton_kernels.gpu.attention_plan import AttentionPlan, Tile, choose_tile, plan_attention
 from baton_kernels.gpu.paged_attention import attend
 from baton_kernels.paged_attention import AttentionSlice
+from bench.gpu.paged_batch import in_one_memory
 from bench.gpu.setting import Result, Setting, time_ms
 
 
@@ -59,18 +60,16 @@ def _pool(load: Load, setting: Setting) -> tuple[torch.Tensor, torch.Tensor | No
     dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[load.kv]
     codes = torch.randint(-100, 100, shape, generator=setting.generator(), device=setting.device)
     scales = torch.full(shape[:-1], 0.01, device=setting.device)
-    return (
-        codes.to(torch.int8 if load.kv == "int8" else torch.float32).to(dtype),
-        scales,
-        order.tolist(),
-    )
+    codes = codes.to(torch.int8 if load.kv == "int8" else torch.float32).to(dtype)
+    return *in_one_memory(codes, scales), order.tolist()
 
 
 def _plan(
     load: Load,
     pool: torch.Tensor,
     order: list[int],
-    choose: Callable[[int, torch.Tensor], Tile] = choose_tile,
+    dtype: torch.dtype,
+    choose: Callable[[int, torch.Tensor, torch.dtype], Tile] = choose_tile,
 ) -> AttentionPlan:
     width = len(order) // load.num_seqs
     slices = [
@@ -78,11 +77,11 @@ def _plan(
         for i in range(load.num_seqs)
     ]
     return plan_attention(
-        slices, pool, load.num_heads, load.head_dim**-0.5, load.window, choose=choose
+        slices, pool, load.num_heads, load.head_dim**-0.5, load.window, dtype, choose=choose
     )
 
 
-def _always(tile: Tile, _num_rows: int, _pool: torch.Tensor) -> Tile:
+def _always(tile: Tile, _num_rows: int, _pool: torch.Tensor, _dtype: torch.dtype) -> Tile:
     return tile
 
 
@@ -106,7 +105,7 @@ def paged(load: Load, setting: Setting) -> Result:
     """One layer's attention."""
     load = _shrunk(load, setting)
     pool, scales, order = _pool(load, setting)
-    plan = _plan(load, pool, order)
+    plan = _plan(load, pool, order, setting.half)
     query = setting.randn(load.num_seqs * load.new, load.num_heads, load.head_dim)
     ms = time_ms(lambda: attend(query, pool, scales, 0, plan), setting)
     return {"ms": ms, **_costs(load, pool, scales)}
@@ -119,7 +118,7 @@ def tiles(load: Load, candidates: tuple[Tile, ...], setting: Setting) -> Result:
     query = setting.randn(load.num_seqs * load.new, load.num_heads, load.head_dim)
     times = {}
     for tile in candidates[: setting.pick(len(candidates), 1)]:
-        plan = _plan(load, pool, order, partial(_always, tile))
+        plan = _plan(load, pool, order, setting.half, partial(_always, tile))
         name = f"m{tile.block_m} n{tile.block_n} warps{tile.num_warps} stages{tile.num_stages}"
         # What does not fit is no candidate.
         with suppress(OutOfResources):
@@ -171,7 +170,7 @@ def invariance(setting: Setting) -> Result:
     pool, _, order = _pool(load, setting)
     width = len(order) // load.num_seqs
     query = setting.randn(load.num_seqs * load.new, load.num_heads, load.head_dim)
-    together = attend(query, pool, None, 0, _plan(load, pool, order))
+    together = attend(query, pool, None, 0, _plan(load, pool, order, setting.half))
     last = load.new - 1
     parts = {
         "alone": AttentionSlice(0, load.new, load.cached, order[:width]),

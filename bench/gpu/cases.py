@@ -15,13 +15,13 @@ from baton_kernels import sampling as sampling_twins
 from baton_kernels.gpu import kv_pack, paged_attention, quantized_linear, sampling
 from baton_kernels.gpu.quantize_rows import quantize_rows
 from baton_kernels.gpu.rms_norm import rms_norm
-from baton_kernels.gpu.rope_kv_write import rope_kv_write, rope_kv_write_quantized
+from baton_kernels.gpu.rope_kv_write import rope_kv_write
 from baton_kernels.gpu.swiglu import swiglu
 from baton_kernels.kv_write import slot_rows
 from baton_kernels.quantize_rows import dequantize_rows
 from baton_kernels.quantize_rows import quantize_rows as quantize_op
 from baton_kernels.rope import rope_tables
-from bench.gpu.paged_batch import Heads, make_paged_batch, reference_attention
+from bench.gpu.paged_batch import Heads, in_one_memory, make_paged_batch, reference_attention
 
 FP8 = torch.float8_e4m3fn
 
@@ -99,7 +99,7 @@ def _attention(about: _Attention, generator: torch.Generator, sizes: Sizes) -> T
     batch = make_paged_batch(sizes.lengths, heads, about.block_size, dtype, generator)
     pool, scales = batch.pool, None
     if is_quantised and about.dtype is not None:
-        pool, scales = quantize_op.twin(batch.pool, about.dtype)
+        pool, scales = in_one_memory(*quantize_op.twin(batch.pool, about.dtype))
         rounded = [
             tuple(dequantize_rows(*quantize_op.twin(x, about.dtype), torch.float32) for x in kv)
             for kv in batch.history
@@ -116,6 +116,7 @@ def _attention(about: _Attention, generator: torch.Generator, sizes: Sizes) -> T
         heads.num_heads,
         scale,
         about.window,
+        dtype,
         softcap=about.softcap,
         slopes=slopes,
     )
@@ -158,15 +159,14 @@ def _rope(dtype: torch.dtype | None, generator: torch.Generator, sizes: Sizes) -
     cos, sin = rope_tables(positions, inv_freq[None], 1.0, sizes.half)
     num_blocks = -(-len(fused) // 16)
     shape = (num_blocks, 2, 2, num_kv_heads, 16, dim)
-    pool = torch.zeros(shape, dtype=dtype or sizes.half, device=device)
-    scales = torch.zeros(shape[:-1], device=device)
+    pool, scales = torch.zeros(shape, dtype=dtype or sizes.half, device=device), None
+    if dtype is not None:
+        pool, scales = in_one_memory(pool, torch.zeros(shape[:-1], device=device))
     slots = torch.randperm(num_blocks * 16, generator=generator, device=device)[: len(fused)]
     rows = slot_rows(slots, pool)
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
-        if dtype is None:
-            return rope_kv_write(query, key, value, cos, sin, pool, 1, rows)
-        return rope_kv_write_quantized(query, key, value, cos, sin, pool, scales, 1, rows)
+        return rope_kv_write(query, key, value, cos, sin, pool, 1, rows, scales)
 
     def error(got: tuple[torch.Tensor, torch.Tensor]) -> float:
         wide_cos, wide_sin = (torch.cat((t, t), -1).double()[:, None] for t in (cos, sin))
@@ -175,7 +175,7 @@ def _rope(dtype: torch.dtype | None, generator: torch.Generator, sizes: Sizes) -
             first, second = x.double().chunk(2, dim=-1)
             return x.double() * wide_cos + torch.cat((-second, first), -1) * wide_sin
 
-        written = pool if dtype is None else dequantize_rows(pool, scales, torch.float32)
+        written = pool if scales is None else dequantize_rows(pool, scales, torch.float32)
         at = written[slots // 16, 1, :, :, slots % 16]
         wanted_kv = torch.stack((turn(key), value.double()), dim=1)
         return max(

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from baton.engine.torch_kv_pool import TorchKvPool
+from baton.types import KvLayout
 from baton_kernels.paged_attention import AttentionSlice
+
+_NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,18 @@ def _fill(
     block_size = pool.shape[4]
     at = torch.arange(len(tokens), device=pool.device)
     pool[table[at // block_size], layer, kind, :, at % block_size] = tokens
+
+
+def in_one_memory(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of a pool as the engine keeps them: views of one memory, scales between the codes."""
+    num_blocks, num_layers, _, num_kv_heads, block_size, head_dim = codes.shape
+    layout = KvLayout("bench", num_layers, num_kv_heads, head_dim, _NAMES[codes.dtype], block_size)
+    kv = TorchKvPool(layout, num_blocks, codes.device)
+    if kv.scales is None:
+        raise ValueError(f"a pool of {layout.dtype} has no scales")
+    kv.tensor.copy_(codes)
+    kv.scales.copy_(scales)
+    return kv.tensor, kv.scales
 
 
 def reference_attention(

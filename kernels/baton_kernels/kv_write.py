@@ -4,8 +4,8 @@ pool [blocks, layers, 2, kv_heads, block_size, head_dim]: pool[b, l, 0, h, o] = 
 pool[b, l, 1, h, o] = value[t, h] for token t with slot b * block_size + o.
 
 A pool of int8 or float8_e4m3fn has scales [blocks, layers, 2, kv_heads, block_size] float32, one for each row of head_dim
-elements: see quantize_rows. The rows of a block and head are contiguous; such groups may be further apart than their size, so
-that pool and scales can be views of one memory.
+elements: see quantize_rows. The rows of a block and head are contiguous; such groups lie head_stride elements apart, which may
+be more than their size, so that pool and scales can be views of one memory.
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ def slot_rows(slots: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
     first = block * (num_layers * 2 * num_kv_heads * block_size) + offset
     heads = torch.arange(num_kv_heads, device=slots.device) * block_size
     return (first[:, None] + heads).flatten()
+
+
+def head_stride(pool: torch.Tensor) -> int:
+    """Elements from one head's rows of a block, or their scales, to the next head's."""
+    # The stride of the heads themselves means nothing where there is only one.
+    return pool.stride(2) // pool.shape[3]
 
 
 @op

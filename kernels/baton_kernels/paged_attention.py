@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from baton_kernels.dispatch import op
+from baton_kernels.kv_write import head_stride
 from baton_kernels.quantize_rows import dequantize_rows
 
 #: Sequences with at most this many new tokens are grouped.
@@ -303,7 +304,7 @@ class _Layer:
 def _heads(pool: torch.Tensor) -> torch.Tensor:
     """[blocks * layers * 2 * kv_heads, elements of a block and head]: they are contiguous, and equally far apart."""
     size = pool[0, 0, 0, 0].numel()
-    return pool.as_strided((pool.numel() // size, size), (pool.stride(3), 1))
+    return pool.as_strided((pool.numel() // size, size), (head_stride(pool), 1))
 
 
 def _run_group(

@@ -154,7 +154,7 @@ void attend_step(Rows<T, R>& rows, const Step<typename T::element>& step,
     alignas(64) int32_t words[kMaxDim * 16];
     const int low = step.begin / 16 * 16, high = (step.end + 15) / 16 * 16;
     for (int lane = low; lane < high; lane += 16) {
-        next.prefetch(lane, c.dim, to_values(c));
+        next.prefetch(lane, c);
         const E* keys[16];
         step.sixteen(lane, keys);
         turn<T>(keys, c.dim, words);
@@ -164,7 +164,7 @@ void attend_step(Rows<T, R>& rows, const Step<typename T::element>& step,
     // Values are taken in pairs that begin at even positions, so that a row's sums do not depend on `begin`.
     const E* values[kStep];
     for (int j = low; j < step.end; j++)
-        values[j] = step.keys[j < step.begin ? step.begin : j] + to_values(c);
+        values[j] = step.keys[j < step.begin ? step.begin : j] + step.to_values;
     float(*weight)[kStep] = rows.weight;
     Values<T>::template add<R>(rows.out, weight, values, low, step.end, c.dim);
 }
@@ -183,7 +183,7 @@ void run(const Attention& c, const Task& t) {
         rows.sum[r] = _mm512_setzero_ps();
         for (long d = 0; d < padded(c.dim); d += 16) _mm512_store_ps(rows.out[r] + d, _mm512_setzero_ps());
     }
-    for_steps<E>(c, t, [&](const Step<E>& step, const Step<E>& next) {
+    for_steps<T>(c, t, [&](const Step<E>& step, const Step<E>& next) {
         attend_step<T, R>(rows, step, next, c);
     });
     for (int r = 0; r < R; r++) {

@@ -1,12 +1,14 @@
 // What attention over the paged KV pool is asked for, and where a step's keys and values lie.
 #pragma once
-#include "simd.h"
+#include "stored.h"
 
 // As baton_kernels.cpu.paged_attention describes it to ctypes.
 struct Attention {
     const void* query;  // [tokens][heads][dim]
     void* out;          // like query
-    const void* pool;   // [blocks][layers][2][kv_heads][block_size][dim]
+    const char* pool;   // [blocks][layers][2][kv_heads][block_size][dim]: see baton_kernels.kv_write
+    const char* scales; // null if the pool has none
+    long stored, row_bytes, head_bytes;  // head_bytes: from a block's rows of one head to those of the next
     long layer, num_layers, heads, kv_heads, block_size, dim;
     float scale;
     long window;        // positions that a token sees, itself included; 0: all
@@ -86,7 +88,10 @@ template <class E>
 struct Step {
     long first;         // position of key 0, divisible by kStep
     int begin, end;     // keys [begin, end) are there
-    const E* keys[kStep];
+    const char* rows[kStep];     // where keys lie in the pool
+    const float* scales[kStep];
+    const E* keys[kStep];        // the same to compute with: see take
+    long to_values;              // elements from a key to its value
 
     void locate(const Attention& c, const Task& t, long at, long oldest, long newest) {
         first = at;
@@ -96,8 +101,32 @@ struct Step {
         long block = (at + begin) / c.block_size, offset = (at + begin) % c.block_size;
         for (int j = begin; j < end; block++, offset = 0) {
             const long head = (table[block] * c.num_layers + c.layer) * 2 * c.kv_heads + t.kv_head;
-            const E* key = (const E*)c.pool + (head * c.block_size + offset) * c.dim;
-            for (; offset < c.block_size && j < end; offset++, j++, key += c.dim) keys[j] = key;
+            const char* row = c.pool + head * c.head_bytes + offset * c.row_bytes;
+            const float* scale = (const float*)(c.scales + head * c.head_bytes) + offset;
+            for (; offset < c.block_size && j < end; offset++, j++, row += c.row_bytes) {
+                rows[j] = row;
+                scales[j] = scale++;
+            }
+        }
+    }
+
+    // Has keys and values where they lie, or, of a pool of another type, in `memory`.
+    template <class T>
+    void take(const Attention& c, E* memory) {
+        const long to_value_bytes = c.kv_heads * c.head_bytes;
+        if (c.stored == T::stored) {
+            to_values = to_value_bytes / (long)sizeof(E);
+            for (int j = begin; j < end; j++) keys[j] = (const E*)rows[j];
+            return;
+        }
+        const auto take_row = take_row_of<T>(c.stored);
+        to_values = kStep * c.dim;
+        for (int j = begin; j < end; j++) {
+            E* key = memory + j * c.dim;
+            const auto* value_scale = (const float*)((const char*)scales[j] + to_value_bytes);
+            take_row(rows[j], scales[j], c.dim, key);
+            take_row(rows[j] + to_value_bytes, value_scale, c.dim, key + to_values);
+            keys[j] = key;
         }
     }
 
@@ -107,21 +136,23 @@ struct Step {
     }
 
     // Keys and values of lanes [low, low + 16).
-    void prefetch(int low, long dim, long to_values) const {
+    void prefetch(int low, const Attention& c) const {
         const int stop = low + 16 < end ? low + 16 : end;
         for (int j = low > begin ? low : begin; j < stop; j++)
-            for (long d = 0; d < dim; d += 64 / (long)sizeof(E)) {
-                _mm_prefetch((const char*)(keys[j] + d), _MM_HINT_T1);
-                _mm_prefetch((const char*)(keys[j] + to_values + d), _MM_HINT_T1);
+            for (long at = 0; at < c.row_bytes; at += 64) {
+                _mm_prefetch(rows[j] + at, _MM_HINT_T1);
+                _mm_prefetch(rows[j] + c.kv_heads * c.head_bytes + at, _MM_HINT_T1);
             }
     }
 };
 
 // Calls attend(step, the one after it) for all steps that a task's rows see keys of.
-template <class E, class F>
+template <class T, class F>
 void for_steps(const Attention& c, const Task& t, F&& attend) {
+    using E = typename T::element;
     const long newest = Place(c, t, t.rows - 1).position, first_row = Place(c, t, 0).position;
     const long oldest = c.window && first_row >= c.window ? first_row - c.window + 1 : 0;
+    alignas(64) E taken[2 * kStep * kMaxDim];
     Step<E> steps[2];
     long first = oldest / kStep * kStep;
     steps[0].locate(c, t, first, oldest, newest);
@@ -131,14 +162,12 @@ void for_steps(const Attention& c, const Task& t, F&& attend) {
             next.locate(c, t, first + kStep, oldest, newest);
         else
             next.begin = next.end = 0;
+        steps[now].template take<T>(c, taken);
         attend(steps[now], next);
     }
 }
 
 // Scores are taken to the base of 2.
 inline float scale_of(const Attention& c) { return c.scale * kLog2E; }
-
-// Elements from a key to its value.
-inline long to_values(const Attention& c) { return c.kv_heads * c.block_size * c.dim; }
 
 }  // namespace

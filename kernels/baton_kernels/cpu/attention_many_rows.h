@@ -102,12 +102,12 @@ public:
     void attend(const Step<E>& step, const Step<E>& next) {
         const int low = step.begin / 16 * 16, high = (step.end + 15) / 16 * 16;
         for (int at = low; at < high; at += 16) {
-            next.prefetch(at, c.dim, to_values(c));
+            next.prefetch(at, c);
             const E* sixteen[16];
             step.sixteen(at, sixteen);
             turn<T>(sixteen, c.dim, keys);
             for (int j = 0; j < 16; j += kColumns) find_scores(step.first, at, j);
-            turn_values(sixteen, at);
+            turn_values(sixteen, step.to_values, at);
         }
         for (int n = 0; n < N; n++) soften(n, low, high);
         add_values(low / T::per_word, (high - low) / T::per_word);
@@ -150,9 +150,9 @@ private:
         return is_past & _mm512_cmpgt_epi32_mask(now, before);
     }
 
-    void turn_values(const E* const* sixteen, int at) {
+    void turn_values(const E* const* sixteen, long to_values, int at) {
         const E* own[17] = {};
-        for (int j = 0; j < 16; j++) own[j] = sixteen[j] ? sixteen[j] + to_values(c) : nullptr;
+        for (int j = 0; j < 16; j++) own[j] = sixteen[j] ? sixteen[j] + to_values : nullptr;
         for (int j = 0; j < 16; j += T::per_word)
             for (long d = 0; d < c.dim; d += 16)
                 _mm512_store_si512(values + (at + j) / T::per_word * stride + d,
@@ -215,7 +215,7 @@ template <class T, int N>
 void run_rows_in_lanes(const Attention& c, const Task& t) {
     using E = typename T::element;
     ManyRows<T, N> rows(c, t);
-    for_steps<E>(c, t, [&](const Step<E>& step, const Step<E>& next) { rows.attend(step, next); });
+    for_steps<T>(c, t, [&](const Step<E>& step, const Step<E>& next) { rows.attend(step, next); });
     rows.finish();
 }
 

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
 _SOURCES = ("linear.cpp", "attention.cpp", "pointwise.cpp")
-_HEADERS = ("simd.h", "attention.h", "attention_many_rows.h")
+_HEADERS = ("simd.h", "stored.h", "attention.h", "attention_many_rows.h")
 _CPU_INFO = Path("/proc/cpuinfo")
 _INSTRUCTIONS = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"}
 #: No contraction: a result must not depend on what a compiler fuses.

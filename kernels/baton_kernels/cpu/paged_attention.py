@@ -12,6 +12,8 @@ import torch
 
 from baton_kernels.cpu.calling import is_native
 from baton_kernels.cpu.library import loaded
+from baton_kernels.cpu.stored import stored_number
+from baton_kernels.kv_write import head_stride
 from baton_kernels.paged_attention import AttentionPlan as TwinPlan
 from baton_kernels.paged_attention import AttentionSlice
 from baton_kernels.paged_attention import paged_attention as attention_op
@@ -27,7 +29,8 @@ class _Call(ctypes.Structure):
     """`Attention` of attention.cpp."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("query", "out", "pool")),
+        *((name, _POINTER) for name in ("query", "out", "pool", "scales")),
+        *((name, _LONG) for name in ("stored", "row_bytes", "head_bytes")),
         *((name, _LONG) for name in ("layer", "num_layers", "heads", "kv_heads")),
         *((name, _LONG) for name in ("block_size", "dim")),
         ("scale", ctypes.c_float),
@@ -39,7 +42,7 @@ class _Call(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """A step's sequences, for the layers with one window. call: all but query, out, pool and layer are filled in.
+    """A step's sequences, for the layers with one window. call: all but query, out, scales and layer are filled in.
 
     numbers: what the call's pointers point into.
     """
@@ -58,8 +61,8 @@ def plan_attention(
 ) -> AttentionPlan | TwinPlan:
     """See the twin."""
     head_dim = pool.shape[5]
-    dtype = dtype or pool.dtype
-    if not is_native(dtype) or pool.dtype != dtype or head_dim > _MAX_HEAD_DIM:
+    dtype, stored = dtype or pool.dtype, stored_number(pool.dtype)
+    if not is_native(dtype) or stored is None or head_dim > _MAX_HEAD_DIM:
         return plan_op.twin(slices, pool, num_heads, scale, window, dtype)
     _, num_layers, _, num_kv_heads, block_size, _ = pool.shape
     group = num_heads // num_kv_heads
@@ -81,7 +84,9 @@ def plan_attention(
     )
     return AttentionPlan(
         _Call(
-            *(None, None, pool.data_ptr(), 0, num_layers, num_heads, num_kv_heads),
+            *(None, None, pool.data_ptr(), None),
+            *(stored, head_dim * pool.itemsize, head_stride(pool) * pool.itemsize),
+            *(0, num_layers, num_heads, num_kv_heads),
             *(block_size, head_dim, scale, window or 0, len(slices)),
             *(first_row, num_tokens, start, tables, table_at, task_at),
         ),
@@ -105,7 +110,8 @@ def paged_attention(
     out = torch.empty_like(query)
     call = plan.call
     call.query, call.out, call.layer = query.data_ptr(), out.data_ptr(), layer
+    call.scales = None if scales is None else scales.data_ptr()
     loaded().baton_attention(
-        ctypes.addressof(call), pool.dtype == torch.bfloat16, torch.get_num_threads()
+        ctypes.addressof(call), query.dtype == torch.bfloat16, torch.get_num_threads()
     )
     return out

@@ -1,5 +1,5 @@
 // The small operations between matrix products, one pass each. Formulas: the files of baton_kernels that are named alike.
-#include "simd.h"
+#include "stored.h"
 
 namespace {
 
@@ -69,10 +69,12 @@ struct RopeKvWrite {
     long query_stride, key_stride, value_stride;  // elements
     const void *cos, *sin;                // [tokens][dim / 2]
     void *out, *key_out;                  // [tokens][heads or kv_heads][dim]
-    void* pool;
+    char* pool;                           // see baton_kernels.kv_write
+    float* scales;                        // null if the pool has none
+    long stored, row_bytes, head_bytes;   // head_bytes: from a block's rows of one head to those of the next
     const int64_t* rows;                  // [tokens][kv_heads]: see baton_kernels.kv_write.slot_rows
     long to_layer, to_values;             // rows from the first layer's keys to this one's, and on to its values
-    long tokens, heads, kv_heads, dim;
+    long tokens, heads, kv_heads, dim, block_size;
 };
 
 namespace {
@@ -81,6 +83,12 @@ template <class T>
 void rope_kv_write(const RopeKvWrite& c, int threads) {
     using E = typename T::element;
     const long half = c.dim / 2;
+    const auto put_row = put_row_of<T>(c.stored);
+    const auto put = [&](const E* row, long at) {
+        const long head = at / c.block_size * c.head_bytes, offset = at % c.block_size;
+        float* scale = c.scales ? (float*)((char*)c.scales + head) + offset : nullptr;
+        put_row(row, c.dim, c.pool + head + offset * c.row_bytes, scale);
+    };
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && c.tokens > 32)
     for (long t = 0; t < c.tokens; t++) {
         const E *cos = (const E*)c.cos + t * half, *sin = (const E*)c.sin + t * half;
@@ -90,11 +98,11 @@ void rope_kv_write(const RopeKvWrite& c, int threads) {
         for (long h = 0; h < c.heads; h++)
             rotate<T>(query + h * c.dim, cos, sin, (E*)c.out + (t * c.heads + h) * c.dim, half);
         for (long h = 0; h < c.kv_heads; h++) {
-            E* slot = (E*)c.pool + (c.rows[t * c.kv_heads + h] + c.to_layer) * c.dim;
+            const long slot = c.rows[t * c.kv_heads + h] + c.to_layer;
             E* key = (E*)c.key_out + (t * c.kv_heads + h) * c.dim;
             rotate<T>(new_key + h * c.dim, cos, sin, key, half);
-            __builtin_memcpy(slot, key, c.dim * sizeof(E));
-            __builtin_memcpy(slot + c.to_values * c.dim, new_value + h * c.dim, c.dim * sizeof(E));
+            put(key, slot);
+            put(new_value + h * c.dim, slot + c.to_values);
         }
     }
 }

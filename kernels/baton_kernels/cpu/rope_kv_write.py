@@ -8,6 +8,8 @@ import torch
 
 from baton_kernels.cpu.calling import is_native
 from baton_kernels.cpu.library import loaded
+from baton_kernels.cpu.stored import stored_number
+from baton_kernels.kv_write import head_stride
 from baton_kernels.rope_kv_write import rope_kv_write as op
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
@@ -19,9 +21,11 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("query", "key", "value")),
         *((name, _LONG) for name in ("query_stride", "key_stride", "value_stride")),
-        *((name, _POINTER) for name in ("cos", "sin", "out", "key_out", "pool", "rows")),
+        *((name, _POINTER) for name in ("cos", "sin", "out", "key_out", "pool", "scales")),
+        *((name, _LONG) for name in ("stored", "row_bytes", "head_bytes")),
+        ("rows", _POINTER),
         *((name, _LONG) for name in ("to_layer", "to_values")),
-        *((name, _LONG) for name in ("tokens", "heads", "kv_heads", "dim")),
+        *((name, _LONG) for name in ("tokens", "heads", "kv_heads", "dim", "block_size")),
     )
 
 
@@ -39,20 +43,22 @@ def rope_kv_write(
     """See the twin."""
     head_dim = query.shape[2]
     has_dense_heads = all(x.stride()[1:] == (head_dim, 1) for x in (query, key, value))
-    if not is_native(query.dtype) or pool.dtype != query.dtype or not has_dense_heads:
+    stored = stored_number(pool.dtype)
+    if not is_native(query.dtype) or stored is None or not has_dense_heads:
         return op.twin(query, key, value, cos, sin, pool, layer, rows, scales)
     out, key_out = query.new_empty(query.shape), key.new_empty(key.shape)
-    per_kind = key.shape[1] * pool.shape[4]
+    num_kv_heads, block_size = pool.shape[3:5]
+    per_kind = num_kv_heads * block_size
     call = _Call(
         *(x.data_ptr() for x in (query, key, value)),
         *(x.stride(0) for x in (query, key, value)),
-        *(x.data_ptr() for x in (cos, sin, out, key_out, pool, rows)),
-        layer * 2 * per_kind,
-        per_kind,
-        *query.shape[:2],
-        key.shape[1],
-        head_dim,
+        *(x.data_ptr() for x in (cos, sin, out, key_out, pool)),
+        None if scales is None else scales.data_ptr(),
+        *(stored, head_dim * pool.itemsize, head_stride(pool) * pool.itemsize),
+        rows.data_ptr(),
+        *(layer * 2 * per_kind, per_kind),
+        *(*query.shape[:2], num_kv_heads, head_dim, block_size),
     )
-    is_bf16 = pool.dtype == torch.bfloat16
+    is_bf16 = query.dtype == torch.bfloat16
     loaded().baton_rope_kv_write(ctypes.addressof(call), is_bf16, torch.get_num_threads())
     return out, key_out

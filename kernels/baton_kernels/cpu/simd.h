@@ -3,6 +3,9 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+// As baton_kernels.cpu.stored numbers the types that KV is stored in.
+enum Stored : long { kFloat32, kBfloat16, kFloat16, kInt8, kFp8 };
+
 constexpr float kLog2E = 1.44269504f;
 
 // 2^x for x <= 0, by a polynomial of x - floor(x) in [0, 1), the highest power first; the last coefficient is 1, so that
@@ -18,6 +21,7 @@ static inline __m512 exp2_nonpositive(__m512 x, const float (&coefficients)[N]) 
 
 struct F32 {
     using element = float;
+    static constexpr long stored = kFloat32;
     static constexpr int per_word = 1;  // elements in the 32 bits that one lane multiplies at a time
     static __m512 load(const float* p) { return _mm512_loadu_ps(p); }
     static __m512 load(const float* p, __mmask16 m) { return _mm512_maskz_loadu_ps(m, p); }
@@ -37,6 +41,7 @@ struct F32 {
 
 struct BF16 {
     using element = uint16_t;
+    static constexpr long stored = kBfloat16;
     static constexpr int per_word = 2;
     static __m512 widen(__m256i v) {
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));

@@ -33,15 +33,16 @@ class Tile:
     num_stages: int
 
 
-def choose_tile(num_rows: int, pool: torch.Tensor) -> Tile:
-    """The tile for a sequence with so many new rows: what shared memory and registers hold without spilling.
+def choose_tile(num_rows: int, pool: torch.Tensor, dtype: torch.dtype) -> Tile:
+    """The tile for a sequence with so many new rows, of `dtype`: what shared memory and registers hold without spilling.
 
     Of float32 less fits, because its products are not the tensor cores', and of 8-bit codes too, which are widened first.
     """
     dim = triton.next_power_of_2(pool.shape[5])
-    widest = {1: 64, 2: max(16, min(MAX_ROWS, 16384 // dim)), 4: 16}[pool.element_size()]
+    size = 4 if dtype == torch.float32 else pool.element_size()
+    widest = {1: 64, 2: max(16, min(MAX_ROWS, 16384 // dim)), 4: 16}[size]
     block_m = min(widest, max(16, triton.next_power_of_2(num_rows)))
-    block_n = max(16, min(128, (4096 if pool.element_size() == 4 else 8192) // dim))
+    block_n = max(16, min(128, (4096 if size == 4 else 8192) // dim))
     return Tile(block_m, block_n, 8 if block_m > 64 or block_m * dim > 8192 else 4, 3)
 
 
@@ -81,12 +82,13 @@ def plan_attention(
     num_heads: int,
     scale: float,
     window: int | None,
+    dtype: torch.dtype | None = None,
     *,
     softcap: float | None = None,
     slopes: torch.Tensor | None = None,
-    choose: Callable[[int, torch.Tensor], Tile] = choose_tile,
+    choose: Callable[[int, torch.Tensor, torch.dtype], Tile] = choose_tile,
 ) -> AttentionPlan:
-    """Plan one step over `pool` [blocks, layers, 2, kv_heads, block_size, head_dim]; one copy to the device.
+    """See the twin. One copy to the device.
 
     choose: the tile for a number of rows. Raises ValueError if more than a tile's rows share a KV head.
     """
@@ -95,7 +97,7 @@ def plan_attention(
     drafts: dict[Tile, _Draft] = {}
     num_entries = 0
     for part in slices:
-        tile = choose(part.num_tokens * group, pool)
+        tile = choose(part.num_tokens * group, pool, dtype or pool.dtype)
         draft = drafts.setdefault(tile, _Draft(tile, group, window))
         draft.add(part, num_entries)
         num_entries += len(part.block_table)

@@ -3,6 +3,8 @@
 packed [layers, 2, kv_heads, tokens, head_dim]; packed[l, k, h, t] = pool[table[p // size], first_layer + l, k, h, p % size]
 with p = first_token + t.
 
+Rows of a block, layer, kind and head are together in the pool; heads lie stride elements apart: see kv_write.
+
 A program copies TOKENS rows of head_dim elements of one layer, kind and head: contiguous on the packed side, and in runs of
 a block's tokens on the other.
 """
@@ -15,12 +17,14 @@ import torch
 import triton
 import triton.language as tl
 
+from baton_kernels.kv_write import head_stride
+
 TOKENS = 64
 
 
 @triton.jit(do_not_specialize=["first_token", "num_tokens"])
 def _copy(
-    pool_ptr, packed_ptr, table_ptr, first_token, num_tokens, block_rows, layer_row,
+    pool_ptr, packed_ptr, table_ptr, first_token, num_tokens, block_heads, first_head, stride,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
     UNPACK: tl.constexpr,
 ):  # fmt: skip
@@ -32,8 +36,8 @@ def _copy(
     inside = there[:, None] & (dims < HEAD_DIM)[None, :]
     at = first_token + tokens
     block = tl.load(table_ptr + at // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
-    row = block * block_rows + layer_row + head * BLOCK_SIZE + at % BLOCK_SIZE
-    in_pool = pool_ptr + row[:, None] * HEAD_DIM + dims[None, :]
+    group = block * block_heads + first_head + head
+    in_pool = pool_ptr + (group * stride + at % BLOCK_SIZE * HEAD_DIM)[:, None] + dims[None, :]
     in_packed = (
         packed_ptr + (head.to(tl.int64) * num_tokens + tokens)[:, None] * HEAD_DIM + dims[None, :]
     )
@@ -85,11 +89,11 @@ def _launch(
         raise ValueError(f"packed {packed.dtype}, pool {pool.dtype}")
     _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
     num_tokens = packed.shape[3]
-    kind_rows = num_kv_heads * block_size
+    layer_heads = 2 * num_kv_heads
     table = torch.as_tensor(block_ids, dtype=torch.int32, device=pool.device)
     _copy[(triton.cdiv(num_tokens, TOKENS), packed.shape[0] * 2 * num_kv_heads)](
         pool, packed, table, first_token, num_tokens,
-        num_layers * 2 * kind_rows, first_layer * 2 * kind_rows,
+        num_layers * layer_heads, first_layer * layer_heads, head_stride(pool),
         BLOCK_SIZE=block_size, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
         TOKENS=TOKENS, UNPACK=is_unpack, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -12,8 +12,9 @@ taken online (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022), i
 What a row yields depends on its own sequence alone: ranges begin at multiples of SPLIT_TOKENS, tiles at multiples of
 BLOCK_N, and the size of its tile follows from its own sequence's number of new tokens, never from the batch.
 
-    query, out [tokens, heads, head_dim]; pool [blocks, layers, 2, kv_heads, block_size, head_dim], here as rows of head_dim
-    elements; scales, if the pool is quantised, one float32 per row of the pool.
+    query, out [tokens, heads, head_dim]; pool [blocks, layers, 2, kv_heads, block_size, head_dim]; scales, if the pool is quantised,
+    [blocks, layers, 2, kv_heads, block_size]. A head here is a block's rows of one layer, kind and KV head: they are together,
+    and heads lie stride elements, or scale_stride scales, apart.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from baton_kernels.gpu.attention_plan import (
     AttentionPlan,
     plan_attention,
 )
+from baton_kernels.kv_write import head_stride
 
 __all__ = ["attend", "paged_attention", "plan_attention"]
 
@@ -60,7 +62,8 @@ def _scores(
 @triton.jit
 def _tile(
     acc, peak, total, block, q, positions, slopes, start, end,
-    pool_ptr, scales_ptr, table_ptr, block_rows, first_row, kind_rows, scale, softcap, window,
+    pool_ptr, scales_ptr, table_ptr, block_heads, first_head, kind_heads, stride, scale_stride,
+    scale, softcap, window,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr,
@@ -71,25 +74,28 @@ def _tile(
     keys = start + tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     there = keys < end
-    row = block.to(tl.int64) * block_rows + first_row + keys % BLOCK_SIZE
+    head = block.to(tl.int64) * block_heads + first_head
+    offset = keys % BLOCK_SIZE
     ahead = keys + BLOCK_N
     block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
-    at = row[:, None] * HEAD_DIM + dims[None, :]
+    at = (head * stride + offset * HEAD_DIM)[:, None] + dims[None, :]
+    to_value = kind_heads * stride
     # Masked values are read as 0, not just weighted by 0: what an earlier owner left may be NaN.
     if MASKED:
         inside = there[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(pool_ptr + at, mask=inside, other=0.0)
-        v = tl.load(pool_ptr + at + kind_rows * HEAD_DIM, mask=inside, other=0.0)
+        v = tl.load(pool_ptr + at + to_value, mask=inside, other=0.0)
     elif BLOCK_D != HEAD_DIM:
         inside = (dims < HEAD_DIM)[None, :]
         k = tl.load(pool_ptr + at, mask=inside, other=0.0)
-        v = tl.load(pool_ptr + at + kind_rows * HEAD_DIM, mask=inside, other=0.0)
+        v = tl.load(pool_ptr + at + to_value, mask=inside, other=0.0)
     else:
         k = tl.load(pool_ptr + at)
-        v = tl.load(pool_ptr + at + kind_rows * HEAD_DIM)
+        v = tl.load(pool_ptr + at + to_value)
     if HAS_SCALES:
-        k_scale = tl.load(scales_ptr + row, mask=there, other=0.0)
-        v_scale = tl.load(scales_ptr + row + kind_rows, mask=there, other=0.0)
+        at_scale = head * scale_stride + offset
+        k_scale = tl.load(scales_ptr + at_scale, mask=there, other=0.0)
+        v_scale = tl.load(scales_ptr + at_scale + kind_heads * scale_stride, mask=there, other=0.0)
     else:
         k_scale = None
         v_scale = None
@@ -117,7 +123,7 @@ def _tile(
 @triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["items_ptr"])
 def _attend(
     q_ptr, pool_ptr, scales_ptr, table_ptr, items_ptr, slopes_ptr, out_ptr, part_ptr, lse_ptr,
-    q_stride, block_rows, layer_row, kind_rows, scale, softcap, window,
+    q_stride, block_heads, layer_head, stride, scale_stride, scale, softcap, window,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ITEM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SCALES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr,
@@ -151,7 +157,7 @@ def _attend(
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    first_row = layer_row + kv_head * BLOCK_SIZE
+    first_head = layer_head + kv_head
     keys = begin + tl.arange(0, BLOCK_N)
     block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)
     # Tiles that all queries see in full come first, and need no mask.
@@ -161,14 +167,16 @@ def _attend(
     for start in range(begin, full_end, BLOCK_N):
         acc, peak, total, block = _tile(
             acc, peak, total, block, q, positions, slopes, start, end,
-            pool_ptr, scales_ptr, table_ptr, block_rows, first_row, kind_rows, scale, softcap, window,
+            pool_ptr, scales_ptr, table_ptr, block_heads, first_head, num_kv_heads, stride, scale_stride,
+            scale, softcap, window,
             HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
             False, HAS_WINDOW, HAS_SCALES, HAS_SOFTCAP, HAS_SLOPES, PRECISION,
         )  # fmt: skip
     for start in range(full_end, end, BLOCK_N):
         acc, peak, total, block = _tile(
             acc, peak, total, block, q, positions, slopes, start, end,
-            pool_ptr, scales_ptr, table_ptr, block_rows, first_row, kind_rows, scale, softcap, window,
+            pool_ptr, scales_ptr, table_ptr, block_heads, first_head, num_kv_heads, stride, scale_stride,
+            scale, softcap, window,
             HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
             True, HAS_WINDOW, HAS_SCALES, HAS_SOFTCAP, HAS_SLOPES, PRECISION,
         )  # fmt: skip
@@ -243,10 +251,11 @@ def paged_attention(
     pool: torch.Tensor,
     layer: int,
     plan: AttentionPlan,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See the twin. query's heads and elements must be contiguous; its tokens may be apart. New keys and values are read
     from the pool."""
-    return attend(query, pool, None, layer, plan)
+    return attend(query, pool, scales, layer, plan)
 
 
 def attend(
@@ -256,20 +265,21 @@ def attend(
     layer: int,
     plan: AttentionPlan,
 ) -> torch.Tensor:
-    """Attention over a pool of any dtype; scales [blocks, layers, 2, kv_heads, block_size] float32 if it is quantised."""
+    """Attention over a pool of any dtype; scales if it is quantised: see kv_write."""
     num_tokens, num_heads, head_dim = query.shape
     _, num_layers, _, num_kv_heads, block_size, _ = pool.shape
     if query.stride(2) != 1 or query.stride(1) != head_dim:
         raise ValueError("heads of the query are not contiguous")
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=query.dtype, device=query.device)
-    kind_rows = num_kv_heads * block_size
+    layer_heads = 2 * num_kv_heads
     group = num_heads // num_kv_heads
     block_d = max(16, triton.next_power_of_2(head_dim))
     for launch in plan.launches:
         tile = launch.tile
         _attend[(len(launch.items), num_kv_heads)](
             query, pool, scales, plan.table, launch.items, plan.slopes, out, launch.part, launch.lse,
-            query.stride(0), num_layers * 2 * kind_rows, layer * 2 * kind_rows, kind_rows,
+            query.stride(0), num_layers * layer_heads, layer * layer_heads,
+            head_stride(pool), 0 if scales is None else head_stride(scales),
             plan.scale, plan.softcap or 1.0, plan.window or 0,
             GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, ITEM=ITEM_FIELDS,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=block_d,

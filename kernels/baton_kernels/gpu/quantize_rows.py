@@ -1,6 +1,7 @@
 """Rows in 8 bits, each with one float32 scale.
 
-    scale = max |x| / LIMIT (1 if all are 0),   code = x / scale, rounded to the nearest int8 or float8_e4m3fn
+    scale = max(|x|, LEAST_PEAK) / LIMIT,   code = x / scale, rounded to the nearest int8 or float8_e4m3fn; NaN and 0 for a row
+    that is not finite
     x, codes [rows, dim] contiguous; scales [rows]
 
 A program takes one row, BLOCK elements at a time, twice: for the maximum and for the codes.
@@ -12,9 +13,23 @@ import torch
 import triton
 import triton.language as tl
 
+from baton_kernels import quantize_rows as twins
 from baton_kernels.quantize_rows import LIMITS
 
 BLOCK = 2048
+_LEAST_PEAK = tl.constexpr(twins.LEAST_PEAK)
+
+
+@triton.jit
+def magnitude(x):
+    """|x|, infinite for NaN, which a maximum may pass over."""
+    return tl.where(tl.abs(x) <= float("inf"), tl.abs(x), float("inf"))
+
+
+@triton.jit
+def scale_of(peak, LIMIT: tl.constexpr):
+    """The scale of a row by its largest magnitude."""
+    return tl.where(peak < float("inf"), tl.maximum(peak, _LEAST_PEAK) / LIMIT, float("nan"))
 
 
 @triton.jit
@@ -28,13 +43,13 @@ def _quantize_rows(
     peaks = tl.zeros([BLOCK], tl.float32)
     for start in range(0, dim, BLOCK):
         x = tl.load(x_ptr + start + dims, mask=start + dims < dim, other=0.0).to(tl.float32)
-        peaks = tl.maximum(peaks, tl.abs(x))
-    peak = tl.max(peaks, 0)
-    scale = tl.where(peak > 0.0, peak / LIMIT, 1.0)
+        peaks = tl.maximum(peaks, magnitude(x))
+    scale = scale_of(tl.max(peaks, 0), LIMIT)
     tl.store(scales_ptr + row, scale)
     for start in range(0, dim, BLOCK):
         inside = start + dims < dim
-        code = tl.load(x_ptr + start + dims, mask=inside, other=0.0).to(tl.float32) / scale
+        code = tl.load(x_ptr + start + dims, mask=inside, other=0.0).to(tl.float32)
+        code = tl.where(scale > 0.0, code / scale, 0.0)
         if IS_INT:
             code = tl.floor(code + 0.5)
         tl.store(codes_ptr + start + dims, code.to(codes_ptr.dtype.element_ty), mask=inside)

@@ -4,8 +4,8 @@ A head vector is split in halves (a, b); with c, s the cosine and sine of its po
     a' = a c - b s,    b' = b c + a s            each product rounded to the dtype, as the twin's are.
 
     query [tokens, heads, head_dim], key, value [tokens, kv_heads, head_dim], heads contiguous, tokens anywhere;
-    cos, sin [tokens, head_dim / 2]; rows [tokens * kv_heads] int64, of the first layer's keys in the pool seen as rows of head_dim;
-    scales, if the pool is quantised, one float32 per row of the pool: see baton_kernels.quantize_rows.
+    cos, sin [tokens, head_dim / 2]; rows [tokens * kv_heads] int64, as slot_rows gives them: BLOCK_SIZE rows of head_dim are together,
+    such heads lie stride elements apart; scales, if the pool is quantised, one float32 per row: see baton_kernels.kv_write.
 
 A program takes one token.
 """
@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from baton_kernels.gpu.quantize_rows import magnitude, scale_of
+from baton_kernels.kv_write import head_stride
 from baton_kernels.quantize_rows import LIMITS
 
 
@@ -31,10 +33,13 @@ def _rotate(first, second, cos, sin, dtype):
 
 @triton.jit
 def _store(
-    pool_ptr, scales_ptr, rows, first, second, dims, inside, LIMIT: tl.constexpr, HALF: tl.constexpr
-):
+    pool_ptr, scales_ptr, rows, stride, scale_stride, first, second, dims, inside,
+    BLOCK_SIZE: tl.constexpr, LIMIT: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
     """Write halves [heads, head_dim / 2] into rows [heads] of the pool, quantised if there is a LIMIT."""
-    at = rows[:, None] * (2 * HALF) + dims[None, :]
+    head = rows // BLOCK_SIZE
+    offset = rows % BLOCK_SIZE
+    at = (head * stride + offset * (2 * HALF))[:, None] + dims[None, :]
     dtype = pool_ptr.dtype.element_ty
     if LIMIT == 0:
         tl.store(pool_ptr + at, first.to(dtype), mask=inside)
@@ -42,25 +47,26 @@ def _store(
     else:
         first = first.to(tl.float32)
         second = second.to(tl.float32)
-        peak = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
-        scale = tl.where(peak > 0.0, peak / LIMIT, 1.0)
-        first = first / scale[:, None]
-        second = second / scale[:, None]
+        scale = scale_of(tl.max(tl.maximum(magnitude(first), magnitude(second)), 1), LIMIT)
+        is_finite = (scale > 0.0)[:, None]
+        first = tl.where(is_finite, first / scale[:, None], 0.0)
+        second = tl.where(is_finite, second / scale[:, None], 0.0)
         if dtype == tl.int8:
             first = tl.floor(first + 0.5)
             second = tl.floor(second + 0.5)
         tl.store(pool_ptr + at, first.to(dtype), mask=inside)
         tl.store(pool_ptr + at + HALF, second.to(dtype), mask=inside)
         # `inside` is uniform along a row but for the padding of head_dim.
-        tl.store(scales_ptr + rows, scale, mask=tl.max(inside.to(tl.int32), 1) > 0)
+        at = head * scale_stride + offset
+        tl.store(scales_ptr + at, scale, mask=tl.max(inside.to(tl.int32), 1) > 0)
 
 
 @triton.jit
 def _rope_kv_write(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, rows_ptr, q_out_ptr, k_out_ptr, pool_ptr, scales_ptr,
-    q_stride, k_stride, v_stride, layer_row, kind_rows,
+    q_stride, k_stride, v_stride, layer_row, kind_rows, stride, scale_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-    BLOCK_KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK)
@@ -96,11 +102,17 @@ def _rope_kv_write(
     out = k_out_ptr + token * (KV_HEADS * 2 * HALF) + within
     tl.store(out, first, mask=inside)
     tl.store(out + HALF, second, mask=inside)
-    _store(pool_ptr, scales_ptr, rows, first, second, dims, inside, LIMIT, HALF)
+    _store(
+        pool_ptr, scales_ptr, rows, stride, scale_stride, first, second, dims, inside,
+        BLOCK_SIZE, LIMIT, HALF,
+    )  # fmt: skip
 
     first = tl.load(v_ptr + token * v_stride + within, mask=inside, other=0.0)
     second = tl.load(v_ptr + token * v_stride + within + HALF, mask=inside, other=0.0)
-    _store(pool_ptr, scales_ptr, rows + kind_rows, first, second, dims, inside, LIMIT, HALF)
+    _store(
+        pool_ptr, scales_ptr, rows + kind_rows, stride, scale_stride, first, second, dims, inside,
+        BLOCK_SIZE, LIMIT, HALF,
+    )  # fmt: skip
 
 
 def rope_kv_write(
@@ -112,37 +124,9 @@ def rope_kv_write(
     pool: torch.Tensor,
     layer: int,
     rows: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the twin. Heads and elements of query, key and value must be contiguous; their tokens may be apart."""
-    return _launch(query, key, value, cos, sin, pool, None, layer, rows)
-
-
-def rope_kv_write_quantized(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    pool: torch.Tensor,
-    scales: torch.Tensor,
-    layer: int,
-    rows: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the twin, and rope_kv_write."""
-    return _launch(query, key, value, cos, sin, pool, scales, layer, rows)
-
-
-def _launch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    pool: torch.Tensor,
-    scales: torch.Tensor | None,
-    layer: int,
-    rows: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
     for x in (query, key, value):
@@ -157,10 +141,11 @@ def _launch(
     _rope_kv_write[(num_tokens,)](
         query, key, value, cos, sin, rows, rotated, rotated_key, pool, scales,
         query.stride(0), key.stride(0), value.stride(0), layer * 2 * kind_rows, kind_rows,
+        head_stride(pool), 0 if scales is None else head_stride(scales),
         HEADS=num_heads, KV_HEADS=num_kv_heads, HALF=head_dim // 2,
         BLOCK_HEADS=triton.next_power_of_2(num_heads),
         BLOCK_KV_HEADS=triton.next_power_of_2(num_kv_heads),
-        BLOCK=triton.next_power_of_2(head_dim // 2),
+        BLOCK=triton.next_power_of_2(head_dim // 2), BLOCK_SIZE=block_size,
         LIMIT=0 if scales is None else LIMITS[pool.dtype], num_warps=4,
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from baton_kernels.kv_write import slot_rows
 from baton_kernels.quantize_rows import dequantize_rows
 from baton_kernels.rope import rope_tables
 from baton_kernels.swiglu import swiglu as swiglu_twin
+from bench.gpu.paged_batch import in_one_memory
 
 DTYPES = [torch.float32, torch.float16]
 
@@ -47,7 +48,7 @@ def test_swiglu(shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("pool_dtype", [None, torch.int8])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(3, 1, 6, 5), (4, 2, 32, 16)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(3, 1, 6, 6), (4, 2, 32, 16)])
 def test_rope_kv_write(
     heads: int, kv_heads: int, dim: int, block_size: int,
     dtype: torch.dtype, pool_dtype: torch.dtype | None,
@@ -64,13 +65,10 @@ def test_rope_kv_write(
     results = []
     for side in (rope_kernels, ropes):
         pool = torch.zeros(shape, dtype=pool_dtype or dtype)
-        args = (query, key, value, cos, sin, pool)
-        if pool_dtype is None:
-            scales = None
-            rotated = side.rope_kv_write(*args, layer, rows)
-        else:
-            scales = torch.full(shape[:-1], -1.0)
-            rotated = side.rope_kv_write_quantized(*args, scales, layer, rows)
+        scales = None
+        if pool_dtype is not None:
+            pool, scales = in_one_memory(pool, torch.full(shape[:-1], -1.0))
+        rotated = side.rope_kv_write(query, key, value, cos, sin, pool, layer, rows, scales)
         results.append((*rotated, pool, scales))
     (got_q, got_k, got_pool, got_scales), (q, k, pool, scales) = results
     assert_close(got_q, q)
@@ -93,10 +91,31 @@ def test_rope_kv_write_in_float8() -> None:
     fused *= 0.25
     query, key, value = fused.split_with_sizes((2, kv_heads, kv_heads), dim=1)
     cos, sin = rope_tables(torch.zeros(1), torch.rand(1, dim // 2), 1.0, torch.float32)
-    pool = torch.zeros(shape, dtype=torch.float8_e4m3fn)
-    scales = torch.zeros(shape[:-1])
+    pool, scales = in_one_memory(
+        torch.zeros(shape, dtype=torch.float8_e4m3fn), torch.zeros(shape[:-1])
+    )
     rows = slot_rows(torch.tensor([11]), pool)
-    rope_kernels.rope_kv_write_quantized(query, key, value, cos, sin, pool, scales, 0, rows)
+    rope_kernels.rope_kv_write(query, key, value, cos, sin, pool, 0, rows, scales)
     written = dequantize_rows(pool[1, 0, :, :, 3], scales[1, 0, :, :, 3], torch.float32)
     assert torch.equal(written, torch.stack((key[0], value[0])))
     assert pool.view(torch.uint8).count_nonzero() == codes[:, 2:].view(torch.uint8).count_nonzero()
+
+
+def test_rows_that_are_not_finite_are_told_as_such() -> None:
+    """A row of NaN and one of an infinity beside rows that are not touched by it."""
+    kv_heads, dim, shape = 2, 16, (2, 1, 2, 2, 8, 16)
+    fused = randn(2, 6, dim, dtype=torch.float32)
+    fused[0, 2, 5], fused[1, 5, 3] = torch.nan, -torch.inf
+    query, key, value = fused.split_with_sizes((2, kv_heads, kv_heads), dim=1)
+    cos, sin = rope_tables(torch.zeros(2), torch.rand(1, dim // 2), 1.0, torch.float32)
+    found = []
+    for side in (rope_kernels, ropes):
+        pool, scales = in_one_memory(torch.ones(shape, dtype=torch.int8), torch.zeros(shape[:-1]))
+        rows = slot_rows(torch.tensor([11, 4]), pool)
+        side.rope_kv_write(query, key, value, cos, sin, pool, 0, rows, scales)
+        found.append((pool, scales))
+    (got, got_scales), (wanted, scales) = found
+    assert torch.equal(got, wanted)
+    torch.testing.assert_close(got_scales, scales, equal_nan=True)
+    assert scales.isnan().nonzero().tolist() == [[0, 0, 1, 1, 4], [1, 0, 0, 0, 3]]
+    assert not wanted[scales.isnan()].any()

@@ -12,7 +12,13 @@ from baton_kernels import paged_attention as twins
 from baton_kernels.gpu import attention_plan
 from baton_kernels.gpu import paged_attention as kernels
 from baton_kernels.quantize_rows import dequantize_rows, quantize_rows
-from bench.gpu.paged_batch import Heads, PagedBatch, make_paged_batch, reference_attention
+from bench.gpu.paged_batch import (
+    Heads,
+    PagedBatch,
+    in_one_memory,
+    make_paged_batch,
+    reference_attention,
+)
 
 MIXED = [(0, 1), (37, 1), (20, 3), (0, 9), (11, 30)]
 
@@ -25,11 +31,13 @@ def batch_of(
     )
 
 
-def choose_with(block_n: int | None) -> Callable[[int, torch.Tensor], attention_plan.Tile]:
+def choose_with(
+    block_n: int | None,
+) -> Callable[[int, torch.Tensor, torch.dtype], attention_plan.Tile]:
     """The usual tiles, with so many keys."""
 
-    def choose(num_rows: int, pool: torch.Tensor) -> attention_plan.Tile:
-        tile = attention_plan.choose_tile(num_rows, pool)
+    def choose(num_rows: int, pool: torch.Tensor, dtype: torch.dtype) -> attention_plan.Tile:
+        tile = attention_plan.choose_tile(num_rows, pool, dtype)
         return tile if block_n is None else replace(tile, block_n=block_n)
 
     return choose
@@ -133,8 +141,8 @@ def test_a_row_does_not_depend_on_the_batch_nor_on_rows_beside_it(
 @pytest.mark.parametrize("heads", [Heads(6, 2, 16), Heads(4, 4, 6)])
 def test_quantised_pool(heads: Heads, dtype: torch.dtype) -> None:
     """What no token wrote is garbage in the scales too."""
-    batch = batch_of(MIXED, heads, 5, torch.float32)
-    pool, scales = quantize_rows(batch.pool, dtype)
+    batch = batch_of(MIXED, heads, 6, torch.float32)
+    pool, scales = in_one_memory(*quantize_rows(batch.pool, dtype))
     rounded = replace(
         batch,
         history=tuple(
@@ -145,7 +153,13 @@ def test_quantised_pool(heads: Heads, dtype: torch.dtype) -> None:
             for keys, values in batch.history
         ),
     )
-    plan = kernels.plan_attention(batch.slices, pool, heads.num_heads, 0.3, None)
+    plan = kernels.plan_attention(batch.slices, pool, heads.num_heads, 0.3, None, batch.query.dtype)
     got = kernels.attend(batch.query, pool, scales, batch.layer, plan)
     wanted = reference_attention(rounded, 0.3)
     torch.testing.assert_close(got.double(), wanted, atol=2e-5, rtol=1e-4)
+    args = (batch.query, batch.key, batch.value, pool, batch.layer)
+    twin_plan = twins.plan_attention(
+        batch.slices, pool, heads.num_heads, 0.3, None, batch.query.dtype
+    )
+    twin = twins.paged_attention.twin(*args, twin_plan, scales)
+    torch.testing.assert_close(got, twin, atol=2e-5, rtol=1e-4)

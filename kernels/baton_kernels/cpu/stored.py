@@ -1,0 +1,18 @@
+"""How the native kernels are told what a KV pool is stored in: the enumeration `Stored` of simd.h."""
+
+from __future__ import annotations
+
+import torch
+
+_NUMBERS = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.int8: 3,
+    torch.float8_e4m3fn: 4,
+}
+
+
+def stored_number(dtype: torch.dtype) -> int | None:
+    """Of a pool's dtype; None if the native kernels neither write nor read it."""
+    return _NUMBERS.get(dtype)
