@@ -48,7 +48,12 @@ def run(
     tables = [[blocks.pop() for _ in range(-(-n // size))] for n in LENGTHS]
     done = [0] * len(LENGTHS)
     logits: list[list[torch.Tensor]] = [[] for _ in LENGTHS]
-    engine.kv.tensor.fill_(float("nan"))
+    pools = [engine.kv.tensor]
+    if engine.kv.scales is not None:
+        pools.append(engine.kv.scales[..., None])
+    for pool in pools:
+        # NaN, in every type that has one.
+        pool.view(torch.uint8).fill_(255)
     while any(at < n for at, n in zip(done, LENGTHS, strict=True)):
         waiting = [i for i, n in enumerate(LENGTHS) if done[i] < n]
         chosen = waiting if together else waiting[:1]
@@ -68,16 +73,32 @@ def run(
         for i, part in zip(chosen, parts, strict=True):
             logits[i].append(part)
     kv = [
-        engine.kv.tensor[table].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, :n]
+        pool.view(torch.uint8)[table].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, :n]
         for table, n in zip(tables, LENGTHS, strict=True)
+        for pool in pools
     ]
     return kv, [torch.cat(part) for part in logits]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_same_bits(model: Path, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype"),
+    [
+        ("float32", "auto"),
+        ("float32", "int8"),
+        ("bfloat16", "auto"),
+        ("bfloat16", "int8"),
+        ("bfloat16", "fp8"),
+    ],
+)
+def test_same_bits(model: Path, dtype: str, kv_cache_dtype: str) -> None:
     engines = [
-        load_engine(str(model), dtype=dtype, block_size=size, num_blocks=NUM_BLOCKS)
+        load_engine(
+            str(model),
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            block_size=size,
+            num_blocks=NUM_BLOCKS,
+        )
         for size in (5, 16)
     ]
     kv, logits = run(engines[0], 0, lambda _, length: length, together=False)
