@@ -27,6 +27,7 @@ struct F32 {
     static __m512 load(const float* p, __mmask16 m) { return _mm512_maskz_loadu_ps(m, p); }
     static void store(float* p, __m512 v) { _mm512_storeu_ps(p, v); }
     static void store(float* p, __m512 v, __mmask16 m) { _mm512_mask_storeu_ps(p, m, v); }
+    static void store(float* p, __m512 v, __m512 w) { store(p, v), store(p + 16, w); }
     static __m512 round(__m512 v) { return v; }
     // 2^x for x <= 0, relative error of the polynomial 2e-9
     static __m512 exp2(__m512 x) {
@@ -54,6 +55,9 @@ struct BF16 {
     static void store(uint16_t* p, __m512 v) { _mm256_storeu_si256((__m256i*)p, narrow(v)); }
     static void store(uint16_t* p, __m512 v, __mmask16 m) {
         _mm256_mask_storeu_epi16(p, m, narrow(v));
+    }
+    static void store(uint16_t* p, __m512 v, __m512 w) {
+        _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(w, v));
     }
     static __m512 round(__m512 v) { return widen(narrow(v)); }
     // 2^x for x <= 0, relative error 9e-5: a twentieth of what rounding to bfloat16 may lose

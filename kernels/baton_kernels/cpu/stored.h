@@ -115,11 +115,13 @@ void put_row(const typename T::element* row, long dim, char* out, float* scale) 
 template <class T, class S>
 void take_row(const char* row, const float* scale, long dim, typename T::element* out) {
     const __m512 by = _mm512_set1_ps(S::limit > 0 ? *scale : 1.0f);
-    for (long d = 0; d < dim; d += 16) {
-        const __mmask16 m = first_lanes(dim - d);
+    const auto take = [&](long d, __mmask16 m) {
         const __m512 v = S::load(row + d * S::size, m);
-        T::store(out + d, S::limit > 0 ? _mm512_mul_ps(v, by) : v, m);
-    }
+        return S::limit > 0 ? _mm512_mul_ps(v, by) : v;
+    };
+    long d = 0;
+    for (; d + 32 <= dim; d += 32) T::store(out + d, take(d, 0xFFFF), take(d + 16, 0xFFFF));
+    for (; d < dim; d += 16) T::store(out + d, take(d, first_lanes(dim - d)), first_lanes(dim - d));
 }
 
 template <class T>
