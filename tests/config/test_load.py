@@ -64,6 +64,7 @@ REFUSED = [
     ({"dtype": "int3"}, "--dtype=int3", "'bfloat16'"),
     ({"device": "tpu"}, "--device=tpu", "cuda:N"),
     ({"engine": "steam"}, "--engine=steam", "'oracle'"),
+    ({"engine": "oracle", "kv_cache_dtype": "int8"}, "--kv-cache-dtype=int8", "keeps hashes"),
     ({"port": "65536"}, "--port=65536", "at most 65535"),
     ({"port": "-1"}, "--port=-1", "at least 0"),
     ({"host": ""}, "--host=", "not empty"),

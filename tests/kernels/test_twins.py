@@ -138,6 +138,33 @@ def test_paged_attention(
     check_attention(lengths, block_size, heads, window)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float16])
+def test_attention_reads_what_the_pool_has_rounded(dtype: torch.dtype) -> None:
+    """Of new tokens, too, which would else differ from chunk to chunk: the keys and values that are given are garbage here."""
+    lengths, dim = [(0, MAX_GROUPED_TOKENS + 3), (20, 2), (30, MAX_GROUPED_TOKENS + 1)], 6
+    pool = torch.full((20, 2, 2, 2, 6, dim), 127.0).to(dtype)
+    scales = None if dtype == torch.float16 else torch.full(pool.shape[:-1], torch.nan)
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(1)).tolist()
+    slices, wanted, queries, first = [], [], [], 0
+    for cached, new in lengths:
+        total = cached + new
+        table = [order.pop() for _ in range(-(-total // 6))]
+        slots = torch.tensor([table[p // 6] * 6 + p % 6 for p in range(total)])
+        key, value = (randn(total, 2, dim, seed=total + i).float() for i in range(2))
+        kv_write.twin(pool, 1, slot_rows(slots, pool), key, value, scales)
+        at = (slots // 6, 1, slice(None), slice(None), slots % 6)
+        kept = pool[at].double() * (1.0 if scales is None else scales[at].double()[..., None])
+        queries.append(randn(new, 4, dim, seed=total + 2))
+        wanted.append(attend(queries[-1], kept[:, 0], kept[:, 1], 0.3, None))
+        slices.append(AttentionSlice(first, new, cached, table))
+        first += new
+    plan = plan_attention.twin(slices, pool, 4, 0.3, None, torch.float32)
+    garbage = torch.full((first, 2, dim), torch.nan)
+    query = torch.cat(queries).float()
+    got = paged_attention.twin(query, garbage, garbage, pool, 1, plan, scales)
+    torch.testing.assert_close(got.double(), torch.cat(wanted), atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("window", [None, 3, TILE_TOKENS + 20])
 @pytest.mark.parametrize("cached", [0, 5, TILE_TOKENS + 3])
 def test_paged_attention_in_tiles(cached: int, window: int | None) -> None:

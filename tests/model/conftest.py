@@ -46,6 +46,7 @@ def tiny_engine(tiny_model: MakeModel) -> MakeEngine:
         block_size: int = 8,
         num_blocks: int = 64,
         layer_group_size: int = 4,
+        kv_cache_dtype: str = "auto",
         **overrides: Any,
     ) -> TorchEngine:
         return load_engine(
@@ -53,6 +54,7 @@ def tiny_engine(tiny_model: MakeModel) -> MakeEngine:
             block_size=block_size,
             num_blocks=num_blocks,
             layer_group_size=layer_group_size,
+            kv_cache_dtype=kv_cache_dtype,
         )
 
     return make

@@ -149,12 +149,16 @@ CONFIG: ModelConfig = parse_config(raw())
     budget=st.integers(1, 1 << 22),
     block_size=st.integers(1, 64),
     dtype=st.sampled_from(["float32", "bfloat16"]),
+    kv_dtype=st.sampled_from([None, "float16", "int8"]),
 )
-def test_a_budget_is_filled_and_not_exceeded(budget: int, block_size: int, dtype: str) -> None:
+def test_a_budget_is_filled_and_not_exceeded(
+    budget: int, block_size: int, dtype: str, kv_dtype: str | None
+) -> None:
     def plan() -> Any:
         return plan_memory(
             CONFIG,
             dtype=dtype,
+            kv_dtype=kv_dtype,
             block_size=block_size,
             max_model_len=128,
             max_num_seqs=4,
@@ -163,7 +167,8 @@ def test_a_budget_is_filled_and_not_exceeded(budget: int, block_size: int, dtype
             kv_cache_memory_bytes=budget,
         )
 
-    block_bytes = 2 * 2 * 4 * 16 * block_size * (4 if dtype == "float32" else 2)
+    row_bytes = {"float32": 64, "bfloat16": 32, "float16": 32, "int8": 20}[kv_dtype or dtype]
+    block_bytes = 2 * 2 * 4 * row_bytes * block_size
     if budget < block_bytes:
         with pytest.raises(ConfigError, match="no KV block fits"):
             plan()
