@@ -1,10 +1,10 @@
-"""What the type that KV travels in costs in quality: perplexity and logits of a model whose prompts were handed over.
+"""What the types that KV travels in, and is kept in, cost in quality: perplexity and logits of a model.
 
     python -m bench.kv_quality models/baton-py-6m --windows 24
 
 Text is cut into windows. The first half of each is prefilled, its KV packed, sent as each type, and unpacked into other
-blocks; the model then foretells the second half on top of it. Text: the files of the Python standard library that the shipped
-models have not been trained on.
+blocks; the model then foretells the second half on top of it. Then the same with nothing sent, but with all KV of the window kept in each
+type (--kv-cache-dtype). Text: the files of the Python standard library that the shipped models have not been trained on.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from tokenizers import Tokenizer
@@ -28,15 +29,15 @@ from kv_transfer.coverage import KvRange
 from kv_transfer.wire_format import wire_format
 from models.corpus import encode_documents, read_corpus
 
-WIRE_DTYPES = ("float32", "bfloat16", "float16", "fp8", "int8")
+KV_DTYPES = ("float32", "bfloat16", "float16", "fp8", "int8")
 _BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Of one type. Logits are compared with those on top of KV that travelled as it was.
+    """Of one type. Logits are compared with those on top of KV of the engine's own type.
 
-    bytes_share: payload bytes next to bfloat16's. divergence: mean KL, in nats. same_top: share of positions whose
+    bytes_share: next to bfloat16's. divergence: mean KL, in nats. same_top: share of positions whose
     likeliest token is the same.
     """
 
@@ -49,8 +50,24 @@ class Quality:
     same_top: float
 
 
+class Subject(Protocol):
+    """What KV of several types goes through."""
+
+    def prefill(self, prompt: Sequence[int]) -> None:
+        """Make ready for windows that begin so."""
+        ...
+
+    def logits_after(self, dtype: str, window: Sequence[int], num_sent: int) -> torch.Tensor:
+        """Of all tokens of `window` after the first `num_sent`, over KV that was of `dtype`: [tokens, vocab]."""
+        ...
+
+    def num_bytes(self, dtype: str, num_tokens: int) -> int:
+        """What KV of so many tokens takes."""
+        ...
+
+
 class Handoffs:
-    """An engine with blocks for one prompt, and as many to hand it to."""
+    """KV that travels. An engine with blocks for one prompt, and as many to hand it to."""
 
     def __init__(self, model: str, dtype: str, num_tokens: int) -> None:
         num_blocks = -(-num_tokens // _BLOCK_SIZE)
@@ -70,7 +87,7 @@ class Handoffs:
         rows = tuple(SampleRow(i, Sampling(), window, num_sent) for i in range(len(rest)))
         return self._engine.logits(Batch((SequenceSlice(rest, num_sent, self._target, rows),)))
 
-    def payload_bytes(self, dtype: str, num_tokens: int) -> int:
+    def num_bytes(self, dtype: str, num_tokens: int) -> int:
         layout = self._engine.spec.layout
         return wire_format(dtype, layout).num_bytes(KvRange(0, num_tokens, 0, layout.num_layers))
 
@@ -83,21 +100,53 @@ class Handoffs:
         codec.unpack(self._target, piece, payload)
 
 
+class Caches:
+    """KV that is kept: an engine for each type, with blocks for one window."""
+
+    def __init__(self, model: str, dtype: str, num_tokens: int, kv_dtypes: Sequence[str]) -> None:
+        num_blocks = -(-num_tokens // _BLOCK_SIZE)
+        self._engines = {
+            kv_dtype: load_engine(
+                model,
+                dtype=dtype,
+                kv_cache_dtype=kv_dtype,
+                block_size=_BLOCK_SIZE,
+                num_blocks=num_blocks,
+                num_threads=2,
+            )
+            for kv_dtype in kv_dtypes
+        }
+        self._table = tuple(range(num_blocks))
+
+    def prefill(self, prompt: Sequence[int]) -> None:
+        for engine in self._engines.values():
+            engine.logits(Batch((SequenceSlice(prompt, 0, self._table),)))
+
+    def logits_after(self, dtype: str, window: Sequence[int], num_sent: int) -> torch.Tensor:
+        rest = window[num_sent:]
+        rows = tuple(SampleRow(i, Sampling(), window, num_sent) for i in range(len(rest)))
+        part = SequenceSlice(rest, num_sent, self._table, rows)
+        return self._engines[dtype].logits(Batch((part,)))
+
+    def num_bytes(self, dtype: str, num_tokens: int) -> int:
+        return num_tokens * self._engines[dtype].spec.layout.token_bytes
+
+
 def measure(
-    handoffs: Handoffs, windows: Sequence[Sequence[int]], dtypes: Sequence[str], own: str
+    subject: Subject, windows: Sequence[Sequence[int]], dtypes: Sequence[str], own: str
 ) -> list[Quality]:
-    """One for each type; `own` is the engine's."""
+    """One for each type; `own` is that which the others are compared with."""
     sums = {dtype: torch.zeros(4, dtype=torch.float64) for dtype in dtypes}
     largest = dict.fromkeys(dtypes, 0.0)
     num_tokens = 0
     for window in windows:
         num_sent = len(window) // 2
-        handoffs.prefill(window[:num_sent])
+        subject.prefill(window[:num_sent])
         expected = torch.tensor(window[num_sent + 1 :])
         num_tokens += len(expected)
-        exact = handoffs.logits_after(own, window[:-1], num_sent)
+        exact = subject.logits_after(own, window[:-1], num_sent)
         for dtype in dtypes:
-            logits = handoffs.logits_after(dtype, window[:-1], num_sent)
+            logits = subject.logits_after(dtype, window[:-1], num_sent)
             off = (logits - exact).abs()
             largest[dtype] = max(largest[dtype], float(off.max()))
             sums[dtype] += torch.stack(_figures(logits, exact, expected)).double()
@@ -105,7 +154,7 @@ def measure(
     return [
         Quality(
             dtype,
-            handoffs.payload_bytes(dtype, block) / handoffs.payload_bytes("bfloat16", block),
+            subject.num_bytes(dtype, block) / subject.num_bytes("bfloat16", block),
             math.exp(nats / num_tokens),
             error / num_tokens,
             largest[dtype],
@@ -136,10 +185,10 @@ def windows_of(model: str, num_windows: int, num_tokens: int) -> list[list[int]]
     return [ids[:num_tokens].tolist() for ids in documents if len(ids) >= num_tokens][:num_windows]
 
 
-def table(found: Sequence[Quality]) -> str:
-    """Markdown."""
+def table(found: Sequence[Quality], what: str) -> str:
+    """Markdown. what: KV does as one of the types."""
     rows = [
-        "| KV travels as | Bytes, of bfloat16's | Perplexity | Mean error of a logit | Largest | KL, nats | Same likeliest token |",
+        f"| KV {what} as | Bytes, of bfloat16's | Perplexity | Mean error of a logit | Largest | KL, nats | Same likeliest token |",
         "|---|---|---|---|---|---|---|",
     ]
     rows += [
@@ -153,18 +202,23 @@ def table(found: Sequence[Quality]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
-    parser.add_argument("--dtype", default="float32", help="of weights and KV")
+    parser.add_argument("--dtype", default="float32", help="of weights, and of KV that travels")
     parser.add_argument("--windows", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=1024, help="of a window")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     windows = windows_of(options.model, options.windows, options.tokens)
     handoffs = Handoffs(options.model, options.dtype, options.tokens)
-    found = measure(handoffs, windows, WIRE_DTYPES, options.dtype)
-    print(table(found))
+    sent = measure(handoffs, windows, KV_DTYPES, options.dtype)
+    caches = Caches(options.model, options.dtype, options.tokens, KV_DTYPES)
+    kept = measure(caches, windows, KV_DTYPES, options.dtype)
+    print(table(sent, "travels"))
+    print()
+    print(table(kept, "is kept"))
     print(f"\n{len(windows)} windows of {options.tokens} tokens, engine in {options.dtype}")
     if options.json:
-        told = describe_machine() | describe_versions() | {"qualities": [asdict(q) for q in found]}
+        found = {name: [asdict(q) for q in some] for name, some in (("sent", sent), ("kept", kept))}
+        told = describe_machine() | describe_versions() | found
         options.json.write_text(json.dumps(told, indent=1) + "\n")
 
 
