@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL ?= models/baton-py-6m
 ARGS ?=
+TRACE ?=
 
-.PHONY: help venv demo serve test check protos docs clean
+.PHONY: help venv demo serve test check protos docs bench bench-peers clean
 
 help:
 	@echo "make demo               serve the model in the box, stream a completion, tell each tier's timing"
@@ -15,6 +16,8 @@ help:
 	@echo "make check              lint, formatting, types, import directions, protos"
 	@echo "make protos             generate baton/v1 from protos/"
 	@echo "make docs               generate docs/cli.md and docs/protocol.md"
+	@echo "make bench              measure for twenty minutes, rewrite docs/performance.md (ARGS=, TRACE=FILE)"
+	@echo "make bench-peers        build llama.cpp and the models that make bench compares"
 	@echo "make venv               only set up .venv"
 
 venv: $(STAMP)
@@ -46,6 +49,13 @@ protos: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python scripts/docs.py
+
+bench: $(STAMP)
+	$(BIN)/python -m bench.suite $(if $(TRACE),--trace $(TRACE)) $(ARGS)
+
+bench-peers: $(STAMP)
+	bench/peers/setup.sh
+	$(BIN)/python -m bench.peers.models
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import torch
 
-from bench.engine_contenders import BatonContender, Task
 from bench.measure import distribution
+from bench.peers.ours import BatonContender
+from bench.peers.task import Task
 
 _BOX_MODEL = str(Path(__file__).parents[1] / "models" / "baton-py-6m")
 _ROUNDS = 3

@@ -24,7 +24,8 @@ from baton.engine.torch_engine import TorchEngine, load_engine
 from baton.model.quantize import quantize_checkpoint
 from baton.quantization.scheme import SCHEMES
 from baton.types import Sampling
-from bench.engine_contenders import BatonContender, Task
+from bench.peers.ours import BatonContender
+from bench.peers.task import Task
 from models.corpus import read_corpus
 
 _BOX_MODEL = Path(__file__).parents[1] / "models" / "baton-py-6m"

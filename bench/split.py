@@ -1,6 +1,9 @@
 """Two tiers against one, where long prompts come in bursts among answers that are being written.
 
-    python -m bench.split [MODEL] [--trace FILE] [--json FILE]
+    python -m bench.split [MODEL] [--trace FILE] [--oracle-step-ms N --oracle-token-us N] [--json FILE]
+
+MODEL is a folder, or a name of bench/peers/models.py. With --oracle-step-ms or --oracle-token-us engines compute nothing: their
+steps take the time given, and no core, so that what is measured is the schedule and not the cores that workers share.
 
 Three clusters of two workers take turns with the same requests: split (one prefill, one decode worker); colocated (both do
 both, with as large chunks of prompts as by default); and colocated-tuned, with chunks of --tuned-tokens, the fair rival.
@@ -13,10 +16,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,16 +30,15 @@ from baton.config import ServeOptions
 from baton.config.load import load_options
 from baton.errors import BatonError
 from baton.supervisor import ChildFailed
+from bench.document import document_of, now
 from bench.drive import DriveOptions, drive
-from bench.machine import describe_commit, describe_machine, describe_versions
 from bench.measure import Slo, goodput
 from bench.mixed_load import MixedLoad, MixedSummary, Steady, mixed_load, summarise_mixed
+from bench.peers.models import NAMES, checkpoint
 from bench.plan import LoadOptions, entries_of, runs_of
 from bench.recorded import TraceEntry, TraceError
 from bench.report import write_json
 from bench.targets import cluster_options, started
-
-MODEL_IN_THE_BOX = str(Path(__file__).resolve().parents[1] / "models" / "baton-py-6m")
 
 TUNED = "colocated-tuned"
 
@@ -57,7 +57,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One call of the program."""
+    """One call of the program. wanted: share of requests that are to be inside the SLO."""
 
     steady: Steady
     long: LoadOptions
@@ -68,9 +68,16 @@ class Comparison:
     wanted: float
 
 
-def clusters_of(model: str, tuned_tokens: int) -> dict[str, ServeOptions]:
-    """The rivals, by name. Drafts are off, so that every piece of an answer is one step. Raises ConfigError."""
-    base: dict[str, object] = {"speculative_method": "none", "max_num_seqs": min(64, tuned_tokens)}
+def clusters_of(
+    model: str, tuned_tokens: int, settings: Mapping[str, object]
+) -> dict[str, ServeOptions]:
+    """The rivals, by name. settings: options of all. Drafts are off, so that every piece of an answer is one step. Raises
+    ConfigError."""
+    base: dict[str, object] = {
+        "speculative_method": "none",
+        "max_num_seqs": min(64, tuned_tokens),
+        **settings,
+    }
     clusters = cluster_options(model, base, compares=True)
     (tuned,) = cluster_options(
         model, {**base, "colocated": True, "num_decode_workers": 2}, compares=False
@@ -167,22 +174,35 @@ def goodputs_of(points: Sequence[Point], wanted: float) -> dict[str, float | Non
     }
 
 
+def engine_settings(step_ms: float, token_us: float) -> dict[str, object]:
+    """Options of an engine that takes time and computes nothing; none if no time is given."""
+    if not step_ms and not token_us:
+        return {}
+    return {"engine": "oracle", "oracle_step_ms": step_ms, "oracle_token_us": token_us}
+
+
 def main(
-    model: Annotated[str, typer.Argument(metavar="[MODEL]")] = MODEL_IN_THE_BOX,
+    model: Annotated[str, typer.Argument(metavar="[MODEL]")] = "box",
     trace: Annotated[
         Path | None, typer.Option(help="File of lengths of the long prompts, .csv or .jsonl.")
     ] = None,
     input_scale: Annotated[float, typer.Option(help="Factor on the trace's prompts.")] = 1.0,
     output_scale: Annotated[float, typer.Option(help="Factor on the trace's answers.")] = 0.05,
+    long_tokens: Annotated[
+        int, typer.Option(min=1, help="Mean length of the long prompts, without a trace.")
+    ] = 1200,
     rate: Annotated[
         list[float] | None, typer.Option(help="Long prompts/s; may be repeated. [default: 1, 2, 4]")
     ] = None,
     seconds: Annotated[float, typer.Option(help="Of bursts, in each run.")] = 10.0,
     burst_size: Annotated[int, typer.Option(min=1, help="Long prompts that come at once.")] = 4,
     steady_rate: Annotated[float, typer.Option(help="Short requests/s.")] = 3.0,
+    steady_output_tokens: Annotated[int, typer.Option(min=2, help="Of a short request.")] = 256,
     tuned_tokens: Annotated[
         int, typer.Option(min=1, help="--max-num-batched-tokens of the tuned rival.")
     ] = 64,
+    oracle_step_ms: Annotated[float, typer.Option(min=0, help="Of each step.")] = 0.0,
+    oracle_token_us: Annotated[float, typer.Option(min=0, help="Of each new token.")] = 0.0,
     repeat: Annotated[int, typer.Option(min=1, help="Runs of each rate.")] = 1,
     ttft_slo_ms: Annotated[float, typer.Option(help="Longest time to first token.")] = 1500.0,
     tpot_slo_ms: Annotated[float, typer.Option(help="Longest mean time per later token.")] = 30.0,
@@ -192,10 +212,10 @@ def main(
 ) -> None:
     """Measure two tiers beside one, with default chunks and with small ones."""
     comparison = Comparison(
-        Steady(rate=steady_rate),
+        Steady(rate=steady_rate, num_output_tokens=steady_output_tokens),
         LoadOptions(
             num_requests=64,
-            num_input_tokens=1200,
+            num_input_tokens=long_tokens,
             num_output_tokens=12,
             burst_size=burst_size,
             trace=trace,
@@ -209,9 +229,12 @@ def main(
         Slo(ttft_slo_ms, tpot_slo_ms),
         slo_attainment,
     )
-    console = Console()
+    started_at = now()
+    console = Console(width=120)
+    folder = str(checkpoint(model, "bfloat16")) if model in NAMES else model
+    settings = engine_settings(oracle_step_ms, oracle_token_us)
     try:
-        clusters = clusters_of(model, tuned_tokens)
+        clusters = clusters_of(folder, tuned_tokens, settings)
         points = asyncio.run(compare(comparison, clusters, Console(stderr=True)))
     except ChildFailed as error:
         raise SystemExit("\n".join((*error.last_lines, f"split: {error}"))) from None
@@ -223,27 +246,23 @@ def main(
         told = f"below {min(comparison.rates):g}" if most is None else f"{most:g}"
         console.print(f"goodput of {target}: {told} long prompts/s")
     if json_path:
-        write_json(json_path, _document(comparison, clusters, points, goodputs))
+        data = {
+            "model": model,
+            "engine": {"step_ms": oracle_step_ms, "token_us": oracle_token_us},
+            "tuned_tokens": tuned_tokens,
+            **_data(comparison, points, goodputs),
+        }
+        write_json(json_path, document_of("bench.split", started_at, data))
 
 
-def _document(
-    comparison: Comparison,
-    clusters: Mapping[str, ServeOptions],
-    points: Sequence[Point],
-    goodputs: Mapping[str, float | None],
+def _data(
+    comparison: Comparison, points: Sequence[Point], goodputs: Mapping[str, float | None]
 ) -> dict[str, Any]:
-    long = {**dataclasses.asdict(comparison.long), "trace": str(comparison.long.trace or "")}
+    """As plain values; of a trace, its name."""
+    trace = comparison.long.trace
+    long = {**dataclasses.asdict(comparison.long), "trace": trace.name if trace else ""}
     return {
-        "command": ["python", "-m", "bench.split", *sys.argv[1:]],
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "git": describe_commit(),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
         "comparison": {**dataclasses.asdict(comparison), "long": long},
-        "targets": {
-            name: options.model_dump(mode="json", exclude_unset=True)
-            for name, options in clusters.items()
-        },
         "goodput_long_prompts_per_s": dict(goodputs),
         "points": [dataclasses.asdict(point) for point in points],
     }

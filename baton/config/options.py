@@ -240,6 +240,8 @@ class EngineOptions(ModelOptions):
     """torch runs the model; oracle makes tokens from hashes without one, to try the plumbing."""
     oracle_step_ms: Annotated[float, Field(ge=0)] = 0.0
     """Time a step of the oracle engine takes, in milliseconds."""
+    oracle_token_us: Annotated[float, Field(ge=0)] = 0.0
+    """Time each new token of a step adds to it, of the oracle engine, in microseconds."""
     dtype: Dtype = "auto"
     """Element type of weights and of what is computed; auto takes the checkpoint's."""
     kv_cache_dtype: KvDtype = "auto"

@@ -30,7 +30,8 @@ _Words = NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class OracleOptions:
-    """layer_group_size: layers per layers_done call. step_s: what a forward takes, in seconds of real time.
+    """layer_group_size: layers per layers_done call. step_s, token_s: what a forward takes, and what each of its new tokens
+    adds, in seconds of real time; its own hashing is a part of that, and it sleeps for the rest.
 
     poison_token_id: a token whose computation fails, to test that a fault stays with its request; -1 for none.
     """
@@ -42,6 +43,7 @@ class OracleOptions:
     num_layers: int = 4
     layer_group_size: int = 2
     step_s: float = 0.0
+    token_s: float = 0.0
     poison_token_id: int = -1
     model: str = "oracle"
 
@@ -72,15 +74,20 @@ class OracleEngine:
         """See Engine.forward. Raises EngineFault if the batch holds the poison token, or no token may be chosen."""
         if any(self._options.poison_token_id in part.token_ids for part in batch.slices):
             raise EngineFault(f"token {self._options.poison_token_id} is poison")
-        if self._options.step_s:
-            time.sleep(self._options.step_s)
+        num_tokens = sum(len(part.token_ids) for part in batch.slices)
+        end_s = time.perf_counter() + self._options.step_s + num_tokens * self._options.token_s
         for part in batch.slices:
             self._write(part)
+        samples = tuple(
+            tuple(self._sample(part, row) for row in part.rows) for part in batch.slices
+        )
+        if (rest_s := end_s - time.perf_counter()) > 0:
+            time.sleep(rest_s)
         if layers_done:
             step = self._options.layer_group_size
             for first in range(0, self._options.num_layers, step):
                 layers_done(first, min(step, self._options.num_layers - first))
-        return tuple(tuple(self._sample(part, row) for row in part.rows) for part in batch.slices)
+        return samples
 
     def _write(self, part: SequenceSlice) -> None:
         size = self._options.block_size

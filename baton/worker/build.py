@@ -53,6 +53,7 @@ def _build_oracle(options: EngineOptions) -> OracleEngine:
             block_size=options.block_size,
             max_model_len=options.max_model_len or 4096,
             step_s=options.oracle_step_ms / 1000,
+            token_s=options.oracle_token_us / 1e6,
             model=options.model_name,
         )
     )

@@ -1,4 +1,4 @@
-"""bench.engine: its floors, its contenders' tasks, and its table."""
+"""bench.engine: its floors, and that each figure gets its own."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from baton.model.config import ModelConfig, read_config
-from bench.engine import Figure, ask, contender_process, floor_s, prompt_floor_s, table
-from bench.engine_contenders import BatonContender, Task, prompts_of
+from baton.model.memory_plan import num_parameters
+from bench.engine import floor_s, floors_of, prompt_floor_s
+from bench.peers.comparison import Result
+from bench.peers.figures import Figure
 from bench.roof import Roof
 from tests.support.tiny_models import make_tiny_model
 
@@ -16,21 +18,25 @@ ROOF = Roof(read_bytes_per_s=1e9, bf16_flops_per_s=1e10)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def config(model: Path) -> ModelConfig:
-    return read_config(model)
+def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    return read_config(make_tiny_model(tmp_path_factory.mktemp("model")))
 
 
 def test_one_sequence_is_bound_by_reading_and_many_by_computing(config: ModelConfig) -> None:
     slow_memory, slow_compute = Roof(1e6, 1e30), Roof(1e30, 1e6)
-    assert floor_s(config, 2, 100, slow_memory) < 2 * floor_s(config, 1, 100, slow_memory)
-    twice = floor_s(config, 2, 100, slow_compute)
-    assert twice == pytest.approx(2 * floor_s(config, 1, 100, slow_compute))
-    assert floor_s(config, 1, 200, slow_memory) > floor_s(config, 1, 100, slow_memory)
+    alone = floor_s(config, "bfloat16", 1, 100, slow_memory)
+    assert floor_s(config, "bfloat16", 2, 100, slow_memory) < 2 * alone
+    twice = floor_s(config, "bfloat16", 2, 100, slow_compute)
+    assert twice == pytest.approx(2 * floor_s(config, "bfloat16", 1, 100, slow_compute))
+    assert floor_s(config, "bfloat16", 1, 200, slow_memory) > alone
+
+
+def test_int8_reads_between_half_of_the_weights_and_all(config: ModelConfig) -> None:
+    whole, rounded = (
+        floor_s(config, dtype, 1, 0, Roof(1.0, 1e30)) for dtype in ("bfloat16", "int8")
+    )
+    assert whole <= 2 * num_parameters(config)
+    assert whole / 2 < rounded < whole
 
 
 def test_a_longer_prompt_takes_more_than_its_share(config: ModelConfig) -> None:
@@ -38,23 +44,13 @@ def test_a_longer_prompt_takes_more_than_its_share(config: ModelConfig) -> None:
     assert prompt_floor_s(config, 2000, ROOF) > 2 * prompt_floor_s(config, 1000, ROOF)
 
 
-def test_all_contenders_get_the_same_prompts() -> None:
-    task = Task(batch=3, context=7, num_steps=2)
-    assert prompts_of(task, 100) == prompts_of(task, 100)
-    assert [len(prompt) for prompt in prompts_of(task, 100)] == [7, 7, 7]
+def test_each_figure_has_floors_of_its_own_type_and_batch() -> None:
+    def figure(dtype: str, batch: int) -> Figure:
+        return Figure("box", dtype, "baton", batch, 100, 6, 5, 10.0, 1.0, 1.0, None)
 
-
-def test_a_task_is_run_in_this_process_and_in_another(model: Path) -> None:
-    here = BatonContender(str(model)).run(Task(2, 20, 4))
-    assert len(here.steps_s) == 3
-    with contender_process("baton-twins", str(model), 1) as process:
-        there = ask(process, 2, 20, 4)
-    assert len(there["steps_s"]) == 3
-    assert there["prefill_s"] > 0
-
-
-def test_the_table_has_a_line_for_each_figure() -> None:
-    figure = Figure("baton", 8, 500, 2.0, 1.0, 30.0, 0.5, 15.0)
-    text = "\n".join(table([figure, figure], ROOF))
-    assert text.count("| 8 | baton | 2.00 | 1.00 | 0.50 | 0.50 | 30.0 | 0.50 |") == 2
-    assert "1 GB/s read, 10 bf16 GFLOP/s" in text
+    figures = (figure("bfloat16", 1), figure("bfloat16", 8))
+    one, eight = floors_of(Result(figures, (), ROOF))
+    assert one.step_ms < eight.step_ms
+    assert one.prompt_ms == eight.prompt_ms
+    box = read_config(Path(__file__).parents[2] / "models" / "baton-py-6m")
+    assert one.step_ms == pytest.approx(floor_s(box, "bfloat16", 1, 103, ROOF) * 1e3)

@@ -53,10 +53,10 @@ async def test_the_first_token_is_timed_at_the_gateway_and_at_the_source() -> No
 
 
 def test_the_rivals_differ_in_what_is_compared_alone() -> None:
-    split, colocated, tuned = clusters_of(MODEL, 48).values()
+    split, colocated, tuned = clusters_of(MODEL, 48, {}).values()
     assert not split.colocated
     assert colocated.colocated
     workers = split.num_prefill_workers + split.num_decode_workers
     assert colocated.num_decode_workers == tuned.num_decode_workers == workers
     assert tuned == colocated.model_copy(update={"max_num_batched_tokens": 48})
-    assert list(clusters_of(MODEL, 48))[-1] == TUNED
+    assert list(clusters_of(MODEL, 48, {}))[-1] == TUNED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -125,3 +126,13 @@ def test_beams_do_not_depend_on_blocks(width: int, block_size: int) -> None:
         pairs = zip(step.parents, step.token_ids, strict=True)
         beams = [(*beams[parent], token_id) for parent, token_id in pairs]
     assert search.best() == oracle_beams(PROMPT, sampling, VOCAB)
+
+
+def test_a_step_lasts_what_it_is_told_to_by_its_new_tokens() -> None:
+    """Its own work is a part of that, not added to it: a sleep cannot end early, so neither does a step."""
+    options = OracleOptions(num_blocks=16, vocab_size=VOCAB, step_s=0.01, token_s=0.005)
+    engine = OracleEngine(options)
+    row = SampleRow(len(PROMPT) - 1, Sampling(), PROMPT, len(PROMPT))
+    begin_s = time.perf_counter()
+    engine.forward(Batch((SequenceSlice(PROMPT, 0, range(16), (row,)),)))
+    assert time.perf_counter() - begin_s >= 0.01 + 0.005 * len(PROMPT)

@@ -1,0 +1,102 @@
+"""Baton's engine and service beside llama.cpp and transformers, on the same weights, prompts and cores, by turns.
+
+    python -m bench.peers [--peer NAME ...] [--model NAME ...] [--dtype NAME ...] [--rounds 5] [--threads N] [--json FILE]
+
+Contenders are processes that take turns, first to last, then again from the next one. Prompts are random token ids and all
+answers are greedy. Models, see bench/peers/models.py: the box's, and Llamas of random weights. int8 is Baton's int8 by output
+and llama.cpp's Q8_0. `agreement` is the share of each answer before the first token that differs from transformers'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.document import document_of, now
+from bench.peers.comparison import Case, data_of, run_case, show_progress, use_cores
+from bench.peers.figures import Figure
+from bench.peers.models import NAMES
+from bench.peers.processes import CONTENDERS, INT8
+from bench.peers.task import Task
+from bench.report import write_json
+
+_TOKENS = 16
+#: Short enough that all of it takes minutes: large models read few tokens a second here.
+_TASKS = {
+    "tiny": (Task(2, 20, 6),),
+    "box": (Task(1, 500, _TOKENS), Task(8, 500, _TOKENS)),
+    "125m": (Task(1, 256, _TOKENS), Task(8, 128, _TOKENS)),
+    "1.1b": (Task(1, 64, 8), Task(8, 16, 8)),
+}
+#: float32 is where all must write the same tokens; the model in the box is enough for that.
+_DTYPES = {
+    "tiny": ("float32", "int8"),
+    "box": ("float32", "bfloat16", "int8"),
+    "125m": ("bfloat16", "int8"),
+    "1.1b": ("bfloat16", "int8"),
+}
+
+
+def cases_of(models: Sequence[str], dtypes: Sequence[str], peers: Sequence[str]) -> list[Case]:
+    """Baton's two, and those of `peers` that run the type."""
+    contenders = [name for name in CONTENDERS if name.startswith("baton") or name in peers]
+    cases = []
+    for model in models:
+        for dtype in _DTYPES[model]:
+            able = [name for name in contenders if dtype != "int8" or name in INT8]
+            if dtype in dtypes:
+                chosen = tuple(name for name in able if name != "baton-twins")
+                cases.append(Case(model, dtype, chosen, _TASKS[model]))
+    return cases
+
+
+def table_of(figures: Sequence[Figure]) -> Table:
+    """One row each, times in milliseconds."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("model", "dtype", "B", "context", "contender"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("prompt", "step", "best", "agreement"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for f in figures:
+        told = "-" if f.agreement is None else f"{f.agreement:.0%}"
+        where = (f.model, f.dtype, str(f.batch), str(f.context), f.contender)
+        times = (f"{f.prompt_ms:.1f}", f"{f.step_ms:.2f}", f"{f.best_step_ms:.2f}")
+        table.add_row(*where, *times, told)
+    return table
+
+
+def main() -> None:
+    """Measure and tell."""
+    peers = [name for name in CONTENDERS if not name.startswith("baton")]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--peer", nargs="+", choices=peers, default=peers)
+    parser.add_argument("--model", nargs="+", choices=NAMES, default=["box", "125m", "1.1b"])
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=("float32", "bfloat16", "int8"),
+        default=["float32", "bfloat16", "int8"],
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    started = now()
+    use_cores(given.threads)
+    results = []
+    for case in cases_of(given.model, given.dtype, given.peer):
+        results.append(run_case(case, given.rounds, given.threads))
+        show_progress(case, results[-1])
+    Console(width=120).print(table_of([figure for result in results for figure in result.figures]))
+    if given.json:
+        data = {"num_threads": given.threads, **data_of(results)}
+        write_json(given.json, document_of("bench.peers", started, data))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What is compared, and the run of it: models, contenders and tasks in, figures and the roof of the same run out."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from bench.peers.figures import Figure, figure_of
+from bench.peers.models import PeerMissing
+from bench.peers.processes import Asked, ask_all, command_of
+from bench.peers.task import Task
+from bench.roof import Roof, measure_roof
+
+#: Whose tokens the others' are compared with.
+REFERENCE = "transformers"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Contenders that run the same tasks on one model, by turns."""
+
+    model: str
+    dtype: str
+    contenders: tuple[str, ...]
+    tasks: tuple[Task, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A contender without figures, and why."""
+
+    model: str
+    dtype: str
+    contender: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Of one case. roof: medians of what was measured before each round."""
+
+    figures: tuple[Figure, ...]
+    missing: tuple[Missing, ...]
+    roof: Roof
+
+
+def run_case(case: Case, num_rounds: int, num_threads: int) -> Result:
+    """Contenders that cannot run are told as missing. All others end with it."""
+    commands, missing = {}, []
+    for contender in case.contenders:
+        try:
+            commands[contender] = command_of(contender, case.model, case.dtype, num_threads)
+        except PeerMissing as error:
+            missing.append(Missing(case.model, case.dtype, contender, str(error)))
+    torch.set_num_threads(num_threads)
+    roofs: list[Roof] = []
+    asked = ask_all(commands, case.tasks, num_rounds, lambda: roofs.append(measure_roof(2)))
+    missing += [
+        Missing(case.model, case.dtype, name, reason) for name, reason in asked.failures.items()
+    ]
+    roof = Roof(
+        median(roof.read_bytes_per_s for roof in roofs),
+        median(roof.bf16_flops_per_s for roof in roofs),
+    )
+    return Result(tuple(_figures(case, asked)), tuple(missing), roof)
+
+
+def _figures(case: Case, asked: Asked) -> Iterator[Figure]:
+    for task in case.tasks:
+        references = asked.answers.get(REFERENCE, {}).get(task, ())
+        reference = references[-1] if references else None
+        for name, by_task in asked.answers.items():
+            if by_task[task]:
+                yield figure_of(case.model, case.dtype, name, task, by_task[task], reference)
+
+
+def use_cores(num_threads: int) -> None:
+    """This process and all that it starts from now on run on the first of the cores that it may use: one for each thread."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:num_threads])
+
+
+def show_progress(case: Case, result: Result) -> None:
+    """On stderr, a line for each figure and for each contender without one."""
+    for figure in result.figures:
+        told = f"prompt {figure.prompt_ms:.1f} ms, step {figure.step_ms:.2f} ms"
+        what = f"{figure.batch} x {figure.context}"
+        sys.stderr.write(f"{case.model} {case.dtype} {what} {figure.contender}: {told}\n")
+    for one in result.missing:
+        sys.stderr.write(f"{case.model} {case.dtype} {one.contender}: {one.reason}\n")
+    sys.stderr.flush()
+
+
+def data_of(results: Sequence[Result]) -> dict[str, object]:
+    """As plain values. The roof is one for each figure's model and type."""
+    return {
+        "figures": [dataclasses.asdict(f) for result in results for f in result.figures],
+        "missing": [dataclasses.asdict(m) for result in results for m in result.missing],
+        "roofs": [
+            {"model": f.model, "dtype": f.dtype, **dataclasses.asdict(result.roof)}
+            for result in results
+            for f in result.figures[:1]
+        ],
+    }

@@ -1,0 +1,133 @@
+"""The models that are compared: the one in the box, and Llama shapes of random weights, in the forms that contenders read.
+
+What is made is kept in bench/peers/.models, some gigabytes, and made only once.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baton.model.quantize import quantize_checkpoint
+
+_ROOT = Path(__file__).resolve().parents[2]
+MADE = Path(__file__).with_name(".models")
+PEERS_PYTHON = Path(__file__).with_name(".venv") / "bin" / "python"
+BOX = _ROOT / "models" / "baton-py-6m"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a Llama whose embeddings are tied to its output layer, as in small models they are, or not."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    is_tied: bool = False
+
+
+SHAPES: Mapping[str, Shape] = {
+    "tiny": Shape(2, 64, 128, 4, 2, 256),
+    "125m": Shape(12, 768, 2048, 12, 12, 32000, is_tied=True),
+    "1.1b": Shape(22, 2048, 5632, 32, 4, 32000),
+}
+#: Names of models: the box, and SHAPES. "tiny" is for trying the measurement itself.
+NAMES = ("box", *SHAPES)
+
+
+class PeerMissing(Exception):
+    """A peer is not built here, or cannot read the model."""
+
+
+def checkpoint(name: str, dtype: str, made: Path = MADE) -> Path:
+    """Folder with the weights in bfloat16 or, of dtype int8, as `baton quantize` rounds them. Raises KeyError."""
+    source = BOX if name == "box" else _random_model(SHAPES[name], made / name)
+    if dtype != "int8":
+        return source
+    output = made / f"{name}-int8"
+    if not output.exists():
+        part = _fresh(output)
+        quantize_checkpoint(source, part, "int8")
+        part.rename(output)
+    return output
+
+
+def gguf_file(name: str, dtype: str, made: Path = MADE, python: Path = PEERS_PYTHON) -> Path:
+    """The same weights for llama.cpp. Raises PeerMissing."""
+    if not python.exists():
+        raise PeerMissing("llama.cpp is not built: run bench/peers/setup.sh")
+    path = made / f"{name}-{dtype}.gguf"
+    if not path.exists():
+        made.mkdir(parents=True, exist_ok=True)
+        source = checkpoint(name, "bfloat16", made)
+        command = [str(python), "-m", "bench.peers.gguf_file", str(source), dtype, str(path)]
+        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise PeerMissing(f"no GGUF file of {name}: {done.stderr.strip().splitlines()[-1]}")
+    return path
+
+
+def _random_model(shape: Shape, folder: Path) -> Path:
+    """bfloat16; with the tokenizer of the model in the box, since `baton serve` wants one."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if folder.exists():
+        return folder
+    config: Any = LlamaConfig(
+        num_hidden_layers=shape.layers,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        vocab_size=shape.vocab,
+        max_position_embeddings=8192,
+        tie_word_embeddings=shape.is_tied,
+        dtype="bfloat16",
+    )
+    part = _fresh(folder)
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(part, max_shard_size="100GB")
+    for file in _TOKENIZER_FILES:
+        shutil.copy(BOX / file, part)
+    part.rename(folder)
+    return folder
+
+
+def _fresh(folder: Path) -> Path:
+    """An empty folder beside `folder`, to be renamed to it when it is whole."""
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    return part
+
+
+def main() -> None:
+    """Make all that `python -m bench.peers` reads, so that it does not make them while others wait for it."""
+    for name in NAMES:
+        for dtype in ("bfloat16", "int8"):
+            checkpoint(name, dtype)
+            sys.stderr.write(f"{name} {dtype}: {_gguf_told(name, dtype)}\n")
+    _gguf_told("box", "float32")
+
+
+def _gguf_told(name: str, dtype: str) -> str:
+    try:
+        return str(gguf_file(name, dtype).name)
+    except PeerMissing as error:
+        return str(error)
+
+
+if __name__ == "__main__":
+    main()

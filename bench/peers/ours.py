@@ -1,0 +1,88 @@
+"""Baton's engine as a contender, without service or scheduler around it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+from baton.engine.interface import Batch, SampleRow, SequenceSlice
+from baton.engine.torch_engine import TorchEngine, load_engine
+from baton.types import Sampling
+from bench.peers.task import Answer, Task, prompts_of
+
+_BLOCK_TOKENS = 16
+
+
+class BatonContender:
+    """dtype: of weights and KV; auto takes the checkpoint's."""
+
+    def __init__(self, model: str, dtype: str = "auto") -> None:
+        self._model = model
+        self._dtype = dtype
+        self._engine: TorchEngine | None = None
+
+    def _fitting(self, num_blocks: int) -> TorchEngine:
+        if self._engine is None or self._engine.spec.num_blocks < num_blocks:
+            self._engine = load_engine(
+                self._model,
+                dtype=self._dtype,
+                num_blocks=num_blocks,
+                block_size=_BLOCK_TOKENS,
+                progress=lambda _: None,
+            )
+        return self._engine
+
+    def run(self, task: Task) -> Answer:
+        """Prompts one after the other. Blocks are shuffled: as they are after a while of serving."""
+        per_sequence = -(-(task.context + task.num_tokens) // _BLOCK_TOKENS)
+        engine = self._fitting(per_sequence * task.batch)
+        blocks = random.Random(0).sample(
+            range(per_sequence * task.batch), per_sequence * task.batch
+        )
+        tables = [blocks[i :: task.batch] for i in range(task.batch)]
+        sequences = prompts_of(task, engine.spec.vocab_size)
+        started = time.perf_counter()
+        for sequence, table in zip(sequences, tables, strict=True):
+            sequence.append(_step(engine, [(sequence, 0, table)])[0])
+        prefill_s = time.perf_counter() - started
+        times = []
+        for _ in range(task.num_tokens - 1):
+            started = time.perf_counter()
+            parts = [
+                (sequence, len(sequence) - 1, table)
+                for sequence, table in zip(sequences, tables, strict=True)
+            ]
+            chosen = _step(engine, parts)
+            times.append(time.perf_counter() - started)
+            for sequence, token in zip(sequences, chosen, strict=True):
+                sequence.append(token)
+        written = tuple(tuple(sequence[task.context :]) for sequence in sequences)
+        return Answer(prefill_s, tuple(times), written)
+
+
+def _step(engine: TorchEngine, parts: Sequence[tuple[list[int], int, Sequence[int]]]) -> list[int]:
+    """(tokens, how many of them are in the KV cache, block table) of each sequence -> the next token of each."""
+    sampling = Sampling()
+    slices = tuple(
+        SequenceSlice(
+            tokens[start:],
+            start,
+            table,
+            (SampleRow(len(tokens) - start - 1, sampling, tokens, len(tokens)),),
+        )
+        for tokens, start, table in parts
+    )
+    return [samples[0].token_id for samples in engine.forward(Batch(slices))]
+
+
+@contextmanager
+def without_native_kernels() -> Iterator[None]:
+    """Baton as it runs where no native library can be had."""
+    places = ("dispatch", "cpu.linear", "cpu.int_linear")
+    with ExitStack() as stack:
+        for place in places:
+            stack.enter_context(patch(f"baton_kernels.{place}.library", lambda: None))
+        yield

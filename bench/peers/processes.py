@@ -1,0 +1,140 @@
+"""Contenders in processes of their own, which take turns."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
+
+from bench.peers.models import PEERS_PYTHON, checkpoint, gguf_file
+from bench.peers.task import Answer, Task
+
+#: Those that run quantised weights.
+INT8 = ("baton", "baton-service", "llama.cpp")
+CONTENDERS = (
+    *("baton", "baton-service", "baton-twins"),
+    *("llama.cpp", "transformers", "continuous-batching"),
+)
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class ContenderFailed(Exception):
+    """Its process ended, with the last line that it wrote."""
+
+
+def command_of(contender: str, model: str, dtype: str, num_threads: int) -> list[str]:
+    """How a contender is started on one of bench.peers.models.NAMES. Raises PeerMissing, KeyError."""
+    threads = str(num_threads)
+    if contender == "llama.cpp":
+        path = gguf_file(model, dtype)
+        return [str(PEERS_PYTHON), "-m", "bench.peers.llama_cpp", str(path), threads]
+    folder = str(checkpoint(model, dtype))
+    # What is quantised tells its own types; what computes beside it is bfloat16.
+    loaded_as = "bfloat16" if dtype == "int8" else dtype
+    if contender == "baton-service":
+        return [sys.executable, "-m", "bench.peers.service", folder, loaded_as, threads]
+    return [sys.executable, "-m", "bench.peers.contender", contender, folder, loaded_as, threads]
+
+
+@dataclass(frozen=True, slots=True)
+class ContenderProcess:
+    """A process that answers tasks."""
+
+    process: subprocess.Popen[str]
+    log: IO[bytes]
+
+    def ask(self, task: Task) -> Answer:
+        """Raises ContenderFailed."""
+        if self.process.stdin is None or self.process.stdout is None:
+            raise ContenderFailed("it has no pipes")
+        try:
+            self.process.stdin.write(json.dumps(asdict(task)) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise ContenderFailed(self._last_line()) from None
+        line = self.process.stdout.readline()
+        if not line:
+            raise ContenderFailed(self._last_line())
+        told = json.loads(line)
+        return Answer(
+            told["prefill_s"], tuple(told["steps_s"]), tuple(map(tuple, told["token_ids"]))
+        )
+
+    def _last_line(self) -> str:
+        self.process.wait()
+        self.log.seek(0)
+        lines = self.log.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"it ended with status {self.process.returncode}"
+
+
+@contextmanager
+def contender_process(command: Sequence[str]) -> Iterator[ContenderProcess]:
+    """Ended by the end of its input."""
+    with (
+        TemporaryFile() as log,
+        subprocess.Popen(
+            command,
+            cwd=_ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        ) as process,
+    ):
+        yield ContenderProcess(process, log)
+        if process.stdin:
+            process.stdin.close()
+
+
+def orders(names: Sequence[str], num_rounds: int) -> Iterator[tuple[str, ...]]:
+    """Of each round: all names, beginning with the next of them each time."""
+    for index in range(num_rounds):
+        first = index % len(names)
+        yield (*names[first:], *names[:first])
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """answers: of each contender and task, in order of the rounds. failures: why a contender has none, or no more."""
+
+    answers: Mapping[str, Mapping[Task, Sequence[Answer]]]
+    failures: Mapping[str, str]
+
+
+def ask_all(
+    commands: Mapping[str, Sequence[str]],
+    tasks: Sequence[Task],
+    num_rounds: int,
+    before_round: Callable[[], None] = lambda: None,
+) -> Asked:
+    """Each task in `num_rounds` rounds, after one that warms up and does not count. A contender that fails is asked no
+    more, and the others go on."""
+    answers: dict[str, dict[Task, list[Answer]]] = {
+        name: {task: [] for task in tasks} for name in commands
+    }
+    failures: dict[str, str] = {}
+    with ExitStack() as stack:
+        processes = {
+            name: stack.enter_context(contender_process(command))
+            for name, command in commands.items()
+        }
+        for task in tasks:
+            for index, order in enumerate(orders(tuple(commands), num_rounds + 1)):
+                before_round()
+                for name in order:
+                    if name in failures:
+                        continue
+                    try:
+                        answer = processes[name].ask(task)
+                    except ContenderFailed as error:
+                        failures[name] = str(error)
+                    else:
+                        if index:
+                            answers[name][task].append(answer)
+    return Asked(answers, failures)

@@ -1,0 +1,59 @@
+"""What a contender is asked and what it answers. Of the standard library alone: peers run it in environments of their own."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """`batch` prompts of `context` tokens each, and `num_tokens` >= 2 tokens written after each, greedy, all at once."""
+
+    batch: int
+    context: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """prefill_s: until all prompts have their first token. steps_s: each step of the batch after that, or means of several.
+
+    token_ids: what was written after each prompt; all of `num_tokens`.
+    """
+
+    prefill_s: float
+    steps_s: tuple[float, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+
+
+class Contender(Protocol):
+    """One way to run a model."""
+
+    def run(self, task: Task) -> Answer: ...
+
+
+def prompts_of(task: Task, vocab_size: int) -> list[list[int]]:
+    """Random tokens, the same for every contender."""
+    rng = random.Random(task.batch * 1_000_003 + task.context)
+    return [[rng.randrange(10, vocab_size) for _ in range(task.context)] for _ in range(task.batch)]
+
+
+def task_of(line: str) -> Task:
+    """From one line of JSON."""
+    return Task(**json.loads(line))
+
+
+def tell(answer: Answer) -> None:
+    """As one line of JSON on stdout."""
+    sys.stdout.write(json.dumps(asdict(answer)) + "\n")
+    sys.stdout.flush()
+
+
+def serve(contender: Contender) -> None:
+    """Answer tasks, one a line on stdin, until it ends."""
+    for line in sys.stdin:
+        tell(contender.run(task_of(line)))

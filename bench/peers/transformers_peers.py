@@ -1,0 +1,97 @@
+"""transformers as contenders: `generate`, and its continuous batching."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria
+
+from bench.peers.task import Answer, Task, prompts_of
+
+_PAGE_TOKENS = 64
+
+
+def _load(model: str, dtype: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+
+
+def _rules(num_tokens: int) -> GenerationConfig:
+    """Greedy, of exactly so many tokens."""
+    rules: Any = GenerationConfig  # its __init__ has no annotations
+    config: GenerationConfig = rules(
+        max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    return config
+
+
+class _Clock(StoppingCriteria):
+    """Stops nothing; `generate` calls it after each token."""
+
+    def __init__(self) -> None:
+        self.times_s: list[float] = []
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:  # noqa: ARG002
+        self.times_s.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class GenerateContender:
+    """All prompts in one batch of equal lengths."""
+
+    def __init__(self, model: str, dtype: str) -> None:
+        self._model = _load(model, dtype)
+
+    @torch.inference_mode()
+    def run(self, task: Task) -> Answer:
+        ids = torch.tensor(prompts_of(task, self._model.config.vocab_size))
+        clock = _Clock()
+        started = time.perf_counter()
+        written = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=_rules(task.num_tokens),
+            stopping_criteria=[clock],
+        )
+        steps = tuple(after - before for before, after in pairwise(clock.times_s))
+        tokens = tuple(map(tuple, written[:, task.context :].tolist()))
+        return Answer(clock.times_s[0] - started, steps, tokens)
+
+
+class ContinuousBatchingContender:
+    """`generate_batch`, with a cache of the size that the task needs: by itself it would take most of the memory.
+
+    Its first tokens come after it has set up its cache and its thread, so that its time for prompts holds that, too.
+    """
+
+    def __init__(self, model: str, dtype: str) -> None:
+        self._model = _load(model, dtype)
+
+    def run(self, task: Task) -> Answer:
+        from transformers import ContinuousBatchingConfig
+
+        prompts = prompts_of(task, self._model.config.vocab_size)
+        pages = task.batch * (-(-(task.context + task.num_tokens) // _PAGE_TOKENS) + 1)
+        settings = ContinuousBatchingConfig(
+            page_size=_PAGE_TOKENS,
+            num_blocks=pages,
+            max_batch_tokens=task.batch * task.context,
+            max_requests_per_batch=task.batch,
+        )
+        started = time.perf_counter()
+        told = self._model.generate_batch(
+            inputs=prompts,
+            generation_config=_rules(task.num_tokens),
+            continuous_batching_config=settings,
+            record_timestamps=True,
+            progress_bar=False,
+        )
+        by_prompt = {tuple(output.prompt_ids): output for output in told.values()}
+        outputs = [by_prompt[tuple(prompt)] for prompt in prompts]
+        firsts_s = [output.timestamps[0] for output in outputs]
+        last = outputs[firsts_s.index(max(firsts_s))]
+        steps = tuple(after - before for before, after in pairwise(last.timestamps))
+        tokens = tuple(tuple(output.generated_tokens) for output in outputs)
+        return Answer(max(firsts_s) - started, steps, tokens)

@@ -1,0 +1,151 @@
+"""Measure all of docs/performance.md's tables, and write them anew.
+
+    python -m bench.suite [--only NAME ...] [--resume] [--trace FILE] [--quick] [--render]
+
+Each section is a program of its own that writes its result to bench/results; the page is written after each, so that what was
+measured stays when a later section fails or is interrupted. --resume leaves out sections that have a result of this commit.
+--render measures nothing. --quick tries everything in a minute, in build/bench-quick, and touches no result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.machine import describe_commit
+from bench.report import write_json
+from bench.suite.markdown import NOT_MEASURED
+from bench.suite.page import replaced
+from bench.suite.sections import SECTIONS, Section, tables
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "performance.md"
+RESULTS = ROOT / "bench" / "results"
+_QUICK = ROOT / "build" / "bench-quick"
+
+#: No section takes a quarter of this on two cores that nothing else uses.
+_LIMIT_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """results: a folder with a JSON file for each section. page: the document that holds the tables."""
+
+    results: Path
+    page: Path
+
+    def result(self, section: str) -> Path:
+        return self.results / f"{section}.json"
+
+
+def rendered(page: str, results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page with all of its generated parts as the results say. Raises PageError if one of them has no place."""
+    for name, (section, render) in tables().items():
+        body = render(results[section]) if section in results else NOT_MEASURED
+        page = replaced(page, name, body)
+    return page
+
+
+def read_results(places: Places) -> dict[str, dict[str, Any]]:
+    """By section; those that there are."""
+    paths = {section.name: places.result(section.name) for section in SECTIONS}
+    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+
+
+def write_page(places: Places) -> None:
+    """Render what there is."""
+    text = rendered(places.page.read_text(encoding="utf-8"), read_results(places))
+    places.page.write_text(text, encoding="utf-8")
+
+
+def measure(section: Section, places: Places, trace: str | None, is_quick: bool) -> bool:
+    """Run one section; whether it left a new result, which it does last. The result gets how busy the machine was before."""
+    path = places.result(section.name)
+    load_before = list(os.getloadavg())
+    shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    command = [sys.executable, *section.command(str(shown), trace, is_quick)]
+    try:
+        done = subprocess.run(command, cwd=ROOT, check=False, timeout=_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return False
+    if done.returncode:
+        return False
+    write_json(path, {**json.loads(path.read_text()), "load_average_before": load_before})
+    return True
+
+
+def run(
+    sections: Sequence[Section], places: Places, trace: str | None, is_quick: bool
+) -> list[str]:
+    """Measure the sections one after the other; the names of those that failed."""
+    failed = []
+    for number, section in enumerate(sections, 1):
+        _tell(f"[{number}/{len(sections)}] {section.name}")
+        begin_s = time.monotonic()
+        is_done = measure(section, places, trace, is_quick)
+        outcome = "done" if is_done else "FAILED: its table keeps the last result"
+        _tell(
+            f"[{number}/{len(sections)}] {section.name}: {outcome}, {time.monotonic() - begin_s:.0f} s"
+        )
+        if not is_done:
+            failed.append(section.name)
+        write_page(places)
+    return failed
+
+
+def is_of_commit(path: Path, commit: str) -> bool:
+    """Whether a section has a result that this commit gave."""
+    return path.exists() and json.loads(path.read_text()).get("git", {}).get("commit") == commit
+
+
+def quick_places() -> Places:
+    """An empty folder, with a copy of the page."""
+    shutil.rmtree(_QUICK, ignore_errors=True)
+    _QUICK.mkdir(parents=True)
+    return Places(_QUICK, Path(shutil.copy(PAGE, _QUICK)))
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"bench: {line}\n")
+    sys.stderr.flush()
+
+
+def main() -> int:
+    """The number of sections that failed."""
+    names = [section.name for section in SECTIONS]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--render", action="store_true")
+    parser.add_argument("--trace", help="Recorded lengths for the long prompts; see bench.split.")
+    given = parser.parse_args()
+    places = quick_places() if given.quick else Places(RESULTS, PAGE)
+    if given.render:
+        write_page(places)
+        return 0
+    commit = str(describe_commit().get("commit", ""))
+    chosen = [
+        section
+        for section in SECTIONS
+        if section.name in given.only
+        and not (given.resume and is_of_commit(places.result(section.name), commit))
+    ]
+    trace = str(Path(given.trace).resolve()) if given.trace else None
+    failed = run(chosen, places, trace, given.quick)
+    if failed:
+        _tell(f"failed: {', '.join(failed)}; once more with --only, or --resume")
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

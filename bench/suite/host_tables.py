@@ -1,0 +1,67 @@
+"""What the host costs. Pure: results of bench.host in, Markdown out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bench.suite.markdown import Goal, about, goal_line, number, table
+
+_FLAT = Goal(
+    "Goal: a sequence costs the same among many as among few (the dearest at most 1.25 times the cheapest), a step",
+    1.25,
+    is_at_most=True,
+)
+_TOKENS = Goal("Goal: 200,000 tokens a second through one core", 200_000)
+_TTFT = Goal("Goal: at most 1.5 ms added to the first token, p50", 1.5, is_at_most=True)
+_SHARE = Goal("Goal: 0.97 of the engine's own tokens reach the clients", 0.97)
+
+
+def scheduler_table(document: Mapping[str, Any]) -> str:
+    """Microseconds of the decode tier, by the number of sequences."""
+    keys = ("step_us", "plan_us", "open_us", "abort_us", "take_us", "find_us", "expire_us")
+    headings = (
+        *("Sequences", "Step", "Scheduler's part", "Open", "Abort"),
+        *("Block taken and given back", "Block of a prefix found", "Ticket looked at"),
+    )
+    tier = document["tier"]
+    rows = [[str(one["num_seqs"]), *(number(one[key]) for key in keys)] for one in tier]
+    steps = [one["step_us"] for one in tier]
+    plans = [one["plan_us"] for one in tier]
+    spread = {"step": max(steps) / min(steps), "scheduler's part": max(plans) / min(plans)}
+    return "\n\n".join([about(document), table(headings, rows), goal_line(_FLAT, spread)])
+
+
+def gateway_table(document: Mapping[str, Any]) -> str:
+    """The gateway's process, what it adds to the first token, and the whole service."""
+    headings = (
+        *("Source", "Tokens in a chunk", "CPU us a chunk", "of a bare server"),
+        "Tokens a second of one core",
+    )
+    rows = [
+        [
+            _source(one["flow"]),
+            number(one["chunk_tokens"]),
+            number(one["chunk_cpu_us"]),
+            number(one["bare_cpu_us"]),
+            number(one["tokens_per_core_s"]),
+        ]
+        for one in document["gateway"]
+    ]
+    at_once = {
+        f"{one['flow']['step_tokens']} a step": one["tokens_per_core_s"]
+        for one in document["gateway"]
+        if not one["flow"]["step_ms"]
+    }
+    ttft, service = document["added_ttft_ms"], document["service"]
+    goals = [
+        goal_line(_TOKENS, at_once),
+        goal_line(_TTFT, {"added": ttft["added_ms"]}, " ms"),
+        goal_line(_SHARE, {f"{service['num_streams']} streams": service["share"]}),
+    ]
+    return "\n\n".join([about(document), table(headings, rows), "\n".join(goals)])
+
+
+def _source(flow: Mapping[str, Any]) -> str:
+    pace = f"each {flow['step_ms']:g} ms" if flow["step_ms"] else "as fast as it goes"
+    return f"{flow['step_tokens']} tokens a step, {pace}"

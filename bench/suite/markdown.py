@@ -1,0 +1,67 @@
+"""Pieces of the generated parts: tables, where and how something was measured, goals. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_VERSIONS = ("python", "torch", "transformers", "grpcio")
+NOT_MEASURED = "Not measured yet: run `make bench`."
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Cells are Markdown."""
+    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def about(document: Mapping[str, Any]) -> str:
+    """One paragraph: when, on what, how busy it was, with which versions, and by which command."""
+    machine = document["machine"]
+    versions = [f"{name} {v}" for name, v in document["versions"].items() if name in _VERSIONS]
+    if before := document.get("load_average_before"):
+        load = f"load average {before[0]:.1f} before and {machine['load_average'][0]:.1f} after"
+    else:
+        load = f"load average {machine['load_average'][0]:.1f} after"
+    commit = document.get("git", {}).get("commit", "")[:10]
+    when = document["started"].replace("T", " ").removesuffix("+00:00")
+    where = f"{machine['cpu'].strip()}, {machine['num_cores']} cores"
+    told = [where, load, ", ".join(versions), *([f"commit {commit}"] if commit else [])]
+    command = " ".join(document["command"])
+    return f"Measured on {when} UTC: {'; '.join(told)}. By `{command}`."
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A bound that each of some figures should keep."""
+
+    text: str
+    bound: float
+    is_at_most: bool = False
+
+    def is_met_by(self, value: float) -> bool:
+        return value <= self.bound if self.is_at_most else value >= self.bound
+
+
+def goal_line(goal: Goal, values: Mapping[str, float], unit: str = "") -> str:
+    """One item of a list: the goal, and each figure with whether it is met."""
+    if not values:
+        return f"* {goal.text}: not measured."
+    told = [
+        f"{name} {number(value)}{unit} ({'met' if goal.is_met_by(value) else '**missed**'})"
+        for name, value in values.items()
+    ]
+    return f"* {goal.text}: {', '.join(told)}."
+
+
+def number(value: float) -> str:
+    """Two to three digits that count, thousands with commas."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    if abs(value) >= 10:
+        return f"{value:.1f}"
+    if abs(value) >= 0.1 or value == 0:
+        return f"{value:.2f}"
+    return f"{value:.2g}"

@@ -1,0 +1,106 @@
+"""What `make bench` measures: for each section its command, and the tables that its result fills. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bench.suite.engine_tables import engine_table, peers_table
+from bench.suite.host_tables import gateway_table, scheduler_table
+from bench.suite.split_tables import split_table
+
+Render = Callable[[Mapping[str, Any]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One program and its result, bench/results/NAME.json.
+
+    tables: what renders each generated part of the page. quick: arguments that try it in seconds; its figures mean nothing.
+    trace: arguments before a trace's path, if it can use one.
+    """
+
+    name: str
+    module: str
+    arguments: tuple[str, ...]
+    quick: tuple[str, ...]
+    tables: Mapping[str, Render]
+    trace: tuple[str, ...] = ()
+
+    def command(self, result: str, trace: str | None, is_quick: bool) -> tuple[str, ...]:
+        """After the interpreter. result: where the JSON goes."""
+        told = self.quick if is_quick else self.arguments
+        recorded = (*self.trace, trace) if trace and self.trace else ()
+        return ("-m", self.module, *told, *recorded, "--json", result)
+
+
+#: A model whose step takes long enough to be seen among the switches of two cores that five processes share, and whose long
+#: prompts one core reads at the lower rate.
+_SPLIT = (
+    *("125m", "--long-tokens", "600", "--burst-size", "2", "--rate", "0.5", "--rate", "1"),
+    *("--seconds", "20", "--steady-rate", "1.5", "--steady-output-tokens", "96"),
+    *("--ttft-slo-ms", "3000", "--tpot-slo-ms", "60"),
+)
+#: About what an 8B model takes on an H200: see the floors in docs/kernels.md.
+_SPLIT_SIMULATED = (
+    *("--oracle-step-ms", "5.5", "--oracle-token-us", "20", "--long-tokens", "2000"),
+    *("--rate", "4", "--rate", "8", "--rate", "16", "--seconds", "8", "--steady-rate", "6"),
+    *("--tuned-tokens", "256", "--ttft-slo-ms", "1000", "--tpot-slo-ms", "12"),
+)
+_SPLIT_QUICK = (
+    *("tiny", "--long-tokens", "60", "--burst-size", "2", "--rate", "4", "--seconds", "1"),
+    *("--steady-rate", "4", "--steady-output-tokens", "8"),
+)
+
+SECTIONS = (
+    Section(
+        name="engine",
+        module="bench.engine",
+        arguments=(),
+        quick=("--model", "tiny", "--rounds", "1", "--threads", "1"),
+        tables={"engine": engine_table},
+    ),
+    Section(
+        name="peers",
+        module="bench.peers",
+        arguments=(),
+        quick=("--model", "tiny", "--rounds", "1", "--threads", "1"),
+        tables={"peers": peers_table},
+    ),
+    Section(
+        name="host",
+        module="bench.host",
+        arguments=(),
+        quick=(
+            *("--num-seqs", "4", "16", "--num-blocks", "5000"),
+            *("--num-streams", "2", "--num-requests", "5"),
+        ),
+        tables={"scheduler": scheduler_table, "gateway": gateway_table},
+    ),
+    Section(
+        name="split",
+        module="bench.split",
+        arguments=_SPLIT,
+        quick=_SPLIT_QUICK,
+        tables={"split": split_table},
+        trace=("--input-scale", "0.5", "--trace"),
+    ),
+    Section(
+        name="split-simulated",
+        module="bench.split",
+        arguments=_SPLIT_SIMULATED,
+        quick=(*_SPLIT_QUICK, "--oracle-step-ms", "1", "--oracle-token-us", "5"),
+        tables={"split-simulated": split_table},
+        trace=("--trace",),
+    ),
+)
+
+
+def tables() -> dict[str, tuple[str, Render]]:
+    """Of each generated part: the section whose result it shows, and what renders it."""
+    return {
+        name: (section.name, render)
+        for section in SECTIONS
+        for name, render in section.tables.items()
+    }

@@ -1,0 +1,85 @@
+"""Two tiers beside one. Pure: results of bench.split in, Markdown out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bench.suite.markdown import Goal, about, goal_line, number, table
+
+_STEADY = Goal("Goal: gaps in steady answers, p99, a tenth of those of one tier", 10.0)
+_SPLIT = "split"
+
+
+def split_table(document: Mapping[str, Any]) -> str:
+    """A row for each run; then the gaps of one tier over those of two, and the goodput."""
+    headings = (
+        *("Target", "Long prompts/s", "ITL p50, ms", "p99", "max"),
+        *("TTFT of long p50, ms", "p99", "Inside SLO"),
+    )
+    rows = [_row(point) for point in document["points"]]
+    goals = [
+        goal_line(_STEADY, _ratios(document, target), " times")
+        for target in document["goodput_long_prompts_per_s"]
+        if target != _SPLIT
+    ]
+    told = "\n".join([*goals, _goodput(document)])
+    return "\n\n".join([f"{about(document)} {_load(document)}", table(headings, rows), told])
+
+
+def _row(point: Mapping[str, Any]) -> list[str]:
+    told = point["summary"]
+    return [
+        point["target"],
+        f"{point['rate']:g}",
+        *(number(told["itl_ms"][key]) for key in ("p50", "p99", "max")),
+        *(number(told["burst_ttft_ms"][key]) for key in ("p50", "p99")),
+        f"{told['attainment']:.0%}",
+    ]
+
+
+def _ratios(document: Mapping[str, Any], rival: str) -> dict[str, float]:
+    """ITL p99 of the rival over that of split, for each rate; of the first run of each."""
+    gaps: dict[tuple[str, float], float] = {}
+    for point in document["points"]:
+        gaps.setdefault((point["target"], point["rate"]), point["summary"]["itl_ms"]["p99"])
+    return {
+        f"{rival} at {rate:g}/s": gap / gaps[_SPLIT, rate]
+        for (target, rate), gap in gaps.items()
+        if target == rival and gaps.get((_SPLIT, rate))
+    }
+
+
+def _goodput(document: Mapping[str, Any]) -> str:
+    comparison = document["comparison"]
+    slo = comparison["slo"]
+    lowest = min(comparison["rates"])
+    told = [
+        f"{target} {f'below {lowest:g}' if rate is None else f'{rate:g}'}"
+        for target, rate in document["goodput_long_prompts_per_s"].items()
+    ]
+    return (
+        f"* Goodput, long prompts a second ({comparison['wanted']:.0%} of all requests with TTFT <= {slo['ttft_ms']:g} ms "
+        f"and TPOT <= {slo['tpot_ms']:g} ms): {', '.join(told)}."
+    )
+
+
+def _load(document: Mapping[str, Any]) -> str:
+    """What engine, what is steady, and what comes in bursts."""
+    engine, comparison = document["engine"], document["comparison"]
+    steady, long = comparison["steady"], comparison["long"]
+    what = (
+        f"Engines that compute nothing: a step takes {engine['step_ms']:g} ms and {engine['token_us']:g} us for each new token"
+        if engine["step_ms"] or engine["token_us"]
+        else f"Model: {document['model']}"
+    )
+    lengths = (
+        f"of the lengths of {long['trace']}"
+        if long["trace"]
+        else f"of about {long['num_input_tokens']} tokens"
+    )
+    return (
+        f"{what}. Steady: {steady['rate']:g} requests a second, {steady['num_input_tokens']} tokens in, "
+        f"{steady['num_output_tokens']} out; in bursts: {long['burst_size']} prompts at once, {lengths}; "
+        f"{comparison['seconds']:g} s a row; tuned: chunks of {document['tuned_tokens']} tokens."
+    )

@@ -1,0 +1,220 @@
+"""The generated parts of docs/performance.md: what they say follows the figures, losses as well as gains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bench.suite.engine_tables import engine_table, peers_table
+from bench.suite.host_tables import gateway_table, scheduler_table
+from bench.suite.markdown import Goal, about, goal_line, number, table
+from bench.suite.split_tables import split_table
+
+ABOUT: dict[str, Any] = {
+    "command": ["python", "-m", "bench.some", "--json", "some.json"],
+    "started": "2026-11-21T21:00:00+00:00",
+    "git": {"commit": "0123456789abcdef"},
+    "machine": {"cpu": "Some CPU", "num_cores": 2, "load_average": [3.5, 1, 1]},
+    "load_average_before": [0.25, 0, 0],
+    "versions": {"python": "3.11.7", "torch": "2.13.0", "baton": "0"},
+}
+
+
+def figure(contender: str, step_ms: float, **more: Any) -> dict[str, Any]:
+    about = {"model": "1.1b", "dtype": "bfloat16", "batch": 1, "context": 512, "prompt_ms": 100.0}
+    return {"contender": contender, "step_ms": step_ms, "agreement": None, **about, **more}
+
+
+def peers(*figures: dict[str, Any], missing: tuple[dict[str, Any], ...] = ()) -> str:
+    return peers_table({**ABOUT, "num_threads": 2, "figures": figures, "missing": missing})
+
+
+def test_it_says_where_when_how_and_how_busy_the_machine_was() -> None:
+    told = about(ABOUT)
+    assert "2026-11-21 21:00:00 UTC" in told
+    assert "Some CPU, 2 cores" in told
+    assert "load average 0.2 before and 3.5 after" in told
+    assert "python 3.11.7, torch 2.13.0" in told
+    assert "commit 0123456789" in told
+    assert "`python -m bench.some --json some.json`" in told
+
+
+def test_a_table_has_as_many_cells_in_each_line() -> None:
+    lines = table(["a", "b"], [["1", "2"], ["3", "4"]]).splitlines()
+    assert {line.count("|") for line in lines} == {3}
+    assert len(lines) == 4
+
+
+def test_a_goal_is_met_at_its_bound_and_missed_beyond() -> None:
+    least, most = Goal("least", 2.0), Goal("most", 2.0, is_at_most=True)
+    assert goal_line(least, {"a": 2.0, "b": 1.99}, " x") == (
+        "* least: a 2.00 x (met), b 1.99 x (**missed**)."
+    )
+    assert goal_line(most, {"a": 2.0, "b": 2.01}).count("**missed**") == 1
+    assert goal_line(least, {}) == "* least: not measured."
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [(0, "0.00"), (0.0004, "0.0004"), (0.25, "0.25"), (12.34, "12.3"), (123456.7, "123,457")],
+)
+def test_numbers_have_the_digits_that_count(value: float, told: str) -> None:
+    assert number(value) == told
+
+
+def engine_document(step_ms: float, int8_ms: float, floor_ms: float) -> dict[str, Any]:
+    floor = {"step_ms": floor_ms, "prompt_ms": 80.0}
+    return {
+        **ABOUT,
+        "num_threads": 2,
+        "figures": [figure("baton", step_ms), figure("baton", int8_ms, dtype="int8")],
+        "floors": [floor, {**floor, "prompt_ms": None}],
+        "roofs": [
+            {
+                "model": "1.1b",
+                "dtype": "bfloat16",
+                "read_bytes_per_s": 5e10,
+                "bf16_flops_per_s": 4e11,
+            }
+        ],
+    }
+
+
+def test_the_engine_is_told_as_a_share_of_the_roof() -> None:
+    told = engine_table(engine_document(10.0, 6.0, 9.0))
+    assert "| 1.1b | bfloat16 | 1 | 512 | 10.0 | 0.90 | 100 | 0.80 |" in told
+    assert "50.0 GB/s and 400 GFLOP/s (1.1b bfloat16)" in told
+    assert "1.1b 0.90 (met)" in told
+    assert "1.1b 0.80 (met)" in told
+    assert "1.1b 1.67 times (met)" in told
+    slow = engine_table(engine_document(12.0, 11.0, 9.0))
+    assert "1.1b 0.75 (**missed**)" in slow
+    assert "1.1b 1.09 times (**missed**)" in slow
+
+
+def test_a_model_that_fits_the_cache_says_nothing_about_the_read_roof() -> None:
+    document = engine_document(10.0, 6.0, 9.0)
+    for one in document["figures"]:
+        one["model"] = "box"
+    told = engine_table(document)
+    assert "0.85 of the read roof or more: not measured" in told
+    assert "box 0.80 (met)" in told
+
+
+def test_losses_to_a_peer_are_told_as_plainly_as_gains() -> None:
+    ours = figure("baton", 10.0, agreement=1.0)
+    told = peers(ours, figure("llama.cpp", 8.0, prompt_ms=200.0))
+    assert (
+        "**Where Baton's engine loses**: 1.1b bfloat16, 1 x 512, a step by llama.cpp (1.25 times"
+        in told
+    )
+    assert "a prompt by" not in told
+    assert "| llama.cpp | 8.00 | 1.25 | 200 | 0.50 | - |" in told
+    assert "No peer is faster" in peers(ours, figure("llama.cpp", 12.0))
+
+
+def test_the_service_is_no_peer_of_the_engine() -> None:
+    assert "No peer is faster" in peers(figure("baton", 10.0), figure("baton-service", 9.0))
+
+
+def test_continuous_batching_is_compared_at_eight() -> None:
+    told = peers(
+        figure("baton", 10.0, batch=8),
+        figure("continuous-batching", 21.0, batch=8),
+        figure("baton", 10.0),
+        figure("continuous-batching", 50.0),
+    )
+    assert "1.1b 2.10 times (**missed**)" in told
+
+
+def test_a_peer_that_could_not_run_says_why() -> None:
+    reason = {
+        "model": "box",
+        "dtype": "int8",
+        "contender": "llama.cpp",
+        "reason": "it is not built",
+    }
+    told = peers(figure("baton", 10.0), missing=(reason,))
+    assert "| llama.cpp | none |" in told
+    assert "llama.cpp on box in int8 has no figures: it is not built." in told
+
+
+def test_other_tokens_in_float32_are_told() -> None:
+    same = figure("baton", 10.0, dtype="float32", agreement=1.0)
+    other = figure("llama.cpp", 12.0, dtype="float32", agreement=0.5)
+    assert "all write the same tokens" in peers(same)
+    assert "**not so**: llama.cpp on 1.1b 50%" in peers(same, other)
+
+
+def test_the_scheduler_is_flat_or_not() -> None:
+    keys = ("step_us", "plan_us", "open_us", "abort_us", "take_us", "find_us", "expire_us")
+    few = {"num_seqs": 16, **dict.fromkeys(keys, 2.0)}
+    many = {"num_seqs": 4096, **dict.fromkeys(keys, 3.0), "step_us": 2.2}
+    told = scheduler_table({**ABOUT, "tier": [few, many]})
+    assert "step 1.10 (met), scheduler's part 1.50 (**missed**)" in told
+    assert "| 4096 | 2.20 | 3.00 |" in told
+
+
+def test_the_gateway_has_a_line_for_each_flow_and_three_goals() -> None:
+    flow = {"num_streams": 64, "num_tokens": 100, "step_tokens": 8, "step_ms": 0.0}
+    one = {
+        "tokens_per_core_s": 150_000.0,
+        "chunk_tokens": 8.0,
+        "chunk_cpu_us": 50,
+        "bare_cpu_us": 30,
+    }
+    paced = {**one, "flow": {**flow, "step_ms": 20.0}, "tokens_per_core_s": 9_000.0}
+    told = gateway_table(
+        {
+            **ABOUT,
+            "gateway": [{**one, "flow": flow}, paced],
+            "added_ttft_ms": {"added_ms": 1.25},
+            "service": {"num_streams": 64, "share": 0.98},
+        }
+    )
+    assert "| 8 tokens a step, each 20 ms | 8.00 | 50.0 | 30.0 | 9,000 |" in told
+    assert "8 a step 150,000 (**missed**)." in told
+    assert "added 1.25 ms (met)" in told
+    assert "64 streams 0.98 (met)" in told
+
+
+def split_document() -> dict[str, Any]:
+    def point(target: str, p99: float) -> dict[str, Any]:
+        times = {"p50": 5.0, "p99": p99, "max": 2 * p99}
+        summary = {"itl_ms": times, "burst_ttft_ms": times, "attainment": 0.95}
+        return {"target": target, "rate": 2.0, "repetition": 0, "summary": summary}
+
+    return {
+        **ABOUT,
+        "model": "125m",
+        "engine": {"step_ms": 0.0, "token_us": 0.0},
+        "tuned_tokens": 64,
+        "comparison": {
+            "rates": [1.0, 2.0],
+            "seconds": 10.0,
+            "wanted": 0.9,
+            "slo": {"ttft_ms": 1500.0, "tpot_ms": 30.0},
+            "steady": {"rate": 3.0, "num_input_tokens": 64, "num_output_tokens": 256},
+            "long": {"burst_size": 4, "trace": "", "num_input_tokens": 1200},
+        },
+        "goodput_long_prompts_per_s": {"split": 2.0, "colocated": None},
+        "points": [point("split", 6.0), point("colocated", 90.0)],
+    }
+
+
+def test_the_split_is_told_by_its_gaps_and_its_goodput() -> None:
+    told = split_table(split_document())
+    assert "colocated at 2/s 15.0 times (met)" in told
+    assert "split 2, colocated below 1" in told
+    assert "Model: 125m." in told
+    assert "of about 1200 tokens" in told
+
+
+def test_the_split_says_what_its_engine_was_and_which_trace() -> None:
+    document = split_document()
+    document["engine"] = {"step_ms": 5.5, "token_us": 20.0}
+    document["comparison"]["long"]["trace"] = "some.csv"
+    told = split_table(document)
+    assert "a step takes 5.5 ms and 20 us for each new token" in told
+    assert "of the lengths of some.csv" in told
