@@ -11,7 +11,7 @@ stream.
 
 Told per fault: streams that lived through it; of them resumed, ended by an error, and wrong (a token lost, doubled or not
 the oracle's, something after the end, or a wrong charge); and of the resumed, but for those whose readers stopped, the
-longest silence between two tokens (the resume gap).
+longest silence between two tokens (the resume gap); and the longest silence of any, resumed or not.
 """
 
 from __future__ import annotations
@@ -154,6 +154,7 @@ class FaultResult:
     num_wrong: int
     gap_p50_s: float
     gap_p99_s: float
+    longest_s: float
     errors: tuple[str, ...] = field(default=())
 
 
@@ -168,6 +169,7 @@ def result_of(fault: str, num_faults: int, records: Sequence[StreamRecord]) -> F
         sum(bool(r.wrong) for r in records),
         gaps[len(gaps) // 2] if gaps else 0.0,
         gaps[min(len(gaps) - 1, int(len(gaps) * 0.99))] if gaps else 0.0,
+        max((r.longest_gap_s for r in records if not r.has_paused), default=0.0),
         tuple(sorted({r.error for r in records if r.error})),
     )
 
@@ -253,7 +255,17 @@ def _verdict(record: StreamRecord) -> str:
 
 def table_of(results: Sequence[FaultResult]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("fault", "times", "streams", "resumed", "errors", "wrong", "gap p50", "p99 s"):
+    for heading in (
+        "fault",
+        "times",
+        "streams",
+        "resumed",
+        "errors",
+        "wrong",
+        "gap p50",
+        "p99",
+        "longest, s",
+    ):
         table.add_column(heading, justify="left" if heading == "fault" else "right")
     for result in results:
         table.add_row(
@@ -265,6 +277,7 @@ def table_of(results: Sequence[FaultResult]) -> Table:
             str(result.num_wrong),
             f"{result.gap_p50_s:.2f}",
             f"{result.gap_p99_s:.2f}",
+            f"{result.longest_s:.2f}",
         )
     return table
 

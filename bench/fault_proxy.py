@@ -21,6 +21,9 @@ _RESET = struct.pack("ii", 1, 0)
 #: Pieces that a direction holds back at most, before it reads no further.
 _MAX_PIECES = 64
 
+#: How much of a thin link's time one write may take, in seconds.
+_THIN_S = 0.05
+
 
 class Way(enum.Enum):
     """A direction through the proxy."""
@@ -159,12 +162,12 @@ class FaultProxy:
             if not data:
                 pair.half_close(way)
                 return
-            weather = self._weather[way]
-            if weather.bytes_per_s:
-                await asyncio.sleep(len(data) / weather.bytes_per_s)
-            if way not in pair.closed:
-                writer.write(self._flipped(data, weather.flip_every))
-                await writer.drain()
+            for part in _parts(data, self._weather[way].bytes_per_s):
+                if way not in pair.closed:
+                    writer.write(self._flipped(part, self._weather[way].flip_every))
+                    await writer.drain()
+                if bytes_per_s := self._weather[way].bytes_per_s:
+                    await asyncio.sleep(len(part) / bytes_per_s)
 
     async def _until_not_silent(self, way: Way) -> None:
         while self._weather[way].is_silent:
@@ -183,6 +186,12 @@ class FaultProxy:
 
     def _distance(self, flip_every: int) -> int:
         return int(self._rng.expovariate(1.0 / flip_every))
+
+
+def _parts(data: bytes, bytes_per_s: float | None) -> list[bytes]:
+    """As much at once as a thin link carries in _THIN_S."""
+    size = max(1, int(bytes_per_s * _THIN_S)) if bytes_per_s else len(data)
+    return [data[at : at + size] for at in range(0, len(data), size)]
 
 
 class _Pair:

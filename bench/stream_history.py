@@ -34,10 +34,9 @@ class StreamRequest:
             n=self.num_choices,
         )
 
-    def right_output(self, choice: int) -> list[int]:
-        sampling = Sampling(
-            temperature=self.temperature, seed=self.seed, max_tokens=self.num_tokens
-        )
+    def right_output(self, choice: int, num_tokens: int) -> list[int]:
+        """The first tokens of it, at least one."""
+        sampling = Sampling(temperature=self.temperature, seed=self.seed, max_tokens=num_tokens)
         return oracle_tokens(self.prompt, sampling, VOCAB_SIZE, choice)
 
 
@@ -83,8 +82,8 @@ class StreamHistory:
         """What is wrong with it; empty if nothing is. is_whole: whether it ended well, not by an error or a cancel."""
         wrong = list(self._wrong)
         for choice, tokens in enumerate(self._tokens):
-            right = self._request.right_output(choice)
-            if tokens != (right if is_whole else right[: len(tokens)]):
+            num_tokens = self._request.num_tokens if is_whole else len(tokens)
+            if num_tokens and tokens != self._request.right_output(choice, num_tokens):
                 wrong.append(f"choice {choice} is not the oracle's")
         if is_whole:
             wrong += self._wrong_ends()

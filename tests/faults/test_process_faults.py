@@ -4,142 +4,170 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+import pytest_asyncio
 
-from baton.client import AsyncClient, SamplingParams
-from baton.config import ServeOptions
-from baton.engine.oracle import oracle_tokens
-from baton.supervisor import Cluster
-from baton.types import Sampling
-from tests.support.live_tiers import BOX_MODEL
+from baton.client import AsyncClient
+from bench.proxied_cluster import ProxiedCluster
+from gateway.choice import MAX_FAILURES
+from tests.support.fault_streams import Streams, proxied_cluster, until_quiet
 
-NUM_STREAMS = 16
-NUM_TOKENS = 150
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pairs() -> AsyncIterator[ProxiedCluster]:
+    """Two workers of each tier."""
+    async with proxied_cluster(2, 2) as cluster:
+        yield cluster
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def singles() -> AsyncIterator[ProxiedCluster]:
+    """One worker of each tier."""
+    async with proxied_cluster(1, 1) as cluster:
+        yield cluster
 
 
 @asynccontextmanager
-async def oracle_cluster(
-    num_prefill: int = 2, num_decode: int = 2
-) -> AsyncIterator[tuple[Cluster, AsyncClient]]:
-    options = ServeOptions(
-        model=str(BOX_MODEL),
-        engine="oracle",
-        oracle_step_ms=8.0,
-        max_num_batched_tokens=64,
-        num_prefill_workers=num_prefill,
-        num_decode_workers=num_decode,
-        prefill_block_size=32,
-        decode_block_size=8,
-        num_gpu_blocks_override=2000,
-        port=0,
-        drain_timeout_s=2,
-        log_level="error",
-    )
-    async with Cluster(options) as cluster, AsyncClient(cluster.address) as client:
-        yield cluster, client
+async def using(cluster: ProxiedCluster) -> AsyncIterator[AsyncClient]:
+    """A client, and afterwards quiet."""
+    async with AsyncClient(cluster.address) as client:
+        yield client
+        await until_quiet(client, len(cluster.names) - 1)
 
 
-class Streams:
-    """Many streams at once; each checks itself against the oracle."""
-
-    def __init__(self, client: AsyncClient, seed: int) -> None:
-        self.client = client
-        self.rng = random.Random(seed)
-        self.num_resumes = 0
-        self.first_token = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._one()) for _ in range(NUM_STREAMS)]
-
-    async def _one(self) -> None:
-        prompt = [self.rng.randrange(1000) for _ in range(self.rng.randint(30, 400))]
-        seed = self.rng.getrandbits(63)
-        temperature = self.rng.choice([0.0, 0.75])
-        params = SamplingParams(
-            temperature=temperature, seed=seed, max_tokens=NUM_TOKENS, ignore_eos=True
-        )
-        tokens: list[int] = []
-        async with self.client.stream(prompt, params) as stream:
-            async for chunk in stream:
-                assert chunk.token_index == len(tokens)
-                tokens += chunk.token_ids
-                self.first_token.set()
-                if chunk.timing:
-                    self.num_resumes += chunk.timing.num_resumes
-        sampling = Sampling(temperature=temperature, seed=seed, max_tokens=NUM_TOKENS)
-        assert tokens == oracle_tokens(prompt, sampling, 1000)
-
-    async def finish(self) -> None:
-        await asyncio.gather(*self._tasks)
+def send(cluster: ProxiedCluster, signum: signal.Signals, *names: str) -> None:
+    for name in names:
+        os.kill(cluster.pid_of(name), signum)
 
 
-async def until_quiet(client: AsyncClient, num_workers: int) -> None:
-    """Every worker is ready again and holds nothing."""
-    while True:
-        workers = (await client.model()).workers
-        ready = [worker for worker in workers if worker.state == "ready"]
-        if len(ready) == num_workers and not any(
-            worker.num_leased_blocks or worker.num_in_flight for worker in ready
-        ):
-            return
-        await asyncio.sleep(0.05)
+async def cut_off(cluster: ProxiedCluster, client: AsyncClient) -> None:
+    """Returns when the gateway has noticed that the decode worker cannot be reached. It stays so until it is let back."""
+    link = cluster.links["decode-0"]
+    link.refuse()
+    link.cut()
+    while all(worker.state != "unreachable" for worker in (await client.model()).workers):
+        pass
 
 
-@pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
-async def test_a_killed_worker_costs_no_stream_a_token(victim: str) -> None:
-    async with oracle_cluster() as (cluster, client):
-        streams = Streams(client, seed=1)
-        await streams.first_token.wait()
-        os.kill(cluster.pid_of(victim), signal.SIGKILL)
-        await streams.finish()
-        if victim.startswith("decode"):
+@pytest.mark.parametrize("victims", [("decode-0",), ("prefill-0",), ("decode-1", "prefill-1")])
+async def test_killed_workers_cost_no_stream_a_token(
+    pairs: ProxiedCluster, victims: tuple[str, ...]
+) -> None:
+    async with using(pairs) as client:
+        streams = Streams(client, seed=1, num_streams=16, num_tokens=100)
+        await streams.all_run()
+        send(pairs, signal.SIGKILL, *victims)
+        assert not await streams.finish()
+        if victims[0].startswith("decode"):
             assert streams.num_resumes
-        await until_quiet(client, 4)
-
-
-async def test_one_of_each_tier_killed_at_once() -> None:
-    async with oracle_cluster() as (cluster, client):
-        streams = Streams(client, seed=2)
-        await streams.first_token.wait()
-        os.kill(cluster.pid_of("decode-1"), signal.SIGKILL)
-        os.kill(cluster.pid_of("prefill-1"), signal.SIGKILL)
-        await streams.finish()
-        await until_quiet(client, 4)
 
 
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
-async def test_a_frozen_worker_is_noticed_and_what_it_says_later_is_not_heard(victim: str) -> None:
-    async with oracle_cluster() as (cluster, client):
-        streams = Streams(client, seed=3)
-        await streams.first_token.wait()
-        pid = cluster.pid_of(victim)
-        os.kill(pid, signal.SIGSTOP)
+async def test_a_frozen_worker_is_noticed_and_what_it_says_later_is_not_heard(
+    pairs: ProxiedCluster, victim: str
+) -> None:
+    async with using(pairs) as client:
+        streams = Streams(client, seed=3, num_streams=12)
+        await streams.streams[0].tokens(1)
+        send(pairs, signal.SIGSTOP, victim)
         try:
-            await streams.finish()
+            assert not await streams.finish()
         finally:
-            os.kill(pid, signal.SIGCONT)
+            send(pairs, signal.SIGCONT, victim)
         await until_quiet(client, 4)
-        again = Streams(client, seed=4)
-        await again.finish()
+        assert not await Streams(client, seed=4).finish()
 
 
-async def test_the_only_decode_worker_is_killed_and_streams_wait_for_its_return() -> None:
-    async with oracle_cluster(1, 1) as (cluster, client):
-        streams = Streams(client, seed=5)
-        await streams.first_token.wait()
-        os.kill(cluster.pid_of("decode-0"), signal.SIGKILL)
-        await streams.finish()
-        await until_quiet(client, 2)
+async def test_the_decode_worker_that_streams_were_resumed_on_dies_too(
+    pairs: ProxiedCluster,
+) -> None:
+    async with using(pairs) as client:
+        streams = Streams(client, seed=5, num_tokens=150)
+        await streams.all_run()
+        send(pairs, signal.SIGKILL, "decode-0")
+        # Those that were on the other are resumed here, while it is killed, or wait for the return of either.
+        send(pairs, signal.SIGKILL, "decode-1")
+        assert not await streams.finish()
+        assert streams.num_resumes >= len(streams.streams)
 
 
-async def test_a_rolling_restart_of_every_worker() -> None:
-    async with oracle_cluster() as (cluster, client):
+async def test_a_stream_outlives_three_failures_and_ends_cleanly_at_the_fourth(
+    singles: ProxiedCluster,
+) -> None:
+    async with using(singles) as client:
+        streams = Streams(client, seed=6, num_streams=1, num_tokens=200)
+        (stream,) = streams.streams
+        await stream.tokens(5)
+        for _ in range(MAX_FAILURES):
+            await cut_off(singles, client)
+            await singles.links["decode-0"].accept()
+            await stream.tokens(stream.num_tokens + 5)
+            assert not stream.task.done()
+        singles.links["decode-0"].cut()
+        (error,) = await streams.finish()
+        assert error.reason == "WORKER_LOST"
+        assert error.retry_after_s
+
+
+async def test_without_a_prefill_tier_decode_workers_compute_prompts(
+    singles: ProxiedCluster,
+) -> None:
+    async with using(singles) as client:
+        streams = Streams(client, seed=7)
+        await streams.all_run()
+        send(singles, signal.SIGKILL, "prefill-0")
+        later = Streams(client, seed=8)
+        assert not await streams.finish()
+        assert not await later.finish()
+
+
+async def test_without_a_decode_tier_new_requests_fail_at_once_and_old_ones_wait(
+    singles: ProxiedCluster,
+) -> None:
+    async with using(singles) as client:
+        streams = Streams(client, seed=9)
+        await streams.all_run()
+        await cut_off(singles, client)
+        errors = await Streams(client, seed=10, num_streams=2).finish()
+        assert [error.reason for error in errors] == ["NO_WORKERS"] * 2
+        assert all(error.retry_after_s for error in errors)
+        await singles.links["decode-0"].accept()
+        assert not await streams.finish()
+
+
+async def test_a_rolling_restart_of_every_worker(pairs: ProxiedCluster) -> None:
+    async with using(pairs) as client:
         for name in ("prefill-0", "decode-0", "prefill-1", "decode-1"):
-            streams = Streams(client, seed=6)
-            await streams.first_token.wait()
-            os.kill(cluster.pid_of(name), signal.SIGTERM)
-            await streams.finish()
+            streams = Streams(client, seed=11)
+            await streams.all_run()
+            send(pairs, signal.SIGTERM, name)
+            assert not await streams.finish()
             await until_quiet(client, 4)
+
+
+async def test_a_gateway_that_is_told_to_go_lets_its_streams_end(singles: ProxiedCluster) -> None:
+    async with using(singles) as client:
+        streams = Streams(client, seed=12)
+        await streams.all_run()
+        send(singles, signal.SIGTERM, "gateway")
+        assert not await streams.finish()
+
+
+async def test_streams_that_their_clients_give_up_at_any_token_leave_nothing(
+    pairs: ProxiedCluster,
+) -> None:
+    async with using(pairs) as client:
+        streams = Streams(client, seed=13, num_streams=20)
+
+        async def give_up(number: int) -> None:
+            stream = streams.streams[number]
+            await stream.tokens(3 * number)
+            await stream.cancel()
+
+        await asyncio.gather(*(give_up(number) for number in range(20)))
