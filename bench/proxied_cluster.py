@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from baton.config import ServeOptions
 from baton.supervisor import Cluster
+from baton.supervisor.log_lines import forward_to_stderr
 from baton.supervisor.plan import ChildSpec
 from bench.fault_proxy import FaultProxy
 
@@ -18,7 +19,9 @@ class ProxiedCluster(Cluster):
     way to its KV channel, "gateway" for the clients' way in. --kv-transport must be tcp."""
 
     def __init__(self, options: ServeOptions) -> None:
-        super().__init__(options)
+        super().__init__(options, on_line=self._take_line)
+        self.log_lines: list[str] = []
+        """All that the processes have logged; it goes to this process's error output, too."""
         self._stack = AsyncExitStack()
         self.links: dict[str, FaultProxy] = {}
 
@@ -35,6 +38,10 @@ class ProxiedCluster(Cluster):
         # First the links: a worker that is told to go must not wait for what a proxy keeps back.
         await self._stack.aclose()
         await super().stop()
+
+    def _take_line(self, name: str, line: str) -> None:
+        self.log_lines.append(line)
+        forward_to_stderr(name, line)
 
     async def _start_all(self, specs: tuple[ChildSpec, ...]) -> None:
         await super()._start_all(tuple([await self._with_kv_link(spec) for spec in specs]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import grpc.aio
 
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, EngineFault
+from baton.rpc.interceptor import write_to
 from baton.rpc.status import REQUEST_ID_KEY
 from baton.telemetry import no_telemetry
 from baton.types import Tier
@@ -118,7 +120,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         except BatonError as error:
             error.request_id = request_id
             raise
-        relay = Relay(self._relay_context, validated, context.write, deadline_s, record.timeline)
+        write = functools.partial(write_to, context)
+        relay = Relay(self._relay_context, validated, write, deadline_s, record.timeline)
         await relay.run(on_admitted)
 
     async def Tokenize(  # noqa: N802

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from baton.errors import BY_REASON, BatonError, EngineFault
+from baton.errors import BY_REASON, BatonError, Cancelled, EngineFault
 from baton.rpc.status import REQUEST_ID_KEY, abort
 
 _log = logging.getLogger(__name__)
@@ -105,6 +105,15 @@ def request_id_of(context: _Context) -> str:
     return uuid.uuid4().hex
 
 
+async def write_to(context: _Context, response: Any) -> None:
+    """Send a piece of a stream. Raises Cancelled if the caller's connection has broken: grpc itself tells that as a fault
+    of its own, unless it has cancelled the handler before."""
+    try:
+        await context.write(response)
+    except grpc.aio.InternalError:
+        raise Cancelled("the caller's connection broke") from None
+
+
 async def _drain(result: Any, context: _Context) -> None:
     """Send what a streaming handler yields. Its clean-up has run when this returns, cancelled or not."""
     if not isinstance(result, AsyncIterator):
@@ -112,7 +121,7 @@ async def _drain(result: Any, context: _Context) -> None:
         return
     async with aclosing(result) as responses:  # type: ignore[type-var]
         async for response in responses:
-            await context.write(response)
+            await write_to(context, response)
 
 
 async def _fail(context: _Context, method: str, error: Exception) -> NoReturn:

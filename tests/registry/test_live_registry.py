@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
@@ -15,10 +15,10 @@ from baton.engine.oracle import oracle_tokens
 from baton.errors import NoWorkers
 from baton.registry import redis as redis_module
 from baton.types import Sampling
+from bench.fault_proxy import FaultProxy, Weather
 from gateway import server as gateway_module
 from tests.support.live_tiers import decode_worker, gateway, prefill_worker
 from tests.support.redis_server import RedisServer, redis_server
-from tests.support.slow_proxy import SlowProxy
 
 LEASE_S, PERIOD_S, TIMEOUT_S = 0.5, 0.05, 0.25
 
@@ -138,12 +138,28 @@ async def test_an_outage_under_load_fails_no_request(
         assert "is unreachable" not in caplog.text, "no connection was given up"
 
 
-async def test_a_registry_too_slow_for_its_deadlines_fails_no_request(
-    server: RedisServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def late(link: FaultProxy) -> None:
     """Its answers come, but later than anybody waits for them."""
+    link.weather(Weather(delay_s=TIMEOUT_S), Weather(delay_s=TIMEOUT_S))
+
+
+def silent(link: FaultProxy) -> None:
+    link.silence()
+
+
+def gone(link: FaultProxy) -> None:
+    link.refuse()
+    link.cut()
+
+
+@pytest.mark.parametrize("inflict", [late, silent, gone])
+async def test_a_bad_link_to_the_registry_fails_no_request(
+    server: RedisServer,
+    caplog: pytest.LogCaptureFixture,
+    inflict: Callable[[FaultProxy], None],
+) -> None:
     caplog.set_level("INFO")
-    async with SlowProxy(server.port).running() as proxy, AsyncExitStack() as stack:
+    async with FaultProxy(server.port).running() as proxy, AsyncExitStack() as stack:
         enter, url = stack.enter_async_context, f"redis://127.0.0.1:{proxy.port}/0"
         await enter(prefill_worker(worker_id="p0", registry=url))
         await enter(decode_worker(worker_id="d0", registry=url))
@@ -151,20 +167,22 @@ async def test_a_registry_too_slow_for_its_deadlines_fails_no_request(
         await until_ready(client, "p0", "d0")
         load = Load(client)
         async with load.running():
-            proxy.delay_s = 2 * TIMEOUT_S
+            inflict(proxy)
             await until_told(caplog, "cannot be used", 3)  # both workers and the gateway
             await load.seconds(OUTAGE_S)
             await enter(decode_worker(worker_id="d1", registry=url))
             await until_told(caplog, "cannot be used", 4)
-            proxy.delay_s = 0.0
+            proxy.heal()
+            await proxy.accept()
             await until_ready(client, "p0", "d0", "d1")
             await load.requests(20)
         assert "is unreachable" not in caplog.text, "no connection was given up"
 
 
 async def test_who_comes_and_goes_is_seen_in_a_slow_registry_too(server: RedisServer) -> None:
-    async with SlowProxy(server.port).running() as proxy, AsyncExitStack() as stack:
-        proxy.delay_s = TIMEOUT_S / 50  # of each of the round trips that a look at the list takes
+    async with FaultProxy(server.port).running() as proxy, AsyncExitStack() as stack:
+        # Of each of the round trips that a look at the list takes.
+        proxy.weather(back=Weather(delay_s=TIMEOUT_S / 25))
         enter, url = stack.enter_async_context, f"redis://127.0.0.1:{proxy.port}/0"
         await enter(decode_worker(worker_id="d0", registry=url))
         client = await enter(AsyncClient(await enter(gateway([], [], registry=url))))
