@@ -13,28 +13,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from baton.engine.followers import Followers, NoFollowers, TensorPool
 from baton.engine.interface import Batch, EngineSpec, LayersDone, SampleRow
-from baton.engine.torch_kv_pool import TorchKvPool
+from baton.engine.tensor_parallel.rank_spec import RankSpec, staging_bytes
+from baton.engine.tensor_parallel.team import RankTeam
 from baton.engine.torch_step import check_batch, fault, pack_batch, sample_rows
 from baton.errors import ConfigError
 from baton.model.checkpoint import find_shards, naming_model, resolve_checkpoint
 from baton.model.config import DTYPES, ModelConfig, read_config
 from baton.model.decoder import Decoder
 from baton.model.host_memory import available_memory_bytes
+from baton.model.load import keeps_stored_levels, load_parameters
 from baton.model.memory_plan import MemoryPlan, plan_memory
-from baton.model.packed import PackedParameters, pack_parameters
-from baton.model.parameters import empty_parameters
 from baton.model.rope import Rope, make_rope
-from baton.model.weights import Loaded, ProgressHook, load_weights, terminal_progress
-from baton.quantization.weight import QuantizedWeight
+from baton.model.shard import check_size
+from baton.model.weights import ProgressHook
 from baton.sampling.sampler import NothingAllowedError, broken_rows, sample
 from baton.types import SCALE_BYTES, SCALED_DTYPES, KvLayout, Sample
-from baton_kernels.linear import keeps_levels
 
 _log = logging.getLogger(__name__)
 
@@ -58,11 +58,14 @@ class TorchEngine:
         config: ModelConfig,
         decoder: Decoder,
         rope: Rope,
-        kv: TorchKvPool,
+        kv: TensorPool,
         layer_group_size: int,
+        followers: Followers | None = None,
     ) -> None:
-        """layer_group_size: layers that a forward tells `layers_done` of at once."""
+        """config: with the heads that are here. layer_group_size: layers that a forward tells `layers_done` of at once.
+        followers: the other ranks' processes, if there are any."""
         self._layer_group_size = layer_group_size
+        self._followers: Followers = followers or NoFollowers()
         self._spec = spec
         self._model = _Model(config, decoder, rope)
         self._kv = kv
@@ -72,8 +75,12 @@ class TorchEngine:
         return self._spec
 
     @property
-    def kv(self) -> TorchKvPool:
+    def kv(self) -> TensorPool:
         return self._kv
+
+    def close(self) -> None:
+        """End the other ranks' processes, which end by themselves with this one. The engine cannot be used after that."""
+        self._followers.close()
 
     def forward(
         self, batch: Batch, layers_done: LayersDone | None = None
@@ -85,8 +92,7 @@ class TorchEngine:
         with torch.inference_mode():
             states = self._run(batch, layers_done)
             for group in _row_groups(rows):
-                some = states if len(group) == len(rows) else states[group]
-                logits = self._model.decoder.logits(some)
+                logits = self._logits(states, group)
                 if broken := broken_rows(logits):
                     told = "the model's output is not finite"
                     raise fault(told, [owners[group[i]] for i in broken])
@@ -103,7 +109,14 @@ class TorchEngine:
     def logits(self, batch: Batch, layers_done: LayersDone | None = None) -> torch.Tensor:
         """Write the new tokens' KV; returns the logits of all sample rows, slice by slice, [rows, vocab] float32."""
         with torch.inference_mode():
-            return self._model.decoder.logits(self._run(batch, layers_done))
+            states = self._run(batch, layers_done)
+            return self._logits(states, range(len(states)))
+
+    def _logits(self, states: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """Of these rows, [rows, vocab] float32."""
+        some = states if len(rows) == len(states) else states[rows]
+        with self._followers.logits(rows):
+            return self._model.decoder.logits(some)
 
     def _run(self, batch: Batch, layers_done: LayersDone | None) -> torch.Tensor:
         """Write the new tokens' KV; returns the states of all sample rows, slice by slice, [rows, hidden]."""
@@ -113,13 +126,16 @@ class TorchEngine:
         )
         if not batch.slices:
             return torch.empty(0, model.config.hidden_size)
-        packed = pack_batch(batch, model.config, model.rope, self._kv.tensor, model.decoder.dtype)
         done = (
             _in_groups(layers_done, model.config.num_layers, self._layer_group_size)
             if layers_done
             else None
         )
-        return model.decoder.forward(packed, self._kv.tensor, done, self._kv.scales)
+        with self._followers.step(batch, is_told=done is not None):
+            packed = pack_batch(
+                batch, model.config, model.rope, self._kv.tensor, model.decoder.dtype
+            )
+            return model.decoder.forward(packed, self._kv.tensor, done, self._kv.scales)
 
 
 def _row_groups(rows: Sequence[SampleRow]) -> Iterator[list[int]]:
@@ -162,6 +178,7 @@ def load_engine(
     layer_group_size: int = 4,
     served_model_name: str | None = None,
     num_threads: int | None = None,
+    tensor_parallel_size: int = 1,
     on_plan: Callable[[MemoryPlan], None] | None = None,
     progress: ProgressHook | None = None,
 ) -> TorchEngine:
@@ -170,8 +187,9 @@ def load_engine(
     `on_plan` sees the memory plan before anything is loaded; by default it is logged. `progress` sees each tensor read; by
     default there is a bar on a terminal. Raises ConfigError and ModelError (see baton.errors).
     """
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
+    size = tensor_parallel_size
+    if num_threads is not None or size > 1:
+        torch.set_num_threads(max(1, (num_threads or torch.get_num_threads()) // size))
     where = _device(device)
     with naming_model(model):
         folder = resolve_checkpoint(model, revision)
@@ -183,6 +201,7 @@ def load_engine(
     if block_size < 1:
         raise ConfigError.of("block_size", block_size, "must be at least 1")
     _check_kv_dtype(kv_name, block_size * config.head_dim, where)
+    _check_ranks(config, size, where)
     plan = plan_memory(
         config,
         dtype=name,
@@ -192,7 +211,8 @@ def load_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         available_bytes=int(_available_bytes(where) * memory_share),
-        keeps_levels=_keeps_levels(config, getattr(torch, name), where),
+        num_ranks=size,
+        keeps_levels=keeps_stored_levels(config, getattr(torch, name), where),
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         num_blocks=num_blocks,
     )
@@ -204,16 +224,26 @@ def load_engine(
             "kv_cache_memory_bytes or gpu_memory_utilization",
         )
     (on_plan or _log_plan)(plan)
-    with naming_model(model):
-        parameters, digest = _load(folder, config, getattr(torch, name), where, progress)
-    layout = KvLayout(
-        fingerprint=f"{digest}:{config.kv_digest}",
+    sizes = KvLayout(
+        fingerprint="",
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=kv_name,
         block_size=block_size,
     )
+    followers = _followers(size, folder, config, sizes, plan.num_blocks, longest)
+    shard = followers.ranks.shard
+    try:
+        with naming_model(model):
+            parameters, digest = load_parameters(
+                folder, config, getattr(torch, name), where, progress, shard
+            )
+        followers.wait_ready(digest)
+    except BaseException:
+        followers.close()
+        raise
+    layout = replace(sizes, fingerprint=f"{digest}:{config.kv_digest}")
     rope = make_rope(config, longest, where)
     spec = EngineSpec(
         model=served_model_name or model,
@@ -223,40 +253,47 @@ def load_engine(
         max_model_len=plan.longest_context,
         shared_prompt_limit=config.max_position_embeddings if rope.is_dynamic else None,
     )
-    pool = TorchKvPool(layout, plan.num_blocks, where)
-    return TorchEngine(spec, config, Decoder(config, parameters), rope, pool, layer_group_size)
+    own = shard.attention_config(config)
+    decoder = Decoder(own, parameters, followers.ranks)
+    pool = followers.make_pool(layout, plan.num_blocks, where)
+    return TorchEngine(spec, own, decoder, rope, pool, layer_group_size, followers)
 
 
-def _keeps_levels(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the checkpoint's linear layers run as the levels that it has."""
-    stored = config.quantization
-    if stored is None or stored.kind != "int":
-        return False
-    return keeps_levels(device, dtype, stored.bits, stored.group_size or config.hidden_size)
+def _check_ranks(config: ModelConfig, size: int, device: torch.device) -> None:
+    """Raise ConfigError unless so many ranks can share the model on this kind of device."""
+    check_size(config, size)
+    if size > 1 and device.type != "cpu":
+        raise ConfigError.of(
+            "tensor_parallel_size",
+            size,
+            "ranks reach each other's KV in host memory; give --device=cpu, or leave it out",
+        )
 
 
-def _load(
+def _followers(
+    size: int,
     folder: Path,
     config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: ProgressHook | None,
-) -> tuple[PackedParameters, str]:
-    """The parameters, ready to run, and the digest of the checkpoint's."""
-    parameters = empty_parameters(config, dtype, device)
-
-    def keeps(weight: QuantizedWeight) -> bool:
-        return keeps_levels(device, dtype, weight.bits, weight.group_size)
-
-    def load(hook: ProgressHook) -> Loaded:
-        return load_weights(folder, parameters, hook, config.quantization, keeps)
-
-    if progress is not None:
-        loaded = load(progress)
-    else:
-        with terminal_progress() as show:
-            loaded = load(show)
-    return pack_parameters(parameters, loaded.quantized), loaded.digest
+    layout: KvLayout,
+    num_blocks: int,
+    max_model_len: int,
+) -> Followers:
+    """The processes of the other ranks, which load from now on. They have as many threads as this one."""
+    if size == 1:
+        return NoFollowers()
+    spec = RankSpec(
+        rank=0,
+        size=size,
+        folder=str(folder),
+        layout=layout,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        num_threads=torch.get_num_threads(),
+        staging_bytes=staging_bytes(config, size, layout.dtype),
+        kv_fd=-1,
+        meeting_fd=-1,
+    )
+    return RankTeam(spec)
 
 
 def _log_plan(plan: MemoryPlan) -> None:

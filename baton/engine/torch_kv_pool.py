@@ -16,9 +16,13 @@ from baton_kernels.kv_pack import Slab, kv_pack, kv_unpack
 _BITS = {4: (torch.int32, np.int32), 2: (torch.int16, np.int16), 1: (torch.int8, np.int8)}
 _DTYPES = {"fp8": torch.float8_e4m3fn}
 
+#: Which tokens and layers of a sequence: its block table, first token, number of tokens, first layer, number of layers.
+Span = tuple[Sequence[int], int, int, int, int]
+PackedPart = NDArray[np.signedinteger]
+
 
 class TorchKvPool:
-    """Blocks as KvLayout has them, in one piece of memory, every page of it touched at creation.
+    """Blocks as KvLayout has them, in one piece of memory.
 
     tensor: [blocks, layers, 2, kv_heads, block_size, head_dim]; scales: [blocks, layers, 2, kv_heads, block_size] float32, None but
     for a layout of SCALED_DTYPES. Both are views of the blocks.
@@ -26,18 +30,19 @@ class TorchKvPool:
     from or to the caller's bytes, on the calling thread and without the GIL.
     """
 
-    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
-        """Raises ValueError if scales would not lie at multiples of their size."""
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        device: torch.device,
+        memory: torch.Tensor | None = None,
+    ) -> None:
+        """memory: the blocks' bytes, uint8 on `device`, which somebody else touches; its own if not given. Raises ValueError if
+        scales would not lie at multiples of their size."""
         self._layout = layout
         self._num_blocks = num_blocks
         self._is_host = device.type == "cpu"
-        num_bytes = num_blocks * layout.block_bytes
-        if self._is_host:
-            memory = host_memory(num_bytes)
-        else:
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        # Touches every page now, so that no step pays for it.
-        memory.zero_()
+        memory = memory if memory is not None else _fresh(num_blocks * layout.block_bytes, device)
         self._blocks = memory.view(num_blocks, layout.num_layers, 2, layout.num_kv_heads, -1)
         row_bytes = layout.head_dim * DTYPE_BYTES[layout.dtype]
         dtype = _DTYPES.get(layout.dtype) or getattr(torch, layout.dtype)
@@ -45,7 +50,7 @@ class TorchKvPool:
         rows = self._blocks[..., : layout.block_size * row_bytes]
         self.tensor = rows.view(dtype).unflatten(-1, shape)
         self.scales = self._scales(layout) if layout.dtype in SCALED_DTYPES else None
-        bits, self._array_dtype = _BITS[DTYPE_BYTES[layout.dtype]]
+        bits, _ = _BITS[DTYPE_BYTES[layout.dtype]]
         self._views = [self.tensor.view(bits)]
         if self.scales is not None:
             self._views.append(self.scales.view(torch.int32)[..., None])
@@ -77,14 +82,8 @@ class TorchKvPool:
         """See KvPool. Raises ValueError if a range or a size is wrong; `out` must be writable."""
         if out.readonly:
             raise ValueError("cannot pack into a read-only buffer")
-        parts = self._packed(block_ids, first_token, num_tokens, first_layer, num_layers, out)
-        for slab, packed in zip(self._slabs, parts, strict=True):
-            if self._is_host:
-                kv_pack(slab, block_ids, first_token, first_layer, packed)
-            else:
-                staging = torch.empty(packed.shape, dtype=torch.from_numpy(packed).dtype)
-                kv_pack(slab, block_ids, first_token, first_layer, staging)
-                packed[...] = staging.numpy()
+        span = (block_ids, first_token, num_tokens, first_layer, num_layers)
+        self.pack_parts(span, packed_parts(self._layout, self._num_blocks, span, out))
 
     def unpack(
         self,
@@ -96,7 +95,23 @@ class TorchKvPool:
         data: memoryview,
     ) -> None:
         """See KvPool. Raises ValueError if a range or a size is wrong."""
-        parts = self._packed(block_ids, first_token, num_tokens, first_layer, num_layers, data)
+        span = (block_ids, first_token, num_tokens, first_layer, num_layers)
+        self.unpack_parts(span, packed_parts(self._layout, self._num_blocks, span, data))
+
+    def pack_parts(self, span: Span, parts: Sequence[PackedPart]) -> None:
+        """`pack` into what packed_parts gives, for the heads that are here. `span` is within the pool."""
+        block_ids, first_token, _, first_layer, _ = span
+        for slab, packed in zip(self._slabs, parts, strict=True):
+            if self._is_host:
+                kv_pack(slab, block_ids, first_token, first_layer, packed)
+            else:
+                staging = torch.empty(packed.shape, dtype=torch.from_numpy(packed).dtype)
+                kv_pack(slab, block_ids, first_token, first_layer, staging)
+                packed[...] = staging.numpy()
+
+    def unpack_parts(self, span: Span, parts: Sequence[PackedPart]) -> None:
+        """`unpack` from what packed_parts gives, for the heads that are here. `span` is within the pool."""
+        block_ids, first_token, _, first_layer, _ = span
         for slab, packed in zip(self._slabs, parts, strict=True):
             source: Slab = packed if self._is_host else torch.utils.dlpack.from_dlpack(packed)
             kv_unpack(slab, block_ids, first_token, first_layer, source)
@@ -120,39 +135,43 @@ class TorchKvPool:
         view: memoryview = layers.data
         return view.cast("B").toreadonly()
 
-    def _packed(
-        self,
-        block_ids: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        first_layer: int,
-        num_layers: int,
-        data: memoryview,
-    ) -> list[NDArray[np.signedinteger]]:
-        """`data` as [num_layers, 2, kv_heads, num_tokens, head_dim], and [num_layers, 2, kv_heads, num_tokens, 1] for scales; without
-        a copy."""
-        layout = self._layout
-        if first_token < 0 or num_tokens < 0 or first_layer < 0 or num_layers < 0:
-            raise ValueError("ranges must not be negative")
-        if first_layer + num_layers > layout.num_layers:
-            raise ValueError(f"layers end at {first_layer + num_layers} of {layout.num_layers}")
-        if first_token + num_tokens > len(block_ids) * layout.block_size:
-            raise ValueError(
-                f"tokens end at {first_token + num_tokens}, past {len(block_ids)} blocks"
-            )
-        if any(not 0 <= block < self._num_blocks for block in block_ids):
-            raise ValueError(f"a block id is not in [0, {self._num_blocks})")
-        if data.nbytes != num_layers * num_tokens * layout.token_layer_bytes:
-            raise ValueError(
-                f"{data.nbytes} bytes do not hold {num_tokens} tokens of {num_layers} layers"
-            )
-        heads = (num_layers, 2, layout.num_kv_heads)
-        num_elements = num_tokens * layout.head_dim
-        if layout.dtype not in SCALED_DTYPES:
-            array = np.frombuffer(data, dtype=self._array_dtype)
-            return [array.reshape(*heads, num_tokens, layout.head_dim)]
-        array = np.frombuffer(data, dtype=np.int8).reshape(
-            *heads, num_elements + num_tokens * SCALE_BYTES
+
+def _fresh(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Zeros, uint8, every page touched now, so that no step pays for it."""
+    if device.type == "cpu":
+        return host_memory(num_bytes).zero_()
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+
+def packed_parts(
+    layout: KvLayout, num_blocks: int, span: Span, data: memoryview
+) -> list[PackedPart]:
+    """`data` as [num_layers, 2, kv_heads, num_tokens, head_dim], and [num_layers, 2, kv_heads, num_tokens, 1] for scales; without
+    a copy.
+
+    Raises ValueError if `span` is not within a pool of `num_blocks`, or `data` has another size.
+    """
+    block_ids, first_token, num_tokens, first_layer, num_layers = span
+    if first_token < 0 or num_tokens < 0 or first_layer < 0 or num_layers < 0:
+        raise ValueError("ranges must not be negative")
+    if first_layer + num_layers > layout.num_layers:
+        raise ValueError(f"layers end at {first_layer + num_layers} of {layout.num_layers}")
+    if first_token + num_tokens > len(block_ids) * layout.block_size:
+        raise ValueError(f"tokens end at {first_token + num_tokens}, past {len(block_ids)} blocks")
+    if any(not 0 <= block < num_blocks for block in block_ids):
+        raise ValueError(f"a block id is not in [0, {num_blocks})")
+    if data.nbytes != num_layers * num_tokens * layout.token_layer_bytes:
+        raise ValueError(
+            f"{data.nbytes} bytes do not hold {num_tokens} tokens of {num_layers} layers"
         )
-        codes = array[..., :num_elements].reshape(*heads, num_tokens, layout.head_dim)
-        return [codes, array[..., num_elements:].view(np.int32)[..., None]]
+    heads = (num_layers, 2, layout.num_kv_heads)
+    num_elements = num_tokens * layout.head_dim
+    if layout.dtype not in SCALED_DTYPES:
+        _, array_dtype = _BITS[DTYPE_BYTES[layout.dtype]]
+        array = np.frombuffer(data, dtype=array_dtype)
+        return [array.reshape(*heads, num_tokens, layout.head_dim)]
+    array = np.frombuffer(data, dtype=np.int8).reshape(
+        *heads, num_elements + num_tokens * SCALE_BYTES
+    )
+    codes = array[..., :num_elements].reshape(*heads, num_tokens, layout.head_dim)
+    return [codes, array[..., num_elements:].view(np.int32)[..., None]]

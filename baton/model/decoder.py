@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from baton.model.config import ModelConfig
 from baton.model.packed import PackedLayer, PackedParameters
+from baton.model.shard import Alone, Ranks
 from baton_kernels.paged_attention import AttentionPlan, paged_attention
 from baton_kernels.rms_norm import rms_norm
 from baton_kernels.rope_kv_write import rope_kv_write
@@ -34,9 +35,17 @@ class PackedBatch:
 
 
 class Decoder:
-    """Parameters and how to run them. Holds no state of any sequence: KV is in the pool that it is given."""
+    """Parameters and how to run them. Holds no state of any sequence: KV is in the pool that it is given.
 
-    def __init__(self, config: ModelConfig, parameters: PackedParameters) -> None:
+    Of several ranks each has one of these, over its part of the parameters and a pool of its own heads, and all are called alike.
+    """
+
+    def __init__(
+        self, config: ModelConfig, parameters: PackedParameters, ranks: Ranks | None = None
+    ) -> None:
+        """config: with the heads that are here, Shard.attention_config. ranks: who else has parts of the model; nobody if
+        not given."""
+        self._ranks: Ranks = ranks or Alone()
         self._config = config
         self._parameters = parameters
 
@@ -54,23 +63,25 @@ class Decoder:
     ) -> torch.Tensor:
         """Write the tokens' KV into `pool`, and `scales` if it has any; returns the sampled tokens' states [rows, hidden], which `logits` takes.
 
-        `layer_done` is called with each layer's index once the KV of that layer is written. After the last layer's KV
-        only the sampled tokens go on.
+        `layer_done` is called with each layer's index once the KV of that layer is written, by all ranks: each rank gives
+        a hook, or none does. After the last layer's KV only the sampled tokens go on. When this returns, all ranks are done with
+        the pool.
         """
-        parameters = self._parameters
+        parameters, ranks = self._parameters, self._ranks
         hidden = F.embedding(batch.token_ids, parameters.embeddings)
         last = len(parameters.layers) - 1
         for index, layer in enumerate(parameters.layers):
             mixed = self._attention(index, layer, hidden, batch, pool, scales, layer_done)
             if index == last and batch.sampled is not None:
                 hidden, mixed = hidden[batch.sampled], mixed[batch.sampled]
-            hidden = layer.output(mixed, hidden)
+            hidden = ranks.gather(layer.output(ranks.gather(mixed), ranks.own(hidden)))
             hidden = self._mlp(layer, hidden)
         return rms_norm(hidden, parameters.norm, self._config.rms_norm_eps)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """[rows, vocab] float32 of states [rows, hidden]."""
-        return self._parameters.lm_head(states, None, torch.float32)
+        """[rows, vocab] float32 of states [rows, hidden], on rank 0; on others what they have of it."""
+        part = self._parameters.lm_head(states, None, torch.float32)
+        return self._ranks.gather_first(part, self._config.vocab_size)
 
     def _attention(
         self,
@@ -82,7 +93,7 @@ class Decoder:
         scales: torch.Tensor | None,
         layer_done: Callable[[int], None] | None,
     ) -> torch.Tensor:
-        """The heads' results [tokens, heads * head_dim], before the output layer."""
+        """The results of this rank's heads [tokens, heads * head_dim], before the output layer."""
         config = self._config
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         normalised = rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
@@ -95,10 +106,13 @@ class Decoder:
             query, key, value, batch.cos, batch.sin, pool, index, batch.slot_rows, scales
         )
         if layer_done is not None:
+            self._ranks.meet()
             layer_done(index)
         plan = batch.plans[config.windows[index]]
         return paged_attention(query, key, value, pool, index, plan, scales).flatten(1)
 
     def _mlp(self, layer: PackedLayer, hidden: torch.Tensor) -> torch.Tensor:
+        ranks = self._ranks
         normalised = rms_norm(hidden, layer.post_norm, self._config.rms_norm_eps)
-        return layer.down(swiglu(layer.gate_up(normalised)), hidden)
+        inner = ranks.gather(swiglu(layer.gate_up(normalised)))
+        return ranks.gather(layer.down(inner, ranks.own(hidden)))

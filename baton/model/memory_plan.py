@@ -11,7 +11,7 @@ from baton.types import DTYPE_BYTES, KvLayout
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by use, and what the KV blocks hold."""
+    """Bytes by use, of one rank, and what the KV blocks hold."""
 
     weight_bytes: int
     activation_bytes: int
@@ -22,6 +22,7 @@ class MemoryPlan:
     max_num_seqs: int
     dtype: str
     kv_dtype: str
+    num_ranks: int = 1
 
     @property
     def kv_bytes(self) -> int:
@@ -43,7 +44,9 @@ class MemoryPlan:
 
     def rows(self) -> tuple[tuple[str, str], ...]:
         """(what, how much) for people."""
+        ranks = (("ranks", f"{self.num_ranks}, each with:"),) if self.num_ranks > 1 else ()
         return (
+            *ranks,
             ("weights", f"{format_bytes(self.weight_bytes)} ({self.dtype})"),
             ("activations", f"up to {format_bytes(self.activation_bytes)}"),
             (
@@ -94,15 +97,17 @@ def num_parameters(config: ModelConfig) -> int:
     return num_linear_weights(config) + config.num_layers * layer + embeddings + hidden
 
 
-def weight_bytes(config: ModelConfig, dtype: str, keeps_levels: bool) -> int:
-    """What the weights take once they are packed; where embeddings are tied, the output layer has a copy of its own.
+def weight_bytes(config: ModelConfig, dtype: str, keeps_levels: bool, num_ranks: int = 1) -> int:
+    """What a rank's weights take once they are packed; where embeddings are tied, the output layer has a copy of its own.
 
     keeps_levels: quantised layers are not dequantised. Each level takes a byte while they are loaded, whatever its bits.
     """
     size = DTYPE_BYTES[dtype]
-    head = config.vocab_size * config.hidden_size if config.is_tied else 0
+    embeddings = config.vocab_size * config.hidden_size
+    head = embeddings if config.is_tied else 0
     saved = num_linear_weights(config) * (size - 1) if keeps_levels else 0
-    return (num_parameters(config) + head) * size - saved
+    shared = (num_parameters(config) + head - embeddings) * size - saved
+    return embeddings * size + -(-shared // num_ranks)
 
 
 def activation_bytes(
@@ -130,21 +135,24 @@ def plan_memory(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     available_bytes: int,
+    num_ranks: int = 1,
     keeps_levels: bool = False,
     kv_cache_memory_bytes: int | None = None,
     num_blocks: int | None = None,
 ) -> MemoryPlan:
     """How many KV blocks to have: `num_blocks`, or what fits `kv_cache_memory_bytes`, or enough for max_num_seqs sequences of
-    max_model_len tokens within what weights and activations leave of `available_bytes`. kv_dtype: `dtype` if not given.
+    max_model_len tokens within what weights and activations leave of `available_bytes`. kv_dtype: `dtype` if not given. Bytes are
+    of all `num_ranks` ranks of tensor parallelism together, which share them alike.
 
     Raises ConfigError if that is not even one block, or the weights do not fit.
     """
-    weights = weight_bytes(config, dtype, keeps_levels)
+    weights = weight_bytes(config, dtype, keeps_levels, num_ranks)
     active = activation_bytes(config, dtype, max_num_batched_tokens, max_num_seqs, max_model_len)
-    kv_dtype = kv_dtype or dtype
+    kv_dtype, kv_heads = kv_dtype or dtype, max(1, config.num_kv_heads // num_ranks)
     block_bytes = KvLayout(
-        "", config.num_layers, config.num_kv_heads, config.head_dim, kv_dtype, block_size
+        "", config.num_layers, kv_heads, config.head_dim, kv_dtype, block_size
     ).block_bytes
+    available_bytes //= num_ranks
     if weights > available_bytes:
         raise ConfigError.of(
             "dtype",
@@ -153,8 +161,9 @@ def plan_memory(
             "use a smaller dtype, a smaller model or another machine",
         )
     if num_blocks is None:
-        budget = kv_cache_memory_bytes
-        if budget is None:
+        if kv_cache_memory_bytes is not None:
+            budget = kv_cache_memory_bytes // num_ranks
+        else:
             wanted = max_num_seqs * -(-max_model_len // block_size) * block_bytes
             budget = min(wanted, max(0, available_bytes - weights - active))
         num_blocks = budget // block_bytes
@@ -176,4 +185,5 @@ def plan_memory(
         max_num_seqs=max_num_seqs,
         dtype=dtype,
         kv_dtype=kv_dtype,
+        num_ranks=num_ranks,
     )

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from baton.errors import MissingTensor, ModelError, TensorMismatch
 from baton.model.checkpoint import find_shards
 from baton.model.memory_plan import format_bytes
-from baton.model.parameters import Parameters
+from baton.model.parameters import Parameters, Target
 from baton.quantization.config import QuantizationConfig
 from baton.quantization.pending import PendingLayers
 from baton.quantization.weight import QuantizedWeight
@@ -120,7 +120,7 @@ class _Filling:
             if target is None:
                 return False
             _check(name, tensor, target, path)
-            target.copy_(tensor)
+            target.fill(tensor)
             self._filled.add(name)
         self._digests[name] = _digest(tensor)
         return True
@@ -131,9 +131,9 @@ class _Filling:
         if weight.shape != target.shape:
             raise _wrong_shape(name, weight.shape, target, path)
         if isinstance(weight, QuantizedWeight) and self._keeps(weight):
-            self._quantized[layer] = weight
+            self._quantized[layer] = weight.part(target.part.rows)
         else:
-            target.copy_(weight.dequantize() if isinstance(weight, QuantizedWeight) else weight)
+            target.fill(weight.dequantize() if isinstance(weight, QuantizedWeight) else weight)
         self._filled.add(name)
 
     def finish(self, folder: Path) -> Loaded:
@@ -151,8 +151,8 @@ class _Filling:
 
 
 def _target_of(
-    name: str, targets: Mapping[str, torch.Tensor], path: Path, is_tied: bool
-) -> torch.Tensor | None:
+    name: str, targets: Mapping[str, Target], path: Path, is_tied: bool
+) -> Target | None:
     """Where a tensor goes; None for one that is rightly not read."""
     target = targets.get(name)
     if target is None and not (_IGNORED.search(name) or (is_tied and name == "lm_head.weight")):
@@ -163,7 +163,7 @@ def _target_of(
     return target
 
 
-def _check(name: str, tensor: torch.Tensor, target: torch.Tensor, path: Path) -> None:
+def _check(name: str, tensor: torch.Tensor, target: Target, path: Path) -> None:
     if tensor.shape != target.shape:
         raise _wrong_shape(name, tensor.shape, target, path)
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -172,16 +172,14 @@ def _check(name: str, tensor: torch.Tensor, target: torch.Tensor, path: Path) ->
         )
 
 
-def _wrong_shape(name: str, found: torch.Size, target: torch.Tensor, path: Path) -> TensorMismatch:
+def _wrong_shape(name: str, found: torch.Size, target: Target, path: Path) -> TensorMismatch:
     return TensorMismatch(
         f"{path.name}: tensor {name!r} is {list(found)}, but config.json makes it {list(target.shape)}; "
         "the config and the weights must be of one model"
     )
 
 
-def _refuse_missing(
-    folder: Path, targets: Mapping[str, torch.Tensor], found: AbstractSet[str]
-) -> None:
+def _refuse_missing(folder: Path, targets: Mapping[str, Target], found: AbstractSet[str]) -> None:
     missing = [name for name in targets if name not in found]
     if missing:
         shape = list(targets[missing[0]].shape)

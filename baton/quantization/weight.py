@@ -33,6 +33,16 @@ class QuantizedWeight:
     def middle(self) -> int:
         return 1 << (self.bits - 1)
 
+    def part(self, rows: range) -> QuantizedWeight:
+        """These outputs only, in memory of their own if they are not all."""
+        if len(rows) == self.levels.shape[0]:
+            return self
+        levels, scales, zeros = (
+            None if x is None else x[rows.start : rows.stop].clone()
+            for x in (self.levels, self.scales, self.zeros)
+        )
+        return QuantizedWeight(levels, scales, zeros, self.bits)
+
     def dequantize(self) -> torch.Tensor:
         """[num_out, num_in] float32."""
         num_out, num_groups = self.scales.shape

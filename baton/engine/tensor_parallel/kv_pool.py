@@ -1,0 +1,110 @@
+"""KV blocks whose heads are spread over the ranks of one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from baton.engine.torch_kv_pool import TorchKvPool, packed_parts
+from baton.model.shard import Shard
+from baton.types import KvLayout
+
+_CPU = torch.device("cpu")
+
+
+def shard_layout(layout: KvLayout, shard: Shard) -> KvLayout:
+    """What a rank's own blocks hold of the model's `layout`."""
+    return replace(layout, num_kv_heads=len(shard.kv_heads(layout.num_kv_heads)))
+
+
+def pool_bytes(layout: KvLayout, num_blocks: int, size: int) -> int:
+    """Bytes of the pools of all ranks."""
+    return size * num_blocks * shard_layout(layout, Shard(0, size)).block_bytes
+
+
+def rank_memory(
+    memory: torch.Tensor, layout: KvLayout, num_blocks: int, shard: Shard
+) -> torch.Tensor:
+    """A rank's part of the memory [pool_bytes] uint8 of all."""
+    num_bytes = num_blocks * shard_layout(layout, shard).block_bytes
+    return memory[shard.rank * num_bytes : (shard.rank + 1) * num_bytes]
+
+
+def rank_pool(
+    memory: torch.Tensor, layout: KvLayout, num_blocks: int, shard: Shard
+) -> TorchKvPool:
+    """A rank's own pool in the memory of all, with the KV heads that it has of the model's `layout`."""
+    own = rank_memory(memory, layout, num_blocks, shard)
+    return TorchKvPool(shard_layout(layout, shard), num_blocks, _CPU, own)
+
+
+class ShardedKvPool:
+    """See baton.engine.interface.KvPool: the blocks of all ranks, as rank 0 sees them. What goes out and comes in has all heads.
+
+    So neither the KV channel nor the other tier knows how many ranks there are. Ranks that hold the same head are written
+    alike, and the first of them is read. No whole block lies in one piece, so none can be lent. As with TorchKvPool, copies run
+    on the calling thread, without the GIL.
+    """
+
+    def __init__(self, memory: torch.Tensor, layout: KvLayout, num_blocks: int, size: int) -> None:
+        """memory: pool_bytes of uint8 that all ranks share."""
+        self._layout = layout
+        self._num_blocks = num_blocks
+        shards = [Shard(rank, size) for rank in range(size)]
+        heads = [shard.kv_heads(layout.num_kv_heads) for shard in shards]
+        self._pools = [
+            (slice(own.start, own.stop), rank_pool(memory, layout, num_blocks, shard))
+            for own, shard in zip(heads, shards, strict=True)
+        ]
+        self._first_pools = [
+            self._pools[rank] for rank in range(size) if heads[rank] not in heads[:rank]
+        ]
+        #: Rank 0's own, for its forward: see TorchKvPool.
+        self.tensor, self.scales = self._pools[0][1].tensor, self._pools[0][1].scales
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._layout
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    def pack(
+        self,
+        block_ids: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        first_layer: int,
+        num_layers: int,
+        out: memoryview,
+    ) -> None:
+        """See KvPool. Raises ValueError if a range or a size is wrong; `out` must be writable."""
+        if out.readonly:
+            raise ValueError("cannot pack into a read-only buffer")
+        span = (block_ids, first_token, num_tokens, first_layer, num_layers)
+        parts = packed_parts(self._layout, self._num_blocks, span, out)
+        for heads, pool in self._first_pools:
+            pool.pack_parts(span, [part[:, :, heads] for part in parts])
+
+    def unpack(
+        self,
+        block_ids: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        first_layer: int,
+        num_layers: int,
+        data: memoryview,
+    ) -> None:
+        """See KvPool. Raises ValueError if a range or a size is wrong."""
+        span = (block_ids, first_token, num_tokens, first_layer, num_layers)
+        parts = packed_parts(self._layout, self._num_blocks, span, data)
+        for heads, pool in self._pools:
+            pool.unpack_parts(span, [part[:, :, heads] for part in parts])
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See KvPool."""
+        for _, pool in self._pools:
+            pool.copy_blocks(sources, targets)

@@ -1,0 +1,63 @@
+"""A rank that follows: its part of the model, and what it does on each command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from baton.engine.interface import Batch
+from baton.engine.tensor_parallel.commands import LogitsCommand, StepCommand
+from baton.engine.tensor_parallel.kv_pool import rank_pool
+from baton.engine.tensor_parallel.rank_spec import RankSpec
+from baton.engine.tensor_parallel.segment import Segment
+from baton.engine.tensor_parallel.shared_ranks import SharedRanks
+from baton.engine.torch_step import pack_batch
+from baton.model.config import read_config
+from baton.model.decoder import Decoder
+from baton.model.load import load_parameters
+from baton.model.rope import make_rope
+from baton.model.weights import ShardProgress
+
+_CPU = torch.device("cpu")
+
+
+class Rank:
+    """Driven by the process's main thread."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        """Load. Raises ModelError."""
+        torch.set_num_threads(spec.num_threads)
+        folder, shard = Path(spec.folder), spec.shard
+        whole = read_config(folder)
+        dtype = getattr(torch, spec.layout.dtype)
+        memory = Segment(spec.kv_fd).bytes
+        self._pool = rank_pool(memory, spec.layout, spec.num_blocks, shard)
+        # Each rank touches its own pages: they lie near it, and no step pays for it.
+        self._pool.zero_()
+        parameters, self.digest = load_parameters(folder, whole, dtype, _CPU, _untold, shard)
+        ranks = SharedRanks(Segment(spec.meeting_fd).bytes, shard, spec.staging_bytes)
+        self._config = shard.attention_config(whole)
+        self._decoder = Decoder(self._config, parameters, ranks)
+        self._rope = make_rope(whole, spec.max_model_len, _CPU)
+        self._states = torch.empty(0)
+
+    def follow(self, command: StepCommand | LogitsCommand) -> None:
+        """Do as rank 0 does."""
+        if isinstance(command, LogitsCommand):
+            self._decoder.logits(self._states[torch.tensor(command.rows)])
+        else:
+            self._states = self._step(command.batch, _meet_only if command.is_told else None)
+
+    def _step(self, batch: Batch, layer_done: Callable[[int], None] | None) -> torch.Tensor:
+        packed = pack_batch(batch, self._config, self._rope, self._pool)
+        return self._decoder.forward(packed, self._pool, layer_done)
+
+
+def _meet_only(_layer: int) -> None:
+    """Rank 0 tells of the layer."""
+
+
+def _untold(_: ShardProgress) -> None:
+    """Rank 0 shows how loading goes on."""

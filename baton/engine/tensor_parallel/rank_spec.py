@@ -1,0 +1,51 @@
+"""What the process of a rank is started with: one line of JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from baton.model.config import ModelConfig
+from baton.model.shard import Shard
+from baton.types import DTYPE_BYTES, KvLayout
+
+_MIN_STAGING_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """Alike for all ranks of an engine but for `rank`.
+
+    folder: of the checkpoint. layout: of the whole model's KV; its fingerprint is not known yet. num_threads: of this rank.
+    kv_fd, meeting_fd: segments that the process inherits, for pools (see kv_pool) and for SharedRanks.
+    """
+
+    rank: int
+    size: int
+    folder: str
+    layout: KvLayout
+    num_blocks: int
+    max_model_len: int
+    num_threads: int
+    staging_bytes: int
+    kv_fd: int
+    meeting_fd: int
+
+    @property
+    def shard(self) -> Shard:
+        return Shard(self.rank, self.size)
+
+    def to_line(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> RankSpec:
+        fields = json.loads(line)
+        return cls(**{**fields, "layout": KvLayout(**fields["layout"])})
+
+
+def staging_bytes(config: ModelConfig, size: int, dtype: str) -> int:
+    """Room for a rank's part of the widest row that ranks exchange, in whole pages."""
+    widest = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+    row_bytes = max(DTYPE_BYTES[dtype] * widest, 4 * config.vocab_size) // size + 4
+    return max(_MIN_STAGING_BYTES, -(-row_bytes // 4096) * 4096)

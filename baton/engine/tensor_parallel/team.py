@@ -1,0 +1,145 @@
+"""The processes of ranks 1, 2, ...: started, told what to do, watched, and ended."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from baton.engine.interface import Batch
+from baton.engine.tensor_parallel.commands import encode_logits, encode_step
+from baton.engine.tensor_parallel.kv_pool import ShardedKvPool, pool_bytes
+from baton.engine.tensor_parallel.rank_spec import RankSpec
+from baton.engine.tensor_parallel.segment import Segment
+from baton.engine.tensor_parallel.shared_ranks import SharedRanks, prepare, segment_bytes
+from baton.errors import ModelError, StartupError
+from baton.types import KvLayout
+
+_log = logging.getLogger(__name__)
+
+#: -P keeps folders of the caller's directory, which may bear any name, out of the import path.
+_PROGRAM = (sys.executable, "-P", "-m", "baton.engine.tensor_parallel")
+
+
+def end_process(reason: str) -> None:
+    """What a worker does that has lost a rank: it ends at once, as if killed, and its sequences go on elsewhere."""
+    _log.critical("%s: this worker ends", reason)
+    os._exit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A rank's process and the socket to it, whose end of file ends the process."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+
+
+class RankTeam:
+    """See baton.engine.followers.Followers. Its methods belong to the thread that drives the engine."""
+
+    def __init__(self, spec: RankSpec, on_loss: Callable[[str], None] = end_process) -> None:
+        """Start the processes; they load while rank 0 does. Raises OSError.
+
+        spec: that of rank 0; file descriptors are filled in here. on_loss: called when the ranks cannot go on, by any thread.
+        """
+        self._on_loss = on_loss
+        self._is_closing = threading.Event()
+        kv = Segment.create("baton-kv", pool_bytes(spec.layout, spec.num_blocks, spec.size))
+        meeting = Segment.create("baton-ranks", segment_bytes(spec.size, spec.staging_bytes))
+        prepare(meeting.bytes, spec.size)
+        self._size = spec.size
+        self._kv_memory = kv.bytes
+        self.ranks = SharedRanks(meeting.bytes, spec.shard, spec.staging_bytes)
+        started = replace(spec, kv_fd=kv.fd, meeting_fd=meeting.fd)
+        self._members = [_start(replace(started, rank=rank)) for rank in range(1, spec.size)]
+        self._watchers = [
+            threading.Thread(target=self._watch, args=(m,), name=m.name, daemon=True)
+            for m in self._members
+        ]
+        kv.close_fd()
+        meeting.close_fd()
+
+    def wait_ready(self, digest: str) -> None:
+        """See Followers. They are watched from then on."""
+        for member in self._members:
+            with member.control.makefile("rb") as stream:
+                line = stream.readline()
+            if not line:
+                raise StartupError(
+                    f"{member.name} ended before it had loaded its part of the model; its error is in the log above"
+                )
+            if json.loads(line)["digest"] != digest:
+                raise ModelError("the checkpoint changed while it was read; start again")
+        for watcher in self._watchers:
+            watcher.start()
+
+    def make_pool(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        device: torch.device,  # noqa: ARG002
+    ) -> ShardedKvPool:
+        """See Followers."""
+        return ShardedKvPool(self._kv_memory, layout, num_blocks, self._size)
+
+    @contextmanager
+    def step(self, batch: Batch, *, is_told: bool) -> Iterator[None]:
+        """See Followers."""
+        with self._together(encode_step(batch, is_told=is_told)):
+            yield
+
+    @contextmanager
+    def logits(self, rows: Sequence[int]) -> Iterator[None]:
+        """See Followers."""
+        with self._together(encode_logits(rows)):
+            yield
+
+    def close(self) -> None:
+        """See Followers."""
+        self._is_closing.set()
+        for member in self._members:
+            member.control.close()
+        for member in self._members:
+            member.process.wait()
+        for watcher in self._watchers:
+            if watcher.ident is not None:
+                watcher.join()
+
+    @contextmanager
+    def _together(self, frame: bytes) -> Iterator[None]:
+        try:
+            for member in self._members:
+                member.control.sendall(frame)
+            yield
+        except Exception:
+            _log.exception("rank 0 failed in a step that the others take, too")
+            self._on_loss("the ranks of the engine are apart")
+            raise
+
+    def _watch(self, member: _Member) -> None:
+        status = member.process.wait()
+        if not self._is_closing.is_set():
+            self._on_loss(f"{member.name} ended with status {status}")
+
+
+def _start(spec: RankSpec) -> _Member:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            (*_PROGRAM, str(theirs.fileno())),
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), spec.kv_fd, spec.meeting_fd),
+        )
+    ours.sendall(spec.to_line())
+    return _Member(f"rank {spec.rank} of {spec.size} (pid {process.pid})", process, ours)

@@ -1,0 +1,52 @@
+"""From a checkpoint's folder to parameters that run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from baton.model.config import ModelConfig
+from baton.model.packed import PackedParameters, pack_parameters
+from baton.model.parameters import empty_parameters
+from baton.model.shard import WHOLE, Shard
+from baton.model.weights import Loaded, ProgressHook, load_weights, terminal_progress
+from baton.quantization.weight import QuantizedWeight
+from baton_kernels.linear import keeps_levels
+
+
+def keeps_stored_levels(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the checkpoint's linear layers run as the levels that it has."""
+    stored = config.quantization
+    if stored is None or stored.kind != "int":
+        return False
+    return keeps_levels(device, dtype, stored.bits, stored.group_size or config.hidden_size)
+
+
+def load_parameters(
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: ProgressHook | None = None,
+    shard: Shard = WHOLE,
+) -> tuple[PackedParameters, str]:
+    """A rank's parameters, ready to run, and the digest of the whole checkpoint.
+
+    progress: sees each tensor read; by default there is a bar on a terminal. Files are mapped: what a rank does not keep
+    takes no memory of its own. Raises ModelError.
+    """
+    parameters = empty_parameters(config, dtype, device, shard)
+
+    def keeps(weight: QuantizedWeight) -> bool:
+        return keeps_levels(device, dtype, weight.bits, weight.group_size)
+
+    def load(hook: ProgressHook) -> Loaded:
+        return load_weights(folder, parameters, hook, config.quantization, keeps)
+
+    if progress is not None:
+        loaded = load(progress)
+    else:
+        with terminal_progress() as show:
+            loaded = load(show)
+    return pack_parameters(parameters, loaded.quantized), loaded.digest
