@@ -48,19 +48,30 @@ class Verdict:
 REFERENCE = Shape("one process", {"colocated": True, "enable_prefix_caching": False}, 1)
 
 
-def split_shapes(transports: Sequence[str]) -> tuple[Shape, ...]:
-    """Two-tier shapes: each transport twice, among them equal and unequal block sizes, small chunks, several workers."""
+def split_shapes(transports: Sequence[str], ranks: tuple[int, int] = (1, 1)) -> tuple[Shape, ...]:
+    """Two-tier shapes: each transport twice, among them equal and unequal block sizes, small chunks, several workers.
+
+    ranks: tensor parallelism of the prefill and of the decode tier.
+    """
     mixes = itertools.cycle([(16, 16, 2048, 1), (32, 8, 64, 1), (8, 32, 160, 2)])
-    return tuple(_shape(transport, *next(mixes)) for _ in range(2) for transport in transports)
+    return tuple(
+        _shape(transport, ranks, *next(mixes)) for _ in range(2) for transport in transports
+    )
 
 
 def _shape(
-    transport: str, prefill_block: int, decode_block: int, chunk: int, num_workers: int
+    transport: str,
+    ranks: tuple[int, int],
+    prefill_block: int,
+    decode_block: int,
+    chunk: int,
+    num_workers: int,
 ) -> Shape:
+    shared = f" of {ranks[0]} and {ranks[1]} ranks" if ranks != (1, 1) else ""
     return Shape(
         name=(
             f"{transport}, blocks {prefill_block}->{decode_block}, chunk {chunk}, "
-            f"{num_workers}+{num_workers} workers"
+            f"{num_workers}+{num_workers} workers{shared}"
         ),
         options={
             "kv_transport": transport,
@@ -69,6 +80,8 @@ def _shape(
             "max_num_batched_tokens": chunk,
             "num_prefill_workers": num_workers,
             "num_decode_workers": num_workers,
+            "prefill_tensor_parallel_size": ranks[0],
+            "decode_tensor_parallel_size": ranks[1],
         },
         concurrency=32,
     )

@@ -24,6 +24,12 @@ def check(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="Element type of KV, such as int8; auto takes --dtype's.")
     ] = "auto",
+    prefill_tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Processes that share the model in each prefill worker.")
+    ] = 1,
+    decode_tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Processes that share the model in each decode worker.")
+    ] = 1,
     engine: Annotated[str, typer.Option(help="torch, or oracle to check without a model.")] = (
         "torch"
     ),
@@ -39,8 +45,13 @@ def check(
     transports = kv_transport or ["shm", "tcp"]
     for transport in transports:
         build_options(ServeOptions, {**options, "kv_transport": transport})
+    ranks = (prefill_tensor_parallel_size, decode_tensor_parallel_size)
     coroutine = run_check(
-        options, split_shapes(transports), num_requests=num_requests, seed=seed, on_verdict=_tell
+        options,
+        split_shapes(transports, ranks),
+        num_requests=num_requests,
+        seed=seed,
+        on_verdict=_tell,
     )
     is_equal = asyncio.run(coroutine)
     typer.echo("all equal" if is_equal else "NOT equal")

@@ -250,7 +250,9 @@ class EngineOptions(ModelOptions):
     device: Annotated[str, AfterValidator(_check_device)] = "auto"
     """auto, cpu, cuda or cuda:N; auto takes a GPU if there is one."""
     num_threads: Count | None = None
-    """CPU threads of the engine; all cores if not given."""
+    """CPU threads of the engine, of all its ranks together; all cores if not given."""
+    tensor_parallel_size: Count = 1
+    """Processes that share the model, each with a part of every layer and of every token's KV. The two tiers may differ."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """Most tokens of a sequence, prompt and output; the model's own limit if not given."""
     block_size: BlockSize = 16
@@ -270,6 +272,15 @@ class EngineOptions(ModelOptions):
     """Most new tokens in one batch: longer prompts are computed in chunks."""
     layer_group_size: Count = 4
     """Layers that are sent together while the last chunk of a prompt is computed."""
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        if self.engine == "oracle" and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"--tensor-parallel-size={self.tensor_parallel_size}: --engine=oracle has no model to share; "
+                "leave one of them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_batch(self) -> Self:
@@ -505,10 +516,15 @@ class ServeOptions(
     """Tokens per KV block in the prefill tier; --block-size if not given."""
     decode_block_size: BlockSize | None = None
     """Tokens per KV block in the decode tier; --block-size if not given."""
+    prefill_tensor_parallel_size: Count | None = None
+    """Processes that share the model in each prefill worker; --tensor-parallel-size if not given."""
+    decode_tensor_parallel_size: Count | None = None
+    """Processes that share the model in each decode worker; --tensor-parallel-size if not given."""
 
     @model_validator(mode="after")
     def _check_colocated(self) -> Self:
-        meaningless = {"num_prefill_workers", "prefill_block_size"} & self.model_fields_set
+        of_prefill = {"num_prefill_workers", "prefill_block_size", "prefill_tensor_parallel_size"}
+        meaningless = of_prefill & self.model_fields_set
         if self.colocated and meaningless:
             name = min(meaningless).replace("_", "-")
             raise ValueError(f"leave out --{name}: with --colocated there are no prefill workers")

@@ -285,6 +285,7 @@ def _followers(
         rank=0,
         size=size,
         folder=str(folder),
+        config=config,
         layout=layout,
         num_blocks=num_blocks,
         max_model_len=max_model_len,

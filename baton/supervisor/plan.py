@@ -57,11 +57,20 @@ def num_prefill_workers(options: ServeOptions) -> int:
     return 0 if options.colocated else options.num_prefill_workers
 
 
-def threads_per_worker(options: ServeOptions, num_cores: int) -> int:
-    """CPU threads of each worker's engine: an equal part of the cores, so that together they do not exceed them."""
-    if options.num_threads is not None:
-        return options.num_threads
-    return max(1, num_cores // (num_prefill_workers(options) + options.num_decode_workers))
+def num_ranks(options: ServeOptions) -> tuple[int, int]:
+    """Processes that share the model in each prefill worker, and in each decode worker."""
+    size = options.tensor_parallel_size
+    return (
+        options.prefill_tensor_parallel_size or size,
+        options.decode_tensor_parallel_size or size,
+    )
+
+
+def threads_per_rank(options: ServeOptions, num_cores: int) -> int:
+    """CPU threads of each rank of each engine: an equal part of the cores, so that together they do not exceed them."""
+    prefill, decode = num_ranks(options)
+    total = num_prefill_workers(options) * prefill + options.num_decode_workers * decode
+    return max(1, num_cores // total)
 
 
 def memory_share_per_worker(options: ServeOptions) -> float:
@@ -74,18 +83,30 @@ def plan_workers(
     options: ServeOptions, num_cores: int, programs: Programs = PROGRAMS
 ) -> tuple[ChildSpec, ...]:
     """The workers, prefill first, each on a free port of the loopback interface."""
-    threads = threads_per_worker(options, num_cores)
-    prefill_size = options.prefill_block_size or options.block_size
-    decode_size = options.decode_block_size or options.block_size
+    threads = threads_per_rank(options, num_cores)
+    prefill_ranks, decode_ranks = num_ranks(options)
+    of_prefill = _of_tier(options, options.prefill_block_size, prefill_ranks, threads)
+    of_decode = _of_tier(options, options.decode_block_size, decode_ranks, threads)
     prefill = (
-        _worker(PrefillOptions, options, programs.prefill, f"prefill-{i}", threads, prefill_size)
+        _worker(PrefillOptions, options, programs.prefill, f"prefill-{i}", of_prefill)
         for i in range(num_prefill_workers(options))
     )
     decode = (
-        _worker(DecodeOptions, options, programs.decode, f"decode-{i}", threads, decode_size)
+        _worker(DecodeOptions, options, programs.decode, f"decode-{i}", of_decode)
         for i in range(options.num_decode_workers)
     )
     return (*prefill, *decode)
+
+
+def _of_tier(
+    options: ServeOptions, block_size: int | None, num_ranks: int, threads_per_rank: int
+) -> dict[str, Any]:
+    """Options that all workers of a tier have."""
+    return {
+        "block_size": block_size or options.block_size,
+        "tensor_parallel_size": num_ranks,
+        "num_threads": options.num_threads or threads_per_rank * num_ranks,
+    }
 
 
 def plan_gateways(
@@ -127,13 +148,11 @@ def _worker(
     options: ServeOptions,
     program: tuple[str, ...],
     name: str,
-    num_threads: int,
-    block_size: int,
+    of_tier: Mapping[str, Any],
 ) -> ChildSpec:
     own = {
+        **of_tier,
         "worker_id": name,
-        "num_threads": num_threads,
-        "block_size": block_size,
         "gpu_memory_utilization": memory_share_per_worker(options),
         "port": 0,
     }

@@ -84,6 +84,7 @@ def _build_torch(options: EngineOptions) -> Engine:
         layer_group_size=options.layer_group_size,
         served_model_name=options.served_model_name,
         num_threads=options.num_threads,
+        tensor_parallel_size=options.tensor_parallel_size,
     )
 
 

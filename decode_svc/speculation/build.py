@@ -43,6 +43,9 @@ def _draft_model(
             "max_model_len": None,
             "kv_cache_memory_bytes": None,
             "num_gpu_blocks_override": None,
+            # Of this process alone, with the threads that the target's rank here has.
+            "tensor_parallel_size": 1,
+            "num_threads": None,
         }
     )
     engine = build_engine(draft_options)

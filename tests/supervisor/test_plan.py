@@ -7,22 +7,45 @@ from hypothesis import strategies as st
 
 from baton.config import ServeOptions
 from baton.supervisor.cluster import child_environment
-from baton.supervisor.plan import plan_gateways, plan_workers, threads_per_worker
+from baton.supervisor.plan import ChildSpec, plan_gateways, plan_workers
+
+RANKS = st.integers(1, 4)
 
 
-@given(num_prefill=st.integers(1, 8), num_decode=st.integers(1, 8), num_cores=st.integers(1, 256))
-def test_workers_share_the_cores(num_prefill: int, num_decode: int, num_cores: int) -> None:
+def number(spec: ChildSpec, option: str) -> int:
+    (value,) = (a.partition("=")[2] for a in spec.arguments if a.startswith(f"--{option}="))
+    return int(value)
+
+
+@given(
+    num_prefill=st.integers(1, 8),
+    num_decode=st.integers(1, 8),
+    ranks=st.tuples(RANKS, RANKS),
+    num_cores=st.integers(1, 256),
+)
+def test_ranks_share_the_cores(
+    num_prefill: int, num_decode: int, ranks: tuple[int, int], num_cores: int
+) -> None:
     options = ServeOptions(
-        model="m", num_prefill_workers=num_prefill, num_decode_workers=num_decode
+        model="m",
+        num_prefill_workers=num_prefill,
+        num_decode_workers=num_decode,
+        tensor_parallel_size=ranks[0],
+        decode_tensor_parallel_size=ranks[1],
     )
-    num_threads = threads_per_worker(options, num_cores)
-    num_workers = num_prefill + num_decode
-    assert num_threads == 1 or num_threads * num_workers <= num_cores
-    assert (num_threads + 1) * num_workers > num_cores
+    specs = plan_workers(options, num_cores)
+    sizes = [number(spec, "tensor-parallel-size") for spec in specs]
+    assert sizes == [ranks[0]] * num_prefill + [ranks[1]] * num_decode
+    threads = [number(spec, "num-threads") for spec in specs]
+    per_rank = threads[0] // ranks[0]
+    assert threads == [per_rank * size for size in sizes]
+    assert per_rank == 1 or sum(threads) <= num_cores
+    assert sum(threads) + sum(sizes) > num_cores
 
 
 def test_the_users_number_of_threads_stands() -> None:
-    assert threads_per_worker(ServeOptions(model="m", num_threads=7), 2) == 7
+    specs = plan_workers(ServeOptions(model="m", num_threads=7), 2)
+    assert [number(spec, "num-threads") for spec in specs] == [7, 7]
 
 
 def test_each_worker_has_its_name_and_its_tiers_block_size() -> None:

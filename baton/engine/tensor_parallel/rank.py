@@ -14,7 +14,6 @@ from baton.engine.tensor_parallel.rank_spec import RankSpec
 from baton.engine.tensor_parallel.segment import Segment
 from baton.engine.tensor_parallel.shared_ranks import SharedRanks
 from baton.engine.torch_step import pack_batch
-from baton.model.config import read_config
 from baton.model.decoder import Decoder
 from baton.model.load import load_parameters
 from baton.model.rope import make_rope
@@ -29,14 +28,15 @@ class Rank:
     def __init__(self, spec: RankSpec) -> None:
         """Load. Raises ModelError."""
         torch.set_num_threads(spec.num_threads)
-        folder, shard = Path(spec.folder), spec.shard
-        whole = read_config(folder)
+        whole, shard = spec.config, spec.shard
         dtype = getattr(torch, spec.layout.dtype)
         memory = Segment(spec.kv_fd).bytes
         self._pool = rank_pool(memory, spec.layout, spec.num_blocks, shard)
         # Each rank touches its own pages: they lie near it, and no step pays for it.
         self._pool.zero_()
-        parameters, self.digest = load_parameters(folder, whole, dtype, _CPU, _untold, shard)
+        parameters, self.digest = load_parameters(
+            Path(spec.folder), whole, dtype, _CPU, _untold, shard
+        )
         ranks = SharedRanks(Segment(spec.meeting_fd).bytes, shard, spec.staging_bytes)
         self._config = shard.attention_config(whole)
         self._decoder = Decoder(self._config, parameters, ranks)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter
 
 from baton.model.config import ModelConfig
 from baton.model.shard import Shard
@@ -16,13 +17,14 @@ _MIN_STAGING_BYTES = 1 << 20
 class RankSpec:
     """Alike for all ranks of an engine but for `rank`.
 
-    folder: of the checkpoint. layout: of the whole model's KV; its fingerprint is not known yet. num_threads: of this rank.
+    folder: of the checkpoint. config: what its config.json says; reading it would take the imports of transformers. layout: of the whole model's KV; its fingerprint is not known yet. num_threads: of this rank.
     kv_fd, meeting_fd: segments that the process inherits, for pools (see kv_pool) and for SharedRanks.
     """
 
     rank: int
     size: int
     folder: str
+    config: ModelConfig
     layout: KvLayout
     num_blocks: int
     max_model_len: int
@@ -36,12 +38,14 @@ class RankSpec:
         return Shard(self.rank, self.size)
 
     def to_line(self) -> bytes:
-        return json.dumps(asdict(self)).encode() + b"\n"
+        return _LINES.dump_json(self) + b"\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> RankSpec:
-        fields = json.loads(line)
-        return cls(**{**fields, "layout": KvLayout(**fields["layout"])})
+        return _LINES.validate_json(line)
+
+
+_LINES = TypeAdapter(RankSpec)
 
 
 def staging_bytes(config: ModelConfig, size: int, dtype: str) -> int:
