@@ -1,12 +1,10 @@
 """The process of a rank that follows: `python -m baton.engine.tensor_parallel FD`, FD being a socket to rank 0.
 
-First comes a line, see RankSpec; when the rank has loaded, it answers with a line, {"digest": ...}; then come commands. The
-process ends with the socket, whatever it is doing.
+It ends with the socket, whatever it is doing.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -14,11 +12,7 @@ import socket
 import sys
 import threading
 
-import torch
-
-from baton.engine.tensor_parallel.commands import read_commands
-from baton.engine.tensor_parallel.rank import Rank
-from baton.engine.tensor_parallel.rank_spec import RankSpec
+from baton.engine.tensor_parallel.rank import follow
 
 
 def main() -> None:
@@ -27,12 +21,7 @@ def main() -> None:
         signal.signal(signum, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(target=_end_with, args=(control,), name="leader-watch", daemon=True).start()
-    with control.makefile("rb") as stream:
-        rank = Rank(RankSpec.from_line(stream.readline()))
-        control.sendall(json.dumps({"digest": rank.digest}).encode() + b"\n")
-        with torch.inference_mode():
-            for command in read_commands(stream):
-                rank.follow(command)
+    follow(control)
 
 
 def _end_with(control: socket.socket) -> None:

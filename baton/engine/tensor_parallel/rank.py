@@ -1,17 +1,23 @@
-"""A rank that follows: its part of the model, and what it does on each command."""
+"""A rank that follows: its part of the model, and what it does on each command.
+
+On the socket to rank 0 first comes a line, see RankSpec; when the rank has loaded, it answers with a line, {"digest": ...}; then
+come commands.
+"""
 
 from __future__ import annotations
 
+import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from baton.engine.interface import Batch
-from baton.engine.tensor_parallel.commands import LogitsCommand, StepCommand
+from baton.engine.tensor_parallel.commands import LogitsCommand, StepCommand, read_commands
 from baton.engine.tensor_parallel.kv_pool import rank_pool
 from baton.engine.tensor_parallel.rank_spec import RankSpec
-from baton.engine.tensor_parallel.segment import Segment
+from baton.engine.tensor_parallel.segment import map_segment
 from baton.engine.tensor_parallel.shared_ranks import SharedRanks
 from baton.engine.torch_step import pack_batch
 from baton.model.decoder import Decoder
@@ -22,22 +28,31 @@ from baton.model.weights import ShardProgress
 _CPU = torch.device("cpu")
 
 
+def follow(control: socket.socket) -> None:
+    """Be a rank until rank 0 closes its end. Raises ModelError if loading fails, and whatever a step raises."""
+    with control.makefile("rb") as stream, torch.inference_mode():
+        rank = Rank(RankSpec.from_line(stream.readline()))
+        control.sendall(json.dumps({"digest": rank.digest}).encode() + b"\n")
+        for command in read_commands(stream):
+            rank.follow(command)
+
+
 class Rank:
-    """Driven by the process's main thread."""
+    """Driven by one thread."""
 
     def __init__(self, spec: RankSpec) -> None:
         """Load. Raises ModelError."""
         torch.set_num_threads(spec.num_threads)
         whole, shard = spec.config, spec.shard
         dtype = getattr(torch, spec.layout.dtype)
-        memory = Segment(spec.kv_fd).bytes
+        memory, meeting = map_segment(spec.kv_fd), map_segment(spec.meeting_fd)
         self._pool = rank_pool(memory, spec.layout, spec.num_blocks, shard)
         # Each rank touches its own pages: they lie near it, and no step pays for it.
         self._pool.zero_()
         parameters, self.digest = load_parameters(
             Path(spec.folder), whole, dtype, _CPU, _untold, shard
         )
-        ranks = SharedRanks(Segment(spec.meeting_fd).bytes, shard, spec.staging_bytes)
+        ranks = SharedRanks(meeting, shard, spec.staging_bytes)
         self._config = shard.attention_config(whole)
         self._decoder = Decoder(self._config, parameters, ranks)
         self._rope = make_rope(whole, spec.max_model_len, _CPU)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,7 @@ from baton.engine.interface import Batch
 from baton.engine.tensor_parallel.commands import encode_logits, encode_step
 from baton.engine.tensor_parallel.kv_pool import ShardedKvPool, pool_bytes
 from baton.engine.tensor_parallel.rank_spec import RankSpec
-from baton.engine.tensor_parallel.segment import Segment
+from baton.engine.tensor_parallel.segment import create_segment, map_segment
 from baton.engine.tensor_parallel.shared_ranks import SharedRanks, prepare, segment_bytes
 from baton.errors import ModelError, StartupError
 from baton.types import KvLayout
@@ -37,49 +37,65 @@ def end_process(reason: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Member:
-    """A rank's process and the socket to it, whose end of file ends the process."""
+class Member:
+    """A rank that runs. control: the socket to it; its end of file ends the rank. wait: until it has ended; its exit status."""
 
     name: str
-    process: subprocess.Popen[bytes]
     control: socket.socket
+    wait: Callable[[], int]
+
+
+def start_process(spec: RankSpec) -> Member:
+    """A rank in a process of its own. Raises OSError."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            (*_PROGRAM, str(theirs.fileno())),
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), spec.kv_fd, spec.meeting_fd),
+        )
+    # If it is gone already, `wait_ready` tells.
+    with suppress(ConnectionError):
+        ours.sendall(spec.to_line())
+    return Member(f"rank {spec.rank} of {spec.size} (pid {process.pid})", ours, process.wait)
 
 
 class RankTeam:
     """See baton.engine.followers.Followers. Its methods belong to the thread that drives the engine."""
 
-    def __init__(self, spec: RankSpec, on_loss: Callable[[str], None] = end_process) -> None:
-        """Start the processes; they load while rank 0 does. Raises OSError.
+    def __init__(
+        self,
+        spec: RankSpec,
+        *,
+        start: Callable[[RankSpec], Member] = start_process,
+        on_loss: Callable[[str], None] = end_process,
+    ) -> None:
+        """Start the others; they load while rank 0 does. Raises OSError.
 
-        spec: that of rank 0; file descriptors are filled in here. on_loss: called when the ranks cannot go on, by any thread.
+        spec: that of rank 0; file descriptors are filled in here. start: starts one. on_loss: called when the ranks cannot go
+        on, by any thread.
         """
         self._on_loss = on_loss
         self._is_closing = threading.Event()
-        kv = Segment.create("baton-kv", pool_bytes(spec.layout, spec.num_blocks, spec.size))
-        meeting = Segment.create("baton-ranks", segment_bytes(spec.size, spec.staging_bytes))
-        prepare(meeting.bytes, spec.size)
+        kv_fd = create_segment("baton-kv", pool_bytes(spec.layout, spec.num_blocks, spec.size))
+        meeting_fd = create_segment("baton-ranks", segment_bytes(spec.size, spec.staging_bytes))
         self._size = spec.size
-        self._kv_memory = kv.bytes
-        self.ranks = SharedRanks(meeting.bytes, spec.shard, spec.staging_bytes)
-        started = replace(spec, kv_fd=kv.fd, meeting_fd=meeting.fd)
-        self._members = [_start(replace(started, rank=rank)) for rank in range(1, spec.size)]
+        self._kv_memory, meeting = map_segment(kv_fd), map_segment(meeting_fd)
+        prepare(meeting, spec.size)
+        self.ranks = SharedRanks(meeting, spec.shard, spec.staging_bytes)
+        started = replace(spec, kv_fd=kv_fd, meeting_fd=meeting_fd)
+        self._members = [start(replace(started, rank=rank)) for rank in range(1, spec.size)]
         self._watchers = [
             threading.Thread(target=self._watch, args=(m,), name=m.name, daemon=True)
             for m in self._members
         ]
-        kv.close_fd()
-        meeting.close_fd()
+        os.close(kv_fd)
+        os.close(meeting_fd)
 
     def wait_ready(self, digest: str) -> None:
         """See Followers. They are watched from then on."""
         for member in self._members:
-            with member.control.makefile("rb") as stream:
-                line = stream.readline()
-            if not line:
-                raise StartupError(
-                    f"{member.name} ended before it had loaded its part of the model; its error is in the log above"
-                )
-            if json.loads(line)["digest"] != digest:
+            if _digest_of(member) != digest:
                 raise ModelError("the checkpoint changed while it was read; start again")
         for watcher in self._watchers:
             watcher.start()
@@ -111,7 +127,7 @@ class RankTeam:
         for member in self._members:
             member.control.close()
         for member in self._members:
-            member.process.wait()
+            member.wait()
         for watcher in self._watchers:
             if watcher.ident is not None:
                 watcher.join()
@@ -127,19 +143,20 @@ class RankTeam:
             self._on_loss("the ranks of the engine are apart")
             raise
 
-    def _watch(self, member: _Member) -> None:
-        status = member.process.wait()
+    def _watch(self, member: Member) -> None:
+        status = member.wait()
         if not self._is_closing.is_set():
             self._on_loss(f"{member.name} ended with status {status}")
 
 
-def _start(spec: RankSpec) -> _Member:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            (*_PROGRAM, str(theirs.fileno())),
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), spec.kv_fd, spec.meeting_fd),
+def _digest_of(member: Member) -> str:
+    """What it says once it has loaded. Raises StartupError if it ends before."""
+    line = b""
+    with suppress(ConnectionError), member.control.makefile("rb") as stream:
+        line = stream.readline()
+    if not line:
+        raise StartupError(
+            f"{member.name} ended before it had loaded its part of the model; its error is in the log above"
         )
-    ours.sendall(spec.to_line())
-    return _Member(f"rank {spec.rank} of {spec.size} (pid {process.pid})", process, ours)
+    digest: str = json.loads(line)["digest"]
+    return digest

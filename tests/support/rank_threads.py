@@ -1,0 +1,36 @@
+"""Ranks that follow as threads of this process: engines of several ranks without the seconds that processes take to start."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from dataclasses import replace
+
+from baton.engine.tensor_parallel.rank import follow
+from baton.engine.tensor_parallel.rank_spec import RankSpec
+from baton.engine.tensor_parallel.team import Member
+
+
+def start_thread(spec: RankSpec) -> Member:
+    """See baton.engine.tensor_parallel.team.start_process."""
+    ours, theirs = socket.socketpair()
+    own = replace(spec, kv_fd=os.dup(spec.kv_fd), meeting_fd=os.dup(spec.meeting_fd))
+
+    def run() -> None:
+        with theirs:
+            try:
+                follow(theirs)
+            finally:
+                os.close(own.kv_fd)
+                os.close(own.meeting_fd)
+
+    thread = threading.Thread(target=run, name=f"rank-{spec.rank}", daemon=True)
+    thread.start()
+    ours.sendall(own.to_line())
+
+    def wait() -> int:
+        thread.join()
+        return 0
+
+    return Member(thread.name, ours, wait)

@@ -1,0 +1,84 @@
+"""What rank 0 sends is what the others read."""
+
+from __future__ import annotations
+
+import io
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.engine.interface import Batch, SampleRow, SequenceSlice
+from baton.engine.tensor_parallel.commands import (
+    LogitsCommand,
+    StepCommand,
+    encode_logits,
+    encode_step,
+    read_commands,
+)
+from baton.types import Sampling
+
+IDS = st.lists(st.integers(0, 2**40), max_size=6).map(tuple)
+SLICES = st.builds(
+    SequenceSlice,
+    token_ids=IDS,
+    start=st.integers(0, 2**40),
+    block_table=IDS,
+    rows=st.lists(
+        st.builds(
+            SampleRow,
+            offset=st.integers(0, 99),
+            sampling=st.just(Sampling(temperature=0.5)),
+            token_ids=IDS,
+            num_prompt_tokens=st.integers(0, 9),
+        ),
+        max_size=3,
+    ).map(tuple),
+    num_prompt_tokens=st.integers(0, 2**40),
+)
+STEPS = st.tuples(st.lists(SLICES, max_size=4).map(tuple).map(Batch), st.booleans())
+COMMANDS = st.lists(st.one_of(STEPS, IDS), max_size=5)
+
+
+def encode(command: tuple[Batch, bool] | tuple[int, ...]) -> bytes:
+    match command:
+        case (Batch() as batch, bool(is_told)):
+            return encode_step(batch, is_told=is_told)
+        case rows:
+            return encode_logits(rows)
+
+
+def plain(batch: Batch) -> list[object]:
+    """What of a batch is sent."""
+    return [
+        (
+            list(part.token_ids),
+            part.start,
+            list(part.block_table),
+            [row.offset for row in part.rows],
+            part.num_prompt_tokens,
+        )
+        for part in batch.slices
+    ]
+
+
+@given(COMMANDS)
+def test_commands_arrive_as_they_were(commands: list[tuple[Batch, bool] | tuple[int, ...]]) -> None:
+    read = list(read_commands(io.BytesIO(b"".join(map(encode, commands)))))
+    assert len(read) == len(commands)
+    for sent, got in zip(commands, read, strict=True):
+        match sent:
+            case (Batch() as batch, bool(is_told)):
+                assert isinstance(got, StepCommand)
+                assert (plain(got.batch), got.is_told) == (plain(batch), is_told)
+            case rows:
+                assert isinstance(got, LogitsCommand)
+                assert list(got.rows) == list(rows)
+
+
+@given(STEPS, st.data())
+def test_a_stream_that_ends_within_a_command_gives_no_part_of_it(
+    step: tuple[Batch, bool], data: st.DataObject
+) -> None:
+    whole = encode(step)
+    end = data.draw(st.integers(0, len(whole) - 1))
+    assert len(list(read_commands(io.BytesIO(whole + whole[:end])))) == 1

@@ -1,0 +1,75 @@
+"""A pool whose heads are spread over ranks packs and takes the very bytes that a whole one does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.engine.tensor_parallel.kv_pool import ShardedKvPool, pool_bytes, rank_pool
+from baton.engine.torch_kv_pool import TorchKvPool
+from baton.model.shard import Shard
+from baton.types import KvLayout
+
+NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, NUM_BLOCKS = 3, 4, 2, 5
+
+
+def layout_of(block_size: int, dtype: str) -> KvLayout:
+    return KvLayout("f", NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, dtype, block_size)
+
+
+def sharded(layout: KvLayout, size: int) -> tuple[ShardedKvPool, torch.Tensor]:
+    memory = torch.zeros(pool_bytes(layout, NUM_BLOCKS, size), dtype=torch.uint8)
+    return ShardedKvPool(memory, layout, NUM_BLOCKS, size), memory
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_bytes_are_those_of_one_pool(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from(["float32", "bfloat16", "float16"]))
+    block_size = data.draw(st.integers(1, 5))
+    size = data.draw(st.sampled_from([1, 2, 4, 8]))
+    table = data.draw(st.permutations(range(NUM_BLOCKS)))[: data.draw(st.integers(1, NUM_BLOCKS))]
+    num_tokens = data.draw(st.integers(1, len(table) * block_size))
+    first = data.draw(st.integers(0, num_tokens - 1))
+    first_layer = data.draw(st.integers(0, NUM_LAYERS - 1))
+    span = (table, first, num_tokens - first, first_layer, NUM_LAYERS - first_layer)
+    layout = layout_of(block_size, dtype)
+    whole = TorchKvPool(layout, NUM_BLOCKS, torch.device("cpu"))
+    parts, memory = sharded(layout, size)
+
+    num_bytes = span[2] * span[4] * layout.token_layer_bytes
+    wire = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8).numpy().data
+    whole.unpack(*span, wire)
+    parts.unpack(*span, wire)
+    for rank in range(size):
+        shard = Shard(rank, size)
+        heads = shard.kv_heads(NUM_KV_HEADS)
+        own = rank_pool(memory, layout, NUM_BLOCKS, shard).view(torch.uint8)
+        wanted = whole.tensor[:, :, :, heads.start : heads.stop].contiguous().view(torch.uint8)
+        assert torch.equal(own, wanted)
+
+    num_copied = data.draw(st.integers(1, NUM_BLOCKS // 2))
+    blocks = data.draw(st.permutations(range(NUM_BLOCKS)))
+    for pool in (whole, parts):
+        pool.copy_blocks(blocks[:num_copied], blocks[-num_copied:])
+    everything = (range(NUM_BLOCKS), 0, NUM_BLOCKS * block_size, 0, NUM_LAYERS)
+    packed = [bytearray(NUM_BLOCKS * layout.block_bytes) for _ in range(2)]
+    whole.pack(*everything, memoryview(packed[0]))
+    parts.pack(*everything, memoryview(packed[1]))
+    assert packed[0] == packed[1]
+
+
+def test_wrong_ranges_and_read_only_memory_are_refused() -> None:
+    pool, memory = sharded(layout_of(4, "float32"), 2)
+    size = 4 * NUM_LAYERS * pool.layout.token_layer_bytes
+    for block_ids, num_bytes in (((NUM_BLOCKS,), size), ((0,), size + 4), ((), size)):
+        data = memoryview(bytearray(b"\1" * num_bytes))
+        with pytest.raises(ValueError, match=r"\w"):
+            pool.unpack(block_ids, 0, 4, 0, NUM_LAYERS, data)
+        with pytest.raises(ValueError, match=r"\w"):
+            pool.pack(block_ids, 0, 4, 0, NUM_LAYERS, data)
+    with pytest.raises(ValueError, match="read-only"):
+        pool.pack((0,), 0, 4, 0, NUM_LAYERS, memoryview(bytes(size)))
+    assert not memory.any()

@@ -1,0 +1,94 @@
+"""Ranks hold everything between them, and a rank's query heads find their KV heads where it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from baton.errors import ConfigError
+from baton.model.config import ModelConfig, read_config
+from baton.model.memory_plan import MemoryPlan, plan_memory
+from baton.model.shard import Shard, check_size
+
+BOX = read_config(Path(__file__).parents[2] / "models" / "baton-py-6m")
+
+
+@given(num=st.integers(1, 500), size=st.integers(1, 9))
+def test_parts_are_everything_once_in_order(num: int, size: int) -> None:
+    parts = [Shard(rank, size).part(num) for rank in range(size)]
+    assert [row for part in parts for row in part] == list(range(num))
+    assert len(parts[0]) == max(map(len, parts)) == -(-num // size)
+
+
+@given(
+    num_kv_heads=st.integers(1, 8), group=st.integers(1, 8), size=st.sampled_from([1, 2, 3, 4, 8])
+)
+def test_query_heads_and_their_kv_heads_are_on_one_rank(
+    num_kv_heads: int, group: int, size: int
+) -> None:
+    config = replace(
+        BOX,
+        num_heads=num_kv_heads * group,
+        num_kv_heads=num_kv_heads,
+        hidden_size=240,
+        intermediate_size=480,
+    )
+    try:
+        check_size(config, size)
+    except ConfigError:
+        assume(False)
+    held: set[int] = set()
+    for rank in range(size):
+        shard = Shard(rank, size)
+        own = shard.attention_config(config)
+        heads, kv_heads = shard.part(config.num_heads), shard.kv_heads(num_kv_heads)
+        assert (own.num_heads, own.num_kv_heads) == (len(heads), len(kv_heads))
+        # Within a rank a query head reads the KV head that its group comes to there.
+        per_kv_head = own.num_heads // own.num_kv_heads
+        assert [head // group for head in heads] == [
+            kv_heads[i // per_kv_head] for i in range(len(heads))
+        ]
+        held.update(kv_heads)
+    assert held == set(range(num_kv_heads))
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "told"),
+    [
+        ({}, 3, "num_heads=8 is no multiple of it; this model takes 1, 2, 4, 8"),
+        ({"num_heads": 12, "num_kv_heads": 6}, 4, "num_kv_heads=6 is neither"),
+        ({"intermediate_size": 670}, 4, "intermediate_size=670 is no multiple"),
+    ],
+)
+def test_what_ranks_cannot_share_is_named(changes: dict[str, int], size: int, told: str) -> None:
+    config: ModelConfig = replace(BOX, **changes)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size={size}: {told}"):
+        check_size(config, size)
+
+
+def test_ranks_share_the_memory() -> None:
+    def plan(num_ranks: int) -> MemoryPlan:
+        return plan_memory(
+            BOX,
+            dtype="bfloat16",
+            block_size=16,
+            max_model_len=2048,
+            max_num_seqs=64,
+            max_num_batched_tokens=64,
+            available_bytes=1 << 30,
+            num_ranks=num_ranks,
+            kv_cache_memory_bytes=32 << 20,
+        )
+
+    one, two, four = (plan(n) for n in (1, 2, 4))
+    # Two ranks have a KV head each; of four, two have the same.
+    assert two.num_blocks == one.num_blocks == 2 * four.num_blocks
+    assert one.block_bytes == 2 * two.block_bytes == 2 * four.block_bytes
+    embeddings = BOX.vocab_size * BOX.hidden_size * 2
+    assert one.weight_bytes - embeddings == 2 * (two.weight_bytes - embeddings)
+    assert dict(two.rows())["ranks"] == "2, each with:"
+    assert "ranks" not in dict(one.rows())
