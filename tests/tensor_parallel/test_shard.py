@@ -6,13 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
 from baton.model.config import ModelConfig, read_config
 from baton.model.memory_plan import MemoryPlan, plan_memory
-from baton.model.shard import Shard, check_size
+from baton.model.parameters import Target, empty_parameters
+from baton.model.shard import WHOLE, Shard, check_size
 
 BOX = read_config(Path(__file__).parents[2] / "models" / "baton-py-6m")
 
@@ -92,3 +94,23 @@ def test_ranks_share_the_memory() -> None:
     assert one.weight_bytes - embeddings == 2 * (two.weight_bytes - embeddings)
     assert dict(two.rows())["ranks"] == "2, each with:"
     assert "ranks" not in dict(one.rows())
+
+
+def test_ranks_fill_every_tensor_between_them() -> None:
+    def targets(shard: Shard) -> dict[str, Target]:
+        empty = empty_parameters(BOX, torch.float32, torch.device("meta"), shard)
+        return dict(empty.targets())
+
+    whole = targets(WHOLE)
+    for size in (2, 4):
+        ranks = [targets(Shard(rank, size)) for rank in range(size)]
+        for name, target in whole.items():
+            parts = [rank[name] for rank in ranks]
+            assert {part.shape for part in parts} == {target.shape}
+            rows = [row for part in parts for row in part.part.rows]
+            assert set(rows) == set(target.part.rows)
+            # Two KV heads of four ranks are held twice; norms and embeddings are everywhere.
+            num_holders = 1 if "_proj" in name else size
+            if "k_proj" in name or "v_proj" in name:
+                num_holders = size // 2
+            assert len(rows) == num_holders * target.part.num_rows

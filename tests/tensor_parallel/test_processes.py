@@ -1,0 +1,115 @@
+"""Ranks as processes: what the death of one means to the others."""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from baton.engine import torch_engine
+from baton.engine.interface import Batch, SequenceSlice
+from baton.engine.tensor_parallel.rank_spec import RankSpec, staging_bytes
+from baton.engine.tensor_parallel.team import RankTeam
+from baton.engine.torch_engine import TorchEngine, load_engine
+from baton.errors import ModelError, StartupError
+from baton.model.config import read_config
+from baton.types import KvLayout, Sampling
+from tests.support.drive_engine import generate
+from tests.support.tiny_models import make_tiny_model
+
+PROMPTS = [(5, 9, 200), tuple(range(20))]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def losses() -> queue.Queue[str]:
+    return queue.Queue()
+
+
+@pytest.fixture
+def engine(
+    model: Path, losses: queue.Queue[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[TorchEngine]:
+    """Of two ranks."""
+    monkeypatch.setattr(torch_engine, "RankTeam", partial(RankTeam, on_loss=losses.put))
+    made = load_engine(str(model), num_blocks=32, tensor_parallel_size=2)
+    yield made
+    made.close()
+
+
+def child_pids(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task")
+    return [
+        int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
+def test_a_killed_rank_is_told_of(
+    model: Path, engine: TorchEngine, losses: queue.Queue[str]
+) -> None:
+    expected = generate(load_engine(str(model), num_blocks=32), PROMPTS, Sampling(), 5)
+    assert generate(engine, PROMPTS, Sampling(), 5) == expected
+    assert losses.empty()
+    (pid,) = child_pids(os.getpid())
+    os.kill(pid, signal.SIGKILL)
+    assert losses.get() == f"rank 1 of 2 (pid {pid}) ended with status -9"
+
+
+def test_an_error_amid_a_step_is_a_loss_and_the_other_rank_can_be_ended(
+    engine: TorchEngine, losses: queue.Queue[str]
+) -> None:
+    def broken(_first: int, _count: int) -> None:
+        raise RuntimeError("a hook")
+
+    with pytest.raises(RuntimeError, match="a hook"):
+        engine.forward(Batch((SequenceSlice((5,), 0, (0,)),)), broken)
+    assert losses.get() == "the ranks of the engine are apart"
+    engine.close()  # the other one waits for this one in the middle of a layer
+    assert not child_pids(os.getpid())
+
+
+def test_a_rank_that_cannot_load_is_told_of(model: Path, tmp_path: Path) -> None:
+    config = read_config(model)
+    layout = KvLayout("", config.num_layers, config.num_kv_heads, config.head_dim, "float32", 8)
+    room = staging_bytes(config, 2, "float32")
+    spec = RankSpec(0, 2, str(tmp_path), config, layout, 4, 256, 1, room, -1, -1)
+    team = RankTeam(spec)
+    with pytest.raises(StartupError, match=r"rank 1 of 2 \(pid \d+\) ended before it had loaded"):
+        team.wait_ready("")
+    team.close()
+    team = RankTeam(replace(spec, folder=str(model)))
+    with pytest.raises(ModelError, match="the checkpoint changed"):
+        team.wait_ready("another digest")
+    team.close()
+
+
+def test_ranks_end_with_rank_0(model: Path) -> None:
+    program = (
+        "from baton.engine.torch_engine import load_engine\n"
+        f"engine = load_engine({str(model)!r}, num_blocks=4, tensor_parallel_size=2)\n"
+        "print('ready', flush=True)\n"
+        "input()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as leader:
+        assert leader.stdout is not None
+        assert leader.stdout.readline() == b"ready\n"
+        (pid,) = child_pids(leader.pid)
+        follower = os.pidfd_open(pid)
+        leader.kill()
+    select.select([follower], [], [])  # readable once it has ended
+    os.close(follower)

@@ -1,0 +1,113 @@
+"""Tiers of unlike numbers of ranks, as `baton serve` starts them: the tokens are those of transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from baton.client import AsyncClient, SamplingParams
+from baton.config import ServeOptions
+from baton.supervisor import Cluster
+from tests.support.tiny_models import make_tiny_model
+
+PROMPTS = [[(11 * i + 5 * j) % 250 for i in range(n)] for j, n in enumerate((3, 40, 90, 17))]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(
+        tmp_path_factory.mktemp("model"), num_attention_heads=8, num_key_value_heads=4
+    )
+
+
+def expected(model: Path, num_tokens: int) -> list[tuple[int, ...]]:
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return [
+        tuple(
+            reference.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                min_new_tokens=num_tokens,
+                max_new_tokens=num_tokens,
+                do_sample=False,
+                eos_token_id=-1,
+            )[0, len(prompt) :].tolist()
+        )
+        for prompt in PROMPTS
+    ]
+
+
+@asynccontextmanager
+async def cluster_of(model: Path, **options: Any) -> AsyncIterator[tuple[Cluster, AsyncClient]]:
+    serve = ServeOptions(
+        model=str(model),
+        dtype="float32",
+        port=0,
+        num_gpu_blocks_override=200,
+        prefill_block_size=32,
+        decode_block_size=8,
+        max_local_prefill_tokens=0,
+        log_level="error",
+        drain_timeout_s=5,
+        **options,
+    )
+    async with Cluster(serve) as cluster, AsyncClient(cluster.address) as client:
+        yield cluster, client
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+
+
+def child_pids(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task")
+    return [
+        int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
+async def test_many_ranks_prefill_for_one(model: Path) -> None:
+    async with cluster_of(model, prefill_tensor_parallel_size=2) as (cluster, client):
+        assert len(child_pids(cluster.pid_of("prefill-0"))) == 1
+        assert not child_pids(cluster.pid_of("decode-0"))
+        done = await asyncio.gather(*(client.generate(p, greedy(30)) for p in PROMPTS))
+    assert [each.token_ids for each in done] == expected(model, 30)
+    assert all(each.timing.transfer_bytes for each in done)
+
+
+async def test_one_prefills_for_many_ranks_and_a_killed_rank_costs_no_token(model: Path) -> None:
+    num_tokens = 160
+    has_begun = asyncio.Event()
+
+    async def stream(client: AsyncClient, prompt: Sequence[int]) -> tuple[tuple[int, ...], int]:
+        tokens: list[int] = []
+        num_resumes = 0
+        async with client.stream(prompt, greedy(num_tokens)) as chunks:
+            async for chunk in chunks:
+                assert chunk.token_index == len(tokens)
+                tokens += chunk.token_ids
+                if len(tokens) > 3:
+                    has_begun.set()
+                if chunk.timing:
+                    num_resumes += chunk.timing.num_resumes
+        return tuple(tokens), num_resumes
+
+    options = {"decode_tensor_parallel_size": 2, "num_decode_workers": 2}
+    async with cluster_of(model, **options) as (cluster, client):
+        streams = [asyncio.create_task(stream(client, prompt)) for prompt in PROMPTS]
+        await has_begun.wait()
+        worker = cluster.pid_of("decode-0")
+        (rank,) = child_pids(worker)
+        os.kill(rank, signal.SIGKILL)
+        done = await asyncio.gather(*streams)
+    assert [tokens for tokens, _ in done] == expected(model, num_tokens)
+    assert sum(num_resumes for _, num_resumes in done)
