@@ -177,8 +177,12 @@ def _layer_targets(
 def _split(linear: Linear, parts: Mapping[str, Part]) -> Iterator[tuple[str, Target]]:
     """What a fused linear is made of, by their names in a checkpoint. The tensors are views."""
     sizes = [len(part.rows) for part in parts.values()]
-    for (name, part), rows in zip(parts.items(), linear.weight.split(sizes), strict=True):
+    for (name, part), rows in zip(
+        parts.items(), linear.weight.split_with_sizes(sizes), strict=True
+    ):
         yield f"{name}.weight", Target(rows, part)
     if linear.bias is not None:
-        for (name, part), rows in zip(parts.items(), linear.bias.split(sizes), strict=True):
+        for (name, part), rows in zip(
+            parts.items(), linear.bias.split_with_sizes(sizes), strict=True
+        ):
             yield f"{name}.bias", Target(rows, part)

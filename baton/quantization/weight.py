@@ -37,11 +37,11 @@ class QuantizedWeight:
         """These outputs only, in memory of their own if they are not all."""
         if len(rows) == self.levels.shape[0]:
             return self
-        levels, scales, zeros = (
-            None if x is None else x[rows.start : rows.stop].clone()
-            for x in (self.levels, self.scales, self.zeros)
+        some = slice(rows.start, rows.stop)
+        zeros = None if self.zeros is None else self.zeros[some].clone()
+        return QuantizedWeight(
+            self.levels[some].clone(), self.scales[some].clone(), zeros, self.bits
         )
-        return QuantizedWeight(levels, scales, zeros, self.bits)
 
     def dequantize(self) -> torch.Tensor:
         """[num_out, num_in] float32."""

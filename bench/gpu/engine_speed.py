@@ -59,8 +59,8 @@ class Model:
         self.config: ModelConfig = parse_config(model_config(setting))
         config, device = self.config, setting.device
         parameters = empty_parameters(config, setting.half, device)
-        for _, tensor in parameters.targets():
-            tensor.normal_(std=0.02, generator=setting.generator())
+        for _, target in parameters.targets():
+            target.tensor.normal_(std=0.02, generator=setting.generator())
         self.decoder = Decoder(config, pack_parameters(parameters, {}))
         self.rope: Rope = make_rope(config, config.derived_max_len, device)
         dtype = str(setting.half).removeprefix("torch.")
@@ -232,8 +232,8 @@ def check_engine(setting: Setting) -> Result:
     for device in (torch.device("cpu"), setting.device):
         parameters = empty_parameters(config, torch.float32, device)
         source = torch.Generator().manual_seed(setting.seed)
-        for _, tensor in parameters.targets():
-            tensor.copy_(torch.randn(tensor.shape, generator=source) * 0.2)
+        for _, target in parameters.targets():
+            target.fill(torch.randn(target.shape, generator=source) * 0.2)
         decoder = Decoder(config, pack_parameters(parameters, {}))
         layout = KvLayout("check", 1, config.num_kv_heads, config.head_dim, "float32", BLOCK_SIZE)
         pool = TorchKvPool(layout, 8, device).tensor
