@@ -15,10 +15,10 @@ from baton.types import KvLayout
 
 
 class TensorPool(KvPool, Protocol):
-    """A KV pool over tensors. tensor: what this process's forward reads and writes of it, as TorchKvPool's."""
+    """A KV pool over tensors. tensor, scales: what this process's forward reads and writes of it, as TorchKvPool's."""
 
-    @property
-    def tensor(self) -> torch.Tensor: ...
+    tensor: torch.Tensor
+    scales: torch.Tensor | None
 
 
 class Followers(Protocol):

@@ -14,14 +14,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from baton.engine.followers import Followers, NoFollowers, TensorPool
 from baton.engine.interface import Batch, EngineSpec, LayersDone, SampleRow
-from baton.engine.tensor_parallel.rank_spec import RankSpec, staging_bytes
-from baton.engine.tensor_parallel.team import RankTeam
+from baton.engine.tensor_parallel.start import check_ranks, start_followers
 from baton.engine.torch_step import check_batch, fault, pack_batch, sample_rows
 from baton.errors import ConfigError
 from baton.model.checkpoint import find_shards, naming_model, resolve_checkpoint
@@ -31,7 +29,6 @@ from baton.model.host_memory import available_memory_bytes
 from baton.model.load import keeps_stored_levels, load_parameters
 from baton.model.memory_plan import MemoryPlan, plan_memory
 from baton.model.rope import Rope, make_rope
-from baton.model.shard import check_size
 from baton.model.weights import ProgressHook
 from baton.sampling.sampler import NothingAllowedError, broken_rows, sample
 from baton.types import SCALE_BYTES, SCALED_DTYPES, KvLayout, Sample
@@ -201,7 +198,7 @@ def load_engine(
     if block_size < 1:
         raise ConfigError.of("block_size", block_size, "must be at least 1")
     _check_kv_dtype(kv_name, block_size * config.head_dim, where)
-    _check_ranks(config, size, where)
+    check_ranks(config, size, where)
     plan = plan_memory(
         config,
         dtype=name,
@@ -232,7 +229,7 @@ def load_engine(
         dtype=kv_name,
         block_size=block_size,
     )
-    followers = _followers(size, folder, config, sizes, plan.num_blocks, longest)
+    followers = start_followers(size, folder, config, name, sizes, plan.num_blocks, longest)
     shard = followers.ranks.shard
     try:
         with naming_model(model):
@@ -257,44 +254,6 @@ def load_engine(
     decoder = Decoder(own, parameters, followers.ranks)
     pool = followers.make_pool(layout, plan.num_blocks, where)
     return TorchEngine(spec, own, decoder, rope, pool, layer_group_size, followers)
-
-
-def _check_ranks(config: ModelConfig, size: int, device: torch.device) -> None:
-    """Raise ConfigError unless so many ranks can share the model on this kind of device."""
-    check_size(config, size)
-    if size > 1 and device.type != "cpu":
-        raise ConfigError.of(
-            "tensor_parallel_size",
-            size,
-            "ranks reach each other's KV in host memory; give --device=cpu, or leave it out",
-        )
-
-
-def _followers(
-    size: int,
-    folder: Path,
-    config: ModelConfig,
-    layout: KvLayout,
-    num_blocks: int,
-    max_model_len: int,
-) -> Followers:
-    """The processes of the other ranks, which load from now on. They have as many threads as this one."""
-    if size == 1:
-        return NoFollowers()
-    spec = RankSpec(
-        rank=0,
-        size=size,
-        folder=str(folder),
-        config=config,
-        layout=layout,
-        num_blocks=num_blocks,
-        max_model_len=max_model_len,
-        num_threads=torch.get_num_threads(),
-        staging_bytes=staging_bytes(config, size, layout.dtype),
-        kv_fd=-1,
-        meeting_fd=-1,
-    )
-    return RankTeam(spec)
 
 
 def _log_plan(plan: MemoryPlan) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine import torch_engine
+from baton.engine.tensor_parallel import start
 from baton.engine.tensor_parallel.team import RankTeam
 from baton.engine.torch_engine import TorchEngine, load_engine
 from tests.support.rank_threads import start_thread
@@ -37,7 +37,7 @@ def losses() -> list[str]:
 def load_ranks(losses: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[LoadRanks]:
     """Loads an engine of so many ranks, the others being threads of this process."""
     team = partial(RankTeam, start=start_thread, on_loss=losses.append)
-    monkeypatch.setattr(torch_engine, "RankTeam", team)
+    monkeypatch.setattr(start, "RankTeam", team)
     with ExitStack() as stack:
 
         def load(model: Path, size: int, **options: Any) -> TorchEngine:

@@ -121,6 +121,18 @@ def test_quantised_weights_are_shared_too(
         assert torch.equal(logits, wanted)
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8", "bfloat16"])
+def test_pools_of_any_type_are_shared(
+    tmp_path: Path, kv_cache_dtype: str, load_ranks: LoadRanks
+) -> None:
+    path = make_tiny_model(tmp_path, "llama")
+    one, two = (load_ranks(path, size, kv_cache_dtype=kv_cache_dtype) for size in (1, 2))
+    wanted, logits = (engine.logits(batch_of(engine)) for engine in (one, two))
+    torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=0)
+    assert two.spec == one.spec
+    assert kv_of(two) == kv_of(one)
+
+
 def test_layers_are_told_once_all_ranks_have_written_them(
     tmp_path: Path, load_ranks: LoadRanks
 ) -> None:

@@ -19,6 +19,10 @@ def layout_of(block_size: int, dtype: str) -> KvLayout:
     return KvLayout("f", NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, dtype, block_size)
 
 
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
 def sharded(layout: KvLayout, size: int) -> tuple[ShardedKvPool, torch.Tensor]:
     memory = torch.zeros(pool_bytes(layout, NUM_BLOCKS, size), dtype=torch.uint8)
     return ShardedKvPool(memory, layout, NUM_BLOCKS, size), memory
@@ -27,8 +31,8 @@ def sharded(layout: KvLayout, size: int) -> tuple[ShardedKvPool, torch.Tensor]:
 @settings(deadline=None)
 @given(data=st.data())
 def test_bytes_are_those_of_one_pool(data: st.DataObject) -> None:
-    dtype = data.draw(st.sampled_from(["float32", "bfloat16", "float16"]))
-    block_size = data.draw(st.integers(1, 5))
+    dtype = data.draw(st.sampled_from(["float32", "bfloat16", "float16", "int8", "fp8"]))
+    block_size = data.draw(st.sampled_from([2, 4, 6]))
     size = data.draw(st.sampled_from([1, 2, 4, 8]))
     table = data.draw(st.permutations(range(NUM_BLOCKS)))[: data.draw(st.integers(1, NUM_BLOCKS))]
     num_tokens = data.draw(st.integers(1, len(table) * block_size))
@@ -46,9 +50,10 @@ def test_bytes_are_those_of_one_pool(data: st.DataObject) -> None:
     for rank in range(size):
         shard = Shard(rank, size)
         heads = shard.kv_heads(NUM_KV_HEADS)
-        own = rank_pool(memory, layout, NUM_BLOCKS, shard).view(torch.uint8)
-        wanted = whole.tensor[:, :, :, heads.start : heads.stop].contiguous().view(torch.uint8)
-        assert torch.equal(own, wanted)
+        own = rank_pool(memory, layout, NUM_BLOCKS, shard)
+        for mine, wanted in ((own.tensor, whole.tensor), (own.scales, whole.scales)):
+            if mine is not None and wanted is not None:
+                assert torch.equal(bits(mine), bits(wanted[:, :, :, heads.start : heads.stop]))
 
     num_copied = data.draw(st.integers(1, NUM_BLOCKS // 2))
     blocks = data.draw(st.permutations(range(NUM_BLOCKS)))

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine import torch_engine
 from baton.engine.interface import Batch, SequenceSlice
+from baton.engine.tensor_parallel import start
 from baton.engine.tensor_parallel.rank_spec import RankSpec, staging_bytes
 from baton.engine.tensor_parallel.team import RankTeam
 from baton.engine.torch_engine import TorchEngine, load_engine
@@ -44,7 +44,7 @@ def engine(
     model: Path, losses: queue.Queue[str], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[TorchEngine]:
     """Of two ranks."""
-    monkeypatch.setattr(torch_engine, "RankTeam", partial(RankTeam, on_loss=losses.put))
+    monkeypatch.setattr(start, "RankTeam", partial(RankTeam, on_loss=losses.put))
     made = load_engine(str(model), num_blocks=32, tensor_parallel_size=2)
     yield made
     made.close()
@@ -85,7 +85,7 @@ def test_a_rank_that_cannot_load_is_told_of(model: Path, tmp_path: Path) -> None
     config = read_config(model)
     layout = KvLayout("", config.num_layers, config.num_kv_heads, config.head_dim, "float32", 8)
     room = staging_bytes(config, 2, "float32")
-    spec = RankSpec(0, 2, str(tmp_path), config, layout, 4, 256, 1, room, -1, -1)
+    spec = RankSpec(0, 2, str(tmp_path), config, "float32", layout, 4, 256, 1, room, -1, -1)
     team = RankTeam(spec)
     with pytest.raises(StartupError, match=r"rank 1 of 2 \(pid \d+\) ended before it had loaded"):
         team.wait_ready("")

@@ -32,9 +32,7 @@ def rank_memory(
     return memory[shard.rank * num_bytes : (shard.rank + 1) * num_bytes]
 
 
-def rank_pool(
-    memory: torch.Tensor, layout: KvLayout, num_blocks: int, shard: Shard
-) -> TorchKvPool:
+def rank_pool(memory: torch.Tensor, layout: KvLayout, num_blocks: int, shard: Shard) -> TorchKvPool:
     """A rank's own pool in the memory of all, with the KV heads that it has of the model's `layout`."""
     own = rank_memory(memory, layout, num_blocks, shard)
     return TorchKvPool(shard_layout(layout, shard), num_blocks, _CPU, own)

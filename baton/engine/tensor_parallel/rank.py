@@ -15,7 +15,7 @@ import torch
 
 from baton.engine.interface import Batch
 from baton.engine.tensor_parallel.commands import LogitsCommand, StepCommand, read_commands
-from baton.engine.tensor_parallel.kv_pool import rank_pool
+from baton.engine.tensor_parallel.kv_pool import rank_memory, rank_pool
 from baton.engine.tensor_parallel.rank_spec import RankSpec
 from baton.engine.tensor_parallel.segment import map_segment
 from baton.engine.tensor_parallel.shared_ranks import SharedRanks
@@ -44,11 +44,11 @@ class Rank:
         """Load. Raises ModelError."""
         torch.set_num_threads(spec.num_threads)
         whole, shard = spec.config, spec.shard
-        dtype = getattr(torch, spec.layout.dtype)
+        dtype = getattr(torch, spec.dtype)
         memory, meeting = map_segment(spec.kv_fd), map_segment(spec.meeting_fd)
-        self._pool = rank_pool(memory, spec.layout, spec.num_blocks, shard)
         # Each rank touches its own pages: they lie near it, and no step pays for it.
-        self._pool.zero_()
+        rank_memory(memory, spec.layout, spec.num_blocks, shard).zero_()
+        self._pool = rank_pool(memory, spec.layout, spec.num_blocks, shard)
         parameters, self.digest = load_parameters(
             Path(spec.folder), whole, dtype, _CPU, _untold, shard
         )
@@ -66,8 +66,9 @@ class Rank:
             self._states = self._step(command.batch, _meet_only if command.is_told else None)
 
     def _step(self, batch: Batch, layer_done: Callable[[int], None] | None) -> torch.Tensor:
-        packed = pack_batch(batch, self._config, self._rope, self._pool)
-        return self._decoder.forward(packed, self._pool, layer_done)
+        pool, decoder = self._pool, self._decoder
+        packed = pack_batch(batch, self._config, self._rope, pool.tensor, decoder.dtype)
+        return decoder.forward(packed, pool.tensor, layer_done, pool.scales)
 
 
 def _meet_only(_layer: int) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from baton.engine.interface import Batch
 from baton.engine.tensor_parallel.commands import encode_logits, encode_step
-from baton.engine.tensor_parallel.kv_pool import ShardedKvPool, pool_bytes
+from baton.engine.tensor_parallel.kv_pool import ShardedKvPool, pool_bytes, rank_memory
 from baton.engine.tensor_parallel.rank_spec import RankSpec
 from baton.engine.tensor_parallel.segment import create_segment, map_segment
 from baton.engine.tensor_parallel.shared_ranks import SharedRanks, prepare, segment_bytes
@@ -81,6 +81,8 @@ class RankTeam:
         meeting_fd = create_segment("baton-ranks", segment_bytes(spec.size, spec.staging_bytes))
         self._size = spec.size
         self._kv_memory, meeting = map_segment(kv_fd), map_segment(meeting_fd)
+        # As each rank does with its own: no step pays for the first touch.
+        rank_memory(self._kv_memory, spec.layout, spec.num_blocks, spec.shard).zero_()
         prepare(meeting, spec.size)
         self.ranks = SharedRanks(meeting, spec.shard, spec.staging_bytes)
         started = replace(spec, kv_fd=kv_fd, meeting_fd=meeting_fd)

@@ -1,0 +1,58 @@
+"""Whether so many ranks can share a model, and their start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from baton.engine.followers import Followers, NoFollowers
+from baton.engine.tensor_parallel.rank_spec import RankSpec, staging_bytes
+from baton.engine.tensor_parallel.team import RankTeam
+from baton.errors import ConfigError
+from baton.model.config import ModelConfig
+from baton.model.shard import check_size
+from baton.types import KvLayout
+
+
+def check_ranks(config: ModelConfig, size: int, device: torch.device) -> None:
+    """Raise ConfigError unless so many ranks can share the model on this kind of device."""
+    check_size(config, size)
+    if size > 1 and device.type != "cpu":
+        raise ConfigError.of(
+            "tensor_parallel_size",
+            size,
+            "ranks reach each other's KV in host memory; give --device=cpu, or leave it out",
+        )
+
+
+def start_followers(
+    size: int,
+    folder: Path,
+    config: ModelConfig,
+    dtype: str,
+    layout: KvLayout,
+    num_blocks: int,
+    max_model_len: int,
+) -> Followers:
+    """The processes of all ranks but this one, which load from now on, each with as many threads as this one has.
+
+    layout: of the whole model's KV; its fingerprint may be missing. dtype: of the weights.
+    """
+    if size == 1:
+        return NoFollowers()
+    spec = RankSpec(
+        rank=0,
+        size=size,
+        folder=str(folder),
+        config=config,
+        dtype=dtype,
+        layout=layout,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        num_threads=torch.get_num_threads(),
+        staging_bytes=staging_bytes(config, size, dtype),
+        kv_fd=-1,
+        meeting_fd=-1,
+    )
+    return RankTeam(spec)
