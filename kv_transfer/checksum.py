@@ -4,7 +4,8 @@ Between workers that share a secret (kv_secret.py) they are the first 64 bits of
 whole header and payload: against forgers, too. A guess is right once in 2^64, and a wrong one ends its handoff.
 
 In version 1 a chunk's covers its payload. Since version 2 it covers the header, too, and a commit's covers the commit:
-a payload that is told to be another's, or a token that is changed on the way, does not pass.
+a payload that is told to be another's, or a token that is changed on the way, does not pass. What a header says about its
+chunk's place has a checksum of its own besides, so that it can be trusted before the payload has come.
 """
 
 from __future__ import annotations
@@ -24,20 +25,22 @@ _CHUNK = struct.Struct("<QIIIII")
 _COMMIT = struct.Struct("<QIIQ")
 
 
+def place_checksum(chunk: kv_pb2.KvChunk) -> int:
+    """Of what a header says about its chunk's place: KvChunk.place_checksum."""
+    place = (chunk.first_token, chunk.num_tokens, chunk.first_layer, chunk.num_layers)
+    return xxhash.xxh3_64_intdigest(_CHUNK.pack(chunk.ticket_id, chunk.epoch, *place))
+
+
 def chunk_checksum(
-    chunk: kv_pb2.KvChunk, payload: Sequence[memoryview], version: int, key: bytes = b""
+    chunk: kv_pb2.KvChunk, payload: Sequence[memoryview], key: bytes = b""
 ) -> int:
-    """Of a chunk whose payload is these pieces, one after the other. Without a key it reads what the header says about its
-    place alone. key: the connection's, 32 bytes, or none."""
+    """Of a chunk whose payload is these pieces, one after the other. Without a key it is the payload's xxh3_64, with
+    chunk.place_checksum as its seed. key: the connection's, 32 bytes, or none."""
     if key:
         return _keyed(chunk, payload, key)
-    seed = 0
-    if version > 1:
-        place = (chunk.first_token, chunk.num_tokens, chunk.first_layer, chunk.num_layers)
-        seed = xxhash.xxh3_64_intdigest(_CHUNK.pack(chunk.ticket_id, chunk.epoch, *place))
     if len(payload) == 1:
-        return xxhash.xxh3_64_intdigest(payload[0], seed)
-    digest = xxhash.xxh3_64(seed=seed)
+        return xxhash.xxh3_64_intdigest(payload[0], chunk.place_checksum)
+    digest = xxhash.xxh3_64(seed=chunk.place_checksum)
     for piece in payload:
         digest.update(piece)
     return digest.intdigest()

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import xxhash
+
 from baton.engine.interface import KvPool
-from baton.types import KvLayout
 from kv_transfer.chunking import runs
 from kv_transfer.coverage import KvRange
 from kv_transfer.transcoder import Transcoder
@@ -24,11 +25,53 @@ MIN_LENT_BYTES = 32 * 1024
 
 @runtime_checkable
 class LendingPool(Protocol):
-    """A pool whose blocks can be read where they lie, if that is in host memory."""
+    """A pool whose blocks may be read and written where they lie, if that is in host memory."""
 
-    def lend(self, block_id: int, first_layer: int, num_layers: int) -> memoryview | None:
-        """The bytes of a whole block's layers, to be read only; None off the host. Raises ValueError for a wrong range."""
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def is_lendable(self) -> bool:
+        """Whether it is."""
         ...
+
+    def lend(self, block_id: int, first_layer: int, num_layers: int) -> memoryview:
+        """The bytes of a whole block's layers: who writes there must own the block. Raises ValueError for a wrong range."""
+        ...
+
+
+@runtime_checkable
+class CheckingPool(LendingPool, Protocol):
+    """A lending pool that can copy whole blocks and compute their payload's checksum at once."""
+
+    @property
+    def checked_copy(self) -> CheckedCopy | None:
+        """None where it cannot, on this machine."""
+        ...
+
+
+class CheckedCopy(Protocol):
+    """See baton_kernels.cpu.checked_copy. Ranges are the caller's to check."""
+
+    def fits(self, num_blocks: int, num_layers: int) -> bool: ...
+
+    def gather(
+        self,
+        block_ids: Sequence[int],
+        first_layer: int,
+        num_layers: int,
+        packed: memoryview,
+        seed: int,
+    ) -> int: ...
+
+    def scatter(
+        self,
+        block_ids: Sequence[int],
+        first_layer: int,
+        num_layers: int,
+        packed: memoryview,
+        seed: int,
+    ) -> int: ...
 
 
 class ChunkCodec:
@@ -45,6 +88,13 @@ class ChunkCodec:
         self._transcoder = None if is_plain else Transcoder(layout.dtype, wire)
         self._token_layer_bytes = layout.token_layer_bytes
         self._scratch = memoryview(b"")
+        is_straight = self._transcoder is None and wire.block_size == layout.block_size
+        self._lender = (
+            pool if is_straight and isinstance(pool, LendingPool) and pool.is_lendable else None
+        )
+        self._checked_copy = (
+            pool.checked_copy if self._lender and isinstance(pool, CheckingPool) else None
+        )
 
     @property
     def is_plain(self) -> bool:
@@ -71,6 +121,68 @@ class ChunkCodec:
                 bits = self._room(run.num_tokens, piece.num_layers)
                 self._transcoder.decode(run.data, run.num_tokens, piece.num_layers, bits)
             self._pool.unpack(run.block_ids, run.first_token, run.num_tokens, *layers, bits)
+
+    def is_lendable(self, piece: KvRange) -> bool:
+        """Whether the payload is whole blocks of the pool as they lie there, in pieces long enough to be worth it."""
+        return bool(
+            self._lender
+            and _is_whole(piece, self._block_size)
+            and self._block_size * piece.num_layers * self._token_layer_bytes >= MIN_LENT_BYTES
+        )
+
+    def lend(self, block_ids: Sequence[int], piece: KvRange) -> tuple[memoryview, ...]:
+        """The blocks themselves as the pieces of a payload; nothing unless is_lendable. Raises ValueError as pack does."""
+        if self._lender is None or not self.is_lendable(piece):
+            return ()
+        blocks = self._blocks(block_ids, piece)
+        return tuple(
+            self._lender.lend(block_id, piece.first_layer, piece.num_layers) for block_id in blocks
+        )
+
+    def pack_checked(
+        self, block_ids: Sequence[int], piece: KvRange, out: memoryview, seed: int
+    ) -> int:
+        """As pack; the payload's xxh3_64."""
+        copy = self._checked_copy_for(piece)
+        if copy:
+            blocks = self._blocks(block_ids, piece)
+            return copy.gather(blocks, piece.first_layer, piece.num_layers, out, seed)
+        self.pack(block_ids, piece, out)
+        return xxhash.xxh3_64_intdigest(out, seed)
+
+    def unpack_checked(
+        self, block_ids: Sequence[int], piece: KvRange, data: memoryview, seed: int, checksum: int
+    ) -> bool:
+        """As unpack; False if the payload's xxh3_64 is another: then the blocks may hold what came, or what they held."""
+        copy = self._checked_copy_for(piece)
+        if copy:
+            blocks = self._blocks(block_ids, piece)
+            layers = piece.first_layer, piece.num_layers
+            return copy.scatter(blocks, *layers, data, seed) == checksum
+        if xxhash.xxh3_64_intdigest(data, seed) != checksum:
+            return False
+        self.unpack(block_ids, piece, data)
+        return True
+
+    def _checked_copy_for(self, piece: KvRange) -> CheckedCopy | None:
+        """What can copy this piece, if anything can."""
+        copy = self._checked_copy
+        if copy and _is_whole(piece, self._block_size):
+            num_blocks = piece.num_tokens // self._block_size
+            return copy if copy.fits(num_blocks, piece.num_layers) else None
+        return None
+
+    def _blocks(self, block_ids: Sequence[int], piece: KvRange) -> Sequence[int]:
+        """The blocks that a piece of whole blocks is. Raises ValueError if there are none such."""
+        size = self._block_size
+        blocks = block_ids[piece.first_token // size : piece.end_token // size]
+        if (
+            piece.end_token > len(block_ids) * size
+            or piece.end_layer > self._pool.layout.num_layers
+            or not 0 <= min(blocks) <= max(blocks) < self._pool.num_blocks
+        ):
+            raise ValueError(f"{piece} in {len(block_ids)} blocks of {size}")
+        return blocks
 
     def _room(self, num_tokens: int, num_layers: int) -> memoryview:
         """Memory for a run of the pool's elements; the same each time."""
@@ -111,20 +223,8 @@ class _Run:
     data: memoryview
 
 
-def lend_chunk(
-    pool: LendingPool, layout: KvLayout, block_ids: Sequence[int], piece: KvRange
-) -> tuple[memoryview, ...]:
-    """The plain payload as it lies in the sender's blocks; nothing if it has to be packed. Raises ValueError as pack does."""
-    size = layout.block_size
-    first, rest = divmod(piece.first_token, size)
-    if (
-        rest
-        or piece.num_tokens % size
-        or size * piece.num_layers * layout.token_layer_bytes < MIN_LENT_BYTES
-    ):
-        return ()
-    if piece.end_token > len(block_ids) * size:
-        raise ValueError(f"{piece} in {len(block_ids)} blocks of {size}")
-    blocks = block_ids[first : piece.end_token // size]
-    lent = [pool.lend(block_id, piece.first_layer, piece.num_layers) for block_id in blocks]
-    return tuple(view for view in lent if view is not None)
+def _is_whole(piece: KvRange, block_size: int) -> bool:
+    """Whether a piece begins and ends with blocks."""
+    return bool(piece.num_tokens) and not (
+        piece.first_token % block_size or piece.num_tokens % block_size
+    )

@@ -22,9 +22,8 @@ from baton.types import WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
 from kv_transfer.agreement import Terms, terms_of
-from kv_transfer.checksum import chunk_checksum, commit_checksum
+from kv_transfer.checksum import chunk_checksum, commit_checksum, place_checksum
 from kv_transfer.chunking import chunks
-from kv_transfer.codec import ChunkCodec, LendingPool, lend_chunk
 from kv_transfer.coverage import KvRange
 from kv_transfer.frame import Frame, FrameError, clipped
 from kv_transfer.kv_secret import KvSecret, has_nonce, new_nonce
@@ -106,7 +105,6 @@ class Lane:
         self._config = config
         self._heartbeat = heartbeat
         self._on_done = on_done
-        self._lender = config.pool if isinstance(config.pool, LendingPool) else None
         self._handoffs: dict[str, _Handoff] = {}
         # Each with the handoff that it is about: a key may be used again once its handoff is done.
         self._tasks: deque[tuple[_Handoff, Borrow | Send | Finish]] = deque()
@@ -336,11 +334,6 @@ class Lane:
             if link.stalled_since is None:
                 link.stalled_since = self._config.clock()
             return False
-        filled = self._fill(terms.codec, work.block_ids, piece, staged)
-        if isinstance(filled, EngineFault):
-            link.connection.unstage(staged)
-            self._give_up(handoff, filled)
-            return True
         chunk = kv_pb2.KvChunk(
             ticket_id=handoff.ticket.ticket_id,
             epoch=handoff.ticket.epoch,
@@ -349,9 +342,15 @@ class Lane:
             first_layer=piece.first_layer,
             num_layers=piece.num_layers,
             payload_bytes=num_bytes,
-            slot=filled.slot,
+            slot=staged.slot,
         )
-        chunk.checksum = chunk_checksum(chunk, filled.payload, terms.version, terms.key)
+        if terms.version > 1:
+            chunk.place_checksum = place_checksum(chunk)
+        filled = _fill(terms, work.block_ids, piece, chunk, staged)
+        if isinstance(filled, EngineFault):
+            link.connection.unstage(staged)
+            self._give_up(handoff, filled)
+            return True
         work.next = next(work.rest, None)
         link.connection.send(
             chunk,
@@ -368,20 +367,6 @@ class Lane:
             return False
         owner, task = self._tasks[0]
         return owner is handoff and isinstance(task, Finish)
-
-    def _fill(
-        self, codec: ChunkCodec, block_ids: tuple[int, ...], piece: KvRange, staged: Staged
-    ) -> Staged | EngineFault:
-        """Put a chunk's payload into `staged`: a copy, or, where that will do, the blocks themselves."""
-        try:
-            if staged.can_gather and self._lender and codec.is_plain:
-                pieces = lend_chunk(self._lender, self._config.pool.layout, block_ids, piece)
-                if pieces:
-                    return replace(staged, pieces=pieces)
-            codec.pack(block_ids, piece, staged.buffer)
-        except (ValueError, RuntimeError) as error:
-            return EngineFault(f"the KV of {piece} could not be read: {error}")
-        return staged
 
     def _commit(self, link: _Link, terms: Terms, handoff: _Handoff, task: Finish) -> None:
         if not can_commit(len(task.firsts), terms.version):
@@ -469,3 +454,27 @@ class Lane:
         handoff.is_done = True
         self._idle_since = self._config.clock()
         self._on_done(SendDone(handoff.key, error, handoff.num_bytes))
+
+
+def _fill(
+    terms: Terms,
+    block_ids: tuple[int, ...],
+    piece: KvRange,
+    chunk: kv_pb2.KvChunk,
+    staged: Staged,
+) -> Staged | EngineFault:
+    """Put a chunk's payload into `staged`: a copy, or, where that will do, the blocks themselves; its checksum into `chunk`."""
+    codec = terms.codec
+    try:
+        if staged.can_gather and (pieces := codec.lend(block_ids, piece)):
+            staged = replace(staged, pieces=pieces)
+        elif not terms.key:
+            seed = chunk.place_checksum
+            chunk.checksum = codec.pack_checked(block_ids, piece, staged.buffer, seed)
+            return staged
+        else:
+            codec.pack(block_ids, piece, staged.buffer)
+    except (ValueError, RuntimeError) as error:
+        return EngineFault(f"the KV of {piece} could not be read: {error}")
+    chunk.checksum = chunk_checksum(chunk, staged.payload, terms.key)
+    return staged

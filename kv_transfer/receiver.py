@@ -1,4 +1,10 @@
-"""The receiving half of the KV channel, without I/O: frames in, blocks written, answers out."""
+"""The receiving half of the KV channel, without I/O: frames in, blocks written, answers out.
+
+Who writes into blocks, and when: only a chunk whose header has passed its own checksum and whose place is the ticket's, not
+cached, and not arrived before. Its payload may be written there before its checksum is known, because until the commit
+nobody reads a ticket's blocks, and a payload that does not pass kills the ticket: then the blocks go back unread. See
+docs/adr/0009-kv-is-verified-in-place.md.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ from baton.errors import BY_REASON, HandoffFailed
 from baton.types import KvLayout, WorkerIdentity
 from baton.v1 import kv_pb2
 from kv_transfer.agreement import Terms, answer
-from kv_transfer.checksum import chunk_checksum, chunks_of_commit
+from kv_transfer.checksum import chunk_checksum, chunks_of_commit, place_checksum
 from kv_transfer.coverage import KvRange
 from kv_transfer.frame import Frame, FrameError, clipped
 from kv_transfer.kv_secret import KvSecret, has_nonce, new_nonce
@@ -23,6 +29,8 @@ from kv_transfer.version import first_tokens_of
 from kv_transfer.wire_format import most_token_layer_bytes
 
 Reply = Callable[[Frame], None]
+#: ReceiverSession.land.
+Land = Callable[[kv_pb2.KvChunk], tuple[memoryview, ...]]
 
 
 class Receiver:
@@ -72,6 +80,14 @@ class _Peer:
     terms: Terms
 
 
+@dataclass(frozen=True, slots=True)
+class _Landing:
+    """A pin on the blocks that the payload of the next frame is being written into."""
+
+    ticket_id: int
+    views: tuple[memoryview, ...]
+
+
 class ReceiverSession:
     """One connection's receiving end: KvHello first, then any mix of handoffs.
 
@@ -89,6 +105,7 @@ class ReceiverSession:
         self._awaited_proof = b""
         # Slots that are free again, and not yet told: fewer than credit_batch, so that the sender is never without any.
         self._credits: list[int] = []
+        self._landing: _Landing | None = None
         self.is_refused = False
 
     @property
@@ -96,8 +113,25 @@ class ReceiverSession:
         """The sender, for people."""
         return self._peer.worker_id if self._peer else "unknown sender"
 
+    def land(self, chunk: kv_pb2.KvChunk) -> tuple[memoryview, ...]:
+        """Where the payload of `chunk` may be written instead of being passed to on_frame: its place in the ticket's blocks.
+
+        Nothing if it has to be staged. Otherwise on_frame takes `chunk` next, once the payload is there, or on_close ends all.
+        """
+        if self._peer is None or self._awaited_proof or self.is_refused:
+            return ()
+        codec, piece = self._peer.terms.codec, _place_of(chunk)
+        if not codec.is_lendable(piece) or _header_fault(chunk, chunk.payload_bytes, self._peer):
+            return ()
+        pinned = self._tickets.pin(chunk.ticket_id, chunk.epoch, self._connection, piece)
+        if isinstance(pinned, Rejection):
+            # on_frame meets it again, and answers.
+            return ()
+        self._landing = _Landing(chunk.ticket_id, codec.lend(pinned, piece))
+        return self._landing.views
+
     def on_frame(self, frame: Frame, payload: memoryview) -> None:
-        """Take a frame. `payload` (of a chunk) is read before this returns, and not kept."""
+        """Take a frame. `payload` (of a chunk that did not land) is read before this returns, and not kept."""
         if self.is_refused:
             raise FrameError("a frame after the refusal")
         if isinstance(frame, kv_pb2.KvHello):
@@ -126,6 +160,9 @@ class ReceiverSession:
 
     def on_close(self, message: str) -> None:
         """The connection is over: its tickets are aborted. Nothing may call on_frame after or during this."""
+        if self._landing:
+            self._tickets.unpin(self._landing.ticket_id, 0, 0)
+            self._landing = None
         self._tickets.close_connection(self._connection, f"{self.peer}: {message}")
 
     def _on_hello(self, hello: kv_pb2.KvHello) -> None:
@@ -176,7 +213,10 @@ class ReceiverSession:
         self._reject(ticket.ticket_id, ticket.epoch, outcome)
 
     def _on_chunk(self, peer: _Peer, chunk: kv_pb2.KvChunk, payload: memoryview) -> None:
-        rejection = self._write(peer, chunk, payload)
+        landing, self._landing = self._landing, None
+        rejection = (
+            self._verify(peer, chunk, landing) if landing else self._write(peer, chunk, payload)
+        )
         self._credits.append(chunk.slot)
         if len(self._credits) >= self._receiver.credit_batch:
             self._reply(kv_pb2.KvCredit(slots=self._credits))
@@ -184,26 +224,34 @@ class ReceiverSession:
         if rejection:
             self._reject(chunk.ticket_id, chunk.epoch, rejection)
 
+    def _verify(self, peer: _Peer, chunk: kv_pb2.KvChunk, landing: _Landing) -> Rejection | None:
+        """Of a payload that is in its place already."""
+        checksum = chunk_checksum(chunk, landing.views, peer.terms.key)
+        return self._written(chunk, "" if checksum == chunk.checksum else _wrong_checksum(chunk))
+
     def _write(self, peer: _Peer, chunk: kv_pb2.KvChunk, payload: memoryview) -> Rejection | None:
-        """Verify, then copy into the ticket's blocks. What fails here kills the ticket if this connection holds it."""
-        piece = KvRange(chunk.first_token, chunk.num_tokens, chunk.first_layer, chunk.num_layers)
-        fault = ""
-        if payload.nbytes != peer.terms.codec.wire.num_bytes(piece):
-            fault = f"a chunk of {payload.nbytes} bytes for {piece}"
-        elif not _is_intact(chunk, payload, peer.terms):
-            fault = f"a chunk with a wrong checksum: {piece}"
+        """Verify, and copy into the ticket's blocks. What fails here kills the ticket if this connection holds it."""
+        piece = _place_of(chunk)
+        fault = _header_fault(chunk, payload.nbytes, peer)
         if fault:
             return self._fail(chunk, fault)
         pinned = self._tickets.pin(chunk.ticket_id, chunk.epoch, self._connection, piece)
         if isinstance(pinned, Rejection):
             return pinned
+        fault = "the worker failed while it stored a chunk"
         try:
-            peer.terms.codec.unpack(pinned, piece, payload)
+            fault = "" if _store(peer, pinned, chunk, payload) else _wrong_checksum(chunk)
         except (ValueError, RuntimeError) as error:
-            return self._fail(chunk, f"the worker could not store a chunk: {error}")
+            fault = f"the worker could not store a chunk: {error}"
         finally:
-            self._tickets.unpin(chunk.ticket_id, chunk.checksum, payload.nbytes)
-        return None
+            rejection = self._written(chunk, fault)
+        return rejection
+
+    def _written(self, chunk: kv_pb2.KvChunk, fault: str) -> Rejection | None:
+        """The writer of a chunk is done with the blocks. A fault kills the ticket before they are let go."""
+        rejection = self._fail(chunk, fault) if fault else None
+        self._tickets.unpin(chunk.ticket_id, chunk.checksum, chunk.payload_bytes)
+        return rejection
 
     def _on_commit(self, peer: _Peer, frame: kv_pb2.KvCommit) -> None:
         commit = Commit(
@@ -254,5 +302,33 @@ class ReceiverSession:
         )
 
 
-def _is_intact(chunk: kv_pb2.KvChunk, payload: memoryview, terms: Terms) -> bool:
-    return chunk_checksum(chunk, (payload,), terms.version, terms.key) == chunk.checksum
+def _place_of(chunk: kv_pb2.KvChunk) -> KvRange:
+    return KvRange(chunk.first_token, chunk.num_tokens, chunk.first_layer, chunk.num_layers)
+
+
+def _header_fault(chunk: kv_pb2.KvChunk, num_bytes: int, peer: _Peer) -> str:
+    """What is wrong with the header of a chunk whose payload has `num_bytes`, as far as it alone tells."""
+    if peer.terms.version > 1 and chunk.place_checksum != place_checksum(chunk):
+        return "a chunk whose header has a wrong checksum"
+    piece = _place_of(chunk)
+    if num_bytes != chunk.payload_bytes or num_bytes != peer.terms.codec.wire.num_bytes(piece):
+        return f"a chunk of {num_bytes} bytes for {piece}"
+    return ""
+
+
+def _wrong_checksum(chunk: kv_pb2.KvChunk) -> str:
+    return f"a chunk with a wrong checksum: {_place_of(chunk)}"
+
+
+def _store(
+    peer: _Peer, block_ids: tuple[int, ...], chunk: kv_pb2.KvChunk, payload: memoryview
+) -> bool:
+    """Copy a payload into the ticket's blocks; False if its checksum is not the chunk's."""
+    codec, piece, key = peer.terms.codec, _place_of(chunk), peer.terms.key
+    if not key:
+        seed = chunk.place_checksum
+        return codec.unpack_checked(block_ids, piece, payload, seed, chunk.checksum)
+    if chunk_checksum(chunk, (payload,), key) != chunk.checksum:
+        return False
+    codec.unpack(block_ids, piece, payload)
+    return True

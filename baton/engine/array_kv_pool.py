@@ -90,12 +90,17 @@ class ArrayKvPool:
         for block_id, inside, tokens in self._pieces(block_ids, first_token, num_tokens):
             self.data[block_id, layers, :, :, inside] = wire[:, :, :, tokens]
 
+    @property
+    def is_lendable(self) -> bool:
+        """See LendingPool."""
+        return True
+
     def lend(self, block_id: int, first_layer: int, num_layers: int) -> memoryview:
-        """The bytes of a whole block's layers, to be read only. Raises ValueError if there are none such."""
+        """See LendingPool."""
         if not 0 <= block_id < self.num_blocks:
             raise ValueError(f"block {block_id} of {self.num_blocks}")
         layers = self.data[block_id, self._layers(first_layer, num_layers)]
-        return layers.data.cast("B").toreadonly()
+        return layers.data.cast("B")
 
     def _wire(self, num_tokens: int, num_layers: int, buffer: memoryview) -> NDArray[Any]:
         """`buffer` as [num_layers, 2, num_kv_heads, num_tokens, head_dim]."""

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from baton.types import DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvLayout
+from baton_kernels.cpu.checked_copy import CheckedCopy, checked_copy_of
 from baton_kernels.cpu.memory import host_memory
 from baton_kernels.kv_pack import Slab, kv_pack, kv_unpack
 
@@ -55,6 +56,7 @@ class TorchKvPool:
         if self.scales is not None:
             self._views.append(self.scales.view(torch.int32)[..., None])
         self._slabs: list[Slab] = [v.numpy() if self._is_host else v for v in self._views]
+        self._checked_copy = checked_copy_of(self._blocks) if self._is_host else None
 
     def _scales(self, layout: KvLayout) -> torch.Tensor:
         num_bytes = layout.block_size * layout.head_dim
@@ -123,17 +125,27 @@ class TorchKvPool:
         for view in self._views:
             view.index_copy_(0, to, view[at])
 
-    def lend(self, block_id: int, first_layer: int, num_layers: int) -> memoryview | None:
-        """The bytes of a whole block's layers, to be read only; None off the host. Raises ValueError for a wrong range."""
+    @property
+    def is_lendable(self) -> bool:
+        """See LendingPool."""
+        return self._is_host
+
+    def lend(self, block_id: int, first_layer: int, num_layers: int) -> memoryview:
+        """See LendingPool."""
         if not self._is_host:
-            return None
+            raise ValueError("the blocks are not in host memory")
         if not 0 <= block_id < self._num_blocks:
             raise ValueError(f"block {block_id} is not in [0, {self._num_blocks})")
         if not 0 <= first_layer < first_layer + num_layers <= self._layout.num_layers:
             raise ValueError(f"layers [{first_layer}, {first_layer + num_layers})")
         layers = self._blocks[block_id, first_layer : first_layer + num_layers].numpy()
         view: memoryview = layers.data
-        return view.cast("B").toreadonly()
+        return view.cast("B")
+
+    @property
+    def checked_copy(self) -> CheckedCopy | None:
+        """Copies whole blocks and hashes them in one pass; None where there is no such kernel."""
+        return self._checked_copy
 
 
 def _fresh(num_bytes: int, device: torch.device) -> torch.Tensor:

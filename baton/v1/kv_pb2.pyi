@@ -425,6 +425,7 @@ class KvChunk(message.Message):
     CHECKSUM_FIELD_NUMBER: builtins.int
     PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
     SLOT_FIELD_NUMBER: builtins.int
+    PLACE_CHECKSUM_FIELD_NUMBER: builtins.int
     ticket_id: builtins.int
     """As in KvTicket."""
     epoch: builtins.int
@@ -438,9 +439,8 @@ class KvChunk(message.Message):
     num_layers: builtins.int
     """Layers of the piece, at least 1."""
     checksum: builtins.int
-    """xxh3_64 of the payload; since version 2 with a seed, which is the xxh3_64 of ticket_id (8 bytes), epoch, first_token,
-    num_tokens, first_layer and num_layers (4 bytes each, little endian). Between workers with a KV secret: the first 8 bytes of
-    blake3 under the connection's key of this message without checksum, and the payload; see kv_transfer/checksum.py.
+    """xxh3_64 of the payload, with place_checksum as its seed. Between workers with a KV secret: the first 8 bytes of blake3 under
+    the connection's key of this message without checksum, and the payload; see kv_transfer/checksum.py.
     """
     payload_bytes: builtins.int
     """Bytes of the payload: block by block of the sender (KvHello.layout.block_size), those of its tokens that are in the piece,
@@ -450,6 +450,10 @@ class KvChunk(message.Message):
     """
     slot: builtins.int
     """Staging slot that holds the payload (SHM); 0 where it follows the header."""
+    place_checksum: builtins.int
+    """Since version 2: xxh3_64 of ticket_id (8 bytes), epoch, first_token, num_tokens, first_layer and num_layers (4 bytes each,
+    little endian). It is checked before the payload is written anywhere; 0 in version 1.
+    """
     def __init__(
         self,
         *,
@@ -462,10 +466,11 @@ class KvChunk(message.Message):
         checksum: builtins.int = ...,
         payload_bytes: builtins.int = ...,
         slot: builtins.int = ...,
+        place_checksum: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["checksum", b"checksum", "epoch", b"epoch", "first_layer", b"first_layer", "first_token", b"first_token", "num_layers", b"num_layers", "num_tokens", b"num_tokens", "payload_bytes", b"payload_bytes", "slot", b"slot", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["checksum", b"checksum", "epoch", b"epoch", "first_layer", b"first_layer", "first_token", b"first_token", "num_layers", b"num_layers", "num_tokens", b"num_tokens", "payload_bytes", b"payload_bytes", "place_checksum", b"place_checksum", "slot", b"slot", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

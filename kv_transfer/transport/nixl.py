@@ -40,7 +40,7 @@ from kv_transfer.frame import (
     decode_header,
     decode_preamble,
 )
-from kv_transfer.receiver import Receiver
+from kv_transfer.receiver import Land, Receiver
 from kv_transfer.transport.base import Staged, TransportError
 from kv_transfer.transport.slotted_connection import SlottedConnection
 from kv_transfer.transport.stream_listener import ServerStream, StreamListener
@@ -227,8 +227,8 @@ class NixlServerStream(ServerStream):
         frame.remote_memory.stride = area.stride
         super().accept(frame)
 
-    def payload(self, preamble: Preamble, frame: Frame) -> memoryview:
-        del preamble
+    def payload(self, preamble: Preamble, frame: Frame, land: Land) -> memoryview:
+        del preamble, land
         if not isinstance(frame, kv_pb2.KvChunk):
             return _NO_PAYLOAD
         area = self._area

@@ -21,7 +21,7 @@ from pathlib import Path
 from baton.v1 import kv_pb2
 from kv_transfer.endpoint import Endpoint, TransportKind, local_host_id
 from kv_transfer.frame import Frame, FrameBuffer, FrameError, Preamble, encode
-from kv_transfer.receiver import Receiver
+from kv_transfer.receiver import Land, Receiver
 from kv_transfer.transport.base import TransportError
 from kv_transfer.transport.slotted_connection import SlottedConnection
 from kv_transfer.transport.stream_listener import ServerStream, StreamListener
@@ -192,7 +192,8 @@ class ShmServerStream(ServerStream):
         super().agree(version)
         self._buffer.version = version
 
-    def read_frame(self) -> tuple[Frame, memoryview]:
+    def read_frame(self, land: Land) -> tuple[Frame, memoryview]:
+        del land
         # No payload follows a header here, so one read may bring many frames.
         while (frame := next(self._frames, None)) is None:
             data = self.sock.recv(_READ_BYTES)
@@ -201,8 +202,8 @@ class ShmServerStream(ServerStream):
             self._frames = self._buffer.feed(data)
         return frame, self._payload(frame)
 
-    def payload(self, preamble: Preamble, frame: Frame) -> memoryview:
-        del preamble
+    def payload(self, preamble: Preamble, frame: Frame, land: Land) -> memoryview:
+        del preamble, land
         return self._payload(frame)
 
     def _payload(self, frame: Frame) -> memoryview:

@@ -20,7 +20,7 @@ from kv_transfer.frame import (
     decode_preamble,
     encode,
 )
-from kv_transfer.receiver import Receiver, ReceiverSession
+from kv_transfer.receiver import Land, Receiver, ReceiverSession
 from kv_transfer.transport.stream_connection import send_all, set_socket_timeout
 from kv_transfer.version import HANDSHAKE_VERSION
 
@@ -50,8 +50,8 @@ class ServerStream(ABC):
         """Most payload bytes that may follow a header on the socket."""
 
     @abstractmethod
-    def payload(self, preamble: Preamble, frame: Frame) -> memoryview:
-        """The frame's payload, writable, valid until the next frame is read. Raises FrameError if there is none."""
+    def payload(self, preamble: Preamble, frame: Frame, land: Land) -> memoryview:
+        """The frame's payload, valid until the next frame is read; empty if it has landed. Raises FrameError if there is none."""
 
     def accept(self, frame: kv_pb2.KvAccept) -> None:
         """Send the acceptance, with whatever the peer needs to stage payloads."""
@@ -69,13 +69,13 @@ class ServerStream(ABC):
         """Frames are of that version from here on."""
         self._version = version
 
-    def read_frame(self) -> tuple[Frame, memoryview]:
-        """Wait for a frame. Raises EOFError at the end of the stream, FrameError, OSError."""
+    def read_frame(self, land: Land) -> tuple[Frame, memoryview]:
+        """Wait for a frame. land: the session's. Raises EOFError at the end of the stream, FrameError, OSError."""
         preamble = decode_preamble(
             self._read(PREAMBLE_BYTES), self.max_payload_bytes, self._version
         )
         frame = decode_header(preamble, self._read(preamble.header_bytes))
-        return frame, self.payload(preamble, frame)
+        return frame, self.payload(preamble, frame, land)
 
     def write(self, *pieces: bytes | memoryview) -> None:
         """All of them. Raises OSError, also when the reply timeout passes without progress."""
@@ -194,7 +194,7 @@ def _serve(stream: ServerStream, session: ReceiverSession) -> str:
     """Feed the session until the connection ends; why it did."""
     try:
         while not session.is_refused:
-            frame, payload = stream.read_frame()
+            frame, payload = stream.read_frame(session.land)
             session.on_frame(frame, payload)
     except FrameError as error:
         _log.warning("KV connection of %s ended: %s", session.peer, error.message)

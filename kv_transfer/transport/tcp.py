@@ -7,7 +7,7 @@ import socket
 from baton.v1 import kv_pb2
 from kv_transfer.endpoint import Endpoint, TransportKind
 from kv_transfer.frame import Frame, FrameError, Preamble
-from kv_transfer.receiver import Receiver
+from kv_transfer.receiver import Land, Receiver
 from kv_transfer.transport.base import Staged, TransportError
 from kv_transfer.transport.stream_connection import StreamConnection
 from kv_transfer.transport.stream_listener import ServerStream, StreamListener
@@ -86,7 +86,8 @@ class TcpConnection(StreamConnection):
 
 
 class TcpServerStream(ServerStream):
-    """One staging buffer: a chunk is unpacked before the next is read."""
+    """Payloads are read into the ticket's blocks, or, if they have to be unpacked, into the one staging buffer: a chunk is
+    unpacked before the next is read."""
 
     def __init__(self, sock: socket.socket, receiver: Receiver) -> None:
         super().__init__(sock, receiver)
@@ -104,13 +105,18 @@ class TcpServerStream(ServerStream):
         frame.max_chunk_bytes = num_bytes
         super().accept(frame)
 
-    def payload(self, preamble: Preamble, frame: Frame) -> memoryview:
+    def payload(self, preamble: Preamble, frame: Frame, land: Land) -> memoryview:
         if not isinstance(frame, kv_pb2.KvChunk):
             if preamble.payload_bytes:
                 raise FrameError(f"a {type(frame).__name__} with a payload")
             return _NO_PAYLOAD
         if preamble.payload_bytes != frame.payload_bytes:
             raise FrameError("header and preamble tell different sizes of the payload")
+        landing = land(frame)
+        for view in landing:
+            self.read_into(view)
+        if landing:
+            return _NO_PAYLOAD
         payload = self._staging[: preamble.payload_bytes]
         self.read_into(payload)
         return payload

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from baton.engine.array_kv_pool import ArrayKvPool
 from baton.types import KvLayout
-from kv_transfer.codec import ChunkCodec, lend_chunk
+from kv_transfer.codec import ChunkCodec
 from kv_transfer.coverage import KvRange
 from kv_transfer.wire_format import wire_format
 
@@ -71,9 +71,8 @@ def test_lent_blocks_are_the_payload_without_a_copy(monkeypatch):
     piece = KvRange(4, 8, 1, 2)
     wire = buffer_of(pool, piece)
     codec_of(pool, pool).pack(table, piece, wire)
-    lent = lend_chunk(pool, pool.layout, table, piece)
+    lent = codec_of(pool, pool).lend(table, piece)
     assert b"".join(lent) == bytes(wire)
-    assert all(view.readonly for view in lent)
     pool.data[2, 1] = 0
     assert b"".join(lent) != bytes(wire)
 
@@ -82,12 +81,12 @@ def test_lent_blocks_are_the_payload_without_a_copy(monkeypatch):
 def test_parts_of_blocks_are_not_lent(monkeypatch, piece):
     monkeypatch.setattr("kv_transfer.codec.MIN_LENT_BYTES", 1)
     pool = pool_of(4)
-    assert lend_chunk(pool, pool.layout, (5, 2), piece) == ()
+    assert codec_of(pool, pool).lend((5, 2), piece) == ()
 
 
 def test_short_pieces_are_not_lent():
     pool = pool_of(4)
-    assert lend_chunk(pool, pool.layout, (5, 2), KvRange(0, 8, 0, 4)) == ()
+    assert codec_of(pool, pool).lend((5, 2), KvRange(0, 8, 0, 4)) == ()
 
 
 def test_only_blocks_and_layers_that_are_there_are_lent(monkeypatch):
@@ -100,7 +99,7 @@ def test_only_blocks_and_layers_that_are_there_are_lent(monkeypatch):
         ((5,), KvRange(0, 4, 3, 2)),
     ]:
         with pytest.raises(ValueError, match=r"block|layers"):
-            lend_chunk(pool, pool.layout, table, piece)
+            codec_of(pool, pool).lend(table, piece)
 
 
 def test_a_buffer_of_another_size_is_refused():

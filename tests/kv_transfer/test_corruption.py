@@ -14,7 +14,7 @@ from baton.engine.array_kv_pool import ArrayKvPool
 from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
-from kv_transfer.checksum import chunk_checksum, commit_checksum
+from kv_transfer.checksum import chunk_checksum, commit_checksum, place_checksum
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.coverage import KvRange
 from kv_transfer.frame import (
@@ -107,7 +107,8 @@ class Wire:
                 num_layers=piece.num_layers,
                 payload_bytes=len(payload),
             )
-            header.checksum = chunk_checksum(header, (payload,), MAX_VERSION)
+            header.place_checksum = place_checksum(header)
+            header.checksum = chunk_checksum(header, (payload,))
             found.append(Parcel(header, bytes(payload)))
         return found
 

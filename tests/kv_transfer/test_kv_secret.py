@@ -18,7 +18,7 @@ from baton.errors import ConfigError, PeerMismatch
 from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
-from kv_transfer.checksum import chunk_checksum, chunks_of_commit, commit_checksum
+from kv_transfer.checksum import chunk_checksum, chunks_of_commit, commit_checksum, place_checksum
 from kv_transfer.endpoint import Endpoint
 from kv_transfer.frame import Frame, FrameError
 from kv_transfer.kv_secret import KvSecret, new_nonce, read_kv_secret
@@ -115,13 +115,15 @@ def tapped(alter: Alter) -> Callable[[Connector], Connector]:
 def other_payload(frame: Frame, payload: memoryview) -> None:
     if isinstance(frame, kv_pb2.KvChunk):
         payload[0] ^= 1
-        frame.checksum = chunk_checksum(frame, (payload,), VERSION)
+        frame.place_checksum = place_checksum(frame)
+        frame.checksum = chunk_checksum(frame, (payload,))
 
 
 def other_place(frame: Frame, payload: memoryview) -> None:
     if isinstance(frame, kv_pb2.KvChunk) and frame.num_tokens < 11:
         frame.first_token = 0 if frame.first_token else 1
-        frame.checksum = chunk_checksum(frame, (payload,), VERSION)
+        frame.place_checksum = place_checksum(frame)
+        frame.checksum = chunk_checksum(frame, (payload,))
 
 
 def other_first_token(frame: Frame, payload: memoryview) -> None:
@@ -318,12 +320,12 @@ def test_a_keyed_checksum_is_of_the_bytes_however_they_are_cut(
     chunk, key = kv_pb2.KvChunk(ticket_id=1, num_tokens=2, checksum=5), b"k" * 32
     ends = sorted({0, len(payload), *(cut for cut in cuts if cut < len(payload))})
     pieces = [memoryview(payload)[a:b] for a, b in itertools.pairwise(ends)]
-    whole = chunk_checksum(chunk, (memoryview(payload),), VERSION, key)
-    assert chunk_checksum(chunk, pieces, VERSION, key) == whole
+    whole = chunk_checksum(chunk, (memoryview(payload),), key)
+    assert chunk_checksum(chunk, pieces, key) == whole
     assert chunk.checksum == 5
-    assert chunk_checksum(chunk, pieces, VERSION, b"K" * 32) != whole
+    assert chunk_checksum(chunk, pieces, b"K" * 32) != whole
     if more:
-        assert chunk_checksum(chunk, (*pieces, memoryview(more)), VERSION, key) != whole
+        assert chunk_checksum(chunk, (*pieces, memoryview(more)), key) != whole
 
 
 @given(st.integers(0, 2**64 - 1), st.lists(st.integers(0, 2**31), max_size=3))

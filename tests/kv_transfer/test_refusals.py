@@ -14,7 +14,7 @@ from baton.engine.array_kv_pool import ArrayKvPool
 from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2, sampling_pb2
 from baton.wire import layout_to_proto
-from kv_transfer.checksum import chunk_checksum, commit_checksum
+from kv_transfer.checksum import chunk_checksum, commit_checksum, place_checksum
 from kv_transfer.frame import Frame, FrameError
 from kv_transfer.kv_ticket import parse_ticket
 from kv_transfer.receiver import Receiver, ReceiverSession
@@ -107,7 +107,8 @@ def chunk_of(
 
 def signed(header: kv_pb2.KvChunk, payload: bytes) -> kv_pb2.KvChunk:
     """The chunk with the right checksum of what it says."""
-    header.checksum = chunk_checksum(header, (memoryview(payload),), VERSION)
+    header.place_checksum = place_checksum(header)
+    header.checksum = chunk_checksum(header, (memoryview(payload),))
     return header
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 _log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("linear.cpp", "attention.cpp", "pointwise.cpp")
+_SOURCES = ("linear.cpp", "attention.cpp", "pointwise.cpp", "checked_copy.cpp")
 _HEADERS = ("simd.h", "stored.h", "attention.h", "attention_many_rows.h")
 _CPU_INFO = Path("/proc/cpuinfo")
 _INSTRUCTIONS = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"}
@@ -33,12 +33,19 @@ _FLAGS = (
 _TIMEOUT_S = 120.0
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+_CHECKED_COPY = (
+    *(_POINTER, _LONG, _LONG),
+    *(_POINTER, _LONG, _POINTER),
+    *(ctypes.c_uint64, _POINTER),
+)
 _FUNCTIONS = {
     "baton_linear": (_POINTER, *(_POINTER,) * 3, _LONG, _INT, _INT, _POINTER, _INT),
     "baton_attention": (_POINTER, _INT, _INT),
     "baton_rms_norm": (_POINTER, _POINTER, ctypes.c_float, _POINTER, _LONG, _LONG, _INT, _INT),
     "baton_swiglu": (_POINTER, _POINTER, _LONG, _LONG, _INT, _INT),
     "baton_rope_kv_write": (_POINTER, _INT, _INT),
+    "baton_checked_gather": _CHECKED_COPY,
+    "baton_checked_scatter": _CHECKED_COPY,
 }
 
 

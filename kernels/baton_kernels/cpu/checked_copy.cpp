@@ -1,0 +1,145 @@
+// Blocks of a pool to and from one contiguous payload, and the payload's xxh3_64 (the published algorithm, for inputs of
+// more than 240 bytes) on the way: each byte is read once.
+//
+// Pieces are multiples of 64 bytes, the stripes of the hash; all of a payload have one size.
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+namespace {
+
+constexpr long stripe_bytes = 64, stripes_per_block = 16, secret_bytes = 192;
+constexpr uint64_t prime32_1 = 0x9E3779B1, prime32_2 = 0x85EBCA77, prime32_3 = 0xC2B2AE3D;
+constexpr uint64_t prime64_1 = 0x9E3779B185EBCA87, prime64_2 = 0xC2B2AE3D27D4EB4F;
+constexpr uint64_t prime64_3 = 0x165667B19E3779F9, prime64_4 = 0x85EBCA77C2B2AE63;
+constexpr uint64_t prime64_5 = 0x27D4EB2F165667C5;
+
+// The algorithm's own secret, to which the seed is added and from which it is taken by turns.
+constexpr uint8_t default_secret[secret_bytes] = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
+    0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
+    0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
+    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
+    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
+    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
+    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d,
+    0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64,
+    0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
+    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
+    0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
+};
+
+// Into memory that will be read again soon, from a cache.
+struct Cached {
+    static void store(char* p, __m512i v) { _mm512_storeu_si512(p, v); }
+    static void finish() {}
+};
+
+// Past the caches, into memory that nobody reads soon: saves reading what is overwritten. Aligned to 64 bytes.
+struct Streamed {
+    static void store(char* p, __m512i v) { _mm512_stream_si512((__m512i*)p, v); }
+    static void finish() { _mm_sfence(); }
+};
+
+struct Hash {
+    alignas(64) char secret[secret_bytes];
+    __m512i sums;
+    long stripe = 0;  // within its block
+    long num_bytes = 0;
+
+    explicit Hash(uint64_t seed) {
+        for (long i = 0; i < secret_bytes; i += 16) {
+            uint64_t low, high;
+            memcpy(&low, default_secret + i, 8);
+            memcpy(&high, default_secret + i + 8, 8);
+            low += seed, high -= seed;
+            memcpy(secret + i, &low, 8);
+            memcpy(secret + i + 8, &high, 8);
+        }
+        sums = _mm512_set_epi64(prime32_1, prime64_5, prime32_2, prime64_4, prime64_3, prime64_2,
+                                prime64_1, prime32_3);
+    }
+
+    __m512i secret_at(long i) const { return _mm512_loadu_si512(secret + i); }
+
+    // sums[i ^ 1] += data[i]; sums[i] += low(keyed[i]) * high(keyed[i])
+    void add(__m512i data, __m512i key) {
+        const __m512i keyed = _mm512_xor_si512(data, key);
+        const __m512i product = _mm512_mul_epu32(keyed, _mm512_srli_epi64(keyed, 32));
+        const __m512i swapped = _mm512_shuffle_epi32(data, (_MM_PERM_ENUM)_MM_SHUFFLE(1, 0, 3, 2));
+        sums = _mm512_add_epi64(sums, _mm512_add_epi64(product, swapped));
+    }
+
+    void scramble() {
+        const __m512i mixed = _mm512_xor_si512(sums, _mm512_srli_epi64(sums, 47));
+        const __m512i keyed = _mm512_xor_si512(mixed, secret_at(secret_bytes - stripe_bytes));
+        sums = _mm512_mullo_epi64(keyed, _mm512_set1_epi64(prime32_1));
+    }
+
+    // Copy stripes that are not the payload's last.
+    template <class Target>
+    void copy(const char* source, char* target, long num_stripes) {
+        num_bytes += num_stripes * stripe_bytes;
+        for (long i = 0; i < num_stripes; i++) {
+            const __m512i data = _mm512_loadu_si512(source + i * stripe_bytes);
+            Target::store(target + i * stripe_bytes, data);
+            add(data, secret_at(8 * stripe));
+            if (++stripe == stripes_per_block) {
+                scramble();
+                stripe = 0;
+            }
+        }
+    }
+
+    // Copy the last stripe; the hash of all.
+    template <class Target>
+    uint64_t finish(const char* source, char* target) {
+        const __m512i data = _mm512_loadu_si512(source);
+        Target::store(target, data);
+        Target::finish();
+        add(data, secret_at(secret_bytes - stripe_bytes - 7));
+        num_bytes += stripe_bytes;
+        uint64_t lanes[8], keys[8];
+        _mm512_storeu_si512(lanes, sums);
+        memcpy(keys, secret + 11, sizeof keys);
+        uint64_t hash = (uint64_t)num_bytes * prime64_1;
+        for (int i = 0; i < 8; i += 2) {
+            const unsigned __int128 product =
+                (unsigned __int128)(lanes[i] ^ keys[i]) * (lanes[i + 1] ^ keys[i + 1]);
+            hash += (uint64_t)product ^ (uint64_t)(product >> 64);
+        }
+        hash ^= hash >> 37;
+        hash *= 0x165667919E3779F9;
+        return hash ^ (hash >> 32);
+    }
+};
+
+template <class Target, class SourceAt, class TargetAt>
+uint64_t copy_all(long count, long piece_bytes, uint64_t seed, SourceAt source, TargetAt target) {
+    Hash hash(seed);
+    const long num_stripes = piece_bytes / stripe_bytes, last = piece_bytes - stripe_bytes;
+    for (long i = 0; i + 1 < count; i++) hash.copy<Target>(source(i), target(i), num_stripes);
+    hash.copy<Target>(source(count - 1), target(count - 1), num_stripes - 1);
+    return hash.finish<Target>(source(count - 1) + last, target(count - 1) + last);
+}
+
+}  // namespace
+
+// pool: the first piece's place in block 0; block_bytes: from one block to the next; ids [count] of blocks.
+
+extern "C" void baton_checked_gather(const char* pool, long block_bytes, long piece_bytes,
+                                     const long* ids, long count, char* packed, uint64_t seed,
+                                     uint64_t* checksum) {
+    const auto in_pool = [=](long i) { return pool + ids[i] * block_bytes; };
+    const auto in_packed = [=](long i) { return packed + i * piece_bytes; };
+    *checksum = copy_all<Cached>(count, piece_bytes, seed, in_pool, in_packed);
+}
+
+extern "C" void baton_checked_scatter(char* pool, long block_bytes, long piece_bytes,
+                                      const long* ids, long count, const char* packed,
+                                      uint64_t seed, uint64_t* checksum) {
+    const auto in_pool = [=](long i) { return pool + ids[i] * block_bytes; };
+    const auto in_packed = [=](long i) { return packed + i * piece_bytes; };
+    *checksum = copy_all<Streamed>(count, piece_bytes, seed, in_packed, in_pool);
+}
