@@ -31,9 +31,7 @@ def place_checksum(chunk: kv_pb2.KvChunk) -> int:
     return xxhash.xxh3_64_intdigest(_CHUNK.pack(chunk.ticket_id, chunk.epoch, *place))
 
 
-def chunk_checksum(
-    chunk: kv_pb2.KvChunk, payload: Sequence[memoryview], key: bytes = b""
-) -> int:
+def chunk_checksum(chunk: kv_pb2.KvChunk, payload: Sequence[memoryview], key: bytes = b"") -> int:
     """Of a chunk whose payload is these pieces, one after the other. Without a key it is the payload's xxh3_64, with
     chunk.place_checksum as its seed. key: the connection's, 32 bytes, or none."""
     if key:

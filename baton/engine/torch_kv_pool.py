@@ -56,6 +56,8 @@ class TorchKvPool:
         if self.scales is not None:
             self._views.append(self.scales.view(torch.int32)[..., None])
         self._slabs: list[Slab] = [v.numpy() if self._is_host else v for v in self._views]
+        # All bytes of a pool in host memory.
+        self._bytes = memory.numpy().data if self._is_host else None
         self._checked_copy = checked_copy_of(self._blocks) if self._is_host else None
 
     def _scales(self, layout: KvLayout) -> torch.Tensor:
@@ -128,19 +130,20 @@ class TorchKvPool:
     @property
     def is_lendable(self) -> bool:
         """See LendingPool."""
-        return self._is_host
+        return self._bytes is not None
 
     def lend(self, block_id: int, first_layer: int, num_layers: int) -> memoryview:
         """See LendingPool."""
-        if not self._is_host:
+        if self._bytes is None:
             raise ValueError("the blocks are not in host memory")
         if not 0 <= block_id < self._num_blocks:
             raise ValueError(f"block {block_id} is not in [0, {self._num_blocks})")
         if not 0 <= first_layer < first_layer + num_layers <= self._layout.num_layers:
             raise ValueError(f"layers [{first_layer}, {first_layer + num_layers})")
-        layers = self._blocks[block_id, first_layer : first_layer + num_layers].numpy()
-        view: memoryview = layers.data
-        return view.cast("B")
+        layout = self._layout
+        layer_bytes = layout.block_size * layout.token_layer_bytes
+        start = block_id * layout.block_bytes + first_layer * layer_bytes
+        return self._bytes[start : start + num_layers * layer_bytes]
 
     @property
     def checked_copy(self) -> CheckedCopy | None:

@@ -1,15 +1,22 @@
-"""Which of a worker's endpoints a sender takes."""
+"""Which of a worker's endpoints a sender takes: the best that works, each tried in turn.
+
+An endpoint that could be connected to, but was lost before the receiver's answer (memory that cannot be mapped, say), costs one
+connection its handoffs; for SHUN_S after that it comes last.
+"""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from baton.errors import ConfigError
 from baton.rpc.tls import TlsFiles
+from baton.v1 import kv_pb2
 from kv_transfer.endpoint import Endpoint, TransportKind, local_host_id
-from kv_transfer.transport.base import Connection, Connector, TransportError
+from kv_transfer.frame import Frame
+from kv_transfer.transport.base import Connection, Connector, Staged, TransportError
 from kv_transfer.transport.loopback import LoopbackHub
 from kv_transfer.transport.nixl import Quarantine, connect_nixl, has_nixl
 from kv_transfer.transport.shm import connect_shm
@@ -24,6 +31,9 @@ _ALLOWED = {
     "nixl": frozenset({TransportKind.NIXL}),
 }
 _ORDER = (TransportKind.LOOPBACK, TransportKind.SHM, TransportKind.NIXL, TransportKind.TCP)
+
+#: How long an endpoint that gave no answer comes after all others.
+SHUN_S = 60.0
 
 _log = logging.getLogger("baton.kv")
 
@@ -46,6 +56,7 @@ def make_connector(
     hub: LoopbackHub | None = None,
     send_timeout_s: float = 10.0,
     tls: TlsFiles | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Connector:
     """A connector for `transport`: "auto", "loopback" (within `hub`), "shm", "tcp" or "nixl". Raises ConfigError for others.
 
@@ -55,6 +66,7 @@ def make_connector(
         raise ConfigError.of("kv_transport", transport, f"use one of {', '.join(_ALLOWED)}")
     host_id = local_host_id()
     quarantine = Quarantine()
+    shunned = Shunned(clock)
     context = client_context(tls) if tls else None
     server_name = tls.server_name if tls else ""
 
@@ -86,15 +98,16 @@ def make_connector(
 
     def connect(endpoints: Sequence[Endpoint], timeout_s: float) -> Connection:
         faults = []
-        for endpoint in usable(endpoints, transport, is_reachable):
+        tried = usable(endpoints, transport, is_reachable)
+        for endpoint in sorted(tried, key=shunned.has):
             try:
                 connection = open_one(endpoint, timeout_s)
             except TransportError as error:
                 faults.append(error.message)
                 continue
-            _log.info("KV goes over %s to %s", endpoint.kind.name.lower(), endpoint.address)
-            return connection
-        offered = ", ".join(f"{e.kind.name.lower()} {e.address}" for e in endpoints) or "nothing"
+            _log_choice(endpoint, faults)
+            return WatchedConnection(connection, endpoint, shunned)
+        offered = ", ".join(map(_told, endpoints)) or "nothing"
         raise TransportError(
             f"no connection over {transport} to a worker that offers {offered}"
             + "".join(f"; {fault}" for fault in faults)
@@ -109,3 +122,60 @@ def _is_here(endpoint: Endpoint, host_id: str) -> bool:
         return endpoint.host_id == host_id and Path(endpoint.address).is_socket()
     except (OSError, ValueError):
         return False
+
+
+def _log_choice(endpoint: Endpoint, faults: Sequence[str]) -> None:
+    if faults:
+        _log.warning("KV goes over %s: %s", _told(endpoint), "; ".join(faults))
+    else:
+        _log.info("KV goes over %s", _told(endpoint))
+
+
+def _told(endpoint: Endpoint) -> str:
+    """For people."""
+    return f"{endpoint.kind.name.lower()} to {endpoint.address}"
+
+
+class Shunned:
+    """Endpoints that gave no answer, each for SHUN_S. Lanes' threads share it: of two that add at once, one may be forgotten,
+    which costs a connection."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._until: dict[Endpoint, float] = {}
+
+    def add(self, endpoint: Endpoint) -> None:
+        now = self._clock()
+        self._until = {e: until for e, until in self._until.items() if until > now}
+        self._until[endpoint] = now + SHUN_S
+
+    def has(self, endpoint: Endpoint) -> bool:
+        return self._until.get(endpoint, 0.0) > self._clock()
+
+
+class WatchedConnection:
+    """A connection whose endpoint is shunned if it ends without an answer to KvHello. See Connection."""
+
+    def __init__(self, connection: Connection, endpoint: Endpoint, shunned: Shunned) -> None:
+        self._connection = connection
+        self._endpoint = endpoint
+        self._shunned = shunned
+        self._is_answered = False
+        self.stage = connection.stage
+        self.unstage = connection.unstage
+        self.fileno = connection.fileno
+
+    def send(self, frame: Frame, staged: Staged | None = None, *, more: bool = False) -> None:
+        self._connection.send(frame, staged, more=more)
+
+    def receive(self) -> Frame | None:
+        frame = self._connection.receive()
+        self._is_answered |= isinstance(frame, kv_pb2.KvAccept | kv_pb2.KvRefuse)
+        return frame
+
+    def close(self) -> None:
+        if not self._is_answered:
+            text = "KV over %s got no answer: this way is tried last for %g s"
+            _log.warning(text, _told(self._endpoint), SHUN_S)
+            self._shunned.add(self._endpoint)
+        self._connection.close()

@@ -11,11 +11,8 @@ from kv_transfer.receiver import Land, Receiver
 from kv_transfer.transport.base import Staged, TransportError
 from kv_transfer.transport.stream_connection import StreamConnection
 from kv_transfer.transport.stream_listener import ServerStream, StreamListener
-from kv_transfer.wire_format import most_token_layer_bytes
 
 _NO_PAYLOAD = memoryview(b"")
-#: Small enough that a payload is still in the second cache when it is verified and unpacked.
-_PREFERRED_CHUNK_BYTES = 1 << 20
 
 
 def connect_tcp(address: str, timeout_s: float, send_timeout_s: float) -> TcpConnection:
@@ -99,10 +96,7 @@ class TcpServerStream(ServerStream):
         return self._staging.nbytes
 
     def accept(self, frame: kv_pb2.KvAccept) -> None:
-        smallest = most_token_layer_bytes(self.receiver.layout)
-        num_bytes = min(frame.max_chunk_bytes, max(smallest, _PREFERRED_CHUNK_BYTES))
-        self._staging = memoryview(_touched(num_bytes))
-        frame.max_chunk_bytes = num_bytes
+        self._staging = memoryview(_touched(frame.max_chunk_bytes))
         super().accept(frame)
 
     def payload(self, preamble: Preamble, frame: Frame, land: Land) -> memoryview:
