@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import torch
 
 from baton.engine.array_kv_pool import ArrayKvPool
+from baton.engine.torch_kv_pool import TorchKvPool
 from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
@@ -30,7 +32,9 @@ from kv_transfer.ticket import TicketCommitted, TicketDead, TicketEvent, TicketT
 from kv_transfer.version import MAX_VERSION, put_first_tokens
 from kv_transfer.wire_format import wire_format
 
-LAYOUT = KvLayout("m", 2, 1, 2, "float32", 4)
+LAYOUT = KvLayout("m", 2, 1, 16, "float32", 4)
+#: Blocks of tickets, and blocks that no ticket is for.
+BLOCKS, OTHERS = (2, 0), (1, 3)
 NUM_TOKENS = 8
 NUM_DAMAGED = 10_000
 MAX_PAYLOAD_BYTES = 1 << 12
@@ -63,21 +67,32 @@ def frame_of(raw: bytes) -> tuple[Frame, memoryview]:
 
 @dataclass
 class Wire:
-    """A receiver, fed with bytes as a stream would feed it, and the sender's blocks."""
+    """A receiver, fed with bytes as a stream would feed it, and the sender's blocks. is_landing: payloads are written into
+    blocks by the stream. is_native: by the kernel that computes the checksum meanwhile, where this machine has it."""
 
     wire_dtype: str
+    is_landing: bool = False
+    is_native: bool = False
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     events: list[TicketEvent] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.source, self.target = ArrayKvPool(LAYOUT, 2), ArrayKvPool(LAYOUT, 2)
+        self.source = ArrayKvPool(LAYOUT, 2)
+        pool: ArrayKvPool | TorchKvPool
+        if self.is_native:
+            pool = TorchKvPool(LAYOUT, 4, torch.device("cpu"))
+            self.blocks = pool.tensor.numpy()
+        else:
+            pool = ArrayKvPool(LAYOUT, 4)
+            self.blocks = pool.data
+        self.blocks[list(OTHERS)] = 7
         self.codec = ChunkCodec(self.source, wire_format(self.wire_dtype, LAYOUT))
         owner = WorkerIdentity("d0", 7)
         self.table = TicketTable(
             owner, LAYOUT, (), 10.0, self.events.append, lambda: 0.0, b"s" * 32, self._draw
         )
         self.receiver = Receiver(
-            owner, LAYOUT, self.target, self.table, 4, MAX_PAYLOAD_BYTES, self.wire_dtype
+            owner, LAYOUT, pool, self.table, 4, MAX_PAYLOAD_BYTES, self.wire_dtype
         )
         self.session = self._greeted()
         self.earlier: list[Parcel] = []
@@ -85,7 +100,7 @@ class Wire:
     def offer(self) -> tuple[int, int]:
         """Ticket id and epoch of a ticket that this connection has presented."""
         spec = SequenceSpec("r", tuple(range(NUM_TOKENS)), Sampling())
-        offered = self.table.offer(spec, (1, 0), 0, NUM_TOKENS)
+        offered = self.table.offer(spec, BLOCKS, 0, NUM_TOKENS)
         self.session.on_frame(kv_pb2.KvBegin(ticket=offered.data), memoryview(b""))
         return offered.ticket_id, kv_pb2.KvTicket.FromString(offered.data).epoch
 
@@ -116,7 +131,12 @@ class Wire:
         """What a stream transport does with bytes; a connection that cannot go on is made anew."""
         try:
             frame, payload = frame_of(raw)
-            self.session.on_frame(frame, payload)
+            landing = self.session.land(frame) if self.is_landing else ()
+            start = 0
+            for view in landing:
+                view[:] = payload[start : start + len(view)]
+                start += len(view)
+            self.session.on_frame(frame, payload[start:])
         except FrameError as error:
             self.session.on_close(error.message)
             self.session = self._greeted()
@@ -130,11 +150,15 @@ class Wire:
 
     def is_whole(self, parcels: list[Parcel]) -> bool:
         """Whether the receiver's blocks hold just what these parcels held."""
-        expected = ArrayKvPool(LAYOUT, 2)
+        expected = ArrayKvPool(LAYOUT, 4)
         codec = ChunkCodec(expected, self.codec.wire)
         for piece, parcel in zip(PIECES, parcels, strict=True):
-            codec.unpack((1, 0), piece, memoryview(bytearray(parcel.payload)))
-        return bool(np.array_equal(expected.data, self.target.data))
+            codec.unpack(BLOCKS, piece, memoryview(bytearray(parcel.payload)))
+        return np.array_equal(expected.data[list(BLOCKS)], self.blocks[list(BLOCKS)])
+
+    def is_within(self) -> bool:
+        """Whether no block was written that no ticket is for."""
+        return bool((self.blocks[list(OTHERS)] == 7).all())
 
     def _greeted(self) -> ReceiverSession:
         replies: list[object] = []
@@ -231,16 +255,26 @@ DAMAGES: list[Damage] = [
 ]
 
 
-@pytest.mark.parametrize("wire_dtype", ["float32", "int8"])
-def test_no_damaged_chunk_becomes_a_token(wire_dtype):
-    wire, caught, harmless = Wire(wire_dtype), Counter[str](), 0
-    while caught.total() < NUM_DAMAGED // 2:
+@pytest.mark.parametrize(
+    ("wire_dtype", "is_landing", "is_native"),
+    [
+        ("float32", False, False),
+        ("int8", False, False),
+        ("float32", True, False),
+        ("float32", False, True),
+    ],
+    ids=["staged", "int8", "landed", "native"],
+)
+def test_no_damaged_chunk_becomes_a_token(wire_dtype, is_landing, is_native, monkeypatch):
+    monkeypatch.setattr("kv_transfer.codec.MIN_LENT_BYTES", 1)
+    wire, caught, harmless = Wire(wire_dtype, is_landing, is_native), Counter[str](), 0
+    while caught.total() < NUM_DAMAGED // 4:
         damage = wire.rng.choice(DAMAGES)
         ticket_id, epoch = wire.offer()
         parcels = wire.parcels(ticket_id, epoch)
         at = wire.rng.randrange(4)
         raw = damage(wire, parcels, at)
-        wire.target.data[...] = 0
+        wire.blocks[list(BLOCKS)] = 0
         for number, parcel in enumerate(parcels):
             wire.deliver(raw if number == at else parcel.raw)
         wire.commit(ticket_id, epoch, parcels)
@@ -253,6 +287,7 @@ def test_no_damaged_chunk_becomes_a_token(wire_dtype):
         else:
             caught[damage.__name__] += 1
             assert len(outcomes) <= 1
+        assert wire.is_within()
         wire.table.abort_all("CANCELLED", "the next one")
         for event in wire.events:
             wire.table.release(event.ticket_id)
@@ -262,6 +297,30 @@ def test_no_damaged_chunk_becomes_a_token(wire_dtype):
         wire.events.clear()
     assert set(caught) == {damage.__name__ for damage in DAMAGES}
     assert harmless < NUM_DAMAGED // 100
+
+
+@pytest.mark.parametrize("name", ["first_token", "num_tokens", "first_layer", "num_layers"])
+def test_nothing_is_written_where_a_changed_header_says(name, monkeypatch):
+    monkeypatch.setattr("kv_transfer.codec.MIN_LENT_BYTES", 1)
+    wire = Wire("float32", is_landing=True)
+    ticket_id, epoch = wire.offer()
+    parcel = wire.parcels(ticket_id, epoch)[0]
+    setattr(parcel.header, name, getattr(parcel.header, name) ^ 4)
+    wire.deliver(parcel.raw)
+    assert not wire.blocks[list(BLOCKS)].any()
+    assert [type(event) for event in wire.events] == [TicketDead]
+
+
+def test_a_connection_that_ends_within_a_payload_lets_the_blocks_go(monkeypatch):
+    monkeypatch.setattr("kv_transfer.codec.MIN_LENT_BYTES", 1)
+    wire = Wire("float32", is_landing=True)
+    parcels = wire.parcels(*wire.offer())
+    (view,) = wire.session.land(parcels[0].header)
+    view[0] = 1
+    wire.table.abort_all("CANCELLED", "its owner gave it up")
+    assert not wire.events, "a writer is in the blocks"
+    wire.session.on_close("lost")
+    assert [type(event) for event in wire.events] == [TicketDead]
 
 
 @pytest.mark.parametrize("trade", ["places", "payloads"])

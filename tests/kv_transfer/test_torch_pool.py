@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import xxhash
 
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.types import KvLayout
@@ -39,3 +40,33 @@ def test_a_tensor_arrives_as_another(source, wire, target, tolerance):
         sent = ours.tensor[(2, 0, 3)[token // 4], :, :, :, token % 4].float()
         got = theirs.tensor[(1, 3, 0)[token // 5], :, :, :, token % 5].float()
         torch.testing.assert_close(got, sent, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("piece", [KvRange(0, 12, 0, 3), KvRange(4, 8, 1, 2), KvRange(5, 6, 0, 3)])
+def test_checked_copies_are_plain_ones(piece):
+    ours, theirs = pool_of("float32", 4), pool_of("float32", 4)
+    ours.tensor.copy_(torch.randn(ours.tensor.shape, generator=torch.Generator().manual_seed(0)))
+    codec, back = (ChunkCodec(pool, wire_format("float32", ours.layout)) for pool in (ours, theirs))
+    plain, checked = (memoryview(bytearray(codec.wire.num_bytes(piece))) for _ in range(2))
+    codec.pack((2, 0, 3), piece, plain)
+    checksum = codec.pack_checked((2, 0, 3), piece, checked, seed=5)
+    assert checked == plain
+    assert checksum == xxhash.xxh3_64_intdigest(plain, 5)
+    assert back.unpack_checked((2, 0, 3), piece, checked, 5, checksum)
+    again = memoryview(bytearray(codec.wire.num_bytes(piece)))
+    back.pack((2, 0, 3), piece, again)
+    assert again == plain
+    checked[3] ^= 1
+    assert not back.unpack_checked((2, 0, 3), piece, checked, 5, checksum)
+
+
+def test_blocks_that_are_not_there_are_neither_read_nor_written():
+    pool = pool_of("float32", 4)
+    codec = ChunkCodec(pool, wire_format("float32", pool.layout))
+    for table, piece in [((5,), KvRange(0, 4, 0, 3)), ((1,), KvRange(0, 8, 0, 3))]:
+        payload = memoryview(bytearray(codec.wire.num_bytes(piece)))
+        with pytest.raises(ValueError, match="block"):
+            codec.pack_checked(table, piece, payload, 0)
+        checksum = xxhash.xxh3_64_intdigest(payload, 0)
+        with pytest.raises(ValueError, match="block"):
+            codec.unpack_checked(table, piece, payload, 0, checksum)

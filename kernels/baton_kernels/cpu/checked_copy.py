@@ -7,7 +7,7 @@ past the caches, which a copy of numpy does for single pieces of many megabytes 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -71,7 +71,7 @@ class CheckedCopy:
 
     def _call(
         self,
-        function: ctypes._NamedFuncPointer,
+        function: Callable[..., None],
         block_ids: Sequence[int],
         first_layer: int,
         num_layers: int,
