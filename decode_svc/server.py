@@ -89,6 +89,7 @@ async def serve_decode(
         make_connector(options.kv_transport, tls=options.tls),
         submit,
         time.monotonic,
+        num_lanes=options.kv_num_lanes,
         secret=kv_secret,
     )
     matchers = build_matchers(options, engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import Counter
 from collections.abc import Callable
 
 from baton.engine.interface import KvPool
@@ -20,11 +21,17 @@ from kv_transfer.transport.base import Connector
 #: A bound only: a receiver tells how large its chunks may be.
 DEFAULT_MAX_CHUNK_BYTES = 16 << 20
 
+#: The lanes to a worker are numbered.
+_LaneId = tuple[WorkerIdentity, int]
+
 __all__ = ["KvTicket", "SendDone", "Sender", "parse_ticket"]
 
 
 class Sender:
-    """Sends sequences' KV to the workers that their tickets name: one lane per worker and boot, made when needed.
+    """Sends sequences' KV to the workers that their tickets name, on up to num_lanes lanes per worker and boot.
+
+    A handoff stays on one lane: that with the fewest handoffs when it begins, the first among equals. So a lane, with its
+    connection and its thread, is made only when those before it are busy, and closes when it has been idle for long.
 
     Exactly one SendDone per `begin`, in a lane's thread (or, with is_inline, within the call that causes it). Until
     then the handoff's blocks may be read at any time. Calls about a key that is done do nothing. Thread-safe, unless
@@ -44,6 +51,7 @@ class Sender:
         idle_timeout_s: float = 60.0,
         max_chunk_bytes: int = DEFAULT_MAX_CHUNK_BYTES,
         *,
+        num_lanes: int = 1,
         is_inline: bool = False,
         secret: KvSecret | None = None,
     ) -> None:
@@ -68,8 +76,10 @@ class Sender:
             InlineLane if is_inline else functools.partial(ThreadLane, clock=clock)
         )
         self._lock = threading.RLock()
-        self._lanes: dict[WorkerIdentity, LaneRunner] = {}
-        self._lane_of: dict[str, LaneRunner | None] = {}
+        self._num_lanes = num_lanes
+        self._lanes: dict[_LaneId, LaneRunner] = {}
+        self._lane_of: dict[str, tuple[_LaneId, LaneRunner] | None] = {}
+        self._num_handoffs: Counter[_LaneId] = Counter()
         self._last_heartbeat = clock()
         self._is_closed = False
 
@@ -142,33 +152,53 @@ class Sender:
 
     def _submit(self, task: Borrow | Send | Finish | Cancel) -> None:
         with self._lock:
-            lane = self._lane_of.get(task.key)
-        if lane:
+            placed = self._lane_of.get(task.key)
+        if placed:
+            _, lane = placed
             lane.submit(task)
 
     def _submit_first(self, task: Begin) -> bool:
         """Give a handoff to the lane of its destination. False: the sender was closed meanwhile."""
-        peer = task.ticket.owner
         while True:
             with self._lock:
                 if self._is_closed:
                     return False
-                lane = self._lanes.get(peer) or self._new_lane(peer)
-                self._lane_of[task.key] = lane
+                lane_id = self._least_busy(task.ticket.owner)
+                lane = self._lanes.get(lane_id) or self._new_lane(lane_id)
+                self._place(task.key, (lane_id, lane))
             if lane.submit(task):
                 return True
             with self._lock:
-                if self._lanes.get(peer) is lane:
-                    del self._lanes[peer]
+                self._place(task.key, None)
+                if self._lanes.get(lane_id) is lane:
+                    del self._lanes[lane_id]
 
-    def _new_lane(self, peer: WorkerIdentity) -> LaneRunner:
+    def _least_busy(self, peer: WorkerIdentity) -> _LaneId:
+        """Under the lock."""
+        lane_ids = [(peer, number) for number in range(self._num_lanes)]
+        return min(lane_ids, key=self._num_handoffs.__getitem__)
+
+    def _place(self, key: str, placed: tuple[_LaneId, LaneRunner] | None) -> None:
+        """Under the lock: count a handoff where it is now, and no more where it was."""
+        if before := self._lane_of.get(key):
+            self._num_handoffs[before[0]] -= 1
+        self._lane_of[key] = placed
+        if placed:
+            self._num_handoffs[placed[0]] += 1
+
+    def _new_lane(self, lane_id: _LaneId) -> LaneRunner:
         """Under the lock. Forgets lanes that have ended, so that a fleet's restarts do not pile up."""
-        self._lanes = {p: lane for p, lane in self._lanes.items() if not lane.is_over}
+        self._lanes = {at: lane for at, lane in self._lanes.items() if not lane.is_over}
+        self._num_handoffs = +self._num_handoffs
+        peer, number = lane_id
         lane = Lane(peer, self._config, lambda: self._last_heartbeat, self._on_done)
-        self._lanes[peer] = self._run_lane(lane, f"baton-kv-send-{peer.worker_id}")
-        return self._lanes[peer]
+        name = f"baton-kv-send-{peer.worker_id}-{number}"
+        self._lanes[lane_id] = self._run_lane(lane, name)
+        return self._lanes[lane_id]
 
     def _on_done(self, done: SendDone) -> None:
         with self._lock:
-            self._lane_of.pop(done.key, None)
+            if done.key in self._lane_of:
+                self._place(done.key, None)
+                del self._lane_of[done.key]
         self._user_on_done(done)

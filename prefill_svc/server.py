@@ -68,6 +68,7 @@ async def serve_prefill(
         make_connector(options.kv_transport, tls=options.tls),
         submit,
         time.monotonic,
+        num_lanes=options.kv_num_lanes,
         secret=kv_secret,
     )
     servicer = PrefillServicer(submit, sender.begin)

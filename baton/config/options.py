@@ -309,6 +309,9 @@ class HandoffOptions(Options):
     kv_transport: Transport = "auto"
     """How KV travels; auto takes shared memory between processes of one host, else TCP. nixl is for RDMA and needs the library
     of that name."""
+    kv_num_lanes: Annotated[int, Field(ge=1, le=16)] = 1
+    """Most connections from one worker to another. Handoffs that are under way at the same time share them out: one connection is
+    enough where one stream fills the network."""
     ticket_lease_s: Seconds = 30.0
     """Silence of a sender, in seconds, after which its reservation is given up."""
     ticket_offer_s: Seconds = 10.0

@@ -92,6 +92,7 @@ def make_rig() -> Iterator[MakeRig]:
         sender_chunk_bytes: int = 400,
         receiver_chunk_bytes: int = 512,
         num_credits: int = 2,
+        num_lanes: int = 1,
         wire_dtype: str = "auto",
         clock: Callable[[], float] = time.monotonic,
         ack_timeout_s: float = PATIENCE_S,
@@ -135,6 +136,7 @@ def make_rig() -> Iterator[MakeRig]:
             ack_timeout_s,
             idle_timeout_s,
             sender_chunk_bytes,
+            num_lanes=num_lanes,
             is_inline=transport == "loopback",
             secret=source_secret,
         )

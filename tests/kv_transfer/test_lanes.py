@@ -1,0 +1,109 @@
+"""Several lanes to one worker: each handoff stays on one, and a lane that is stuck holds up its own handoffs only."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from baton.types import Sample
+from kv_transfer.endpoint import Endpoint
+from kv_transfer.frame import Frame
+from kv_transfer.ticket import TicketCommitted
+from kv_transfer.transport.base import Connection, Connector, Staged
+from tests.kv_transfer.conftest import PATIENCE_S, Rig
+
+BLOCKS = (1, 2, 3)
+
+
+class Connections:
+    """Counts what a sender opens."""
+
+    def __init__(self) -> None:
+        self.opened: list[Connection] = []
+
+    def tap(self, connect: Connector) -> Connector:
+        def counted(endpoints: Sequence[Endpoint], timeout_s: float) -> Connection:
+            self.opened.append(connect(endpoints, timeout_s))
+            return self.opened[-1]
+
+        return counted
+
+
+def begin(rig: Rig, key: str, blocks: tuple[int, ...] = BLOCKS) -> None:
+    rig.sender.begin(key, rig.offer(blocks, 0, 8).data)
+
+
+def finish(rig: Rig, key: str) -> None:
+    rig.sender.send(key, (4, 5), 0, 8, 0, 3)
+    rig.sender.commit(key, 8, (Sample(1),), time.monotonic())
+
+
+@pytest.mark.parametrize("transport", ["loopback", "shm", "tcp"])
+def test_handoffs_that_are_under_way_together_share_the_lanes_out(make_rig, transport):
+    connections = Connections()
+    rig = make_rig(transport, num_lanes=2, tap=connections.tap)
+    for number in range(4):
+        begin(rig, f"k{number}", (3 * number, 3 * number + 1, 3 * number + 2))
+    for number in range(4):
+        finish(rig, f"k{number}")
+    assert [rig.done().error for _ in range(4)] == [None] * 4
+    assert all(isinstance(rig.event(), TicketCommitted) for _ in range(4))
+    assert len(connections.opened) == 2
+
+
+def test_one_after_the_other_needs_one_lane(make_rig):
+    connections = Connections()
+    rig = make_rig("loopback", num_lanes=4, tap=connections.tap)
+    for number in range(5):
+        begin(rig, f"k{number}")
+        finish(rig, f"k{number}")
+        assert rig.done().error is None
+    assert len(connections.opened) == 1
+    assert rig.sender.num_open == 0
+
+
+class Stuck:
+    """A connection whose first chunk is not sent before it is let go."""
+
+    def __init__(self, connection: Connection, let_go: threading.Event) -> None:
+        self._connection = connection
+        self._let_go = let_go
+        self.unstage = connection.unstage
+        self.stage = connection.stage
+        self.receive = connection.receive
+        self.fileno = connection.fileno
+        self.close = connection.close
+
+    def send(self, frame: Frame, staged: Staged | None = None, *, more: bool = False) -> None:
+        if staged:
+            self._let_go.wait()
+        self._connection.send(frame, staged, more=more)
+
+
+def test_a_stuck_lane_does_not_hold_up_the_other(make_rig):
+    let_go, is_connected = threading.Event(), threading.Event()
+
+    def tap(connect: Connector) -> Connector:
+        def stuck_first(endpoints: Sequence[Endpoint], timeout_s: float) -> Connection:
+            connection = connect(endpoints, timeout_s)
+            if is_connected.is_set():
+                return connection
+            is_connected.set()
+            return Stuck(connection, let_go)
+
+        return stuck_first
+
+    rig = make_rig("tcp", num_lanes=2, tap=tap)
+    begin(rig, "large")
+    rig.sender.send("large", (4, 5), 0, 8, 0, 3)
+    assert is_connected.wait(PATIENCE_S)
+    begin(rig, "small", (4, 5, 6))
+    finish(rig, "small")
+    assert rig.done().key == "small"
+    let_go.set()
+    rig.sender.commit("large", 8, (Sample(1),), time.monotonic())
+    done = rig.done()
+    assert (done.key, done.error) == ("large", None)
