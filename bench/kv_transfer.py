@@ -1,198 +1,66 @@
 """What a handoff's bytes cost: the KV channel between two processes, next to memcpy, a bare socket and grpc.aio.
 
-    python -m bench.kv_transfer [--sizes 64KiB,1MiB,64MiB] [--rounds 9] [--json FILE]
+    python -m bench.kv_transfer [--sizes 64KiB,1MiB,64MiB] [--rounds 9] [--json FILE] [--doc docs/kv_transfer.md]
 
 Every way moves the same number of bytes between the same two processes of one run; ways take turns within a round, and
 medians over the rounds are told. A handoff's time runs from `begin` to the peer's confirmation that it owns the blocks:
 it holds ticket, packing, checksums, unpacking and commit. The others only move bytes into memory that is ready.
+
+--doc puts the tables into a page, between the lines that name this command.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import platform
-import queue
-import random
-import socket
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import grpc
 import numpy as np
 import torch
 import xxhash
 
 from baton.engine.torch_kv_pool import TorchKvPool
-from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
-from kv_transfer.running_receiver import open_receiver
-from kv_transfer.sender import SendDone, Sender
-from kv_transfer.ticket import TicketDead, TicketEvent
-from kv_transfer.transport.connector import make_connector
+from baton.types import KvLayout
+from bench.kv_ways import (
+    LAYOUT,
+    Channel,
+    Way,
+    block_ids_of,
+    certificates,
+    grpc_aio,
+    kv_channel,
+    memcpy,
+    num_blocks_of,
+    raw_socket,
+)
+from kv_transfer.codec import ChunkCodec
+from kv_transfer.coverage import KvRange
+from kv_transfer.running_receiver import DEFAULT_MAX_CHUNK_BYTES
 from kv_transfer.transport.nixl import has_nixl
+from kv_transfer.wire_format import wire_format
 
-#: Shape of Llama-3.2-1B: 512 KiB a block.
-LAYOUT = KvLayout("bench", 16, 8, 64, "bfloat16", 16)
 SIZES = "64KiB,512KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
-#: What KV also travels as.
-SCALED = ("int8", "fp8")
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-_GRPC_MESSAGE_BYTES = 1 << 20
-_GRPC_METHOD = "/baton.bench.Sink/Put"
-_GRPC_OPTIONS = [("grpc.max_receive_message_length", 4 << 20)]
 _CHECKSUM_PIECE_BYTES = 1 << 20
-_PATIENCE_S = 60.0
-_ROOT = Path(__file__).resolve().parents[1]
-
-#: One transfer; returns when the bytes are there.
-Transfer = Callable[[], None]
+_BEGIN, _END = "<!-- bench.kv_transfer -->\n", "<!-- end of bench.kv_transfer -->\n"
+_PACKAGES = ("torch", "numpy", "grpcio", "xxhash")
+#: What is compared with which roof.
+_ROOFS = {"shm scattered": "memcpy", "tcp scattered": "raw tcp"}
 
 
 def num_bytes_of(text: str) -> int:
     """Of "64KiB". Raises ValueError."""
     return int(text[:-3]) * _UNITS[text[-3:]]
-
-
-def block_ids_of(num_blocks: int, num_wanted: int, is_scattered: bool) -> tuple[int, ...]:
-    """Blocks of a sequence: neighbours, or drawn from the whole pool."""
-    if is_scattered:
-        return tuple(random.Random(num_wanted).sample(range(num_blocks), num_wanted))
-    return tuple(range(num_wanted))
-
-
-# The peer: a process of its own that takes orders as lines of JSON.
-
-
-def tell(message: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
-
-
-def serve_kv(transport: str, wire_dtype: str, num_blocks: int) -> None:
-    """Offer a ticket per order, until the orders end."""
-    pool = TorchKvPool(LAYOUT, num_blocks, torch.device("cpu"))
-
-    def on_event(event: TicketEvent) -> None:
-        if isinstance(event, TicketDead):
-            print(f"handoff failed: {event.message}", file=sys.stderr)
-        running.tickets.release(event.ticket_id)
-
-    running = open_receiver(
-        WorkerIdentity("peer", 1),
-        pool,
-        on_event,
-        time.monotonic,
-        transports=(transport,),
-        wire_dtype=wire_dtype,
-    )
-    tell({"ready": True})
-    for number, line in enumerate(sys.stdin):
-        order = json.loads(line)
-        num_tokens = int(order["num_tokens"])
-        blocks = block_ids_of(num_blocks, LAYOUT.num_blocks_for(num_tokens), order["is_scattered"])
-        spec = SequenceSpec(f"r{number}", tuple(range(num_tokens)), Sampling())
-        tell({"ticket": running.tickets.offer(spec, blocks, 0, num_tokens).data.hex()})
-    running.close()
-
-
-def fill(sock: socket.socket, view: memoryview) -> bool:
-    """Read until the view is full. False at the end of the stream."""
-    while view:
-        num_bytes = sock.recv_into(view)
-        if not num_bytes:
-            return False
-        view = view[num_bytes:]
-    return True
-
-
-def serve_raw(max_bytes: int) -> None:
-    """Per message: eight bytes of length, that many bytes into warm memory, one byte back."""
-    memory = np.ones(max_bytes, np.uint8).data
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        tell({"port": server.getsockname()[1]})
-        sock, _ = server.accept()
-    with sock:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        head = bytearray(8)
-        while fill(sock, memoryview(head)) and fill(sock, memory[: int.from_bytes(head)]):
-            sock.sendall(b"\0")
-
-
-async def serve_grpc(max_bytes: int) -> None:
-    """A client stream of raw messages, copied into warm memory."""
-    memory = np.ones(max_bytes, np.uint8)
-
-    async def put(messages: AsyncIterator[bytes], context: object) -> bytes:
-        del context
-        at = 0
-        async for message in messages:
-            memory[at : at + len(message)] = np.frombuffer(message, np.uint8)
-            at += len(message)
-        return b"\0"
-
-    server = grpc.aio.server(options=_GRPC_OPTIONS)
-    service, method = _GRPC_METHOD.strip("/").split("/")
-    handlers: dict[str, Any] = {method: grpc.stream_unary_rpc_method_handler(put)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    tell({"port": port})
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-    await server.stop(None)
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """The other process, until its `process.stdin` is closed."""
-
-    process: subprocess.Popen[str]
-    hello: dict[str, Any]
-
-    def ask(self, order: dict[str, Any]) -> dict[str, Any]:
-        if self.process.stdin is None:
-            raise RuntimeError("the peer takes no orders")
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        return self.listen()
-
-    def listen(self) -> dict[str, Any]:
-        if self.process.stdout is None:
-            raise RuntimeError("the peer says nothing")
-        return cast("dict[str, Any]", json.loads(self.process.stdout.readline()))
-
-
-@contextmanager
-def peer(kind: str, max_bytes: int) -> Iterator[Peer]:
-    """Start a peer of a kind and wait for its first line."""
-    command = [sys.executable, "-m", "bench.kv_transfer", "--peer", kind]
-    command += ["--max-bytes", str(max_bytes)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT
-    ) as process:
-        waiting = Peer(process, {})
-        try:
-            yield Peer(process, waiting.listen())
-        finally:
-            if process.stdin:
-                process.stdin.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How bytes can go. prepare: makes the transfer of so many. peer_pid: the process that takes them, if it is another."""
-
-    prepare: Callable[[int], Transfer]
-    peer_pid: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,100 +93,38 @@ def peer_cpu_s_of(way: Way) -> float:
     return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
 
-# The ways.
+def channels(certificate_folder: str) -> dict[str, Channel]:
+    """The ways through the channel, by name."""
+    found = {}
+    for transport in ("shm", "tcp", *(["nixl"] if has_nixl() else [])):
+        found |= {
+            f"{transport} contiguous": Channel(transport, is_scattered=False),
+            f"{transport} scattered": Channel(transport),
+            f"{transport} int8": Channel(transport, "int8"),
+            f"{transport} fp8": Channel(transport, "fp8"),
+            f"{transport} secret": Channel(transport, has_secret=True),
+        }
+    return found | {
+        "tcp TLS": Channel("tcp", certificates=certificate_folder),
+        "tcp 4 handoffs, 1 lane": Channel("tcp", num_handoffs=4),
+        "tcp 4 handoffs, 2 lanes": Channel("tcp", num_handoffs=4, num_lanes=2),
+    }
 
 
 @contextmanager
-def memcpy(max_bytes: int) -> Iterator[Way]:
-    """One thread, from warm memory to warm memory. Above the cache's size the C library streams past the cache."""
-    source, target = np.ones(max_bytes, np.uint8), np.ones(max_bytes, np.uint8)
-    yield Way(lambda num_bytes: lambda: np.copyto(target[:num_bytes], source[:num_bytes]))
-
-
-@contextmanager
-def raw_socket(max_bytes: int) -> Iterator[Way]:
-    """Blocking sends on a loopback TCP connection."""
-    memory = np.ones(max_bytes, np.uint8).data
-    with (
-        peer("raw", max_bytes) as other,
-        socket.create_connection(("127.0.0.1", other.hello["port"])) as sock,
-    ):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-        def transfer(num_bytes: int) -> None:
-            sock.sendall(num_bytes.to_bytes(8))
-            sock.sendall(memory[:num_bytes])
-            if not sock.recv(1):
-                raise EOFError
-
-        yield Way(lambda num_bytes: lambda: transfer(num_bytes), other.process.pid)
-
-
-@contextmanager
-def grpc_aio(max_bytes: int) -> Iterator[Way]:
-    """Raw 1 MiB messages in a client stream."""
-    memory = bytes(min(max_bytes, _GRPC_MESSAGE_BYTES))
-    with peer("grpc", max_bytes) as other, asyncio.Runner() as runner:
-        channel = runner.run(_open_channel(other.hello["port"]))
-        call: Any = channel.stream_unary(_GRPC_METHOD)
-
-        async def messages(num_bytes: int) -> AsyncIterator[bytes]:
-            for at in range(0, num_bytes, len(memory)):
-                yield memory[: num_bytes - at]
-
-        async def transfer(num_bytes: int) -> None:
-            await call(messages(num_bytes))
-
-        yield Way(lambda num_bytes: lambda: runner.run(transfer(num_bytes)), other.process.pid)
-        runner.run(channel.close())
-
-
-async def _open_channel(port: int) -> grpc.aio.Channel:
-    channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=_GRPC_OPTIONS)
-    await channel.channel_ready()
-    return channel
-
-
-@contextmanager
-def kv_channel(
-    transport: str,
-    source: TorchKvPool,
-    is_scattered: bool,
-    max_bytes: int,
-    wire_dtype: str = "auto",
-) -> Iterator[Way]:
-    """Handoffs over one lane, of so many bytes of bfloat16 whatever they travel as."""
-    dones: queue.SimpleQueue[SendDone] = queue.SimpleQueue()
-    sender = Sender(
-        WorkerIdentity("bench", 1),
-        LAYOUT,
-        source,
-        make_connector(transport),
-        dones.put,
-        time.monotonic,
-    )
-    with peer(f"{transport}/{wire_dtype}", max_bytes) as other:
-
-        def prepare(num_bytes: int) -> Transfer:
-            num_tokens = num_bytes // LAYOUT.token_bytes
-            blocks = block_ids_of(
-                source.num_blocks, LAYOUT.num_blocks_for(num_tokens), is_scattered
-            )
-            order = {"num_tokens": num_tokens, "is_scattered": is_scattered}
-            ticket = bytes.fromhex(other.ask(order)["ticket"])
-
-            def transfer() -> None:
-                sender.begin("k", ticket)
-                sender.send("k", blocks, 0, num_tokens, 0, LAYOUT.num_layers)
-                sender.commit("k", num_tokens, (Sample(0),), time.monotonic())
-                done = dones.get(timeout=_PATIENCE_S)
-                if done.error:
-                    raise done.error
-
-            return transfer
-
-        yield Way(prepare, other.process.pid)
-        sender.close()
+def opened(max_bytes: int) -> Iterator[dict[str, Way]]:
+    """All ways, ready."""
+    source = TorchKvPool(LAYOUT, num_blocks_of(max_bytes), torch.device("cpu"))
+    source.tensor.uniform_(-1, 1)
+    with ExitStack() as stack:
+        yield {
+            "memcpy": stack.enter_context(memcpy(max_bytes)),
+            "raw tcp": stack.enter_context(raw_socket(max_bytes)),
+            "grpc.aio": stack.enter_context(grpc_aio(max_bytes)),
+        } | {
+            name: stack.enter_context(kv_channel(channel, source, max_bytes))
+            for name, channel in channels(stack.enter_context(certificates())).items()
+        }
 
 
 def timed(way: Way, num_bytes: int) -> Cost:
@@ -345,16 +151,52 @@ def measure(
     return found
 
 
-def checksum_rate() -> float:
-    """Bytes per second of the checksum over a piece that was just written."""
-    piece = np.ones(_CHECKSUM_PIECE_BYTES, np.uint8)
-    seconds = []
-    for number in range(50):
-        piece.fill(number)
-        start = time.perf_counter()
-        xxhash.xxh3_64_intdigest(piece.data)
-        seconds.append(time.perf_counter() - start)
-    return _CHECKSUM_PIECE_BYTES / statistics.median(seconds)
+@dataclass(frozen=True, slots=True)
+class ChecksumCost:
+    """Seconds of one side per byte. copied: what computing it adds to a copy between blocks and a chunk; negative where the one
+    pass that does both is faster than the plain copy. alone: over what was just written."""
+
+    copied: float
+    alone: float
+
+    def of(self, transport: str) -> float:
+        return max(0.0, self.copied) if transport == "shm" else self.alone
+
+
+def checksum_cost(num_rounds: int = 30) -> ChecksumCost:
+    """Medians."""
+    num_blocks = 4 * num_blocks_of(DEFAULT_MAX_CHUNK_BYTES)
+    pool = TorchKvPool(LAYOUT, num_blocks, torch.device("cpu"))
+    codec = ChunkCodec(pool, wire_format(LAYOUT.dtype, LAYOUT))
+    blocks = block_ids_of(num_blocks, num_blocks, is_scattered=True)
+    chunk = KvRange(0, DEFAULT_MAX_CHUNK_BYTES // LAYOUT.token_bytes, 0, LAYOUT.num_layers)
+    data = memoryview(bytearray(DEFAULT_MAX_CHUNK_BYTES))
+
+    def plain() -> None:
+        codec.pack(blocks, chunk, data)
+        codec.unpack(blocks, chunk, data)
+
+    def checked() -> None:
+        checksum = codec.pack_checked(blocks, chunk, data, 0)
+        codec.unpack_checked(blocks, chunk, data, 0, checksum)
+
+    piece = np.ones(_CHECKSUM_PIECE_BYTES, np.uint8).data
+    plain_s, checked_s, alone_s = _medians(
+        num_rounds, plain, checked, lambda: xxhash.xxh3_64_intdigest(piece)
+    )
+    copied = (checked_s - plain_s) / (2 * DEFAULT_MAX_CHUNK_BYTES)
+    return ChecksumCost(copied, alone_s / _CHECKSUM_PIECE_BYTES)
+
+
+def _medians(num_rounds: int, *runs: Callable[[], object]) -> list[float]:
+    """Seconds of each; they take turns."""
+    seconds: list[list[float]] = [[] for _ in runs]
+    for _ in range(num_rounds):
+        for run, times in zip(runs, seconds, strict=True):
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+    return [statistics.median(times) for times in seconds]
 
 
 def table(sizes: Sequence[str], found: dict[str, list[Summary]]) -> str:
@@ -372,24 +214,22 @@ def table(sizes: Sequence[str], found: dict[str, list[Summary]]) -> str:
 
 
 def ratios(
-    sizes: Sequence[str], found: dict[str, list[Summary]], checksum_s_per_byte: float
+    sizes: Sequence[str], found: dict[str, list[Summary]], checksum: ChecksumCost
 ) -> dict[str, dict[str, float]]:
-    """Per size, of each way of the channel: its rate next to its roof's and grpc.aio's (medians, bests, and by the CPU
-    of the busier side), and the share of the time in which one side computes checksums."""
+    """Per size, of plain handoffs: their rate next to their roof's and grpc.aio's (medians, bests, and by the CPU of the busier
+    side), and the share of the time by which checksums lengthen one side's work."""
 
     def of(index: int) -> dict[str, float]:
         summary_by = {name: summaries[index] for name, summaries in found.items()}
-        checksum_s = num_bytes_of(sizes[index]) * checksum_s_per_byte
         values = {}
-        for name, own in summary_by.items():
-            roof = {"shm": "memcpy", "tcp": "raw tcp"}.get(name.split()[0])
-            if not roof:
-                continue
+        for name, roof in _ROOFS.items():
+            own = summary_by[name]
             for other in (roof, "grpc.aio"):
                 theirs = summary_by[other]
                 values[f"{name} / {other}"] = theirs.median_s / own.median_s
                 values[f"{name} / {other}, best"] = theirs.best_s / own.best_s
                 values[f"{name} / {other}, CPU"] = theirs.median_cpu_s / own.median_cpu_s
+            checksum_s = num_bytes_of(sizes[index]) * checksum.of(name.split()[0])
             values[f"{name}: checksum share"] = checksum_s / own.best_s
         return {name: round(value, 3) for name, value in values.items()}
 
@@ -409,12 +249,13 @@ def machine() -> dict[str, Any]:
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     names = [line.split(":")[1].strip() for line in info.splitlines() if "model name" in line]
     return {
+        "date": datetime.now(UTC).date().isoformat(),
         "cpu": names[0] if names else platform.processor(),
         "num_cores": os.cpu_count(),
         "load_average": os.getloadavg(),
         "kernel": platform.release(),
         "python": platform.python_version(),
-    } | {name: version(name) for name in ("torch", "numpy", "grpcio", "xxhash")}
+    } | {name: version(name) for name in _PACKAGES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,49 +266,38 @@ class Result:
     sizes: Sequence[str]
     num_rounds: int
     layout: KvLayout
-    checksum_gb_per_s: float
+    checksum: ChecksumCost
     summaries: dict[str, list[Summary]]
     ratios: dict[str, dict[str, float]]
 
+    @property
+    def markdown(self) -> str:
+        told = self.machine
+        load = ", ".join(f"{value:.1f}" for value in told["load_average"])
+        setting = ", ".join(f"{name} {told[name]}" for name in ("python", *_PACKAGES))
+        return (
+            f"{told['date']}, {told['num_cores']} cores of {told['cpu']}, kernel {told['kernel']}, {setting}; {self.num_rounds} "
+            f"rounds; load averages at the end {load}. The checksum runs at {1e-9 / self.checksum.alone:.0f} GB/s over bytes in the "
+            f"cache, and adds {self.checksum.copied * 1e12:.1f} ps a byte to a copy.\n\n"
+            f"{table(self.sizes, self.summaries)}\n\n{ratio_table(self.ratios)}\n"
+        )
+
+
+def with_tables(page: str, tables: str) -> str:
+    """A page with `tables` in the place of the ones before. Raises ValueError if it has no such place."""
+    if _BEGIN not in page or _END not in page:
+        raise ValueError(f"the page lacks the lines {_BEGIN.strip()} and {_END.strip()}")
+    before, _, rest = page.partition(_BEGIN)
+    return f"{before}{_BEGIN}{tables}{_END}{rest.partition(_END)[2]}"
+
 
 def run(sizes: Sequence[str], num_rounds: int) -> Result:
-    max_bytes = max(map(num_bytes_of, sizes))
-    source = TorchKvPool(LAYOUT, _num_blocks(max_bytes), torch.device("cpu"))
-    source.tensor.uniform_(-1, 1)
-    with ExitStack() as stack:
-        ways = {
-            "memcpy": stack.enter_context(memcpy(max_bytes)),
-            "raw tcp": stack.enter_context(raw_socket(max_bytes)),
-            "grpc.aio": stack.enter_context(grpc_aio(max_bytes)),
-        }
-        for transport in ("shm", "tcp", *(["nixl"] if has_nixl() else [])):
-            for is_scattered in (False, True):
-                name = f"{transport} {'scattered' if is_scattered else 'contiguous'}"
-                opened = kv_channel(transport, source, is_scattered, max_bytes)
-                ways[name] = stack.enter_context(opened)
-            for wire_dtype in SCALED:
-                converted = kv_channel(transport, source, True, max_bytes, wire_dtype)
-                ways[f"{transport} {wire_dtype}"] = stack.enter_context(converted)
+    with opened(max(map(num_bytes_of, sizes))) as ways:
         found = measure(ways, [num_bytes_of(size) for size in sizes], num_rounds)
-    rate = checksum_rate()
+    checksum = checksum_cost()
     return Result(
-        machine(), sizes, num_rounds, LAYOUT, rate / 1e9, found, ratios(sizes, found, 1 / rate)
+        machine(), sizes, num_rounds, LAYOUT, checksum, found, ratios(sizes, found, checksum)
     )
-
-
-def _num_blocks(max_bytes: int) -> int:
-    return -(-max_bytes // LAYOUT.block_bytes)
-
-
-def serve_peer(kind: str, max_bytes: int) -> None:
-    match kind:
-        case "raw":
-            serve_raw(max_bytes)
-        case "grpc":
-            asyncio.run(serve_grpc(max_bytes))
-        case _:
-            transport, _, wire_dtype = kind.partition("/")
-            serve_kv(transport, wire_dtype, _num_blocks(max_bytes))
 
 
 def main() -> None:
@@ -475,18 +305,14 @@ def main() -> None:
     parser.add_argument("--sizes", default=SIZES)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--peer", help=argparse.SUPPRESS)
-    parser.add_argument("--max-bytes", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--doc", type=Path)
     options = parser.parse_args()
-    if options.peer:
-        serve_peer(options.peer, options.max_bytes)
-        return
-    sizes = options.sizes.split(",")
-    result = run(sizes, options.rounds)
-    print(table(sizes, result.summaries), ratio_table(result.ratios), sep="\n\n")
-    print(json.dumps(result.machine | {"checksum_gb_per_s": result.checksum_gb_per_s}))
+    result = run(options.sizes.split(","), options.rounds)
+    print(result.markdown)
     if options.json:
         options.json.write_text(json.dumps(asdict(result), indent=1) + "\n")
+    if options.doc:
+        options.doc.write_text(with_tables(options.doc.read_text(), result.markdown))
 
 
 if __name__ == "__main__":
