@@ -15,7 +15,7 @@ its ticket as soon as it has it, before it queues for anything. From then on eac
 deadline, which the sender renews however long its own queue is.
 
 Who owns the blocks: the table from `offer` until the ticket's one event; from then on whoever gets the event. A writer
-holds a pin. An abort that meets a pin refuses further ones at once, and tells TicketDead when the last is gone.
+holds a pin, and may write before what it writes is verified: nobody reads the blocks before the commit. An abort that meets a pin refuses further ones at once, and tells TicketDead when the last is gone.
 """
 
 from __future__ import annotations
