@@ -57,7 +57,7 @@ class TorchKvPool:
             self._views.append(self.scales.view(torch.int32)[..., None])
         self._slabs: list[Slab] = [v.numpy() if self._is_host else v for v in self._views]
         # All bytes of a pool in host memory.
-        self._bytes = memory.numpy().data if self._is_host else None
+        self._bytes = self._blocks.view(-1).numpy().data if self._is_host else None
         self._checked_copy = checked_copy_of(self._blocks) if self._is_host else None
 
     def _scales(self, layout: KvLayout) -> torch.Tensor:
