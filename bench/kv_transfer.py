@@ -95,7 +95,7 @@ def peer_cpu_s_of(way: Way) -> float:
 
 def channels(certificate_folder: str) -> dict[str, Channel]:
     """The ways through the channel, by name."""
-    found = {}
+    found: dict[str, Channel] = {}
     for transport in ("shm", "tcp", *(["nixl"] if has_nixl() else [])):
         found |= {
             f"{transport} contiguous": Channel(transport, is_scattered=False),

@@ -64,8 +64,10 @@ class Channel:
 
     @property
     def tls(self) -> TlsFiles | None:
-        folder = Path(self.certificates)
-        return TlsFiles(*(folder / n for n in _PEM_FILES)) if self.certificates else None
+        if not self.certificates:
+            return None
+        ca_certs, certfile, keyfile = (Path(self.certificates) / name for name in _PEM_FILES)
+        return TlsFiles(ca_certs, certfile, keyfile)
 
 
 _PEM_FILES = ("ca.pem", "own.crt", "own.key")
