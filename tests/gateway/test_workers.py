@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
@@ -157,6 +158,28 @@ async def test_a_lost_worker_is_out_before_its_sequences_are_told(
             )
             assert events.empty()
             assert isinstance((await events.get())[0], Failed)
+
+
+async def test_a_gateway_that_stood_still_itself_blames_no_worker() -> None:
+    async with serving(GrpcWorker(DECODE)) as d:
+        fleet = Fleet([], [d.address])
+        async with connected(fleet, stall_timeout_s=0.6):
+            await until(fleet, lambda: state(fleet, d.address) is WorkerState.READY)
+            seen: list[WorkerState] = []
+            fleet.listen(lambda: seen.append(state(fleet, d.address)))
+            time.sleep(1.5)  # noqa: ASYNC251, this is what it is about
+            await until(fleet, lambda: len(seen) >= 5)
+            assert set(seen) == {WorkerState.READY}
+
+
+async def test_a_worker_whose_steps_are_long_is_kept() -> None:
+    worker = GrpcWorker(DECODE, heartbeat_age_ms=9_000, max_heartbeat_age_ms=10_000)
+    async with serving(worker) as d:
+        fleet = Fleet([], [d.address])
+        async with connected(fleet, stall_timeout_s=0.6):
+            await until(fleet, lambda: state(fleet, d.address) is WorkerState.READY)
+            worker.max_heartbeat_age_ms = 8_000
+            await until(fleet, lambda: state(fleet, d.address) is WorkerState.STALLED)
 
 
 async def test_each_choice_has_a_handle_and_is_told_of_a_loss() -> None:
