@@ -4,7 +4,10 @@ several choices come under its first handle until the choices part, at the first
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TypeVar
 
 from baton.types import FinishReason, Sample, TokenLogprobs
 
@@ -112,9 +115,40 @@ DecodeEvent = (
 #: (handle of the sequence in its stream, what happened to it)
 AddressedEvent = tuple[int, DecodeEvent]
 
+_EventT = TypeVar("_EventT")
+
 
 def is_last(event: DecodeEvent) -> bool:
     """Whether nothing follows this event for its sequence."""
     if isinstance(event, Tokens):
         return event.finish is not FinishReason.NONE
     return isinstance(event, Deferred | Preempted | HandedOff | Failed)
+
+
+def joined(events: Iterable[_EventT]) -> Iterator[_EventT | Tokens]:
+    """The events of one sequence, with tokens that follow each other in one event, as if one step had given them."""
+    run: list[Tokens] = []
+    end = 0
+    for event in events:
+        if run and not (isinstance(event, Tokens) and event.token_index == end):
+            yield _one_of(run)
+            run = []
+        if isinstance(event, Tokens):
+            run.append(event)
+            end = event.token_index + len(event.samples)
+        else:
+            yield event
+    if run:
+        yield _one_of(run)
+
+
+def _one_of(run: list[Tokens]) -> Tokens:
+    if len(run) == 1:
+        return run[0]
+    return replace(
+        run[-1],
+        token_index=run[0].token_index,
+        samples=tuple(chain.from_iterable(event.samples for event in run)),
+        num_draft_tokens=sum(event.num_draft_tokens for event in run),
+        num_accepted_tokens=sum(event.num_accepted_tokens for event in run),
+    )

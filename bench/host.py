@@ -4,8 +4,9 @@
 
 Tier: a decode core over an engine that computes nothing, for several numbers of sequences, in a pool of --num-blocks.
 What is told per sequence, block or ticket should not grow with their number. Gateway: its process between a source of
-tokens and raw gRPC streams; tokens a second of its CPU time, by tokens in a chunk, beside a bare gRPC server that
-writes such chunks, and what it adds to the time to the first token. Service: what clients get of the tokens of an engine whose steps take --step-ms.
+tokens and raw gRPC streams of this process; tokens a second of its CPU time, by the source's pace, beside a bare gRPC server
+that writes chunks of its steps, and what it adds to the time to the first token. Service: what clients get of the tokens of
+an engine whose steps take --step-ms, and no processor.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ _NUM_SERVED_TOKENS = 200
 
 
 def flows_of(num_streams: int) -> tuple[Flow, ...]:
-    """A paced source with one token a step, as a large model is; then as fast as it goes, with more and more in a step."""
+    """Steps as those of a large model, with one token and with several; then ever shorter ones, until a core is too slow."""
     return (
         Flow(num_streams, 100, 1, 20.0),
-        Flow(num_streams, 1000, 1, 0.0),
-        Flow(num_streams, 4000, 8, 0.0),
-        Flow(num_streams, 12000, 32, 0.0),
+        Flow(num_streams, 800, 8, 20.0),
+        Flow(num_streams, 2000, 1, 1.0),
+        Flow(num_streams, 4000, 1, 0.5),
+        Flow(num_streams, 8000, 1, 0.2),
     )
 
 
@@ -67,12 +69,24 @@ def tier_table(costs: Sequence[TierCosts]) -> Table:
 def gateway_table(costs: Sequence[GatewayCosts]) -> Table:
     """One row per flow."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("step", "tokens/chunk", "us/chunk", "bare", "tokens/core-s", "tokens/s"):
+    headings = (
+        "step",
+        "tokens/step",
+        "offered/s",
+        "tokens/chunk",
+        "us/chunk",
+        "bare",
+        "tokens/core-s",
+        "tokens/s",
+    )
+    for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for one in costs:
-        pace = f"{one.flow.step_ms:g} ms" if one.flow.step_ms else "at once"
+        offered = one.flow.offered_per_s
         table.add_row(
-            pace,
+            f"{one.flow.step_ms:g} ms",
+            str(one.flow.step_tokens),
+            f"{offered:,.0f}" if offered else "-",
             f"{one.chunk_tokens:.1f}",
             f"{one.chunk_cpu_us:.0f}",
             f"{one.bare_cpu_us:.0f}",

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +26,10 @@ from baton.wire import sequence_to_proto
 _GENERATE = "/baton.v1.InferenceService/Generate"
 _PROMPT = (17, 18, 19, 20)
 _DEADLINE_S = 300.0
+
+#: Of each stream, at most: enough to tell what one costs.
+_NUM_BARE_CHUNKS = 1000
+
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 SOURCE = (sys.executable, "-m", "bench.token_source")
@@ -33,19 +37,25 @@ SOURCE = (sys.executable, "-m", "bench.token_source")
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What the source tells. step_tokens: of each stream in a step. step_ms: between steps; 0: as fast as they are taken."""
+    """What the source tells, of each stream. step_tokens: in a step. step_ms: between steps, which do not wait for who is slow
+    to take them; 0: each step ends when the one before was taken."""
 
     num_streams: int
     num_tokens: int
     step_tokens: int
     step_ms: float
 
+    @property
+    def offered_per_s(self) -> float | None:
+        """Tokens a second of all streams; None if that is up to who takes them."""
+        return self.num_streams * self.step_tokens / self.step_ms * 1e3 if self.step_ms else None
+
 
 @dataclass(frozen=True, slots=True)
 class GatewayCosts:
     """tokens_per_core_s: over the CPU time of all threads of the gateway's process, which others on the machine hardly
-    add to. chunk_tokens: in the mean, as clients get them. chunk_cpu_us: of the gateway, for each chunk. bare_cpu_us: of a server that writes such chunks and
-    does nothing else, in the same run."""
+    add to. chunk_tokens: in the mean, as clients get them. chunk_cpu_us: of the gateway, for each chunk. bare_cpu_us: of a
+    server that writes chunks of a step's tokens and does nothing else, in the same run."""
 
     flow: Flow
     tokens_per_s: float
@@ -111,7 +121,9 @@ async def measure_flow(model: str, flow: Flow) -> GatewayCosts:
         if others:
             _pin(source, {first})
         async with aio_channel(cluster.address_of("decode-0")) as bare:
-            num_bare, _, bare_cpu_s = await _run_streams(bare, flow, source)
+            num_tokens = min(flow.num_tokens, _NUM_BARE_CHUNKS * flow.step_tokens)
+            bare_flow = replace(flow, num_tokens=num_tokens)
+            num_bare, _, bare_cpu_s = await _run_streams(bare, bare_flow, source)
     num_tokens = flow.num_streams * flow.num_tokens
     return GatewayCosts(
         flow=flow,

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from dataclasses import dataclass
 from statistics import fmean, median
 
 from baton.client import AsyncClient, SamplingParams
-from baton.config import DecodeOptions, ServeOptions
+from baton.config import ServeOptions
 from baton.supervisor import Cluster
-from baton.types import Sampling, SequenceSpec
-from bench.decode_rig import DecodeRig
+from baton.supervisor.plan import PROGRAMS, Programs
+from bench.host_rig import HostRig
+from bench.stub_engine import BLOCK_SIZE
+
+WORKER = (sys.executable, "-m", "bench.stub_worker")
 
 _PROMPT = (17, 18, 19, 20)
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceShare:
-    """Milliseconds. core_ms: a step of the decode core around the engine, alone. client_ms: between the tokens of a stream."""
+    """Milliseconds. engine_ms: a step of the engine. core_ms: one of the decode core around it, alone in its process.
+    client_ms: between the tokens of a stream."""
 
     num_streams: int
     engine_ms: float
@@ -34,31 +39,42 @@ class ServiceShare:
 async def measure_service(
     model: str, num_streams: int, num_tokens: int, engine_ms: float
 ) -> ServiceShare:
-    """One decode worker that computes prompts itself, and a gateway before it."""
-    settings: dict[str, object] = {
-        "model": model,
-        "engine": "oracle",
-        "oracle_step_ms": engine_ms,
-        "speculative_method": "none",
-        "max_num_seqs": num_streams,
-        "colocated": True,
-        "log_level": "error",
-        "port": 0,
-    }
-    core_ms = _core_ms(DecodeOptions.model_validate(settings), num_streams, num_tokens)
-    options = ServeOptions.model_validate({**settings, "num_decode_workers": 1})
-    async with Cluster(options) as cluster, AsyncClient(cluster.address) as client:
+    """One decode worker, whose engine takes time and no processor, and a gateway before it."""
+    core_ms = _core_ms(num_streams, num_tokens, engine_ms)
+    options = ServeOptions.model_validate(
+        {
+            "model": model,
+            "engine": "oracle",
+            "oracle_step_ms": engine_ms,
+            "speculative_method": "none",
+            "max_num_seqs": num_streams,
+            "colocated": True,
+            "num_decode_workers": 1,
+            "swap_space": 0,
+            "log_level": "error",
+            "port": 0,
+        }
+    )
+    programs = Programs(PROGRAMS.prefill, WORKER, PROGRAMS.gateway)
+    async with (
+        Cluster(options, programs=programs) as cluster,
+        AsyncClient(cluster.address) as client,
+    ):
         streams = [_stream_ms(client, num_tokens) for _ in range(num_streams)]
         client_ms = fmean(await asyncio.gather(*streams))
     return ServiceShare(num_streams, engine_ms, core_ms, client_ms)
 
 
-def _core_ms(options: DecodeOptions, num_streams: int, num_tokens: int) -> float:
-    rig = DecodeRig(options, time.monotonic)
-    for index in range(num_streams):
-        rig.open(SequenceSpec(f"r{index}", _PROMPT, Sampling(max_tokens=num_tokens)))
-    rig.step()
-    return median(rig.step().seconds for _ in range(num_tokens - 2)) * 1e3
+def _core_ms(num_streams: int, num_tokens: int, engine_ms: float) -> float:
+    """Of a step of all streams, in the median."""
+    rig = HostRig(num_streams, len(_PROMPT), 2 * num_streams, engine_ms / 1e3)
+    rig.step(rig.opening)
+    steps_ms = []
+    for _ in range(min(num_tokens, BLOCK_SIZE)):
+        begin_s = time.perf_counter()
+        rig.step()
+        steps_ms.append((time.perf_counter() - begin_s) * 1e3)
+    return median(steps_ms)
 
 
 async def _stream_ms(client: AsyncClient, num_tokens: int) -> float:

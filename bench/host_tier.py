@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from baton.cache.pool import BlockLease, BlockPool
-from bench.host_rig import BLOCK_SIZE, HostRig, draw_spec
+from bench.host_rig import HostRig, draw_spec
+from bench.stub_engine import BLOCK_SIZE
 from decode_svc.commands import Abort
 from decode_svc.scheduler import Budget, plan_step
 from decode_svc.sequence import DecodeSequence, Stage

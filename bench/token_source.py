@@ -1,4 +1,4 @@
-"""A decode worker without an engine: each of its sequences gets more tokens in every step, as fast as they are taken.
+"""A decode worker without an engine: each of its sequences gets more tokens in every step, whoever takes them or not.
 
 Run as a child of `bench.host`, in place of decode_svc, with its options: --oracle-step-ms paces the steps, and a sequence
 gets --num-speculative-tokens of them in each. The tokens are those of a text, over and over.
@@ -7,7 +7,8 @@ gets --num-speculative-tokens of them in each. The tokens are those of a text, o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,7 @@ class TokenSource(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerS
         self, info: WorkerInfo, text: Sequence[int], step_tokens: int, step_s: float
     ) -> None:
         self._info = info_to_proto(info)
-        self._text = (*text, *text[:step_tokens])
-        self._num_texts = len(text)
+        self._text = tuple(text)
         self._step_tokens = step_tokens
         self._step_s = step_s
 
@@ -68,18 +68,24 @@ class TokenSource(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerS
         live: dict[int, _Sequence] = {}
         opened: asyncio.Queue[int] = asyncio.Queue()
         reader = asyncio.create_task(_read(request_iterator, live, opened))
+        pace = _Pace(self._step_s, time.monotonic)
         try:
             while True:
-                news = [] if live and opened.empty() else [await opened.get()]
+                if not live:
+                    news = [await opened.get()]
+                    pace.begin()
+                else:
+                    news = []
                 while not opened.empty():
                     news.append(opened.get_nowait())
-                yield self._step(live, news)
-                # 0 lets others run, too. A pace is what this program is asked for.
-                await asyncio.sleep(self._step_s)
+                yield self._message(live, news, pace.num_due())
+                await asyncio.sleep(pace.wait_s())
         finally:
             reader.cancel()
 
-    def _step(self, live: dict[int, _Sequence], news: Sequence[int]) -> decode_pb2.DecodeResponse:
+    def _message(
+        self, live: dict[int, _Sequence], news: Sequence[int], num_steps: int
+    ) -> decode_pb2.DecodeResponse:
         response = decode_pb2.DecodeResponse()
         for handle in news:
             event = response.events.add(handle=handle)
@@ -87,18 +93,45 @@ class TokenSource(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerS
             event.prefill_here.SetInParent()
         columns = response.tokens
         for handle, sequence in list(live.items()):
-            begin = sequence.num_told % self._num_texts
-            count = min(self._step_tokens, sequence.num_wanted - sequence.num_told)
+            begin = sequence.num_told % len(self._text)
+            num_due = min(num_steps * self._step_tokens, sequence.num_wanted - sequence.num_told)
+            token_ids = self._text[begin : begin + num_due]
             columns.handles.append(handle)
             columns.token_indices.append(sequence.num_told)
-            columns.counts.append(count)
-            columns.token_ids.extend(self._text[begin : begin + count])
-            sequence.num_told += count
+            columns.counts.append(len(token_ids))
+            columns.token_ids.extend(token_ids)
+            sequence.num_told += len(token_ids)
             is_over = sequence.num_told == sequence.num_wanted
             columns.finish_reasons.append(_LENGTH if is_over else _NONE)
             if is_over:
                 del live[handle]
         return response
+
+
+class _Pace:
+    """Of an engine that waits for nobody: steps that ended while a message was on its way are told together in the next
+    one, as a decode worker does. Without a step time each message is a step."""
+
+    def __init__(self, step_s: float, clock: Callable[[], float]) -> None:
+        self._step_s = step_s
+        self._clock = clock
+        self._next_s = 0.0
+
+    def begin(self) -> None:
+        """A step ends now."""
+        self._next_s = self._clock()
+
+    def num_due(self) -> int:
+        """Steps that ended since the last call, one at least."""
+        if not self._step_s:
+            return 1
+        num_steps = 1 + max(0, int((self._clock() - self._next_s) / self._step_s))
+        self._next_s += num_steps * self._step_s
+        return num_steps
+
+    def wait_s(self) -> float:
+        """Until the next step ends; 0 if it did."""
+        return max(0.0, self._next_s - self._clock()) if self._step_s else 0.0
 
 
 class BareInference(inference_pb2_grpc.InferenceServiceServicer):

@@ -1,15 +1,16 @@
-"""What one gateway has not been told yet. Steps that a slow stream missed travel together in its next message."""
+"""What one gateway has not been told yet. Steps that a slow stream missed travel together in its next message, where each
+sequence has one entry for all of them: a gateway that falls behind gets fewer and longer entries, which cost it less."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from baton.errors import ClientStalled
-from baton.events import AddressedEvent, Tokens
+from baton.events import AddressedEvent, Tokens, joined
 
-#: Events that may wait for a gateway that does not read, before its stream is ended.
-MAX_NUM_EVENTS = 65536
+#: Events that may wait for a gateway that does not read, before its stream is ended: those of some seconds of a large worker.
+MAX_NUM_EVENTS = 2**18
 
 
 class Outbox:
@@ -48,14 +49,22 @@ def in_messages(events: Iterable[AddressedEvent]) -> Iterator[list[AddressedEven
 
     What a sequence becomes after tokens of an earlier step, a pause above all, needs a message after theirs.
     """
-    message: list[AddressedEvent] = []
-    has_tokens: set[int] = set()
+    changes: list[AddressedEvent] = []
+    runs: dict[int, list[Tokens]] = {}
     for handle, event in events:
         if isinstance(event, Tokens):
-            has_tokens.add(handle)
-        elif handle in has_tokens:
-            yield message
-            message, has_tokens = [], set()
-        message.append((handle, event))
-    if message:
-        yield message
+            runs.setdefault(handle, []).append(event)
+            continue
+        if handle in runs:
+            yield _message(changes, runs)
+            changes, runs = [], {}
+        changes.append((handle, event))
+    if changes or runs:
+        yield _message(changes, runs)
+
+
+def _message(
+    changes: list[AddressedEvent], runs: Mapping[int, list[Tokens]]
+) -> list[AddressedEvent]:
+    tokens = ((handle, entry) for handle, run in runs.items() for entry in joined(run))
+    return [*changes, *tokens]

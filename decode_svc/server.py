@@ -35,7 +35,10 @@ from kv_transfer.transport.connector import make_connector
 
 
 async def serve_decode(
-    options: DecodeOptions, stop: asyncio.Event, on_ready: Callable[[ReadyReport], None]
+    options: DecodeOptions,
+    stop: asyncio.Event,
+    on_ready: Callable[[ReadyReport], None],
+    make_engine: Callable[[DecodeOptions], Engine] = build_engine,
 ) -> None:
     """Decode worker: streams tokens of sequences whose KV prefill workers send."""
     clock = PhaseClock()
@@ -43,7 +46,7 @@ async def serve_decode(
     kv_secret = read_kv_secret(options.kv_secret_file)
     if options.kv_transport != "shm":
         check_bindable(options.kv_host, options.kv_port, "kv_host", "kv_port")
-    engine = await asyncio.to_thread(build_engine, options)
+    engine = await asyncio.to_thread(make_engine, options)
     speculation = await asyncio.to_thread(build_speculation, options, engine, time.perf_counter)
     clock.lap("load")
     identity = new_identity(options)

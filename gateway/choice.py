@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from baton.errors import BatonError, HandoffFailed
-from baton.events import Deferred, HandedOff, HandOffFailed, Paused, Preempted, Tokens
+from baton.events import Deferred, HandedOff, HandOffFailed, Paused, Preempted, Tokens, joined
 from baton.types import FinishReason
 from gateway.output import Output
 
@@ -41,9 +41,10 @@ class Choice:
     def take(self, events: Iterable[ChoiceEvent]) -> Left | None:
         """Add the tokens, up to the output's end; tell why there will be no more from where these came.
 
+        Tokens of several steps are added as one: what a piece of text costs, it costs once.
         Raises EngineFault if they do not follow those known.
         """
-        for event in events:
+        for event in joined(events):
             if not isinstance(event, Tokens):
                 return event
             self.output.add(event.token_index, event.samples, event.finish, event.score)

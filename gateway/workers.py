@@ -31,6 +31,10 @@ _log = logging.getLogger(__name__)
 #: In how many parts a worker's silence is measured.
 _NUM_LOOKS = 6
 
+#: How far a worker's stream may be ahead of the gateway, in bytes: a few steps of many sequences. A gateway that is further
+#: behind would read old steps one by one; as it is, the worker keeps them and tells them as one.
+RECEIVE_WINDOW_BYTES = 16384
+
 _INFO_TIMEOUT_S = 5.0
 
 
@@ -84,7 +88,9 @@ async def _connect_once(
     link: GrpcPrefillLink | GrpcDecodeLink | None = None
     was_used = False
     try:
-        async with aio_channel(worker.address, tls) as channel:
+        async with aio_channel(
+            worker.address, tls, receive_window_bytes=RECEIVE_WINDOW_BYTES
+        ) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             info = await _get_info(stub, worker)
             if worker.tier is Tier.PREFILL:

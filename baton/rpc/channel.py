@@ -46,14 +46,26 @@ CHANNEL_OPTIONS: Options = (
 )
 
 
-def aio_channel(address: str, tls: TlsFiles | None = None) -> grpc.aio.Channel:
+def aio_channel(
+    address: str, tls: TlsFiles | None = None, *, receive_window_bytes: int | None = None
+) -> grpc.aio.Channel:
     """A channel to "host:port" for the running event loop; connects when first used. Close it.
 
     tls: None for plain text. Its files are read now: raises ConfigError.
+    receive_window_bytes: how far the peer's side of a stream may be ahead of who reads it here; a message may be larger.
+    If not given, gRPC chooses: 64 KiB at first, and as much as the connection carries in a round trip later.
     """
+    options = _options(tls)
+    if receive_window_bytes is not None:
+        window = (
+            ("grpc.http2.lookahead_bytes", receive_window_bytes),
+            # It would widen the window again.
+            ("grpc.http2.bdp_probe", 0),
+        )
+        options = (*options, *window)
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(address, client_credentials(tls), options=_options(tls))
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, client_credentials(tls), options=options)
 
 
 def sync_channel(address: str, tls: TlsFiles | None = None) -> grpc.Channel:
@@ -63,7 +75,7 @@ def sync_channel(address: str, tls: TlsFiles | None = None) -> grpc.Channel:
     return grpc.secure_channel(address, client_credentials(tls), options=_options(tls))
 
 
-def _options(tls: TlsFiles) -> Options:
-    if not tls.server_name:
+def _options(tls: TlsFiles | None) -> Options:
+    if tls is None or not tls.server_name:
         return CHANNEL_OPTIONS
     return (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", tls.server_name))

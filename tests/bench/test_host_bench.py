@@ -9,9 +9,11 @@ import pytest
 from baton.events import PrefillsHere, Tokens
 from bench.host import steps_for
 from bench.host_gateway import Flow, measure_added_ttft, measure_flow
-from bench.host_rig import BLOCK_SIZE, HostRig
+from bench.host_rig import HostRig
+from bench.host_service import measure_service
 from bench.host_tier import measure_tier
 from bench.split import TUNED, clusters_of
+from bench.stub_engine import BLOCK_SIZE
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "baton-py-6m")
 
@@ -44,6 +46,19 @@ async def test_all_tokens_of_a_source_come_through_the_gateway() -> None:
     costs = await measure_flow(MODEL, Flow(num_streams=2, num_tokens=40, step_tokens=8, step_ms=0))
     assert 8 <= costs.chunk_tokens <= 40
     assert costs.tokens_per_s > 0
+
+
+async def test_a_source_that_waits_for_nobody_tells_all_tokens() -> None:
+    flow = Flow(num_streams=2, num_tokens=40, step_tokens=1, step_ms=0.5)
+    costs = await measure_flow(MODEL, flow)
+    assert costs.flow.offered_per_s == 4000
+    assert 1 <= costs.chunk_tokens <= 40
+
+
+async def test_tokens_of_a_stub_engine_come_to_clients() -> None:
+    share = await measure_service(MODEL, num_streams=2, num_tokens=100, engine_ms=5.0)
+    assert share.core_ms > share.engine_ms == 5.0
+    assert share.client_ms > 0
 
 
 async def test_the_first_token_is_timed_at_the_gateway_and_at_the_source() -> None:

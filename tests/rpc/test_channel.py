@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -14,7 +15,7 @@ import pytest
 
 from baton.errors import NoWorkers, WorkerLost
 from baton.rpc.channel import CHANNEL_OPTIONS, aio_channel, sync_channel
-from baton.rpc.server import RunningServer, server_options
+from baton.rpc.server import RunningServer, server_options, start_server
 from baton.rpc.status import from_rpc_error
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.support import fake_inference
@@ -79,3 +80,36 @@ def test_servers_permit_what_channels_do() -> None:
     assert {"grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"} <= client.keys()
     for name in ("grpc.max_receive_message_length", "grpc.max_send_message_length"):
         assert client[name] == server[name]
+
+
+_WINDOW_BYTES, _PIECE_BYTES, _NUM_PIECES = 16384, 128, 2000
+
+
+async def test_a_window_bounds_what_waits_for_a_slow_reader() -> None:
+    num_read = 0
+    ahead: list[int] = []
+
+    async def tell(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        """Pieces, and then one that is larger than the window."""
+        for index in range(_NUM_PIECES):
+            await context.write(bytes(_PIECE_BYTES))
+            ahead.append(index + 1 - num_read)
+        await context.write(request * (1 << 20))
+
+    def register(server: grpc.aio.Server) -> Sequence[str]:
+        handlers = {"Tell": grpc.unary_stream_rpc_method_handler(tell)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("Test", handlers),))
+        return ()
+
+    server = await start_server("127.0.0.1:0", register)
+    async with aio_channel(server.address, receive_window_bytes=_WINDOW_BYTES) as channel:
+        call: grpc.aio.UnaryStreamCall[bytes, bytes] = channel.unary_stream("/Test/Tell")(b"x")
+        for _ in range(_NUM_PIECES):
+            assert await call.read() == bytes(_PIECE_BYTES)
+            num_read += 1
+            for _ in range(20):
+                await asyncio.sleep(0)
+        assert await call.read() == b"x" * (1 << 20)
+    await server.stop()
+    # Some pieces are the writer's and the reader's at the time, and in nobody's window.
+    assert max(ahead) <= _WINDOW_BYTES / _PIECE_BYTES + 8

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from baton.cache.pool import BlockPool
 from baton.types import Sampling, SequenceSpec
-from bench.host_rig import BLOCK_SIZE, StubEngine
+from bench.stub_engine import BLOCK_SIZE, StubEngine
 from decode_svc.sequence import DecodeSequence, Stage
 from decode_svc.state import DecodeState, width
 from decode_svc.swap_space import SwapSpace

@@ -1,0 +1,68 @@
+"""An engine that computes nothing, and takes as long about it as it is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from baton.engine.interface import Batch, EngineSpec, LayersDone
+from baton.types import KvLayout, Sample
+
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 1 << 17
+VOCAB_SIZE = 1000
+
+_SAMPLE = Sample(7)
+
+
+class NoKv:
+    """Implements baton.engine.interface.KvPool without memory: nothing may be moved."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+
+    def pack(
+        self,
+        block_ids: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        first_layer: int,
+        num_layers: int,
+        out: memoryview,
+    ) -> None:
+        raise NotImplementedError
+
+    def unpack(
+        self,
+        block_ids: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        first_layer: int,
+        num_layers: int,
+        data: memoryview,
+    ) -> None:
+        raise NotImplementedError
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        raise NotImplementedError
+
+
+class StubEngine:
+    """Implements baton.engine.interface.Engine: every row gets the same token."""
+
+    def __init__(self, num_blocks: int, step_s: float = 0.0) -> None:
+        """step_s: what a forward takes, in seconds; as on a device, the processor and Python's lock are free meanwhile."""
+        layout = KvLayout("host-bench", 1, 1, 8, "float32", BLOCK_SIZE)
+        self.spec = EngineSpec("stub", layout, num_blocks, VOCAB_SIZE, MAX_MODEL_LEN)
+        self.kv = NoKv(layout, num_blocks)
+        self._step_s = step_s
+
+    def forward(
+        self,
+        batch: Batch,
+        layers_done: LayersDone | None = None,  # noqa: ARG002
+    ) -> tuple[tuple[Sample, ...], ...]:
+        if self._step_s:
+            time.sleep(self._step_s)
+        return tuple((_SAMPLE,) * len(part.rows) for part in batch.slices)
