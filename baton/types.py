@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 PROTOCOL_VERSION = 1
 
@@ -119,9 +120,8 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One chosen token."""
+class Sample(NamedTuple):
+    """One chosen token. Made for each token at each border, so it is of the immutable kind that costs least."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None

@@ -9,6 +9,9 @@ Decode = Callable[[Sequence[int]], str]
 
 _REPLACEMENT = "\ufffd"
 
+#: Tokens that a new window begins with at least, if more came at once and it may begin among them.
+_NUM_CONTEXT = 4
+
 #: Tokens kept undecided before the window is cut inside what looks like one endless broken character.
 _MAX_WINDOW = 64
 
@@ -17,7 +20,7 @@ class Detokenizer:
     """The pieces, with the flush, are the text of all ids, however the ids were cut into feeds.
 
     Text is decoded in a window of ids that begins at a clean border (where the text before it ended in a whole
-    character) one feed before the ids that are new, so that decoders which look to the left see what they need.
+    character) some ids before those that are new, so that decoders which look to the left see what they need.
     Replacement characters at the end may be a character that lacks bytes: they wait.
     """
 
@@ -44,9 +47,7 @@ class Detokenizer:
             self._num_released = max(self._num_released, len(whole))
             return piece + self._cut_window(text) if len(self._window) > _MAX_WINDOW else piece
         if piece:
-            del self._window[: self._num_context]
-            self._num_context = len(self._window)
-            self._num_released = len(self._decode(self._window))
+            self._begin_window(self._num_context, text)
         elif len(self._window) > _MAX_WINDOW:
             del self._window[self._num_context :]  # these had no text, and will have none
         return piece
@@ -57,6 +58,21 @@ class Detokenizer:
         self._window.clear()
         self._num_context = self._num_released = 0
         return piece
+
+    def _begin_window(self, num_old: int, text: str) -> None:
+        """Begin it behind its first `num_old` ids, or later if that is a clean border, too. text: of the whole window."""
+        window = self._window
+        if len(window) - num_old > _NUM_CONTEXT:
+            tail = window[-_NUM_CONTEXT:]
+            tail_text = self._decode(tail)
+            # What decodes to whole characters by itself begins with one.
+            if tail_text and _REPLACEMENT not in tail_text and text.endswith(tail_text):
+                self._window, self._num_context = tail, _NUM_CONTEXT
+                self._num_released = len(tail_text)
+                return
+        del window[:num_old]
+        self._num_context = len(window)
+        self._num_released = len(self._decode(window))
 
     def _cut_window(self, text: str) -> str:
         """Release the front of a window that is broken throughout, where cutting it changes nothing."""

@@ -67,13 +67,17 @@ def test_byte_level_pieces_are_the_whole_text(
 
 
 @settings(deadline=None)
-@given(words=st.lists(st.sampled_from(["▁a", "▁", "b", "你", "é", "𝄞"]), max_size=20))
-def test_sentence_piece_pieces_are_the_whole_text(words: list[str]) -> None:
+@given(
+    words=st.lists(st.sampled_from(["▁a", "▁", "b", "你", "é", "𝄞"]), max_size=20),
+    size=st.integers(1, 12),
+)
+def test_sentence_piece_pieces_are_the_whole_text(words: list[str], size: int) -> None:
     tokenizer = Tokenizer(sentence_piece(), FACTS)
     vocab = {"▁a": [1], "▁": [2], "b": [3]}
     ids = [i for w in words for i in vocab.get(w) or [4 + byte for byte in w.encode()]]
     detokenizer = Detokenizer(lambda ids: tokenizer.decode(ids, True))
-    text = "".join(detokenizer.feed([i]) for i in ids) + detokenizer.flush()
+    pieces = [ids[i : i + size] for i in range(0, len(ids), size)]
+    text = "".join(map(detokenizer.feed, pieces)) + detokenizer.flush()
     assert text == tokenizer.decode(ids, True)
 
 
