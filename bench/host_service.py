@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 
 from baton.client import AsyncClient, SamplingParams
 from baton.config import ServeOptions
@@ -22,8 +22,8 @@ _PROMPT = (17, 18, 19, 20)
 
 @dataclass(frozen=True, slots=True)
 class ServiceShare:
-    """Milliseconds. engine_ms: a step of the engine. core_ms: one of the decode core around it, alone in its process.
-    client_ms: between the tokens of a stream."""
+    """Milliseconds, in the mean. engine_ms: a step of the engine. core_ms: one of the decode core around it, alone in its
+    process, half of them before and half after what clients see. client_ms: between the tokens of a stream."""
 
     num_streams: int
     engine_ms: float
@@ -40,7 +40,7 @@ async def measure_service(
     model: str, num_streams: int, num_tokens: int, engine_ms: float
 ) -> ServiceShare:
     """One decode worker, whose engine takes time and no processor, and a gateway before it."""
-    core_ms = _core_ms(num_streams, num_tokens, engine_ms)
+    before_ms = _core_ms(num_streams, num_tokens // 2, engine_ms)
     options = ServeOptions.model_validate(
         {
             "model": model,
@@ -62,19 +62,19 @@ async def measure_service(
     ):
         streams = [_stream_ms(client, num_tokens) for _ in range(num_streams)]
         client_ms = fmean(await asyncio.gather(*streams))
-    return ServiceShare(num_streams, engine_ms, core_ms, client_ms)
+    after_ms = _core_ms(num_streams, num_tokens // 2, engine_ms)
+    return ServiceShare(num_streams, engine_ms, fmean((before_ms, after_ms)), client_ms)
 
 
-def _core_ms(num_streams: int, num_tokens: int, engine_ms: float) -> float:
-    """Of a step of all streams, in the median."""
-    rig = HostRig(num_streams, len(_PROMPT), 2 * num_streams, engine_ms / 1e3)
+def _core_ms(num_streams: int, num_steps: int, engine_ms: float) -> float:
+    """Of a step of all streams."""
+    num_blocks = -(-(len(_PROMPT) + num_steps + 2) // BLOCK_SIZE)
+    rig = HostRig(num_streams, len(_PROMPT), num_streams * num_blocks, engine_ms / 1e3)
     rig.step(rig.opening)
-    steps_ms = []
-    for _ in range(min(num_tokens, BLOCK_SIZE)):
-        begin_s = time.perf_counter()
+    begin_s = time.perf_counter()
+    for _ in range(num_steps):
         rig.step()
-        steps_ms.append((time.perf_counter() - begin_s) * 1e3)
-    return median(steps_ms)
+    return (time.perf_counter() - begin_s) / num_steps * 1e3
 
 
 async def _stream_ms(client: AsyncClient, num_tokens: int) -> float:

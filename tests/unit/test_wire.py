@@ -1,0 +1,44 @@
+"""What a step tells comes out of its message as it went in."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.events import AddressedEvent, Committed, Failed, Tokens
+from baton.types import FinishReason, Sample, TokenLogprobs
+from baton.v1 import decode_pb2
+from baton.wire import step_from_proto, step_to_proto
+
+IDS = st.integers(0, 2**32 - 1)
+FLOATS = st.floats(-100, 0, width=32)
+TOP = st.lists(st.tuples(IDS, FLOATS), max_size=3).map(tuple)
+LOGPROBS = st.builds(TokenLogprobs, IDS, FLOATS, TOP)
+PLAIN = st.lists(IDS.map(Sample), max_size=4)
+SCORED = st.lists(st.tuples(IDS, LOGPROBS).map(Sample._make), max_size=4)
+TOKENS = st.builds(
+    lambda index, samples, finish, num_drafts, num_rejected, score: Tokens(
+        index, samples, finish, num_drafts, max(0, num_drafts - num_rejected), score
+    ),
+    IDS,
+    (PLAIN | SCORED).map(tuple),
+    st.sampled_from(FinishReason),
+    st.integers(0, 5),
+    st.integers(0, 5),
+    st.none() | st.floats(allow_nan=False),
+)
+CHANGES = st.sampled_from([Committed(1.0, 2), Failed("X", "why", is_retriable=True)])
+
+
+@given(
+    changes=st.lists(st.tuples(IDS, CHANGES), max_size=3),
+    entries=st.lists(st.tuples(IDS, TOKENS), max_size=6),
+)
+def test_a_step_comes_out_as_it_went_in(
+    changes: list[AddressedEvent], entries: list[AddressedEvent]
+) -> None:
+    sent = step_to_proto([*changes, *entries]).SerializeToString()
+    assert list(step_from_proto(decode_pb2.DecodeResponse.FromString(sent))) == [
+        *changes,
+        *entries,
+    ]
