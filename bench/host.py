@@ -44,7 +44,7 @@ _NUM_SERVED_TOKENS = 200
 
 
 def flows_of(num_streams: int) -> tuple[Flow, ...]:
-    """Steps as those of a large model, with one token and with several; then ever shorter ones, until a core is too slow."""
+    """Steps as those of a large model, with one token and with several; then ever shorter ones, more than a core takes."""
     return (
         Flow(num_streams, 100, 1, 20.0),
         Flow(num_streams, 800, 8, 20.0),

@@ -244,7 +244,7 @@ class AbortSequence(message.Message):
 
 @typing.final
 class DecodeResponse(message.Message):
-    """What happened to the gateway's sequences in one step of the engine loop."""
+    """What happened to the gateway's sequences in one step of the engine loop; in several, if the gateway had not yet taken an earlier message."""
 
     DESCRIPTOR: descriptor.Descriptor
 
@@ -252,11 +252,11 @@ class DecodeResponse(message.Message):
     TOKENS_FIELD_NUMBER: builtins.int
     @builtins.property
     def events(self) -> containers.RepeatedCompositeFieldContainer[SequenceEvent]:
-        """Answers to OpenSequence, and changes of state. Each precedes the tokens of the same step."""
+        """Answers to OpenSequence, and changes of state. Each precedes the tokens of the same message."""
 
     @builtins.property
     def tokens(self) -> StepTokens:
-        """The tokens of the step."""
+        """The tokens of the step, or of the steps: one entry for each sequence that got any."""
 
     def __init__(
         self,
@@ -561,7 +561,7 @@ class SequenceFailed(message.Message):
 
 @typing.final
 class StepTokens(message.Message):
-    """Tokens of one step, by columns; entry i of each list belongs together."""
+    """Tokens of a step, or of several, by columns; entry i of each list belongs together."""
 
     DESCRIPTOR: descriptor.Descriptor
 
@@ -600,7 +600,7 @@ class StepTokens(message.Message):
 
     @builtins.property
     def num_draft_tokens(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Tokens proposed to the entry's step by speculation; empty if none were proposed to any entry."""
+        """Tokens proposed to the entry's steps by speculation; empty if none were proposed to any entry."""
 
     @builtins.property
     def num_accepted_tokens(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:

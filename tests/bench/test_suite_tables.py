@@ -157,7 +157,7 @@ def test_the_scheduler_is_flat_or_not() -> None:
 
 
 def test_the_gateway_has_a_line_for_each_flow_and_three_goals() -> None:
-    flow = {"num_streams": 64, "num_tokens": 100, "step_tokens": 8, "step_ms": 0.0}
+    flow = {"num_streams": 64, "num_tokens": 100, "step_tokens": 8, "step_ms": 1.0}
     one = {
         "tokens_per_core_s": 150_000.0,
         "chunk_tokens": 8.0,
@@ -173,8 +173,8 @@ def test_the_gateway_has_a_line_for_each_flow_and_three_goals() -> None:
             "service": {"num_streams": 64, "share": 0.98},
         }
     )
-    assert "| 8 tokens a step, each 20 ms | 8.00 | 50.0 | 30.0 | 9,000 |" in told
-    assert "8 a step 150,000 (**missed**)." in told
+    assert "| 8 tokens each 20 ms | 25,600 | 8.00 | 50.0 | 30.0 | 9,000 |" in told
+    assert "one core: 8 tokens each 1 ms 150,000 (**missed**)." in told
     assert "added 1.25 ms (met)" in told
     assert "64 streams 0.98 (met)" in told
 
