@@ -28,6 +28,7 @@ from baton.model.decoder import Decoder
 from baton.model.host_memory import available_memory_bytes
 from baton.model.load import keeps_stored_levels, load_parameters
 from baton.model.memory_plan import MemoryPlan, plan_memory
+from baton.model.native_decoder import make_decoder
 from baton.model.rope import Rope, make_rope
 from baton.model.weights import ProgressHook
 from baton.sampling.sampler import NothingAllowedError, broken_rows, sample
@@ -251,8 +252,8 @@ def load_engine(
         shared_prompt_limit=config.max_position_embeddings if rope.is_dynamic else None,
     )
     own = shard.attention_config(config)
-    decoder = Decoder(own, parameters, followers.ranks)
     pool = followers.make_pool(layout, plan.num_blocks, where)
+    decoder = make_decoder(own, parameters, pool.tensor.dtype, followers.ranks)
     return TorchEngine(spec, own, decoder, rope, pool, layer_group_size, followers)
 
 

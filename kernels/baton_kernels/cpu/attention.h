@@ -1,25 +1,7 @@
 // What attention over the paged KV pool is asked for, and where a step's keys and values lie.
 #pragma once
+#include "calls.h"
 #include "stored.h"
-
-// As baton_kernels.cpu.paged_attention describes it to ctypes.
-struct Attention {
-    const void* query;  // [tokens][heads][dim]
-    void* out;          // like query
-    const char* pool;   // [blocks][layers][2][kv_heads][block_size][dim]: see baton_kernels.kv_write
-    const char* scales; // null if the pool has none
-    long stored, row_bytes, head_bytes;  // head_bytes: from a block's rows of one head to those of the next
-    long layer, num_layers, heads, kv_heads, block_size, dim;
-    float scale;
-    long window;        // positions that a token sees, itself included; 0: all
-    long num_seqs;
-    const int64_t* first_row;   // [seqs]: of its new tokens in query
-    const int64_t* num_tokens;  // [seqs]
-    const int64_t* start;       // [seqs]: position of the first new token
-    const int64_t* tables;      // block tables, one after the other
-    const int64_t* table_at;    // [seqs]: where each begins
-    const int64_t* task_at;     // [seqs + 1]: number of tasks of the sequences before
-};
 
 namespace {
 

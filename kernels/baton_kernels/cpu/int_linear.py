@@ -5,6 +5,8 @@ weight[o, i] = (levels[o, i] - zeros[o, g]) * scales[o, g] with g = i // group_s
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from baton_kernels.cpu.library import library
@@ -38,7 +40,7 @@ class NativeIntLinear:
         self._zeros = None if zeros is None else tiles(zeros)
         self._bias = None if bias is None else bias.float().contiguous()
         #: Per row of the input: its scale, its sums by group, and its int8.
-        self._row_bytes = 4 + 4 * num_groups + self.num_in
+        self.scratch_row_bytes = 4 + 4 * num_groups + self.num_in
         self._call = Weights(
             num_out=self.num_out,
             num_in=self.num_in,
@@ -58,7 +60,12 @@ class NativeIntLinear:
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """See Linear."""
-        return run(self._call, x, residual, out_dtype, self._row_bytes * x.shape[0])
+        return run(self._call, x, residual, out_dtype, self.scratch_row_bytes * x.shape[0])
+
+    @property
+    def address(self) -> int:
+        """Of the `Weights`, which live as long as this."""
+        return ctypes.addressof(self._call)
 
 
 def _words(levels: torch.Tensor, bits: int) -> torch.Tensor:

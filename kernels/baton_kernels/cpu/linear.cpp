@@ -4,8 +4,21 @@
 // the 1, 2, 4 or 8 values of k of one output (float32, bfloat16, int8, int4), so that each step multiplies 64 bytes of W
 // by one broadcast word of x. Every output is one chain of additions in ascending k, whatever the number of rows, of
 // threads, and whichever rows run together: a row's result does not depend on the batch.
+#include "calls.h"
 #include "simd.h"
 #include <string.h>
+
+// As baton_kernels.cpu.linear describes it to ctypes.
+struct Weights {
+    long num_out, num_in;
+    long format;
+    long group_size;      // values of k that share a scale; integers only
+    const char* data;
+    const float* scales;  // [tiles][groups][64]; integers only
+    const float* zeros;   // like scales, or null where every zero point is `zero`
+    float zero;
+    const float* bias;    // [num_out] or null
+};
 
 namespace {
 
@@ -20,18 +33,6 @@ struct constant {
 };
 
 enum Format { kF32 = 0, kBF16 = 1, kInt8 = 2, kInt4 = 3 };
-
-// As baton_kernels.native.linear describes it to ctypes.
-struct Weights {
-    long num_out, num_in;
-    long format;
-    long group_size;      // values of k that share a scale; integers only
-    const char* data;
-    const float* scales;  // [tiles][groups][64]; integers only
-    const float* zeros;   // like scales, or null where every zero point is `zero`
-    float zero;
-    const float* bias;    // [num_out] or null
-};
 
 struct Call {
     const Weights* w;
@@ -246,7 +247,6 @@ void linear(Call& c, char* scratch, int threads) {
 
 }  // namespace
 
-// scratch: integers only; rows * (4 + 4 * groups + num_in) bytes.
 extern "C" void baton_linear(const Weights* w, const void* x, const void* residual, void* out,
                              long rows, int is_bf16, int out_is_f32, void* scratch, int threads) {
     Call c{w, (const char*)x, nullptr, nullptr, residual, out, rows, out_is_f32 != 0};

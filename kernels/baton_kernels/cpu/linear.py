@@ -47,6 +47,9 @@ def can_pack(weight: torch.Tensor) -> bool:
 class NativeLinear:
     """baton_kernels.linear.Linear, for weights that `can_pack` takes."""
 
+    #: Of the memory that baton_linear needs within, per row.
+    scratch_row_bytes = 0
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.num_out, self.num_in = weight.shape
         self._packed = tiles(weight.contiguous().view(torch.int32))
@@ -67,6 +70,11 @@ class NativeLinear:
     ) -> torch.Tensor:
         """See Linear."""
         return run(self._call, x, residual, out_dtype, 0)
+
+    @property
+    def address(self) -> int:
+        """Of the `Weights`, which live as long as this."""
+        return ctypes.addressof(self._call)
 
 
 def run(

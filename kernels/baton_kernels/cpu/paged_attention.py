@@ -22,11 +22,11 @@ from baton_kernels.paged_attention import plan_attention as plan_op
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
 #: As in attention.cpp.
 _TASK_ROWS = 64
-_MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
 
 
 class _Call(ctypes.Structure):
-    """`Attention` of attention.cpp."""
+    """`Attention` of calls.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("query", "out", "pool", "scales")),
@@ -62,7 +62,7 @@ def plan_attention(
     """See the twin."""
     head_dim = pool.shape[5]
     dtype, stored = dtype or pool.dtype, stored_number(pool.dtype)
-    if not is_native(dtype) or stored is None or head_dim > _MAX_HEAD_DIM:
+    if not is_native(dtype) or stored is None or head_dim > MAX_HEAD_DIM:
         return plan_op.twin(slices, pool, num_heads, scale, window, dtype)
     _, num_layers, _, num_kv_heads, block_size, _ = pool.shape
     group = num_heads // num_kv_heads

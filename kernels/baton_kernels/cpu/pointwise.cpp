@@ -1,4 +1,5 @@
 // The small operations between matrix products, one pass each. Formulas: the files of baton_kernels that are named alike.
+#include "calls.h"
 #include "stored.h"
 
 namespace {
@@ -60,24 +61,6 @@ void rotate(const typename T::element* x, const typename T::element* cos,
         T::store(out + half + i, _mm512_add_ps(bc, as), m);
     }
 }
-
-}  // namespace
-
-// As baton_kernels.cpu.rope_kv_write describes it to ctypes.
-struct RopeKvWrite {
-    const void *query, *key, *value;      // [tokens][heads or kv_heads][dim], tokens a stride apart
-    long query_stride, key_stride, value_stride;  // elements
-    const void *cos, *sin;                // [tokens][dim / 2]
-    void *out, *key_out;                  // [tokens][heads or kv_heads][dim]
-    char* pool;                           // see baton_kernels.kv_write
-    float* scales;                        // null if the pool has none
-    long stored, row_bytes, head_bytes;   // head_bytes: from a block's rows of one head to those of the next
-    const int64_t* rows;                  // [tokens][kv_heads]: see baton_kernels.kv_write.slot_rows
-    long to_layer, to_values;             // rows from the first layer's keys to this one's, and on to its values
-    long tokens, heads, kv_heads, dim, block_size;
-};
-
-namespace {
 
 template <class T>
 void rope_kv_write(const RopeKvWrite& c, int threads) {

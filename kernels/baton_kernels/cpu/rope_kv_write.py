@@ -15,8 +15,8 @@ from baton_kernels.rope_kv_write import rope_kv_write as op
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
 
 
-class _Call(ctypes.Structure):
-    """`RopeKvWrite` of pointwise.cpp."""
+class RopeKvWriteCall(ctypes.Structure):
+    """`RopeKvWrite` of calls.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("query", "key", "value")),
@@ -26,6 +26,31 @@ class _Call(ctypes.Structure):
         ("rows", _POINTER),
         *((name, _LONG) for name in ("to_layer", "to_values")),
         *((name, _LONG) for name in ("tokens", "heads", "kv_heads", "dim", "block_size")),
+    )
+
+
+def call_over(
+    pool: torch.Tensor,
+    scales: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    rows: torch.Tensor,
+) -> RopeKvWriteCall:
+    """What the calls of a step have in common. The pool's dtype has a stored_number."""
+    num_kv_heads, block_size, head_dim = pool.shape[3:]
+    return RopeKvWriteCall(
+        cos=cos.data_ptr(),
+        sin=sin.data_ptr(),
+        pool=pool.data_ptr(),
+        scales=None if scales is None else scales.data_ptr(),
+        stored=stored_number(pool.dtype),
+        row_bytes=head_dim * pool.itemsize,
+        head_bytes=head_stride(pool) * pool.itemsize,
+        rows=rows.data_ptr(),
+        to_values=num_kv_heads * block_size,
+        kv_heads=num_kv_heads,
+        dim=head_dim,
+        block_size=block_size,
     )
 
 
@@ -43,22 +68,18 @@ def rope_kv_write(
     """See the twin."""
     head_dim = query.shape[2]
     has_dense_heads = all(x.stride()[1:] == (head_dim, 1) for x in (query, key, value))
-    stored = stored_number(pool.dtype)
-    if not is_native(query.dtype) or stored is None or not has_dense_heads:
+    is_stored = stored_number(pool.dtype) is not None
+    if not is_native(query.dtype) or not is_stored or not has_dense_heads:
         return op.twin(query, key, value, cos, sin, pool, layer, rows, scales)
     out, key_out = query.new_empty(query.shape), key.new_empty(key.shape)
-    num_kv_heads, block_size = pool.shape[3:5]
-    per_kind = num_kv_heads * block_size
-    call = _Call(
-        *(x.data_ptr() for x in (query, key, value)),
-        *(x.stride(0) for x in (query, key, value)),
-        *(x.data_ptr() for x in (cos, sin, out, key_out, pool)),
-        None if scales is None else scales.data_ptr(),
-        *(stored, head_dim * pool.itemsize, head_stride(pool) * pool.itemsize),
-        rows.data_ptr(),
-        *(layer * 2 * per_kind, per_kind),
-        *(*query.shape[:2], num_kv_heads, head_dim, block_size),
+    call = call_over(pool, scales, cos, sin, rows)
+    call.query, call.key, call.value = (x.data_ptr() for x in (query, key, value))
+    call.query_stride, call.key_stride, call.value_stride = (
+        x.stride(0) for x in (query, key, value)
     )
+    call.out, call.key_out = out.data_ptr(), key_out.data_ptr()
+    call.to_layer = layer * 2 * call.to_values
+    call.tokens, call.heads = query.shape[:2]
     is_bf16 = query.dtype == torch.bfloat16
     loaded().baton_rope_kv_write(ctypes.addressof(call), is_bf16, torch.get_num_threads())
     return out, key_out

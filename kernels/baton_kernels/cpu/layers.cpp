@@ -1,0 +1,113 @@
+// A decoder's layers, one call for any run of their stages. A layer has three:
+//   0  norm, queries, keys and values, RoPE; keys and values go into the KV pool
+//   1  attention
+//   2  output layer, norm, gate and up, SwiGLU, down
+// Each stage is the operations of this library, one after the other, as baton.model.decoder calls them one by one.
+#include "calls.h"
+#include <stddef.h>
+
+// As baton_kernels.cpu.layers describes it to ctypes.
+struct Layer {
+    const void* input_norm;
+    const Weights* qkv;
+    const void *q_norm, *k_norm;  // or null, both
+    const Weights* output;
+    const void* post_norm;
+    const Weights *gate_up, *down;
+    long plan;                    // which of Stages::plans
+};
+
+struct Stages {
+    const Layer* layers;
+    long hidden_size, intermediate_size, heads, kv_heads, dim;
+    float eps;
+    const Attention* const* plans;  // of this step; all but query, out and layer are filled in
+    long tokens;
+    void* hidden;      // [tokens][hidden_size], in and out
+    void* mixed;       // [tokens][heads][dim]: out of stage 1, into stage 2
+    // What stages need within, for `tokens`:
+    void* normalised;  // like hidden
+    void* qkv;         // [tokens][heads + 2 kv_heads][dim]
+    void* query;       // [tokens][heads][dim]
+    void* key;         // [tokens][kv_heads][dim]
+    void* gate_up;     // [tokens][2][intermediate_size]
+    void* gated;       // [tokens][intermediate_size]
+    void* scratch;     // as baton_linear takes it
+    RopeKvWrite write;  // all is filled in but what is of one layer, tokens and heads
+};
+
+namespace {
+
+struct Run {
+    const Stages& s;
+    int is_bf16, threads;
+
+    void linear(const Weights* w, const void* x, const void* residual, void* out) const {
+        baton_linear(w, x, residual, out, s.tokens, is_bf16, !is_bf16, s.scratch, threads);
+    }
+
+    void norm(const void* x, const void* weight, void* out) const {
+        baton_rms_norm(x, weight, s.eps, out, s.tokens, s.hidden_size, is_bf16, threads);
+    }
+
+    char* head(void* x, long at) const { return (char*)x + at * s.dim * (is_bf16 ? 2 : 4); }
+
+    void norm_heads(const Layer& l) const {
+        const long all = s.heads + 2 * s.kv_heads;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && s.tokens > 32)
+        for (long t = 0; t < s.tokens; t++) {
+            char *query = head(s.qkv, t * all), *key = head(s.qkv, t * all + s.heads);
+            baton_rms_norm(query, l.q_norm, s.eps, query, s.heads, s.dim, is_bf16, 1);
+            baton_rms_norm(key, l.k_norm, s.eps, key, s.kv_heads, s.dim, is_bf16, 1);
+        }
+    }
+
+    void write_kv(const Layer& l, long index) const {
+        norm(s.hidden, l.input_norm, s.normalised);
+        linear(l.qkv, s.normalised, nullptr, s.qkv);
+        if (l.q_norm) norm_heads(l);
+        RopeKvWrite write = s.write;
+        write.query = s.qkv;
+        write.key = head(s.qkv, s.heads);
+        write.value = head(s.qkv, s.heads + s.kv_heads);
+        write.query_stride = write.key_stride = write.value_stride = (s.heads + 2 * s.kv_heads) * s.dim;
+        write.out = s.query;
+        write.key_out = s.key;
+        write.to_layer = index * 2 * write.to_values;
+        write.tokens = s.tokens;
+        write.heads = s.heads;
+        baton_rope_kv_write(&write, is_bf16, threads);
+    }
+
+    void attend(const Layer& l, long index) const {
+        Attention attention = *s.plans[l.plan];
+        attention.query = s.query;
+        attention.out = s.mixed;
+        attention.layer = index;
+        baton_attention(&attention, is_bf16, threads);
+    }
+
+    void feed_forward(const Layer& l) const {
+        linear(l.output, s.mixed, s.hidden, s.hidden);
+        norm(s.hidden, l.post_norm, s.normalised);
+        linear(l.gate_up, s.normalised, nullptr, s.gate_up);
+        baton_swiglu(s.gate_up, s.gated, s.tokens, s.intermediate_size, is_bf16, threads);
+        linear(l.down, s.gated, s.hidden, s.hidden);
+    }
+};
+
+}  // namespace
+
+// Stages [first, end), counted over all layers.
+extern "C" void baton_layers(const Stages* stages, long first, long end, int is_bf16, int threads) {
+    const Run run{*stages, is_bf16, threads};
+    for (long stage = first; stage < end; stage++) {
+        const long index = stage / 3;
+        const Layer& layer = stages->layers[index];
+        switch (stage % 3) {
+            case 0: run.write_kv(layer, index); break;
+            case 1: run.attend(layer, index); break;
+            default: run.feed_forward(layer); break;
+        }
+    }
+}

@@ -1,0 +1,204 @@
+"""A decoder's layers in native code, in one call for any run of them: see layers.cpp for the stages of a layer.
+
+The same operations as those of baton_kernels one by one, so results are the same to the bit; what is saved is the price of
+calls, which is most of a decode step of a small model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from baton_kernels.cpu.calling import is_native
+from baton_kernels.cpu.int_linear import NativeIntLinear
+from baton_kernels.cpu.library import library, loaded
+from baton_kernels.cpu.linear import NativeLinear
+from baton_kernels.cpu.paged_attention import MAX_HEAD_DIM, AttentionPlan
+from baton_kernels.cpu.rope_kv_write import RopeKvWriteCall, call_over
+from baton_kernels.cpu.stored import stored_number
+
+_POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
+
+#: Stages of a layer: write KV, attend, and the rest.
+NUM_STAGES = 3
+
+NativeForm = NativeLinear | NativeIntLinear
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What all layers of a decoder have in common."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLayer:
+    """A layer's parameters, norms of the type that it computes in. window: see plan_attention."""
+
+    input_norm: torch.Tensor
+    qkv: NativeForm
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: NativeForm
+    post_norm: torch.Tensor
+    gate_up: NativeForm
+    down: NativeForm
+    window: int | None
+
+    @property
+    def linears(self) -> tuple[NativeForm, ...]:
+        return self.qkv, self.output, self.gate_up, self.down
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step's metadata: as baton_kernels.rope_kv_write and paged_attention take it. plans: by window."""
+
+    pool: torch.Tensor
+    scales: torch.Tensor | None
+    cos: torch.Tensor
+    sin: torch.Tensor
+    rows: torch.Tensor
+    plans: Mapping[int | None, AttentionPlan]
+
+
+class _Layer(ctypes.Structure):
+    """`Layer` of layers.cpp."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("input_norm", "qkv", "q_norm", "k_norm")),
+        *((name, _POINTER) for name in ("output", "post_norm", "gate_up", "down")),
+        ("plan", _LONG),
+    )
+
+
+class _Stages(ctypes.Structure):
+    """`Stages` of layers.cpp."""
+
+    _fields_ = (
+        ("layers", _POINTER),
+        *((name, _LONG) for name in ("hidden_size", "intermediate_size")),
+        *((name, _LONG) for name in ("heads", "kv_heads", "dim")),
+        ("eps", ctypes.c_float),
+        ("plans", _POINTER),
+        ("tokens", _LONG),
+        *((name, _POINTER) for name in ("hidden", "mixed", "normalised", "qkv", "query", "key")),
+        *((name, _POINTER) for name in ("gate_up", "gated", "scratch")),
+        ("write", RopeKvWriteCall),
+    )
+
+
+def can_run(dtype: torch.dtype, pool_dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether NativeLayers is for layers that compute in `dtype` over such a pool."""
+    is_stored = stored_number(pool_dtype) is not None
+    return is_native(dtype) and is_stored and head_dim <= MAX_HEAD_DIM and library() is not None
+
+
+class NativeLayers:
+    """Runs layers for which `can_run` holds. Keeps the memory of the largest step so far; one step at a time."""
+
+    def __init__(self, layers: Sequence[NativeLayer], shape: LayerShape) -> None:
+        self._layers, self._shape = tuple(layers), shape
+        self._windows = tuple(dict.fromkeys(layer.window for layer in layers))
+        self._table = (_Layer * len(layers))(*(self._entry(layer) for layer in layers))
+        self._scratch_row_bytes = max(
+            linear.scratch_row_bytes for layer in layers for linear in layer.linears
+        )
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+
+    def begin(
+        self, hidden: torch.Tensor, mixed: torch.Tensor, step: Step, max_rows: int
+    ) -> RunningLayers:
+        """Start a step over hidden [tokens, hidden_size], which layers change in place. mixed [tokens, heads * head_dim] is what
+        attention gives to the rest of its layer. Both are contiguous. max_rows: most rows that the step goes on with."""
+        shape, scales = self._shape, step.scales
+        for plan in step.plans.values():
+            plan.call.scales = None if scales is None else scales.data_ptr()
+        plans = (_POINTER * len(self._windows))(
+            *(ctypes.addressof(step.plans[window].call) for window in self._windows)
+        )
+        call = _Stages(
+            layers=ctypes.addressof(self._table),
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            heads=shape.num_heads,
+            kv_heads=shape.num_kv_heads,
+            dim=shape.head_dim,
+            eps=shape.rms_norm_eps,
+            plans=ctypes.addressof(plans),
+            write=call_over(step.pool, scales, step.cos, step.sin, step.rows),
+        )
+        self._place(call, max(max_rows, hidden.shape[0]), hidden.element_size())
+        running = RunningLayers(call, (self, plans, step), hidden.dtype == torch.bfloat16)
+        running.goes_on_with(hidden, mixed)
+        return running
+
+    def _entry(self, layer: NativeLayer) -> _Layer:
+        q_norm, k_norm = layer.q_norm, layer.k_norm
+        qkv, output, gate_up, down = (linear.address for linear in layer.linears)
+        return _Layer(
+            layer.input_norm.data_ptr(),
+            qkv,
+            None if q_norm is None else q_norm.data_ptr(),
+            None if k_norm is None else k_norm.data_ptr(),
+            output,
+            layer.post_norm.data_ptr(),
+            gate_up,
+            down,
+            self._windows.index(layer.window),
+        )
+
+    def _place(self, call: _Stages, max_rows: int, itemsize: int) -> None:
+        """Point the call at memory for what its stages need within, each part at a multiple of 64 bytes."""
+        shape = self._shape
+        heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        widths = {
+            "normalised": shape.hidden_size,
+            "qkv": (heads + 2 * kv_heads) * dim,
+            "query": heads * dim,
+            "key": kv_heads * dim,
+            "gate_up": 2 * shape.intermediate_size,
+            "gated": shape.intermediate_size,
+        }
+        row_bytes = {name: width * itemsize for name, width in widths.items()}
+        row_bytes["scratch"] = self._scratch_row_bytes
+        sizes = {name: -(-max_rows * size // 64) * 64 for name, size in row_bytes.items()}
+        needed = sum(sizes.values())
+        if self._workspace.numel() < needed:
+            self._workspace = torch.empty(needed, dtype=torch.uint8)
+        at = self._workspace.data_ptr()
+        for name, size in sizes.items():
+            setattr(call, name, at)
+            at += size
+
+
+class RunningLayers:
+    """A step under way."""
+
+    def __init__(self, call: _Stages, kept: object, is_bf16: bool) -> None:
+        """kept: owns what the call points at."""
+        self._call = call
+        self._kept = kept
+        self._is_bf16 = is_bf16
+        self._tensors: tuple[torch.Tensor, ...] = ()
+
+    def goes_on_with(self, hidden: torch.Tensor, mixed: torch.Tensor) -> None:
+        """These rows alone from now on, of the step's tokens and with repeats: at most as many as it began for."""
+        self._tensors = hidden, mixed
+        self._call.tokens = hidden.shape[0]
+        self._call.hidden, self._call.mixed = hidden.data_ptr(), mixed.data_ptr()
+
+    def run(self, first: int, end: int) -> None:
+        """Stages [first, end), counted over all layers."""
+        loaded().baton_layers(
+            ctypes.addressof(self._call), first, end, self._is_bf16, torch.get_num_threads()
+        )

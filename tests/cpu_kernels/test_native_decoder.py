@@ -1,0 +1,183 @@
+"""The decoder whose layers run in few native calls gives what the one with a call for each operation gives, to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from baton.engine.interface import Batch, SampleRow, SequenceSlice
+from baton.engine.torch_kv_pool import TorchKvPool
+from baton.engine.torch_step import pack_batch
+from baton.model.config import ModelConfig, parse_config
+from baton.model.decoder import Decoder
+from baton.model.native_decoder import NativeDecoder, make_decoder
+from baton.model.packed import PackedParameters, pack_parameters
+from baton.model.parameters import PARTS, empty_parameters, layer_name
+from baton.model.rope import make_rope
+from baton.model.shard import Alone, Shard
+from baton.quantization.weight import QuantizedWeight
+from baton.types import KvLayout, Sampling
+
+BLOCK_SIZE, NUM_BLOCKS = 5, 40
+CPU = torch.device("cpu")
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "max_position_embeddings": 200,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},  # biases
+    "qwen3": {},  # norms of heads
+    "mistral": {"sliding_window": 30},
+}
+
+
+@dataclass(frozen=True)
+class Ran:
+    states: torch.Tensor
+    pool: torch.Tensor
+    done: list[int]
+
+
+def config_of(family: str) -> ModelConfig:
+    return parse_config({"model_type": family, **SHAPE, **FAMILIES[family]})
+
+
+def parameters_of(config: ModelConfig, dtype: torch.dtype, bits: int | None) -> PackedParameters:
+    """Random ones; with `bits`, linear layers of integers."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = empty_parameters(config, dtype, CPU)
+    for _, target in parameters.targets():
+        target.tensor.normal_(std=0.3, generator=generator)
+    if bits is None:
+        return pack_parameters(parameters, {})
+    quantized = {}
+    for index, layer in enumerate(parameters.layers):
+        for field, names in PARTS.items():
+            num_in = getattr(layer, field).weight.shape[1]
+            num_out = getattr(layer, field).weight.shape[0] // len(names)
+            sizes = [num_out] * len(names)
+            if field == "qkv":
+                sizes = [
+                    n * config.head_dim for n in (config.num_heads, *[config.num_kv_heads] * 2)
+                ]
+            for name, size in zip(names, sizes, strict=True):
+                levels = torch.randint(1 << bits, (size, num_in), generator=generator)
+                scales = torch.rand(size, 1, generator=generator) / (1 << bits)
+                quantized[layer_name(index, name)] = QuantizedWeight(
+                    levels.to(torch.uint8), scales, None, bits
+                )
+    return pack_parameters(parameters, quantized)
+
+
+def batch_of(sampled: str) -> Batch:
+    """A prompt, a step after one, and a token whose state is wanted thrice, or all states."""
+    lengths = (40, 1, 1) if sampled == "some" else (1, 1, 1)
+    starts = (0, 33, 12)
+    rows = {"some": ((39,), (0,), (0, 0, 0)), "more": ((0,), (0,), (0,) * 50)}.get(sampled)
+    blocks = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1)).tolist()
+    slices = []
+    for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        table = [blocks.pop() for _ in range(-(-(start + length) // BLOCK_SIZE))]
+        tokens = [(7 * i + j) % SHAPE["vocab_size"] for j in range(length)]
+        offsets = rows[i] if rows else (0,)
+        asked = tuple(SampleRow(at, Sampling(), tokens, length) for at in offsets)
+        slices.append(SequenceSlice(tokens, start, table, asked))
+    return Batch(tuple(slices))
+
+
+def run(
+    decoder: Decoder, config: ModelConfig, batch: Batch, tells: bool, stored: str | None = None
+) -> Ran:
+    name = stored or str(decoder.dtype).removeprefix("torch.")
+    layout = KvLayout(
+        "m", config.num_layers, config.num_kv_heads, config.head_dim, name, BLOCK_SIZE
+    )
+    kv = TorchKvPool(layout, NUM_BLOCKS, CPU)
+    # What lies there are small numbers of any type: bytes below 0x38 make none that is not finite.
+    memory = torch.empty(0, dtype=torch.uint8).set_(kv.tensor.untyped_storage())
+    memory.random_(0, 0x38, generator=torch.Generator().manual_seed(2))
+    rope = make_rope(config, 200, CPU)
+    packed = pack_batch(batch, config, rope, kv.tensor, decoder.dtype)
+    done: list[int] = []
+    with torch.inference_mode():
+        states = decoder.forward(packed, kv.tensor, done.append if tells else None, kv.scales)
+    return Ran(states, memory, done)
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("sampled", ["some", "more", "all"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_bits(family: str, dtype: torch.dtype, sampled: str) -> None:
+    config = config_of(family)
+    parameters = parameters_of(config, dtype, None)
+    native = make_decoder(config, parameters, dtype, Alone())
+    assert isinstance(native, NativeDecoder)
+    batch = batch_of(sampled)
+    expected = run(Decoder(config, parameters), config, batch, tells=True)
+    assert torch.isfinite(expected.states).all()
+    for tells in (False, True):
+        got = run(native, config, batch, tells)
+        assert torch.equal(got.states, expected.states)
+        assert torch.equal(got.pool, expected.pool)
+        assert got.done == (expected.done if tells else [])
+
+
+@pytest.mark.parametrize("stored", ["float32", "float16", "int8", "fp8"])
+def test_same_bits_over_a_pool_of_another_type(stored: str) -> None:
+    config = config_of("llama")
+    parameters = parameters_of(config, torch.bfloat16, None)
+    native = make_decoder(config, parameters, DTYPES[stored], Alone())
+    assert isinstance(native, NativeDecoder)
+    got, expected = (
+        run(decoder, config, batch_of("some"), tells=False, stored=stored)
+        for decoder in (native, Decoder(config, parameters))
+    )
+    assert torch.isfinite(expected.states).all()
+    assert torch.equal(got.states, expected.states)
+    assert torch.equal(got.pool, expected.pool)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_same_bits_with_weights_of_integers(bits: int) -> None:
+    config = config_of("llama")
+    parameters = parameters_of(config, torch.bfloat16, bits)
+    native = make_decoder(config, parameters, torch.bfloat16, Alone())
+    assert isinstance(native, NativeDecoder)
+    got, expected = (
+        run(decoder, config, batch_of("some"), tells=False)
+        for decoder in (native, Decoder(config, parameters))
+    )
+    assert torch.isfinite(expected.states).all()
+    assert torch.equal(got.states, expected.states)
+    assert torch.equal(got.pool, expected.pool)
+
+
+class OneOfTwo(Alone):
+    """A rank that has another beside it."""
+
+    shard = Shard(0, 2)
+
+
+def test_where_ranks_must_meet_within_a_layer_each_operation_is_called() -> None:
+    config = config_of("llama")
+    parameters = parameters_of(config, torch.bfloat16, None)
+    decoder = make_decoder(config, parameters, torch.bfloat16, OneOfTwo())
+    assert not isinstance(decoder, NativeDecoder)
