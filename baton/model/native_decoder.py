@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -98,9 +99,9 @@ def _run_to(running: RunningLayers, end: int, layer_done: Callable[[int], None] 
     running.run(first, end)
 
 
-def _native_plans(batch: PackedBatch) -> dict[int | None, AttentionPlan]:
-    """The plans of a batch, which are native where the pool's type is."""
-    return {w: plan for w, plan in batch.plans.items() if isinstance(plan, AttentionPlan)}
+def _native_plans(batch: PackedBatch) -> Mapping[int | None, AttentionPlan]:
+    """The batch's plans, which are native wherever `can_run` holds."""
+    return cast(Mapping[int | None, AttentionPlan], batch.plans)
 
 
 def _native_layers(config: ModelConfig, parameters: PackedParameters) -> list[NativeLayer] | None:
