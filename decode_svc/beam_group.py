@@ -110,11 +110,7 @@ class BeamGroup:
             followed.append(replace(beam, matcher=matcher))
         self._beams = tuple(followed)
 
-    def slices(
-        self,
-        num_new: int,  # noqa: ARG002
-        drafts: Sequence[int],  # noqa: ARG002
-    ) -> tuple[SequenceSlice, ...]:
+    def slices(self) -> tuple[SequenceSlice, ...]:
         """The last token of each beam, and a row for its candidates. There are no drafts for beams."""
         start, num_prompt_tokens = self._num_computed_tokens, len(self.spec.prompt_token_ids)
         return tuple(

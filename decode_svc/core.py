@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from baton.cache.ledger import ListBlocks, num_orphan_blocks
 from baton.cache.pool import BlockCopy, BlockPool
 from baton.engine.guard import SliceOutcome, forward_guarded
-from baton.engine.interface import Batch, Engine
+from baton.engine.interface import Batch, Engine, SequenceSlice
 from baton.engine.loop import Step
 from baton.errors import BatonError
 from baton.grammar import Matchers, with_grammar_ready
@@ -180,8 +180,10 @@ class DecodeCore:
 
     def _plan(self) -> StepPlan[Member]:
         most = self._limits.max_num_batched_tokens
+        running = self._state.in_stage(Stage.RUNNING)
+        self._state.num_decoding = sum(not member.is_prefilling for member in running)
         return plan_step(
-            with_grammar_ready(self._state.in_stage(Stage.RUNNING)),
+            with_grammar_ready(running),
             self._state.pool.num_available,
             Budget(most, self._costs.max_prefill_tokens(self._state.num_decoding, most)),
         )
@@ -193,7 +195,7 @@ class DecodeCore:
             return False
         drafts, more_copies = self._drafting.start(grants)
         self._copy(copies + more_copies)
-        parts = [member.slices(num_new, drafts.get(member.key, ())) for member, num_new in grants]
+        parts = [_slices(member, num_new, drafts) for member, num_new in grants]
         batch = Batch(tuple(part for own in parts for part in own))
         num_tokens = batch.num_tokens
         self._beat(num_tokens)
@@ -235,11 +237,11 @@ class DecodeCore:
         if isinstance(member, BeamGroup):
             self._output.advance_beams(member, outcomes)
             return
-        own = drafts.get(member.key, ())
+        own = drafts.get(member.key)
         if own and isinstance(outcomes[0], BatonError):
             self._drafting.withhold(member)
         else:
-            self._output.advance(member, num_new, outcomes[0], own)
+            self._output.advance(member, num_new, outcomes[0], own.token_ids if own else ())
 
     def _load(self) -> WorkerLoad:
         running = self._state.in_stage(Stage.RUNNING)
@@ -257,3 +259,9 @@ class DecodeCore:
             num_swaps=self._state.swap.num_swaps,
             local_prefill_threshold=self._admission.local_prefill_threshold,
         )
+
+
+def _slices(member: Member, num_new: int, drafts: Drafts) -> tuple[SequenceSlice, ...]:
+    if isinstance(member, BeamGroup):
+        return member.slices()
+    return member.slices(num_new, drafts.get(member.key))

@@ -50,12 +50,16 @@ class Costs:
         """From a ticket's offer to its commit, all of the prefill tier in between, for so many missing tokens."""
         self._handoff.observe(num_tokens, seconds)
 
-    def observe_step(self, num_decoding: int, num_prefill_tokens: int, seconds: float) -> None:
-        """A step over so many sequences that decode, with so many tokens of prompts beside them."""
+    def observe_step(self, num_decode_tokens: int, num_prefill_tokens: int, seconds: float) -> None:
+        """A step that computed so many tokens of sequences that decode, drafts and beams among them, and so many of prompts.
+
+        Tokens, not sequences, are what a step's time follows; a step with part of a prompt has no drafts, so that beside it
+        each sequence counts as one.
+        """
         if not num_prefill_tokens:
-            self._decode.observe(num_decoding, seconds)
+            self._decode.observe(num_decode_tokens, seconds)
             return
-        beside_s = self._decode.predict(num_decoding) if num_decoding else 0.0
+        beside_s = self._decode.predict(num_decode_tokens) if num_decode_tokens else 0.0
         self._prefill.observe(num_prefill_tokens, max(0.0, seconds - beside_s))
 
     def observe_copy(self, num_bytes: int, seconds: float) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from baton.cache.pool import BlockCopy
-from decode_svc.sequence import DecodeSequence
+from decode_svc.sequence import DecodeSequence, Draft
 from decode_svc.speculation.interface import Speculation
 from decode_svc.speculation.proposer import DraftRequest
 from decode_svc.state import DecodeState, Member
 
-#: Drafts by sequence key.
-Drafts = Mapping[str, tuple[int, ...]]
+#: By sequence key.
+Drafts = Mapping[str, Draft]
 
 NO_DRAFTS: Drafts = {}
 
@@ -49,13 +49,13 @@ class Drafting:
         self._withheld.clear()
         num_spare = self._max_num_batched_tokens - self._num_rows
         planned = self._speculation.plan(requests, self._num_rows, num_spare)
-        drafts: dict[str, tuple[int, ...]] = {}
+        drafts: dict[str, Draft] = {}
         copies: list[BlockCopy] = []
         for (sequence, _), wanted in zip(self._asked, planned, strict=True):
-            if wanted:
-                drafts[sequence.key], copied = self._make_room(
-                    sequence, sequence.allowed_drafts(wanted)
-                )
+            if not wanted:
+                continue
+            if found := self._make_room(sequence, sequence.draft(wanted)):
+                drafts[sequence.key], copied = found
                 copies += copied
         return drafts, tuple(copies)
 
@@ -64,7 +64,8 @@ class Drafting:
         for sequence, num_known in self._asked:
             self._speculation.judge(sequence.key, sequence.token_ids[num_known:])
         if self._num_rows:
-            self._speculation.made(self._num_rows, sum(map(len, drafts.values())))
+            num_drafts = sum(len(draft.token_ids) for draft in drafts.values())
+            self._speculation.made(self._num_rows, num_drafts)
 
     def withhold(self, sequence: DecodeSequence) -> None:
         """A step of this sequence failed with drafts in it: make it again without."""
@@ -99,15 +100,15 @@ class Drafting:
         )
 
     def _make_room(
-        self, sequence: DecodeSequence, drafts: tuple[int, ...]
-    ) -> tuple[tuple[int, ...], tuple[BlockCopy, ...]]:
-        """As many of the drafts as there are blocks for when every member may still take one."""
+        self, sequence: DecodeSequence, draft: Draft
+    ) -> tuple[Draft, tuple[BlockCopy, ...]] | None:
+        """As many of the drafts as there are blocks for when every member may still take one; None if that is none."""
         num_spare = self._state.pool.num_available - len(self._state)
-        for num_drafts in range(len(drafts), 0, -1):
+        for num_drafts in range(len(draft.token_ids), 0, -1):
             num_needed = sequence.num_blocks_to_write(1 + num_drafts)
             if num_needed and num_needed > num_spare:
                 continue
             copies = sequence.prepare(1 + num_drafts)
             if copies is not None:
-                return drafts[:num_drafts], copies
-        return (), ()
+                return draft.first(num_drafts), copies
+        return None

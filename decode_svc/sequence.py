@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.cache.pool import BlockCopy, BlockLease
@@ -33,6 +32,19 @@ class Stage(enum.Enum):
     MOVING = enum.auto()
     SWAPPED = enum.auto()
     ABANDONED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens that may follow a sequence's, to be verified. masks: SampleRow.allowed after the last token known, and after each
+    of the drafts."""
+
+    token_ids: tuple[int, ...]
+    masks: tuple[bytes | None, ...]
+
+    def first(self, num_drafts: int) -> Draft:
+        """The first of them alone."""
+        return Draft(self.token_ids[:num_drafts], self.masks[: num_drafts + 1])
 
 
 @dataclass(slots=True, eq=False)
@@ -113,42 +125,43 @@ class DecodeSequence:
         self.matcher.advance_many(self.token_ids[num_followed:])
         self.matcher.allowed()
 
-    def allowed_drafts(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
+    def draft(self, proposed: tuple[int, ...]) -> Draft:
         """Those up to the first one that the grammar does not allow, or that ends the output."""
-        return drafts[: len(self._masks(drafts)) - 1]
+        if self.matcher is None:
+            return Draft(proposed, (None,) * (len(proposed) + 1))
+        masks = self.matcher.allowed_along(proposed)
+        return Draft(proposed[: len(masks) - 1], masks)
 
-    def slices(self, num_new: int, drafts: Sequence[int]) -> tuple[SequenceSlice]:
-        """One: the next `num_new` tokens, sampled from if they are the last ones known; then after each of `drafts`, too.
+    def slices(self, num_new: int, draft: Draft | None) -> tuple[SequenceSlice]:
+        """One: the next `num_new` tokens, sampled from if they are the last ones known; then after each draft, too.
 
-        All of `drafts` are allowed, and what may come next has been found.
+        What may come next has been found.
         """
         start = self.num_computed_tokens
         known = self.token_ids[start : start + num_new]
         is_whole = start + num_new == len(self.token_ids)
-        masks = self._masks(drafts)
-        firsts = first_rows(self.spec, num_new - 1, self.token_ids, masks[0]) if is_whole else ()
+        draft = draft or self.draft(())
+        firsts = (
+            first_rows(self.spec, num_new - 1, self.token_ids, draft.masks[0]) if is_whole else ()
+        )
         part = SequenceSlice(
-            token_ids=(*known, *drafts),
+            token_ids=(*known, *draft.token_ids),
             start=start,
             block_table=self.lease.block_ids,
             rows=(
                 *scored_rows(self.spec, start, num_new),
                 *firsts,
-                *self._draft_rows(drafts, masks[1:]),
+                *self._draft_rows(draft),
             ),
             num_prompt_tokens=len(self.spec.prompt_token_ids),
         )
         return (part,)
 
-    def _masks(self, drafts: Sequence[int]) -> Sequence[bytes | None]:
-        """SampleRow.allowed after the last token known, and after each draft that is allowed."""
-        return self.matcher.allowed_along(drafts) if self.matcher else [None] * (len(drafts) + 1)
-
-    def _draft_rows(self, drafts: Sequence[int], masks: Sequence[bytes | None]) -> list[SampleRow]:
+    def _draft_rows(self, draft: Draft) -> list[SampleRow]:
         """One row after each draft, in a slice whose first token is the last known one."""
-        if not drafts:
+        if not draft.token_ids:
             return []
-        token_ids = [*self.token_ids, *drafts]
+        token_ids = [*self.token_ids, *draft.token_ids]
         num_known = len(self.token_ids)
         return [
             SampleRow(
@@ -159,5 +172,5 @@ class DecodeSequence:
                 choice=self.spec.choice,
                 allowed=mask,
             )
-            for num_drafts, mask in enumerate(masks, start=1)
+            for num_drafts, mask in enumerate(draft.masks[1:], start=1)
         ]

@@ -41,6 +41,8 @@ class DecodeState:
         self._members: dict[tuple[int, int], Member] = {}
         self.num_places = 0
         """Places in the batch that are taken or spoken for: the members' widths."""
+        self.num_decoding = 0
+        """Members that got a token in each step, when the last one was planned. Not counted anew for each that comes in."""
         self._events: list[StreamEvent] = []
 
     def __len__(self) -> int:
@@ -55,11 +57,6 @@ class DecodeState:
         yield from self.loans.values()
         for member in self:
             yield from member.leases
-
-    @property
-    def num_decoding(self) -> int:
-        """Members that get a token in each step."""
-        return sum(m.stage is Stage.RUNNING and not m.is_prefilling for m in self)
 
     def in_stage(self, stage: Stage) -> list[Member]:
         return [member for member in self if member.stage is stage]
