@@ -47,6 +47,9 @@ class Draft:
         return Draft(self.token_ids[:num_drafts], self.masks[: num_drafts + 1])
 
 
+NO_DRAFT = Draft((), (None,))
+
+
 @dataclass(slots=True, eq=False)
 class DecodeSequence:
     """Owned by the engine loop. `stream` and `handle` say to whom its events go.
@@ -84,7 +87,8 @@ class DecodeSequence:
 
     @property
     def is_prefilling(self) -> bool:
-        return self.num_missing_tokens > 1
+        # Asked several times in a step: without a further call.
+        return len(self.token_ids) - self.num_computed_tokens > 1
 
     @property
     def num_missing_tokens(self) -> int:
@@ -140,7 +144,7 @@ class DecodeSequence:
         start = self.num_computed_tokens
         known = self.token_ids[start : start + num_new]
         is_whole = start + num_new == len(self.token_ids)
-        draft = draft or self.draft(())
+        draft = draft or (self.draft(()) if self.matcher else NO_DRAFT)
         firsts = (
             first_rows(self.spec, num_new - 1, self.token_ids, draft.masks[0]) if is_whole else ()
         )

@@ -27,6 +27,9 @@ def _scored_positions(spec: SequenceSpec, start: int, num_new: int) -> range:
 
 def scored_rows(spec: SequenceSpec, start: int, num_new: int) -> tuple[SampleRow, ...]:
     """Rows that score the prompt's tokens after those of a chunk [start, start + num_new); none if nobody asked."""
+    positions = _scored_positions(spec, start, num_new)
+    if not positions:
+        return ()
     prompt = spec.prompt_token_ids
     return tuple(
         SampleRow(
@@ -36,7 +39,7 @@ def scored_rows(spec: SequenceSpec, start: int, num_new: int) -> tuple[SampleRow
             num_prompt_tokens=len(prompt),
             scored_token_id=prompt[position + 1],
         )
-        for position in _scored_positions(spec, start, num_new)
+        for position in positions
     )
 
 
