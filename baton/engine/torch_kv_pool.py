@@ -49,7 +49,7 @@ class TorchKvPool:
         dtype = _DTYPES.get(layout.dtype) or getattr(torch, layout.dtype)
         shape = (layout.block_size, layout.head_dim)
         rows = self._blocks[..., : layout.block_size * row_bytes]
-        self.tensor = rows.view(dtype).unflatten(-1, shape)
+        self.tensor = rows.view(dtype).unflatten(-1, shape)  # type: ignore[no-untyped-call]
         self.scales = self._scales(layout) if layout.dtype in SCALED_DTYPES else None
         bits, _ = _BITS[DTYPE_BYTES[layout.dtype]]
         self._views = [self.tensor.view(bits)]
