@@ -8,6 +8,9 @@
     8       4      bytes of the header
     12      4      bytes of the payload that follows it (0 where the payload is in shared memory)
 
+Between workers that share a secret 16 bytes come after the header of each frame behind KvProof, before the payload, and are
+counted nowhere: see frame_seal.py.
+
 Whatever the bytes, decoding raises nothing but FrameError and allocates no more than the limits given.
 """
 
@@ -22,6 +25,7 @@ from google.protobuf.message import DecodeError
 
 from baton.errors import HandoffFailed
 from baton.v1 import kv_pb2
+from kv_transfer.frame_seal import SEAL_BYTES, FrameSeal
 from kv_transfer.version import HANDSHAKE_VERSION
 
 MAGIC = b"BTKV"
@@ -76,11 +80,16 @@ class FrameError(HandoffFailed):
 
 @dataclass(frozen=True, slots=True)
 class Preamble:
-    """What follows a preamble: a header of `type` and a payload, with their lengths in bytes."""
+    """What follows a preamble: a header of `type` and a payload, with their lengths in bytes. data: the preamble's own."""
 
     type: int
     header_bytes: int
     payload_bytes: int
+    data: bytes
+
+    def rest_bytes(self, seal: FrameSeal | None) -> int:
+        """Bytes of the header and what seals it."""
+        return self.header_bytes + (SEAL_BYTES if seal else 0)
 
 
 def clipped(text: str) -> str:
@@ -88,10 +97,15 @@ def clipped(text: str) -> str:
     return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…"
 
 
-def encode(frame: Frame, payload_bytes: int = 0, version: int = HANDSHAKE_VERSION) -> bytes:
+def encode(
+    frame: Frame,
+    payload_bytes: int = 0,
+    version: int = HANDSHAKE_VERSION,
+    seal: FrameSeal | None = None,
+) -> bytes:
     """Preamble and header of a frame whose payload has `payload_bytes` bytes. Raises FrameError if it is too large.
 
-    version: what the peers have agreed on, once they have.
+    version: what the peers have agreed on, once they have. seal: the connection's, if the frame is to have a digest.
     """
     header = frame.SerializeToString()
     if len(header) > MAX_HEADER_BYTES:
@@ -100,7 +114,8 @@ def encode(frame: Frame, payload_bytes: int = 0, version: int = HANDSHAKE_VERSIO
     preamble = _PREAMBLE.pack(
         MAGIC, _version_of(number, version), number, 0, len(header), payload_bytes
     )
-    return preamble + header
+    data = preamble + header
+    return data + seal.next(data) if seal else data
 
 
 def decode_preamble(
@@ -123,38 +138,46 @@ def decode_preamble(
         raise FrameError(
             f"a payload of {payload_bytes} bytes; at most {max_payload_bytes} may come"
         )
-    return Preamble(number, header_bytes, payload_bytes)
+    return Preamble(number, header_bytes, payload_bytes, bytes(data))
 
 
-def decode_header(preamble: Preamble, data: bytes | bytearray | memoryview) -> Frame:
-    """The header that a preamble announced. Raises FrameError if `data` is none."""
-    if len(data) != preamble.header_bytes:
+def decode_header(
+    preamble: Preamble, data: bytes | bytearray | memoryview, seal: FrameSeal | None = None
+) -> Frame:
+    """The header that a preamble announced, of `rest_bytes` bytes. Raises FrameError if `data` is none, or not what was sent."""
+    if len(data) != preamble.rest_bytes(seal):
         raise FrameError(f"a header of {len(data)} bytes where {preamble.header_bytes} were told")
     kind = _TYPES[preamble.type]
+    header = bytes(data[: preamble.header_bytes])
+    if seal and not seal.is_next(preamble.data + header, bytes(data[preamble.header_bytes :])):
+        raise FrameError(f"a {kind.__name__} that the peer has not sent now, or not so")
     try:
-        return kind.FromString(bytes(data))
+        return kind.FromString(header)
     except DecodeError:
         raise FrameError(f"the header of a {kind.__name__} cannot be read") from None
 
 
 class FrameBuffer:
-    """Cuts a byte stream without payloads into frames. `version` is what the peers have agreed on: a KvAccept sets it."""
+    """Cuts a byte stream without payloads into frames. `version` is what the peers have agreed on: a KvAccept sets it.
+
+    seal: what the next frames must be sealed with, if with anything."""
 
     def __init__(self) -> None:
         self._data = bytearray()
         self.version = HANDSHAKE_VERSION
+        self.seal: FrameSeal | None = None
 
     def feed(self, data: bytes) -> Iterator[Frame]:
         """The frames that `data` completes; consume all of them. Raises FrameError as the decoders do."""
         self._data += data
         while len(self._data) >= PREAMBLE_BYTES:
             preamble = decode_preamble(self._data[:PREAMBLE_BYTES], 0, self.version)
-            end = PREAMBLE_BYTES + preamble.header_bytes
+            end = PREAMBLE_BYTES + preamble.rest_bytes(self.seal)
             if len(self._data) < end:
                 return
             header = self._data[PREAMBLE_BYTES:end]
             del self._data[:end]
-            frame = decode_header(preamble, header)
+            frame = decode_header(preamble, header, self.seal)
             if isinstance(frame, kv_pb2.KvAccept):
                 self.version = frame.version
             yield frame

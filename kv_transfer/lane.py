@@ -233,6 +233,8 @@ class Lane:
         config, peer = self._config, self._peer
         terms = terms_of(accept, config.pool, peer)
         link.terms = replace(terms, key=self._prove(link, accept, config.secret))
+        if link.terms.key:
+            link.connection.seal(link.terms.key)
         wire = link.terms.codec.wire
         most = max(config.max_chunk_bytes, wire.token_layer_bytes)
         link.max_chunk_bytes = min(most, accept.max_chunk_bytes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hmac
 import itertools
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -66,9 +67,19 @@ class Receiver:
         self.secret = secret
         self._connections = itertools.count(1)
 
-    def session(self, reply: Reply) -> ReceiverSession:
-        """The receiving end of a new connection. `reply` is called within on_frame only, in the same thread."""
-        return ReceiverSession(self, next(self._connections), reply)
+    def session(
+        self,
+        reply: Reply,
+        seal: Callable[[bytes], None] = lambda _: None,
+        wake: Callable[[], None] = lambda: None,
+    ) -> ReceiverSession:
+        """The receiving end of a new connection. `reply` and `seal` are called within on_frame and speak only, in the same
+        thread.
+
+        seal: has all that follows carry digests, both ways; see Connection.seal. wake: called in any thread; has `speak` called
+        soon.
+        """
+        return ReceiverSession(self, next(self._connections), reply, seal, wake)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +103,26 @@ class ReceiverSession:
     """One connection's receiving end: KvHello first, then any mix of handoffs.
 
     on_frame raises FrameError at what a sound sender never sends; the transport then ends the connection, as it does
-    when `is_refused`. What concerns one ticket alone is answered by KvAbort and disturbs no other.
+    when `is_refused`. What concerns one ticket alone is answered by KvAbort and disturbs no other. `speak` tells what nobody
+    asked: that a ticket has died.
     """
 
-    def __init__(self, receiver: Receiver, connection: int, reply: Reply) -> None:
+    def __init__(
+        self,
+        receiver: Receiver,
+        connection: int,
+        reply: Reply,
+        seal: Callable[[bytes], None],
+        wake: Callable[[], None],
+    ) -> None:
         self._receiver = receiver
         self._tickets = receiver.tickets
         self._connection = connection
         self._reply = reply
+        self._seal = seal
+        self._wake = wake
+        # Written in any thread, read in the connection's.
+        self._news: deque[kv_pb2.KvAbort] = deque()
         self._peer: _Peer | None = None
         # What the next frame must prove; empty: nothing.
         self._awaited_proof = b""
@@ -112,6 +135,16 @@ class ReceiverSession:
     def peer(self) -> str:
         """The sender, for people."""
         return self._peer.worker_id if self._peer else "unknown sender"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the sender may present tickets."""
+        return self._peer is not None and not self._awaited_proof
+
+    def speak(self) -> None:
+        """Tell the sender which of its tickets have died for reasons of this side."""
+        while self._news:
+            self._reply(self._news.popleft())
 
     def land(self, chunk: kv_pb2.KvChunk) -> tuple[memoryview, ...]:
         """Where the payload of `chunk` may be written instead of being passed to on_frame: its place in the ticket's blocks.
@@ -140,7 +173,7 @@ class ReceiverSession:
         if self._peer is None:
             raise FrameError(f"a {type(frame).__name__} before the KvHello")
         if self._awaited_proof:
-            self._on_proof(frame)
+            self._on_proof(self._peer, frame)
             return
         match frame:
             case kv_pb2.KvChunk():
@@ -194,16 +227,17 @@ class ReceiverSession:
         self._peer = _Peer(hello.worker_id, hello.generation, terms)
         self._reply(accept)
 
-    def _on_proof(self, frame: Frame) -> None:
+    def _on_proof(self, peer: _Peer, frame: Frame) -> None:
         """Compares in constant time."""
         if not isinstance(frame, kv_pb2.KvProof):
             raise FrameError(f"a {type(frame).__name__} before the KvProof")
         if not hmac.compare_digest(frame.proof, self._awaited_proof):
             raise FrameError("a wrong proof: the sender does not have this worker's KV secret")
         self._awaited_proof = b""
+        self._seal(peer.terms.key)
 
     def _on_begin(self, begin: kv_pb2.KvBegin) -> None:
-        outcome = self._tickets.begin(begin.ticket, self._connection)
+        outcome = self._tickets.begin(begin.ticket, self._connection, self._on_death)
         if not isinstance(outcome, Rejection):
             return
         try:
@@ -291,15 +325,22 @@ class ReceiverSession:
             chunk.ticket_id, chunk.epoch, self._connection, HandoffFailed.reason, fault
         )
 
+    def _on_death(self, ticket_id: int, epoch: int, rejection: Rejection) -> None:
+        """In any thread."""
+        self._news.append(_abort_of(ticket_id, epoch, rejection))
+        self._wake()
+
     def _reject(self, ticket_id: int, epoch: int, rejection: Rejection) -> None:
-        self._reply(
-            kv_pb2.KvAbort(
-                ticket_id=ticket_id,
-                epoch=epoch,
-                reason=rejection.reason,
-                message=clipped(rejection.message),
-            )
-        )
+        self._reply(_abort_of(ticket_id, epoch, rejection))
+
+
+def _abort_of(ticket_id: int, epoch: int, rejection: Rejection) -> kv_pb2.KvAbort:
+    return kv_pb2.KvAbort(
+        ticket_id=ticket_id,
+        epoch=epoch,
+        reason=rejection.reason,
+        message=clipped(rejection.message),
+    )
 
 
 def _place_of(chunk: kv_pb2.KvChunk) -> KvRange:

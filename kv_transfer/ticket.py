@@ -23,8 +23,9 @@ from __future__ import annotations
 import enum
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from baton.errors import HandoffFailed, InvalidRequest
 from baton.types import KvLayout, Sample, SequenceSpec, WorkerIdentity
@@ -103,6 +104,10 @@ class Rejection:
     message: str
 
 
+#: Told of a ticket's death, to warn its sender: ticket, epoch, and why.
+OnDeath = Callable[[int, int, Rejection], None]
+
+
 @dataclass(frozen=True, slots=True)
 class Commit:
     """What a sender says at the end: `checksum` is the sum modulo 2^64 of its chunks' checksums."""
@@ -127,6 +132,8 @@ class _Entry:
     deadline: float
     state: TicketState = TicketState.OFFERED
     connection: int | None = None
+    on_death: OnDeath | None = None
+    """Of that connection."""
     num_pins: int = 0
     checksum: int = 0
     num_bytes: int = 0
@@ -233,18 +240,18 @@ class TicketTable:
         """Give a ticket up, in whatever state; a second abort, or one after the commit, changes nothing."""
         with self._lock:
             entry = self._entries.get(ticket_id)
-            events = self._die(ticket_id, entry, reason, message) if entry else ()
-        self._tell(events)
+            calls = self._kill(ticket_id, entry, reason, message) if entry else ()
+        _call(calls)
 
     def abort_all(self, reason: str, message: str) -> None:
         """Give every ticket up whose event is still to come."""
         with self._lock:
-            events = tuple(
-                event
+            calls = tuple(
+                call
                 for ticket_id, entry in self._entries.items()
-                for event in self._die(ticket_id, entry, reason, message)
+                for call in self._kill(ticket_id, entry, reason, message)
             )
-        self._tell(events)
+        _call(calls)
 
     def expire(self) -> None:
         """Abort the tickets that nobody has presented in time, and those that no frame has come for within the lease."""
@@ -252,20 +259,15 @@ class TicketTable:
             now = self._clock()
             if now < self._none_over_before_s:
                 return
-            events = tuple(
-                event
+            calls = tuple(
+                call
                 for ticket_id, entry in self._entries.items()
                 if entry.state in _OPEN and now >= entry.deadline
-                for event in self._die(
-                    ticket_id,
-                    entry,
-                    HandoffFailed.reason,
-                    self._overdue(entry),
-                )
+                for call in self._kill(ticket_id, entry, HandoffFailed.reason, self._overdue(entry))
             )
             deadlines = (e.deadline for e in self._entries.values() if e.state in _OPEN)
             self._none_over_before_s = min((now + self._offer_s, *deadlines))
-        self._tell(events)
+        _call(calls)
 
     def release(self, ticket_id: int) -> None:
         """Forget a ticket after its event. Raises ValueError before it; unknown tickets are ignored."""
@@ -279,8 +281,13 @@ class TicketTable:
 
     # What the receiver calls, in its connections' threads. `connection` numbers them.
 
-    def begin(self, data: bytes, connection: int) -> KvTicket | Rejection:
-        """A sender presents a ticket: genuine, of this boot, live and for the first time, or it is rejected."""
+    def begin(
+        self, data: bytes, connection: int, on_death: OnDeath | None = None
+    ) -> KvTicket | Rejection:
+        """A sender presents a ticket: genuine, of this boot, live and for the first time, or it is rejected.
+
+        on_death: called, in any thread and holding no lock, when the ticket dies by anything but a frame of the connection, or its
+        end."""
         ticket = self._verified(data)
         if isinstance(ticket, Rejection):
             return ticket
@@ -294,6 +301,7 @@ class TicketTable:
                 return Rejection(HandoffFailed.reason, "the ticket has been used")
             entry.state = TicketState.RESERVED
             entry.connection = connection
+            entry.on_death = on_death
             entry.reserved_s = entry.receiving_s = self._clock()
             self._renew(entry)
             return ticket
@@ -447,6 +455,20 @@ class TicketTable:
     def _renew(self, entry: _Entry) -> None:
         entry.deadline = self._clock() + self._lease_s
 
+    def _kill(
+        self, ticket_id: int, entry: _Entry, reason: str, message: str
+    ) -> tuple[Callable[[], None], ...]:
+        """Give a ticket up from this side; what is to be called then, without the lock."""
+        if entry.state not in _OPEN:
+            return ()
+        calls = [
+            partial(self._on_event, event) for event in self._die(ticket_id, entry, reason, message)
+        ]
+        if entry.on_death:
+            rejection = Rejection(reason, message)
+            calls.append(partial(entry.on_death, ticket_id, _EPOCH, rejection))
+        return tuple(calls)
+
     def _die(
         self, ticket_id: int, entry: _Entry, reason: str, message: str
     ) -> tuple[TicketEvent, ...]:
@@ -462,6 +484,11 @@ class TicketTable:
     def _tell(self, events: tuple[TicketEvent, ...]) -> None:
         for event in events:
             self._on_event(event)
+
+
+def _call(calls: Iterable[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 _UNKNOWN = Rejection(

@@ -54,6 +54,11 @@ class Connection(Protocol):
         """
         ...
 
+    def seal(self, key: bytes) -> None:
+        """From here on frames carry digests under keys made of this one, both ways: see frame_seal.py. Raises FrameError if some
+        without have come already."""
+        ...
+
     def receive(self) -> Frame | None:
         """The next frame that has come, without waiting; None if there is none."""
         ...

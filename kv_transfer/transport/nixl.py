@@ -32,14 +32,7 @@ import numpy as np
 from baton.errors import ConfigError
 from baton.v1 import kv_pb2
 from kv_transfer.endpoint import Endpoint, TransportKind
-from kv_transfer.frame import (
-    PREAMBLE_BYTES,
-    Frame,
-    FrameError,
-    Preamble,
-    decode_header,
-    decode_preamble,
-)
+from kv_transfer.frame import Frame, FrameError, Preamble
 from kv_transfer.receiver import Land, Receiver
 from kv_transfer.transport.base import Staged, TransportError
 from kv_transfer.transport.slotted_connection import SlottedConnection
@@ -210,9 +203,12 @@ class NixlServerStream(ServerStream):
 
     def __init__(self, sock: socket.socket, receiver: Receiver, listener: NixlListener) -> None:
         super().__init__(sock, receiver)
-        tune(sock)
         self._listener = listener
         self._area: _Area | None = None
+
+    def greet(self) -> None:
+        super().greet()
+        tune(self.sock)
 
     @property
     def max_payload_bytes(self) -> int:
@@ -249,15 +245,11 @@ class NixlServerStream(ServerStream):
         while (waited_s := time.monotonic() - begin) < _LANDING_TIMEOUT_S:
             area.progress()
             if poll.poll(0 if waited_s < _SPIN_S else 1):
-                landed = self._next_header()
+                _, landed = self.read_header(0)
                 if landed != kv_pb2.KvLanded(slot=slot):
                     raise FrameError(f"a {type(landed).__name__} where slot {slot} was to land")
                 return
         raise FrameError(f"slot {slot} has not landed within {_LANDING_TIMEOUT_S:g} s")
-
-    def _next_header(self) -> Frame:
-        preamble = decode_preamble(self._read(PREAMBLE_BYTES), 0, self._version)
-        return decode_header(preamble, self._read(preamble.header_bytes))
 
     def close(self) -> None:
         super().close()

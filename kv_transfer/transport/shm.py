@@ -21,6 +21,7 @@ from pathlib import Path
 from baton.v1 import kv_pb2
 from kv_transfer.endpoint import Endpoint, TransportKind, local_host_id
 from kv_transfer.frame import Frame, FrameBuffer, FrameError, Preamble, encode
+from kv_transfer.frame_seal import receiver_seals
 from kv_transfer.receiver import Land, Receiver
 from kv_transfer.transport.base import TransportError
 from kv_transfer.transport.slotted_connection import SlottedConnection
@@ -170,6 +171,7 @@ class ShmServerStream(ServerStream):
         self._segment: _Segment | None = None
         self._buffer = FrameBuffer()
         self._frames: Iterator[Frame] = iter(())
+        self._ahead: Frame | None = None
 
     @property
     def max_payload_bytes(self) -> int:
@@ -192,15 +194,29 @@ class ShmServerStream(ServerStream):
         super().agree(version)
         self._buffer.version = version
 
+    def seal(self, key: bytes) -> None:
+        seals = receiver_seals(key)
+        self._seals, self._buffer.seal = seals, seals.incoming
+
+    @property
+    def has_more(self) -> bool:
+        return self._peek() is not None
+
     def read_frame(self, land: Land) -> tuple[Frame, memoryview]:
         del land
         # No payload follows a header here, so one read may bring many frames.
-        while (frame := next(self._frames, None)) is None:
+        while (frame := self._peek()) is None:
             data = self.sock.recv(_READ_BYTES)
             if not data:
                 raise EOFError
             self._frames = self._buffer.feed(data)
+        self._ahead = None
         return frame, self._payload(frame)
+
+    def _peek(self) -> Frame | None:
+        """The next frame. Not to be called before the one before was taken in, which may change how this is read."""
+        self._ahead = self._ahead or next(self._frames, None)
+        return self._ahead
 
     def payload(self, preamble: Preamble, frame: Frame, land: Land) -> memoryview:
         del preamble, land

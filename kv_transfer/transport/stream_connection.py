@@ -8,7 +8,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 
 from baton.v1 import kv_pb2
-from kv_transfer.frame import Frame, FrameBuffer, encode
+from kv_transfer.frame import Frame, FrameBuffer, FrameError, encode
+from kv_transfer.frame_seal import FrameSeal, sender_seals
 from kv_transfer.transport.base import Staged, TransportError
 
 _READ_BYTES = 64 * 1024
@@ -41,6 +42,7 @@ class StreamConnection(ABC):
         self._sock = sock
         self._buffer = FrameBuffer()
         self._frames: deque[Frame] = deque()
+        self._seal: FrameSeal | None = None
         # Frames without payload that go out with the next.
         self._held = b""
 
@@ -65,7 +67,7 @@ class StreamConnection(ABC):
     def send(self, frame: Frame, staged: Staged | None = None, *, more: bool = False) -> None:
         payload = self.payload_of(staged)
         num_bytes = sum(piece.nbytes for piece in payload)
-        self._held += encode(frame, num_bytes, self._buffer.version)
+        self._held += encode(frame, num_bytes, self._buffer.version, self._seal)
         if more and not payload and len(self._held) < _MAX_HELD_BYTES:
             return
         held, self._held = self._held, b""
@@ -75,6 +77,12 @@ class StreamConnection(ABC):
             raise TransportError("the receiver takes no bytes any more") from None
         except OSError as error:
             raise TransportError(f"the connection to the receiver is lost: {error}") from error
+
+    def seal(self, key: bytes) -> None:
+        if self._frames:
+            raise FrameError("the receiver spoke before it was told who we are")
+        seals = sender_seals(key)
+        self._seal, self._buffer.seal = seals.outgoing, seals.incoming
 
     def receive(self) -> Frame | None:
         while not self._frames:

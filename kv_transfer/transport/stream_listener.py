@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import select
 import socket
 import threading
 from abc import ABC, abstractmethod
@@ -20,6 +22,7 @@ from kv_transfer.frame import (
     decode_preamble,
     encode,
 )
+from kv_transfer.frame_seal import Seals, receiver_seals
 from kv_transfer.receiver import Land, Receiver, ReceiverSession
 from kv_transfer.transport.stream_connection import send_all, set_socket_timeout
 from kv_transfer.version import HANDSHAKE_VERSION
@@ -38,11 +41,22 @@ class ServerStream(ABC):
     """One connection's socket and staging. Owns both."""
 
     def __init__(self, sock: socket.socket, receiver: Receiver) -> None:
-        set_socket_timeout(sock, socket.SO_RCVTIMEO, HANDSHAKE_TIMEOUT_S)
-        set_socket_timeout(sock, socket.SO_SNDTIMEO, REPLY_TIMEOUT_S)
         self.sock = sock
         self.receiver = receiver
         self._version = HANDSHAKE_VERSION
+        self._seals: Seals | None = None
+        self._wake_lock = threading.Lock()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_closed = False
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._poll.register(self._wake_fd, select.POLLIN)
+
+    def greet(self) -> None:
+        """What must be done before the first frame; in the connection's own thread: who greets slowly holds up nobody. Raises
+        OSError."""
+        set_socket_timeout(self.sock, socket.SO_RCVTIMEO, HANDSHAKE_TIMEOUT_S)
+        set_socket_timeout(self.sock, socket.SO_SNDTIMEO, REPLY_TIMEOUT_S)
 
     @property
     @abstractmethod
@@ -63,19 +77,48 @@ class ServerStream(ABC):
             self.agree(frame.version)
             set_socket_timeout(self.sock, socket.SO_RCVTIMEO, 0.0)
         else:
-            self.write(encode(frame, version=self._version))
+            outgoing = self._seals.outgoing if self._seals else None
+            self.write(encode(frame, version=self._version, seal=outgoing))
 
     def agree(self, version: int) -> None:
         """Frames are of that version from here on."""
         self._version = version
 
+    def seal(self, key: bytes) -> None:
+        """Frames carry digests from here on; see Connection.seal."""
+        self._seals = receiver_seals(key)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether something has been read from the socket that belongs to frames to come."""
+        return False
+
+    def wait(self) -> bool:
+        """Wait for a frame to come, or for `wake`. Whether one comes, or the stream has ended."""
+        if self.has_more:
+            return True
+        ready = {fd for fd, _ in self._poll.poll()}
+        if self._wake_fd in ready:
+            os.eventfd_read(self._wake_fd)
+        return self.sock.fileno() in ready
+
+    def wake(self) -> None:
+        """Have `wait` return; in any thread, without waiting."""
+        with self._wake_lock:
+            if not self._is_closed:
+                os.eventfd_write(self._wake_fd, 1)
+
     def read_frame(self, land: Land) -> tuple[Frame, memoryview]:
         """Wait for a frame. land: the session's. Raises EOFError at the end of the stream, FrameError, OSError."""
-        preamble = decode_preamble(
-            self._read(PREAMBLE_BYTES), self.max_payload_bytes, self._version
-        )
-        frame = decode_header(preamble, self._read(preamble.header_bytes))
+        preamble, frame = self.read_header(self.max_payload_bytes)
         return frame, self.payload(preamble, frame, land)
+
+    def read_header(self, max_payload_bytes: int) -> tuple[Preamble, Frame]:
+        """As read_frame, without the payload."""
+        incoming = self._seals.incoming if self._seals else None
+        preamble = decode_preamble(self._read(PREAMBLE_BYTES), max_payload_bytes, self._version)
+        rest = self._read(preamble.rest_bytes(incoming))
+        return preamble, decode_header(preamble, rest, incoming)
 
     def write(self, *pieces: bytes | memoryview) -> None:
         """All of them. Raises OSError, also when the reply timeout passes without progress."""
@@ -96,6 +139,10 @@ class ServerStream(ABC):
         return data
 
     def close(self) -> None:
+        with self._wake_lock:
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self._wake_fd)
         self.sock.close()
 
 
@@ -169,33 +216,40 @@ class StreamListener:
             return True
 
     def _run(self, sock: socket.socket, receiver: Receiver) -> None:
-        ending = "the connection's thread has failed"
-        session: ReceiverSession | None = None
         try:
+            stream = self._stream(sock, receiver)
             try:
-                stream = self._stream(sock, receiver)
-            except OSError as error:
-                _log.info("a KV connection ended before it was heard: %s", error)
-                return
-            session = receiver.session(stream.reply)
-            try:
-                ending = _serve(stream, session)
-                _log.debug("KV connection of %s is over: %s", session.peer, ending)
+                stream.greet()
+                _converse(stream, receiver)
             finally:
-                session.on_close(ending)
                 stream.close()
+        except OSError as error:
+            _log.info("a KV connection ended before it was heard: %s", error)
         finally:
             sock.close()
             with self._lock:
                 self._connections.pop(threading.current_thread(), None)
 
 
+def _converse(stream: ServerStream, receiver: Receiver) -> None:
+    """From the first frame to the end of the connection's tickets."""
+    ending = "the connection's thread has failed"
+    session = receiver.session(stream.reply, stream.seal, stream.wake)
+    try:
+        ending = _serve(stream, session)
+        _log.debug("KV connection of %s is over: %s", session.peer, ending)
+    finally:
+        session.on_close(ending)
+
+
 def _serve(stream: ServerStream, session: ReceiverSession) -> str:
     """Feed the session until the connection ends; why it did."""
     try:
         while not session.is_refused:
-            frame, payload = stream.read_frame(session.land)
-            session.on_frame(frame, payload)
+            session.speak()
+            # Until it is open the socket's own timeout bounds the wait.
+            if not session.is_open or stream.wait():
+                session.on_frame(*stream.read_frame(session.land))
     except FrameError as error:
         _log.warning("KV connection of %s ended: %s", session.peer, error.message)
         return error.message

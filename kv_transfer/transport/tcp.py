@@ -88,8 +88,11 @@ class TcpServerStream(ServerStream):
 
     def __init__(self, sock: socket.socket, receiver: Receiver) -> None:
         super().__init__(sock, receiver)
-        tune(sock)
         self._staging = memoryview(b"")
+
+    def greet(self) -> None:
+        super().greet()
+        tune(self.sock)
 
     @property
     def max_payload_bytes(self) -> int:

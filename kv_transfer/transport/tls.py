@@ -102,6 +102,11 @@ class TlsStream:
                 view = view[self._tls.write(view[:_WRITE_BYTES]) :]
                 self._flush()
 
+    @property
+    def has_more(self) -> bool:
+        """Whether something of what has come was not read yet."""
+        return bool(self._tls.pending() or self._incoming.pending)
+
     def read_into(self, view: memoryview, flags: int = 0) -> int:
         """Some bytes, 0 at the end. flags: of the socket, when it has to be asked."""
         while True:
@@ -154,11 +159,20 @@ class TlsConnection(TcpConnection):
 
 
 class TlsServerStream(TcpServerStream):
-    """Made in the connection's own thread: who greets slowly holds up nobody."""
+    """Nothing passes before `greet`."""
 
     def __init__(self, sock: socket.socket, receiver: Receiver, *, context: ssl.SSLContext) -> None:
         super().__init__(sock, receiver)
-        self._stream = TlsStream(sock, context)
+        self._context = context
+        self._stream: TlsStream
+
+    def greet(self) -> None:
+        super().greet()
+        self._stream = TlsStream(self.sock, self._context)
+
+    @property
+    def has_more(self) -> bool:
+        return self._stream.has_more
 
     def read_into(self, view: memoryview) -> None:
         while view:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from baton.errors import ConfigError, HandoffFailed
+from baton.errors import Cancelled, ConfigError, HandoffFailed
 from baton.rpc.tls import TlsFiles
 from baton.types import KvLayout
-from kv_transfer.ticket import TicketCommitted
+from kv_transfer.ticket import LendAsked, TicketCommitted
 from kv_transfer.transport import stream_listener
 from kv_transfer.transport.tls import client_context
 from tests.support.certificates import Authority
@@ -116,3 +116,14 @@ def test_a_receiver_closes_while_somebody_greets(make_rig: Any, own: TlsFiles) -
 def test_broken_files_are_told_when_the_worker_starts(own: TlsFiles) -> None:
     with pytest.raises(ConfigError, match="ssl_keyfile"):
         client_context(replace(own, keyfile="no-such.key"))
+
+
+def test_a_ticket_s_death_is_told_through_it(make_rig: Any, own: TlsFiles) -> None:
+    """What TLS has read ahead counts as come, else nobody would wait for the socket."""
+    rig = make_rig("tcp", clock=lambda: 100.0, source_tls=own, target_tls=own)
+    offered = rig.offer((3, 1, 0, 7), 0, 11)
+    rig.sender.begin("k", offered.data)
+    rig.sender.borrow("k", b"no ticket")
+    assert isinstance(rig.event(), LendAsked)
+    rig.running.tickets.abort(offered.ticket_id, "CANCELLED", "enough")
+    assert isinstance(rig.done().error, Cancelled)
