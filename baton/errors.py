@@ -4,6 +4,7 @@ BatonError
 ├── InvalidRequest        INVALID_ARGUMENT     the caller must change a field; names it, its value and the fix
 ├── ModelNotFound         NOT_FOUND            no such model here
 ├── Unauthenticated       UNAUTHENTICATED      the caller has shown no API key of this server
+├── PermissionDenied      PERMISSION_DENIED    the caller's certificate is not one that this worker answers to
 ├── Overloaded            RESOURCE_EXHAUSTED   full now; says when to try again
 ├── NoWorkers             UNAVAILABLE          a tier has no worker that takes work; says when to try again
 ├── WorkerLost            UNAVAILABLE          the worker went away, and the request could not be placed anew
@@ -94,6 +95,13 @@ class Unauthenticated(BatonError):
 
     reason = "UNAUTHENTICATED"
     code = StatusCode.UNAUTHENTICATED
+
+
+class PermissionDenied(BatonError):
+    """The caller's certificate is not one that this worker answers to."""
+
+    reason = "PERMISSION_DENIED"
+    code = StatusCode.PERMISSION_DENIED
 
 
 class RetriableError(BatonError):
@@ -234,6 +242,7 @@ BY_REASON: Mapping[str, type[BatonError]] = {
         InvalidRequest,
         ModelNotFound,
         Unauthenticated,
+        PermissionDenied,
         Overloaded,
         NoWorkers,
         WorkerLost,

@@ -83,13 +83,14 @@ async def serve_decode(
         tcp_advertise_address=options.kv_advertise_address or "",
         kv_secret=kv_secret,
         tls=options.tls,
+        peer_names=options.ssl_peer_names,
         wire_dtype=options.kv_transfer_dtype,
     )
     sender = Sender(
         identity,
         engine.spec.layout,
         engine.kv,
-        make_connector(options.kv_transport, tls=options.tls),
+        make_connector(options.kv_transport, tls=options.tls, peer_names=options.ssl_peer_names),
         submit,
         time.monotonic,
         num_lanes=options.kv_num_lanes,

@@ -24,7 +24,7 @@ from kv_transfer.transport.loopback import LoopbackHub
 from kv_transfer.transport.nixl import listen_nixl
 from kv_transfer.transport.shm import listen_shm
 from kv_transfer.transport.tcp import listen_tcp
-from kv_transfer.transport.tls import listen_tls, server_context
+from kv_transfer.transport.tls import listen_tls, server_contexts
 from kv_transfer.wire_format import most_token_layer_bytes
 
 #: Large enough that a chunk's fixed cost is little, all together small enough to stay in a CPU's last cache.
@@ -50,6 +50,10 @@ class Listener(Protocol):
     def serve(self, receiver: Receiver) -> None: ...
 
     def close(self) -> None: ...
+
+
+#: Binds to a host and a port; the third is the host:port that senders are told, if not that one.
+ListenAt = Callable[[str, int, str], Listener]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +95,25 @@ def open_receiver(
     secret: bytes = b"",
     kv_secret: KvSecret | None = None,
     tls: TlsFiles | None = None,
+    peer_names: Sequence[str] = (),
     draw_id: Callable[[], int] = lambda: secrets.randbits(64),
 ) -> RunningReceiver:
     """Bind, then serve. transports: any of "loopback" (its name is the worker's id, in `hub`), "shm", "tcp" and "nixl".
 
     lease_s, offer_s: see TicketTable. secret: of the tickets' digests; drawn anew if none is given. Each connection has num_credits * max_chunk_bytes of
-    shared memory, or max_chunk_bytes of buffer. wire_dtype, kv_secret: see Receiver. tls: of tcp; None for plain text. Raises ConfigError for an unknown transport, or one that cannot be bound.
+    shared memory, or max_chunk_bytes of buffer. wire_dtype, kv_secret: see Receiver. tls: of tcp; None for plain text. peer_names: see
+    listen_tls. Raises ConfigError for an unknown transport, or one that cannot be bound.
     """
+    over_tcp: ListenAt = listen_tcp
+    if tls:
+        over_tcp = functools.partial(
+            listen_tls, contexts=server_contexts(tls), peer_names=peer_names
+        )
+    address = (tcp_host, tcp_port, tcp_advertise_address)
     listeners: list[Listener] = []
     with contextlib.ExitStack() as undo:
         for transport in transports:
-            listener = _listen(
-                transport, identity, tcp_host, tcp_port, tcp_advertise_address, hub, tls
-            )
+            listener = _listen(transport, identity, over_tcp, address, hub)
             undo.callback(listener.close)
             listeners.append(listener)
         tickets = TicketTable(
@@ -136,21 +146,17 @@ def open_receiver(
 def _listen(
     transport: str,
     identity: WorkerIdentity,
-    tcp_host: str,
-    tcp_port: int,
-    tcp_advertise_address: str,
+    over_tcp: ListenAt,
+    address: tuple[str, int, str],
     hub: LoopbackHub | None,
-    tls: TlsFiles | None,
 ) -> Listener:
     match transport:
         case "shm":
             return _listen_shm()
         case "tcp":
-            context = server_context(tls) if tls else None
-            listen = functools.partial(listen_tls, context=context) if context else listen_tcp
-            return _bound(listen, tcp_host, tcp_port, tcp_advertise_address)
+            return _bound(over_tcp, *address)
         case "nixl":
-            return _bound(listen_nixl, tcp_host, tcp_port, tcp_advertise_address)
+            return _bound(listen_nixl, *address)
         case "loopback" if hub is not None:
             return hub.listen(identity.worker_id)
     raise ConfigError.of(
@@ -167,9 +173,7 @@ def _listen_shm() -> Listener:
         raise ConfigError.of("TMPDIR", folder, f"{fix}, or give --kv-transport=tcp") from error
 
 
-def _bound(
-    listen: Callable[[str, int, str], Listener], host: str, port: int, advertise_address: str
-) -> Listener:
+def _bound(listen: ListenAt, host: str, port: int, advertise_address: str) -> Listener:
     try:
         return listen(host, port, advertise_address)
     except OSError as error:

@@ -65,7 +65,7 @@ async def serve_prefill(
         identity,
         engine.spec.layout,
         engine.kv,
-        make_connector(options.kv_transport, tls=options.tls),
+        make_connector(options.kv_transport, tls=options.tls, peer_names=options.ssl_peer_names),
         submit,
         time.monotonic,
         num_lanes=options.kv_num_lanes,
@@ -91,6 +91,7 @@ async def serve_prefill(
         tcp_advertise_address=options.kv_advertise_address or "",
         kv_secret=kv_secret,
         tls=options.tls,
+        peer_names=options.ssl_peer_names,
     )
     limits = PrefillLimits(options.max_num_seqs, options.max_num_batched_tokens)
     matchers = build_matchers(options, engine)

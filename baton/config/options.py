@@ -124,6 +124,9 @@ ApiKeys = Annotated[
     AfterValidator(_check_api_keys),
 ]
 
+#: Names in certificates, given by repeating the option or with commas.
+PeerNames = Annotated[tuple[NonEmpty, ...], NoDecode, BeforeValidator(_split_commas)]
+
 CertReqs = Annotated[Literal["none", "required"], BeforeValidator(_cert_reqs)]
 
 
@@ -303,6 +306,21 @@ class EngineOptions(ModelOptions):
         return self
 
 
+class PeerOptions(TlsOptions):
+    """Whom workers work with."""
+
+    ssl_peer_names: PeerNames = ()
+    """Name that certificates of gateways and of other workers carry, as DNS name or URI of subjectAltName; repeat the option or
+    separate with commas for several. Who shows none of them is refused; if none is given, every certificate that comes from
+    --ssl-ca-certs will do."""
+
+    @model_validator(mode="after")
+    def _check_peer_names(self) -> Self:
+        if self.ssl_peer_names and self.ssl_ca_certs is None:
+            raise ValueError("--ssl-peer-names: goes with --ssl-ca-certs; give both")
+        return self
+
+
 class HandoffOptions(Options):
     """How workers pass sequences on."""
 
@@ -330,7 +348,7 @@ class RegistryOptions(Options):
 
 
 class WorkerOptions(
-    EngineOptions, HandoffOptions, RegistryOptions, LivenessOptions, ServiceOptions
+    EngineOptions, HandoffOptions, RegistryOptions, LivenessOptions, PeerOptions, ServiceOptions
 ):
     """What a worker of either tier takes."""
 
@@ -501,6 +519,7 @@ class ServeOptions(
     HandoffOptions,
     FrontDoorOptions,
     LivenessOptions,
+    PeerOptions,
     ServiceOptions,
 ):
     """Options of `baton serve`, which starts all tiers on this machine."""

@@ -51,21 +51,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """The handler, wrapped; None for a method that does not exist, which grpc answers itself."""
         handler = await continuation(handler_call_details)
-        return handler and self._wrapped(handler, handler_call_details.method)
+        method = handler_call_details.method
 
-    def _wrapped(
-        self, handler: grpc.RpcMethodHandler[Any, Any], method: str
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        codecs = (handler.request_deserializer, handler.response_serializer)
-        behavior: _Behavior
-        if behavior := handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(self._unary(behavior, method), *codecs)
-        if behavior := handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(self._stream(behavior, method), *codecs)
-        if behavior := handler.stream_unary:
-            return grpc.stream_unary_rpc_method_handler(self._unary(behavior, method), *codecs)
-        behavior = handler.stream_stream
-        return grpc.stream_stream_rpc_method_handler(self._stream(behavior, method), *codecs)
+        def wrap(behavior: _Behavior, answers_stream: bool) -> _Behavior:
+            wrapper = self._stream if answers_stream else self._unary
+            return wrapper(behavior, method)
+
+        return handler and with_behavior(handler, wrap)
 
     def _unary(self, behavior: _Behavior, method: str) -> _Behavior:
         async def call(request: Any, context: _Context) -> Any:
@@ -95,6 +87,22 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             self._num_running -= 1
             if self._num_running == 0:
                 self._is_idle.set()
+
+
+def with_behavior(
+    handler: grpc.RpcMethodHandler[Any, Any], wrap: Callable[[_Behavior, bool], _Behavior]
+) -> grpc.RpcMethodHandler[Any, Any]:
+    """The same handler with its behaviour wrapped. wrap: also told whether it answers with a stream."""
+    codecs = (handler.request_deserializer, handler.response_serializer)
+    behavior: _Behavior
+    if behavior := handler.unary_unary:
+        return grpc.unary_unary_rpc_method_handler(wrap(behavior, False), *codecs)
+    if behavior := handler.unary_stream:
+        return grpc.unary_stream_rpc_method_handler(wrap(behavior, True), *codecs)
+    if behavior := handler.stream_unary:
+        return grpc.stream_unary_rpc_method_handler(wrap(behavior, False), *codecs)
+    behavior = handler.stream_stream
+    return grpc.stream_stream_rpc_method_handler(wrap(behavior, True), *codecs)
 
 
 def request_id_of(context: _Context) -> str:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import grpc
 
 from baton.errors import ConfigError
+from baton.rpc.file_watch import MadeOfFiles, PathLike
 
-PathLike = str | os.PathLike[str]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +48,27 @@ def client_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
 
 
 def server_credentials(tls: TlsFiles, *, requires_client_cert: bool) -> grpc.ServerCredentials:
-    """Reads the files. Raises ConfigError, naming option, value and fix."""
+    """Reads the files, and again for the first connection after they have changed. Raises ConfigError, naming option, value
+    and fix."""
+    if requires_client_cert and not tls.ca_certs:
+        raise ConfigError.of("ssl_ca_certs", "", "give the file by which to tell clients")
+    files = watched(tls, lambda: _server_certificates(tls))
+    # grpc takes None for "as before", which its stubs do not know.
+    renewed: Any = files.renewed
+    return grpc.dynamic_ssl_server_credentials(files.current(), renewed, requires_client_cert)
+
+
+def watched(tls: TlsFiles, make: Callable[[], T]) -> MadeOfFiles[T]:
+    """What `make` makes of the files, whenever they have changed. Raises ConfigError if it cannot be made now."""
+    paths = [path for path in (tls.ca_certs, tls.certfile, tls.keyfile) if path]
+    return MadeOfFiles(paths, make)
+
+
+def _server_certificates(tls: TlsFiles) -> grpc.ServerCertificateConfiguration:
     cert, key = _own_certificate(tls)
     if cert is None or key is None:
         raise ConfigError.of("ssl_certfile", "", "a server needs one, and --ssl-keyfile")
-    roots = _ca_certs(tls)
-    if requires_client_cert and roots is None:
-        raise ConfigError.of("ssl_ca_certs", "", "give the file by which to tell clients")
-    return grpc.ssl_server_credentials([(key, cert)], roots, requires_client_cert)
+    return grpc.ssl_server_certificate_configuration([(key, cert)], _ca_certs(tls))
 
 
 def _own_certificate(tls: TlsFiles) -> tuple[bytes | None, bytes | None]:

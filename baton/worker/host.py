@@ -16,6 +16,7 @@ from baton.engine.loop import EngineLoop
 from baton.errors import EngineFault
 from baton.phase_clock import PhaseClock
 from baton.registry import make_registry
+from baton.rpc.peer_names import PeerNamesInterceptor
 from baton.rpc.server import Register, start_server
 from baton.rpc.tls import server_credentials
 from baton.service import ReadyReport
@@ -90,7 +91,7 @@ class WorkerHost(Generic[CommandT, EventT]):
         Raises EngineFault if the engine loop ends by itself.
         """
         self._loop.start()
-        tls = self._options.tls
+        tls, peer_names = self._options.tls, self._options.ssl_peer_names
         server = await start_server(
             f"{self._options.host}:{self._options.port}",
             register,
@@ -98,6 +99,7 @@ class WorkerHost(Generic[CommandT, EventT]):
             credentials=server_credentials(tls, requires_client_cert=True) if tls else None,
             # Half for the silence, half for the answer: a gateway that nothing comes from any more is lost as soon.
             keepalive_ms=round(self._options.worker_stall_timeout_s * 500),
+            interceptors=[PeerNamesInterceptor(peer_names)] if peer_names else [],
         )
         clock.lap("listen")
         on_ready(ReadyReport(address=server.address, phases=clock.phases))

@@ -55,7 +55,7 @@ class Connection(Protocol):
         ...
 
     def seal(self, key: bytes) -> None:
-        """From here on frames carry digests under keys made of this one, both ways: see frame_seal.py. Raises FrameError if some
+        """From here on frames carry digests under this key, both ways: see frame_seal.py. Raises FrameError if some
         without have come already."""
         ...
 

@@ -21,7 +21,7 @@ from kv_transfer.transport.loopback import LoopbackHub
 from kv_transfer.transport.nixl import Quarantine, connect_nixl, has_nixl
 from kv_transfer.transport.shm import connect_shm
 from kv_transfer.transport.tcp import connect_tcp
-from kv_transfer.transport.tls import client_context, connect_tls
+from kv_transfer.transport.tls import client_contexts, connect_tls
 
 _ALLOWED = {
     "auto": frozenset(TransportKind),
@@ -57,17 +57,18 @@ def make_connector(
     send_timeout_s: float = 10.0,
     tls: TlsFiles | None = None,
     clock: Callable[[], float] = time.monotonic,
+    peer_names: Sequence[str] = (),
 ) -> Connector:
     """A connector for `transport`: "auto", "loopback" (within `hub`), "shm", "tcp" or "nixl". Raises ConfigError for others.
 
-    tls: of tcp; None for plain text.
+    tls: of tcp; None for plain text. peer_names: see connect_tls.
     """
     if transport not in _ALLOWED:
         raise ConfigError.of("kv_transport", transport, f"use one of {', '.join(_ALLOWED)}")
     host_id = local_host_id()
     quarantine = Quarantine()
     shunned = Shunned(clock)
-    context = client_context(tls) if tls else None
+    contexts = client_contexts(tls) if tls else None
     server_name = tls.server_name if tls else ""
 
     def is_reachable(endpoint: Endpoint) -> bool:
@@ -85,9 +86,14 @@ def make_connector(
         match endpoint.kind:
             case TransportKind.SHM:
                 return connect_shm(endpoint.address, timeout_s, send_timeout_s)
-            case TransportKind.TCP if context:
+            case TransportKind.TCP if contexts:
                 return connect_tls(
-                    endpoint.address, timeout_s, send_timeout_s, context, server_name
+                    endpoint.address,
+                    timeout_s,
+                    send_timeout_s,
+                    contexts(),
+                    server_name,
+                    peer_names,
                 )
             case TransportKind.TCP:
                 return connect_tcp(endpoint.address, timeout_s, send_timeout_s)
@@ -163,6 +169,7 @@ class WatchedConnection:
         self._is_answered = False
         self.stage = connection.stage
         self.unstage = connection.unstage
+        self.seal = connection.seal
         self.fileno = connection.fileno
 
     def send(self, frame: Frame, staged: Staged | None = None, *, more: bool = False) -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 import functools
 import socket
 import ssl
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from baton.rpc.tls import TlsFiles, check_files
+from baton.errors import PermissionDenied
+from baton.rpc.peer_names import check_peer_names
+from baton.rpc.tls import TlsFiles, check_files, watched
 from kv_transfer.endpoint import Endpoint, TransportKind
 from kv_transfer.receiver import Receiver
 from kv_transfer.transport.base import TransportError
@@ -18,23 +21,32 @@ from kv_transfer.transport.stream_connection import send_all, set_socket_timeout
 from kv_transfer.transport.stream_listener import StreamListener
 from kv_transfer.transport.tcp import TcpConnection, TcpServerStream, bind, dial
 
+_NAME_KINDS = frozenset({"DNS", "URI"})
 _READ_BYTES = 256 * 1024
 #: Turned and sent at once, so that a payload needs no second copy of its own size.
 _WRITE_BYTES = 256 * 1024
 
 
-def server_context(tls: TlsFiles) -> ssl.SSLContext:
-    """Of a receiver: senders show a certificate of the authority. Raises ConfigError."""
+#: The context of the moment: it changes when files do.
+Contexts = Callable[[], ssl.SSLContext]
+
+
+def server_contexts(tls: TlsFiles) -> Contexts:
+    """Of a receiver: senders show a certificate of the authority. Raises ConfigError if files cannot be used now."""
+    return watched(tls, lambda: _server_context(tls)).current
+
+
+def client_contexts(tls: TlsFiles) -> Contexts:
+    """Of a sender: the receiver's certificate is of the authority, and made out to the name asked for. Raises ConfigError."""
+    return watched(tls, lambda: _context(ssl.PROTOCOL_TLS_CLIENT, tls)).current
+
+
+def _server_context(tls: TlsFiles) -> ssl.SSLContext:
     context = _context(ssl.PROTOCOL_TLS_SERVER, tls)
     context.verify_mode = ssl.CERT_REQUIRED
     # Nobody resumes a session.
     context.num_tickets = 0
     return context
-
-
-def client_context(tls: TlsFiles) -> ssl.SSLContext:
-    """Of a sender: the receiver's certificate is of the authority, and made out to the name asked for. Raises ConfigError."""
-    return _context(ssl.PROTOCOL_TLS_CLIENT, tls)
 
 
 def _context(protocol: int, tls: TlsFiles) -> ssl.SSLContext:
@@ -47,14 +59,22 @@ def _context(protocol: int, tls: TlsFiles) -> ssl.SSLContext:
 
 
 def connect_tls(
-    address: str, timeout_s: float, send_timeout_s: float, context: ssl.SSLContext, name: str
+    address: str,
+    timeout_s: float,
+    send_timeout_s: float,
+    context: ssl.SSLContext,
+    name: str,
+    peer_names: Sequence[str] = (),
 ) -> TlsConnection:
-    """Connect to host:port. name: whom its certificate must be made out to; empty: the host. Raises TransportError."""
+    """Connect to host:port. name: whom its certificate must be made out to; empty: the host. Raises TransportError.
+
+    peer_names: of which it must carry one, besides; none: no other."""
     sock = dial(address, timeout_s)
     host = address.rpartition(":")[0].strip("[]")
     set_socket_timeout(sock, socket.SO_RCVTIMEO, timeout_s)
     try:
         stream = TlsStream(sock, context, name or host)
+        stream.check_peer(peer_names)
     except OSError as error:
         sock.close()
         raise TransportError(f"no TLS with {address}: {error}") from error
@@ -63,14 +83,19 @@ def connect_tls(
 
 
 def listen_tls(
-    host: str, port: int, advertise_address: str, *, context: ssl.SSLContext
+    host: str,
+    port: int,
+    advertise_address: str,
+    *,
+    contexts: Contexts,
+    peer_names: Sequence[str] = (),
 ) -> StreamListener:
-    """As listen_tcp."""
+    """As listen_tcp. peer_names: of which senders' certificates must carry one; none: any will do."""
     sock, address = bind(host, port, advertise_address)
     return StreamListener(
         sock,
         Endpoint(TransportKind.TCP, address),
-        functools.partial(TlsServerStream, context=context),
+        functools.partial(TlsServerStream, contexts=contexts, peer_names=peer_names),
     )
 
 
@@ -94,6 +119,19 @@ class TlsStream:
         except ssl.SSLError:
             self._flush()  # the peer is told why
             raise
+
+    def check_peer(self, names: Sequence[str]) -> None:
+        """Raises PermissionError unless the peer's certificate carries one of the names, or there are none."""
+        if not names:
+            return
+        certificate: Any = self._tls.getpeercert() or {}
+        shown = [
+            name for kind, name in certificate.get("subjectAltName", ()) if kind in _NAME_KINDS
+        ]
+        try:
+            check_peer_names(names, shown)
+        except PermissionDenied as error:
+            raise PermissionError(error.message) from error
 
     def write(self, *pieces: bytes | memoryview) -> None:
         for piece in pieces:
@@ -161,14 +199,23 @@ class TlsConnection(TcpConnection):
 class TlsServerStream(TcpServerStream):
     """Nothing passes before `greet`."""
 
-    def __init__(self, sock: socket.socket, receiver: Receiver, *, context: ssl.SSLContext) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        receiver: Receiver,
+        *,
+        contexts: Contexts,
+        peer_names: Sequence[str],
+    ) -> None:
         super().__init__(sock, receiver)
-        self._context = context
+        self._contexts = contexts
+        self._peer_names = peer_names
         self._stream: TlsStream
 
     def greet(self) -> None:
         super().greet()
-        self._stream = TlsStream(self.sock, self._context)
+        self._stream = TlsStream(self.sock, self._contexts())
+        self._stream.check_peer(self._peer_names)
 
     @property
     def has_more(self) -> bool:

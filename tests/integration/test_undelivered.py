@@ -24,8 +24,8 @@ def silent_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         bound: list[socket.socket] = []
 
-        def bind(host: str, port: int, advertise_host: str) -> tuple[socket.socket, str]:
-            del advertise_host
+        def bind(host: str, port: int, advertise_address: str) -> tuple[socket.socket, str]:
+            del advertise_address
             bound.append(socket.create_server((host, port)))
             return bound[-1], address
 
@@ -37,8 +37,8 @@ def silent_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def dead_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever sends KV over TCP gets to a port that nobody listens at."""
 
-    def bind(host: str, port: int, advertise_host: str) -> tuple[socket.socket, str]:
-        del advertise_host
+    def bind(host: str, port: int, advertise_address: str) -> tuple[socket.socket, str]:
+        del advertise_address
         with socket.create_server(("127.0.0.1", 0)) as gone:
             address = f"127.0.0.1:{gone.getsockname()[1]}"
         return socket.create_server((host, port)), address

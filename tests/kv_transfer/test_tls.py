@@ -14,7 +14,7 @@ from baton.rpc.tls import TlsFiles
 from baton.types import KvLayout
 from kv_transfer.ticket import LendAsked, TicketCommitted
 from kv_transfer.transport import stream_listener
-from kv_transfer.transport.tls import client_context
+from kv_transfer.transport.tls import client_contexts
 from tests.support.certificates import Authority
 
 #: 1 MiB a block: chunks of many TLS records, and more than any socket's buffer.
@@ -115,7 +115,7 @@ def test_a_receiver_closes_while_somebody_greets(make_rig: Any, own: TlsFiles) -
 
 def test_broken_files_are_told_when_the_worker_starts(own: TlsFiles) -> None:
     with pytest.raises(ConfigError, match="ssl_keyfile"):
-        client_context(replace(own, keyfile="no-such.key"))
+        client_contexts(replace(own, keyfile="no-such.key"))
 
 
 def test_a_ticket_s_death_is_told_through_it(make_rig: Any, own: TlsFiles) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+
 import pytest
 
+from baton.engine.array_kv_pool import ArrayKvPool
 from baton.rpc.tls import TlsFiles
+from baton.types import KvLayout, WorkerIdentity
+from kv_transfer.running_receiver import RunningReceiver, open_receiver
 from tests.support.certificates import Authority
 
 
@@ -23,3 +29,28 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 def own(authority: Authority) -> TlsFiles:
     """A good certificate of this host."""
     return authority.files("127.0.0.1", "localhost")
+
+
+@pytest.fixture
+def make_listener() -> Iterator[Callable[[TlsFiles, tuple[str, ...]], str]]:
+    """A receiver of KV over TCP with TLS, and the peer names that it wants: its address. Closed at the end."""
+    running: list[RunningReceiver] = []
+
+    def make(tls: TlsFiles, peer_names: tuple[str, ...]) -> str:
+        layout = KvLayout("m", 2, 1, 2, "int64", 4)
+        running.append(
+            open_receiver(
+                WorkerIdentity("d0", 7),
+                ArrayKvPool(layout, 8),
+                lambda _: None,
+                time.monotonic,
+                transports=("tcp",),
+                tls=tls,
+                peer_names=peer_names,
+            )
+        )
+        return running[-1].endpoints[0].address
+
+    yield make
+    for receiver in running:
+        receiver.close()

@@ -30,6 +30,7 @@ async def test_tiers_that_share_a_secret_serve(tmp_path: Path, transport: str) -
     async with live_system(worker_options=common, decode_options=decode) as system:
         done = await system.client.generate(PROMPT, PARAMS)
         assert done.token_ids == ANSWER
+        assert done.timing.transfer_bytes > 0
         await system.until_quiet()
 
 
