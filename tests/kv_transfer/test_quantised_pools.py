@@ -11,7 +11,7 @@ from baton.engine.torch_kv_pool import TorchKvPool
 from baton.types import CONVERTIBLE_DTYPES, SCALED_DTYPES, KvLayout
 from baton_kernels.kv_write import kv_write, slot_rows
 from baton_kernels.quantize_rows import dequantize_rows
-from kv_transfer.codec import ChunkCodec, lend_chunk
+from kv_transfer.codec import ChunkCodec
 from kv_transfer.coverage import KvRange
 from kv_transfer.wire_format import WIRE_DTYPES, wire_format
 
@@ -113,7 +113,7 @@ def test_whole_blocks_travel_from_where_they_lie(
     format_ = wire_format(dtype, kv.layout)
     payload = bytearray(format_.num_bytes(piece))
     ChunkCodec(kv, format_).pack(SENT, piece, memoryview(payload))
-    assert b"".join(lend_chunk(kv, kv.layout, SENT, piece)) == payload
+    assert b"".join(ChunkCodec(kv, format_).lend(SENT, piece)) == payload
 
 
 @pytest.mark.parametrize("wire", ON_THE_WIRE)
