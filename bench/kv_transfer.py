@@ -6,7 +6,7 @@ Every way moves the same number of bytes between the same two processes of one r
 medians over the rounds are told. A handoff's time runs from `begin` to the peer's confirmation that it owns the blocks:
 it holds ticket, packing, checksums, unpacking and commit. The others only move bytes into memory that is ready.
 
---doc puts the tables into a page, between the lines that name this command.
+--doc puts the tables into a page, where its part "kv-transfer" is.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from bench.kv_ways import (
     num_blocks_of,
     raw_socket,
 )
+from bench.suite.page import replaced
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.coverage import KvRange
 from kv_transfer.running_receiver import DEFAULT_MAX_CHUNK_BYTES
@@ -52,7 +53,6 @@ from kv_transfer.wire_format import wire_format
 SIZES = "64KiB,512KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _CHECKSUM_PIECE_BYTES = 1 << 20
-_BEGIN, _END = "<!-- bench.kv_transfer -->\n", "<!-- end of bench.kv_transfer -->\n"
 _PACKAGES = ("torch", "numpy", "grpcio", "xxhash")
 #: What is compared with which roof.
 _ROOFS = {"shm scattered": "memcpy", "tcp scattered": "raw tcp"}
@@ -283,14 +283,6 @@ class Result:
         )
 
 
-def with_tables(page: str, tables: str) -> str:
-    """A page with `tables` in the place of the ones before. Raises ValueError if it has no such place."""
-    if _BEGIN not in page or _END not in page:
-        raise ValueError(f"the page lacks the lines {_BEGIN.strip()} and {_END.strip()}")
-    before, _, rest = page.partition(_BEGIN)
-    return f"{before}{_BEGIN}{tables}{_END}{rest.partition(_END)[2]}"
-
-
 def run(sizes: Sequence[str], num_rounds: int) -> Result:
     with opened(max(map(num_bytes_of, sizes))) as ways:
         found = measure(ways, [num_bytes_of(size) for size in sizes], num_rounds)
@@ -312,7 +304,8 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(asdict(result), indent=1) + "\n")
     if options.doc:
-        options.doc.write_text(with_tables(options.doc.read_text(), result.markdown))
+        page = options.doc.read_text()
+        options.doc.write_text(replaced(page, "kv-transfer", result.markdown))
 
 
 if __name__ == "__main__":

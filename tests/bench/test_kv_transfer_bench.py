@@ -11,7 +11,6 @@ from bench.kv_transfer import (
     ratios,
     summary_of,
     table,
-    with_tables,
 )
 from bench.kv_ways import LAYOUT, Channel, shares_of
 
@@ -58,12 +57,3 @@ def test_a_table_has_a_row_for_each_way_and_a_cell_for_each_size():
     rows = table(["1KiB", "1MiB"], {"way": [summary, summary]}).splitlines()
     assert rows[0].count("|") == rows[1].count("|") == rows[2].count("|") == 4
     assert "1.05, 1.05 (1000)" in rows[2]
-
-
-def test_tables_take_the_place_of_the_ones_before():
-    page = "a\n<!-- bench.kv_transfer -->\nold\n<!-- end of bench.kv_transfer -->\nb\n"
-    once = with_tables(page, "new\n")
-    assert once == page.replace("old", "new")
-    assert with_tables(once, "new\n") == once
-    with pytest.raises(ValueError, match="lacks the lines"):
-        with_tables("no place", "new\n")
