@@ -84,7 +84,10 @@ async def test_many_ranks_prefill_for_one(model: Path) -> None:
     assert all(each.timing.transfer_bytes for each in done)
 
 
-async def test_one_prefills_for_many_ranks_and_a_killed_rank_costs_no_token(model: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+async def test_one_prefills_for_many_ranks_and_a_lost_rank_costs_no_token(
+    model: Path, signum: signal.Signals
+) -> None:
     num_tokens = 160
     has_begun = asyncio.Event()
 
@@ -107,7 +110,9 @@ async def test_one_prefills_for_many_ranks_and_a_killed_rank_costs_no_token(mode
         await has_begun.wait()
         worker = cluster.pid_of("decode-0")
         (rank,) = child_pids(worker)
-        os.kill(rank, signal.SIGKILL)
+        os.kill(rank, signum)
         done = await asyncio.gather(*streams)
+        if signum is signal.SIGSTOP:
+            os.kill(rank, signal.SIGCONT)
     assert [tokens for tokens, _ in done] == expected(model, num_tokens)
     assert sum(num_resumes for _, num_resumes in done)

@@ -81,8 +81,6 @@ class RankTeam:
         meeting_fd = create_segment("baton-ranks", segment_bytes(spec.size, spec.staging_bytes))
         self._size = spec.size
         self._kv_memory, meeting = map_segment(kv_fd), map_segment(meeting_fd)
-        # As each rank does with its own: no step pays for the first touch.
-        rank_memory(self._kv_memory, spec.layout, spec.num_blocks, spec.shard).zero_()
         prepare(meeting, spec.size)
         self.ranks = SharedRanks(meeting, spec.shard, spec.staging_bytes)
         started = replace(spec, kv_fd=kv_fd, meeting_fd=meeting_fd)
@@ -93,6 +91,8 @@ class RankTeam:
         ]
         os.close(kv_fd)
         os.close(meeting_fd)
+        # As each rank does with its own: no step pays for the first touch.
+        rank_memory(self._kv_memory, spec.layout, spec.num_blocks, spec.shard).zero_()
 
     def wait_ready(self, digest: str) -> None:
         """See Followers. They are watched from then on."""
