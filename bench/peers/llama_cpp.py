@@ -14,7 +14,7 @@ import numpy as np
 
 from bench.peers.task import Answer, Task, prompts_of, serve
 
-#: Tokens that one call may compute, as llama.cpp's own tools have it by default.
+#: Tokens that one call may take, as llama.cpp's own tools have it; it divides them as it does by default.
 _BATCH_TOKENS = 2048
 
 
@@ -36,7 +36,7 @@ class LlamaCppContender:
         params.n_seq_max = task.batch
         # Rounded for llama.cpp, which divides its cells among the sequences.
         params.n_ctx = task.batch * (-(-(task.context + task.num_tokens) // 256) * 256)
-        params.n_batch = params.n_ubatch = _BATCH_TOKENS
+        params.n_batch = _BATCH_TOKENS
         params.n_threads = params.n_threads_batch = self._num_threads
         context = lib.llama_init_from_model(self._model, params)
         if not context:

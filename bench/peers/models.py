@@ -46,6 +46,10 @@ SHAPES: Mapping[str, Shape] = {
 NAMES = ("box", *SHAPES)
 
 
+#: Installed in the environment of the peers, for its version.
+_LLAMA_CPP = "llama-cpp-python"
+
+
 class PeerMissing(Exception):
     """A peer is not built here, or cannot read the model."""
 
@@ -76,6 +80,15 @@ def gguf_file(name: str, dtype: str, made: Path = MADE, python: Path = PEERS_PYT
         if done.returncode:
             raise PeerMissing(f"no GGUF file of {name}: {done.stderr.strip().splitlines()[-1]}")
     return path
+
+
+def peer_versions(python: Path = PEERS_PYTHON) -> dict[str, str]:
+    """Of what bench/peers/setup.sh installed; nothing where it did not."""
+    if not python.exists():
+        return {}
+    program = f"from importlib.metadata import version; print(version('{_LLAMA_CPP}'))"
+    done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=False)
+    return {_LLAMA_CPP: done.stdout.strip()} if done.returncode == 0 else {}
 
 
 def _random_model(shape: Shape, folder: Path) -> Path:

@@ -30,7 +30,7 @@ from bench.suite.sections import SECTIONS, Section, tables
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "bench" / "results"
-_QUICK = ROOT / "build" / "bench-quick"
+QUICK = ROOT / "build" / "bench-quick"
 
 #: No section takes a quarter of this on two cores that nothing else uses.
 _LIMIT_S = 1800.0
@@ -109,9 +109,9 @@ def is_of_commit(path: Path, commit: str) -> bool:
 
 def quick_places() -> Places:
     """An empty folder, with a copy of the page."""
-    shutil.rmtree(_QUICK, ignore_errors=True)
-    _QUICK.mkdir(parents=True)
-    return Places(_QUICK, Path(shutil.copy(PAGE, _QUICK)))
+    shutil.rmtree(QUICK, ignore_errors=True)
+    QUICK.mkdir(parents=True)
+    return Places(QUICK, Path(shutil.copy(PAGE, QUICK)))
 
 
 def _tell(line: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_VERSIONS = ("python", "torch", "transformers", "grpcio")
+_VERSIONS = ("python", "torch", "transformers", "llama-cpp-python", "grpcio")
 NOT_MEASURED = "Not measured yet: run `make bench`."
 
 

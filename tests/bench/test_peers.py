@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.peers.__main__ import cases_of
+from bench.peers.__main__ import cases_of, rounds_of
 from bench.peers.figures import agreement, figure_of
 from bench.peers.models import NAMES, PeerMissing, gguf_file
 from bench.peers.ours import BatonContender
@@ -133,6 +133,12 @@ def test_only_those_who_can_run_int8() -> None:
     assert whole.contenders == ("baton", "baton-service", "llama.cpp", "transformers")
     assert set(rounded.contenders) <= set(INT8)
     assert "llama.cpp" in rounded.contenders
+
+
+def test_float32_is_run_for_its_tokens_alone() -> None:
+    by_type = {case.dtype: case for case in cases_of(["box"], ["float32", "bfloat16"], [])}
+    assert rounds_of(by_type["float32"], 5) == 1
+    assert rounds_of(by_type["bfloat16"], 5) == 5
 
 
 def test_there_are_cases_of_every_model() -> None:

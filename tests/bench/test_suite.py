@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from bench.suite.__main__ import (
     PAGE,
+    QUICK,
     RESULTS,
     Places,
     is_of_commit,
@@ -136,3 +137,13 @@ def test_a_result_of_this_commit_needs_no_other(
     if result is not None:
         path.write_text(json.dumps(result))
     assert is_of_commit(path, "a") is is_done
+
+
+def test_a_quick_run_measures_and_writes_a_page_of_its_own() -> None:
+    before = PAGE.read_text(encoding="utf-8")
+    command = [sys.executable, "-m", "bench.suite", "--quick", "--only", "engine"]
+    done = subprocess.run(command, cwd=PAGE.parents[1], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    places = Places(QUICK, QUICK / PAGE.name)
+    assert "| tiny | bfloat16 | 1 | 20 |" in part_of(places.page.read_text(), "engine")
+    assert PAGE.read_text(encoding="utf-8") == before
