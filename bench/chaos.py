@@ -175,7 +175,7 @@ def result_of(fault: str, num_faults: int, records: Sequence[StreamRecord]) -> F
 
 
 async def until_healed(cluster: ProxiedCluster, client: AsyncClient) -> None:
-    """All workers are ready again, once the gateway has had time to notice that they were not."""
+    """All workers are ready again, and clients can see it, once the gateway has had time to notice that they were not."""
     await asyncio.sleep(NOTICED_S)
     num_workers = sum(not name.startswith("gateway") for name in cluster.names)
     while True:
@@ -227,7 +227,7 @@ async def chaos(
                 await asyncio.sleep(1.5)
                 load.begin_fault(fault.name)
                 await fault.inflict(scene)
-                await until_healed(cluster, observer)
+                await until_healed(cluster, client)
                 await load.end_fault()
                 console.print(f"{fault.name}: {load.num_faulted} streams faulted so far")
             num_rounds += 1
