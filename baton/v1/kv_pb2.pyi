@@ -59,7 +59,7 @@ KV_TRANSPORT_NIXL: KvTransport.ValueType  # 4
 
 @typing.final
 class KvLayout(message.Message):
-    """Shape, numerics and identity of a worker's KV. Peers must agree on all but block_size, and dtype where both are floating point."""
+    """Shape, numerics and identity of a worker's KV. Peers must agree on all but block_size, and dtype where both are of numbers."""
 
     DESCRIPTOR: descriptor.Descriptor
 
@@ -446,8 +446,9 @@ class KvChunk(message.Message):
     payload_bytes: builtins.int
     """Bytes of the payload: block by block of the sender (KvHello.layout.block_size), those of its tokens that are in the piece,
     laid out [layers, 2, kv_heads, tokens, head_dim] in KvAccept.wire_dtype, little endian. Before each block's part of fp8 or
-    int8: float32 [layers, 2, kv_heads], by which the elements that follow are to be multiplied. int8 is -127 to 127;
-    fp8 is e4m3, without infinities.
+    int8: float32 [layers, 2, kv_heads], by which the elements that follow are to be multiplied; or, if KvHello.layout.dtype is
+    that very type, behind the elements [tokens, head_dim] of each layer, kind and head: float32 [tokens], one for each row. int8
+    is -127 to 127; fp8 is e4m3, without infinities.
     """
     slot: builtins.int
     """Staging slot that holds the payload (SHM); 0 where it follows the header."""
