@@ -110,10 +110,25 @@ def test_whole_blocks_travel_from_where_they_lie(
     kv = pool_of(dtype, 4)
     fill(kv, SENT)
     piece = KvRange(0, 8, 1, 2)
-    format_ = wire_format(dtype, kv.layout)
-    payload = bytearray(format_.num_bytes(piece))
-    ChunkCodec(kv, format_).pack(SENT, piece, memoryview(payload))
-    assert b"".join(ChunkCodec(kv, format_).lend(SENT, piece)) == payload
+    codec = ChunkCodec(kv, wire_format(dtype, kv.layout))
+    payload = bytearray(codec.wire.num_bytes(piece))
+    codec.pack(SENT, piece, memoryview(payload))
+    assert b"".join(codec.lend(SENT, piece)) == payload
+
+
+@pytest.mark.parametrize("dtype", sorted(SCALED_DTYPES))
+def test_whole_blocks_are_copied_and_hashed_at_once(dtype: str) -> None:
+    ours, theirs = pool_of(dtype, 4), pool_of(dtype, 4)
+    fill(ours, SENT)
+    piece = KvRange(0, 8, 0, NUM_LAYERS)
+    format_ = wire_format(dtype, ours.layout)
+    payload = memoryview(bytearray(format_.num_bytes(piece)))
+    checksum = ChunkCodec(ours, format_).pack_checked(SENT, piece, payload, 7)
+    plain = bytearray(len(payload))
+    ChunkCodec(ours, format_).pack(SENT, piece, memoryview(plain))
+    assert payload == plain
+    assert ChunkCodec(theirs, format_).unpack_checked(RECEIVED, piece, payload, 7, checksum)
+    assert torch.equal(tokens_of(theirs, RECEIVED)[:8], tokens_of(ours, SENT)[:8])
 
 
 @pytest.mark.parametrize("wire", ON_THE_WIRE)
