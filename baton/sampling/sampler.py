@@ -7,6 +7,7 @@ model, before all of that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -32,6 +33,8 @@ class NothingAllowedError(ValueError):
 def broken_rows(logits: torch.Tensor) -> list[int]:
     """Indices of rows of [rows, vocab] that hold a NaN or an infinity."""
     # A sum is finite exactly if its float32 terms are, but for overflow far beyond any logit.
+    if math.isfinite(logits.sum().item()):
+        return []
     return torch.nonzero(~torch.isfinite(logits.sum(-1))).flatten().tolist()
 
 

@@ -22,9 +22,10 @@ def slot_rows(slots: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
     slots [tokens] int64 = block * block_size + offset.
     """
     _, num_layers, _, num_kv_heads, block_size, _ = pool.shape
-    block, offset = slots // block_size, slots % block_size
-    first = block * (num_layers * 2 * num_kv_heads * block_size) + offset
-    heads = torch.arange(num_kv_heads, device=slots.device) * block_size
+    # block * rows of a block + offset, where a slot is block * block_size + offset.
+    rows_of_block = num_layers * 2 * num_kv_heads * block_size
+    first = slots + slots // block_size * (rows_of_block - block_size)
+    heads = torch.arange(0, num_kv_heads * block_size, block_size, device=slots.device)
     return (first[:, None] + heads).flatten()
 
 
