@@ -24,6 +24,7 @@ namespace {
 
 constexpr long kTile = 64;
 constexpr long kMaxRows = 6;        // rows of a register tile: 6 x 4 sums, 4 weights, 1 broadcast
+constexpr long kMaxIntRows = 4;     // the same for integers, whose sums compilers copy at every step
 constexpr long kChunkRows = 48;     // rows that a task takes through a tile, so that they find it in the L2 cache
 constexpr long kChunkWords = 256;   // words of k that all rows go through before the next: 64 KiB
 
@@ -109,12 +110,12 @@ void with_rows(long rows, F&& f) {
     }
 }
 
-long num_panels(long rows) { return (rows + kMaxRows - 1) / kMaxRows; }
+constexpr long num_panels(long rows, long most) { return (rows + most - 1) / most; }
 
-// Panels of nearly equal height.
+// Panels of nearly equal height, of at most `most` rows.
 template <class F>
-void for_panels(long rows, F&& f) {
-    const long panels = num_panels(rows);
+void for_panels(long rows, long most, F&& f) {
+    const long panels = num_panels(rows, most);
     for (long p = 0, first = 0; p < panels; p++) {
         const long count = (rows - first + panels - p - 1) / (panels - p);
         with_rows(count, [&](auto r) { f(first, r); });
@@ -127,13 +128,13 @@ void float_tile(const Call& c, long tile, long first, long rows, float* sums) {
     const long words = c.w->num_in / T::per_word;
     const char* w = c.w->data + tile * words * 256;
     // One panel alone reads as fast as memory gives. Several pause the reading, unless they fetch what comes next.
-    const long panels = num_panels(rows);
+    const long panels = num_panels(rows, kMaxRows);
     const int lines = panels == 1 ? 0 : (int)((4 + panels - 1) / panels);
     for (long k = 0; k < words; k += kChunkWords) {
         const long count = words - k < kChunkWords ? words - k : kChunkWords;
         const char *now = w + k * 256, *end = now + count * 256;
         const char* ahead = end;
-        for_panels(rows, [&](long row, auto r) {
+        for_panels(rows, kMaxRows, [&](long row, auto r) {
             const int32_t* x = (const int32_t*)c.x + (first + row) * words + k;
             // A chunk is followed by one of its size; where this is the last of all, fetching past it does nothing.
             const bool fetches = ahead < end + count * 256;
@@ -155,7 +156,7 @@ void int_tile(const Call& c, long tile, long first, long rows, float* sums) {
     for (long g = 0; g < groups; g++) {
         const long at = (tile * groups + g) * kTile;
         const float* zero = c.w->zeros ? c.w->zeros + at : constant_zero;
-        for_panels(rows, [&](long row, auto r) {
+        for_panels(rows, kMaxIntRows, [&](long row, auto r) {
             float dots[kMaxRows];
             for (int i = 0; i < r.value; i++) dots[i] = (float)c.x_sums[(first + row + i) * groups + g];
             const int32_t* x = (const int32_t*)c.x + (first + row) * words + g * group_words;
