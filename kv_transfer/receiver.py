@@ -3,7 +3,7 @@
 Who writes into blocks, and when: only a chunk whose header has passed its own checksum and whose place is the ticket's, not
 cached, and not arrived before. Its payload may be written there before its checksum is known, because until the commit
 nobody reads a ticket's blocks, and a payload that does not pass kills the ticket: then the blocks go back unread. See
-docs/adr/0009-kv-is-verified-in-place.md.
+docs/adr/0010-kv-is-verified-in-place.md.
 """
 
 from __future__ import annotations
