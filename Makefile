@@ -33,7 +33,7 @@ serve: $(STAMP)
 	@$(BIN)/baton serve $(ARGS) -- $(MODEL)
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -121,7 +121,7 @@ def test_a_block_runs_with_less_to_do(block: Block, run: Run, tmp_path: Path) ->
 def test_a_line_serves_until_it_is_stopped(block: Block) -> None:
     for line in block.lines:
         # MAKELEVEL: as if typed by hand, also where `make test` runs this.
-        with started(line, BATON_PORT="0", MAKEFLAGS=MAKEFLAGS, MAKELEVEL="0") as service:
+        with started(line, BATON_PORT="0", MAKEFLAGS=MAKEFLAGS, MAKELEVEL="0", ARGS="") as service:
             told = service.first_line()
             assert told.startswith("Baton is ready at "), (line, told)
             with Client(told.removeprefix("Baton is ready at ").split()[0]) as client:

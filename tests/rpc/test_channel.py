@@ -111,5 +111,5 @@ async def test_a_window_bounds_what_waits_for_a_slow_reader() -> None:
                 await asyncio.sleep(0)
         assert await call.read() == b"x" * (1 << 20)
     await server.stop()
-    # Some pieces are the writer's and the reader's at the time, and in nobody's window.
-    assert max(ahead) <= _WINDOW_BYTES / _PIECE_BYTES + 8
+    # Pieces that the writer's and the reader's threads have at the time are in nobody's window.
+    assert max(ahead) <= 2 * _WINDOW_BYTES / _PIECE_BYTES < _NUM_PIECES / 4

@@ -158,7 +158,7 @@ def test_quantised_pool(heads: Heads, dtype: torch.dtype) -> None:
     wanted = reference_attention(rounded, 0.3)
     torch.testing.assert_close(got.double(), wanted, atol=2e-5, rtol=1e-4)
     args = (batch.query, batch.key, batch.value, pool, batch.layer)
-    twin_plan = twins.plan_attention(
+    twin_plan = twins.plan_attention.twin(
         batch.slices, pool, heads.num_heads, 0.3, None, batch.query.dtype
     )
     twin = twins.paged_attention.twin(*args, twin_plan, scales)
