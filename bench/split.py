@@ -75,6 +75,8 @@ def clusters_of(
     ConfigError."""
     base: dict[str, object] = {
         "speculative_method": "none",
+        # All clusters run at once: none may take most of the memory.
+        "gpu_memory_utilization": 0.1,
         "max_num_seqs": min(64, tuned_tokens),
         **settings,
     }

@@ -19,6 +19,9 @@ _BATCH = Goal(
     "Goal: a step of 8 sequences 2.2 times as fast as transformers' continuous batching", 2.2
 )
 
+_LLAMA_STEP = Goal("Goal: a step of one sequence in bfloat16 1.1 times as fast as llama.cpp's", 1.1)
+_LLAMA_PROMPT = Goal("Goal: one prompt in bfloat16 twice as fast as by llama.cpp", 2.0)
+
 Figure = Mapping[str, Any]
 
 
@@ -102,15 +105,16 @@ def peers_table(document: Mapping[str, Any]) -> str:
         f"* {m['contender']} on {m['model']} in {m['dtype']} has no figures: {m['reason']}."
         for m in document["missing"]
     ]
-    batching = {
-        f["model"]: f["step_ms"] / engine[_task(f)]["step_ms"]
-        for f in figures
-        if f["contender"] == "continuous-batching"
-        and f["batch"] == 8
-        and f["dtype"] == "bfloat16"
-        and _task(f) in engine
-    }
-    told = [goal_line(_BATCH, batching, " times"), *_losses(figures, engine), *reasons]
+    goals = (
+        (_BATCH, "continuous-batching", 8, "step_ms"),
+        (_LLAMA_STEP, "llama.cpp", 1, "step_ms"),
+        (_LLAMA_PROMPT, "llama.cpp", 1, "prompt_ms"),
+    )
+    told = [
+        goal_line(goal, _speedups(figures, engine, contender, batch, key), " times")
+        for goal, contender, batch, key in goals
+    ]
+    told += [*_losses(figures, engine), *reasons]
     threads = (
         f"{document['num_threads']} threads, each on a core; all contenders on the same cores."
     )
@@ -119,6 +123,18 @@ def peers_table(document: Mapping[str, Any]) -> str:
 
 def _task(figure: Figure) -> tuple[Any, ...]:
     return tuple(figure[key] for key in ("model", "dtype", "batch", "context"))
+
+
+def _speedups(
+    figures: Sequence[Figure], engine: Mapping[Any, Figure], contender: str, batch: int, key: str
+) -> dict[str, float]:
+    """How many times as fast Baton's engine is in bfloat16, by model."""
+    return {
+        f["model"]: f[key] / engine[_task(f)][key]
+        for f in figures
+        if (f["contender"], f["batch"], f["dtype"]) == (contender, batch, "bfloat16")
+        and _task(f) in engine
+    }
 
 
 def _peer_row(figure: Figure, engine: Figure | None) -> list[str]:

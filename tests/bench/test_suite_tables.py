@@ -218,3 +218,14 @@ def test_the_split_says_what_its_engine_was_and_which_trace() -> None:
     told = split_table(document)
     assert "a step takes 5.5 ms and 20 us for each new token" in told
     assert "of the lengths of some.csv" in told
+
+
+def test_llama_cpp_is_compared_at_one() -> None:
+    told = peers(
+        figure("baton", 10.0),
+        figure("llama.cpp", 11.5),
+        figure("baton", 20.0, batch=8),
+        figure("llama.cpp", 10.0, batch=8),
+    )
+    assert "1.1 times as fast as llama.cpp's: 1.1b 1.15 times (met)." in told
+    assert "twice as fast as by llama.cpp: 1.1b 1.00 times (**missed**)." in told
