@@ -24,10 +24,11 @@ UNSAFE_METHODS = frozenset({("torch", "load"), ("yaml", "load"), ("yaml", "unsaf
 
 
 def sources(*folders: str) -> Iterator[Path]:
-    """Python files that we write, without the generated ones."""
+    """Python files that we write, without the generated ones, and those of environments that tools make."""
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            if "v1" not in path.relative_to(ROOT).parts[:2] and "build" not in path.parts:
+            parts = path.relative_to(ROOT).parts
+            if "v1" not in parts[:2] and not {"build", ".venv"} & set(parts):
                 yield path
 
 
