@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from baton.engine.packed_pool import PackedPart, PackedPool, Span
 from baton.types import DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvLayout
 from baton_kernels.cpu.checked_copy import CheckedCopy, checked_copy_of
 from baton_kernels.cpu.memory import host_memory
 from baton_kernels.kv_pack import Slab, kv_pack, kv_unpack
 
-#: Integers as wide as an element: packing moves bits, and numpy knows neither bfloat16 nor fp8.
-_BITS = {4: (torch.int32, np.int32), 2: (torch.int16, np.int16), 1: (torch.int8, np.int8)}
+#: Integers as wide as an element: packing moves bits.
+_BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 _DTYPES = {"fp8": torch.float8_e4m3fn}
 
-#: Which tokens and layers of a sequence: its block table, first token, number of tokens, first layer, number of layers.
-Span = tuple[Sequence[int], int, int, int, int]
-PackedPart = NDArray[np.signedinteger]
 
-
-class TorchKvPool:
+class TorchKvPool(PackedPool):
     """Blocks as KvLayout has them, in one piece of memory.
 
     tensor: [blocks, layers, 2, kv_heads, block_size, head_dim]; scales: [blocks, layers, 2, kv_heads, block_size] float32, None but
@@ -40,8 +35,7 @@ class TorchKvPool:
     ) -> None:
         """memory: the blocks' bytes, uint8 on `device`, which somebody else touches; its own if not given. Raises ValueError if
         scales would not lie at multiples of their size."""
-        self._layout = layout
-        self._num_blocks = num_blocks
+        super().__init__(layout, num_blocks)
         self._is_host = device.type == "cpu"
         memory = memory if memory is not None else _fresh(num_blocks * layout.block_bytes, device)
         self._blocks = memory.view(num_blocks, layout.num_layers, 2, layout.num_kv_heads, -1)
@@ -51,8 +45,7 @@ class TorchKvPool:
         rows = self._blocks[..., : layout.block_size * row_bytes]
         self.tensor = rows.view(dtype).unflatten(-1, shape)  # type: ignore[no-untyped-call]
         self.scales = self._scales(layout) if layout.dtype in SCALED_DTYPES else None
-        bits, _ = _BITS[DTYPE_BYTES[layout.dtype]]
-        self._views = [self.tensor.view(bits)]
+        self._views = [self.tensor.view(_BITS[DTYPE_BYTES[layout.dtype]])]
         if self.scales is not None:
             self._views.append(self.scales.view(torch.int32)[..., None])
         self._slabs: list[Slab] = [v.numpy() if self._is_host else v for v in self._views]
@@ -66,44 +59,8 @@ class TorchKvPool:
             raise ValueError(f"block_size * head_dim = {num_bytes} is no multiple of {SCALE_BYTES}")
         return self._blocks[..., num_bytes:].view(torch.float32)
 
-    @property
-    def layout(self) -> KvLayout:
-        return self._layout
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
-    def pack(
-        self,
-        block_ids: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        first_layer: int,
-        num_layers: int,
-        out: memoryview,
-    ) -> None:
-        """See KvPool. Raises ValueError if a range or a size is wrong; `out` must be writable."""
-        if out.readonly:
-            raise ValueError("cannot pack into a read-only buffer")
-        span = (block_ids, first_token, num_tokens, first_layer, num_layers)
-        self.pack_parts(span, packed_parts(self._layout, self._num_blocks, span, out))
-
-    def unpack(
-        self,
-        block_ids: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        first_layer: int,
-        num_layers: int,
-        data: memoryview,
-    ) -> None:
-        """See KvPool. Raises ValueError if a range or a size is wrong."""
-        span = (block_ids, first_token, num_tokens, first_layer, num_layers)
-        self.unpack_parts(span, packed_parts(self._layout, self._num_blocks, span, data))
-
     def pack_parts(self, span: Span, parts: Sequence[PackedPart]) -> None:
-        """`pack` into what packed_parts gives, for the heads that are here. `span` is within the pool."""
+        """See PackedPool. The parts may be of the heads that are here alone."""
         block_ids, first_token, _, first_layer, _ = span
         for slab, packed in zip(self._slabs, parts, strict=True):
             if self._is_host:
@@ -114,7 +71,7 @@ class TorchKvPool:
                 packed[...] = staging.numpy()
 
     def unpack_parts(self, span: Span, parts: Sequence[PackedPart]) -> None:
-        """`unpack` from what packed_parts gives, for the heads that are here. `span` is within the pool."""
+        """See PackedPool. The parts may be of the heads that are here alone."""
         block_ids, first_token, _, first_layer, _ = span
         for slab, packed in zip(self._slabs, parts, strict=True):
             source: Slab = packed if self._is_host else torch.utils.dlpack.from_dlpack(packed)
@@ -156,37 +113,3 @@ def _fresh(num_bytes: int, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return host_memory(num_bytes).zero_()
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-
-
-def packed_parts(
-    layout: KvLayout, num_blocks: int, span: Span, data: memoryview
-) -> list[PackedPart]:
-    """`data` as [num_layers, 2, kv_heads, num_tokens, head_dim], and [num_layers, 2, kv_heads, num_tokens, 1] for scales; without
-    a copy.
-
-    Raises ValueError if `span` is not within a pool of `num_blocks`, or `data` has another size.
-    """
-    block_ids, first_token, num_tokens, first_layer, num_layers = span
-    if first_token < 0 or num_tokens < 0 or first_layer < 0 or num_layers < 0:
-        raise ValueError("ranges must not be negative")
-    if first_layer + num_layers > layout.num_layers:
-        raise ValueError(f"layers end at {first_layer + num_layers} of {layout.num_layers}")
-    if first_token + num_tokens > len(block_ids) * layout.block_size:
-        raise ValueError(f"tokens end at {first_token + num_tokens}, past {len(block_ids)} blocks")
-    if any(not 0 <= block < num_blocks for block in block_ids):
-        raise ValueError(f"a block id is not in [0, {num_blocks})")
-    if data.nbytes != num_layers * num_tokens * layout.token_layer_bytes:
-        raise ValueError(
-            f"{data.nbytes} bytes do not hold {num_tokens} tokens of {num_layers} layers"
-        )
-    heads = (num_layers, 2, layout.num_kv_heads)
-    num_elements = num_tokens * layout.head_dim
-    if layout.dtype not in SCALED_DTYPES:
-        _, array_dtype = _BITS[DTYPE_BYTES[layout.dtype]]
-        array = np.frombuffer(data, dtype=array_dtype)
-        return [array.reshape(*heads, num_tokens, layout.head_dim)]
-    array = np.frombuffer(data, dtype=np.int8).reshape(
-        *heads, num_elements + num_tokens * SCALE_BYTES
-    )
-    codes = array[..., :num_elements].reshape(*heads, num_tokens, layout.head_dim)
-    return [codes, array[..., num_elements:].view(np.int32)[..., None]]

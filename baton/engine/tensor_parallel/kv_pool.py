@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from baton.engine.torch_kv_pool import TorchKvPool, packed_parts
+from baton.engine.packed_pool import PackedPart, PackedPool, Span
+from baton.engine.torch_kv_pool import TorchKvPool
 from baton.model.shard import Shard
 from baton.types import KvLayout
 
@@ -38,7 +39,7 @@ def rank_pool(memory: torch.Tensor, layout: KvLayout, num_blocks: int, shard: Sh
     return TorchKvPool(shard_layout(layout, shard), num_blocks, _CPU, own)
 
 
-class ShardedKvPool:
+class ShardedKvPool(PackedPool):
     """See baton.engine.interface.KvPool: the blocks of all ranks, as rank 0 sees them. What goes out and comes in has all heads.
 
     So neither the KV channel nor the other tier knows how many ranks there are. Ranks that hold the same head are written
@@ -48,8 +49,7 @@ class ShardedKvPool:
 
     def __init__(self, memory: torch.Tensor, layout: KvLayout, num_blocks: int, size: int) -> None:
         """memory: pool_bytes of uint8 that all ranks share."""
-        self._layout = layout
-        self._num_blocks = num_blocks
+        super().__init__(layout, num_blocks)
         shards = [Shard(rank, size) for rank in range(size)]
         heads = [shard.kv_heads(layout.num_kv_heads) for shard in shards]
         self._pools = [
@@ -62,43 +62,13 @@ class ShardedKvPool:
         #: Rank 0's own, for its forward: see TorchKvPool.
         self.tensor, self.scales = self._pools[0][1].tensor, self._pools[0][1].scales
 
-    @property
-    def layout(self) -> KvLayout:
-        return self._layout
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
-    def pack(
-        self,
-        block_ids: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        first_layer: int,
-        num_layers: int,
-        out: memoryview,
-    ) -> None:
-        """See KvPool. Raises ValueError if a range or a size is wrong; `out` must be writable."""
-        if out.readonly:
-            raise ValueError("cannot pack into a read-only buffer")
-        span = (block_ids, first_token, num_tokens, first_layer, num_layers)
-        parts = packed_parts(self._layout, self._num_blocks, span, out)
+    def pack_parts(self, span: Span, parts: Sequence[PackedPart]) -> None:
+        """See PackedPool."""
         for heads, pool in self._first_pools:
             pool.pack_parts(span, [part[:, :, heads] for part in parts])
 
-    def unpack(
-        self,
-        block_ids: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        first_layer: int,
-        num_layers: int,
-        data: memoryview,
-    ) -> None:
-        """See KvPool. Raises ValueError if a range or a size is wrong."""
-        span = (block_ids, first_token, num_tokens, first_layer, num_layers)
-        parts = packed_parts(self._layout, self._num_blocks, span, data)
+    def unpack_parts(self, span: Span, parts: Sequence[PackedPart]) -> None:
+        """See PackedPool."""
         for heads, pool in self._pools:
             pool.unpack_parts(span, [part[:, :, heads] for part in parts])
 
