@@ -151,13 +151,14 @@ def _prompt_violations(prompt: inference_pb2.Prompt, facts: ModelFacts) -> Viola
 
 def _foreign_token_violations(token_ids: Sequence[int], facts: ModelFacts) -> Violations:
     """Tokens that the tokenizer has and the model has not: added ones, if the model was not resized for them."""
+    if max(token_ids) < facts.vocab_size:
+        return
     foreign = [token_id for token_id in token_ids if token_id >= facts.vocab_size]
-    if foreign:
-        yield FieldViolation(
-            "prompt",
-            f"{len(foreign)} of its tokens, {foreign[0]} the first, are beyond the model's "
-            f"vocabulary of {facts.vocab_size}; leave out the special tokens of other models",
-        )
+    yield FieldViolation(
+        "prompt",
+        f"{len(foreign)} of its tokens, {foreign[0]} the first, are beyond the model's "
+        f"vocabulary of {facts.vocab_size}; leave out the special tokens of other models",
+    )
 
 
 def _chat_violations(chat: inference_pb2.ChatPrompt, facts: ModelFacts) -> Violations:

@@ -194,20 +194,21 @@ class PrefillCore:
         if not grants:
             return False
         batch = Batch(tuple(slices))
+        num_tokens = batch.num_tokens
         last_chunks = [grant for grant in grants if grant[0].num_missing_tokens == grant[1]]
 
         def send_layers(first_layer: int, num_layers: int) -> None:
-            self._beat(batch.num_tokens)
+            self._beat(num_tokens)
             self._sender.heartbeat()
             for job, num_new in last_chunks:
                 self._send_layers(job, num_new, first_layer, num_layers)
 
-        self._beat(batch.num_tokens)
+        self._beat(num_tokens)
         begin_s = self._clock()
         outcomes = forward_guarded(self._engine, batch, send_layers)
         end_s = self._clock()
         self._num_steps += 1
-        self._borrowing.costs.observe_step(batch.num_tokens, end_s - begin_s)
+        self._borrowing.costs.observe_step(num_tokens, end_s - begin_s)
         for (job, num_new), outcome in zip(grants, outcomes, strict=True):
             job.chunks.append(ChunkTime(begin_s, end_s, num_new))
             self._advance(job, num_new, outcome)
