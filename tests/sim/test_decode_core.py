@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from baton.engine.interface import Batch, LayersDone
 from baton.events import Deferred, Failed, Offered, PrefillsHere
-from baton.types import BeamParams, KvSource, Sampling, SequenceSpec
+from baton.types import BeamParams, KvSource, Sample, Sampling, SequenceSpec
 from decode_svc.commands import Abort, Open
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode, SimShape
@@ -90,3 +91,28 @@ def test_nobody_comes_in_before_those_that_were_swapped_out() -> None:
     decoder.submit(Open(0, 4, small, KvSource.HERE))
     answers = [e.event for e in decoder.step().events if e.handle == 4]
     assert isinstance(answers[0], PrefillsHere)
+
+
+def test_beats_before_a_step_and_within_tell_how_many_tokens_it_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    beats: list[int] = []
+    before: list[list[int]] = []
+    decoder = SimDecode(LoopbackHub(), lambda: 0.0, SimShape(), beat=beats.append)
+    forward = decoder.engine.forward
+
+    def watched(
+        batch: Batch, layers_done: LayersDone | None = None
+    ) -> tuple[tuple[Sample, ...], ...]:
+        before.append(list(beats))
+        return forward(batch, layers_done)
+
+    monkeypatch.setattr(decoder.engine, "forward", watched)
+    for handle, num_tokens in ((1, 9), (2, 7)):
+        decoder.submit(Open(0, handle, spec_of(f"r{handle}", num_tokens), KvSource.HERE))
+    for num_tokens in (9 + 7, 2):
+        beats.clear()
+        decoder.step()
+        assert before.pop() == [num_tokens]
+        assert len(beats) > 1
+        assert set(beats) == {num_tokens}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.cache.pool import BlockPool
@@ -100,11 +101,14 @@ def core_of(
     pool: BlockPool | None = None,
     tickets: TicketTable | None = None,
     costs: BorrowCosts | None = None,
+    beat: Callable[[int], None] = lambda _num_tokens: None,
 ) -> PrefillCore:
     pool = pool or BlockPool(64, 4, secret=bytes(32))
     tickets = tickets or SimPrefill(LoopbackHub(), lambda: 0.0).tickets
     costs = costs or BorrowCosts(token_bytes=128)
-    devices = PrefillDevices(engine, pool, sender, tickets, costs, sim_matchers(), lambda: 0.0)
+    devices = PrefillDevices(
+        engine, pool, sender, tickets, costs, sim_matchers(), lambda: 0.0, beat
+    )
     return PrefillCore(devices, PrefillLimits(8, budget))
 
 
@@ -203,3 +207,26 @@ def test_a_refused_prompt_gives_its_ticket_up() -> None:
     assert sender.aborted == ["a"]
     assert step.load.num_open_tickets == 1
     assert core.step([SendDone("a", HandoffFailed("given up"), 0)]).load.num_open_tickets == 0
+
+
+def test_beats_before_a_step_and_within_tell_how_many_tokens_it_computes() -> None:
+    beats: list[int] = []
+    before: list[list[int]] = []
+
+    class Watched(OracleEngine):
+        def forward(
+            self, batch: Batch, layers_done: LayersDone | None = None
+        ) -> tuple[tuple[Sample, ...], ...]:
+            before.append(list(beats))
+            return super().forward(batch, layers_done)
+
+    engine = Watched(OracleOptions(num_blocks=64, block_size=4))
+    core = core_of(engine, RecordingSender(), 4, beat=beats.append)
+    commands = [Submit("a", spec_of("a", 10), b"t", 0)]
+    for num_tokens in (4, 4, 2):
+        beats.clear()
+        core.step(commands)
+        commands = []
+        assert before.pop() == [num_tokens]
+        assert len(beats) > 1
+        assert set(beats) == {num_tokens}

@@ -193,6 +193,7 @@ class SimDecode:
     seed: int = 0
     lease_s: float = 30.0
     speculation: Speculation = field(default_factory=NoSpeculation)
+    beat: Callable[[int], None] = lambda _num_tokens: None
     inbox: list[DecodeCommand] = field(default_factory=list)
     on_command: Callable[[], None] = lambda: None
 
@@ -213,6 +214,7 @@ class SimDecode:
             swap,
             sim_matchers(),
             self.clock,
+            self.beat,
             speculation=self.speculation,
         )
         most = self.shape.max_local_prefill_tokens
