@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from baton.engine.interface import Batch, EngineSpec, LayersDone
+from baton.engine.interface import Batch, Computed, Engine, EngineSpec, Launched, LayersDone
 from baton.types import KvLayout, Sample
 
 BLOCK_SIZE = 16
@@ -48,21 +48,29 @@ class NoKv:
         raise NotImplementedError
 
 
-class StubEngine:
+class StubEngine(Engine):
     """Implements baton.engine.interface.Engine: every row gets the same token."""
 
     def __init__(self, num_blocks: int, step_s: float = 0.0) -> None:
         """step_s: what a forward takes, in seconds; as on a device, the processor and Python's lock are free meanwhile."""
         layout = KvLayout("host-bench", 1, 1, 8, "float32", BLOCK_SIZE)
-        self.spec = EngineSpec("stub", layout, num_blocks, VOCAB_SIZE, MAX_MODEL_LEN)
-        self.kv = NoKv(layout, num_blocks)
+        self._spec = EngineSpec("stub", layout, num_blocks, VOCAB_SIZE, MAX_MODEL_LEN)
+        self._kv = NoKv(layout, num_blocks)
         self._step_s = step_s
 
-    def forward(
+    @property
+    def spec(self) -> EngineSpec:
+        return self._spec
+
+    @property
+    def kv(self) -> NoKv:
+        return self._kv
+
+    def launch(
         self,
         batch: Batch,
         layers_done: LayersDone | None = None,  # noqa: ARG002
-    ) -> tuple[tuple[Sample, ...], ...]:
+    ) -> Launched:
         if self._step_s:
             time.sleep(self._step_s)
-        return tuple((_SAMPLE,) * len(part.rows) for part in batch.slices)
+        return Computed(tuple((_SAMPLE,) * len(part.rows) for part in batch.slices))

@@ -129,6 +129,25 @@ class KvPool(Protocol):
         ...
 
 
+class Launched(Protocol):
+    """A batch that an engine was given. It is computed after all that were given before it."""
+
+    def samples(self) -> tuple[tuple[Sample, ...], ...]:
+        """Wait until the batch is computed; per slice, one sample per row of it. Called once, in the order of launches."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Implements Launched, of a batch that was computed when it was launched."""
+
+    found: tuple[tuple[Sample, ...], ...]
+
+    def samples(self) -> tuple[tuple[Sample, ...], ...]:
+        """See Launched."""
+        return self.found
+
+
 class Engine(Protocol):
     """A loaded model with its KV pool."""
 
@@ -138,11 +157,16 @@ class Engine(Protocol):
     @property
     def kv(self) -> KvPool: ...
 
+    def launch(self, batch: Batch, layers_done: LayersDone | None = None) -> Launched:
+        """Begin to write the new tokens' KV and to draw samples. The batch is the caller's again when this returns.
+
+        Any exception, here or when the samples are asked for, leaves the blocks that the batch writes undefined and all
+        others untouched.
+        """
+        ...
+
     def forward(
         self, batch: Batch, layers_done: LayersDone | None = None
     ) -> tuple[tuple[Sample, ...], ...]:
-        """Write the new tokens' KV and return, per slice, one sample per row of it.
-
-        Any exception leaves the blocks that the batch writes undefined and all others untouched.
-        """
-        ...
+        """Launch a batch and wait for its samples."""
+        return self.launch(batch, layers_done).samples()

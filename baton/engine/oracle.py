@@ -16,7 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.engine.array_kv_pool import ArrayKvPool
-from baton.engine.interface import Batch, EngineSpec, LayersDone, SampleRow, SequenceSlice
+from baton.engine.interface import (
+    Batch,
+    Computed,
+    Engine,
+    EngineSpec,
+    Launched,
+    LayersDone,
+    SampleRow,
+    SequenceSlice,
+)
 from baton.engine.oracle_choice import choose, mix
 from baton.errors import EngineFault
 from baton.sampling.beam_search import BeamSearch, Hypothesis
@@ -48,7 +57,7 @@ class OracleOptions:
     model: str = "oracle"
 
 
-class OracleEngine:
+class OracleEngine(Engine):
     """Implements baton.engine.interface.Engine."""
 
     def __init__(self, options: OracleOptions) -> None:
@@ -56,7 +65,7 @@ class OracleEngine:
         self._options = options
         self._kv = ArrayKvPool(layout, options.num_blocks)
         self._weights = _slot_weights(layout)
-        self.spec = EngineSpec(
+        self._spec = EngineSpec(
             model=options.model,
             layout=layout,
             num_blocks=options.num_blocks,
@@ -65,13 +74,15 @@ class OracleEngine:
         )
 
     @property
+    def spec(self) -> EngineSpec:
+        return self._spec
+
+    @property
     def kv(self) -> ArrayKvPool:
         return self._kv
 
-    def forward(
-        self, batch: Batch, layers_done: LayersDone | None = None
-    ) -> tuple[tuple[Sample, ...], ...]:
-        """See Engine.forward. Raises EngineFault if the batch holds the poison token, or no token may be chosen."""
+    def launch(self, batch: Batch, layers_done: LayersDone | None = None) -> Launched:
+        """See Engine.launch. Raises EngineFault if the batch holds the poison token, or no token may be chosen."""
         if any(self._options.poison_token_id in part.token_ids for part in batch.slices):
             raise EngineFault(f"token {self._options.poison_token_id} is poison")
         num_tokens = sum(len(part.token_ids) for part in batch.slices)
@@ -87,7 +98,7 @@ class OracleEngine:
             step = self._options.layer_group_size
             for first in range(0, self._options.num_layers, step):
                 layers_done(first, min(step, self._options.num_layers - first))
-        return samples
+        return Computed(samples)
 
     def _write(self, part: SequenceSlice) -> None:
         size = self._options.block_size

@@ -18,7 +18,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from baton.engine.followers import Followers, NoFollowers, TensorPool
-from baton.engine.interface import Batch, EngineSpec, LayersDone, SampleRow
+from baton.engine.interface import (
+    Batch,
+    Computed,
+    Engine,
+    EngineSpec,
+    Launched,
+    LayersDone,
+    SampleRow,
+)
 from baton.engine.tensor_parallel.start import check_ranks, start_followers
 from baton.engine.torch_step import check_batch, fault, pack_batch, sample_rows
 from baton.errors import ConfigError
@@ -47,7 +55,7 @@ class _Model:
     rope: Rope
 
 
-class TorchEngine:
+class TorchEngine(Engine):
     """See baton.engine.interface.Engine. Driven by one thread."""
 
     def __init__(
@@ -80,10 +88,8 @@ class TorchEngine:
         """End the other ranks' processes, which end by themselves with this one. The engine cannot be used after that."""
         self._followers.close()
 
-    def forward(
-        self, batch: Batch, layers_done: LayersDone | None = None
-    ) -> tuple[tuple[Sample, ...], ...]:
-        """See Engine.forward. Raises EngineFault whose metadata["slices"] lists, separated by commas, the indices of the
+    def launch(self, batch: Batch, layers_done: LayersDone | None = None) -> Launched:
+        """See Engine.launch. Raises EngineFault whose metadata["slices"] lists, separated by commas, the indices of the
         slices at fault: a batch without them runs."""
         rows, _, owners = sample_rows(batch)
         samples: dict[int, Sample] = {}
@@ -102,7 +108,7 @@ class TorchEngine:
         split: list[list[Sample]] = [[] for _ in batch.slices]
         for index, owner in enumerate(owners):
             split[owner].append(samples[index])
-        return tuple(map(tuple, split))
+        return Computed(tuple(map(tuple, split)))
 
     def logits(self, batch: Batch, layers_done: LayersDone | None = None) -> torch.Tensor:
         """Write the new tokens' KV; returns the logits of all sample rows, slice by slice, [rows, vocab] float32."""
