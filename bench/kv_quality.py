@@ -21,11 +21,11 @@ import torch
 from tokenizers import Tokenizer
 
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
+from baton.engine.kv_range import KvRange
 from baton.engine.torch_engine import TorchEngine, load_engine
 from baton.types import Sampling
 from bench.machine import describe_machine, describe_versions
 from kv_transfer.codec import ChunkCodec
-from kv_transfer.coverage import KvRange
 from kv_transfer.wire_format import wire_format
 from models.corpus import encode_documents, read_corpus
 

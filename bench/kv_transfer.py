@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import xxhash
 
+from baton.engine.kv_range import KvRange
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.types import KvLayout
 from bench.kv_ways import (
@@ -45,7 +46,6 @@ from bench.kv_ways import (
 )
 from bench.suite.page import replaced
 from kv_transfer.codec import ChunkCodec
-from kv_transfer.coverage import KvRange
 from kv_transfer.running_receiver import DEFAULT_MAX_CHUNK_BYTES
 from kv_transfer.transport.nixl import has_nixl
 from kv_transfer.wire_format import wire_format

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import trustme
 
+from baton.engine.kv_range import KvRange
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.rpc.tls import TlsFiles
 from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
@@ -314,7 +315,7 @@ def kv_channel(channel: Channel, source: TorchKvPool, max_bytes: int) -> Iterato
                 ):
                     key = str(number)
                     sender.begin(key, ticket)
-                    sender.send(key, blocks, 0, count, 0, LAYOUT.num_layers)
+                    sender.send(key, blocks, KvRange(0, count, 0, LAYOUT.num_layers))
                     sender.commit(key, count, (Sample(0),), time.monotonic())
                 for done in [dones.get(timeout=_PATIENCE_S) for _ in shares]:
                     if done.error:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from baton.engine.interface import Batch, Computed, Engine, EngineSpec, Launched, LayersDone
+from baton.engine.kv_range import KvRange
 from baton.types import KvLayout, Sample
 
 BLOCK_SIZE = 16
@@ -22,26 +23,10 @@ class NoKv:
         self.layout = layout
         self.num_blocks = num_blocks
 
-    def pack(
-        self,
-        block_ids: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        first_layer: int,
-        num_layers: int,
-        out: memoryview,
-    ) -> None:
+    def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
         raise NotImplementedError
 
-    def unpack(
-        self,
-        block_ids: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        first_layer: int,
-        num_layers: int,
-        data: memoryview,
-    ) -> None:
+    def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
         raise NotImplementedError
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:

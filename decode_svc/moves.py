@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.cache.pool import BlockLease
+from baton.engine.kv_range import KvRange
 from baton.errors import HandoffFailed, InvalidRequest
 from baton.events import HandedOff, HandOffFailed, Paused, Preempted
 from decode_svc.beam_group import BeamGroup
@@ -180,5 +181,5 @@ def _send_whole(
     sender: KvSender, key: str, lease: BlockLease, num_tokens: int, num_layers: int, now_s: float
 ) -> None:
     """Send all there is of a handoff that has begun. The receiver knows the tokens: none comes with the commit."""
-    sender.send(key, tuple(lease.block_ids), 0, num_tokens, 0, num_layers)
+    sender.send(key, tuple(lease.block_ids), KvRange(0, num_tokens, 0, num_layers))
     sender.commit(key, num_tokens, (), now_s)

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from baton.engine.interface import KvPool
+from baton.engine.kv_range import KvRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,9 @@ class SwapSpace:
         layout = self._kv.layout
         blocks = []
         for first in range(0, num_tokens, layout.block_size):
-            count = min(layout.block_size, num_tokens - first)
-            block = bytearray(count * layout.token_bytes)
-            self._kv.pack(block_ids, first, count, 0, layout.num_layers, memoryview(block))
+            piece = self._piece(first, num_tokens)
+            block = bytearray(piece.num_tokens * layout.token_bytes)
+            self._kv.pack(block_ids, piece, memoryview(block))
             blocks.append(block)
         swapped = _Swapped(tuple(blocks), num_tokens)
         self._swapped[key] = swapped
@@ -62,11 +63,16 @@ class SwapSpace:
         swapped = self._swapped[key]
         num_held = num_held_tokens // layout.block_size
         for index, block in enumerate(swapped.blocks[num_held:], start=num_held):
-            first = index * layout.block_size
-            count = min(layout.block_size, swapped.num_tokens - first)
-            self._kv.unpack(block_ids, first, count, 0, layout.num_layers, memoryview(block))
+            piece = self._piece(index * layout.block_size, swapped.num_tokens)
+            self._kv.unpack(block_ids, piece, memoryview(block))
         self.drop(key)
 
     def drop(self, key: Hashable) -> None:
         """Forget what is here of a sequence."""
         self.num_bytes -= self._swapped.pop(key).num_bytes
+
+    def _piece(self, first_token: int, end_token: int) -> KvRange:
+        """What the block that begins at `first_token` holds of a sequence's KV."""
+        layout = self._kv.layout
+        num_tokens = min(layout.block_size, end_token - first_token)
+        return KvRange(first_token, num_tokens, 0, layout.num_layers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kv_transfer.coverage import KvRange
+from baton.engine.kv_range import KvRange
 
 
 def chunks(

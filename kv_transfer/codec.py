@@ -8,14 +8,14 @@ keeps KV in another type than the wire's, it turns each run while that is in the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import xxhash
 
 from baton.engine.interface import KvPool
+from baton.engine.kv_range import KvRange
 from kv_transfer.chunking import runs
-from kv_transfer.coverage import KvRange
 from kv_transfer.transcoder import Transcoder
 from kv_transfer.wire_format import WireFormat
 
@@ -103,24 +103,22 @@ class ChunkCodec:
 
     def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
         """Fill `out` with a payload from the blocks. Raises what KvPool.pack does; ValueError for another size."""
-        layers = piece.first_layer, piece.num_layers
         for run in self._runs(block_ids, piece, out):
             if self._transcoder is None:
-                self._pool.pack(run.block_ids, run.first_token, run.num_tokens, *layers, run.data)
+                self._pool.pack(run.block_ids, run.piece, run.data)
             else:
-                bits = self._room(run.num_tokens, piece.num_layers)
-                self._pool.pack(run.block_ids, run.first_token, run.num_tokens, *layers, bits)
-                self._transcoder.encode(bits, run.num_tokens, piece.num_layers, run.data)
+                bits = self._room(run.piece)
+                self._pool.pack(run.block_ids, run.piece, bits)
+                self._transcoder.encode(bits, run.piece.num_tokens, piece.num_layers, run.data)
 
     def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
         """Write a payload into the blocks. Raises what KvPool.unpack does; ValueError for another size."""
-        layers = piece.first_layer, piece.num_layers
         for run in self._runs(block_ids, piece, data):
             bits = run.data
             if self._transcoder is not None:
-                bits = self._room(run.num_tokens, piece.num_layers)
-                self._transcoder.decode(run.data, run.num_tokens, piece.num_layers, bits)
-            self._pool.unpack(run.block_ids, run.first_token, run.num_tokens, *layers, bits)
+                bits = self._room(run.piece)
+                self._transcoder.decode(run.data, run.piece.num_tokens, piece.num_layers, bits)
+            self._pool.unpack(run.block_ids, run.piece, bits)
 
     def is_lendable(self, piece: KvRange) -> bool:
         """Whether the payload is whole blocks of the pool as they lie there, in pieces long enough to be worth it."""
@@ -184,9 +182,9 @@ class ChunkCodec:
             raise ValueError(f"{piece} in {len(block_ids)} blocks of {size}")
         return blocks
 
-    def _room(self, num_tokens: int, num_layers: int) -> memoryview:
+    def _room(self, piece: KvRange) -> memoryview:
         """Memory for a run of the pool's elements; the same each time."""
-        num_bytes = num_tokens * num_layers * self._token_layer_bytes
+        num_bytes = piece.num_bytes(self._token_layer_bytes)
         if len(self._scratch) < num_bytes:
             self._scratch = memoryview(bytearray(num_bytes))
         return self._scratch[:num_bytes]
@@ -200,13 +198,11 @@ class ChunkCodec:
         start = 0
         for token, count in runs(piece.first_token, piece.num_tokens, wire_size, wire_size):
             first_block = token // size
-            end = start + self.wire.num_bytes(
-                KvRange(token, count, piece.first_layer, piece.num_layers)
-            )
+            run = replace(piece, first_token=token, num_tokens=count)
+            end = start + self.wire.num_bytes(run)
             yield _Run(
-                block_ids[first_block : -(-(token + count) // size)],
-                token - first_block * size,
-                count,
+                block_ids[first_block : -(-run.end_token // size)],
+                replace(run, first_token=token - first_block * size),
                 payload[start:end],
             )
             start = end
@@ -214,12 +210,11 @@ class ChunkCodec:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The part of a payload that came from one block of the sender: the pool's blocks that it touches, its first token
-    in them, its tokens, its bytes on the wire."""
+    """The part of a payload that came from one block of the sender: the pool's blocks that it touches, where it lies in
+    them, its bytes on the wire."""
 
     block_ids: Sequence[int]
-    first_token: int
-    num_tokens: int
+    piece: KvRange
     data: memoryview
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from baton.engine.kv_range import KvRange
 from baton.types import Sample
 
 
@@ -12,15 +13,7 @@ class KvSender(Protocol):
 
     def begin(self, key: str, ticket: bytes) -> None: ...
 
-    def send(
-        self,
-        key: str,
-        block_ids: tuple[int, ...],
-        first_token: int,
-        num_tokens: int,
-        first_layer: int,
-        num_layers: int,
-    ) -> None: ...
+    def send(self, key: str, block_ids: tuple[int, ...], piece: KvRange) -> None: ...
 
     def borrow(self, key: str, lend_to: bytes) -> None: ...
 

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from baton.engine.kv_range import KvRange
 from baton.errors import BY_REASON, BatonError, EngineFault, HandoffFailed, PeerMismatch
 from baton.types import WorkerIdentity
 from baton.v1 import kv_pb2
@@ -24,7 +25,6 @@ from baton.wire import layout_to_proto
 from kv_transfer.agreement import Terms, terms_of
 from kv_transfer.checksum import chunk_checksum, commit_checksum, place_checksum
 from kv_transfer.chunking import chunks
-from kv_transfer.coverage import KvRange
 from kv_transfer.frame import Frame, FrameError, clipped
 from kv_transfer.kv_secret import KvSecret, has_nonce, new_nonce
 from kv_transfer.kv_ticket import KvTicket

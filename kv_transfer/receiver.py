@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from google.protobuf.message import DecodeError
 
 from baton.engine.interface import KvPool
+from baton.engine.kv_range import KvRange
 from baton.errors import BY_REASON, HandoffFailed
 from baton.types import KvLayout, WorkerIdentity
 from baton.v1 import kv_pb2
 from kv_transfer.agreement import Terms, answer
 from kv_transfer.checksum import chunk_checksum, chunks_of_commit, place_checksum
-from kv_transfer.coverage import KvRange
 from kv_transfer.frame import Frame, FrameError, clipped
 from kv_transfer.kv_secret import KvSecret, has_nonce, new_nonce
 from kv_transfer.ticket import Commit, Rejection, TicketTable

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable
 
 from baton.engine.interface import KvPool
+from baton.engine.kv_range import KvRange
 from baton.errors import HandoffFailed, PeerMismatch
 from baton.types import KvLayout, Sample, WorkerIdentity
-from kv_transfer.coverage import KvRange
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.kv_ticket import KvTicket, parse_ticket
 from kv_transfer.lane import Lane
@@ -105,19 +105,9 @@ class Sender:
         elif is_closed or not self._submit_first(Begin(key, parsed, ticket)):
             self._on_done(SendDone(key, HandoffFailed("the KV sender is closed"), 0))
 
-    def send(
-        self,
-        key: str,
-        block_ids: tuple[int, ...],
-        first_token: int,
-        num_tokens: int,
-        first_layer: int,
-        num_layers: int,
-    ) -> None:
-        """KV of this range is final in the blocks. What the receiver holds already is not sent."""
-        self._submit(
-            Send(key, block_ids, KvRange(first_token, num_tokens, first_layer, num_layers))
-        )
+    def send(self, key: str, block_ids: tuple[int, ...], piece: KvRange) -> None:
+        """KV of this piece is final in the blocks. What the receiver holds already is not sent."""
+        self._submit(Send(key, block_ids, piece))
 
     def borrow(self, key: str, lend_to: bytes) -> None:
         """Ask the receiver to send the KV that it holds to the owner of the ticket `lend_to`, in this worker."""

@@ -27,9 +27,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+from baton.engine.kv_range import KvRange
 from baton.errors import HandoffFailed, InvalidRequest
 from baton.types import KvLayout, Sample, SequenceSpec, WorkerIdentity
-from kv_transfer.coverage import Coverage, KvRange
+from kv_transfer.coverage import Coverage
 from kv_transfer.endpoint import Endpoint
 from kv_transfer.kv_ticket import KvTicket, encode_ticket, is_genuine, parse_ticket
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.cache.ledger import ListBlocks
 from baton.cache.pool import BlockPool
 from baton.engine.admission import refusal
 from baton.engine.guard import SliceOutcome, forward_guarded
 from baton.engine.interface import Batch, Engine, SequenceSlice
+from baton.engine.kv_range import KvRange
 from baton.engine.loop import Step
 from baton.engine.rows import num_scored_rows, wants_prompt_logprobs
 from baton.errors import (
@@ -253,7 +254,9 @@ class PrefillCore:
             job.started_s = self._clock()
             job.num_cached_tokens = job.num_computed_tokens = lease.num_cached_tokens
             job.stage = Stage.BORROWING if self._borrowing.begin(job) else Stage.COMPUTING
-            self._send(job, 0, job.num_cached_tokens, 0, self._engine.spec.layout.num_layers)
+            self._send(
+                job, KvRange(0, job.num_cached_tokens, 0, self._engine.spec.layout.num_layers)
+            )
 
     def _advance(self, job: PrefillJob, num_new: int, outcome: SliceOutcome) -> None:
         if isinstance(outcome, BatonError):
@@ -266,7 +269,7 @@ class PrefillCore:
         num_scored = num_scored_rows(job.spec, start, num_new)
         job.prompt_logprobs += [s.logprobs for s in outcome[:num_scored] if s.logprobs]
         if job.num_missing_tokens:
-            self._send(job, start, num_new, 0, self._engine.spec.layout.num_layers)
+            self._send(job, KvRange(start, num_new, 0, self._engine.spec.layout.num_layers))
             return
         self._complete(job, outcome[num_scored:])
 
@@ -310,16 +313,14 @@ class PrefillCore:
         if first_layer < job.num_sent_layers:
             return
         job.num_sent_layers = first_layer + num_layers
-        self._send(job, job.num_computed_tokens, num_new, first_layer, num_layers)
+        self._send(job, KvRange(job.num_computed_tokens, num_new, first_layer, num_layers))
 
-    def _send(
-        self, job: PrefillJob, first_token: int, num_tokens: int, first_layer: int, num_layers: int
-    ) -> None:
-        """Send what the destination does not hold of a range of tokens and layers."""
-        start = max(first_token, job.num_held_tokens)
-        end = first_token + num_tokens
-        if job.has_ticket and start < end:
-            self._sender.send(job.key, job.block_ids, start, end - start, first_layer, num_layers)
+    def _send(self, job: PrefillJob, piece: KvRange) -> None:
+        """Send what the destination does not hold of a piece."""
+        start = max(piece.first_token, job.num_held_tokens)
+        if job.has_ticket and start < piece.end_token:
+            missing = replace(piece, first_token=start, num_tokens=piece.end_token - start)
+            self._sender.send(job.key, job.block_ids, missing)
 
     def _forget(self, job: PrefillJob) -> None:
         """Give the blocks back; what was computed stays findable as a prefix until the memory is needed."""

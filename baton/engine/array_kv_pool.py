@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.engine.kv_range import KvRange
 from baton.types import KvLayout
 
 #: The numpy type that holds an element of KvLayout.dtype; numpy has no bfloat16, whose bits are kept as they are.
@@ -56,38 +57,22 @@ class ArrayKvPool:
     def num_blocks(self) -> int:
         return len(self.data)
 
-    def pack(
-        self,
-        block_ids: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        first_layer: int,
-        num_layers: int,
-        out: memoryview,
-    ) -> None:
-        """See KvPool.pack. Raises ValueError if the range is outside the blocks or `out` has another size."""
-        wire = self._wire(num_tokens, num_layers, out)
-        layers = self._layers(first_layer, num_layers)
-        for block_id, inside, tokens in self._pieces(block_ids, first_token, num_tokens):
+    def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
+        """See KvPool. Raises ValueError also for a range of nothing."""
+        wire = self._wire(piece, out)
+        layers = self._layers(piece.first_layer, piece.num_layers)
+        for block_id, inside, tokens in self._in_blocks(block_ids, piece):
             wire[:, :, :, tokens] = self.data[block_id, layers, :, :, inside]
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See KvPool."""
         self.data[list(targets)] = self.data[list(sources)]
 
-    def unpack(
-        self,
-        block_ids: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        first_layer: int,
-        num_layers: int,
-        data: memoryview,
-    ) -> None:
-        """See KvPool.unpack. Raises ValueError if the range is outside the blocks or `data` has another size."""
-        wire = self._wire(num_tokens, num_layers, data)
-        layers = self._layers(first_layer, num_layers)
-        for block_id, inside, tokens in self._pieces(block_ids, first_token, num_tokens):
+    def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
+        """See KvPool. Raises ValueError also for a range of nothing."""
+        wire = self._wire(piece, data)
+        layers = self._layers(piece.first_layer, piece.num_layers)
+        for block_id, inside, tokens in self._in_blocks(block_ids, piece):
             self.data[block_id, layers, :, :, inside] = wire[:, :, :, tokens]
 
     @property
@@ -102,14 +87,13 @@ class ArrayKvPool:
         layers = self.data[block_id, self._layers(first_layer, num_layers)]
         return layers.data.cast("B")
 
-    def _wire(self, num_tokens: int, num_layers: int, buffer: memoryview) -> NDArray[Any]:
+    def _wire(self, piece: KvRange, buffer: memoryview) -> NDArray[Any]:
         """`buffer` as [num_layers, 2, num_kv_heads, num_tokens, head_dim]."""
-        expected = num_layers * num_tokens * self._layout.token_layer_bytes
+        layout, num_tokens, num_layers = self._layout, piece.num_tokens, piece.num_layers
+        expected = piece.num_bytes(layout.token_layer_bytes)
         if num_tokens < 1 or num_layers < 1 or buffer.nbytes != expected:
-            raise ValueError(
-                f"{buffer.nbytes} bytes for {num_tokens} tokens of {num_layers} layers, not {expected}"
-            )
-        shape = (num_layers, 2, self._layout.num_kv_heads, num_tokens, self._layout.head_dim)
+            raise ValueError(f"{buffer.nbytes} bytes for {piece}, not {expected}")
+        shape = (num_layers, 2, layout.num_kv_heads, num_tokens, layout.head_dim)
         return np.frombuffer(buffer, dtype=self.data.dtype).reshape(shape)
 
     def _layers(self, first_layer: int, num_layers: int) -> slice:
@@ -119,12 +103,11 @@ class ArrayKvPool:
             )
         return slice(first_layer, first_layer + num_layers)
 
-    def _pieces(
-        self, block_ids: Sequence[int], first_token: int, num_tokens: int
+    def _in_blocks(
+        self, block_ids: Sequence[int], piece: KvRange
     ) -> Iterator[tuple[int, slice, slice]]:
-        """Per block of the range: its id, the positions inside it, and the same tokens' places in the range."""
-        size = self._layout.block_size
-        end = first_token + num_tokens
+        """Per block of a piece: its id, the positions inside it, and the same tokens' places in the piece."""
+        size, first_token, end = self._layout.block_size, piece.first_token, piece.end_token
         if first_token < 0 or end > len(block_ids) * size:
             raise ValueError(f"tokens [{first_token}, {end}) in {len(block_ids)} blocks of {size}")
         for index in range(first_token // size, -(-end // size)):

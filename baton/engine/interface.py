@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.engine.kv_range import KvRange
 from baton.types import KvLayout, Sample, Sampling
 
 #: Called during a forward, in its thread, when layers [first, first + count) of all slices are in the KV pool.
@@ -99,29 +100,17 @@ class KvPool(Protocol):
     @property
     def num_blocks(self) -> int: ...
 
-    def pack(
-        self,
-        block_ids: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        first_layer: int,
-        num_layers: int,
-        out: memoryview,
-    ) -> None:
-        """Copy tokens [first_token, first_token + num_tokens) of the sequence whose block table is `block_ids`
-        into `out` as [num_layers, 2, num_kv_heads, num_tokens, head_dim]; len(out) is exactly that many bytes."""
+    def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
+        """Copy this part of the sequence whose block table is `block_ids` into `out`.
+
+        out: [piece.num_layers, 2, num_kv_heads, piece.num_tokens, head_dim] of the layout's dtype, exactly that many bytes; for
+        SCALED_DTYPES each head's scales, [piece.num_tokens] float32, follow its codes.
+        Raises ValueError if the piece is not within the blocks or the layers, or `out` has another size.
+        """
         ...
 
-    def unpack(
-        self,
-        block_ids: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        first_layer: int,
-        num_layers: int,
-        data: memoryview,
-    ) -> None:
-        """The inverse of pack: write `data` into the blocks."""
+    def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
+        """The inverse of pack: write `data` into the blocks. Raises as pack does, and then writes nothing."""
         ...
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.engine.kv_range import KvRange
 from baton.types import DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvLayout
 
-#: Which tokens and layers of a sequence: its block table, first token, number of tokens, first layer, number of layers.
-Span = tuple[Sequence[int], int, int, int, int]
 PackedPart = NDArray[np.signedinteger]
 
 #: Integers as wide as an element: packing moves bits, and numpy knows neither bfloat16 nor fp8.
@@ -37,65 +36,51 @@ class PackedPool(ABC):
     def num_blocks(self) -> int:
         return self._num_blocks
 
-    def pack(
-        self,
-        block_ids: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        first_layer: int,
-        num_layers: int,
-        out: memoryview,
-    ) -> None:
-        """See KvPool. Raises ValueError if a range or a size is wrong; `out` must be writable."""
+    def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
+        """See KvPool. Raises ValueError also if `out` is read-only."""
         if out.readonly:
             raise ValueError("cannot pack into a read-only buffer")
-        span = (block_ids, first_token, num_tokens, first_layer, num_layers)
-        self.pack_parts(span, _packed_parts(self._layout, self._num_blocks, span, out))
+        self.pack_parts(block_ids, piece, self._parts(block_ids, piece, out))
 
-    def unpack(
-        self,
-        block_ids: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        first_layer: int,
-        num_layers: int,
-        data: memoryview,
-    ) -> None:
-        """See KvPool. Raises ValueError if a range or a size is wrong."""
-        span = (block_ids, first_token, num_tokens, first_layer, num_layers)
-        self.unpack_parts(span, _packed_parts(self._layout, self._num_blocks, span, data))
+    def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
+        """See KvPool."""
+        self.unpack_parts(block_ids, piece, self._parts(block_ids, piece, data))
 
     @abstractmethod
-    def pack_parts(self, span: Span, parts: Sequence[PackedPart]) -> None:
+    def pack_parts(
+        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+    ) -> None:
         """Copy a range, which is within the pool, into its parts: [num_layers, 2, kv_heads, num_tokens, head_dim], and
         [num_layers, 2, kv_heads, num_tokens, 1] of scales if the layout has any."""
 
     @abstractmethod
-    def unpack_parts(self, span: Span, parts: Sequence[PackedPart]) -> None:
+    def unpack_parts(
+        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+    ) -> None:
         """The inverse."""
 
+    def _parts(
+        self, block_ids: Sequence[int], piece: KvRange, data: memoryview
+    ) -> list[PackedPart]:
+        """`data` as pack_parts has it, without a copy. Raises ValueError as KvPool.pack does."""
+        layout = self._layout
+        if min(piece.first_token, piece.num_tokens, piece.first_layer, piece.num_layers) < 0:
+            raise ValueError(f"{piece} is negative")
+        if piece.end_layer > layout.num_layers:
+            raise ValueError(f"layers end at {piece.end_layer} of {layout.num_layers}")
+        if piece.end_token > len(block_ids) * layout.block_size:
+            raise ValueError(f"tokens end at {piece.end_token}, past {len(block_ids)} blocks")
+        if any(not 0 <= block < self._num_blocks for block in block_ids):
+            raise ValueError(f"a block id is not in [0, {self._num_blocks})")
+        if data.nbytes != piece.num_bytes(layout.token_layer_bytes):
+            raise ValueError(f"{data.nbytes} bytes do not hold {piece}")
+        return _split(layout, piece, data)
 
-def _packed_parts(
-    layout: KvLayout, num_blocks: int, span: Span, data: memoryview
-) -> list[PackedPart]:
-    """`data` as PackedPool.pack_parts has it, without a copy.
 
-    Raises ValueError if `span` is not within a pool of `num_blocks`, or `data` has another size.
-    """
-    block_ids, first_token, num_tokens, first_layer, num_layers = span
-    if first_token < 0 or num_tokens < 0 or first_layer < 0 or num_layers < 0:
-        raise ValueError("ranges must not be negative")
-    if first_layer + num_layers > layout.num_layers:
-        raise ValueError(f"layers end at {first_layer + num_layers} of {layout.num_layers}")
-    if first_token + num_tokens > len(block_ids) * layout.block_size:
-        raise ValueError(f"tokens end at {first_token + num_tokens}, past {len(block_ids)} blocks")
-    if any(not 0 <= block < num_blocks for block in block_ids):
-        raise ValueError(f"a block id is not in [0, {num_blocks})")
-    if data.nbytes != num_layers * num_tokens * layout.token_layer_bytes:
-        raise ValueError(
-            f"{data.nbytes} bytes do not hold {num_tokens} tokens of {num_layers} layers"
-        )
-    heads = (num_layers, 2, layout.num_kv_heads)
+def _split(layout: KvLayout, piece: KvRange, data: memoryview) -> list[PackedPart]:
+    """A piece's bytes as PackedPool.pack_parts has them."""
+    num_tokens = piece.num_tokens
+    heads = (piece.num_layers, 2, layout.num_kv_heads)
     num_elements = num_tokens * layout.head_dim
     if layout.dtype not in SCALED_DTYPES:
         array = np.frombuffer(data, dtype=_BITS[DTYPE_BYTES[layout.dtype]])

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from baton.engine.packed_pool import PackedPart, PackedPool, Span
+from baton.engine.kv_range import KvRange
+from baton.engine.packed_pool import PackedPart, PackedPool
 from baton.types import DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvLayout
 from baton_kernels.cpu.checked_copy import CheckedCopy, checked_copy_of
 from baton_kernels.cpu.memory import host_memory
@@ -59,23 +60,25 @@ class TorchKvPool(PackedPool):
             raise ValueError(f"block_size * head_dim = {num_bytes} is no multiple of {SCALE_BYTES}")
         return self._blocks[..., num_bytes:].view(torch.float32)
 
-    def pack_parts(self, span: Span, parts: Sequence[PackedPart]) -> None:
+    def pack_parts(
+        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+    ) -> None:
         """See PackedPool. The parts may be of the heads that are here alone."""
-        block_ids, first_token, _, first_layer, _ = span
         for slab, packed in zip(self._slabs, parts, strict=True):
             if self._is_host:
-                kv_pack(slab, block_ids, first_token, first_layer, packed)
+                kv_pack(slab, block_ids, piece.first_token, piece.first_layer, packed)
             else:
                 staging = torch.empty(packed.shape, dtype=torch.from_numpy(packed).dtype)
-                kv_pack(slab, block_ids, first_token, first_layer, staging)
+                kv_pack(slab, block_ids, piece.first_token, piece.first_layer, staging)
                 packed[...] = staging.numpy()
 
-    def unpack_parts(self, span: Span, parts: Sequence[PackedPart]) -> None:
+    def unpack_parts(
+        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+    ) -> None:
         """See PackedPool. The parts may be of the heads that are here alone."""
-        block_ids, first_token, _, first_layer, _ = span
         for slab, packed in zip(self._slabs, parts, strict=True):
             source: Slab = packed if self._is_host else torch.utils.dlpack.from_dlpack(packed)
-            kv_unpack(slab, block_ids, first_token, first_layer, source)
+            kv_unpack(slab, block_ids, piece.first_token, piece.first_layer, source)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See KvPool."""

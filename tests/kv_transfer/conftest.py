@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from baton.engine.array_kv_pool import ArrayKvPool
+from baton.engine.kv_range import KvRange
 from baton.rpc.tls import TlsFiles
 from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
 from kv_transfer.kv_secret import KvSecret
@@ -64,7 +65,7 @@ class Rig:
         return self.dones.get(timeout=PATIENCE_S)
 
     def send_all(self, key: str, block_ids: tuple[int, ...], num_tokens: int) -> None:
-        self.sender.send(key, block_ids, 0, num_tokens, 0, self.source.layout.num_layers)
+        self.sender.send(key, block_ids, KvRange(0, num_tokens, 0, self.source.layout.num_layers))
         self.sender.commit(key, num_tokens, (Sample(7),), time.monotonic())
 
     def token(self, pool: ArrayKvPool, block_ids: tuple[int, ...], token: int) -> np.ndarray:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.engine.kv_range import KvRange
 from kv_transfer.chunking import chunks
-from kv_transfer.coverage import Coverage, KvRange
+from kv_transfer.coverage import Coverage
 
 quick = settings(deadline=None, database=None, max_examples=100)
 PIECES = st.builds(

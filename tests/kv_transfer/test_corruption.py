@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from baton.engine.array_kv_pool import ArrayKvPool
+from baton.engine.kv_range import KvRange
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
 from kv_transfer.checksum import chunk_checksum, commit_checksum, place_checksum
 from kv_transfer.codec import ChunkCodec
-from kv_transfer.coverage import KvRange
 from kv_transfer.frame import (
     PREAMBLE_BYTES,
     Frame,

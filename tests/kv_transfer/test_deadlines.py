@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from baton.engine.array_kv_pool import ArrayKvPool
+from baton.engine.kv_range import KvRange
 from baton.errors import HandoffFailed
 from baton.types import KvLayout, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
-from kv_transfer.coverage import KvRange
 from kv_transfer.endpoint import Endpoint, TransportKind
 from kv_transfer.frame import Frame
 from kv_transfer.kv_ticket import KvTicket, encode_ticket
@@ -113,12 +113,12 @@ def test_a_peer_that_gives_no_credit_back():
     desk = Desk()
     desk.begin("k", 1)
     desk.say(ACCEPT)
-    desk.sender.send("k", (0, 1), 0, 8, 0, 1)
+    desk.sender.send("k", (0, 1), KvRange(0, 8, 0, 1))
     desk.pass_time(7.9)
     desk.peer.num_credits = 1
     desk.say(kv_pb2.KvCredit(slots=[0]))
     assert isinstance(desk.peer.sent[-1], kv_pb2.KvChunk)
-    desk.sender.send("k", (0, 1), 8, 8, 0, 1)
+    desk.sender.send("k", (0, 1), KvRange(8, 8, 0, 1))
     desk.pass_time(7.9)
     assert not desk.dones
     desk.pass_time(0.2)
@@ -131,7 +131,7 @@ def test_a_ticket_is_presented_before_chunks_that_wait_for_room():
     desk = Desk()
     desk.begin("k", 1)
     desk.say(ACCEPT)
-    desk.sender.send("k", (0, 1), 0, 8, 0, 1)
+    desk.sender.send("k", (0, 1), KvRange(0, 8, 0, 1))
     desk.begin("other", 2)
     assert [type(frame) for frame in desk.peer.sent[1:]] == [kv_pb2.KvBegin] * 2
 
@@ -194,7 +194,7 @@ def test_leases_are_renewed_only_while_the_engine_shows_life():
 def test_a_key_that_is_used_again_gets_nothing_of_its_former_handoff():
     desk = Desk()
     desk.begin("k", 1)
-    desk.sender.send("k", (0, 1), 0, 4, 0, 1)
+    desk.sender.send("k", (0, 1), KvRange(0, 4, 0, 1))
     desk.sender.commit("k", 4, (Sample(1),), desk.now)
     desk.sender.abort("k", "CANCELLED", "")
     desk.begin("k", 2)
@@ -202,7 +202,7 @@ def test_a_key_that_is_used_again_gets_nothing_of_its_former_handoff():
     desk.say(ACCEPT)
     assert [type(frame) for frame in desk.peer.sent] == [kv_pb2.KvHello, kv_pb2.KvBegin]
     assert len(desk.dones) == 1
-    desk.sender.send("k", (2, 3), 0, 4, 0, 1)
+    desk.sender.send("k", (2, 3), KvRange(0, 4, 0, 1))
     chunk = desk.peer.sent[-1]
     assert isinstance(chunk, kv_pb2.KvChunk)
     assert chunk.ticket_id == 2
@@ -262,7 +262,7 @@ def test_the_lease_ends_a_ticket_whose_sender_is_silent(make_rig):
     now[0] = 61.0
     rig.running.tickets.expire()
     assert rig.event().ticket_id == silent.ticket_id
-    rig.sender.send("k", (0,), 0, 3, 0, 3)
+    rig.sender.send("k", (0,), KvRange(0, 3, 0, 3))
     error = rig.done().error
     assert isinstance(error, HandoffFailed)
     assert "sign of life" in error.message

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from baton.engine.kv_range import KvRange
 from baton.errors import Cancelled, HandoffFailed
 from baton.types import Sample
 from kv_transfer.ticket import TicketCommitted, TicketDead, TicketState
@@ -24,9 +25,9 @@ def advance(rig, ticket, point):
     if reached >= 1:
         rig.sender.begin("k", ticket.data)
     if reached >= 2:
-        rig.sender.send("k", BLOCKS, 0, 5, 0, 3)
+        rig.sender.send("k", BLOCKS, KvRange(0, 5, 0, 3))
     if reached >= 3:
-        rig.sender.send("k", BLOCKS, 5, 5, 0, 3)
+        rig.sender.send("k", BLOCKS, KvRange(5, 5, 0, 3))
     if reached >= 4:
         rig.sender.commit("k", NUM_TOKENS, (Sample(1),), time.monotonic())
 
@@ -105,7 +106,7 @@ def test_a_lane_works_again_after_its_connection_was_lost(make_rig, transport):
         assert isinstance(rig.event(), TicketCommitted)
         cut = rig.offer(tuple(range(4, 8)), 0, NUM_TOKENS)
         rig.sender.begin("cut", cut.data)
-        rig.sender.send("cut", BLOCKS, 0, NUM_TOKENS, 0, 2)
+        rig.sender.send("cut", BLOCKS, KvRange(0, NUM_TOKENS, 0, 2))
         while rig.running.tickets.state(cut.ticket_id) is not TicketState.RECEIVING:
             assert rig.dones.empty()
         if transport == "loopback":
@@ -139,7 +140,7 @@ def test_blocks_that_cannot_be_read_end_their_handoff_alone(make_rig):
     bad, good = (rig.offer(b, 0, NUM_TOKENS) for b in [tuple(range(4)), tuple(range(4, 8))])
     rig.sender.begin("bad", bad.data)
     rig.sender.begin("good", good.data)
-    rig.sender.send("bad", (99,), 0, 3, 0, 3)
+    rig.sender.send("bad", (99,), KvRange(0, 3, 0, 3))
     assert (done := rig.done()).key == "bad"
     assert done.error is not None
     assert done.error.reason == "ENGINE_FAULT"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.engine.kv_range import KvRange
 from baton.errors import HandoffFailed
 from baton.types import Sample
 from kv_transfer.endpoint import Endpoint, TransportKind, local_host_id
@@ -57,7 +58,7 @@ def rig_with(make_rig: MakeRig, first: Endpoint) -> Rig:
 def hand_over(rig: Rig, key: str) -> HandoffFailed | None:
     offered = rig.offer((1, 2, 3), 0, 8)
     rig.sender.begin(key, offered.data)
-    rig.sender.send(key, (4, 5), 0, 8, 0, 3)
+    rig.sender.send(key, (4, 5), KvRange(0, 8, 0, 3))
     rig.sender.commit(key, 8, (Sample(1),), time.monotonic())
     error = rig.done().error
     assert error is None or isinstance(error, HandoffFailed)

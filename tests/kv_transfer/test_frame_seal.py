@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.engine.kv_range import KvRange
 from baton.errors import HandoffFailed
 from baton.types import Sample
 from baton.v1 import kv_pb2
@@ -156,10 +157,10 @@ def begin(rig: Any, *, is_heard: bool) -> None:
 def hand_over(rig: Any, clock: list[float], *, is_heard: bool = False) -> Any:
     """A handoff with every frame that a sender has to say, of which KvRenew only if it is heard; its end there."""
     begin(rig, is_heard=is_heard)
-    rig.sender.send("k", (5, 2, 9), 0, 4, 0, rig.source.layout.num_layers)
+    rig.sender.send("k", (5, 2, 9), KvRange(0, 4, 0, rig.source.layout.num_layers))
     clock[0] += 11.0  # of the lease's 30 s
     rig.sender.heartbeat()
-    rig.sender.send("k", (5, 2, 9), 4, 7, 0, rig.source.layout.num_layers)
+    rig.sender.send("k", (5, 2, 9), KvRange(4, 7, 0, rig.source.layout.num_layers))
     rig.sender.commit("k", 11, (Sample(7),), clock[0])
     return rig.done()
 

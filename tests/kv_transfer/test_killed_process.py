@@ -13,6 +13,7 @@ from tests.support.kv_transports import REMOTE
 _SENDER = """
 import sys, time
 from baton.engine.array_kv_pool import ArrayKvPool
+from baton.engine.kv_range import KvRange
 from baton.types import KvLayout, WorkerIdentity
 from kv_transfer.sender import Sender
 from kv_transfer.transport.connector import make_connector
@@ -25,7 +26,7 @@ sender = Sender(
 sender.begin("unknown", bytes.fromhex(sys.argv[3]))
 sender.abort("unknown", "CANCELLED", "")
 sender.begin("k", bytes.fromhex(sys.argv[2]))
-sender.send("k", (0, 1, 2), 0, 6, 0, 3)
+sender.send("k", (0, 1, 2), KvRange(0, 6, 0, 3))
 sys.stdin.read()
 """
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from baton.engine.kv_range import KvRange
 from baton.types import Sample
 from kv_transfer.endpoint import Endpoint
 from kv_transfer.frame import Frame
@@ -37,7 +38,7 @@ def begin(rig: Rig, key: str, blocks: tuple[int, ...] = BLOCKS) -> None:
 
 
 def finish(rig: Rig, key: str) -> None:
-    rig.sender.send(key, (4, 5), 0, 8, 0, 3)
+    rig.sender.send(key, (4, 5), KvRange(0, 8, 0, 3))
     rig.sender.commit(key, 8, (Sample(1),), time.monotonic())
 
 
@@ -98,7 +99,7 @@ def test_a_stuck_lane_does_not_hold_up_the_other(make_rig):
 
     rig = make_rig("tcp", num_lanes=2, tap=tap)
     begin(rig, "large")
-    rig.sender.send("large", (4, 5), 0, 8, 0, 3)
+    rig.sender.send("large", (4, 5), KvRange(0, 8, 0, 3))
     assert is_connected.wait(PATIENCE_S)
     begin(rig, "small", (4, 5, 6))
     finish(rig, "small")

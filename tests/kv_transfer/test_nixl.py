@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import pytest
 
 from baton.engine.array_kv_pool import ArrayKvPool
+from baton.engine.kv_range import KvRange
 from baton.errors import ConfigError, HandoffFailed
 from baton.types import KvLayout, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
@@ -77,12 +78,12 @@ def test_a_receiver_that_dies_or_freezes_ends_the_handoff(end):
     sender = Sender(identity, LAYOUT, pool, connect, dones.put, time.monotonic)
     with other_process() as (process, (whole, cut)):
         sender.begin("whole", whole)
-        sender.send("whole", (0, 1), 0, 6, 0, 3)
+        sender.send("whole", (0, 1), KvRange(0, 6, 0, 3))
         sender.commit("whole", 6, (Sample(1),), time.monotonic())
         assert dones.get(timeout=PATIENCE_S).error is None
         os.kill(process.pid, end)
         sender.begin("cut", cut)
-        sender.send("cut", (0, 1), 0, 6, 0, 3)
+        sender.send("cut", (0, 1), KvRange(0, 6, 0, 3))
         sender.commit("cut", 6, (Sample(1),), time.monotonic())
         assert isinstance(dones.get(timeout=PATIENCE_S).error, HandoffFailed)
         sender.close()

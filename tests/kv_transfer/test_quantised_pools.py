@@ -7,12 +7,12 @@ import itertools
 import pytest
 import torch
 
+from baton.engine.kv_range import KvRange
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.types import CONVERTIBLE_DTYPES, SCALED_DTYPES, KvLayout
 from baton_kernels.kv_write import kv_write, slot_rows
 from baton_kernels.quantize_rows import dequantize_rows
 from kv_transfer.codec import ChunkCodec
-from kv_transfer.coverage import KvRange
 from kv_transfer.wire_format import WIRE_DTYPES, wire_format
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM, NUM_BLOCKS, NUM_TOKENS = 3, 2, 8, 6, 11

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
+from baton.engine.kv_range import KvRange
 from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
-from kv_transfer.coverage import KvRange
 from kv_transfer.kv_ticket import parse_ticket
 from kv_transfer.ticket import (
     Commit,

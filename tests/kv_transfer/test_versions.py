@@ -24,6 +24,7 @@ import xxhash
 from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
 
 from baton.engine.array_kv_pool import ArrayKvPool
+from baton.engine.kv_range import KvRange
 from baton.errors import HandoffFailed, PeerMismatch
 from baton.types import KvLayout, Sample, Sampling, SequenceSpec, TokenLogprobs, WorkerIdentity
 from baton.v1 import kv_pb2
@@ -327,7 +328,7 @@ def test_a_receiver_of_version_1_is_handed_to(v1_receiver, sender):
     receiver = v1_receiver(serve)
     sending, pool, dones = sender
     sending.begin("k", ticket_for(receiver.address))
-    sending.send("k", (2, 0), 0, 6, 0, 2)
+    sending.send("k", (2, 0), KvRange(0, 6, 0, 2))
     sending.commit("k", 6, (FIRST,), time.monotonic())
     assert dones.get(timeout=PATIENCE_S).error is None
     chunk, payload, commit = receiver.heard.get(timeout=PATIENCE_S)
@@ -348,7 +349,7 @@ def test_what_version_1_cannot_say_fails_that_handoff_alone(v1_receiver, sender,
     receiver = v1_receiver(serve)
     sending, _, dones = sender
     sending.begin("k", ticket_for(receiver.address))
-    sending.send("k", (2, 0), 0, 6, 0, 2)
+    sending.send("k", (2, 0), KvRange(0, 6, 0, 2))
     sending.commit("k", 6, firsts, time.monotonic())
     error = dones.get(timeout=PATIENCE_S).error
     assert isinstance(error, HandoffFailed)

@@ -12,12 +12,12 @@ import torch
 from tokenizers import Tokenizer
 
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
+from baton.engine.kv_range import KvRange
 from baton.engine.torch_engine import TorchEngine, load_engine
 from baton.errors import ConfigError, EngineFault
 from baton.types import Sampling
 from decode_svc.swap_space import SwapSpace
 from kv_transfer.codec import ChunkCodec
-from kv_transfer.coverage import KvRange
 from kv_transfer.wire_format import agreed_dtype, wire_format
 from tests.support.drive_engine import generate, token_ids
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.engine.kv_range import KvRange
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.types import KvLayout
 
@@ -55,8 +56,9 @@ def test_a_range_moves_between_pools(data: st.DataObject) -> None:
     bits = randomise(source)
 
     wire = bytearray(count * layers * source.layout.token_layer_bytes)
-    source.pack(tables[0], first, count, first_layer, layers, memoryview(wire))
-    target.unpack(tables[1], first, count, first_layer, layers, memoryview(bytes(wire)))
+    piece = KvRange(first, count, first_layer, layers)
+    source.pack(tables[0], piece, memoryview(wire))
+    target.unpack(tables[1], piece, memoryview(bytes(wire)))
 
     wanted = torch.zeros_like(rows_of(target))
     for position in range(first, first + count):
@@ -79,7 +81,7 @@ def test_a_whole_block_is_lent_as_it_is_packed(dtype: str) -> None:
     kv = pool(4, 3, dtype)
     randomise(kv)
     wire = bytearray(2 * 4 * kv.layout.token_layer_bytes)
-    kv.pack((2,), 0, 4, 1, 2, memoryview(wire))
+    kv.pack((2,), KvRange(0, 4, 1, 2), memoryview(wire))
     assert kv.lend(2, 1, 2) == wire
 
 
@@ -98,33 +100,28 @@ def test_scales_that_would_lie_askew_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block_ids", "first_token", "num_tokens", "first_layer", "num_layers", "extra"),
+    ("block_ids", "piece", "extra"),
     [
-        ((0, 1), 0, 9, 0, 3, 0),
-        ((0, 1), -1, 2, 0, 3, 0),
-        ((0, 1), 0, 4, 1, 3, 0),
-        ((0, 9), 0, 4, 0, 3, 0),
-        ((0, -1), 0, 4, 0, 3, 0),
-        ((0, 1), 0, 4, 0, 3, 4),
-        ((0, 1), 0, 4, 0, 3, -4),
+        ((0, 1), KvRange(0, 9, 0, 3), 0),
+        ((0, 1), KvRange(-1, 2, 0, 3), 0),
+        ((0, 1), KvRange(0, 4, 1, 3), 0),
+        ((0, 1), KvRange(0, 4, -1, 3), 0),
+        ((0, 9), KvRange(0, 4, 0, 3), 0),
+        ((0, -1), KvRange(0, 4, 0, 3), 0),
+        ((0, 1), KvRange(0, 4, 0, 3), 4),
+        ((0, 1), KvRange(0, 4, 0, 3), -4),
     ],
 )
 def test_wrong_ranges_and_sizes_are_refused_and_nothing_is_written(
-    block_ids: tuple[int, ...],
-    first_token: int,
-    num_tokens: int,
-    first_layer: int,
-    num_layers: int,
-    extra: int,
+    block_ids: tuple[int, ...], piece: KvRange, extra: int
 ) -> None:
     kv = pool(4, 3, "float32")
-    size = num_tokens * num_layers * kv.layout.token_layer_bytes + extra
+    size = piece.num_bytes(kv.layout.token_layer_bytes) + extra
     data = memoryview(bytearray(b"\1" * size))
-    arguments = (block_ids, first_token, num_tokens, first_layer, num_layers, data)
     with pytest.raises(ValueError, match=r"\w"):
-        kv.unpack(*arguments)
+        kv.unpack(block_ids, piece, data)
     with pytest.raises(ValueError, match=r"\w"):
-        kv.pack(*arguments)
+        kv.pack(block_ids, piece, data)
     assert not kv.tensor.any()
     assert bytes(data) == b"\1" * size
 
@@ -132,4 +129,4 @@ def test_wrong_ranges_and_sizes_are_refused_and_nothing_is_written(
 def test_packing_into_read_only_memory_is_refused() -> None:
     kv = pool(4, 1, "float32")
     with pytest.raises(ValueError, match="read-only"):
-        kv.pack((0,), 0, 1, 0, 1, memoryview(bytes(kv.layout.token_layer_bytes)))
+        kv.pack((0,), KvRange(0, 1, 0, 1), memoryview(bytes(kv.layout.token_layer_bytes)))

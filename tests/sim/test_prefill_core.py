@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from baton.cache.pool import BlockPool
 from baton.engine.interface import Batch, LayersDone
+from baton.engine.kv_range import KvRange
 from baton.engine.oracle import OracleEngine, OracleOptions
 from baton.errors import Cancelled, EngineFault, HandoffFailed, PeerMismatch
 from baton.types import Sample, Sampling, SequenceSpec
-from kv_transfer.coverage import KvRange
 from kv_transfer.kv_ticket import KvTicket
 from kv_transfer.sender import SendDone
 from kv_transfer.ticket import TicketTable
@@ -46,18 +46,10 @@ class RecordingSender:
     def begin(self, key: str, ticket: bytes) -> None:
         self.begun = (key, ticket)
 
-    def send(
-        self,
-        key: str,
-        block_ids: tuple[int, ...],
-        first_token: int,
-        num_tokens: int,
-        first_layer: int,
-        num_layers: int,
-    ) -> None:
-        assert len(block_ids) * 4 >= first_token + num_tokens
-        for token in range(first_token, first_token + num_tokens):
-            self.sent += [(key, token, first_layer + i) for i in range(num_layers)]
+    def send(self, key: str, block_ids: tuple[int, ...], piece: KvRange) -> None:
+        assert len(block_ids) * 4 >= piece.end_token
+        for token in range(piece.first_token, piece.end_token):
+            self.sent += [(key, token, i) for i in range(piece.first_layer, piece.end_layer)]
 
     def borrow(self, key: str, lend_to: bytes) -> None:
         del key

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
+from baton.engine.kv_range import KvRange
 from baton.engine.torch_engine import TorchEngine
 from baton.errors import EngineFault
 from baton.types import Sampling
@@ -56,9 +57,8 @@ def kv_of(engine: TorchEngine) -> bytes:
     """All of the pool."""
     layout, num_blocks = engine.spec.layout, engine.spec.num_blocks
     out = bytearray(num_blocks * layout.block_bytes)
-    engine.kv.pack(
-        range(num_blocks), 0, num_blocks * layout.block_size, 0, layout.num_layers, memoryview(out)
-    )
+    everything = KvRange(0, num_blocks * layout.block_size, 0, layout.num_layers)
+    engine.kv.pack(range(num_blocks), everything, memoryview(out))
     return bytes(out)
 
 
@@ -143,7 +143,7 @@ def test_layers_are_told_once_all_ranks_have_written_them(
 
         def note(first: int, count: int, size: int = size, engine: TorchEngine = engine) -> None:
             out = bytearray(count * 30 * engine.spec.layout.token_layer_bytes)
-            engine.kv.pack((0, 1, 2, 3), 0, 30, first, count, memoryview(out))
+            engine.kv.pack((0, 1, 2, 3), KvRange(0, 30, first, count), memoryview(out))
             told[size].append(bytes(out))
 
         for _ in range(20):

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.engine.kv_range import KvRange
 from baton.engine.tensor_parallel.kv_pool import ShardedKvPool, pool_bytes, rank_pool
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.model.shard import Shard
@@ -38,15 +39,15 @@ def test_bytes_are_those_of_one_pool(data: st.DataObject) -> None:
     num_tokens = data.draw(st.integers(1, len(table) * block_size))
     first = data.draw(st.integers(0, num_tokens - 1))
     first_layer = data.draw(st.integers(0, NUM_LAYERS - 1))
-    span = (table, first, num_tokens - first, first_layer, NUM_LAYERS - first_layer)
+    piece = KvRange(first, num_tokens - first, first_layer, NUM_LAYERS - first_layer)
     layout = layout_of(block_size, dtype)
     whole = TorchKvPool(layout, NUM_BLOCKS, torch.device("cpu"))
     parts, memory = sharded(layout, size)
 
-    num_bytes = span[2] * span[4] * layout.token_layer_bytes
+    num_bytes = piece.num_bytes(layout.token_layer_bytes)
     wire = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8).numpy().data
-    whole.unpack(*span, wire)
-    parts.unpack(*span, wire)
+    whole.unpack(table, piece, wire)
+    parts.unpack(table, piece, wire)
     for rank in range(size):
         shard = Shard(rank, size)
         heads = shard.kv_heads(NUM_KV_HEADS)
@@ -59,22 +60,23 @@ def test_bytes_are_those_of_one_pool(data: st.DataObject) -> None:
     blocks = data.draw(st.permutations(range(NUM_BLOCKS)))
     for pool in (whole, parts):
         pool.copy_blocks(blocks[:num_copied], blocks[-num_copied:])
-    everything = (range(NUM_BLOCKS), 0, NUM_BLOCKS * block_size, 0, NUM_LAYERS)
+    everything = KvRange(0, NUM_BLOCKS * block_size, 0, NUM_LAYERS)
     packed = [bytearray(NUM_BLOCKS * layout.block_bytes) for _ in range(2)]
-    whole.pack(*everything, memoryview(packed[0]))
-    parts.pack(*everything, memoryview(packed[1]))
+    whole.pack(range(NUM_BLOCKS), everything, memoryview(packed[0]))
+    parts.pack(range(NUM_BLOCKS), everything, memoryview(packed[1]))
     assert packed[0] == packed[1]
 
 
 def test_wrong_ranges_and_read_only_memory_are_refused() -> None:
     pool, memory = sharded(layout_of(4, "float32"), 2)
-    size = 4 * NUM_LAYERS * pool.layout.token_layer_bytes
+    piece = KvRange(0, 4, 0, NUM_LAYERS)
+    size = piece.num_bytes(pool.layout.token_layer_bytes)
     for block_ids, num_bytes in (((NUM_BLOCKS,), size), ((0,), size + 4), ((), size)):
         data = memoryview(bytearray(b"\1" * num_bytes))
         with pytest.raises(ValueError, match=r"\w"):
-            pool.unpack(block_ids, 0, 4, 0, NUM_LAYERS, data)
+            pool.unpack(block_ids, piece, data)
         with pytest.raises(ValueError, match=r"\w"):
-            pool.pack(block_ids, 0, 4, 0, NUM_LAYERS, data)
+            pool.pack(block_ids, piece, data)
     with pytest.raises(ValueError, match="read-only"):
-        pool.pack((0,), 0, 4, 0, NUM_LAYERS, memoryview(bytes(size)))
+        pool.pack((0,), piece, memoryview(bytes(size)))
     assert not memory.any()

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from baton.engine.packed_pool import PackedPart, PackedPool, Span
+from baton.engine.kv_range import KvRange
+from baton.engine.packed_pool import PackedPart, PackedPool
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.model.shard import Shard
 from baton.types import KvLayout
@@ -62,15 +63,19 @@ class ShardedKvPool(PackedPool):
         #: Rank 0's own, for its forward: see TorchKvPool.
         self.tensor, self.scales = self._pools[0][1].tensor, self._pools[0][1].scales
 
-    def pack_parts(self, span: Span, parts: Sequence[PackedPart]) -> None:
+    def pack_parts(
+        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+    ) -> None:
         """See PackedPool."""
         for heads, pool in self._first_pools:
-            pool.pack_parts(span, [part[:, :, heads] for part in parts])
+            pool.pack_parts(block_ids, piece, [part[:, :, heads] for part in parts])
 
-    def unpack_parts(self, span: Span, parts: Sequence[PackedPart]) -> None:
+    def unpack_parts(
+        self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
+    ) -> None:
         """See PackedPool."""
         for heads, pool in self._pools:
-            pool.unpack_parts(span, [part[:, :, heads] for part in parts])
+            pool.unpack_parts(block_ids, piece, [part[:, :, heads] for part in parts])
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See KvPool."""
