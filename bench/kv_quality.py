@@ -22,7 +22,8 @@ from tokenizers import Tokenizer
 
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.kv_range import KvRange
-from baton.engine.torch_engine import TorchEngine, load_engine
+from baton.engine.load_engine import load_engine
+from baton.engine.torch_engine import TorchEngine
 from baton.types import Sampling
 from bench.machine import describe_machine, describe_versions
 from kv_transfer.codec import ChunkCodec

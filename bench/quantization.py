@@ -20,7 +20,8 @@ import torch
 from tokenizers import Tokenizer
 
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.torch_engine import TorchEngine, load_engine
+from baton.engine.load_engine import load_engine
+from baton.engine.torch_engine import TorchEngine
 from baton.model.quantize import quantize_checkpoint
 from baton.quantization.scheme import SCHEMES
 from baton.types import Sampling

@@ -64,7 +64,7 @@ def _build_torch(options: EngineOptions) -> Engine:
     # Only a process that runs a model pays for importing torch.
     import torch
 
-    from baton.engine.torch_engine import load_engine
+    from baton.engine.load_engine import load_engine
 
     best_device = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -9,7 +9,8 @@ from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.torch_engine import TorchEngine, load_engine
+from baton.engine.load_engine import load_engine
+from baton.engine.torch_engine import TorchEngine
 from baton.types import Sampling
 from bench.peers.task import Answer, Task, prompts_of
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.torch_engine import TorchEngine, load_engine
+from baton.engine.load_engine import load_engine
+from baton.engine.torch_engine import TorchEngine
 from baton.types import Sampling
 from tests.support.tiny_models import make_tiny_model
 

@@ -15,7 +15,7 @@ from baton.distill.options import DistillOptions
 from baton.distill.run import distill
 from baton.distill.text import read_documents
 from baton.distill.training import Progress, learning_rate_scale, sample_batch
-from baton.engine.torch_engine import load_engine
+from baton.engine.load_engine import load_engine
 from baton.errors import ConfigError
 from baton.types import Sampling
 from decode_svc.speculation.draft_model import DraftModelProposer

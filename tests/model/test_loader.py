@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.engine.torch_engine import load_engine
+from baton.engine.load_engine import load_engine
 from baton.errors import (
     ConfigError,
     MissingTensor,

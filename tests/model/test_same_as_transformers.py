@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.torch_engine import TorchEngine, load_engine
+from baton.engine.load_engine import load_engine
+from baton.engine.torch_engine import TorchEngine
 from baton.types import Sampling
 from tests.support.drive_engine import generate, token_ids
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.torch_engine import load_engine
+from baton.engine.load_engine import load_engine
 from baton.errors import MissingTensor, TensorMismatch, UnsupportedModel
 from baton.model.config import read_config
 from baton.types import Sampling

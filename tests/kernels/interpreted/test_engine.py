@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.torch_engine import load_engine
+from baton.engine.load_engine import load_engine
 from baton.model import native_decoder
 from baton.types import Sampling
 from baton_kernels.dispatch import Op
