@@ -11,7 +11,7 @@ import sys
 from datetime import UTC, datetime
 from typing import IO
 
-from baton.config.options import LogLevel
+from baton.config import LogLevel
 
 #: What a record may say about where it belongs, in the order of the lines.
 _IDS = ("request_id", "trace_id")

@@ -22,8 +22,8 @@ from typing import NoReturn, Protocol, TypeVar
 
 import uvloop
 
+from baton.config import ServiceOptions
 from baton.config.load import as_told
-from baton.config.options import ServiceOptions
 from baton.errors import ConfigError, StartupError
 from baton.logs import configure_logging
 from baton.rpc.tls import check_files

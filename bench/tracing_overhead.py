@@ -28,7 +28,7 @@ import grpc
 import grpc.aio
 
 from baton.client import AsyncClient, SamplingParams
-from baton.config.options import ServeOptions
+from baton.config import ServeOptions
 from baton.supervisor.cluster import Cluster
 
 #: First of the ports that the traced services' metrics are on.

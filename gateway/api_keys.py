@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from baton.config import GatewayOptions
-from baton.config.options import API_KEY_FIX, is_api_key
+from baton.config.fields import API_KEY_FIX, is_api_key
 from baton.errors import ConfigError
 
 

@@ -31,8 +31,8 @@ def doctor(
     is_json: options.Json = False,
 ) -> None:
     """Look at Python, torch, ports, shared memory, clock and a model's files. Exit status 1 if serving is impossible."""
+    from baton.config import ServeOptions
     from baton.config.load import build_options
-    from baton.config.options import ServeOptions
     from baton.doctor import DoctorRequest, Level, examine
 
     # Refuses here what `baton serve` would refuse.

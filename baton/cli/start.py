@@ -9,14 +9,8 @@ from typing import NoReturn
 
 import typer
 
+from baton.config import DecodeOptions, GatewayOptions, PrefillOptions, ServeOptions, ServiceOptions
 from baton.config.command import option_command, private_environment, to_arguments
-from baton.config.options import (
-    DecodeOptions,
-    GatewayOptions,
-    PrefillOptions,
-    ServeOptions,
-    ServiceOptions,
-)
 from baton.service import GRPC_ENVIRONMENT
 
 

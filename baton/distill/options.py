@@ -7,7 +7,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from baton.config.options import Count, NonEmpty, Options
+from baton.config.fields import Count, NonEmpty
+from baton.config.options import Options
 
 
 class DistillOptions(Options):

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Self
 
+from baton.config import ServeOptions
 from baton.config.load import ENV_PREFIX
-from baton.config.options import ServeOptions
 from baton.rpc.bind import check_bindable
 from baton.service import GRPC_ENVIRONMENT
 from baton.supervisor.child import Child, ChildFailed, describe_exit

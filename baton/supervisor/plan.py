@@ -7,15 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from baton.config import DecodeOptions, GatewayOptions, Options, PrefillOptions, ServeOptions
 from baton.config.command import private_environment, to_arguments
 from baton.config.load import build_options
-from baton.config.options import (
-    DecodeOptions,
-    GatewayOptions,
-    Options,
-    PrefillOptions,
-    ServeOptions,
-)
 
 #: Options of `baton serve` that are about its own process, or that each child gets a value of its own for.
 _NOT_PASSED_ON = frozenset({"host", "port", "ready_fd", "parent_fd", "metrics_port"})

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import Mapping
 
-from baton.config.options import ServeOptions
+from baton.config import ServeOptions
 from baton.rpc.bind import check_bindable
 from baton.service import OnReady, ReadyReport, describe_phases
 from baton.supervisor.cluster import Cluster

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from baton.config import DecodeOptions
 from baton.config.load import build_options
-from baton.config.options import DecodeOptions
 from baton.engine.oracle import OracleEngine, OracleOptions
 from baton.errors import ConfigError
 from decode_svc.speculation.build import build_speculation

@@ -1,0 +1,64 @@
+"""The options of decode workers."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from baton.config.fields import Count, KvDtype, NonEmpty
+from baton.config.options import Options
+from baton.config.worker_options import WorkerOptions
+from baton.types import Tier
+
+
+class SpeculationOptions(Options):
+    """How decode workers guess tokens ahead, to confirm several in one step."""
+
+    speculative_method: Literal["none", "ngram", "draft"] = "ngram"
+    """ngram drafts what followed the last tokens where they occurred before; draft asks --speculative-model; none drafts nothing.
+    The tokens of an answer are the same with each."""
+    speculative_model: NonEmpty | None = None
+    """Draft model, with MODEL's tokenizer: a local directory, or a Hugging Face Hub id."""
+    num_speculative_tokens: Count = 8
+    """Most tokens drafted for a sequence in one step; fewer where they are not worth their time."""
+    prompt_lookup_min: Count = 2
+    """Tokens in a row that must have occurred before, at least, for ngram to draft."""
+    prompt_lookup_max: Count = 5
+    """Tokens in a row from which ngram compares no further."""
+
+    @model_validator(mode="after")
+    def _check_speculation(self) -> Self:
+        if self.prompt_lookup_max < self.prompt_lookup_min:
+            raise ValueError(
+                f"--prompt-lookup-max={self.prompt_lookup_max}: is less than "
+                f"--prompt-lookup-min={self.prompt_lookup_min}; give at least as much"
+            )
+        if (self.speculative_method == "draft") != (self.speculative_model is not None):
+            raise ValueError(
+                f"--speculative-model={self.speculative_model}: goes with "
+                "--speculative-method=draft; give both or neither"
+            )
+        return self
+
+
+class DecodeTierOptions(SpeculationOptions):
+    """How decode workers treat their sequences."""
+
+    max_local_prefill_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Missing prompt tokens up to which a decode worker computes by itself; if not given, what is measured to be faster."""
+    max_itl_factor: Annotated[float, Field(gt=1)] = 2.0
+    """Times as long as without that a decode step may take because of a prompt computed beside it."""
+    colocated: bool = False
+    """Decode workers compute all prompts themselves, and nothing is handed over."""
+    swap_space: Annotated[float, Field(ge=0)] = 1.0
+    """Host memory, in GiB, for the KV of preempted sequences; what does not fit is computed anew."""
+    kv_transfer_dtype: KvDtype = "auto"
+    """Type that KV travels in to decode workers; auto takes the narrower of the two workers' own. fp8 and int8 come with
+    scales and halve the bytes of 16 bits, at some cost in quality."""
+
+
+class DecodeOptions(WorkerOptions, DecodeTierOptions):
+    """Options of `baton decode`."""
+
+    tier: ClassVar[Tier] = Tier.DECODE

@@ -1,0 +1,116 @@
+"""The kinds of values that options have: how they are read and checked, and what may be shown of them."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
+from pydantic_settings import NoDecode
+
+from baton.config.byte_size import parse_byte_size
+from baton.rpc.address import is_address
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Transport = Literal["auto", "shm", "tcp", "nixl"]
+KvDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
+
+NonEmpty = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+BlockSize = Annotated[int, Field(ge=1, le=256)]
+Seconds = Annotated[float, Field(gt=0)]
+ByteSize = Annotated[int, BeforeValidator(parse_byte_size), Field(ge=1)]
+FileDescriptor = Annotated[int, Field(ge=0)]
+
+API_KEY_FIX = "give keys of printable ASCII, without spaces and commas"
+
+HIDDEN: dict[str, Any] = {"hidden": True}
+#: Of a field that may have a password in it: it reaches other processes by their environment only.
+PRIVATE: dict[str, Any] = {"private": True}
+#: Of a field whose value is shown to nobody, besides.
+SECRET: dict[str, Any] = {"secret": True, **PRIVATE}
+
+#: As uvicorn and vLLM number them.
+_CERT_REQS = {"0": "none", "2": "required"}
+
+
+def _split_commas(value: object) -> object:
+    """["a,b", "c"] or "a,b,c" as a list of its non-empty parts."""
+    if isinstance(value, str):
+        value = [value]
+    if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
+        return [piece.strip() for part in value for piece in part.split(",") if piece.strip()]
+    return value
+
+
+def _check_address(address: str) -> str:
+    if not is_address(address):
+        raise ValueError(f"{address!r} is no address; give host:port, with an IPv6 host in []")
+    return address
+
+
+def _check_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
+    for address in addresses:
+        _check_address(address)
+    if len(set(addresses)) != len(addresses):
+        raise ValueError("give each address once")
+    return addresses
+
+
+def _check_registry(url: str) -> str:
+    if re.fullmatch(r"rediss?://[^\s/?#]+(/\d+)?", url, re.ASCII) is None:
+        raise ValueError("give redis://host:port/db, special characters of a password as %XX")
+    return url
+
+
+def _check_api_keys(keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+    if not all(is_api_key(key.get_secret_value()) for key in keys):
+        raise ValueError(API_KEY_FIX)
+    return keys
+
+
+def is_api_key(text: str) -> bool:
+    """Whether a header can carry it, and a list with commas."""
+    return re.fullmatch(r"[!-+\--~]+", text, re.ASCII) is not None
+
+
+def _cert_reqs(value: object) -> object:
+    return _CERT_REQS.get(str(value), value)
+
+
+def _check_device(device: str) -> str:
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device, re.ASCII) is None:
+        raise ValueError("give auto, cpu, cuda or cuda:N")
+    return device
+
+
+#: Worker addresses, "host:port", given by repeating the option or with commas.
+Addresses = Annotated[
+    tuple[str, ...],
+    NoDecode,
+    BeforeValidator(_split_commas),
+    AfterValidator(_check_addresses),
+]
+
+
+#: redis://[user:password@]host:port/db, or rediss:// for TLS.
+RegistryUrl = Annotated[str, AfterValidator(_check_registry)]
+
+
+#: Keys of callers, given by repeating the option or with commas.
+ApiKeys = Annotated[
+    tuple[SecretStr, ...],
+    NoDecode,
+    BeforeValidator(_split_commas),
+    AfterValidator(_check_api_keys),
+]
+
+#: Names in certificates, given by repeating the option or with commas.
+PeerNames = Annotated[tuple[NonEmpty, ...], NoDecode, BeforeValidator(_split_commas)]
+
+CertReqs = Annotated[Literal["none", "required"], BeforeValidator(_cert_reqs)]
+
+Address = Annotated[NonEmpty, AfterValidator(_check_address)]
+Device = Annotated[str, AfterValidator(_check_device)]

@@ -1,0 +1,54 @@
+"""The options of all tiers together."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import model_validator
+
+from baton.config.decode_options import DecodeTierOptions
+from baton.config.engine_options import EngineOptions
+from baton.config.fields import BlockSize, Count, NonEmpty, Port
+from baton.config.gateway_options import FrontDoorOptions
+from baton.config.options import LivenessOptions, ServiceOptions
+from baton.config.worker_options import HandoffOptions, PeerOptions
+
+
+class ServeOptions(
+    EngineOptions,
+    DecodeTierOptions,
+    HandoffOptions,
+    FrontDoorOptions,
+    LivenessOptions,
+    PeerOptions,
+    ServiceOptions,
+):
+    """Options of `baton serve`, which starts all tiers on this machine."""
+
+    host: NonEmpty = "127.0.0.1"
+    """Address that the gateway listens on."""
+    port: Port = 50051
+    """Port that the gateway listens on; 0 takes a free one."""
+    num_prefill_workers: Count = 1
+    """Number of prefill processes."""
+    num_decode_workers: Count = 1
+    """Number of decode processes."""
+    num_gateways: Count = 1
+    """Number of gateway processes, all on one port."""
+    prefill_block_size: BlockSize | None = None
+    """Tokens per KV block in the prefill tier; --block-size if not given."""
+    decode_block_size: BlockSize | None = None
+    """Tokens per KV block in the decode tier; --block-size if not given."""
+    prefill_tensor_parallel_size: Count | None = None
+    """Processes that share the model in each prefill worker; --tensor-parallel-size if not given."""
+    decode_tensor_parallel_size: Count | None = None
+    """Processes that share the model in each decode worker; --tensor-parallel-size if not given."""
+
+    @model_validator(mode="after")
+    def _check_colocated(self) -> Self:
+        of_prefill = {"num_prefill_workers", "prefill_block_size", "prefill_tensor_parallel_size"}
+        meaningless = of_prefill & self.model_fields_set
+        if self.colocated and meaningless:
+            name = min(meaningless).replace("_", "-")
+            raise ValueError(f"leave out --{name}: with --colocated there are no prefill workers")
+        return self

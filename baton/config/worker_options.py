@@ -1,0 +1,99 @@
+"""The options of prefill workers, and what decode workers have in common with them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Annotated, ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from baton.config.engine_options import EngineOptions
+from baton.config.fields import Address, NonEmpty, PeerNames, Port, Seconds, Transport
+from baton.config.options import (
+    LivenessOptions,
+    Options,
+    RegistryOptions,
+    ServiceOptions,
+    TlsOptions,
+)
+from baton.types import Tier
+
+#: Hosts to listen on that nobody can connect to from elsewhere.
+_ALL_ADDRESSES = frozenset({"0.0.0.0", "[::]", "::"})
+
+
+class PeerOptions(TlsOptions):
+    """Whom workers work with."""
+
+    ssl_peer_names: PeerNames = ()
+    """Name that certificates of gateways and of other workers carry, as DNS name or URI of subjectAltName; repeat the option or
+    separate with commas for several. Who shows none of them is refused; if none is given, every certificate that comes from
+    --ssl-ca-certs will do."""
+
+    @model_validator(mode="after")
+    def _check_peer_names(self) -> Self:
+        if self.ssl_peer_names and self.ssl_ca_certs is None:
+            raise ValueError("--ssl-peer-names: goes with --ssl-ca-certs; give both")
+        return self
+
+
+class HandoffOptions(Options):
+    """How workers pass sequences on."""
+
+    kv_transport: Transport = "auto"
+    """How KV travels; auto takes shared memory between processes of one host, else TCP. nixl is for RDMA and needs the library
+    of that name."""
+    kv_num_lanes: Annotated[int, Field(ge=1, le=16)] = 1
+    """Most connections from one worker to another. Handoffs that are under way at the same time share them out: one connection is
+    enough where one stream fills the network."""
+    ticket_lease_s: Seconds = 30.0
+    """Silence of a sender, in seconds, after which its reservation is given up."""
+    ticket_offer_s: Seconds = 10.0
+    """How long a reservation waits for its sender to come, in seconds. A sender comes when it is given a prompt, not when the
+    prompt's turn has come."""
+    kv_secret_file: NonEmpty | None = None
+    """File of a secret that all workers share, such as openssl rand -hex 32 makes: KV goes only between workers that have it, and
+    carries digests under it."""
+
+
+class WorkerOptions(
+    EngineOptions, HandoffOptions, RegistryOptions, LivenessOptions, PeerOptions, ServiceOptions
+):
+    """What a worker of either tier takes."""
+
+    tier: ClassVar[Tier]
+
+    host: NonEmpty = "127.0.0.1"
+    """Address to listen on."""
+    port: Port = 0
+    """Port to listen on; 0 takes a free one."""
+    worker_id: NonEmpty | None = None
+    """Name of the worker, unique among all; tier-hostname-pid if not given."""
+    kv_host: NonEmpty = "127.0.0.1"
+    """Address that this worker's KV channel listens on, and under which other workers reach it if --kv-advertise-address is not
+    given."""
+    kv_port: Port = 0
+    """Port of the KV channel over TCP; 0 takes a free one."""
+    kv_advertise_address: Address | None = None
+    """Address, host:port, under which other workers reach this one's KV channel, where a NAT or a proxy stands before --kv-host and
+    --kv-port."""
+    advertise_host: NonEmpty | None = None
+    """Host that the registry names this worker by; if not given, --host, or for 0.0.0.0 this machine's name."""
+
+    @property
+    def worker_name(self) -> str:
+        """worker_id, or the name of this process."""
+        return self.worker_id or f"{self.tier.name.lower()}-{socket.gethostname()}-{os.getpid()}"
+
+    @property
+    def advertised_host(self) -> str:
+        """advertise_host, or what stands in for it."""
+        fallback = socket.gethostname() if self.host in _ALL_ADDRESSES else self.host
+        return self.advertise_host or fallback
+
+
+class PrefillOptions(WorkerOptions):
+    """Options of `baton prefill`."""
+
+    tier: ClassVar[Tier] = Tier.PREFILL
