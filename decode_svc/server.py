@@ -62,8 +62,6 @@ async def serve_decode(
             recorder.on_command(command)
         loop.submit(command)
 
-    servicer = DecodeServicer(submit)
-
     def deliver(events: Sequence[StreamEvent], load: WorkerLoad) -> None:
         servicer.deliver(events)
         board.publish(load)
@@ -113,6 +111,7 @@ async def serve_decode(
         loop: EngineLoop[DecodeCommand, StreamEvent] = EngineLoop(
             core, deliver, heartbeat, name="decode-engine"
         )
+        servicer = DecodeServicer(submit, loop.has_room)
         info = describe(options, identity, engine.spec, local_prefill.max_threshold)
         host = WorkerHost(options, loop, heartbeat, board, Drain(), info)
         worker = WorkerServicer(info, board, heartbeat, host.start_draining, loop.submit)

@@ -10,6 +10,7 @@ from typing import Any
 import grpc.aio
 
 from baton.errors import InvalidRequest
+from baton.events import Deferred
 from baton.types import KvSource
 from baton.v1 import decode_pb2, decode_pb2_grpc
 from baton.wire import sequence_from_proto, step_to_proto
@@ -30,8 +31,12 @@ from decode_svc.outbox import Outbox, in_messages
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     """Translates between streams and the core's commands and events."""
 
-    def __init__(self, submit: Callable[[DecodeCommand], None]) -> None:
+    def __init__(
+        self, submit: Callable[[DecodeCommand], None], has_room: Callable[[], bool]
+    ) -> None:
+        """submit, has_room: the engine loop's."""
         self._submit = submit
+        self._has_room = has_room
         self._outboxes: dict[int, Outbox] = {}
         self._next_stream = itertools.count()
 
@@ -77,7 +82,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                             )
                         opened = _open(stream, request.open)
                         last_handle = opened.handle + opened.spec.num_choices - 1
-                        self._submit(opened)
+                        self._admit(opened, outbox)
                     case "abort":
                         self._submit(Abort(stream, request.abort.handle))
                     case "pause":
@@ -91,6 +96,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                         self._submit(Known(stream, frozenset(request.known.handles)))
         finally:
             outbox.close()
+
+    def _admit(self, opened: Open, outbox: Outbox) -> None:
+        if self._has_room():
+            self._submit(opened)
+        else:
+            outbox.put((opened.handle, Deferred("the engine loop's inbox is full")))
 
 
 def _open(stream: int, message: decode_pb2.OpenSequence) -> Open:

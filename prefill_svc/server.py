@@ -71,7 +71,6 @@ async def serve_prefill(
         num_lanes=options.kv_num_lanes,
         secret=kv_secret,
     )
-    servicer = PrefillServicer(submit, sender.begin)
 
     def deliver(events: Sequence[PrefillEvent], load: WorkerLoad) -> None:
         servicer.deliver(events)
@@ -109,6 +108,7 @@ async def serve_prefill(
     loop: EngineLoop[PrefillCommand, PrefillEvent] = EngineLoop(
         core, deliver, heartbeat, name="prefill-engine"
     )
+    servicer = PrefillServicer(submit, loop.has_room, sender.begin)
     info = describe(options, identity, engine.spec)
     host = WorkerHost(options, loop, heartbeat, board, Drain(), info)
     worker = WorkerServicer(info, board, heartbeat, host.start_draining, loop.submit)

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc.aio
 
+from baton.errors import Overloaded
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, sampling_pb2
 from baton.wire import logprobs_to_proto, sample_to_proto, sequence_from_proto
 from kv_transfer.kv_ticket import parse_ticket
@@ -27,8 +28,15 @@ Present = Callable[[str, bytes], None]
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Translates between calls and the core's commands and events."""
 
-    def __init__(self, submit: Callable[[PrefillCommand], None], present: Present) -> None:
+    def __init__(
+        self,
+        submit: Callable[[PrefillCommand], None],
+        has_room: Callable[[], bool],
+        present: Present,
+    ) -> None:
+        """submit, has_room: the engine loop's."""
         self._submit = submit
+        self._has_room = has_room
         self._present = present
         self._calls: dict[str, asyncio.Queue[PrefillEvent]] = {}
         self._next_key = itertools.count()
@@ -47,10 +55,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         ticket, spec = request.ticket, sequence_from_proto(request.sequence)
         num_held = parse_ticket(ticket).num_cached_tokens if ticket else 0
+        if not self._has_room():
+            raise Overloaded("more waits for the engine loop than its inbox should hold")
         key = str(next(self._next_key))
         events: asyncio.Queue[PrefillEvent] = asyncio.Queue()
         if ticket:
-            # Here, not in the engine loop: a step may take longer than the ticket's owner waits for this.
+            # Here, not in the engine loop: a step may take longer than the ticket's owner waits for this. From here on its
+            # end is owed to the core, so that nothing may refuse the prompt any more.
             self._present(key, ticket)
         self._calls[key] = events
         self._submit(Submit(key, spec, ticket, num_held))

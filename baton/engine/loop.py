@@ -1,7 +1,11 @@
 """The engine loop: one thread that turns commands into steps and steps into events.
 
-The tiers' cores hold all state and are called by nobody else; the asyncio side puts commands into a bounded inbox and
+The tiers' cores hold all state and are called by nobody else; the asyncio side puts commands into an inbox and
 gets back one message per step. A test drives a core directly, without a thread and under its own clock.
+
+The inbox never refuses a command: most end or report something that the core was given before, and what holds blocks
+until such a command would hold them for ever without it. They are bounded by what was admitted. Work that is new asks
+`has_room` first, before anything is done for it.
 """
 
 from __future__ import annotations
@@ -14,7 +18,6 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from baton.engine.heartbeat import Heartbeat
-from baton.errors import Overloaded
 from baton.types import WorkerLoad
 
 #: Longest time between two heartbeats of an idle loop, in seconds. Leases expire at this grain.
@@ -52,7 +55,10 @@ class EngineLoop(Generic[CommandT, EventT]):
         name: str,
         max_num_commands: int = 65536,
     ) -> None:
-        """`deliver` is called in the asyncio loop that calls start(), once per step that has events or a new load."""
+        """`deliver` is called in the asyncio loop that calls start(), once per step that has events or a new load.
+
+        max_num_commands: those that wait for a step when no more work should be admitted.
+        """
         self._core = core
         self._deliver = deliver
         self._max_num_commands = max_num_commands
@@ -69,11 +75,13 @@ class EngineLoop(Generic[CommandT, EventT]):
         self._asyncio_loop = asyncio.get_running_loop()
         self._thread.start()
 
+    def has_room(self) -> bool:
+        """Whether new work should be admitted."""
+        return len(self._inbox) < self._max_num_commands
+
     def submit(self, command: CommandT) -> None:
-        """Hand a command to the core's next step. Any thread may call this. Raises Overloaded if the inbox is full."""
+        """Hand a command to the core's next step. Any thread may call this."""
         with self._wakeup:
-            if len(self._inbox) >= self._max_num_commands:
-                raise Overloaded("the engine loop's inbox is full")
             self._inbox.append(command)
             self._wakeup.notify()
 

@@ -14,7 +14,6 @@ from baton.engine.heartbeat import Heartbeat
 from baton.engine.interface import Batch, LayersDone
 from baton.engine.loop import EngineLoop, Step
 from baton.engine.oracle import OracleEngine, OracleOptions
-from baton.errors import Overloaded
 from baton.types import KvSource, Sample, Sampling, SequenceSpec, WorkerLoad
 from decode_svc.admission import DecodeLimits
 from decode_svc.commands import Open
@@ -65,24 +64,36 @@ async def test_every_command_is_taken_once_and_in_order() -> None:
     assert loop.ended.is_set()
 
 
-async def test_a_full_inbox_refuses() -> None:
+async def test_a_full_inbox_has_no_room_for_new_work_and_loses_no_command() -> None:
     stepping, release = threading.Event(), threading.Event()
+    seen: list[int] = []
+    whole = asyncio.Event()
 
     def block(commands: Sequence[int]) -> None:
         if commands:
             stepping.set()
             release.wait()
 
-    loop = loop_over(EchoCore(block), lambda _events, _load: None, max_num_commands=3)
+    def deliver(events: Sequence[int], load: WorkerLoad) -> None:
+        del load
+        seen.extend(events)
+        if len(seen) == 6:
+            whole.set()
+
+    loop = loop_over(EchoCore(block), deliver, max_num_commands=3)
     loop.start()
     loop.submit(0)
     await asyncio.to_thread(stepping.wait)
-    for command in range(3):
+    had_room = []
+    for command in range(1, 6):
+        had_room.append(loop.has_room())
         loop.submit(command)
-    with pytest.raises(Overloaded):
-        loop.submit(3)
     release.set()
+    await whole.wait()
     await loop.stop()
+    assert had_room == [True, True, True, False, False]
+    assert seen == list(range(6))
+    assert loop.has_room()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
