@@ -52,11 +52,11 @@ class Floors:
 def floor_s(config: ModelConfig, dtype: str, batch: int, context: int, roof: Roof) -> float:
     """The least time of a step of `batch` sequences with `context` tokens each, KV in bfloat16.
 
-    int8: the linear layers of the decoder in a byte a weight, the rest in two; only reading bounds it, as the roof of int8
-    operations is not measured.
+    int8: a byte a weight; only reading bounds it, as the roof of int8 operations is not measured.
     """
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
-    read_s = (_weight_bytes(config, dtype) + batch * context * per_token) / roof.read_bytes_per_s
+    weight_bytes = _used_parameters(config) * (1 if dtype == "int8" else 2)
+    read_s = (weight_bytes + batch * context * per_token) / roof.read_bytes_per_s
     if dtype == "int8":
         return read_s
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * batch * context
@@ -76,11 +76,6 @@ def _used_parameters(config: ModelConfig) -> int:
     """Those that a step reads: of embeddings that are not tied, only rows are looked up."""
     embeddings = config.vocab_size * config.hidden_size
     return num_parameters(config) - (0 if config.is_tied else embeddings)
-
-
-def _weight_bytes(config: ModelConfig, dtype: str) -> int:
-    used, output_layer = _used_parameters(config), config.vocab_size * config.hidden_size
-    return used - output_layer + 2 * output_layer if dtype == "int8" else 2 * used
 
 
 def floors_of(result: Result) -> Iterator[Floors]:

@@ -18,11 +18,20 @@ def quantize(
         Scheme, typer.Option(help="int8 by output, int4 by group of inputs, or float8 by output.")
     ],
     output: Annotated[Path, typer.Option(help="The new checkpoint's directory.")],
+    keep_output_layer: Annotated[
+        bool,
+        typer.Option(
+            "--keep-output-layer",
+            help="Leave the output layer as it is, for tools that do not read a quantised one.",
+        ),
+    ] = False,
     revision: Annotated[str | None, typer.Option(help="Of a Hub id.")] = None,
 ) -> None:
     """Round the linear layers of MODEL and write a checkpoint that `baton serve` and others read."""
     command = [sys.executable, "-m", "baton.model.quantize", "--scheme", scheme]
     command += ["--output", str(output)]
+    if keep_output_layer:
+        command.append("--keep-output-layer")
     if revision is not None:
         command += ["--revision", revision]
     # A process of its own: this one stays without torch.

@@ -79,11 +79,20 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def num_linear_weights(config: ModelConfig) -> int:
-    """Weights of the decoder layers' linear layers: those that quantisation makes smaller."""
+    """Weights of the decoder layers' linear layers."""
     hidden, dim = config.hidden_size, config.head_dim
     q, kv = config.num_heads * dim, config.num_kv_heads * dim
     layer = hidden * (q + 2 * kv) + q * hidden + 3 * hidden * config.intermediate_size
     return config.num_layers * layer
+
+
+def num_quantized_weights(config: ModelConfig) -> int:
+    """Weights that are quantised in the checkpoint."""
+    if config.quantization is None:
+        return 0
+    has_head = config.quantization.output_layer is not None and not config.is_tied
+    head = config.vocab_size * config.hidden_size if has_head else 0
+    return num_linear_weights(config) + head
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -105,7 +114,7 @@ def weight_bytes(config: ModelConfig, dtype: str, keeps_levels: bool, num_ranks:
     size = DTYPE_BYTES[dtype]
     embeddings = config.vocab_size * config.hidden_size
     head = embeddings if config.is_tied else 0
-    saved = num_linear_weights(config) * (size - 1) if keeps_levels else 0
+    saved = num_quantized_weights(config) * (size - 1) if keeps_levels else 0
     shared = (num_parameters(config) + head - embeddings) * size - saved
     return embeddings * size + -(-shared // num_ranks)
 

@@ -9,6 +9,8 @@ import argparse
 import json
 import shutil
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,6 +25,7 @@ from baton.model.parameters import PARTS, layer_name
 from baton.quantization.encode import encode
 from baton.quantization.scheme import (
     GROUP_SIZES,
+    OUTPUT_SCHEMES,
     SCHEMES,
     Scheme,
     choose_group_size,
@@ -39,11 +42,14 @@ def main() -> int:
     parser.add_argument("--scheme", choices=SCHEMES, required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--revision")
+    parser.add_argument("--keep-output-layer", action="store_true")
     given = parser.parse_args()
     try:
         with naming_model(given.model):
             source = resolve_checkpoint(given.model, given.revision)
-            before, after = quantize_checkpoint(source, given.output, given.scheme)
+            before, after = quantize_checkpoint(
+                source, given.output, given.scheme, keeps_output=given.keep_output_layer
+            )
     except StartupError as error:
         sys.stderr.write(f"baton quantize: {error.reason}: {error}\n")
         return 2
@@ -53,11 +59,14 @@ def main() -> int:
     return 0
 
 
-def quantize_checkpoint(source: Path, output: Path, scheme: Scheme) -> tuple[int, int]:
+def quantize_checkpoint(
+    source: Path, output: Path, scheme: Scheme, *, keeps_output: bool = False
+) -> tuple[int, int]:
     """Write `source` to the new folder `output`; returns the bytes of weights before and after.
 
-    Everything but the linear layers of the decoder (embeddings, norms, biases, lm_head) stays as it is, and so do all other
-    files. Raises ModelError, ConfigError.
+    Everything but the linear layers (embeddings, norms, biases) stays as it is, and so do all other files. The output layer,
+    lm_head, becomes one of its own if it was tied to the embeddings; keeps_output: it stays as it is, too. Raises ModelError,
+    ConfigError.
     """
     config = read_config(source)
     if config.quantization is not None:
@@ -67,15 +76,19 @@ def quantize_checkpoint(source: Path, output: Path, scheme: Scheme) -> tuple[int
     group_size = _group_size(config, scheme)
     shards = find_shards(source)
     output.mkdir(parents=True, exist_ok=True)
-    names = _linear_weights(config)
+    plan = _plan(config, scheme, keeps_output)
     before, after, places = 0, 0, dict[str, str]()
     for path in shards:
-        tensors = _encode_shard(path, names, scheme, group_size)
+        tensors = _encode_shard(path, plan, group_size)
         save_file(tensors, output / path.name, metadata={"format": "pt"})
         places |= dict.fromkeys(tensors, path.name)
         before += path.stat().st_size
         after += (output / path.name).stat().st_size
-    _write_rest(source, output, places, quantization_config(scheme, group_size), after)
+    of_output = None if keeps_output else OUTPUT_SCHEMES[scheme]
+    raw = json.loads((source / "config.json").read_text())
+    raw["quantization_config"] = quantization_config(scheme, group_size, of_output)
+    raw["tie_word_embeddings"] = config.is_tied and keeps_output
+    _write_rest(source, output, places, raw, after)
     return before, after
 
 
@@ -91,26 +104,43 @@ def _group_size(config: ModelConfig, scheme: Scheme) -> int | None:
     return found
 
 
-def _linear_weights(config: ModelConfig) -> frozenset[str]:
+@dataclass(frozen=True, slots=True)
+class _Rounding:
+    """What becomes of a tensor: the linear layer that it is rounded to, by which scheme, and whether it stays beside that."""
+
+    layer: str
+    scheme: Scheme
+    is_kept: bool = False
+
+
+def _plan(config: ModelConfig, scheme: Scheme, keeps_output: bool) -> dict[str, _Rounding | None]:
+    """By the names of the tensors that become linear layers, or are left out."""
     parts = [part for names in PARTS.values() for part in names]
-    return frozenset(
-        f"{layer_name(index, part)}.weight" for index in range(config.num_layers) for part in parts
-    )
+    layers = [layer_name(index, part) for index in range(config.num_layers) for part in parts]
+    plan: dict[str, _Rounding | None] = {
+        f"{layer}.weight": _Rounding(layer, scheme) for layer in layers
+    }
+    if keeps_output:
+        return plan
+    # Some tied checkpoints have it all the same.
+    plan["lm_head.weight"] = None
+    source = "model.embed_tokens.weight" if config.is_tied else "lm_head.weight"
+    plan[source] = _Rounding("lm_head", OUTPUT_SCHEMES[scheme], is_kept=config.is_tied)
+    return plan
 
 
 def _encode_shard(
-    path: Path, names: frozenset[str], scheme: Scheme, group_size: int | None
+    path: Path, plan: Mapping[str, _Rounding | None], group_size: int | None
 ) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     with safe_open(path, framework="pt", device="cpu") as shard:
         for name in sorted(shard.keys()):
-            tensor = shard.get_tensor(name)
-            if name in names:
-                layer = name.removesuffix("weight")
-                pieces = encode(tensor, scheme, group_size)
-                tensors |= {layer + piece: stored for piece, stored in pieces.items()}
-            else:
+            tensor, rounding = shard.get_tensor(name), plan.get(name)
+            if name not in plan or (rounding and rounding.is_kept):
                 tensors[name] = tensor
+            if rounding:
+                pieces = encode(tensor, rounding.scheme, group_size)
+                tensors |= {f"{rounding.layer}.{piece}": kept for piece, kept in pieces.items()}
     return tensors
 
 
@@ -118,16 +148,14 @@ def _write_rest(
     source: Path,
     output: Path,
     places: dict[str, str],
-    quantization: dict[str, object],
+    config: dict[str, object],
     num_bytes: int,
 ) -> None:
-    """config.json with what was done, an index where there was one, and all other small files as they are."""
+    """config.json as `config`, an index where there was one, and all other small files as they are."""
     for path in source.iterdir():
         if path.suffix in (".json", ".jinja", ".txt", ".model") and path.name != _INDEX:
             shutil.copyfile(path, output / path.name)
-    raw = json.loads((source / "config.json").read_text())
-    raw["quantization_config"] = quantization
-    (output / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if (source / _INDEX).is_file():
         index = {"metadata": {"total_size": num_bytes}, "weight_map": places}
         (output / _INDEX).write_text(json.dumps(index, indent=2) + "\n")

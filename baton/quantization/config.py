@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from baton.errors import UnsupportedModel
@@ -18,6 +19,10 @@ _FORMATS = {
 }
 
 
+#: A linear layer that is not lm_head.
+_SOME_LAYER = "model.layers.0.mlp.down_proj"
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
     """How the linear layers of a checkpoint are stored.
@@ -26,6 +31,7 @@ class QuantizationConfig:
     is_packed: several levels in an int32, instead of one number an element.
     has_order: inputs are assigned to groups by an index instead of by their order.
     zero_offset: what is added to a stored zero point.
+    output_layer: how lm_head is stored; None if it is not quantised.
     """
 
     method: Method
@@ -36,6 +42,11 @@ class QuantizationConfig:
     is_packed: bool
     has_order: bool = False
     zero_offset: int = 0
+    output_layer: QuantizationConfig | None = None
+
+    def of(self, layer: str) -> QuantizationConfig:
+        """How a layer is stored, by its name in the checkpoint."""
+        return self.output_layer or self if layer == "lm_head" else self
 
 
 def parse_quantization(raw: Mapping[str, Any] | None) -> QuantizationConfig | None:
@@ -50,7 +61,7 @@ def parse_quantization(raw: Mapping[str, Any] | None) -> QuantizationConfig | No
             return _awq(raw)
         if method == "compressed-tensors":
             return _compressed_tensors(raw)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
         raise UnsupportedModel(f"quantization_config cannot be read: {error!r}") from error
     raise _refusal("quant_method", method, "compressed-tensors, gptq or awq")
 
@@ -65,7 +76,7 @@ def _refusal(name: str, value: object, known: str) -> UnsupportedModel:
 def _gptq(raw: Mapping[str, Any]) -> QuantizationConfig:
     if raw["bits"] not in (4, 8):
         raise _refusal("bits", raw["bits"], "4 or 8")
-    return QuantizationConfig(
+    layers = QuantizationConfig(
         method="gptq",
         kind="int",
         bits=raw["bits"],
@@ -76,6 +87,7 @@ def _gptq(raw: Mapping[str, Any]) -> QuantizationConfig:
         # The first version of the format stores zero points less one.
         zero_offset=0 if raw.get("checkpoint_format") == "gptq_v2" else 1,
     )
+    return replace(layers, output_layer=layers) if raw.get("lm_head") else layers
 
 
 def _awq(raw: Mapping[str, Any]) -> QuantizationConfig:
@@ -90,12 +102,31 @@ def _awq(raw: Mapping[str, Any]) -> QuantizationConfig:
 
 def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig:
     groups = list(raw["config_groups"].values())
-    if len(groups) != 1:
-        raise _refusal("config_groups", len(groups), "one group")
+    of_output = [group for group in groups if all(map(_names_output, group["targets"]))]
+    of_all = [group for group in groups if group not in of_output]
+    if len(of_all) != 1 or len(of_output) > 1:
+        raise _refusal("config_groups", len(groups), "one group, and one more for lm_head,")
     if raw.get("kv_cache_scheme"):
         raise _refusal("kv_cache_scheme", "...", "none")
-    weights = groups[0]["weights"]
-    form = groups[0].get("format") or raw["format"]
+    layers = _group(of_all[0], raw["format"])
+    if of_output:
+        return replace(layers, output_layer=_group(of_output[0], raw["format"]))
+    is_left_out = any(map(_names_output, raw.get("ignore") or ()))
+    return layers if is_left_out else replace(layers, output_layer=layers)
+
+
+def _names_output(target: str) -> bool:
+    """Whether a target is lm_head, by its name or by an expression such as `re:.*lm_head`."""
+    if not target.startswith("re:"):
+        return target == "lm_head"
+    expression = re.compile(target.removeprefix("re:"))
+    return bool(expression.match("lm_head")) and not expression.match(_SOME_LAYER)
+
+
+def _group(group: Mapping[str, Any], form_of_all: str) -> QuantizationConfig:
+    """form_of_all: the format of groups that name none."""
+    weights = group["weights"]
+    form = group.get("format") or form_of_all
     if form not in _FORMATS or _FORMATS[form] != weights["type"]:
         raise _refusal("format", f"{form} of {weights['type']}", ", ".join(_FORMATS))
     bits, strategy = weights["num_bits"], weights["strategy"]

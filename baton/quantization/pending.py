@@ -21,7 +21,6 @@ class PendingLayers:
         """layers: names of those that may be quantised."""
         self._config = config
         self._layers = layers
-        self._required = required_pieces(config)
         self._pieces: dict[str, dict[str, torch.Tensor]] = {}
 
     def takes(self, name: str, dtype: torch.dtype) -> bool:
@@ -29,7 +28,7 @@ class PendingLayers:
         layer, _, piece = name.rpartition(".")
         if layer not in self._layers or (piece == "weight" and dtype in _PLAIN):
             return False
-        return piece in self._required
+        return piece in self._required(layer)
 
     def add(
         self, name: str, tensor: torch.Tensor
@@ -38,12 +37,16 @@ class PendingLayers:
         layer, _, piece = name.rpartition(".")
         pieces = self._pieces.setdefault(layer, {})
         pieces[piece] = tensor
-        if pieces.keys() != self._required:
+        if pieces.keys() != self._required(layer):
             return None
-        return layer, decode(self._pieces.pop(layer), self._config)
+        return layer, decode(self._pieces.pop(layer), self._config.of(layer))
 
     def missing(self) -> dict[str, list[str]]:
         """Of each layer that is not whole, what has not come."""
         return {
-            layer: sorted(self._required - pieces.keys()) for layer, pieces in self._pieces.items()
+            layer: sorted(self._required(layer) - pieces.keys())
+            for layer, pieces in self._pieces.items()
         }
+
+    def _required(self, layer: str) -> frozenset[str]:
+        return required_pieces(self._config.of(layer))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
 Scheme = Literal["int8", "int4", "fp8"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 
+#: What each scheme makes of the output layer: four bits are too few for it (docs/quantization.md has the figures).
+OUTPUT_SCHEMES: Mapping[Scheme, Scheme] = {"int8": "int8", "int4": "int8", "fp8": "fp8"}
+
 #: Group sizes of int4, the best for speed first.
 GROUP_SIZES = (128, 64, 32)
-_FORMATS: dict[Scheme, str] = {
+_FORMATS: Mapping[Scheme, str] = {
     "int8": "int-quantized",
     "int4": "pack-quantized",
     "fp8": "float-quantized",
@@ -23,16 +26,35 @@ def choose_group_size(num_inputs: Iterable[int]) -> int | None:
     return next((g for g in GROUP_SIZES if all(size % g == 0 for size in sizes)), None)
 
 
-def quantization_config(scheme: Scheme, group_size: int | None) -> dict[str, Any]:
-    """What config.json says of a checkpoint whose linear layers, all but lm_head, are of a scheme.
+def quantization_config(
+    scheme: Scheme, group_size: int | None, output: Scheme | None
+) -> dict[str, Any]:
+    """What config.json says of a checkpoint whose linear layers are of a scheme, and lm_head of `output`, or not quantised.
 
-    group_size: of int4 alone. Activations of int8 and fp8 are rounded as they come, token by token, by those who run the
-    checkpoint in that type.
+    group_size: of int4 alone.
     """
-    is_float = scheme == "fp8"
+    has_activations = scheme != "int4"
+    groups = {"group_0": _group("Linear", scheme, group_size, has_activations)}
+    if output not in (None, scheme):
+        groups["group_1"] = _group("re:.*lm_head", output, None, has_activations)
+    return {
+        "quant_method": "compressed-tensors",
+        "format": _FORMATS[scheme] if len(groups) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": ["lm_head"] if output is None else [],
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def _group(
+    target: str, scheme: Scheme, group_size: int | None, has_activations: bool
+) -> dict[str, Any]:
+    """has_activations: they are rounded, too, as they come, token by token, by those who run the checkpoint in that type."""
     weights: dict[str, Any] = {
         "num_bits": 4 if scheme == "int4" else 8,
-        "type": "float" if is_float else "int",
+        "type": "float" if scheme == "fp8" else "int",
         "symmetric": True,
         "strategy": "group" if scheme == "int4" else "channel",
         "group_size": group_size if scheme == "int4" else None,
@@ -44,18 +66,9 @@ def quantization_config(scheme: Scheme, group_size: int | None) -> dict[str, Any
     }
     activations = {**weights, "strategy": "token", "dynamic": True, "observer": None}
     return {
-        "quant_method": "compressed-tensors",
         "format": _FORMATS[scheme],
-        "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": weights,
-                "input_activations": None if scheme == "int4" else activations,
-                "output_activations": None,
-            }
-        },
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": None,
-        "global_compression_ratio": None,
+        "targets": [target],
+        "weights": weights,
+        "input_activations": activations if has_activations else None,
+        "output_activations": None,
     }

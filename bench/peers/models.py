@@ -59,7 +59,7 @@ def checkpoint(name: str, dtype: str, made: Path = MADE) -> Path:
     source = BOX if name == "box" else _random_model(SHAPES[name], made / name)
     if dtype != "int8":
         return source
-    output = made / f"{name}-int8"
+    output = made / f"{name}-int8-output"
     if not output.exists():
         part = _fresh(output)
         quantize_checkpoint(source, part, "int8")

@@ -16,6 +16,7 @@ from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.load_engine import load_engine
 from baton.errors import MissingTensor, TensorMismatch, UnsupportedModel
 from baton.model.config import read_config
+from baton.quantization.config import parse_quantization
 from baton.types import Sampling
 from tests.support.quantized_models import (
     GROUP_SIZE,
@@ -170,9 +171,44 @@ def test_pieces_in_several_files(packed_model: Path) -> None:
     assert torch.equal(logits_of(packed_model, "float32"), whole)
 
 
+INT8 = CASES["int8"][1]
+INT4_GROUP = CASES["packed-4"][1]["config_groups"]["group_0"] | {"format": "pack-quantized"}
+INT8_GROUP = INT8["config_groups"]["group_0"] | {"format": "int-quantized"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "bits"),
+    [
+        (INT8, None),
+        (INT8 | {"ignore": ["re:.*lm_head"]}, None),
+        (INT8 | {"ignore": []}, 8),
+        (INT8 | {"ignore": ["re:.*layers.0.*"]}, 8),
+        (GPTQ, None),
+        (GPTQ | {"lm_head": True}, 4),
+        (AWQ, None),
+        *(
+            (INT8 | {"config_groups": {"a": INT4_GROUP, "b": INT8_GROUP | {"targets": [name]}}}, 8)
+            for name in ("lm_head", "re:.*lm_head")
+        ),
+    ],
+)
+def test_how_the_output_layer_is_stored(raw: dict[str, Any], bits: int | None) -> None:
+    config = parse_quantization(raw)
+    assert config is not None
+    assert (config.output_layer and config.output_layer.bits) == bits
+
+
+@pytest.mark.parametrize("targets", [["Linear"], ["re:.*"], ["lm_head", "re:.*up_proj"]])
+def test_a_second_group_is_for_the_output_layer_alone(targets: list[str]) -> None:
+    second = INT8_GROUP | {"targets": targets}
+    with pytest.raises(UnsupportedModel, match="config_groups"):
+        parse_quantization(INT8 | {"config_groups": {"a": INT4_GROUP, "b": second}})
+
+
 @pytest.mark.parametrize(
     ("quantization", "words"),
     [
+        (INT8 | {"ignore": ["re:("]}, "cannot be read"),
         (GPTQ | {"bits": 3}, "bits=3"),
         (AWQ | {"version": "gemv"}, "version=gemv"),
         ({"quant_method": "gptq"}, "cannot be read"),

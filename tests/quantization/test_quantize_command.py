@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
@@ -17,6 +17,8 @@ from baton.cli.main import app
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.load_engine import load_engine
 from baton.errors import ConfigError, UnsupportedModel
+from baton.model.config import read_config
+from baton.model.memory_plan import num_quantized_weights
 from baton.model.quantize import quantize_checkpoint
 from baton.quantization.scheme import SCHEMES, Scheme, choose_group_size
 from baton.types import Sampling
@@ -59,23 +61,69 @@ def test_the_box_model_keeps_its_likelihood(
         assert loss(tmp_path / "new", text_ids, dtype) < original + BOUNDS[scheme]
 
 
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    shards = folder.glob("*.safetensors")
+    return {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+
+
+def is_linear(name: str) -> bool:
+    return name.endswith("_proj.weight") or name.startswith("lm_head.")
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_is_written(model: Path, tmp_path: Path, scheme: Scheme) -> None:
     output = tmp_path / "new"
     before, after = quantize_checkpoint(model, output, scheme)
     assert after < before
     # Everything but the linear layers is as it was, and so are the tokenizer's files.
-    old, new = (
-        {name: t for shard in folder.glob("*.safetensors") for name, t in load_file(shard).items()}
-        for folder in (model, output)
-    )
+    old, new = tensors_of(model), tensors_of(output)
     for name in set(old) & set(new):
-        if not name.endswith("_proj.weight"):
+        if not is_linear(name):
             assert torch.equal(old[name], new[name])
-    assert "lm_head.weight" in new
+    assert new["lm_head.weight"].itemsize == 1
+    assert "lm_head.weight_scale" in new
     assert (output / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     index = json.loads((output / "model.safetensors.index.json").read_text())["weight_map"]
     assert index.keys() == new.keys()
+
+
+def test_a_tied_output_layer_becomes_one_of_its_own(tmp_path: Path) -> None:
+    tied = make_tiny_model(tmp_path / "tied", tie_word_embeddings=True)
+    embeddings = tensors_of(tied)["model.embed_tokens.weight"]
+    # Nobody reads it: the embeddings are what the output layer is made of.
+    stray = {"lm_head.weight": torch.zeros(1, 1)}
+    save_file(tensors_of(tied) | stray, tied / "model.safetensors", metadata={"format": "pt"})
+    quantize_checkpoint(tied, tmp_path / "new", "int8")
+    assert not read_config(tmp_path / "new").is_tied
+    new = tensors_of(tmp_path / "new")
+    assert torch.equal(new["model.embed_tokens.weight"], embeddings)
+    meant = new["lm_head.weight"].float() * new["lm_head.weight_scale"].float()
+    assert (meant - embeddings.float()).norm() < 0.01 * embeddings.float().norm()
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_output_layer_can_be_kept(tmp_path: Path, is_tied: bool) -> None:
+    source = make_tiny_model(tmp_path / "old", tie_word_embeddings=is_tied)
+    quantize_checkpoint(source, tmp_path / "new", "int8", keeps_output=True)
+    old, new = tensors_of(source), tensors_of(tmp_path / "new")
+    assert ("lm_head.weight" in new) != is_tied
+    assert all(
+        torch.equal(old[name], new[name]) for name in old if not name.endswith("proj.weight")
+    )
+    config = read_config(tmp_path / "new")
+    assert config.is_tied == is_tied
+    assert config.quantization is not None
+    assert config.quantization.output_layer is None
+    assert loss(tmp_path / "new", list(range(5, 60)), "float32") > 0
+
+
+def test_the_memory_plan_knows_a_quantised_output_layer(tmp_path: Path) -> None:
+    source = make_tiny_model(tmp_path / "old", intermediate_size=96)
+    for name, keeps in (("whole", False), ("kept", True)):
+        quantize_checkpoint(source, tmp_path / name, "int4", keeps_output=keeps)
+    whole, kept = (read_config(tmp_path / name) for name in ("whole", "kept"))
+    output_layer = whole.vocab_size * whole.hidden_size
+    assert num_quantized_weights(whole) == num_quantized_weights(kept) + output_layer
 
 
 def test_what_is_refused(model: Path, tmp_path: Path) -> None:
