@@ -19,7 +19,7 @@ from baton_kernels.quantize_rows import quantize_rows
 def slot_rows(slots: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
     """The rows of the first layer's keys, [tokens * kv_heads], counted as if the pool were contiguous rows of head_dim elements.
 
-    slots [tokens] int64 = block * block_size + offset.
+    slots [tokens] int64 = block * block_size + offset; -1 for a token without one, whose rows are negative.
     """
     _, num_layers, _, num_kv_heads, block_size, _ = pool.shape
     # block * rows of a block + offset, where a slot is block * block_size + offset.
@@ -44,15 +44,18 @@ def kv_write(
     value: torch.Tensor,
     scales: torch.Tensor | None = None,
 ) -> None:
-    """key, value [tokens, kv_heads, head_dim], rounded to the pool's dtype; rows as slot_rows gives them, without repeats."""
+    """key, value [tokens, kv_heads, head_dim], rounded to the pool's dtype; rows as slot_rows gives them, without repeats.
+    Negative ones are written nowhere: tokens that only fill a batch up have them."""
     _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
+    is_written = rows >= 0
+    rows = rows[is_written]
     group, offset = rows // block_size, rows % block_size
     head = group % num_kv_heads
     block = group // (num_layers * 2 * num_kv_heads)
     # Codes are moved as bytes, which torch can index whatever they stand for.
     target = pool if scales is None else pool.view(torch.uint8)
     for kind, new in enumerate((key, value)):
-        vectors = new.reshape(-1, head_dim)
+        vectors = new.reshape(-1, head_dim)[is_written]
         if scales is None:
             target[block, layer, kind, head, offset] = vectors.to(pool.dtype)
         else:

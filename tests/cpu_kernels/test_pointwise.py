@@ -58,7 +58,9 @@ def test_rope_and_kv_write_to_the_bit(
     query, key, value = fused.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
     cos, sin = torch.randn(2, num_tokens, head_dim // 2, generator=generator).to(dtype)
     pools = [torch.zeros(11, 3, 2, kv_heads, 4, head_dim, dtype=dtype) for _ in range(2)]
-    rows = slot_rows(torch.randperm(44, generator=generator)[:num_tokens], pools[0])
+    slots = torch.randperm(44, generator=generator)[:num_tokens]
+    slots[7] = -1
+    rows = slot_rows(slots, pools[0])
     got = rope_kv_write(query, key, value, cos, sin, pools[0], 1, rows)
     wanted = rope_kv_write.twin(query, key, value, cos, sin, pools[1], 1, rows)
     assert torch.equal(got[0], wanted[0])

@@ -60,11 +60,13 @@ def test_rope_turns_each_pair_by_its_angle(tokens: int, heads: int, dim: int) ->
 
 def test_kv_write_touches_its_slots_alone() -> None:
     pool = torch.zeros(5, 3, 2, 2, 4, 6)
-    slots = torch.tensor([17, 0, 7, 8])
-    key, value = randn(4, 2, 6).float(), randn(4, 2, 6, seed=1).float()
+    slots = torch.tensor([17, 0, -1, 7, 8])
+    key, value = randn(5, 2, 6).float(), randn(5, 2, 6, seed=1).float()
     kv_write(pool, 1, slot_rows(slots, pool), key, value)
     wanted = torch.zeros_like(pool)
     for token, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
         wanted[slot // 4, 1, 0, :, slot % 4] = key[token]
         wanted[slot // 4, 1, 1, :, slot % 4] = value[token]
     assert torch.equal(pool, wanted)

@@ -94,24 +94,24 @@ def plan_attention(
     """
     num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
     group = num_heads // num_kv_heads
-    drafts: dict[Tile, _Draft] = {}
+    lists: dict[Tile, WorkList] = {}
     num_entries = 0
     for part in slices:
         tile = choose(part.num_tokens * group, pool, dtype or pool.dtype)
-        draft = drafts.setdefault(tile, _Draft(tile, group, window))
-        draft.add(part, num_entries)
+        work = lists.setdefault(tile, WorkList(tile, group, window))
+        work.add(part, num_entries)
         num_entries += len(part.block_table)
     numbers = list(chain.from_iterable(part.block_table for part in slices))
-    for draft in drafts.values():
-        numbers += chain.from_iterable(draft.ordered())
-        numbers += chain.from_iterable(draft.merges)
+    for work in lists.values():
+        numbers += chain.from_iterable(work.ordered())
+        numbers += chain.from_iterable(work.merges)
     on_device = torch.tensor(numbers, dtype=torch.int32).to(pool.device, non_blocking=True)
     launches = []
     first = num_entries
-    for tile, draft in drafts.items():
-        end_items = first + len(draft.items) * ITEM_FIELDS
-        end = end_items + len(draft.merges) * MERGE_FIELDS
-        shape = (draft.num_parts, num_kv_heads, tile.block_m)
+    for tile, work in lists.items():
+        end_items = first + len(work.items) * ITEM_FIELDS
+        end = end_items + len(work.merges) * MERGE_FIELDS
+        shape = (work.num_parts, num_kv_heads, tile.block_m)
         launches.append(
             Launch(
                 tile,
@@ -125,10 +125,17 @@ def plan_attention(
     return AttentionPlan(scale, window, softcap, slopes, on_device[:num_entries], tuple(launches))
 
 
-class _Draft:
+def most_items(num_tokens: int, window: int | None) -> int:
+    """Items that one new token can have at most, whose sequence has up to `num_tokens` tokens with it."""
+    reach = num_tokens if window is None else min(num_tokens, window + SPLIT_TOKENS - 1)
+    return -(-reach // SPLIT_TOKENS)
+
+
+class WorkList:
     """Items and merges of one tile size, while a plan is made."""
 
     def __init__(self, tile: Tile, group: int, window: int | None) -> None:
+        """group: heads that share a KV head. Raises ValueError if they are more than a tile's rows."""
         if group > tile.block_m:
             raise ValueError(f"{group} heads share a KV head; at most {tile.block_m} can")
         self._tokens_per_tile = tile.block_m // group
@@ -140,7 +147,7 @@ class _Draft:
         self.num_parts = 0
 
     def add(self, part: AttentionSlice, first_entry: int) -> None:
-        """first_entry: where the sequence's block table begins in the plan's."""
+        """Cut a sequence. first_entry: where its block table begins in the plan's."""
         is_split = part.num_tokens <= self._max_split_tokens
         for offset in range(0, part.num_tokens, self._tokens_per_tile):
             count = min(self._tokens_per_tile, part.num_tokens - offset)

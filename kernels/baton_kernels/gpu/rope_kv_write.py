@@ -5,7 +5,8 @@ A head vector is split in halves (a, b); with c, s the cosine and sine of its po
 
     query [tokens, heads, head_dim], key, value [tokens, kv_heads, head_dim], heads contiguous, tokens anywhere;
     cos, sin [tokens, head_dim / 2]; rows [tokens * kv_heads] int64, as slot_rows gives them: BLOCK_SIZE rows of head_dim are together,
-    such heads lie stride elements apart; scales, if the pool is quantised, one float32 per row: see baton_kernels.kv_write.
+    such heads lie stride elements apart; scales, if the pool is quantised, one float32 per row: see baton_kernels.kv_write. Tokens
+    without a slot have negative rows: nothing of them is written.
 
 A program takes one token.
 """
@@ -93,7 +94,9 @@ def _rope_kv_write(
     heads = tl.arange(0, BLOCK_KV_HEADS)
     inside = (heads < KV_HEADS)[:, None] & (dims < HALF)[None, :]
     within = heads[:, None] * (2 * HALF) + dims[None, :]
-    rows = tl.load(rows_ptr + token * KV_HEADS + heads, mask=heads < KV_HEADS, other=0) + layer_row
+    rows = tl.load(rows_ptr + token * KV_HEADS + heads, mask=heads < KV_HEADS, other=-1)
+    is_written = inside & (rows >= 0)[:, None]
+    rows += layer_row
     first = tl.load(k_ptr + token * k_stride + within, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(k_ptr + token * k_stride + within + HALF, mask=inside, other=0.0).to(
         tl.float32
@@ -103,14 +106,14 @@ def _rope_kv_write(
     tl.store(out, first, mask=inside)
     tl.store(out + HALF, second, mask=inside)
     _store(
-        pool_ptr, scales_ptr, rows, stride, scale_stride, first, second, dims, inside,
+        pool_ptr, scales_ptr, rows, stride, scale_stride, first, second, dims, is_written,
         BLOCK_SIZE, LIMIT, HALF,
     )  # fmt: skip
 
     first = tl.load(v_ptr + token * v_stride + within, mask=inside, other=0.0)
     second = tl.load(v_ptr + token * v_stride + within + HALF, mask=inside, other=0.0)
     _store(
-        pool_ptr, scales_ptr, rows + kind_rows, stride, scale_stride, first, second, dims, inside,
+        pool_ptr, scales_ptr, rows + kind_rows, stride, scale_stride, first, second, dims, is_written,
         BLOCK_SIZE, LIMIT, HALF,
     )  # fmt: skip
 

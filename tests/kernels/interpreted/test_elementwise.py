@@ -53,15 +53,16 @@ def test_rope_kv_write(
     heads: int, kv_heads: int, dim: int, block_size: int,
     dtype: torch.dtype, pool_dtype: torch.dtype | None,
 ) -> None:  # fmt: skip
-    """The tokens' vectors are parts of one fused matrix. Nothing but the tokens' slots is touched."""
-    num_tokens, layer = 4, 1
+    """The tokens' vectors are parts of one fused matrix. Nothing but the tokens' slots is touched; one has none."""
+    num_tokens, layer = 5, 1
     fused = randn(num_tokens, heads + 2 * kv_heads, dim, dtype=dtype) * 2
     fused[2, heads] = 0
     query, key, value = fused.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
-    positions = torch.tensor([0, 7, 900, 3])
+    positions = torch.tensor([0, 7, 900, 3, 5])
     cos, sin = rope_tables(positions, torch.rand(1, dim // 2), 1.0, dtype)
     shape = (4, 2, 2, kv_heads, block_size, dim)
-    rows = slot_rows(torch.tensor([3, block_size, 0, 3 * block_size + 1]), torch.empty(shape))
+    slots = torch.tensor([3, block_size, 0, -1, 3 * block_size + 1])
+    rows = slot_rows(slots, torch.empty(shape))
     results = []
     for side in (rope_kernels, ropes):
         pool = torch.zeros(shape, dtype=pool_dtype or dtype)

@@ -1,0 +1,96 @@
+"""Attention plans at fixed addresses: a CUDA graph has its numbers of programs for good, so that a step's items are padded to them.
+
+An item or a merge of zeros has no tokens: its programs read and write nothing. Real ones are those of an eager plan, in the same
+tiles, so that a row gets the same bits whatever it is padded to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, repeat
+
+import torch
+
+from baton_kernels.gpu.attention_plan import (
+    ITEM_FIELDS,
+    MERGE_FIELDS,
+    AttentionPlan,
+    Launch,
+    Tile,
+    WorkList,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRoom:
+    """How many items and merges a plan has, real and padding."""
+
+    num_items: int
+    num_merges: int
+
+    @property
+    def num_fields(self) -> int:
+        """int32 numbers that tell of all of them."""
+        return self.num_items * ITEM_FIELDS + self.num_merges * MERGE_FIELDS
+
+    def holds(self, work: WorkList) -> bool:
+        """Whether its items and merges find room."""
+        return len(work.items) <= self.num_items and len(work.merges) <= self.num_merges
+
+
+@dataclass(frozen=True, slots=True)
+class Partials:
+    """Room for partial results, which the plans of all windows and sizes share: steps run one after the other.
+
+    part [parts, kv_heads, block_m, head_dim], lse [parts, kv_heads, block_m], float32.
+    """
+
+    part: torch.Tensor
+    lse: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.part.nbytes + self.lse.nbytes
+
+
+def empty_partials(num_parts: int, pool: torch.Tensor, tile: Tile) -> Partials:
+    """Room for `num_parts` of a pool's heads, on its device."""
+    shape = (num_parts, pool.shape[3], tile.block_m)
+    part = torch.empty(*shape, pool.shape[5], dtype=torch.float32, device=pool.device)
+    return Partials(part, torch.empty(shape, dtype=torch.float32, device=pool.device))
+
+
+def padded_fields(work: WorkList, room: PlanRoom) -> Iterator[int]:
+    """`room.num_fields` numbers: its items, longest first, then its merges, each followed by padding.
+
+    It finds room: see PlanRoom.holds.
+    """
+    return chain(
+        chain.from_iterable(work.ordered()),
+        repeat(0, (room.num_items - len(work.items)) * ITEM_FIELDS),
+        chain.from_iterable(work.merges),
+        repeat(0, (room.num_merges - len(work.merges)) * MERGE_FIELDS),
+    )
+
+
+def padded_plan(
+    fields: torch.Tensor,
+    table: torch.Tensor,
+    room: PlanRoom,
+    tile: Tile,
+    partials: Partials,
+    scale: float,
+    window: int | None,
+) -> AttentionPlan:
+    """The plan that reads what padded_fields gave from `fields` [room.num_fields], and block tables from `table`, both int32, whenever
+    it is run. `partials` has room for `room.num_items` parts if there are any merges."""
+    end_items = room.num_items * ITEM_FIELDS
+    launch = Launch(
+        tile,
+        fields[:end_items].view(-1, ITEM_FIELDS),
+        fields[end_items:].view(-1, MERGE_FIELDS),
+        partials.part,
+        partials.lse,
+    )
+    return AttentionPlan(scale, window, None, None, table, (launch,))

@@ -1,0 +1,73 @@
+"""Attention over plans that are padded to fixed numbers of programs, against plans that are not."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from baton_kernels.gpu.attention_plan import SPLIT_TOKENS, WorkList, choose_tile, most_items
+from baton_kernels.gpu.padded_plan import PlanRoom, empty_partials, padded_fields, padded_plan
+from baton_kernels.gpu.paged_attention import attend, plan_attention
+from baton_kernels.paged_attention import AttentionSlice
+from bench.gpu.paged_batch import Heads, make_paged_batch
+
+HEADS = Heads(4, 2, 16)
+GROUP = 2
+BLOCK_SIZE = 16
+
+
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("spare", [0, 3])
+def test_same_bits_as_without_padding(window: int | None, spare: int) -> None:
+    """One buffer, filled anew for each step; what earlier steps left in it and in the partial results does not matter."""
+    generator = torch.Generator().manual_seed(3)
+    fields = torch.full((200,), -7, dtype=torch.int32)
+    table = torch.full((400,), 1 << 30, dtype=torch.int32)
+    for lengths in ([(1500, 1), (3, 1), (600, 1)], [(0, 1)], [(511, 1), (512, 1)]):
+        batch = make_paged_batch(lengths, HEADS, BLOCK_SIZE, torch.float32, generator)
+        eager = plan_attention(batch.slices, batch.pool, HEADS.num_heads, 0.3, window)
+        tile = choose_tile(GROUP, batch.pool, torch.float32)
+        work = WorkList(tile, GROUP, window)
+        num_entries = 0
+        for part in batch.slices:
+            work.add(part, num_entries)
+            table[num_entries : num_entries + len(part.block_table)] = torch.tensor(
+                part.block_table
+            )
+            num_entries += len(part.block_table)
+        room = PlanRoom(len(work.items) + spare, len(work.merges) + spare)
+        assert room.holds(work)
+        fields[: room.num_fields] = torch.tensor(list(padded_fields(work, room)))
+        partials = empty_partials(room.num_items, batch.pool, tile)
+        partials.part.fill_(torch.nan)
+        partials.lse.fill_(torch.nan)
+        plan = padded_plan(fields[: room.num_fields], table, room, tile, partials, 0.3, window)
+        padding = torch.full((spare, HEADS.num_heads, HEADS.head_dim), torch.nan)
+        wanted = attend(batch.query, batch.pool, None, batch.layer, eager)
+        got = attend(torch.cat((batch.query, padding)), batch.pool, None, batch.layer, plan)
+        assert torch.equal(got[: len(wanted)], wanted)
+        assert partials.part[work.num_parts :].isnan().all(), "padding wrote partial results"
+        assert partials.lse[work.num_parts :].isnan().all()
+
+
+def test_a_room_holds_what_finds_place() -> None:
+    pool = torch.empty(1, 1, 2, 2, BLOCK_SIZE, 16)
+    work = WorkList(choose_tile(GROUP, pool, torch.float32), GROUP, None)
+    work.add(AttentionSlice(0, 1, SPLIT_TOKENS, range(40)), 0)
+    assert PlanRoom(2, 1).holds(work)
+    assert not PlanRoom(1, 1).holds(work)
+    assert not PlanRoom(2, 0).holds(work)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 511, 512, 513, 514, 1300])
+def test_most_items_is_the_most(window: int | None) -> None:
+    pool = torch.empty(1, 1, 2, 2, BLOCK_SIZE, 16)
+    longest = random.Random(window).choice((1023, 1024, 1025, 2600))
+    found = []
+    for position in range(longest):
+        work = WorkList(choose_tile(GROUP, pool, torch.float32), GROUP, window)
+        work.add(AttentionSlice(0, 1, position, ()), 0)
+        found.append(len(work.items))
+    assert max(found) == most_items(longest, window)
