@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from baton.engine.interface import EngineSpec
+from baton.engine.step_runner import EagerSteps, StepModel
 from baton.engine.tensor_parallel.start import check_ranks, start_followers
 from baton.engine.torch_engine import TorchEngine
 from baton.errors import ConfigError
@@ -120,7 +121,8 @@ def load_engine(
     own = shard.attention_config(config)
     pool = followers.make_pool(layout, plan.num_blocks, where)
     decoder = make_decoder(own, parameters, pool.tensor.dtype, followers.ranks)
-    return TorchEngine(spec, own, decoder, rope, pool, layer_group_size, followers)
+    steps = EagerSteps(StepModel(own, decoder, rope, pool), followers)
+    return TorchEngine(spec, pool, steps, layer_group_size, followers)
 
 
 def _log_plan(plan: MemoryPlan) -> None:

@@ -11,12 +11,11 @@ but where two logits are closer than that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from baton.engine.followers import Followers, NoFollowers, TensorPool
+from baton.engine.followers import Followers, TensorPool
 from baton.engine.interface import (
     Batch,
     Computed,
@@ -26,22 +25,13 @@ from baton.engine.interface import (
     LayersDone,
     SampleRow,
 )
-from baton.engine.torch_step import check_batch, fault, pack_batch, sample_rows
-from baton.model.config import ModelConfig
-from baton.model.decoder import Decoder
-from baton.model.rope import Rope
+from baton.engine.step_runner import LayerDone, Step, StepRunner
+from baton.engine.torch_step import check_batch, fault, sample_rows
 from baton.sampling.sampler import NothingAllowedError, broken_rows, sample
 from baton.types import Sample
 
 #: Rows of a prompt that are scored at once: each takes vocab_size * 4 bytes, a few times over.
 NUM_SCORED_ROWS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class _Model:
-    config: ModelConfig
-    decoder: Decoder
-    rope: Rope
 
 
 class TorchEngine(Engine):
@@ -50,20 +40,18 @@ class TorchEngine(Engine):
     def __init__(
         self,
         spec: EngineSpec,
-        config: ModelConfig,
-        decoder: Decoder,
-        rope: Rope,
         kv: TensorPool,
+        steps: StepRunner,
         layer_group_size: int,
-        followers: Followers | None = None,
+        followers: Followers,
     ) -> None:
-        """config: with the heads that are here. layer_group_size: layers that a forward tells `layers_done` of at once.
-        followers: the other ranks' processes, if there are any."""
+        """steps: they read and write `kv`. layer_group_size: layers that a forward tells `layers_done` of at once. followers: the
+        other ranks' processes, if there are any, which are ended with the engine."""
         self._layer_group_size = layer_group_size
-        self._followers: Followers = followers or NoFollowers()
+        self._followers = followers
         self._spec = spec
-        self._model = _Model(config, decoder, rope)
         self._kv = kv
+        self._steps = steps
 
     @property
     def spec(self) -> EngineSpec:
@@ -83,9 +71,9 @@ class TorchEngine(Engine):
         rows, _, owners = sample_rows(batch)
         samples: dict[int, Sample] = {}
         with torch.inference_mode():
-            states = self._run(batch, layers_done)
+            step = self._run(batch, layers_done)
             for group in _row_groups(rows):
-                logits = self._logits(states, group)
+                logits = step.logits(group)
                 if broken := broken_rows(logits):
                     told = "the model's output is not finite"
                     raise fault(told, [owners[group[i]] for i in broken])
@@ -102,33 +90,21 @@ class TorchEngine(Engine):
     def logits(self, batch: Batch, layers_done: LayersDone | None = None) -> torch.Tensor:
         """Write the new tokens' KV; returns the logits of all sample rows, slice by slice, [rows, vocab] float32."""
         with torch.inference_mode():
-            states = self._run(batch, layers_done)
-            return self._logits(states, range(len(states)))
+            step = self._run(batch, layers_done)
+            return step.logits(range(step.num_rows))
 
-    def _logits(self, states: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Of these rows, [rows, vocab] float32."""
-        some = states if len(rows) == len(states) else states[rows]
-        with self._followers.logits(rows):
-            return self._model.decoder.logits(some)
-
-    def _run(self, batch: Batch, layers_done: LayersDone | None) -> torch.Tensor:
-        """Write the new tokens' KV; returns the states of all sample rows, slice by slice, [rows, hidden]."""
-        spec, model = self._spec, self._model
+    def _run(self, batch: Batch, layers_done: LayersDone | None) -> Step:
+        """Write the new tokens' KV."""
+        spec = self._spec
         check_batch(
             batch, spec.layout.block_size, spec.num_blocks, spec.vocab_size, spec.max_model_len
         )
-        if not batch.slices:
-            return torch.empty(0, model.config.hidden_size)
         done = (
-            _in_groups(layers_done, model.config.num_layers, self._layer_group_size)
+            _in_groups(layers_done, spec.layout.num_layers, self._layer_group_size)
             if layers_done
             else None
         )
-        with self._followers.step(batch, is_told=done is not None):
-            packed = pack_batch(
-                batch, model.config, model.rope, self._kv.tensor, model.decoder.dtype
-            )
-            return model.decoder.forward(packed, self._kv.tensor, done, self._kv.scales)
+        return self._steps.run(batch, done)
 
 
 def _row_groups(rows: Sequence[SampleRow]) -> Iterator[list[int]]:
@@ -142,7 +118,7 @@ def _row_groups(rows: Sequence[SampleRow]) -> Iterator[list[int]]:
         yield scored[first : first + NUM_SCORED_ROWS]
 
 
-def _in_groups(layers_done: LayersDone, num_layers: int, size: int) -> Callable[[int], None]:
+def _in_groups(layers_done: LayersDone, num_layers: int, size: int) -> LayerDone:
     """Tell `layers_done` about groups of `size` consecutive layers instead of each."""
 
     def done(layer: int) -> None:

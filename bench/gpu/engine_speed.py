@@ -15,7 +15,9 @@ from functools import cache, partial
 
 import torch
 
+from baton.engine.followers import NoFollowers
 from baton.engine.interface import Batch, EngineSpec, SampleRow, SequenceSlice
+from baton.engine.step_runner import EagerSteps, StepModel
 from baton.engine.torch_engine import TorchEngine
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.engine.torch_step import pack_batch
@@ -73,7 +75,9 @@ class Model:
         spec = EngineSpec(
             "bench", layout, num_blocks, config.vocab_size, config.max_position_embeddings
         )
-        self.engine = TorchEngine(spec, config, self.decoder, self.rope, self.kv, 4)
+        followers = NoFollowers()
+        steps = EagerSteps(StepModel(config, self.decoder, self.rope, self.kv), followers)
+        self.engine = TorchEngine(spec, self.kv, steps, 4, followers)
 
     @property
     def num_weights(self) -> int:
