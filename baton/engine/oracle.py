@@ -8,6 +8,7 @@ of 64-bit hashes. Not for secrets: the hashes only have to mix well.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class OracleEngine(Engine):
         self._options = options
         self._kv = ArrayKvPool(layout, options.num_blocks)
         self._weights = _slot_weights(layout)
+        self._places = np.empty((0,), dtype=np.uint64)
         self._spec = EngineSpec(
             model=options.model,
             layout=layout,
@@ -109,22 +111,43 @@ class OracleEngine(Engine):
             block_id = part.block_table[position // size]
             slot = int(data[block_id, 0, 0, 0, position % size, 0])
             state = slot ^ int(self._weights[0, 0, 0, 0])
-        for position, token_id in enumerate(part.token_ids, start=part.start):
-            state = mix(state ^ (token_id + 1) * 0xD6E8FEB86659FD93)
-            block_id = part.block_table[position // size]
-            data[block_id, :, :, :, position % size] = np.uint64(state) ^ self._weights
+        states = np.empty(len(part.token_ids), dtype=np.uint64)
+        for index, token_id in enumerate(part.token_ids):
+            states[index] = state = mix(state ^ (token_id + 1) * 0xD6E8FEB86659FD93)
+        slots = states[:, np.newaxis] ^ self._weights[..., np.newaxis, :]
+        end = part.start + len(states)
+        for index in range(part.start // size, -(-end // size)):
+            first, stop = max(part.start, index * size), min(end, (index + 1) * size)
+            inside = slice(first - index * size, stop - index * size)
+            written = slice(first - part.start, stop - part.start)
+            data[part.block_table[index], :, :, :, inside] = slots[..., written, :]
 
     def _sample(self, part: SequenceSlice, row: SampleRow) -> Sample:
         digest = self._digest(part.block_table, part.start + row.offset + 1)
         return choose(digest, row, self._options.vocab_size)
 
     def _digest(self, block_table: Sequence[int], num_tokens: int) -> int:
-        """A hash of the KV of tokens [0, num_tokens), read from the blocks."""
+        """A hash of the KV of tokens [0, num_tokens), read from the blocks, which depends on each word and its place."""
         size = self._options.block_size
         num_blocks = -(-num_tokens // size)
-        slots = self._kv.data.view(np.uint64)[list(block_table[:num_blocks])]
-        by_token = np.moveaxis(slots, 4, 1).reshape(num_blocks * size, -1)[:num_tokens]
-        return _digest_of(by_token)
+        places = self._places_of(num_blocks)
+        mixed = self._kv.data.view(np.uint64)[list(block_table[:num_blocks])]
+        mixed ^= places
+        mixed *= np.uint64(0x94D049BB133111EB)
+        mixed ^= mixed >> np.uint64(29)
+        mixed *= places | np.uint64(1)
+        mixed[-1, :, :, :, num_tokens - (num_blocks - 1) * size :] = 0
+        return mix(int(np.sum(mixed, dtype=np.uint64)))
+
+    def _places_of(self, num_blocks: int) -> _Words:
+        """A word for each word of a sequence's blocks, [num_blocks, *shape of a block], by token, then by place in it."""
+        if len(self._places) < num_blocks:
+            layers, kinds, heads, size, dims = self._kv.data.shape[1:]
+            shape = (2 * num_blocks, size, layers, kinds, heads, dims)
+            numbers = np.arange(1, math.prod(shape) + 1, dtype=np.uint64)
+            by_token = (numbers * np.uint64(0xBF58476D1CE4E5B9)).reshape(shape)
+            self._places = np.ascontiguousarray(np.moveaxis(by_token, 1, 4))
+        return self._places[:num_blocks]
 
 
 def oracle_tokens(
@@ -202,11 +225,3 @@ def _slot_weights(layout: KvLayout) -> _Words:
     shape = (layout.num_layers, 2, layout.num_kv_heads, layout.head_dim)
     words = [mix(_ROOT + index) for index in range(int(np.prod(shape)))]
     return np.array(words, dtype=np.uint64).reshape(shape)
-
-
-def _digest_of(by_token: _Words) -> int:
-    """A hash of slots [tokens, words] that depends on each word and its place."""
-    places = np.arange(1, by_token.size + 1, dtype=np.uint64) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (by_token.reshape(-1) ^ places) * np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(29)
-    return mix(int(np.sum(mixed * (places | np.uint64(1)), dtype=np.uint64)))

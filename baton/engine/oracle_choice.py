@@ -7,6 +7,7 @@ that they depend on the digest alone.
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,8 +119,14 @@ def _sampling_digest(sampling: Sampling) -> int:
         float(sampling.top_k),
         *(value for entry in sorted(sampling.logit_bias.items()) for value in entry),
     )
+    # Single precision, as on the wire.
+    return _digest_of(struct.pack(f"<{len(numbers)}f", *numbers))
+
+
+@lru_cache(maxsize=256)
+def _digest_of(words: bytes) -> int:
+    """Of words of 32 bits; the same few samplings are asked for again and again."""
     state = 0
-    for number in numbers:
-        # Single precision, as on the wire.
-        state = mix(state ^ int.from_bytes(struct.pack("<f", number), "little"))
+    for (word,) in struct.iter_unpack("<I", words):
+        state = mix(state ^ word)
     return state
