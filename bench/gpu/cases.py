@@ -17,10 +17,12 @@ from baton_kernels.gpu.quantize_rows import quantize_rows
 from baton_kernels.gpu.rms_norm import rms_norm
 from baton_kernels.gpu.rope_kv_write import rope_kv_write
 from baton_kernels.gpu.swiglu import swiglu
+from baton_kernels.kv_pack import Runs
 from baton_kernels.kv_write import slot_rows
 from baton_kernels.quantize_rows import dequantize_rows
 from baton_kernels.quantize_rows import quantize_rows as quantize_op
 from baton_kernels.rope import rope_tables
+from baton_kernels.word_sum import key_of
 from bench.gpu.paged_batch import Heads, in_one_memory, make_paged_batch, reference_attention
 
 FP8 = torch.float8_e4m3fn
@@ -207,6 +209,30 @@ def _pack(generator: torch.Generator, sizes: Sizes) -> Trial:
     return Trial(run, error, 0.0)
 
 
+def _pack_summed(generator: torch.Generator, sizes: Sizes) -> Trial:
+    num_blocks, device = sizes.num_tokens // 16 + 3, generator.device
+    shape = (num_blocks, 4, 2, sizes.heads[1], 16, 32)
+    pool = torch.randint(-(1 << 62), 1 << 62, shape, generator=generator, device=device)
+    ids = torch.randperm(num_blocks, generator=generator, device=device).tolist()
+    runs = Runs(5, sizes.num_tokens, 1, 3, 16)
+    num_words = sizes.num_tokens * 3 * 2 * sizes.heads[1] * 32
+    payload = torch.empty(num_words, dtype=torch.int64, device=device)
+    key, back = key_of(1), torch.zeros_like(pool)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        sent = kv_pack.kv_pack_summed(pool, ids, runs, payload, key)
+        return sent, kv_pack.kv_unpack_summed(back, ids, runs, payload, key)
+
+    def error(got: tuple[torch.Tensor, torch.Tensor]) -> float:
+        wanted, wanted_back = torch.empty_like(payload), torch.zeros_like(pool)
+        total = pack_twins.kv_pack_summed.twin(pool, ids, runs, wanted, key)
+        pack_twins.kv_unpack_summed.twin(wanted_back, ids, runs, wanted, key)
+        unequal = share_unequal(payload, wanted) + share_unequal(back, wanted_back)
+        return unequal + sum(share_unequal(each[None], total[None]) for each in got)
+
+    return Trial(run, error, 0.0)
+
+
 def _draw(generator: torch.Generator, sizes: Sizes) -> Trial:
     logits = _randn(generator, 64, sizes.vocab_size) * 2
     keys = torch.randint(-(2**31), 2**31, (64, 2), generator=generator, device=generator.device).to(
@@ -303,6 +329,7 @@ def all_cases() -> Sequence[Case]:
         Case("rope_kv_write int8", partial(_rope, torch.int8)),
         Case("rope_kv_write fp8", partial(_rope, FP8), 89, is_interpretable=False),
         Case("kv_pack and kv_unpack", _pack),
+        Case("kv_pack_summed and kv_unpack_summed", _pack_summed),
         Case("gumbel_argmax", _draw),
         Case("keep_top_k", keep_k),
         Case("keep_top_p", keep_p),

@@ -2,14 +2,20 @@
 
 packed [layers, 2, kv_heads, tokens, head_dim]; packed[l, k, h, t] = pool[table[p // size], first_layer + l, k, h, p % size]
 with p = first_token + t.
+
+kv_pack_summed and kv_unpack_summed take a payload instead, and its word_sum on the way. A payload is runs, one after the other,
+each packed as above: see Runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from baton_kernels.dispatch import op
+from baton_kernels.word_sum import word_sum
 
 
 class Slab(Protocol):
@@ -59,3 +65,54 @@ def kv_unpack(
     layers = slice(first_layer, first_layer + num_layers)
     for block, offset, at, count in block_runs(block_ids, first_token, num_tokens, pool.shape[4]):
         pool[block, layers, :, :, offset : offset + count] = packed[:, :, :, at : at + count]
+
+
+class Runs(NamedTuple):
+    """What is in a payload: tokens [first_token, + num_tokens) of layers [first_layer, + num_layers), cut into runs at multiples of
+    run_tokens. run_tokens: at least 1."""
+
+    first_token: int
+    num_tokens: int
+    first_layer: int
+    num_layers: int
+    run_tokens: int
+
+
+@op
+def kv_pack_summed(
+    pool: torch.Tensor, block_ids: Sequence[int], runs: Runs, payload: torch.Tensor, key: int
+) -> torch.Tensor:
+    """Fill `payload`, int64 [words], from the blocks; its word_sum under `key`, int64 [], on the pool's device.
+
+    pool: int64 [blocks, layers, 2, kv_heads, block_size, words of a token's head]: elements of any type, whose rows are whole words.
+    """
+    for first_token, part in _parts(pool, runs, payload):
+        kv_pack.twin(pool, block_ids, first_token, runs.first_layer, part)
+    return word_sum(payload, key)
+
+
+@op
+def kv_unpack_summed(
+    pool: torch.Tensor, block_ids: Sequence[int], runs: Runs, payload: torch.Tensor, key: int
+) -> torch.Tensor:
+    """Write `payload` into the blocks; the word_sum of what was written. Otherwise as kv_pack_summed."""
+    taken = payload.clone()
+    for first_token, part in _parts(pool, runs, taken):
+        kv_unpack.twin(pool, block_ids, first_token, runs.first_layer, part)
+    return word_sum(taken, key)
+
+
+def _parts(
+    pool: torch.Tensor, runs: Runs, payload: torch.Tensor
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The first token of each run, and its words [layers, 2, kv_heads, tokens, words of a token's head]."""
+    num_kv_heads, row_words = pool.shape[3], pool.shape[5]
+    token_words = runs.num_layers * 2 * num_kv_heads * row_words
+    at, end = runs.first_token, runs.first_token + runs.num_tokens
+    while at < end:
+        border = min((at // runs.run_tokens + 1) * runs.run_tokens, end)
+        words = payload[
+            (at - runs.first_token) * token_words : (border - runs.first_token) * token_words
+        ]
+        yield at, words.view(runs.num_layers, 2, num_kv_heads, border - at, row_words)
+        at = border

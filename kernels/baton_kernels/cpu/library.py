@@ -19,7 +19,14 @@ from pathlib import Path
 _log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("linear.cpp", "attention.cpp", "pointwise.cpp", "layers.cpp", "checked_copy.cpp")
+_SOURCES = (
+    "linear.cpp",
+    "attention.cpp",
+    "pointwise.cpp",
+    "layers.cpp",
+    "checked_copy.cpp",
+    "word_sum.cpp",
+)
 _HEADERS = ("calls.h", "simd.h", "stored.h", "attention.h", "attention_many_rows.h")
 _CPU_INFO = Path("/proc/cpuinfo")
 _INSTRUCTIONS = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"}
@@ -46,6 +53,7 @@ _FUNCTIONS = {
     "baton_rope_kv_write": (_POINTER, _INT, _INT),
     "baton_checked_gather": _CHECKED_COPY,
     "baton_checked_scatter": _CHECKED_COPY,
+    "baton_word_sum": (_POINTER, _LONG, ctypes.c_uint64, _POINTER),
     "baton_layers": (_POINTER, _LONG, _LONG, _INT, _INT),
 }
 

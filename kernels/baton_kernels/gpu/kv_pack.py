@@ -3,6 +3,9 @@
 packed [layers, 2, kv_heads, tokens, head_dim]; packed[l, k, h, t] = pool[table[p // size], first_layer + l, k, h, p % size]
 with p = first_token + t.
 
+kv_pack_summed, kv_unpack_summed: a payload of runs, see the twin, and its word_sum in the same pass: each program adds the sum of
+its own rows to the total, which does not depend on the order.
+
 Rows of a block, layer, kind and head are together in the pool; heads lie stride elements apart: see kv_write.
 
 A program copies TOKENS rows of head_dim elements of one layer, kind and head: contiguous on the packed side, and in runs of
@@ -17,18 +20,24 @@ import torch
 import triton
 import triton.language as tl
 
+from baton_kernels import word_sum
+from baton_kernels.kv_pack import Runs
 from baton_kernels.kv_write import head_stride
 
 TOKENS = 64
+STEP = tl.constexpr(word_sum.STEP)
+FIRST = tl.constexpr(word_sum.FIRST)
+SECOND = tl.constexpr(word_sum.SECOND)
 
 
-@triton.jit(do_not_specialize=["first_token", "num_tokens"])
+@triton.jit(do_not_specialize=["first_token", "num_tokens", "run_tokens"])
 def _copy(
-    pool_ptr, packed_ptr, table_ptr, first_token, num_tokens, block_heads, first_head, stride,
+    pool_ptr, packed_ptr, table_ptr, total_ptr, key: tl.uint64, first_token, num_tokens, run_tokens,
+    block_heads, first_head, stride,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
-    UNPACK: tl.constexpr,
+    UNPACK: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (token tiles, layers * 2 * kv_heads)."""
+    """Grid (token tiles, layers * 2 * kv_heads). key, total_ptr: of SUM alone."""
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
     there = tokens < num_tokens
@@ -38,13 +47,30 @@ def _copy(
     block = tl.load(table_ptr + at // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
     group = block * block_heads + first_head + head
     in_pool = pool_ptr + (group * stride + at % BLOCK_SIZE * HEAD_DIM)[:, None] + dims[None, :]
-    in_packed = (
-        packed_ptr + (head.to(tl.int64) * num_tokens + tokens)[:, None] * HEAD_DIM + dims[None, :]
-    )
+    run_first = tl.maximum(at // run_tokens * run_tokens, first_token)
+    run_end = tl.minimum((at // run_tokens + 1) * run_tokens, first_token + num_tokens)
+    before = (run_first - first_token).to(tl.int64) * tl.num_programs(1)
+    row = before + head.to(tl.int64) * (run_end - run_first) + (at - run_first)
+    index = row[:, None] * HEAD_DIM + dims[None, :]
     if UNPACK:
-        tl.store(in_pool, tl.load(in_packed, mask=inside), mask=inside)
+        values = tl.load(packed_ptr + index, mask=inside, other=0)
+        tl.store(in_pool, values, mask=inside)
     else:
-        tl.store(in_packed, tl.load(in_pool, mask=inside), mask=inside)
+        values = tl.load(in_pool, mask=inside, other=0)
+        tl.store(packed_ptr + index, values, mask=inside)
+    if SUM:
+        terms = _terms(values.to(tl.uint64, bitcast=True), key + index.to(tl.uint64) * STEP)
+        total = tl.sum(tl.sum(tl.where(inside, terms, 0), 1), 0)
+        tl.atomic_add(total_ptr, total.to(tl.int64, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def _terms(words, keys):
+    """What each word adds to a word_sum."""
+    x = words ^ keys
+    x = (x ^ (x >> 32)) * FIRST
+    x = (x ^ (x >> 29)) * SECOND
+    return (x ^ (x >> 32)) * (keys | 1)
 
 
 def kv_pack(
@@ -56,11 +82,12 @@ def kv_pack(
 ) -> None:
     """See the twin. `packed` may be on another device: then it is filled by one copy. block_ids may be an int32 tensor there
     already."""
+    runs = _one_run(first_token, first_layer, packed)
     if packed.device == pool.device and packed.is_contiguous():
-        _launch(pool, block_ids, first_token, first_layer, packed, is_unpack=False)
+        _launch(pool, block_ids, runs, packed, None, 0, is_unpack=False)
         return
     staging = torch.empty(packed.shape, dtype=packed.dtype, device=pool.device)
-    _launch(pool, block_ids, first_token, first_layer, staging, is_unpack=False)
+    _launch(pool, block_ids, runs, staging, None, 0, is_unpack=False)
     packed.copy_(staging)
 
 
@@ -73,27 +100,75 @@ def kv_unpack(
 ) -> None:
     """See the twin. `packed` may be on another device: then it comes over in one copy."""
     there = packed.to(pool.device).contiguous()
-    _launch(pool, block_ids, first_token, first_layer, there, is_unpack=True)
+    runs = _one_run(first_token, first_layer, packed)
+    _launch(pool, block_ids, runs, there, None, 0, is_unpack=True)
+
+
+def kv_pack_summed(
+    pool: torch.Tensor,
+    block_ids: Sequence[int] | torch.Tensor,
+    runs: Runs,
+    payload: torch.Tensor,
+    key: int,
+) -> torch.Tensor:
+    """See the twin. `payload` may be another device's memory, if this one can write there."""
+    return _launch_summed(pool, block_ids, runs, payload, key, is_unpack=False)
+
+
+def kv_unpack_summed(
+    pool: torch.Tensor,
+    block_ids: Sequence[int] | torch.Tensor,
+    runs: Runs,
+    payload: torch.Tensor,
+    key: int,
+) -> torch.Tensor:
+    """See the twin. Each word is read once: what is summed is what was written."""
+    return _launch_summed(pool, block_ids, runs, payload, key, is_unpack=True)
+
+
+def _launch_summed(
+    pool: torch.Tensor,
+    block_ids: Sequence[int] | torch.Tensor,
+    runs: Runs,
+    payload: torch.Tensor,
+    key: int,
+    *,
+    is_unpack: bool,
+) -> torch.Tensor:
+    if pool.dtype != torch.int64:
+        raise ValueError(f"words of {pool.dtype}")
+    total = torch.zeros((), dtype=torch.int64, device=pool.device)
+    _launch(pool, block_ids, runs, payload, total, key, is_unpack=is_unpack)
+    return total
 
 
 def _launch(
     pool: torch.Tensor,
     block_ids: Sequence[int] | torch.Tensor,
-    first_token: int,
-    first_layer: int,
+    runs: Runs,
     packed: torch.Tensor,
+    total: torch.Tensor | None,
+    key: int,
     *,
     is_unpack: bool,
 ) -> None:
+    """total: int64 [], to which the word_sum is added; None: no sum."""
     if packed.dtype != pool.dtype:
         raise ValueError(f"packed {packed.dtype}, pool {pool.dtype}")
     _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
-    num_tokens = packed.shape[3]
     layer_heads = 2 * num_kv_heads
     table = torch.as_tensor(block_ids, dtype=torch.int32, device=pool.device)
-    _copy[(triton.cdiv(num_tokens, TOKENS), packed.shape[0] * 2 * num_kv_heads)](
-        pool, packed, table, first_token, num_tokens,
-        num_layers * layer_heads, first_layer * layer_heads, head_stride(pool),
+    _copy[(triton.cdiv(runs.num_tokens, TOKENS), runs.num_layers * layer_heads)](
+        pool, packed, table, table if total is None else total, key,
+        runs.first_token, runs.num_tokens, runs.run_tokens,
+        num_layers * layer_heads, runs.first_layer * layer_heads, head_stride(pool),
         BLOCK_SIZE=block_size, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
-        TOKENS=TOKENS, UNPACK=is_unpack, num_warps=4, enable_fp_fusion=False,
+        TOKENS=TOKENS, UNPACK=is_unpack, SUM=total is not None, num_warps=4,
+        enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _one_run(first_token: int, first_layer: int, packed: torch.Tensor) -> Runs:
+    """All of `packed` [layers, 2, kv_heads, tokens, head_dim]."""
+    num_tokens = packed.shape[3]
+    return Runs(first_token, num_tokens, first_layer, packed.shape[0], first_token + num_tokens)
