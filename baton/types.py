@@ -294,6 +294,13 @@ def finish_reason(
     """Whether an output ends with `token_id`, its `num_output_tokens`-th token, at `num_tokens` in all."""
     if token_id in sampling.stop_token_ids and num_output_tokens > sampling.min_tokens:
         return FinishReason.STOP
-    if num_output_tokens >= sampling.max_tokens or num_tokens >= max_model_len:
+    if is_full_length(num_output_tokens, num_tokens, sampling, max_model_len):
         return FinishReason.LENGTH
     return FinishReason.NONE
+
+
+def is_full_length(
+    num_output_tokens: int, num_tokens: int, sampling: Sampling, max_model_len: int
+) -> bool:
+    """Whether an output ends with its `num_output_tokens`-th token, at `num_tokens` in all, whatever token it is."""
+    return num_output_tokens >= sampling.max_tokens or num_tokens >= max_model_len

@@ -21,8 +21,11 @@ from kv_transfer.tickets import Tickets
 
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
+    """max_num_launches: steps that the engine may have been given at once, 1 or 2; at most what its spec says."""
+
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_launches: int = 1
 
     @property
     def max_width(self) -> int:

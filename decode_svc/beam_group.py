@@ -28,6 +28,9 @@ class _Beam:
 class BeamGroup:
     """Takes the place of its root once the root's KV is whole. Owned by the engine loop."""
 
+    runs_ahead = False
+    """See DecodeSequence: which beams go on depends on what is drawn."""
+
     def __init__(
         self, root: DecodeSequence, first: Sample, pool: BlockPool, max_model_len: int
     ) -> None:

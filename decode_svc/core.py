@@ -2,11 +2,11 @@
 
 One step: take commands, bring swapped sequences back, plan, preempt, run, hand out tokens. Every block is held by a
 sequence's lease from the moment it is opened; it is given back when the sequence has left and nobody can touch it any
-more: neither a ticket's writer nor the sender of a handoff.
+more: neither a ticket's writer, nor the sender of a handoff, nor a launch in flight.
 
     admission.py  who comes in, and where the KV comes from        scheduler.py  who runs, who must leave
     output.py     from draws to tokens, choices and beams           moves.py      to other workers, to host memory
-    drafting.py   drafts beside what was granted
+    steps.py      from grants to samples, one step ahead            drafting.py   drafts beside what was granted
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.cache.ledger import ListBlocks, num_orphan_blocks
-from baton.cache.pool import BlockCopy, BlockPool
-from baton.engine.guard import SliceOutcome, forward_guarded
-from baton.engine.interface import Batch, Engine, SequenceSlice
+from baton.cache.pool import BlockPool
+from baton.engine.interface import Engine
 from baton.engine.loop import Step
-from baton.errors import BatonError
 from baton.grammar import Matchers, with_grammar_ready
 from baton.types import WorkerLoad
 from decode_svc.admission import Admission, DecodeLimits
@@ -38,8 +36,7 @@ from decode_svc.commands import (
     StreamEvent,
 )
 from decode_svc.costs import Costs, LocalPrefillPolicy
-from decode_svc.drafting import Drafting, Drafts
-from decode_svc.grammars import follow_grammars
+from decode_svc.drafting import Drafting
 from decode_svc.ledger import ledger_of, orphans_of
 from decode_svc.moves import Lending, Moves, Preemption
 from decode_svc.output import Output
@@ -47,6 +44,7 @@ from decode_svc.scheduler import Budget, StepPlan, plan_step
 from decode_svc.sequence import DecodeSequence, Stage
 from decode_svc.speculation.interface import NoSpeculation, Speculation
 from decode_svc.state import DecodeState, Member
+from decode_svc.steps import Steps
 from decode_svc.swap_space import SwapSpace
 from kv_transfer.kv_sender import KvSender
 from kv_transfer.sender import SendDone
@@ -80,15 +78,22 @@ class DecodeCore:
     def __init__(
         self, devices: DecodeDevices, limits: DecodeLimits, local_prefill: LocalPrefillPolicy
     ) -> None:
-        self._engine = devices.engine
-        self._clock = devices.clock
-        self._beat = devices.beat
         self._limits = limits
         self._costs = Costs(local_prefill)
         self._state = DecodeState(
             devices.engine.spec, devices.pool, devices.swap, devices.speculation.forget
         )
-        self._drafting = Drafting(self._state, devices.speculation, limits.max_num_batched_tokens)
+        drafting = Drafting(self._state, devices.speculation, limits.max_num_batched_tokens)
+        self._steps = Steps(
+            self._state,
+            devices.engine,
+            drafting,
+            self._costs,
+            devices.clock,
+            devices.beat,
+            # Drafts are found by the tokens known.
+            1 if devices.speculation.max_num_drafts else limits.max_num_launches,
+        )
         self._admission = Admission(
             self._state, devices.tickets, limits, self._costs, devices.matchers, devices.clock
         )
@@ -96,7 +101,6 @@ class DecodeCore:
         self._lending = Lending(self._state, devices.sender, devices.clock)
         self._preemption = Preemption(self._state, self._costs, devices.clock)
         self._output = Output(self._state)
-        self._num_steps = 0
         self._num_orphans = 0
 
     def step(self, commands: Sequence[DecodeCommand]) -> Step[StreamEvent]:
@@ -105,12 +109,25 @@ class DecodeCore:
         for command in commands:
             self._obey(command)
         has_returned = self._preemption.bring_back()
+        has_run = self._run_ahead() or self._run_alone()
+        is_idle = not (has_returned or has_run)
+        return Step(self._state.take_events(), self._load(), is_idle)
+
+    def _run_ahead(self) -> bool:
+        """Launch the next step before the one in flight is collected, if it may be. Whether there was anything to do."""
+        if not self._steps.may_launch(self._state.in_stage(Stage.RUNNING)):
+            return False
+        plan = self._plan()
+        return not plan.preempted and self._steps.launch(plan.grants)
+
+    def _run_alone(self) -> bool:
+        """Collect the step in flight, then run one. Whether there was anything to do."""
+        has_collected = self._steps.collect()
         plan = self._plan()
         for member in plan.preempted:
             self._preemption.preempt(member)
-        has_run = self._run(plan.grants)
-        is_idle = not (has_returned or plan.preempted or has_run)
-        return Step(self._state.take_events(), self._load(), is_idle)
+        has_run = self._steps.run(plan.grants)
+        return has_collected or bool(plan.preempted) or has_run
 
     def _obey(self, command: DecodeCommand) -> None:
         match command:
@@ -118,7 +135,10 @@ class DecodeCore:
                 self._admission.open(command)
             case Abort(stream, handle):
                 self._give_up(stream, handle)
-            case Pause() | HandOff() | Resume():
+            case Pause():
+                self._steps.collect()
+                self._moves.obey(command)
+            case HandOff() | Resume():
                 self._moves.obey(command)
             case StreamClosed(stream):
                 for member in [m for m in self._state if m.stream == stream]:
@@ -180,7 +200,7 @@ class DecodeCore:
 
     def _plan(self) -> StepPlan[Member]:
         most = self._limits.max_num_batched_tokens
-        running = self._state.in_stage(Stage.RUNNING)
+        running = [m for m in self._state.in_stage(Stage.RUNNING) if not self._is_drawing_last(m)]
         self._state.num_decoding = sum(not member.is_prefilling for member in running)
         return plan_step(
             with_grammar_ready(running),
@@ -188,66 +208,15 @@ class DecodeCore:
             Budget(most, self._costs.max_prefill_tokens(self._state.num_decoding, most)),
         )
 
-    def _run(self, granted: Sequence[tuple[Member, int]]) -> bool:
-        """Compute what was granted, as far as there are blocks. Whether there was anything to run."""
-        grants, copies = self._with_room(follow_grammars(self._state, granted))
-        if not grants:
-            return False
-        drafts, more_copies = self._drafting.start(grants)
-        self._copy(copies + more_copies)
-        parts = [_slices(member, num_new, drafts) for member, num_new in grants]
-        batch = Batch(tuple(part for own in parts for part in own))
-        num_tokens = batch.num_tokens
-        self._beat(num_tokens)
-        begin_s = self._clock()
-        outcomes = iter(
-            forward_guarded(self._engine, batch, lambda _first, _count: self._beat(num_tokens))
-        )
-        self._num_steps += 1
-        prefilled = [num_new for member, num_new in grants if member.is_prefilling]
-        self._costs.observe_step(
-            num_tokens - sum(prefilled), sum(prefilled), self._clock() - begin_s
-        )
-        for (member, num_new), own in zip(grants, parts, strict=True):
-            self._advance(member, num_new, [next(outcomes) for _ in own], drafts)
-        self._drafting.end(drafts)
-        return True
-
-    def _with_room(
-        self, granted: Sequence[tuple[Member, int]]
-    ) -> tuple[list[tuple[Member, int]], tuple[BlockCopy, ...]]:
-        """The grants whose tokens there are blocks for, and what must be copied before they are written."""
-        grants: list[tuple[Member, int]] = []
-        copies: list[BlockCopy] = []
-        for member, num_new in granted:
-            prepared = member.prepare(num_new)
-            if prepared is not None:
-                copies += prepared
-                grants.append((member, num_new))
-        return grants, tuple(copies)
-
-    def _copy(self, copies: Sequence[BlockCopy]) -> None:
-        if copies:
-            self._engine.kv.copy_blocks([c.source for c in copies], [c.target for c in copies])
-
-    def _advance(
-        self, member: Member, num_new: int, outcomes: Sequence[SliceOutcome], drafts: Drafts
-    ) -> None:
-        """Give a member what its slices came to."""
-        if isinstance(member, BeamGroup):
-            self._output.advance_beams(member, outcomes)
-            return
-        own = drafts.get(member.key)
-        if own and isinstance(outcomes[0], BatonError):
-            self._drafting.withhold(member)
-        else:
-            self._output.advance(member, num_new, outcomes[0], own.token_ids if own else ())
+    def _is_drawing_last(self, member: Member) -> bool:
+        max_model_len = self._state.spec.max_model_len
+        return isinstance(member, DecodeSequence) and member.is_drawing_last(max_model_len)
 
     def _load(self) -> WorkerLoad:
         running = self._state.in_stage(Stage.RUNNING)
         prefilling = [m.num_missing_tokens for m in running if m.is_prefilling]
         return WorkerLoad(
-            num_steps=self._num_steps,
+            num_steps=self._steps.num_steps,
             num_running=len(running),
             num_waiting=len(self._state) - len(running) - self._admission.num_open_tickets,
             num_pending_tokens=sum(prefilling) - len(prefilling),
@@ -259,9 +228,3 @@ class DecodeCore:
             num_swaps=self._state.swap.num_swaps,
             local_prefill_threshold=self._admission.local_prefill_threshold,
         )
-
-
-def _slices(member: Member, num_new: int, drafts: Drafts) -> tuple[SequenceSlice, ...]:
-    if isinstance(member, BeamGroup):
-        return member.slices()
-    return member.slices(num_new, drafts.get(member.key))

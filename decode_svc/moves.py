@@ -42,7 +42,7 @@ class Moves:
 
     def _pause(self, command: Pause) -> None:
         member = self._state.find(command.stream, command.handle)
-        if member is None or member.stage in (Stage.PAUSED, Stage.MOVING):
+        if member is None or member.stage in (Stage.PAUSED, Stage.MOVING, Stage.ABANDONED):
             return
         is_movable = isinstance(member, DecodeSequence) and not member.is_prefilling
         if member.stage is not Stage.RUNNING or not is_movable:

@@ -6,10 +6,10 @@ import enum
 from dataclasses import dataclass, field
 
 from baton.cache.pool import BlockCopy, BlockLease
-from baton.engine.interface import SampleRow, SequenceSlice
-from baton.engine.rows import first_rows, scored_rows
+from baton.engine.interface import FOLLOWING, SampleRow, SequenceSlice
+from baton.engine.rows import first_rows, scored_rows, wants_prompt_logprobs
 from baton.grammar import Matcher, MatcherOrder
-from baton.types import Rank, SequenceSpec, TokenLogprobs
+from baton.types import Rank, SequenceSpec, TokenLogprobs, is_full_length
 from decode_svc.speculation.token_prefix import TokenPrefix
 
 
@@ -22,8 +22,8 @@ class Stage(enum.Enum):
                          SWAPPED
 
     A sequence that the worker prefills by itself is RUNNING at once. Any of them may end. SWAPPED holds no blocks.
-    ABANDONED: given up while its ticket may still be written to, or its blocks read by the sender; its blocks wait for
-    the last event of these.
+    ABANDONED: given up, or over, while its ticket or a launch may still write to its blocks, or the sender read them; its
+    blocks wait for the last event of these.
     """
 
     AWAITING_KV = enum.auto()
@@ -56,6 +56,8 @@ class DecodeSequence:
 
     A sequence of several choices is one until its first tokens; `choices` are those, counted from the first, that were
     not given up until then.
+    token_ids and num_computed_tokens are what is known, whatever is in flight: what was launched counts from when it is
+    collected. What the scheduler sees, and the next slice, are as they will be then.
     """
 
     stream: int
@@ -71,15 +73,30 @@ class DecodeSequence:
     """None without a grammar."""
     matcher: Matcher | None = None
     """Of the output up to the last step's token; None until the grammar has been followed, and without one."""
+    num_launched_tokens: int = 0
+    """Of launches that are not collected: their KV is being written, after num_computed_tokens."""
+    drawing_row: int | None = None
+    """The row of the last launch, not collected, that draws its next token; None if none does."""
     token_ids: list[int] = field(init=False)
     choices: list[int] = field(init=False)
     key: str = field(init=False)
     """Names the sequence in this boot of the worker."""
+    runs_ahead: bool = field(init=False)
+    """Whether its next slice may be launched without knowing the token that it begins with: nothing but KV depends on it."""
 
     def __post_init__(self) -> None:
         self.key = f"{self.stream}/{self.handle}"
         self.token_ids = list(self.spec.token_ids)
         self.choices = list(range(self.spec.num_choices))
+        sampling = self.spec.sampling
+        self.runs_ahead = not (
+            self.order
+            or sampling.beam
+            or sampling.has_penalties
+            or sampling.bad_words
+            or self.spec.num_choices > 1
+            or wants_prompt_logprobs(self.spec)
+        )
 
     @property
     def rank(self) -> Rank:
@@ -88,11 +105,13 @@ class DecodeSequence:
     @property
     def is_prefilling(self) -> bool:
         # Asked several times in a step: without a further call.
-        return len(self.token_ids) - self.num_computed_tokens > 1
+        num_tokens = len(self.token_ids) + (self.drawing_row is not None)
+        return num_tokens - self.num_computed_tokens - self.num_launched_tokens > 1
 
     @property
     def num_missing_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        num_tokens = len(self.token_ids) + (self.drawing_row is not None)
+        return num_tokens - self.num_computed_tokens - self.num_launched_tokens
 
     @property
     def min_new_tokens(self) -> int:
@@ -111,13 +130,38 @@ class DecodeSequence:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.spec.prompt_token_ids)
 
+    @property
+    def next_position(self) -> int:
+        """Of the first token that is not computed and not launched."""
+        return self.num_computed_tokens + self.num_launched_tokens
+
+    def is_drawing_last(self, max_model_len: int) -> bool:
+        """Whether the token that is being drawn ends the output, whatever it is."""
+        return self.drawing_row is not None and is_full_length(
+            self.num_output_tokens + 1,
+            len(self.token_ids) + 1,
+            self.spec.sampling,
+            max_model_len,
+        )
+
+    def launched(self, num_new: int, drawing_row: int | None) -> None:
+        """The next `num_new` tokens are in flight. drawing_row: of the launch, if it draws the sequence's next token."""
+        self.num_launched_tokens += num_new
+        self.drawing_row = drawing_row
+
+    def landed(self, num_new: int) -> None:
+        """The oldest `num_new` tokens in flight are so no longer."""
+        self.num_launched_tokens -= num_new
+        if not self.num_launched_tokens:
+            self.drawing_row = None
+
     def num_blocks_to_write(self, num_new: int) -> int:
-        start = self.num_computed_tokens
+        start = self.next_position
         return self.lease.num_blocks_to_write(start, start + num_new)
 
     def prepare(self, num_new: int) -> tuple[BlockCopy, ...] | None:
         """Make room for the next `num_new` tokens: see BlockLease.prepare_write."""
-        start = self.num_computed_tokens
+        start = self.next_position
         return self.lease.prepare_write(start, start + num_new)
 
     def follow_grammar(self) -> None:
@@ -141,15 +185,18 @@ class DecodeSequence:
 
         What may come next has been found.
         """
-        start = self.num_computed_tokens
+        start = self.next_position
         known = self.token_ids[start : start + num_new]
-        is_whole = start + num_new == len(self.token_ids)
+        num_undrawn = num_new - len(known)
+        is_whole = num_new == self.num_missing_tokens
         draft = draft or (self.draft(()) if self.matcher else NO_DRAFT)
         firsts = (
-            first_rows(self.spec, num_new - 1, self.token_ids, draft.masks[0]) if is_whole else ()
+            first_rows(self.spec, num_new - 1, self.token_ids, draft.masks[0], num_undrawn)
+            if is_whole
+            else ()
         )
         part = SequenceSlice(
-            token_ids=(*known, *draft.token_ids),
+            token_ids=FOLLOWING if num_undrawn else (*known, *draft.token_ids),
             start=start,
             block_table=self.lease.block_ids,
             rows=(
@@ -158,6 +205,7 @@ class DecodeSequence:
                 *self._draft_rows(draft),
             ),
             num_prompt_tokens=len(self.spec.prompt_token_ids),
+            follows=self.drawing_row if num_undrawn else None,
         )
         return (part,)
 

@@ -105,7 +105,14 @@ class DecodeState:
         self.leave(member)
 
     def leave(self, member: Member) -> None:
-        """Give the blocks back; what was computed stays findable as a prefix until the memory is needed."""
+        """Give the blocks back; what was computed stays findable as a prefix until the memory is needed.
+
+        Blocks that a launch in flight writes are given back when it is collected, and it leaves again.
+        """
+        if isinstance(member, DecodeSequence) and member.num_launched_tokens:
+            member.lease.index(member.token_ids, member.num_computed_tokens)
+            member.stage = Stage.ABANDONED
+            return
         self.forget(member)
         if isinstance(member, BeamGroup):
             member.release()

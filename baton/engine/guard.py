@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from baton.engine.interface import Batch, Engine, LayersDone, SequenceSlice
+from baton.engine.interface import Batch, Engine, Launched, LayersDone, SequenceSlice
 from baton.errors import BatonError, EngineFault
 from baton.types import Sample
 
@@ -29,6 +29,24 @@ def forward_guarded(
             return (_fault(error),)
         _log.warning("a batch of %d failed; running each alone", len(batch.slices), exc_info=error)
     return tuple(_forward_alone(engine, part, layers_done) for part in batch.slices)
+
+
+def try_launch(engine: Engine, batch: Batch, layers_done: LayersDone) -> Launched | None:
+    """A launch; None if it failed: forward_guarded tells by whose fault."""
+    try:
+        return engine.launch(batch, layers_done)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it comes again when the batch is run guarded
+        _log.warning("a batch of %d could not be launched", len(batch.slices), exc_info=error)
+        return None
+
+
+def try_collect(launched: Launched) -> tuple[tuple[Sample, ...], ...] | None:
+    """A launch's samples; None if it failed: forward_guarded tells by whose fault."""
+    try:
+        return launched.samples()
+    except Exception as error:  # noqa: BLE001 - as above
+        _log.warning("a launched batch failed", exc_info=error)
+        return None
 
 
 def _forward_alone(

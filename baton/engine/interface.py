@@ -17,12 +17,18 @@ from baton.types import KvLayout, Sample, Sampling
 LayersDone = Callable[[int, int], None]
 
 
+#: The new tokens of a slice whose one token is still being drawn: a place to put it.
+FOLLOWING: tuple[int, ...] = (0,)
+
+
 @dataclass(frozen=True, slots=True)
 class SampleRow:
     """Asks for one token after one position of a slice.
 
     offset: which of the slice's new tokens is the last one the sample may see.
     token_ids, num_prompt_tokens: the sequence up to and with that token, for penalties; output follows the prompt.
+    num_undrawn_tokens: how many of those at the end are not in token_ids, because they are still being drawn: 0, or 1 in a slice
+    that follows a row. Then nothing may be asked of the sample that depends on them, as penalties and bad words do.
     The random number is keyed by (sampling.seed, number of output tokens so far, choice).
     allowed: bit t % 8 of byte t // 8 tells whether token t may be chosen; None allows all. At least one is allowed.
     scored_token_id: if set, nothing is drawn: the sample is this token, with sampling.prompt_logprobs alternatives, and
@@ -38,10 +44,11 @@ class SampleRow:
     choice: int = 0
     allowed: bytes | None = None
     scored_token_id: int | None = None
+    num_undrawn_tokens: int = 0
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        return len(self.token_ids) + self.num_undrawn_tokens - self.num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,8 @@ class SequenceSlice:
     KV of positions below `start` is in the blocks of `block_table`; that of the new tokens is written there.
     len(block_table) * block_size >= start + len(token_ids).
     num_prompt_tokens: length of the sequence's prompt; only engines whose spec has a `shared_prompt_limit` read it.
+    follows: if set, the slice's one new token is what that row of the launch just before draws, rows being counted over all its
+    slices; token_ids is then FOLLOWING.
     """
 
     token_ids: Sequence[int]
@@ -58,6 +67,7 @@ class SequenceSlice:
     block_table: Sequence[int]
     rows: tuple[SampleRow, ...] = ()
     num_prompt_tokens: int = 0
+    follows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +87,7 @@ class EngineSpec:
 
     shared_prompt_limit: if set, KV of a prompt with more tokens than this depends on the prompt's length (dynamic RoPE
     scaling): such a prompt must neither take blocks from a prefix cache nor leave any there.
+    max_num_launches: launches that may be under way at once, 1 or 2. Of two, slices of the second may follow rows of the first.
     """
 
     model: str
@@ -85,6 +96,7 @@ class EngineSpec:
     vocab_size: int
     max_model_len: int
     shared_prompt_limit: int | None = None
+    max_num_launches: int = 1
 
     def shares_prefixes(self, num_prompt_tokens: int) -> bool:
         """Whether KV of such a prompt may be found by, and taken from, other prompts that begin alike."""

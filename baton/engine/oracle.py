@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +21,6 @@ from numpy.typing import NDArray
 from baton.engine.array_kv_pool import ArrayKvPool
 from baton.engine.interface import (
     Batch,
-    Computed,
     Engine,
     EngineSpec,
     Launched,
@@ -58,8 +59,23 @@ class OracleOptions:
     model: str = "oracle"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _OracleLaunch:
+    """Implements baton.engine.interface.Launched. end_s: when a device would be done with it, of time.perf_counter."""
+
+    batch: Batch
+    layers_done: LayersDone | None
+    end_s: float
+    finish: Callable[[_OracleLaunch], tuple[tuple[Sample, ...], ...]]
+
+    def samples(self) -> tuple[tuple[Sample, ...], ...]:
+        """See Launched."""
+        return self.finish(self)
+
+
 class OracleEngine(Engine):
-    """Implements baton.engine.interface.Engine."""
+    """Computes a launch as late as an engine may: when its samples are asked for. Blocks that were given to others too early
+    are written all the same, and so the output of these changes."""
 
     def __init__(self, options: OracleOptions) -> None:
         layout = KvLayout("oracle", options.num_layers, 1, 2, "int64", options.block_size)
@@ -67,12 +83,18 @@ class OracleEngine(Engine):
         self._kv = ArrayKvPool(layout, options.num_blocks)
         self._weights = _slot_weights(layout)
         self._places = np.empty((0,), dtype=np.uint64)
+        self._end_s = 0.0
+        self._launched: deque[_OracleLaunch] = deque()
+        """Not computed yet."""
+        self._drawn: tuple[Sample, ...] = ()
+        """Of all rows of the last launch that was computed."""
         self._spec = EngineSpec(
             model=options.model,
             layout=layout,
             num_blocks=options.num_blocks,
             vocab_size=options.vocab_size,
             max_model_len=min(options.max_model_len, options.num_blocks * options.block_size),
+            max_num_launches=2,
         )
 
     @property
@@ -84,23 +106,35 @@ class OracleEngine(Engine):
         return self._kv
 
     def launch(self, batch: Batch, layers_done: LayersDone | None = None) -> Launched:
-        """See Engine.launch. Raises EngineFault if the batch holds the poison token, or no token may be chosen."""
-        if any(self._options.poison_token_id in part.token_ids for part in batch.slices):
+        """See Engine.launch. Whatever goes wrong is told when the samples are asked for."""
+        seconds = self._options.step_s + batch.num_tokens * self._options.token_s
+        self._end_s = max(self._end_s, time.perf_counter()) + seconds
+        launched = _OracleLaunch(_kept(batch), layers_done, self._end_s, self._finish)
+        self._launched.append(launched)
+        return launched
+
+    def _finish(self, launched: _OracleLaunch) -> tuple[tuple[Sample, ...], ...]:
+        """Raises EngineFault if the batch holds the poison token or follows what failed, or no token may be chosen."""
+        if self._launched.popleft() is not launched:
+            raise RuntimeError("samples are asked for out of order")
+        before, self._drawn = self._drawn, ()
+        slices = [_followed(part, before) for part in launched.batch.slices]
+        if any(self._options.poison_token_id in part.token_ids for part in slices):
             raise EngineFault(f"token {self._options.poison_token_id} is poison")
-        num_tokens = sum(len(part.token_ids) for part in batch.slices)
-        end_s = time.perf_counter() + self._options.step_s + num_tokens * self._options.token_s
-        for part in batch.slices:
+        for part in slices:
             self._write(part)
-        samples = tuple(
-            tuple(self._sample(part, row) for row in part.rows) for part in batch.slices
-        )
-        if (rest_s := end_s - time.perf_counter()) > 0:
+        samples = tuple(tuple(self._sample(part, row) for row in part.rows) for part in slices)
+        self._drawn = tuple(chain.from_iterable(samples))
+        if (rest_s := launched.end_s - time.perf_counter()) > 0:
             time.sleep(rest_s)
-        if layers_done:
-            step = self._options.layer_group_size
-            for first in range(0, self._options.num_layers, step):
-                layers_done(first, min(step, self._options.num_layers - first))
-        return Computed(samples)
+        if launched.layers_done:
+            self._tell_layers(launched.layers_done)
+        return samples
+
+    def _tell_layers(self, layers_done: LayersDone) -> None:
+        size, num_layers = self._options.layer_group_size, self._options.num_layers
+        for first in range(0, num_layers, size):
+            layers_done(first, min(size, num_layers - first))
 
     def _write(self, part: SequenceSlice) -> None:
         size = self._options.block_size
@@ -148,6 +182,31 @@ class OracleEngine(Engine):
             by_token = (numbers * np.uint64(0xBF58476D1CE4E5B9)).reshape(shape)
             self._places = np.ascontiguousarray(np.moveaxis(by_token, 1, 4))
         return self._places[:num_blocks]
+
+
+def _kept(batch: Batch) -> Batch:
+    """As it is now, whatever becomes of the caller's lists."""
+    return Batch(
+        tuple(
+            replace(
+                part,
+                block_table=tuple(part.block_table),
+                rows=tuple(replace(row, token_ids=tuple(row.token_ids)) for row in part.rows),
+            )
+            for part in batch.slices
+        )
+    )
+
+
+def _followed(part: SequenceSlice, drawn: Sequence[Sample]) -> SequenceSlice:
+    """With the token that the launch before has drawn. Raises EngineFault if it has drawn none, or rows depend on it."""
+    if part.follows is None:
+        return part
+    if part.follows >= len(drawn):
+        raise EngineFault("the launch before drew no such row")
+    if any(row.sampling.has_penalties or row.sampling.bad_words for row in part.rows):
+        raise EngineFault("a row depends on a token that is still being drawn")
+    return replace(part, token_ids=(drawn[part.follows].token_id,))
 
 
 def oracle_tokens(

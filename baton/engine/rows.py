@@ -44,9 +44,16 @@ def scored_rows(spec: SequenceSpec, start: int, num_new: int) -> tuple[SampleRow
 
 
 def first_rows(
-    spec: SequenceSpec, offset: int, token_ids: Sequence[int], allowed: bytes | None
+    spec: SequenceSpec,
+    offset: int,
+    token_ids: Sequence[int],
+    allowed: bytes | None,
+    num_undrawn_tokens: int = 0,
 ) -> tuple[SampleRow, ...]:
-    """One row for each choice of the sequence after its last known token, `offset` in its slice; one for a beam search."""
+    """One row for each choice of the sequence after its last token, `offset` in its slice; one for a beam search.
+
+    token_ids, num_undrawn_tokens: see SampleRow.
+    """
     num_rows = 1 if spec.sampling.beam else spec.num_choices
     return tuple(
         SampleRow(
@@ -56,6 +63,7 @@ def first_rows(
             num_prompt_tokens=len(spec.prompt_token_ids),
             choice=choice,
             allowed=allowed,
+            num_undrawn_tokens=num_undrawn_tokens,
         )
         for choice in range(spec.choice, spec.choice + num_rows)
     )

@@ -67,11 +67,16 @@ def test_no_stream_loses_doubles_or_changes_a_token(chaos_seed: int) -> None:
             chaos_seed,
             num_prefill=rng.randint(1, 3),
             num_decode=rng.randint(2, 3),
-            decode_shape=SimShape(num_blocks=rng.choice([60, 300]), swap_bytes=20_000),
+            decode_shape=SimShape(
+                num_blocks=rng.choice([60, 300]),
+                swap_bytes=20_000,
+                max_num_launches=rng.choice([1, 2, 2]),
+            ),
             prefill_shape=SimShape(block_size=8, num_blocks=200, min_borrowed_tokens=1),
             hub=FaultyHub(rng, rate=rng.choice([0.0, 0.01, 0.05])),
         )
-        specs = [draw_request(rng, index) for index in range(NUM_STREAMS)]
+        plain_share = rng.choice([0.0, 0.95])
+        specs = [draw_request(rng, index, plain_share) for index in range(NUM_STREAMS)]
         histories = [History() for _ in specs]
 
         async def client(index: int) -> None:

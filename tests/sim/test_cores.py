@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,14 +17,16 @@ from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
 VOCAB = 1000
 
 
-def draw_spec(rng: random.Random, index: int) -> SequenceSpec:
+def draw_spec(
+    rng: random.Random, index: int, penalties: Sequence[float] = (0.0, 0.5)
+) -> SequenceSpec:
     prefix = [[1] * 20, [2] * 9, []][rng.randrange(3)]
     prompt = (*prefix, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))))
     is_greedy = rng.random() < 0.5
     sampling = Sampling(
         temperature=0.0 if is_greedy else 0.7,
         seed=rng.getrandbits(64),
-        presence_penalty=rng.choice([0.0, 0.5]),
+        presence_penalty=rng.choice(penalties),
         max_tokens=rng.randint(1, 30),
         min_tokens=rng.choice([0, 0, 1]),
         stop_token_ids=frozenset(rng.sample(range(VOCAB), 20)),
@@ -55,7 +57,7 @@ def make(seed: int, *, decode_shape: SimShape, prefill_shape: SimShape, num: int
 SHAPES = [
     pytest.param(SimShape(), SimShape(), id="roomy"),
     pytest.param(SimShape(num_blocks=24), SimShape(block_size=7), id="decode-full"),
-    pytest.param(SimShape(block_size=3), SimShape(num_blocks=18), id="prefill-full"),
+    pytest.param(SimShape(block_size=3), SimShape(num_blocks=23), id="prefill-full"),
     pytest.param(
         SimShape(num_blocks=30, max_local_prefill_tokens=12, max_num_batched_tokens=8),
         SimShape(max_num_batched_tokens=5),
@@ -90,8 +92,9 @@ def check_outputs(client: SimClient, specs: list[SequenceSpec]) -> None:
 def test_two_tiers_give_what_one_request_alone_gives(
     seed: int, decode_shape: SimShape, prefill_shape: SimShape
 ) -> None:
+    decode_shape = replace(decode_shape, max_num_launches=1 + seed // 2 % 2)
     client = make(seed, decode_shape=decode_shape, prefill_shape=prefill_shape, num=1 + seed % 2)
-    specs = [draw_spec(client.rng, index) for index in range(20)]
+    specs = [draw_spec(client.rng, index, (0.0, 0.5 * (seed % 3))) for index in range(20)]
     client.waiting += specs
     client.run()
     client.quiet()
@@ -104,7 +107,7 @@ def test_cancels_at_any_moment_leave_no_block_behind_and_disturb_nobody(seed: in
     client = make(
         seed, decode_shape=SimShape(num_blocks=40), prefill_shape=SimShape(block_size=8), num=2
     )
-    specs = [draw_spec(client.rng, index) for index in range(24)]
+    specs = [draw_spec(client.rng, index, (0.0, 0.5 * (seed % 3))) for index in range(24)]
     client.waiting += specs
     client.run(num_cancels=10)
     client.quiet()
@@ -127,7 +130,7 @@ def test_sequences_that_move_between_decode_workers_and_are_swapped_lose_nothing
     shape = SimShape(num_blocks=30, swap_bytes=4000 if seed % 2 else 0)
     client = make(seed, decode_shape=shape, prefill_shape=SimShape(block_size=8), num=2 + seed % 2)
     client.move_rate = 0.1
-    specs = [draw_spec(client.rng, index) for index in range(24)]
+    specs = [draw_spec(client.rng, index, (0.0, 0.5 * (seed % 3))) for index in range(24)]
     client.waiting += specs
     client.run(num_cancels=seed % 3 * 4)
     client.quiet()

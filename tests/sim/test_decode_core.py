@@ -16,7 +16,7 @@ from tests.support.sim_tiers import SimDecode, SimShape
 
 
 def worker(**shape: int) -> SimDecode:
-    return SimDecode(LoopbackHub(), lambda: 0.0, SimShape(**shape))
+    return SimDecode(LoopbackHub(), lambda: 0.0, SimShape(max_num_launches=1, **shape))
 
 
 def spec_of(name: str, num_tokens: int) -> SequenceSpec:
@@ -98,7 +98,8 @@ def test_beats_before_a_step_and_within_tell_how_many_tokens_it_computes(
 ) -> None:
     beats: list[int] = []
     before: list[list[int]] = []
-    decoder = SimDecode(LoopbackHub(), lambda: 0.0, SimShape(), beat=beats.append)
+    shape = SimShape(max_num_launches=1)
+    decoder = SimDecode(LoopbackHub(), lambda: 0.0, shape, beat=beats.append)
     forward = decoder.engine.forward
 
     def watched(

@@ -33,6 +33,7 @@ def draw_shape(rng: random.Random) -> SimShape:
         enable_prefix_caching=rng.random() < 0.8,
         swap_bytes=rng.choice([0, 5_000, 50_000]),
         min_borrowed_tokens=rng.choice([1, 1000]),
+        max_num_launches=rng.choice([1, 2]),
     )
 
 
@@ -77,7 +78,8 @@ def check(client: SimClient, spec: SequenceSpec) -> None:
 def run_seed(seed: int) -> SimClient:
     rng = random.Random(seed)
     client = make(rng)
-    specs = [draw_request(rng, index) for index in range(NUM_REQUESTS)]
+    plain_share = rng.choice([0.0, 0.95])
+    specs = [draw_request(rng, index, plain_share) for index in range(NUM_REQUESTS)]
     client.waiting += specs
     client.run(num_cancels=rng.choice([0, 0, 4]))
     client.quiet()

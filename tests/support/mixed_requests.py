@@ -24,14 +24,18 @@ class Expected:
     score: float | None = None
 
 
-def draw_request(rng: random.Random, index: int) -> SequenceSpec:
-    """A request of any kind; some begin like others."""
+def draw_request(rng: random.Random, index: int, plain_share: float = 0.0) -> SequenceSpec:
+    """A request of any kind; some begin like others. plain_share: how many may be launched before their last token is known."""
     prefix = [[1] * 20, [2] * 9, []][rng.randrange(3)]
     prompt = (*prefix, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))))
     beam = None
-    if rng.random() < 0.2:
+    if rng.random() < plain_share:
+        sampling = draw_plain_sampling(rng)
+    elif rng.random() < 0.2:
         beam = draw_beam(rng)
-    sampling = draw_beam_sampling(rng, beam) if beam else draw_sampling(rng, prompt)
+        sampling = draw_beam_sampling(rng, beam)
+    else:
+        sampling = draw_sampling(rng, prompt)
     return SequenceSpec(
         f"r{index}",
         prompt,
@@ -77,6 +81,19 @@ def draw_sampling(rng: random.Random, prompt: tuple[int, ...]) -> Sampling:
         stop_token_ids=frozenset(rng.sample(range(VOCAB), 20)),
         logprobs=rng.choice([-1, -1, 2]),
         prompt_logprobs=rng.choice([-1, -1, -1, 1]),
+    )
+
+
+def draw_plain_sampling(rng: random.Random) -> Sampling:
+    """Nothing but KV depends on a token that it chooses."""
+    return Sampling(
+        temperature=rng.choice([0.0, 0.7]),
+        seed=rng.getrandbits(64),
+        logit_bias=rng.choice([{}, {7: 2.0}]),
+        max_tokens=rng.randint(1, 30),
+        min_tokens=rng.choice([0, 0, 3]),
+        stop_token_ids=frozenset(rng.sample(range(VOCAB), 20)),
+        logprobs=rng.choice([-1, -1, 2]),
     )
 
 

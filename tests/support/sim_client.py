@@ -10,9 +10,9 @@ from typing import NamedTuple
 import pytest
 
 from baton.events import (
+    Committed,
     Deferred,
     Failed,
-    HandedOff,
     HandOffFailed,
     Offered,
     Paused,
@@ -150,11 +150,10 @@ class SimClient:
                 target = self.rng.choice(others or self.decodes)
                 source = KvSource.DECODE_WORKER
                 self.place(self.resumed(stay), target, source, moves_from=handle)
-            case HandedOff():
-                del self.live[handle]
-                for other in self.live.values():
-                    if other.moves_from == handle:
-                        other.moves_from = None
+            case Committed() if stay.moves_from is not None:
+                # What is left there is over, though it has not told so yet.
+                del self.live[stay.moves_from]
+                stay.moves_from = None
             case HandOffFailed():
                 for other in [h for h, s in self.live.items() if s.moves_from == handle]:
                     self.abort(other)

@@ -58,6 +58,7 @@ class SimShape:
     enable_prefix_caching: bool = True
     poison_token_id: int = -1
     min_borrowed_tokens: int = 1000
+    max_num_launches: int = 2
     swap_bytes: int = 0
     """Room for swapped sequences; a token of the oracle's takes 128 bytes."""
 
@@ -203,7 +204,9 @@ class SimDecode:
         self.listener, self.tickets = _open_tickets(
             self.hub, self.name, self.engine, self.submit, self.clock, self.lease_s, self.seed
         )
-        limits = DecodeLimits(self.shape.max_num_seqs, self.shape.max_num_batched_tokens)
+        limits = DecodeLimits(
+            self.shape.max_num_seqs, self.shape.max_num_batched_tokens, self.shape.max_num_launches
+        )
         self.sender = _sender(self.hub, self.name, self.engine, self.submit, self.clock)
         self.swap = swap = SwapSpace(self.engine.kv, self.shape.swap_bytes)
         devices = DecodeDevices(

@@ -1,0 +1,298 @@
+"""Steps that are launched before the tokens of the one before are known: nobody's output, and no block, shows it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.engine.interface import Batch, Launched, LayersDone
+from baton.engine.oracle import OracleEngine, oracle_tokens
+from baton.errors import EngineFault
+from baton.events import Failed, Paused, Tokens
+from baton.types import FinishReason, KvSource, Sample, Sampling, SequenceSpec
+from decode_svc.commands import Abort, DecodeCommand, Open, Pause, Resume, StreamClosed
+from kv_transfer.transport.loopback import LoopbackHub
+from tests.support.sim_tiers import SimDecode, SimShape
+
+VOCAB = 1000
+BLOCK_SIZE = 4
+
+
+@dataclass
+class WatchedLaunch:
+    """Implements Launched."""
+
+    inner: Launched
+    batch: Batch
+    in_flight: deque[Batch]
+    fails: bool
+
+    def samples(self) -> tuple[tuple[Sample, ...], ...]:
+        assert self.in_flight.popleft() is self.batch
+        samples = self.inner.samples()
+        if self.fails:
+            raise EngineFault("the samples of this launch cannot be had")
+        return samples
+
+
+@dataclass
+class Watch:
+    """What was launched and not collected, and what was launched at all. Launches that fail by their numbers, or the numbers less
+    1000, which can be launched and are computed, but fail when they are collected."""
+
+    engine: OracleEngine
+    in_flight: deque[Batch] = field(default_factory=deque)
+    launches: list[Batch] = field(default_factory=list)
+    fails: frozenset[int] = frozenset()
+    num_ahead: int = 0
+
+    def launch(self, batch: Batch, layers_done: LayersDone | None = None) -> Launched:
+        self.launches.append(batch)
+        if len(self.launches) in self.fails:
+            raise EngineFault("this launch fails")
+        self.num_ahead += len(self.in_flight)
+        inner = OracleEngine.launch(self.engine, batch, layers_done)
+        kept = Batch(tuple(replace(s, block_table=tuple(s.block_table)) for s in batch.slices))
+        self.in_flight.append(kept)
+        return WatchedLaunch(inner, kept, self.in_flight, len(self.launches) + 1000 in self.fails)
+
+
+@dataclass
+class World:
+    """A decode worker that computes all by itself, and what it told."""
+
+    shape: SimShape = SimShape(num_blocks=200)
+    fails: frozenset[int] = frozenset()
+    specs: dict[int, SequenceSpec] = field(default_factory=dict)
+    told: dict[int, list[int]] = field(default_factory=dict)
+    ends: dict[int, FinishReason | str] = field(default_factory=dict)
+    paused: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.decoder = SimDecode(LoopbackHub(), lambda: 0.0, self.shape)
+        self.watch = Watch(self.decoder.engine, fails=self.fails)
+        self.decoder.engine.launch = self.watch.launch  # type: ignore[method-assign]
+
+    def open(self, spec: SequenceSpec) -> int:
+        handle = len(self.specs) + 1
+        self.specs[handle], self.told[handle] = spec, []
+        self.submit(Open(0, handle, spec, KvSource.HERE))
+        return handle
+
+    def submit(self, command: DecodeCommand) -> None:
+        self.decoder.submit(command)
+
+    def step(self) -> bool:
+        """Whether it was idle."""
+        step = self.decoder.step()
+        for addressed in step.events:
+            self._hear(addressed.handle, addressed.event)
+        while self.paused:
+            self.submit(Resume(0, self.paused.pop()))
+        self.check()
+        return step.is_idle
+
+    def _hear(self, handle: int, event: object) -> None:
+        assert handle not in self.ends, f"{event} after the end"
+        match event:
+            case Tokens(token_index, samples, finish):
+                assert handle not in self.paused, "a token after the pause"
+                assert token_index == len(self.told[handle])
+                self.told[handle] += [sample.token_id for sample in samples]
+                if finish is not FinishReason.NONE:
+                    self.ends[handle] = finish
+            case Failed(reason):
+                self.ends[handle] = reason
+            case Paused():
+                self.paused.add(handle)
+
+    def check(self) -> None:
+        """Each block has one state, at most one launch is in flight, and what it writes is leased, and by one owner."""
+        pool = self.decoder.pool
+        pool.check_integrity()
+        assert len(self.watch.in_flight) <= 1
+        available = {*pool.free_block_ids, *pool.cached_block_ids}
+        written = [block for batch in self.watch.in_flight for block in blocks_written(batch)]
+        assert len(written) == len(set(written))
+        assert available.isdisjoint(written)
+        read = {b for batch in self.watch.in_flight for s in batch.slices for b in s.block_table}
+        assert available.isdisjoint(read)
+
+    def run(self) -> None:
+        """To the end of all, after which nothing is held."""
+        for _ in range(10_000):
+            if self.step() and not self.decoder.inbox:
+                break
+        assert self.decoder.pool.counts().leased == 0
+        assert not self.watch.in_flight
+
+    def expected(self, handle: int) -> list[int]:
+        spec = self.specs[handle]
+        return oracle_tokens(spec.prompt_token_ids, spec.sampling, VOCAB)
+
+
+def blocks_written(batch: Batch) -> list[int]:
+    return [
+        part.block_table[index]
+        for part in batch.slices
+        for index in range(
+            part.start // BLOCK_SIZE, -(-(part.start + len(part.token_ids)) // BLOCK_SIZE)
+        )
+    ]
+
+
+def plain(
+    name: str, *prompt: int, max_tokens: int = 12, stops: frozenset[int] = frozenset()
+) -> SequenceSpec:
+    return SequenceSpec(name, prompt, Sampling(max_tokens=max_tokens, stop_token_ids=stops))
+
+
+def test_a_step_is_launched_before_the_one_before_is_collected() -> None:
+    world = World()
+    first, second = world.open(plain("a", 1, 2, 3)), world.open(plain("b", 4, 5))
+    world.run()
+    assert world.watch.num_ahead == 11
+    assert [s.follows for s in world.watch.launches[3].slices] == [0, 1]
+    assert [world.told[handle] for handle in (first, second)] == [
+        world.expected(handle) for handle in (first, second)
+    ]
+
+
+def test_the_last_token_that_a_request_may_have_is_not_gone_beyond() -> None:
+    world = World()
+    world.open(plain("a", 1, 2, 3, max_tokens=5))
+    world.open(plain("long", *range(193), max_tokens=500))
+    world.run()
+    slices = [part for batch in world.watch.launches for part in batch.slices]
+    # A prompt's last token, and each token but the last, are computed once; prompts go in by chunks of 32 tokens.
+    assert sum(part.start < 10 and len(part.token_ids) < 4 for part in slices) == 5
+    num_tokens = sum(len(part.token_ids) for part in slices)
+    assert num_tokens == 3 + 4 + 193 + len(world.told[2]) - 1
+    assert all(world.told[handle] == world.expected(handle) for handle in (1,))
+
+
+def test_what_was_computed_after_a_stop_token_is_thrown_away() -> None:
+    tokens = oracle_tokens((1, 2, 3), Sampling(max_tokens=12), VOCAB)
+    world = World()
+    handle = world.open(plain("a", 1, 2, 3, stops=frozenset({tokens[4]})))
+    other = world.open(plain("b", 7, 8))
+    while handle not in world.ends:
+        world.step()
+    assert world.told[handle] == tokens[:5]
+    (in_flight,) = world.watch.in_flight
+    assert len(in_flight.slices) == 2, "its next token is being computed"
+    # Nobody gets its blocks before that is over.
+    world.run()
+    assert world.told[handle] == tokens[:5]
+    assert world.told[other] == world.expected(other)
+
+
+@pytest.mark.parametrize("end", [Abort(0, 1), StreamClosed(0)])
+def test_blocks_of_what_is_given_up_are_kept_until_the_launch_that_writes_them_is_collected(
+    end: DecodeCommand,
+) -> None:
+    world = World()
+    world.open(plain("a", 1, 2, 3))
+    for _ in range(3):
+        world.step()
+    world.submit(end)
+    world.open(plain("b", 5, 6, 7))
+    world.ends[1] = "given up"
+    world.run()
+    assert world.told[2] == (world.expected(2) if 2 not in world.ends else world.told[2])
+
+
+def test_a_finished_answer_is_found_as_a_prefix_but_for_what_was_thrown_away() -> None:
+    tokens = oracle_tokens((1, 2, 3), Sampling(max_tokens=12), VOCAB)
+    world = World()
+    world.open(plain("a", 1, 2, 3, stops=frozenset({tokens[8]})))
+    world.run()
+    said = (1, 2, 3, *tokens[:9])
+    # The last token told was computed and thrown away.
+    assert world.decoder.pool.num_cached_tokens(b"", (*said, 9, 9, 9, 9)) == 8
+    second = world.open(plain("b", *said, 9))
+    world.run()
+    assert world.told[second] == world.expected(second)
+
+
+def test_requests_that_must_know_their_tokens_wait_for_them() -> None:
+    world = World()
+    world.open(plain("a", 1, 2, 3))
+    penalised = Sampling(max_tokens=6, presence_penalty=0.5)
+    world.open(SequenceSpec("b", (5, 6), penalised))
+    world.run()
+    assert [world.told[handle] for handle in (1, 2)] == [world.expected(h) for h in (1, 2)]
+    # Alone again, the first one runs ahead.
+    assert 0 < world.watch.num_ahead < 6
+
+
+def test_a_drawn_token_that_the_engine_fails_on_fails_its_request_alone() -> None:
+    poison = oracle_tokens((1, 2, 3), Sampling(max_tokens=12), VOCAB)[5]
+    world = World(SimShape(num_blocks=200, poison_token_id=poison))
+    world.open(plain("a", 1, 2, 3))
+    world.open(plain("b", 4, 5))
+    world.run()
+    assert world.ends == {1: "ENGINE_FAULT", 2: FinishReason.LENGTH}
+    assert world.told[1] == world.expected(1)[:6]
+    assert world.told[2] == world.expected(2)
+    assert world.watch.num_ahead > 6, "after the fault, steps are launched ahead again"
+
+
+@pytest.mark.parametrize("number", [*range(1, 8), *range(1001, 1008)])
+def test_a_launch_that_fails_once_costs_nobody_a_token(number: int) -> None:
+    world = World(fails=frozenset({number}))
+    for handle in (1, 2):
+        world.open(plain(f"r{handle}", handle, 5))
+    world.run()
+    assert [world.told[handle] for handle in (1, 2)] == [world.expected(h) for h in (1, 2)]
+
+
+#: What happens before a step: a request comes, or one that came is given up or paused.
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("open"), st.integers(0, 30)),
+        st.tuples(st.sampled_from(["abort", "pause"]), st.integers(1, 8)),
+        st.tuples(st.just("step"), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+FAILS = st.one_of(st.integers(1, 40), st.integers(1001, 1040))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    events=EVENTS,
+    fails=st.frozensets(FAILS, max_size=3),
+    num_blocks=st.sampled_from([24, 100]),
+)
+def test_outputs_are_those_of_each_request_alone(
+    events: list[tuple[str, int]], fails: frozenset[int], num_blocks: int
+) -> None:
+    world = World(SimShape(num_blocks=num_blocks, swap_bytes=5_000), fails=fails)
+    given_up: set[int] = set()
+    numbers = itertools.count()
+    for kind, number in events:
+        match kind:
+            case "open":
+                stops = frozenset(range(number, VOCAB, 9))
+                prompt = range(number, 2 * number + 1)
+                world.open(plain(f"r{next(numbers)}", *prompt, stops=stops))
+            case "abort" if number in world.specs and number not in world.ends:
+                world.submit(Abort(0, number))
+                given_up.add(number)
+            case "pause" if number in world.specs and number not in given_up:
+                world.submit(Pause(0, number))
+        if kind == "step":
+            world.step()
+    world.run()
+    for handle, tokens in world.told.items():
+        is_whole = isinstance(world.ends.get(handle), FinishReason)
+        expected = world.expected(handle)
+        assert tokens == (expected if is_whole else expected[: len(tokens)])
