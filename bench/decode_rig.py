@@ -20,7 +20,7 @@ from decode_svc.costs import LocalPrefillPolicy
 from decode_svc.speculation.build import build_speculation
 from decode_svc.swap_space import SwapSpace
 from kv_transfer.sender import Sender
-from kv_transfer.ticket import TicketTable
+from kv_transfer.ticket_table import TicketTable
 from kv_transfer.transport.loopback import LoopbackHub
 
 

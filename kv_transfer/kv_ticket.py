@@ -83,13 +83,21 @@ def parse_ticket(data: bytes) -> KvTicket:
     )
 
 
-def is_genuine(data: bytes, secret: bytes) -> bool:
-    """Whether `data` was encoded under `secret` and not a bit of its meaning was changed. Compares in constant time."""
-    try:
-        message = _parse(data)
-    except InvalidRequest:
-        return False
-    return hmac.compare_digest(message.mac, _mac(message, secret))
+def verify_ticket(data: bytes, owner: WorkerIdentity, secret: bytes) -> KvTicket:
+    """The ticket, if `owner` made it under `secret` and not a bit of its meaning was changed.
+
+    Raises InvalidRequest otherwise. Compares in constant time.
+    """
+    ticket = parse_ticket(data)
+    if ticket.owner != owner:
+        raise InvalidRequest(
+            f"the ticket is of {ticket.owner.worker_id} generation {ticket.owner.generation}, "
+            f"and this is {owner.worker_id} generation {owner.generation}"
+        )
+    message = _parse(data)
+    if not hmac.compare_digest(message.mac, _mac(message, secret)):
+        raise InvalidRequest("the ticket is not genuine")
+    return ticket
 
 
 def _parse(data: bytes) -> kv_pb2.KvTicket:

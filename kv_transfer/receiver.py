@@ -25,7 +25,8 @@ from kv_transfer.agreement import Terms, answer
 from kv_transfer.checksum import chunk_checksum, chunks_of_commit, place_checksum
 from kv_transfer.frame import Frame, FrameError, clipped
 from kv_transfer.kv_secret import KvSecret, has_nonce, new_nonce
-from kv_transfer.ticket import Commit, Rejection, TicketTable
+from kv_transfer.ticket import Commit, Rejection
+from kv_transfer.ticket_table import TicketTable
 from kv_transfer.version import first_tokens_of
 from kv_transfer.wire_format import most_token_layer_bytes
 

@@ -19,7 +19,8 @@ from baton.types import WorkerIdentity
 from kv_transfer.endpoint import Endpoint
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.receiver import Receiver
-from kv_transfer.ticket import TicketEvent, TicketTable
+from kv_transfer.ticket import TicketEvent
+from kv_transfer.ticket_table import TicketTable
 from kv_transfer.transport.loopback import LoopbackHub
 from kv_transfer.transport.nixl import listen_nixl
 from kv_transfer.transport.shm import listen_shm

@@ -9,7 +9,7 @@ from kv_transfer.ticket import OfferedTicket
 
 
 class Tickets(Protocol):
-    """See kv_transfer.ticket.TicketTable."""
+    """See kv_transfer.ticket_table.TicketTable."""
 
     def offer(
         self,

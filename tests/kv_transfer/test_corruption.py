@@ -28,7 +28,8 @@ from kv_transfer.frame import (
     encode,
 )
 from kv_transfer.receiver import Receiver, ReceiverSession
-from kv_transfer.ticket import TicketCommitted, TicketDead, TicketEvent, TicketTable
+from kv_transfer.ticket import TicketCommitted, TicketDead, TicketEvent
+from kv_transfer.ticket_table import TicketTable
 from kv_transfer.version import MAX_VERSION, put_first_tokens
 from kv_transfer.wire_format import wire_format
 

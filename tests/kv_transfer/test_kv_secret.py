@@ -23,7 +23,8 @@ from kv_transfer.endpoint import Endpoint
 from kv_transfer.frame import Frame, FrameError
 from kv_transfer.kv_secret import KvSecret, new_nonce, read_kv_secret
 from kv_transfer.receiver import Receiver, ReceiverSession
-from kv_transfer.ticket import TicketCommitted, TicketDead, TicketEvent, TicketTable
+from kv_transfer.ticket import TicketCommitted, TicketDead, TicketEvent
+from kv_transfer.ticket_table import TicketTable
 from kv_transfer.transport.base import Connection, Connector, Staged
 from tests.support.kv_transports import ALL
 

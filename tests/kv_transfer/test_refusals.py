@@ -18,7 +18,8 @@ from kv_transfer.checksum import chunk_checksum, commit_checksum, place_checksum
 from kv_transfer.frame import Frame, FrameError
 from kv_transfer.kv_ticket import parse_ticket
 from kv_transfer.receiver import Receiver, ReceiverSession
-from kv_transfer.ticket import OfferedTicket, TicketCommitted, TicketDead, TicketEvent, TicketTable
+from kv_transfer.ticket import OfferedTicket, TicketCommitted, TicketDead, TicketEvent
+from kv_transfer.ticket_table import TicketTable
 
 LAYOUT = KvLayout("m", 2, 1, 2, "int64", 4)
 TOKEN_LAYER_BYTES = LAYOUT.token_layer_bytes

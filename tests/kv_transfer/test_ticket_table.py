@@ -20,8 +20,8 @@ from kv_transfer.ticket import (
     TicketDead,
     TicketEvent,
     TicketState,
-    TicketTable,
 )
+from kv_transfer.ticket_table import TicketTable
 
 NUM_LAYERS = 2
 LEASE_S = 10.0

@@ -13,7 +13,7 @@ from baton.errors import Cancelled, EngineFault, HandoffFailed, PeerMismatch
 from baton.types import Sample, Sampling, SequenceSpec
 from kv_transfer.kv_ticket import KvTicket
 from kv_transfer.sender import SendDone
-from kv_transfer.ticket import TicketTable
+from kv_transfer.ticket_table import TicketTable
 from kv_transfer.transport.loopback import LoopbackHub
 from prefill_svc.borrowing import BorrowCosts
 from prefill_svc.commands import (

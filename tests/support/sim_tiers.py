@@ -26,7 +26,8 @@ from decode_svc.speculation.interface import NoSpeculation, Speculation
 from decode_svc.swap_space import SwapSpace
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import SendDone, Sender
-from kv_transfer.ticket import TicketEvent, TicketTable
+from kv_transfer.ticket import TicketEvent
+from kv_transfer.ticket_table import TicketTable
 from kv_transfer.transport.loopback import LoopbackHub, LoopbackListener
 from prefill_svc.borrowing import BorrowCosts
 from prefill_svc.commands import (

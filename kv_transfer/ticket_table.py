@@ -1,0 +1,295 @@
+"""Tickets of one worker. What becomes of one is drawn in kv_transfer.ticket."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from baton.engine.kv_range import KvRange
+from baton.errors import HandoffFailed, InvalidRequest
+from baton.types import KvLayout, SequenceSpec, WorkerIdentity
+from kv_transfer.coverage import Coverage
+from kv_transfer.endpoint import Endpoint
+from kv_transfer.kv_ticket import KvTicket, encode_ticket, verify_ticket
+from kv_transfer.ticket import (
+    Commit,
+    LendAsked,
+    OfferedTicket,
+    OnDeath,
+    Rejection,
+    Ticket,
+    TicketCommitted,
+    TicketEvent,
+    TicketState,
+)
+
+_EPOCH = 1
+
+
+class TicketTable:
+    """All tickets of one worker's boot. Thread-safe. Tells exactly one end, TicketCommitted or TicketDead, per offered
+    ticket."""
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        layout: KvLayout,
+        endpoints: tuple[Endpoint, ...],
+        lease_s: float,
+        on_event: Callable[[TicketEvent], None],
+        clock: Callable[[], float],
+        secret: bytes,
+        draw_id: Callable[[], int],
+        offer_s: float = math.inf,
+    ) -> None:
+        """on_event: called in any thread, holding no lock. clock: monotonic seconds. secret: 16 to 64 random bytes.
+
+        draw_id: random numbers below 2^64. offer_s: how long an offer waits for its sender, never longer than the lease.
+        """
+        if not 16 <= len(secret) <= 64:
+            raise ValueError("the secret must have 16 to 64 bytes")
+        self._identity = identity
+        self._layout = layout
+        self._endpoints = endpoints
+        self._lease_s = lease_s
+        self._offer_s = min(offer_s, lease_s)
+        self._on_event = on_event
+        self._clock = clock
+        self._secret = secret
+        self._draw_id = draw_id
+        self._lock = threading.Lock()
+        self._tickets: dict[int, Ticket] = {}
+        self._none_over_before_s = clock()
+        """Deadlines are only ever put off, and new ones are at least `offer_s` away: this bound never needs to come down."""
+
+    # What the owner of the blocks calls.
+
+    @property
+    def num_open(self) -> int:
+        """Tickets whose event is still to come."""
+        with self._lock:
+            return sum(not ticket.is_settled for ticket in self._tickets.values())
+
+    def state(self, ticket_id: int) -> TicketState | None:
+        """None: unknown, or released."""
+        with self._lock:
+            ticket = self._tickets.get(ticket_id)
+            return ticket.state if ticket else None
+
+    def offer(
+        self,
+        spec: SequenceSpec,
+        block_ids: tuple[int, ...],
+        num_cached_tokens: int,
+        num_tokens: int,
+    ) -> OfferedTicket:
+        """Lend the blocks to a sender that will bring tokens [num_cached_tokens, num_tokens).
+
+        A commit of fewer tokens is taken if it covers spec.num_tokens at least.
+        Raises ValueError if the blocks have no such room.
+        """
+        room = len(block_ids) * self._layout.block_size
+        if not 0 <= num_cached_tokens <= num_tokens <= room:
+            raise ValueError(
+                f"{num_cached_tokens} cached of {num_tokens} tokens in room for {room}"
+            )
+        with self._lock:
+            ticket_id = self._draw_id()
+            while ticket_id == 0 or ticket_id in self._tickets:
+                ticket_id = self._draw_id()
+            self._tickets[ticket_id] = Ticket(
+                ticket_id=ticket_id,
+                block_ids=block_ids,
+                num_layers=self._layout.num_layers,
+                min_tokens=min(spec.num_tokens, num_tokens),
+                num_cached_tokens=num_cached_tokens,
+                num_tokens=num_tokens,
+                coverage=Coverage(self._layout.num_layers),
+                lease_s=self._lease_s,
+                deadline=self._clock() + self._offer_s,
+            )
+        shown = KvTicket(
+            owner=self._identity,
+            ticket_id=ticket_id,
+            epoch=_EPOCH,
+            request_id=spec.request_id,
+            tenant=spec.tenant,
+            num_cached_tokens=num_cached_tokens,
+            num_tokens=num_tokens,
+            layout=self._layout,
+            endpoints=self._endpoints,
+            lease_s=self._lease_s,
+            traceparent=spec.traceparent,
+        )
+        return OfferedTicket(ticket_id, encode_ticket(shown, self._secret))
+
+    def abort(self, ticket_id: int, reason: str, message: str) -> None:
+        """Give a ticket up, in whatever state; a second abort, or one after the commit, changes nothing."""
+        with self._locked() as calls:
+            ticket = self._tickets.get(ticket_id)
+            if ticket and ticket.is_open:
+                calls.extend(self._give_up(ticket, reason, message))
+
+    def abort_all(self, reason: str, message: str) -> None:
+        """Give every ticket up whose event is still to come."""
+        with self._locked() as calls:
+            for ticket in self._open():
+                calls.extend(self._give_up(ticket, reason, message))
+
+    def expire(self) -> None:
+        """Abort the tickets that nobody has presented in time, and those that no frame has come for within the lease."""
+        with self._locked() as calls:
+            now = self._clock()
+            if now < self._none_over_before_s:
+                return
+            for ticket in self._open():
+                if now >= ticket.deadline:
+                    calls.extend(self._give_up(ticket, HandoffFailed.reason, self._overdue(ticket)))
+            deadlines = (ticket.deadline for ticket in self._open())
+            self._none_over_before_s = min((now + self._offer_s, *deadlines))
+
+    def release(self, ticket_id: int) -> None:
+        """Forget a ticket after its event. Raises ValueError before it; unknown tickets are ignored."""
+        with self._lock:
+            ticket = self._tickets.get(ticket_id)
+            if ticket is None:
+                return
+            if not ticket.is_settled:
+                raise ValueError(
+                    f"ticket {ticket_id} is {ticket.state.value}: its event is to come"
+                )
+            del self._tickets[ticket_id]
+
+    # What the receiver calls, in its connections' threads. `connection` numbers them.
+
+    def begin(
+        self, data: bytes, connection: int, on_death: OnDeath | None = None
+    ) -> KvTicket | Rejection:
+        """A sender presents a ticket: genuine, of this boot, live and for the first time, or it is rejected.
+
+        on_death: called, in any thread and holding no lock, when the ticket dies by anything but a frame of the connection, or its
+        end."""
+        try:
+            shown = verify_ticket(data, self._identity, self._secret)
+        except InvalidRequest as error:
+            return Rejection(HandoffFailed.reason, error.message)
+        with self._lock:
+            ticket = self._tickets.get(shown.ticket_id)
+            if ticket is None or shown.epoch != _EPOCH:
+                return _UNKNOWN
+            return ticket.present(connection, on_death, self._clock()) or shown
+
+    def pin(
+        self, ticket_id: int, epoch: int, connection: int, piece: KvRange
+    ) -> tuple[int, ...] | Rejection:
+        """The block table to write `piece` into, until unpin. A piece out of range or seen before kills the ticket."""
+        with self._locked() as calls:
+            ticket = self._addressed(ticket_id, epoch, connection)
+            if isinstance(ticket, Rejection):
+                return ticket
+            fault = ticket.pin(piece, self._clock())
+            if not fault:
+                return ticket.block_ids
+            calls.extend(self._telling(ticket.die(HandoffFailed.reason, fault)))
+            return Rejection(HandoffFailed.reason, fault)
+
+    def unpin(self, ticket_id: int, checksum: int, num_bytes: int) -> None:
+        """The writer of one pin is done with the blocks."""
+        with self._locked() as calls:
+            calls.extend(self._telling(self._tickets[ticket_id].unpin(checksum, num_bytes)))
+
+    def fail(
+        self, ticket_id: int, epoch: int, connection: int, reason: str, message: str
+    ) -> Rejection:
+        """The sender broke a rule or gave up. Only the connection that holds the ticket can kill it so."""
+        with self._locked() as calls:
+            ticket = self._addressed(ticket_id, epoch, connection)
+            if isinstance(ticket, Rejection):
+                return ticket
+            calls.extend(self._telling(ticket.die(reason, message)))
+            return Rejection(reason, message)
+
+    def commit(self, commit: Commit, connection: int) -> Rejection | None:
+        """The sender says that all is sent. None: so it is, and TicketCommitted has been told."""
+        with self._locked() as calls:
+            ticket = self._addressed(commit.ticket_id, commit.epoch, connection)
+            if isinstance(ticket, Rejection):
+                return ticket
+            outcome = ticket.commit(commit)
+            if isinstance(outcome, TicketCommitted):
+                calls.extend(self._telling(outcome))
+                return None
+            calls.extend(self._telling(ticket.die(HandoffFailed.reason, outcome)))
+            return Rejection(HandoffFailed.reason, outcome)
+
+    def ask(self, ticket_id: int, epoch: int, connection: int, lend_to: bytes) -> Rejection | None:
+        """The sender wants to borrow what the owner holds. LendAsked is told besides the ticket's one event, before it."""
+        with self._locked() as calls:
+            ticket = self._addressed(ticket_id, epoch, connection)
+            if isinstance(ticket, Rejection):
+                return ticket
+            ticket.renew(self._clock())
+            calls.extend(self._telling(LendAsked(ticket_id, lend_to)))
+            return None
+
+    def renew(self, ticket_id: int, connection: int) -> Rejection | None:
+        """The sender is still computing."""
+        with self._lock:
+            ticket = self._addressed(ticket_id, _EPOCH, connection)
+            if isinstance(ticket, Rejection):
+                return ticket
+            ticket.renew(self._clock())
+            return None
+
+    def close_connection(self, connection: int, message: str) -> None:
+        """Abort what the connection had open."""
+        with self._locked() as calls:
+            for ticket in self._open():
+                if ticket.connection == connection:
+                    calls.extend(self._telling(ticket.die(HandoffFailed.reason, message)))
+
+    @contextmanager
+    def _locked(self) -> Iterator[list[_Call]]:
+        """Hold the lock. What is put into the list is called, in its order, once the lock is free again."""
+        calls: list[_Call] = []
+        with self._lock:
+            yield calls
+        for call in calls:
+            call()
+
+    # Under the lock.
+
+    def _addressed(self, ticket_id: int, epoch: int, connection: int) -> Ticket | Rejection:
+        """The open ticket that a frame of `connection` may be about."""
+        ticket = self._tickets.get(ticket_id)
+        if ticket is None or ticket.connection != connection or epoch != _EPOCH:
+            return _UNKNOWN
+        return ticket.refusal or ticket
+
+    def _open(self) -> Iterator[Ticket]:
+        return (ticket for ticket in self._tickets.values() if ticket.is_open)
+
+    def _overdue(self, ticket: Ticket) -> str:
+        if ticket.state is TicketState.OFFERED:
+            return f"no sender presented the ticket within {self._offer_s:g} s"
+        return f"no KV and no sign of life for {self._lease_s:g} s ({ticket.state.value})"
+
+    def _telling(self, event: TicketEvent | None) -> Iterator[_Call]:
+        if event:
+            yield partial(self._on_event, event)
+
+    def _give_up(self, ticket: Ticket, reason: str, message: str) -> Iterator[_Call]:
+        """Kill an open ticket for a reason of this side, of which its sender hears, too."""
+        yield from self._telling(ticket.die(reason, message))
+        if ticket.on_death:
+            rejection = Rejection(reason, message)
+            yield partial(ticket.on_death, ticket.ticket_id, _EPOCH, rejection)
+
+
+_Call = Callable[[], None]
+_UNKNOWN = Rejection(
+    HandoffFailed.reason, "the ticket is not, or no more, known on this connection"
+)
