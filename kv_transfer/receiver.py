@@ -8,23 +8,23 @@ docs/adr/0010-kv-is-verified-in-place.md.
 
 from __future__ import annotations
 
-import hmac
 import itertools
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
 from baton.engine.interface import KvPool
-from baton.engine.kv_range import KvRange
 from baton.errors import BY_REASON, HandoffFailed
 from baton.types import KvLayout, WorkerIdentity
 from baton.v1 import kv_pb2
-from kv_transfer.agreement import Terms, answer
-from kv_transfer.checksum import chunk_checksum, chunks_of_commit, place_checksum
+from kv_transfer.agreement import Terms
+from kv_transfer.checksum import chunks_of_commit
 from kv_transfer.frame import Frame, FrameError, clipped
-from kv_transfer.kv_secret import KvSecret, has_nonce, new_nonce
+from kv_transfer.greeting import ReceiverGreeting, Welcome
+from kv_transfer.incoming import header_fault, payload_fault, place_of, store
+from kv_transfer.kv_secret import KvSecret
 from kv_transfer.ticket import Commit, Rejection
 from kv_transfer.ticket_table import TicketTable
 from kv_transfer.version import first_tokens_of
@@ -56,16 +56,12 @@ class Receiver:
         """
         if num_credits < 1 or max_chunk_bytes < most_token_layer_bytes(layout):
             raise ValueError("a receiver needs room for one token of one layer at least")
-        self.identity = identity
-        self.layout = layout
-        self.pool = pool
+        self.welcome = Welcome(identity, pool, num_credits, max_chunk_bytes, wire_dtype, secret)
         self.tickets = tickets
         self.num_credits = num_credits
         # Told together, since each telling wakes the sender's thread; the rest keeps it busy meanwhile.
         self.credit_batch = max(1, num_credits // 2)
         self.max_chunk_bytes = max_chunk_bytes
-        self.wire_dtype = wire_dtype
-        self.secret = secret
         self._connections = itertools.count(1)
 
     def session(
@@ -81,15 +77,6 @@ class Receiver:
         soon.
         """
         return ReceiverSession(self, next(self._connections), reply, seal, wake)
-
-
-@dataclass(frozen=True, slots=True)
-class _Peer:
-    """A sender that has been accepted."""
-
-    worker_id: str
-    generation: int
-    terms: Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,27 +107,28 @@ class ReceiverSession:
         self._tickets = receiver.tickets
         self._connection = connection
         self._reply = reply
-        self._seal = seal
+        self._greeting = ReceiverGreeting(receiver.welcome, reply, seal)
         self._wake = wake
         # Written in any thread, read in the connection's.
         self._news: deque[kv_pb2.KvAbort] = deque()
-        self._peer: _Peer | None = None
-        # What the next frame must prove; empty: nothing.
-        self._awaited_proof = b""
         # Slots that are free again, and not yet told: fewer than credit_batch, so that the sender is never without any.
         self._credits: list[int] = []
         self._landing: _Landing | None = None
-        self.is_refused = False
 
     @property
     def peer(self) -> str:
         """The sender, for people."""
-        return self._peer.worker_id if self._peer else "unknown sender"
+        return self._greeting.peer
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the connection is to end, the sender knowing why."""
+        return self._greeting.is_refused
 
     @property
     def is_open(self) -> bool:
         """Whether the sender may present tickets."""
-        return self._peer is not None and not self._awaited_proof
+        return self._greeting.terms is not None
 
     def speak(self) -> None:
         """Tell the sender which of its tickets have died for reasons of this side."""
@@ -152,37 +140,33 @@ class ReceiverSession:
 
         Nothing if it has to be staged. Otherwise on_frame takes `chunk` next, once the payload is there, or on_close ends all.
         """
-        if self._peer is None or self._awaited_proof or self.is_refused:
-            return ()
-        codec, piece = self._peer.terms.codec, _place_of(chunk)
-        if not codec.is_lendable(piece) or _header_fault(chunk, chunk.payload_bytes, self._peer):
+        terms, piece = self._greeting.terms, place_of(chunk)
+        if (
+            terms is None
+            or not terms.codec.is_lendable(piece)
+            or header_fault(chunk, chunk.payload_bytes, terms)
+        ):
             return ()
         pinned = self._tickets.pin(chunk.ticket_id, chunk.epoch, self._connection, piece)
         if isinstance(pinned, Rejection):
             # on_frame meets it again, and answers.
             return ()
-        self._landing = _Landing(chunk.ticket_id, codec.lend(pinned, piece))
+        self._landing = _Landing(chunk.ticket_id, terms.codec.lend(pinned, piece))
         return self._landing.views
 
     def on_frame(self, frame: Frame, payload: memoryview) -> None:
         """Take a frame. `payload` (of a chunk that did not land) is read before this returns, and not kept."""
-        if self.is_refused:
-            raise FrameError("a frame after the refusal")
-        if isinstance(frame, kv_pb2.KvHello):
-            self._on_hello(frame)
-            return
-        if self._peer is None:
-            raise FrameError(f"a {type(frame).__name__} before the KvHello")
-        if self._awaited_proof:
-            self._on_proof(self._peer, frame)
+        terms = self._greeting.terms
+        if terms is None or isinstance(frame, kv_pb2.KvHello):
+            self._greeting.on_frame(frame)
             return
         match frame:
             case kv_pb2.KvChunk():
-                self._on_chunk(self._peer, frame, payload)
+                self._on_chunk(terms, frame, payload)
             case kv_pb2.KvBegin():
                 self._on_begin(frame)
             case kv_pb2.KvCommit():
-                self._on_commit(self._peer, frame)
+                self._on_commit(terms, frame)
             case kv_pb2.KvRenew():
                 self._on_renew(frame)
             case kv_pb2.KvBorrow():
@@ -199,44 +183,6 @@ class ReceiverSession:
             self._landing = None
         self._tickets.close_connection(self._connection, f"{self.peer}: {message}")
 
-    def _on_hello(self, hello: kv_pb2.KvHello) -> None:
-        if self._peer is not None:
-            raise FrameError("a second KvHello")
-        receiver, secret = self._receiver, self._receiver.secret
-        terms = (
-            kv_pb2.KvRefuse(field="kv_secret", expected="the one of this worker", actual="none")
-            if secret and not has_nonce(hello)
-            else answer(hello, receiver.pool, receiver.wire_dtype)
-        )
-        if isinstance(terms, kv_pb2.KvRefuse):
-            self.is_refused = True
-            self._reply(terms)
-            return
-        accept = kv_pb2.KvAccept(
-            version=terms.version,
-            worker_id=receiver.identity.worker_id,
-            generation=receiver.identity.generation,
-            num_credits=receiver.num_credits,
-            max_chunk_bytes=receiver.max_chunk_bytes,
-            wire_dtype=terms.codec.wire.dtype,
-        )
-        if secret:
-            accept.nonce = new_nonce()
-            accept.proof = secret.receiver_proof(hello, accept)
-            self._awaited_proof = secret.sender_proof(hello, accept)
-            terms = replace(terms, key=secret.connection_key(hello, accept))
-        self._peer = _Peer(hello.worker_id, hello.generation, terms)
-        self._reply(accept)
-
-    def _on_proof(self, peer: _Peer, frame: Frame) -> None:
-        """Compares in constant time."""
-        if not isinstance(frame, kv_pb2.KvProof):
-            raise FrameError(f"a {type(frame).__name__} before the KvProof")
-        if not hmac.compare_digest(frame.proof, self._awaited_proof):
-            raise FrameError("a wrong proof: the sender does not have this worker's KV secret")
-        self._awaited_proof = b""
-        self._seal(peer.terms.key)
-
     def _on_begin(self, begin: kv_pb2.KvBegin) -> None:
         outcome = self._tickets.begin(begin.ticket, self._connection, self._on_death)
         if not isinstance(outcome, Rejection):
@@ -247,11 +193,12 @@ class ReceiverSession:
             raise FrameError("a KvBegin without a ticket") from None
         self._reject(ticket.ticket_id, ticket.epoch, outcome)
 
-    def _on_chunk(self, peer: _Peer, chunk: kv_pb2.KvChunk, payload: memoryview) -> None:
+    def _on_chunk(self, terms: Terms, chunk: kv_pb2.KvChunk, payload: memoryview) -> None:
         landing, self._landing = self._landing, None
-        rejection = (
-            self._verify(peer, chunk, landing) if landing else self._write(peer, chunk, payload)
-        )
+        if landing:
+            rejection = self._written(chunk, payload_fault(chunk, landing.views, terms))
+        else:
+            rejection = self._write(terms, chunk, payload)
         self._credits.append(chunk.slot)
         if len(self._credits) >= self._receiver.credit_batch:
             self._reply(kv_pb2.KvCredit(slots=self._credits))
@@ -259,23 +206,18 @@ class ReceiverSession:
         if rejection:
             self._reject(chunk.ticket_id, chunk.epoch, rejection)
 
-    def _verify(self, peer: _Peer, chunk: kv_pb2.KvChunk, landing: _Landing) -> Rejection | None:
-        """Of a payload that is in its place already."""
-        checksum = chunk_checksum(chunk, landing.views, peer.terms.key)
-        return self._written(chunk, "" if checksum == chunk.checksum else _wrong_checksum(chunk))
-
-    def _write(self, peer: _Peer, chunk: kv_pb2.KvChunk, payload: memoryview) -> Rejection | None:
+    def _write(self, terms: Terms, chunk: kv_pb2.KvChunk, payload: memoryview) -> Rejection | None:
         """Verify, and copy into the ticket's blocks. What fails here kills the ticket if this connection holds it."""
-        piece = _place_of(chunk)
-        fault = _header_fault(chunk, payload.nbytes, peer)
+        fault = header_fault(chunk, payload.nbytes, terms)
         if fault:
             return self._fail(chunk, fault)
+        piece = place_of(chunk)
         pinned = self._tickets.pin(chunk.ticket_id, chunk.epoch, self._connection, piece)
         if isinstance(pinned, Rejection):
             return pinned
         fault = "the worker failed while it stored a chunk"
         try:
-            fault = "" if _store(peer, pinned, chunk, payload) else _wrong_checksum(chunk)
+            fault = store(chunk, payload, pinned, terms)
         except (ValueError, RuntimeError) as error:
             fault = f"the worker could not store a chunk: {error}"
         finally:
@@ -288,13 +230,13 @@ class ReceiverSession:
         self._tickets.unpin(chunk.ticket_id, chunk.checksum, chunk.payload_bytes)
         return rejection
 
-    def _on_commit(self, peer: _Peer, frame: kv_pb2.KvCommit) -> None:
+    def _on_commit(self, terms: Terms, frame: kv_pb2.KvCommit) -> None:
         commit = Commit(
             ticket_id=frame.ticket_id,
             epoch=frame.epoch,
             num_tokens=frame.num_tokens,
-            firsts=first_tokens_of(frame, peer.terms.version),
-            checksum=chunks_of_commit(frame, peer.terms.version, peer.terms.key),
+            firsts=first_tokens_of(frame, terms.version),
+            checksum=chunks_of_commit(frame, terms.version, terms.key),
             exposed_ms=frame.exposed_us / 1000,
         )
         rejection = self._tickets.commit(commit, self._connection)
@@ -342,35 +284,3 @@ def _abort_of(ticket_id: int, epoch: int, rejection: Rejection) -> kv_pb2.KvAbor
         reason=rejection.reason,
         message=clipped(rejection.message),
     )
-
-
-def _place_of(chunk: kv_pb2.KvChunk) -> KvRange:
-    return KvRange(chunk.first_token, chunk.num_tokens, chunk.first_layer, chunk.num_layers)
-
-
-def _header_fault(chunk: kv_pb2.KvChunk, num_bytes: int, peer: _Peer) -> str:
-    """What is wrong with the header of a chunk whose payload has `num_bytes`, as far as it alone tells."""
-    if peer.terms.version > 1 and chunk.place_checksum != place_checksum(chunk):
-        return "a chunk whose header has a wrong checksum"
-    piece = _place_of(chunk)
-    if num_bytes != chunk.payload_bytes or num_bytes != peer.terms.codec.wire.num_bytes(piece):
-        return f"a chunk of {num_bytes} bytes for {piece}"
-    return ""
-
-
-def _wrong_checksum(chunk: kv_pb2.KvChunk) -> str:
-    return f"a chunk with a wrong checksum: {_place_of(chunk)}"
-
-
-def _store(
-    peer: _Peer, block_ids: tuple[int, ...], chunk: kv_pb2.KvChunk, payload: memoryview
-) -> bool:
-    """Copy a payload into the ticket's blocks; False if its checksum is not the chunk's."""
-    codec, piece, key = peer.terms.codec, _place_of(chunk), peer.terms.key
-    if not key:
-        seed = chunk.place_checksum
-        return codec.unpack_checked(block_ids, piece, payload, seed, chunk.checksum)
-    if chunk_checksum(chunk, (payload,), key) != chunk.checksum:
-        return False
-    codec.unpack(block_ids, piece, payload)
-    return True

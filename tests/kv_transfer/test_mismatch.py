@@ -42,8 +42,8 @@ def test_a_receiver_refuses_by_name(make_rig, transport, field, monkeypatch):
     fingerprint = "other" if field == "fingerprint" else "m"
     rig = make_rig(transport, target_layout=replace(LAYOUT, fingerprint=fingerprint))
     if field == "protocol_version":
-        monkeypatch.setattr("kv_transfer.lane.MIN_VERSION", 8)
-        monkeypatch.setattr("kv_transfer.lane.MAX_VERSION", 9)
+        monkeypatch.setattr("kv_transfer.greeting.MIN_VERSION", 8)
+        monkeypatch.setattr("kv_transfer.greeting.MAX_VERSION", 9)
     # The ticket lies, so that the sender tries.
     ticket = kv_pb2.KvTicket.FromString(rig.offer((0,), 0, 3).data)
     ticket.layout.fingerprint = "m"
