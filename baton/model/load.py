@@ -11,15 +11,17 @@ from baton.model.packed import PackedParameters, pack_parameters
 from baton.model.parameters import empty_parameters
 from baton.model.shard import WHOLE, Shard
 from baton.model.weights import Loaded, ProgressHook, load_weights, terminal_progress
-from baton.quantization.weight import QuantizedWeight
-from baton_kernels.linear import keeps_levels
+from baton.quantization.weight import Float8Weight, StoredWeight
+from baton_kernels.linear import keeps_float8, keeps_levels
 
 
 def keeps_stored_levels(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the checkpoint's linear layers run as the levels that it has."""
+    """Whether the checkpoint's linear layers run as the levels or codes that it has."""
     stored = config.quantization
-    if stored is None or stored.kind != "int":
+    if stored is None:
         return False
+    if stored.kind == "float":
+        return keeps_float8(device, dtype)
     return keeps_levels(device, dtype, stored.bits, stored.group_size or config.hidden_size)
 
 
@@ -36,9 +38,13 @@ def load_parameters(
     progress: sees each tensor read; by default there is a bar on a terminal. Files are mapped: what a rank does not keep
     takes no memory of its own. Raises ModelError.
     """
-    parameters = empty_parameters(config, dtype, device, shard)
+    # Dense linear layers that nobody fills cost nothing in the host's memory, but would in a GPU's.
+    of_linears = torch.device("cpu") if keeps_stored_levels(config, dtype, device) else device
+    parameters = empty_parameters(config, dtype, device, shard, of_linears)
 
-    def keeps(weight: QuantizedWeight) -> bool:
+    def keeps(weight: StoredWeight) -> bool:
+        if isinstance(weight, Float8Weight):
+            return keeps_float8(device, dtype)
         return keeps_levels(device, dtype, weight.bits, weight.group_size)
 
     def load(hook: ProgressHook) -> Loaded:

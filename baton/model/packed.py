@@ -9,8 +9,8 @@ import torch
 from baton.errors import UnsupportedModel
 from baton.model.parameters import PARTS, LayerParameters, Parameters, layer_name
 from baton.model.parameters import Linear as DenseLinear
-from baton.quantization.weight import QuantizedWeight, stack
-from baton_kernels.linear import Linear, pack_linear, pack_quantized
+from baton.quantization.weight import Float8Weight, StoredWeight, stack
+from baton_kernels.linear import Linear, pack_float8, pack_linear, pack_quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,38 +37,37 @@ class PackedParameters:
     lm_head: Linear
 
 
-def pack_parameters(
-    parameters: Parameters, quantized: dict[str, QuantizedWeight]
-) -> PackedParameters:
+def pack_parameters(parameters: Parameters, quantized: dict[str, StoredWeight]) -> PackedParameters:
     """Packs layer by layer. `quantized`: by the checkpoint's names, weights that are not in `parameters`.
 
-    Both are emptied as layers are packed, so that no weight is there twice.
+    Both are emptied as layers are packed, so that no weight is there twice. Linear layers get to where the norms are.
     """
     layers: list[PackedLayer] = []
     while parameters.layers:
         layers.append(_pack_layer(len(layers), parameters.layers.pop(0), quantized))
-    head = quantized.pop("lm_head", None)
-    return PackedParameters(
-        parameters.embeddings,
-        tuple(layers),
-        parameters.norm,
-        _pack_quantized(head, None, parameters.norm.device)
+    head, device = quantized.pop("lm_head", None), parameters.norm.device
+    lm_head = (
+        _pack_quantized(head, None, device)
         if head
-        else pack_linear(parameters.lm_head, None),
+        else pack_linear(parameters.lm_head.to(device), None)
     )
+    return PackedParameters(parameters.embeddings, tuple(layers), parameters.norm, lm_head)
 
 
 def _pack_layer(
-    index: int, layer: LayerParameters, quantized: dict[str, QuantizedWeight]
+    index: int, layer: LayerParameters, quantized: dict[str, StoredWeight]
 ) -> PackedLayer:
+    device = layer.input_norm.device
+
     def pack(field: str, linear: DenseLinear) -> Linear:
+        bias = None if linear.bias is None else linear.bias.to(device)
         names = [layer_name(index, part) for part in PARTS[field]]
         kept = [quantized.pop(name) for name in names if name in quantized]
         if not kept:
-            return pack_linear(linear.weight, linear.bias)
+            return pack_linear(linear.weight.to(device), bias)
         if len(kept) < len(names):
             raise UnsupportedModel(f"of {names} some are quantised and some are not")
-        return _pack_quantized(stack(kept), linear.bias, layer.input_norm.device)
+        return _pack_quantized(stack(kept), bias, device)
 
     return PackedLayer(
         input_norm=layer.input_norm,
@@ -83,6 +82,8 @@ def _pack_layer(
 
 
 def _pack_quantized(
-    weight: QuantizedWeight, bias: torch.Tensor | None, device: torch.device
+    weight: StoredWeight, bias: torch.Tensor | None, device: torch.device
 ) -> Linear:
+    if isinstance(weight, Float8Weight):
+        return pack_float8(weight.codes, weight.scales, bias, device)
     return pack_quantized(weight.levels, weight.scales, weight.zeros, weight.bits, bias, device)

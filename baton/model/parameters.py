@@ -105,18 +105,27 @@ class Parameters:
 
 
 def empty_parameters(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, shard: Shard = WHOLE
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Shard = WHOLE,
+    of_linears: torch.device | None = None,
 ) -> Parameters:
-    """Parameters of the config's shapes, as many of them as the rank holds, not yet filled."""
+    """Parameters of the config's shapes, as many of them as the rank holds, not yet filled.
+
+    of_linears: where linear layers are until they are packed, if not on `device`.
+    """
     parts = _parts(config, shard)
 
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+    def empty(*shape: int, on: torch.device = device) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=on)
 
     def linear(field: str, num_in: int, has_bias: bool) -> Linear:
         num_out = sum(len(parts[name].rows) for name in PARTS[field])
-        return Linear(empty(num_out, num_in), empty(num_out) if has_bias else None)
+        bias = empty(num_out, on=linears) if has_bias else None
+        return Linear(empty(num_out, num_in, on=linears), bias)
 
+    linears = of_linears or device
     hidden, dim = config.hidden_size, config.head_dim
     layers = [
         LayerParameters(
@@ -133,7 +142,11 @@ def empty_parameters(
     ]
     embeddings = empty(config.vocab_size, hidden)
     vocab = parts["lm_head"].rows
-    lm_head = embeddings[vocab.start : vocab.stop] if config.is_tied else empty(len(vocab), hidden)
+    lm_head = (
+        embeddings[vocab.start : vocab.stop]
+        if config.is_tied
+        else empty(len(vocab), hidden, on=linears)
+    )
     return Parameters(embeddings, layers, empty(hidden), lm_head, config.is_tied, parts)
 
 

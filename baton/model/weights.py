@@ -21,7 +21,7 @@ from baton.model.memory_plan import format_bytes
 from baton.model.parameters import Parameters, Target
 from baton.quantization.config import QuantizationConfig
 from baton.quantization.pending import PendingLayers
-from baton.quantization.weight import QuantizedWeight
+from baton.quantization.weight import Float8Weight, QuantizedWeight, StoredWeight
 
 _log = logging.getLogger(__name__)
 
@@ -45,10 +45,10 @@ ProgressHook = Callable[[ShardProgress], None]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """digest: of every tensor read, by name, type and bytes. quantized: by layer, weights that were kept as levels."""
+    """digest: of every tensor read, by name, type and bytes. quantized: by layer, weights that were kept as they are stored."""
 
     digest: str
-    quantized: dict[str, QuantizedWeight]
+    quantized: dict[str, StoredWeight]
 
 
 def load_weights(
@@ -56,7 +56,7 @@ def load_weights(
     parameters: Parameters,
     progress: ProgressHook | None = None,
     quantization: QuantizationConfig | None = None,
-    keeps: Callable[[QuantizedWeight], bool] = lambda _: False,
+    keeps: Callable[[StoredWeight], bool] = lambda _: False,
 ) -> Loaded:
     """Fill `parameters` from `folder`. Quantised weights go there dequantised, but for those that `keeps` wants as they are.
 
@@ -92,7 +92,7 @@ class _Filling:
         self,
         parameters: Parameters,
         quantization: QuantizationConfig | None,
-        keeps: Callable[[QuantizedWeight], bool],
+        keeps: Callable[[StoredWeight], bool],
     ) -> None:
         self._targets = dict(parameters.targets())
         self._is_tied = parameters.is_tied
@@ -102,7 +102,7 @@ class _Filling:
             self._pending = PendingLayers(quantization, parameters.linear_names())
         self._filled: set[str] = set()
         self._digests: dict[str, str] = {}
-        self._quantized: dict[str, QuantizedWeight] = {}
+        self._quantized: dict[str, StoredWeight] = {}
 
     def take(self, name: str, tensor: torch.Tensor, path: Path) -> bool:
         """False for a tensor that is rightly not read."""
@@ -115,6 +115,8 @@ class _Filling:
                 ) from error
             if whole is not None:
                 self._put(*whole, path)
+        elif self._pending is not None and self._pending.is_unused(name):
+            return False
         else:
             target = _target_of(name, self._targets, path, self._is_tied)
             if target is None:
@@ -125,15 +127,16 @@ class _Filling:
         self._digests[name] = _digest(tensor)
         return True
 
-    def _put(self, layer: str, weight: QuantizedWeight | torch.Tensor, path: Path) -> None:
+    def _put(self, layer: str, weight: StoredWeight | torch.Tensor, path: Path) -> None:
         name = f"{layer}.weight"
         target = self._targets[name]
         if weight.shape != target.shape:
             raise _wrong_shape(name, weight.shape, target, path)
-        if isinstance(weight, QuantizedWeight) and self._keeps(weight):
+        is_dense = not isinstance(weight, QuantizedWeight | Float8Weight)
+        if not is_dense and self._keeps(weight):
             self._quantized[layer] = weight.part(target.part.rows)
         else:
-            target.fill(weight.dequantize() if isinstance(weight, QuantizedWeight) else weight)
+            target.fill(weight if is_dense else weight.dequantize())
         self._filled.add(name)
 
     def finish(self, folder: Path) -> Loaded:

@@ -17,7 +17,7 @@ import torch
 
 from baton.quantization.config import QuantizationConfig
 from baton.quantization.packing import unpack
-from baton.quantization.weight import QuantizedWeight
+from baton.quantization.weight import Float8Weight, QuantizedWeight, StoredWeight
 
 Pieces = Mapping[str, torch.Tensor]
 
@@ -40,8 +40,8 @@ def required_pieces(config: QuantizationConfig) -> frozenset[str]:
     return frozenset(names)
 
 
-def decode(pieces: Pieces, config: QuantizationConfig) -> QuantizedWeight | torch.Tensor:
-    """The weight, or a dense one [out, in] float32 where levels cannot be kept as they are (floats, reordered groups).
+def decode(pieces: Pieces, config: QuantizationConfig) -> StoredWeight | torch.Tensor:
+    """The weight, or a dense one [out, in] float32 where levels cannot be kept as they are: those of reordered groups.
 
     Raises ValueError if sizes contradict each other.
     """
@@ -69,12 +69,13 @@ def _in_order(levels: torch.Tensor) -> torch.Tensor:
     return levels.view(levels.shape[0], -1, 8)[:, :, _AWQ_PLACES].flatten(1)
 
 
-def _compressed_tensors(
-    pieces: Pieces, config: QuantizationConfig
-) -> QuantizedWeight | torch.Tensor:
+def _compressed_tensors(pieces: Pieces, config: QuantizationConfig) -> StoredWeight | torch.Tensor:
     scales = pieces["weight_scale"].float()
     if config.kind == "float":
-        return pieces["weight"].float() * scales
+        codes = pieces["weight"]
+        if codes.dtype != torch.float8_e4m3fn:
+            raise ValueError(f"weight is {codes.dtype}; float8_e4m3fn is read")
+        return Float8Weight(codes, scales.flatten().expand(len(codes)))
     if config.is_packed:
         num_out, num_in = pieces["weight_shape"].tolist()
         levels = unpack(pieces["weight_packed"], config.bits, num_in)

@@ -8,10 +8,12 @@ import torch
 
 from baton.quantization.config import QuantizationConfig
 from baton.quantization.decode import decode, required_pieces
-from baton.quantization.weight import QuantizedWeight
+from baton.quantization.weight import StoredWeight
 
 #: Numbers as which an unquantised layer of a quantised checkpoint is stored.
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
+#: How a calibrated checkpoint would round a layer's inputs.
+_OF_INPUTS = ("input_scale", "input_zero_point")
 
 
 class PendingLayers:
@@ -30,9 +32,15 @@ class PendingLayers:
             return False
         return piece in self._required(layer)
 
+    def is_unused(self, name: str) -> bool:
+        """Whether the tensor is a quantised layer's, but not needed: activations are rounded with scales of their own, whatever
+        a calibration found."""
+        layer, _, piece = name.rpartition(".")
+        return layer in self._layers and piece in _OF_INPUTS
+
     def add(
         self, name: str, tensor: torch.Tensor
-    ) -> tuple[str, QuantizedWeight | torch.Tensor] | None:
+    ) -> tuple[str, StoredWeight | torch.Tensor] | None:
         """The layer's name and weight, if this was its last piece. Raises ValueError for pieces that do not fit."""
         layer, _, piece = name.rpartition(".")
         pieces = self._pieces.setdefault(layer, {})

@@ -1,4 +1,4 @@
-"""A quantised weight as Baton holds it, whatever layout it came from."""
+"""Quantised weights as Baton holds them, whatever layout they came from."""
 
 from __future__ import annotations
 
@@ -51,8 +51,49 @@ class QuantizedWeight:
         return ((grouped - zeros) * self.scales[:, :, None]).view(self.levels.shape)
 
 
-def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Weights of layers with one input, one below the other. All of one group size and one number of bits."""
+@dataclass(frozen=True, slots=True)
+class Float8Weight:
+    """weight[o, i] = codes[o, i] * scales[o]: codes [num_out, num_in] float8_e4m3fn, scales [num_out] float32."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    def part(self, rows: range) -> Float8Weight:
+        """These outputs only, in memory of their own if they are not all."""
+        if len(rows) == self.codes.shape[0]:
+            return self
+        some = slice(rows.start, rows.stop)
+        return Float8Weight(self.codes[some].clone(), self.scales[some].clone())
+
+    def dequantize(self) -> torch.Tensor:
+        """[num_out, num_in] float32."""
+        return self.codes.float() * self.scales[:, None]
+
+
+#: What a layer can be kept as.
+StoredWeight = QuantizedWeight | Float8Weight
+
+
+def stack(parts: Sequence[StoredWeight]) -> StoredWeight:
+    """Weights of layers with one input, one below the other. All of one scheme: bits and group size, or float8."""
+    integers = [part for part in parts if isinstance(part, QuantizedWeight)]
+    floats = [part for part in parts if isinstance(part, Float8Weight)]
+    if integers and floats:
+        raise ValueError("weights of different schemes cannot be stacked")
+    return _stack_integers(integers) if integers else _stack_floats(floats)
+
+
+def _stack_floats(parts: Sequence[Float8Weight]) -> Float8Weight:
+    # Not every build of torch concatenates float8 itself.
+    codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
+    return Float8Weight(codes, torch.cat([part.scales for part in parts]))
+
+
+def _stack_integers(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     if len({(part.bits, part.scales.shape[1]) for part in parts}) != 1:
         raise ValueError("weights of different schemes cannot be stacked")
     zeros = None

@@ -7,6 +7,7 @@ machines choose alike, and so round alike. docs/performance.md has the measureme
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -14,7 +15,15 @@ import torch.nn.functional as F
 
 from baton_kernels.cpu.int_linear import NativeIntLinear, can_pack_integers
 from baton_kernels.cpu.linear import NativeLinear, can_pack
-from baton_kernels.quantized_linear import IntLinear, can_pack_int_weight, pack_int_weight
+from baton_kernels.quantized_linear import (
+    Float8Linear,
+    IntLinear,
+    can_pack_int_weight,
+    pack_int_weight,
+)
+
+#: The least compute capability whose matrix units multiply float8.
+_FLOAT8_CAPABILITY = (8, 9)
 
 
 class Linear(Protocol):
@@ -128,6 +137,24 @@ def keeps_levels(device: torch.device, dtype: torch.dtype, bits: int, group_size
         return dtype in (torch.bfloat16, torch.float16) and can_pack_int_weight(bits, group_size)
     is_fast = device.type == "cpu" and dtype == torch.bfloat16
     return is_fast and can_pack_integers(bits, group_size)
+
+
+def keeps_float8(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `pack_float8` is for float8 weights here, `dtype` being that of the activations. Elsewhere they are dequantised."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    has_units = torch.cuda.get_device_capability(device) >= _FLOAT8_CAPABILITY
+    return has_units and find_spec("triton") is not None
+
+
+def pack_float8(
+    codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, device: torch.device
+) -> Linear:
+    """The layer with the weight codes * scales on `device`: codes [num_out, num_in] float8_e4m3fn, scales [num_out] float32.
+
+    Activations are rounded to float8, too, each row with a scale of its own.
+    """
+    return Float8Linear(codes.to(device).contiguous(), scales.to(device).contiguous(), bias)
 
 
 def pack_quantized(

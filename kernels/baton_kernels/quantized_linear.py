@@ -143,6 +143,32 @@ def fp8_linear(
     return _finish(y, bias, residual, out_dtype or x.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Float8Linear:
+    """baton_kernels.linear.Linear of codes [out, in] float8_e4m3fn with scales [out] float32. bias [out] or none."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor | None
+
+    @property
+    def num_in(self) -> int:
+        return self.codes.shape[1]
+
+    @property
+    def num_out(self) -> int:
+        return self.codes.shape[0]
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """See Linear."""
+        return fp8_linear(x, self.codes, self.scales, self.bias, residual, out_dtype)
+
+
 def _finish(
     y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:

@@ -15,9 +15,13 @@ from transformers import AutoModelForCausalLM
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.load_engine import load_engine
 from baton.errors import MissingTensor, TensorMismatch, UnsupportedModel
+from baton.model import load
+from baton.model import packed as packed_parameters
 from baton.model.config import read_config
 from baton.quantization.config import parse_quantization
+from baton.quantization.weight import Float8Weight, QuantizedWeight, stack
 from baton.types import Sampling
+from baton_kernels.linear import Linear, pack_float8
 from tests.support.quantized_models import (
     GROUP_SIZE,
     Encode,
@@ -65,6 +69,14 @@ def float8(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]
     return {"weight": numbers, "weight_scale": scale}, numbers.float() * scale
 
 
+def float8_by_output(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """As a tool leaves it that has calibrated how inputs are rounded, too."""
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    numbers = (weight / scale).to(torch.float8_e4m3fn)
+    pieces = {"weight": numbers, "weight_scale": scale, "input_scale": torch.tensor([0.03])}
+    return pieces, numbers.float() * scale
+
+
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP_SIZE, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP_SIZE, "version": "gemm"}
 GROUP = {"type": "int", "strategy": "group", "group_size": GROUP_SIZE}
@@ -99,6 +111,10 @@ CASES: dict[str, tuple[Encode, dict[str, Any]]] = {
         float8,
         compressed("float-quantized", num_bits=8, type="float", symmetric=True, strategy="tensor"),
     ),
+    "float8-by-output": (
+        float8_by_output,
+        compressed("float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel"),
+    ),
 }
 
 
@@ -122,6 +138,56 @@ def test_logits_are_those_of_the_dense_model(checkpoints: tuple[Path, Path]) -> 
     # In bfloat16 some CPUs keep the levels and round activations to int8.
     error = (logits_of(quantized, "bfloat16") - wanted).norm() / wanted.norm()
     assert error < 0.15
+
+
+@pytest.mark.parametrize("name", ["float8", "float8-by-output"])
+def test_float8_that_is_kept_is_multiplied_as_it_is(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU that can; by the kernel's twin. Logits are transformers' with each layer's inputs rounded to float8."""
+    quantized, dense = make_quantized(tmp_path, *CASES[name])
+    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    for layer in model.model.layers.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.register_forward_pre_hook(lambda _, inputs: rounded_rows(inputs[0]))
+    wanted = model(torch.tensor([PROMPT])).logits[0].detach()
+    calls = []
+
+    def float8(*args: Any) -> Linear:
+        calls.append(args)
+        return pack_float8(*args)
+
+    monkeypatch.setattr(load, "keeps_float8", lambda *_: True)
+    monkeypatch.setattr(packed_parameters, "pack_float8", float8)
+    got = logits_of(quantized, "float32")
+    # qkv, output, gate_up and down of two layers.
+    assert len(calls) == 8
+    error = (got - wanted).norm() / wanted.norm()
+    # An activation between two codes may fall to either side.
+    assert error < 0.01
+    assert (wanted - logits_of(dense, "float32")).norm() / wanted.norm() > 0.05
+
+
+def rounded_rows(x: torch.Tensor) -> torch.Tensor:
+    scales = x.abs().amax(-1, keepdim=True) / 448
+    return (x / scales).to(torch.float8_e4m3fn).float() * scales
+
+
+def test_weights_of_integers_and_floats_are_not_stacked() -> None:
+    levels = QuantizedWeight(torch.zeros(2, 32, dtype=torch.uint8), torch.ones(2, 1), None, 8)
+    codes = Float8Weight(torch.zeros(2, 32).to(torch.float8_e4m3fn), torch.ones(2))
+    with pytest.raises(ValueError, match="schemes"):
+        stack([levels, codes])
+
+
+def test_float8_of_another_kind_is_refused(tmp_path: Path) -> None:
+    def other(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        pieces, dense = float8(weight)
+        return pieces | {"weight": dense.to(torch.float8_e5m2)}, dense
+
+    quantized, _ = make_quantized(tmp_path, other, CASES["float8"][1])
+    with pytest.raises(TensorMismatch, match="float8_e5m2"):
+        logits_of(quantized, "float32")
 
 
 @pytest.fixture
