@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
+from baton.engine.graph_device import GraphDevice
 from baton.engine.interface import EngineSpec
-from baton.engine.step_runner import EagerSteps, StepModel
+from baton.engine.step_runner import EagerSteps, StepModel, StepRunner
 from baton.engine.tensor_parallel.start import check_ranks, start_followers
 from baton.engine.torch_engine import TorchEngine
 from baton.errors import ConfigError
@@ -22,6 +25,9 @@ from baton.model.native_decoder import make_decoder
 from baton.model.rope import make_rope
 from baton.model.weights import ProgressHook
 from baton.types import SCALE_BYTES, SCALED_DTYPES, KvLayout
+
+if TYPE_CHECKING:
+    from baton.engine.step_graphs import GraphPlan, ReplayedSteps
 
 _log = logging.getLogger(__name__)
 
@@ -44,13 +50,16 @@ def load_engine(
     served_model_name: str | None = None,
     num_threads: int | None = None,
     tensor_parallel_size: int = 1,
+    make_graphs: Callable[[torch.device], GraphDevice] | None = None,
+    max_graph_seqs: int | None = None,
     on_plan: Callable[[MemoryPlan], None] | None = None,
     progress: ProgressHook | None = None,
 ) -> TorchEngine:
     """Load the checkpoint `model` (a folder or a hub id) and make its KV pool.
 
     `on_plan` sees the memory plan before anything is loaded; by default it is logged. `progress` sees each tensor read; by
-    default there is a bar on a terminal. Raises ConfigError and ModelError (see baton.errors).
+    default there is a bar on a terminal. make_graphs: what records decode steps, of up to max_graph_seqs sequences; if not given,
+    all steps run eagerly. It needs Triton's kernels. max_graph_seqs: max_num_seqs, if not given. Raises ConfigError and ModelError (see baton.errors).
     """
     size = tensor_parallel_size
     if num_threads is not None or size > 1:
@@ -67,6 +76,10 @@ def load_engine(
         raise ConfigError.of("block_size", block_size, "must be at least 1")
     _check_kv_dtype(kv_name, block_size * config.head_dim, where)
     check_ranks(config, size, where)
+    graph_plan = None
+    if make_graphs is not None:
+        largest = min(max_graph_seqs or max_num_seqs, max_num_seqs)
+        graph_plan = _plan_graphs(config, name, kv_name, block_size, largest, longest)
     plan = plan_memory(
         config,
         dtype=name,
@@ -80,6 +93,7 @@ def load_engine(
         keeps_levels=keeps_stored_levels(config, getattr(torch, name), where),
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         num_blocks=num_blocks,
+        graph_bytes=graph_plan.num_bytes if graph_plan else 0,
     )
     if max_model_len is not None and plan.longest_context < max_model_len:
         raise ConfigError.of(
@@ -121,8 +135,38 @@ def load_engine(
     own = shard.attention_config(config)
     pool = followers.make_pool(layout, plan.num_blocks, where)
     decoder = make_decoder(own, parameters, pool.tensor.dtype, followers.ranks)
-    steps = EagerSteps(StepModel(own, decoder, rope, pool), followers)
+    parts = StepModel(own, decoder, rope, pool)
+    steps: StepRunner = EagerSteps(parts, followers)
+    if make_graphs is not None and graph_plan is not None:
+        steps = _capture(parts, graph_plan, make_graphs(where), steps)
     return TorchEngine(spec, pool, steps, layer_group_size, followers)
+
+
+def _plan_graphs(
+    config: ModelConfig, dtype: str, kv_dtype: str, block_size: int, largest: int, longest: int
+) -> GraphPlan:
+    # Imports Triton, which is not everywhere.
+    from baton.engine.step_graphs import plan_graphs
+
+    pool = torch.empty(
+        (0, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim),
+        dtype=torch.int8 if kv_dtype in SCALED_DTYPES else getattr(torch, kv_dtype),
+        device="meta",
+    )
+    return plan_graphs(config, pool, getattr(torch, dtype), largest, longest)
+
+
+def _capture(
+    model: StepModel, plan: GraphPlan, device: GraphDevice, eager: StepRunner
+) -> ReplayedSteps:
+    from baton.engine.step_graphs import ReplayedSteps
+
+    num_seqs = plan.shapes[-1].num_seqs
+    _log.info("capturing %d graphs of steps of up to %d sequences", len(plan.shapes), num_seqs)
+    begin = time.monotonic()
+    steps = ReplayedSteps(model, plan, device, eager)
+    _log.info("captured %d graphs in %.1f s", len(plan.shapes), time.monotonic() - begin)
+    return steps
 
 
 def _log_plan(plan: MemoryPlan) -> None:

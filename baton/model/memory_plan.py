@@ -23,6 +23,7 @@ class MemoryPlan:
     dtype: str
     kv_dtype: str
     num_ranks: int = 1
+    graph_bytes: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -45,10 +46,12 @@ class MemoryPlan:
     def rows(self) -> tuple[tuple[str, str], ...]:
         """(what, how much) for people."""
         ranks = (("ranks", f"{self.num_ranks}, each with:"),) if self.num_ranks > 1 else ()
+        graphs = (("CUDA graphs", f"about {format_bytes(self.graph_bytes)}"),)
         return (
             *ranks,
             ("weights", f"{format_bytes(self.weight_bytes)} ({self.dtype})"),
             ("activations", f"up to {format_bytes(self.activation_bytes)}"),
+            *(graphs if self.graph_bytes else ()),
             (
                 "KV cache",
                 f"{format_bytes(self.kv_bytes)}: {self.num_blocks} blocks of {self.block_size} tokens, "
@@ -119,16 +122,20 @@ def weight_bytes(config: ModelConfig, dtype: str, keeps_levels: bool, num_ranks:
     return embeddings * size + -(-shared // num_ranks)
 
 
-def activation_bytes(
-    config: ModelConfig, dtype: str, max_num_batched_tokens: int, max_num_seqs: int, max_len: int
-) -> int:
-    """An upper estimate of what a step holds at once: its widest layer, its gathered KV, and its logits in float32."""
-    width = (
+def token_bytes(config: ModelConfig, element_bytes: int) -> int:
+    """An upper estimate of what a step holds for each of its tokens: its widest layer."""
+    return element_bytes * (
         4 * config.hidden_size
         + 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
         + 3 * config.intermediate_size
     )
-    tokens = max_num_batched_tokens * width * DTYPE_BYTES[dtype]
+
+
+def activation_bytes(
+    config: ModelConfig, dtype: str, max_num_batched_tokens: int, max_num_seqs: int, max_len: int
+) -> int:
+    """An upper estimate of what a step holds at once: its widest layer, its gathered KV, and its logits in float32."""
+    tokens = max_num_batched_tokens * token_bytes(config, DTYPE_BYTES[dtype])
     gathered = 2 * max(max_len, 8192) * config.num_kv_heads * config.head_dim * DTYPE_BYTES[dtype]
     logits = 3 * max_num_seqs * config.vocab_size * 4
     return tokens + gathered + logits
@@ -148,9 +155,10 @@ def plan_memory(
     keeps_levels: bool = False,
     kv_cache_memory_bytes: int | None = None,
     num_blocks: int | None = None,
+    graph_bytes: int = 0,
 ) -> MemoryPlan:
     """How many KV blocks to have: `num_blocks`, or what fits `kv_cache_memory_bytes`, or enough for max_num_seqs sequences of
-    max_model_len tokens within what weights and activations leave of `available_bytes`. kv_dtype: `dtype` if not given. Bytes are
+    max_model_len tokens within what weights, activations and graphs leave of `available_bytes`. kv_dtype: `dtype` if not given. Bytes are
     of all `num_ranks` ranks of tensor parallelism together, which share them alike.
 
     Raises ConfigError if that is not even one block, or the weights do not fit.
@@ -174,7 +182,7 @@ def plan_memory(
             budget = kv_cache_memory_bytes // num_ranks
         else:
             wanted = max_num_seqs * -(-max_model_len // block_size) * block_bytes
-            budget = min(wanted, max(0, available_bytes - weights - active))
+            budget = min(wanted, max(0, available_bytes - weights - active - graph_bytes))
         num_blocks = budget // block_bytes
     if num_blocks < 1:
         raise ConfigError.of(
@@ -195,4 +203,5 @@ def plan_memory(
         dtype=dtype,
         kv_dtype=kv_dtype,
         num_ranks=num_ranks,
+        graph_bytes=graph_bytes,
     )

@@ -34,10 +34,6 @@ class PlanRoom:
         """int32 numbers that tell of all of them."""
         return self.num_items * ITEM_FIELDS + self.num_merges * MERGE_FIELDS
 
-    def holds(self, work: WorkList) -> bool:
-        """Whether its items and merges find room."""
-        return len(work.items) <= self.num_items and len(work.merges) <= self.num_merges
-
 
 @dataclass(frozen=True, slots=True)
 class Partials:
@@ -49,9 +45,10 @@ class Partials:
     part: torch.Tensor
     lse: torch.Tensor
 
-    @property
-    def num_bytes(self) -> int:
-        return self.part.nbytes + self.lse.nbytes
+
+def partial_bytes(pool: torch.Tensor, tile: Tile) -> int:
+    """Of one partial result of a pool's heads."""
+    return pool.shape[3] * tile.block_m * (pool.shape[5] + 1) * 4
 
 
 def empty_partials(num_parts: int, pool: torch.Tensor, tile: Tile) -> Partials:
@@ -61,14 +58,18 @@ def empty_partials(num_parts: int, pool: torch.Tensor, tile: Tile) -> Partials:
     return Partials(part, torch.empty(shape, dtype=torch.float32, device=pool.device))
 
 
-def padded_fields(work: WorkList, room: PlanRoom) -> Iterator[int]:
-    """`room.num_fields` numbers: its items, longest first, then its merges, each followed by padding.
+def padded_fields(work: WorkList, room: PlanRoom, idle_rows: range) -> Iterator[int]:
+    """`room.num_fields` numbers: items, longest first, then merges, each followed by padding. There is room for all.
 
-    It finds room: see PlanRoom.holds.
+    idle_rows: rows of the batch that only fill it up. Each has an item without keys, which writes zeros: what is computed from
+    them is of no interest, but should not be what memory happens to hold.
     """
+    idle = ((row, 1, 0, 0, 0, 0, -1) for row in idle_rows)
+    num_spare = room.num_items - len(work.items) - len(idle_rows)
     return chain(
         chain.from_iterable(work.ordered()),
-        repeat(0, (room.num_items - len(work.items)) * ITEM_FIELDS),
+        chain.from_iterable(idle),
+        repeat(0, num_spare * ITEM_FIELDS),
         chain.from_iterable(work.merges),
         repeat(0, (room.num_merges - len(work.merges)) * MERGE_FIELDS),
     )

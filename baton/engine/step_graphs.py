@@ -1,0 +1,141 @@
+"""Decode steps as graphs: recorded once for each of some shapes, and replayed, so that the host has one launch to make, not hundreds.
+
+See docs/adr/0012-decode-steps-are-replayed.md. A step that no shape holds, or that is no plain decode step, runs eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from baton.engine.graph_device import Graph, GraphDevice
+from baton.engine.interface import Batch
+from baton.engine.static_step import StaticStep, words_of
+from baton.engine.step_runner import LayerDone, Step, StepModel, StepRunner
+from baton.engine.step_shapes import StepShape, choose_shape, step_shapes
+from baton.model.config import ModelConfig
+from baton.model.memory_plan import token_bytes
+from baton_kernels.gpu.attention_plan import Tile, choose_tile, most_items
+from baton_kernels.gpu.padded_plan import empty_partials, partial_bytes
+
+#: Partial results of attention may take so much; steps with more of them run eagerly.
+MAX_PARTIAL_BYTES = 256 << 20
+#: Device memory of one layer in one graph, beside the tensors that all graphs share. A guess: not measured.
+GRAPH_LAYER_BYTES = 128 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlan:
+    """What is captured. shapes: ascending; tile: of a sequence with one new token; num_bytes: about what it takes on the device."""
+
+    shapes: tuple[StepShape, ...]
+    tile: Tile
+    num_words: int
+    num_bytes: int
+
+
+def plan_graphs(
+    config: ModelConfig,
+    pool: torch.Tensor,
+    dtype: torch.dtype,
+    largest_batch: int,
+    max_model_len: int,
+) -> GraphPlan:
+    """For decode steps of up to largest_batch sequences of up to max_model_len tokens. pool: of the shape and dtype of the KV pool, on
+    any device, `meta` too; dtype: of the weights."""
+    windows = set(config.windows)
+    tile = choose_tile(config.num_heads // config.num_kv_heads, pool, dtype)
+    one_part = partial_bytes(pool, tile)
+    items_per_seq = max(most_items(max_model_len, window) for window in windows)
+    max_items = max(largest_batch, MAX_PARTIAL_BYTES // one_part)
+    shapes = step_shapes(largest_batch, items_per_seq, max_items)
+    width = -(-max_model_len // pool.shape[4])
+    num_words = max(words_of(shape, len(windows), width) for shape in shapes)
+    shared = (
+        4 * num_words
+        + max(shape.num_items for shape in shapes) * one_part
+        + largest_batch * (token_bytes(config, dtype.itemsize) + 2 * 4 * config.vocab_size)
+    )
+    own = len(shapes) * config.num_layers * GRAPH_LAYER_BYTES
+    return GraphPlan(shapes, tile, num_words, shared + own)
+
+
+class ReplayedSteps:
+    """Decode steps by graphs, all others by another runner. See StepRunner."""
+
+    def __init__(
+        self,
+        model: StepModel,
+        plan: GraphPlan,
+        device: GraphDevice,
+        eager: StepRunner,
+    ) -> None:
+        """Captures all graphs, the largest first, so that the others find room in its memory. Writes no block."""
+        self._eager = eager
+        self._shapes = plan.shapes
+        self._num_layers = model.config.num_layers
+        pool, largest = model.kv.tensor, plan.shapes[-1].num_seqs
+        num_parts = max(shape.num_items for shape in plan.shapes)
+        partials = empty_partials(num_parts, pool, plan.tile)
+        self._static = StaticStep(model, plan.tile, partials, plan.num_words, device)
+        self._logits = torch.empty(
+            largest, model.config.vocab_size, dtype=torch.float32, device=pool.device
+        )
+        self._graphs: dict[StepShape, Graph] = {}
+        nothing = self._static.cut(Batch(()))
+        with torch.inference_mode():
+            for shape in reversed(plan.shapes):
+                self._static.fill(shape, nothing)
+                self._graphs[shape] = device.record(self._step(model, shape))
+
+    def _step(self, model: StepModel, shape: StepShape) -> Callable[[], None]:
+        """From the buffer to `_logits`."""
+
+        def run() -> None:
+            batch = self._static.packed(shape)
+            states = model.decoder.forward(batch, model.kv.tensor, None, model.kv.scales)
+            self._logits[: shape.num_seqs].copy_(model.decoder.logits(states))
+
+        return run
+
+    def run(self, batch: Batch, layer_done: LayerDone | None) -> Step:
+        """See StepRunner. A replayed step tells of its layers when all of them are queued."""
+        if not _is_decode(batch):
+            return self._eager.run(batch, layer_done)
+        decode = self._static.cut(batch)
+        num_seqs = len(batch.slices)
+        shape = choose_shape(self._shapes, num_seqs, decode.num_items, decode.num_merges)
+        if shape is None:
+            return self._eager.run(batch, layer_done)
+        self._static.fill(shape, decode)
+        self._graphs[shape].replay()
+        if layer_done is not None:
+            for layer in range(self._num_layers):
+                layer_done(layer)
+        return ReplayedStep(self._logits[:num_seqs])
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedStep:
+    """all_logits [rows, vocab]."""
+
+    all_logits: torch.Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """See Step."""
+        return len(self.all_logits)
+
+    def logits(self, rows: Sequence[int]) -> torch.Tensor:
+        """See Step."""
+        return self.all_logits if len(rows) == self.num_rows else self.all_logits[rows]
+
+
+def _is_decode(batch: Batch) -> bool:
+    """Whether each sequence has one new token, and draws one after it."""
+    return bool(batch.slices) and all(
+        len(part.token_ids) == 1 and len(part.rows) == 1 and part.rows[0].scored_token_id is None
+        for part in batch.slices
+    )

@@ -1,0 +1,197 @@
+"""Decode steps that are replayed give what they give when run eagerly, to the bit, on the kernels that a GPU would run.
+
+Replaying is calling here: what is tested is that a recorded step reads nothing but its buffers, and that padding does no harm.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.engine.graph_device import CalledGraphs, Graph
+from baton.engine.interface import Batch, SampleRow, SequenceSlice
+from baton.engine.load_engine import load_engine
+from baton.engine.torch_engine import TorchEngine
+from baton.model import native_decoder
+from baton.types import Sampling
+from baton_kernels.cpu.library import library
+from baton_kernels.dispatch import Op
+from tests.support.drive_engine import generate, token_ids
+from tests.support.tiny_models import Family, make_tiny_model
+
+MAX_MODEL_LEN, BLOCK_SIZE, NUM_BLOCKS = 700, 16, 200
+MAX_GRAPH_SEQS = 3
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 4.0}
+MODELS: dict[str, tuple[Family, str, dict[str, Any]]] = {
+    "llama": ("llama", "auto", {}),
+    "window": ("mistral", "auto", {"sliding_window": 530}),
+    "some windows": (
+        "qwen2",
+        "auto",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    ),
+    "norms, int8 KV": ("qwen3", "int8", {}),
+    "dynamic RoPE": (
+        "llama",
+        "auto",
+        {"rope_parameters": DYNAMIC, "max_position_embeddings": 300},
+    ),
+}
+
+
+class CountedGraph:
+    """A graph, and how often it was replayed."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self.num_replays = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        self._graph.replay()
+
+
+class CountedGraphs(CalledGraphs):
+    """All graphs that were recorded."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.graphs: list[CountedGraph] = []
+
+    def record(self, run: Callable[[], None]) -> CountedGraph:
+        self.graphs.append(CountedGraph(super().record(run)))
+        return self.graphs[-1]
+
+    @property
+    def num_replays(self) -> int:
+        return sum(graph.num_replays for graph in self.graphs)
+
+
+@dataclass
+class Pair:
+    """Engines that differ in nothing but graphs."""
+
+    eager: TorchEngine
+    replayed: TorchEngine
+    graphs: CountedGraphs
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    family, kv_cache_dtype, overrides = MODELS[getattr(request, "param", "llama")]
+    settings = {"max_position_embeddings": 1024, **overrides}
+    path = make_tiny_model(tmp_path / "model", family, **settings)
+    monkeypatch.setattr(native_decoder, "can_run", lambda *_: False)
+    monkeypatch.setattr(Op, "kernel", lambda self, _device_type: self._find("cuda"))
+    graphs = CountedGraphs(torch.device("cpu"))
+
+    def load(**options: Any) -> TorchEngine:
+        engine = load_engine(
+            str(path),
+            kv_cache_dtype=kv_cache_dtype,
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            max_model_len=min(MAX_MODEL_LEN, 4 * settings["max_position_embeddings"]),
+            num_threads=1,
+            **options,
+        )
+        fill(engine)
+        return engine
+
+    return Pair(load(), load(make_graphs=lambda _: graphs, max_graph_seqs=MAX_GRAPH_SEQS), graphs)
+
+
+def fill(engine: TorchEngine) -> None:
+    """KV of sequences that nobody computed."""
+    generator = torch.Generator().manual_seed(1)
+    if engine.kv.scales is None:
+        engine.kv.tensor.normal_(generator=generator)
+    else:
+        engine.kv.tensor.random_(-127, 128, generator=generator)
+        engine.kv.scales.uniform_(0.0, 0.02, generator=generator)
+
+
+def decode_batch(rng: random.Random, num_seqs: int, most: int) -> Batch:
+    """Sequences of random lengths up to `most`; tables, longer than they need be, are of random blocks, none of which two share."""
+    blocks = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    parts = []
+    for _ in range(num_seqs):
+        start = rng.choice((0, rng.randrange(20), rng.randrange(most), 511, 512, most - 1)) % most
+        width = start // BLOCK_SIZE + 1 + rng.randrange(3)
+        table, blocks = blocks[:width], blocks[width:]
+        num_prompt_tokens = rng.randrange(1, start + 2)
+        row = SampleRow(0, Sampling(temperature=0.0), (5,) * (start + 1), num_prompt_tokens)
+        token = rng.randrange(250)
+        parts.append(SequenceSlice((token,), start, table, (row,), num_prompt_tokens))
+    return Batch(tuple(parts))
+
+
+def check_same(pair: Pair, batch: Batch) -> None:
+    wanted, got = pair.eager.logits(batch), pair.replayed.logits(batch)
+    if library() is not None:
+        assert torch.equal(got, wanted)
+        assert torch.equal(pair.replayed.kv.tensor, pair.eager.kv.tensor)
+    else:
+        # torch's matrix products depend on the number of rows.
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("pair", MODELS, indirect=True)
+def test_same_bits_over_random_batches(pair: Pair) -> None:
+    rng = random.Random(7)
+    most = pair.eager.spec.max_model_len
+    for num_seqs in (1, 2, 3, 3, 2, 1):
+        check_same(pair, decode_batch(rng, num_seqs, most))
+    assert pair.graphs.num_replays == 6
+    assert sum(graph.num_replays > 0 for graph in pair.graphs.graphs) > 2
+
+
+def test_what_is_no_plain_decode_step_runs_eagerly(pair: Pair) -> None:
+    rng = random.Random(8)
+    (one, two) = decode_batch(rng, 2, 100).slices
+    row = one.rows[0]
+    prefill = replace(one, token_ids=(1, 2), start=max(0, one.start - 1))
+    others = (
+        Batch((replace(prefill, rows=(replace(row, offset=1),)), two)),
+        Batch((replace(one, rows=()), two)),
+        Batch((replace(one, rows=(row, row)), two)),
+        Batch((replace(one, rows=(replace(row, scored_token_id=3),)), two)),
+        decode_batch(rng, MAX_GRAPH_SEQS + 1, 100),
+        Batch(()),
+    )
+    for batch in others:
+        check_same(pair, batch)
+    assert pair.graphs.num_replays == 0
+
+
+def test_layers_are_told_of_once_and_in_order(pair: Pair) -> None:
+    told: list[tuple[int, int]] = []
+    batch = decode_batch(random.Random(9), 2, 100)
+    pair.replayed.forward(batch, lambda first, count: told.append((first, count)))
+    assert pair.graphs.num_replays == 1
+    num_layers = pair.replayed.spec.layout.num_layers
+    assert [layer for first, count in told for layer in range(first, first + count)] == list(
+        range(num_layers)
+    )
+
+
+def test_same_answers(pair: Pair) -> None:
+    """Prompts in chunks, then decode steps, each on the tokens of the one before."""
+    prompts = [[5, 77, 200, 3] * 6, [9], list(range(40, 59))]
+    samplings = [
+        Sampling(temperature=0.0),
+        Sampling(temperature=1.5, seed=7, top_k=40),
+        Sampling(temperature=2.0, seed=8, top_p=0.8),
+    ]
+    answers = [
+        token_ids(generate(engine, prompts, samplings, 4, chunk_tokens=10))
+        for engine in (pair.eager, pair.replayed)
+    ]
+    assert answers[0] == answers[1]
+    assert pair.graphs.num_replays > 0
