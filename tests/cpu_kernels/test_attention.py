@@ -111,10 +111,11 @@ def test_against_float64(
 @pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("block_size", [5, 16])
 def test_a_token_is_the_same_to_the_bit_in_every_chunk_and_batch(
-    dtype: torch.dtype, window: int | None
+    dtype: torch.dtype, window: int | None, block_size: int
 ) -> None:
-    case = Case([(0, 150), (40, 3), (199, 1)], 6, 2, 40, 5, dtype, window)
+    case = Case([(0, 150), (40, 3), (199, 1)], 6, 2, 40, block_size, dtype, window)
     together = case.run(case.slices)
     for part in case.slices:
         for i in range(0, part.num_tokens, 7):

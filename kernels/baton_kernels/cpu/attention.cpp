@@ -1,4 +1,8 @@
-// Causal attention over the paged KV pool, block by block where the blocks lie: nothing is gathered.
+// Causal attention over the paged KV pool, read where the blocks lie. Only keys of another type than is computed in, of
+// blocks that are no multiple of 16 tokens, or at the edge of a window are copied first, 64 at a time.
+//
+// Each step has the next one's keys and values brought into the L2 cache, line by line as it reads its own; the last step of a
+// task those of the thread's next task.
 //
 // A task is up to kTaskRows query rows (tokens x the heads that share a KV head) of one sequence and KV head. It walks over
 // the keys in steps of 64 at positions divisible by 64, with the running maximum and sum of the online softmax (Milakov
@@ -13,7 +17,6 @@
 namespace {
 
 constexpr long kTaskRows = 64;
-constexpr long kFewRows = 8;  // at most so many run with keys in lanes
 
 // Dimensions as sums are kept: see Values.
 constexpr long padded(long dim) { return (dim + 31) / 32 * 32; }
@@ -26,16 +29,21 @@ template <>
 struct Values<F32> {
     // out[r] [dim] += weight[r][j] * values[j], key by key.
     template <int R>
-    static void add(float (*out)[kMaxDim], const float (*weight)[kStep], const float* const* values,
-                    int first, int end, long dim) {
+    static void add(float (*out)[kMaxDim], const float (*weight)[kStep], const Step<F32>& step,
+                    const Step<F32>& next, long dim) {
         for (long d = 0; d < dim; d += 16) {
             const __mmask16 m = first_lanes(dim - d);
             __m512 o[R];
             for (int r = 0; r < R; r++) o[r] = _mm512_load_ps(out[r] + d);
-            for (int j = first; j < end; j++) {
-                const __m512 v = F32::load(values[j] + d, m);
-                for (int r = 0; r < R; r++)
-                    o[r] = _mm512_fmadd_ps(_mm512_set1_ps(weight[r][j]), v, o[r]);
+            for (int g = step.low(); g < step.high(); g++) {
+                const int lane = g * kGroup, end = step.end - lane < kGroup ? step.end - lane : kGroup;
+                const float *value = step.values[g] + d, *ahead = next.values[g] + d;
+                for (int j = 0; j < end; j++, value += dim, ahead += dim) {
+                    const __m512 v = F32::load(value, m);
+                    fetch(ahead);
+                    for (int r = 0; r < R; r++)
+                        o[r] = _mm512_fmadd_ps(_mm512_set1_ps(weight[r][lane + j]), v, o[r]);
+                }
             }
             for (int r = 0; r < R; r++) _mm512_store_ps(out[r] + d, o[r]);
         }
@@ -48,11 +56,11 @@ struct Values<BF16> {
     // Two keys at a time, weights rounded to bfloat16. Pairs of 32 dimensions of two keys come out of the unpacking in
     // another order, which the sums keep; `sorted` undoes it.
     template <int R>
-    static void add(float (*out)[kMaxDim], const float (*weight)[kStep],
-                    const uint16_t* const* values, int first_key, int end, long dim) {
+    static void add(float (*out)[kMaxDim], const float (*weight)[kStep], const Step<BF16>& step,
+                    const Step<BF16>& next, long dim) {
         alignas(64) uint16_t narrow[R][kStep];
         for (int r = 0; r < R; r++)
-            for (int j = first_key; j < end; j += 16)
+            for (int j = step.low() * kGroup; j < step.end; j += 16)
                 BF16::store(narrow[r] + j, _mm512_load_ps(weight[r] + j));
         for (long d = 0; d < dim; d += 32) {
             const __mmask32 m = dim - d >= 32 ? ~0u : (1u << (dim - d)) - 1;
@@ -61,16 +69,21 @@ struct Values<BF16> {
                 low[r] = _mm512_load_ps(out[r] + d);
                 high[r] = _mm512_load_ps(out[r] + d + 16);
             }
-            for (int j = first_key; j < end; j += 2) {
-                const __m512i a = _mm512_maskz_loadu_epi16(m, values[j] + d);
-                // The last key of an odd number has no partner.
-                const __m512i b = j + 1 < end ? _mm512_maskz_loadu_epi16(m, values[j + 1] + d)
-                                                   : _mm512_setzero_si512();
-                const __m512i first = _mm512_unpacklo_epi16(a, b), second = _mm512_unpackhi_epi16(a, b);
-                for (int r = 0; r < R; r++) {
-                    const __m512i w = _mm512_set1_epi32(*(const int32_t*)(narrow[r] + j));
-                    low[r] = BF16::step(low[r], first, w);
-                    high[r] = BF16::step(high[r], second, w);
+            for (int g = step.low(); g < step.high(); g++) {
+                const int lane = g * kGroup, end = step.end - lane < kGroup ? step.end - lane : kGroup;
+                const uint16_t *value = step.values[g] + d, *ahead = next.values[g] + d;
+                for (int j = 0; j < end; j += 2, value += 2 * dim, ahead += 2 * dim) {
+                    const __m512i a = _mm512_maskz_loadu_epi16(m, value);
+                    // The last key of an odd number has no partner.
+                    const __m512i b = _mm512_maskz_loadu_epi16(j + 1 < end ? m : 0, value + dim);
+                    fetch(ahead);
+                    fetch(ahead + dim);
+                    const __m512i first = _mm512_unpacklo_epi16(a, b), second = _mm512_unpackhi_epi16(a, b);
+                    for (int r = 0; r < R; r++) {
+                        const __m512i w = _mm512_set1_epi32(*(const int32_t*)(narrow[r] + lane + j));
+                        low[r] = BF16::step(low[r], first, w);
+                        high[r] = BF16::step(high[r], second, w);
+                    }
                 }
             }
             for (int r = 0; r < R; r++) {
@@ -148,29 +161,18 @@ struct Rows {
 };
 
 template <class T, int R>
-void attend_step(Rows<T, R>& rows, const Step<typename T::element>& step,
-                 const Step<typename T::element>& next, const Attention& c) {
-    using E = typename T::element;
+void attend_step(Rows<T, R>& rows, const Step<T>& step, const Step<T>& next, const Attention& c) {
     alignas(64) int32_t words[kMaxDim * 16];
-    const int low = step.begin / 16 * 16, high = (step.end + 15) / 16 * 16;
-    for (int lane = low; lane < high; lane += 16) {
-        next.prefetch(lane, c);
-        const E* keys[16];
-        step.sixteen(lane, keys);
-        turn<T>(keys, c.dim, words);
-        rows.score(words, step.first + lane, lane, c);
+    for (int g = step.low(); g < step.high(); g++) {
+        turn_keys<T>(step.keys[g], next.keys[g], c.dim, words);
+        rows.score(words, step.first + g * kGroup, g * kGroup, c);
     }
-    rows.soften(low, high, c.dim);
-    // Values are taken in pairs that begin at even positions, so that a row's sums do not depend on `begin`.
-    const E* values[kStep];
-    for (int j = low; j < step.end; j++)
-        values[j] = step.keys[j < step.begin ? step.begin : j] + step.to_values;
-    float(*weight)[kStep] = rows.weight;
-    Values<T>::template add<R>(rows.out, weight, values, low, step.end, c.dim);
+    rows.soften(step.low() * kGroup, step.high() * kGroup, c.dim);
+    Values<T>::template add<R>(rows.out, rows.weight, step, next, c.dim);
 }
 
 template <class T, int R>
-void run(const Attention& c, const Task& t) {
+void run_few_rows(const Attention& c, const Task& t, const Task* after) {
     using E = typename T::element;
     Rows<T, R> rows;
     long at[R];
@@ -183,7 +185,7 @@ void run(const Attention& c, const Task& t) {
         rows.sum[r] = _mm512_setzero_ps();
         for (long d = 0; d < padded(c.dim); d += 16) _mm512_store_ps(rows.out[r] + d, _mm512_setzero_ps());
     }
-    for_steps<T>(c, t, [&](const Step<E>& step, const Step<E>& next) {
+    for_steps<T>(c, t, after, [&](const Step<T>& step, const Step<T>& next) {
         attend_step<T, R>(rows, step, next, c);
     });
     for (int r = 0; r < R; r++) {
@@ -194,37 +196,47 @@ void run(const Attention& c, const Task& t) {
     }
 }
 
-// Rows that are left over from larger parts run in ever smaller ones.
 template <class T>
-void run_few_rows(const Attention& c, const Task& t) {
-    for (long done = 0; done < t.rows;) {
-        const long left = t.rows - done;
-        Task part{t.seq, t.kv_head, t.first + done, left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1};
-        switch (part.rows) {
-            case 8: run<T, 8>(c, part); break;
-            case 4: run<T, 4>(c, part); break;
-            case 2: run<T, 2>(c, part); break;
-            default: run<T, 1>(c, part); break;
-        }
-        done += part.rows;
+void run(const Attention& c, const Task& t, const Task* after) {
+    switch (t.rows) {
+        case 1: run_few_rows<T, 1>(c, t, after); break;
+        case 2: run_few_rows<T, 2>(c, t, after); break;
+        case 3: run_few_rows<T, 3>(c, t, after); break;
+        case 4: run_few_rows<T, 4>(c, t, after); break;
+        case 5: run_few_rows<T, 5>(c, t, after); break;
+        case 6: run_few_rows<T, 6>(c, t, after); break;
+        case 7: run_few_rows<T, 7>(c, t, after); break;
+        case 8: run_few_rows<T, 8>(c, t, after); break;
+        default: run_many_rows<T>(c, t, after); break;
     }
 }
 
+// Task number i of all.
+Task task_of(const Attention& c, long i) {
+    long low = 0, high = c.num_seqs;
+    while (high - low > 1) {
+        const long middle = (low + high) / 2;
+        (c.task_at[middle] <= i ? low : high) = middle;
+    }
+    const long per_kv = c.heads / c.kv_heads, own = i - c.task_at[low];
+    const long first = own / c.kv_heads * kTaskRows, left = c.num_tokens[low] * per_kv - first;
+    const long rows = left < kTaskRows ? left : kTaskRows;
+    const long first_position = c.start[low] + first / per_kv;
+    const long oldest = c.window && first_position >= c.window ? first_position - c.window + 1 : 0;
+    return {low, own % c.kv_heads, first, rows, oldest, c.start[low] + (first + rows - 1) / per_kv};
+}
+
+// Each thread takes a task while it still has one to run, so that it can fetch what comes next.
 template <class T>
 void attend(const Attention& c, int threads) {
-    const long per_kv = c.heads / c.kv_heads;
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-    for (long i = 0; i < c.task_at[c.num_seqs]; i++) {
-        long low = 0, high = c.num_seqs;
-        while (high - low > 1) {
-            const long middle = (low + high) / 2;
-            (c.task_at[middle] <= i ? low : high) = middle;
-        }
-        const long own = i - c.task_at[low], rows = c.num_tokens[low] * per_kv;
-        const long first = own / c.kv_heads * kTaskRows;
-        const long left = rows - first;
-        const Task task{low, own % c.kv_heads, first, left < kTaskRows ? left : kTaskRows};
-        (task.rows > kFewRows ? run_many_rows<T> : run_few_rows<T>)(c, task);
+    const long num_tasks = c.task_at[c.num_seqs];
+    long taken = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    for (long i = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED); i < num_tasks;) {
+        const long next = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED);
+        const Task now = task_of(c, i), after = next < num_tasks ? task_of(c, next) : now;
+        run<T>(c, now, next < num_tasks ? &after : nullptr);
+        i = next;
     }
 }
 

@@ -2,15 +2,21 @@
 #pragma once
 #include "calls.h"
 #include "stored.h"
+#include <string.h>
 
 namespace {
 
 constexpr long kStep = 64;
+constexpr int kGroup = 16;  // keys that lie one after the other, and go through vectors together
 constexpr long kMaxDim = 256;
 constexpr float kLowest = -1e30f;  // below any score, and finite: kLowest - kLowest is 0
 
+// Rows [first, first + rows) of a sequence's tokens x heads per KV head.
 struct Task {
-    long seq, kv_head, first, rows;  // rows [first, first + rows) of the sequence's tokens x heads per KV head
+    long seq, kv_head, first, rows;
+    long oldest, newest;  // positions of keys that some row sees, both included
+
+    long first_step() const { return oldest / kStep * kStep; }
 };
 
 // Rows of a 16 x 16 matrix of 32-bit words become its columns.
@@ -38,19 +44,28 @@ inline void transpose(__m512i v[16]) {
     }
 }
 
-// rows: 16 pointers to keys or queries (null: none) -> words[dim / per_word][16 rows].
-template <class T>
-void turn(const typename T::element* const* rows, long dim, int32_t* words) {
+// load(j, w, m): up to 16 words of row j from word w on -> words[dim / per_word][16 rows].
+template <class T, class F>
+void turn(long dim, int32_t* words, F&& load) {
     const long num_words = dim / T::per_word;
     for (long w = 0; w < num_words; w += 16) {
         const __mmask16 m = first_lanes(num_words - w);
         __m512i v[16];
-        for (int j = 0; j < 16; j++)
-            v[j] = rows[j] ? _mm512_maskz_loadu_epi32(m, (const int32_t*)rows[j] + w)
-                           : _mm512_setzero_si512();
+        for (int j = 0; j < 16; j++) v[j] = load(j, w, m);
         transpose(v);
         for (int j = 0; j < 16; j++) _mm512_store_si512(words + (w + j) * 16, v[j]);
     }
+}
+
+// Turns a group of keys, and fetches another.
+template <class T>
+void turn_keys(const typename T::element* keys, const typename T::element* ahead, long dim, int32_t* words) {
+    const long num_words = dim / T::per_word;
+    turn<T>(dim, words, [&](int j, long w, __mmask16 m) {
+        const long at = j * num_words + w;
+        fetch((const int32_t*)ahead + at);
+        return _mm512_maskz_loadu_epi32(m, (const int32_t*)keys + at);
+    });
 }
 
 // Where a row of a task lies in query and out, and its token's position.
@@ -65,87 +80,111 @@ struct Place {
     }
 };
 
-// Where a step's keys lie. Keys that no row sees are absent: they may lie in blocks that were given up.
-template <class E>
+// Calls f(position, row of the pool, where its scale is) for a task's keys at positions [begin, end).
+template <class F>
+void for_keys(const Attention& c, const Task& t, long begin, long end, F&& f) {
+    const int64_t* table = c.tables + c.table_at[t.seq];
+    long block = begin / c.block_size, offset = begin % c.block_size;
+    for (long at = begin; at < end; block++, offset = 0) {
+        const long head = (table[block] * c.num_layers + c.layer) * 2 * c.kv_heads + t.kv_head;
+        const char* rows = c.pool + head * c.head_bytes;
+        const float* scales = (const float*)(c.scales + head * c.head_bytes);
+        for (; offset < c.block_size && at < end; offset++, at++)
+            f(at, rows + offset * c.row_bytes, scales + offset);
+    }
+}
+
+// A step's keys and values, in groups of 16. Keys that no row sees are absent: they may lie in blocks that were given up, and
+// what is in their place may be any number, but for values before `begin`, which are zero.
+template <class T>
 struct Step {
+    using E = typename T::element;
+
+    const Task* task;
     long first;         // position of key 0, divisible by kStep
     int begin, end;     // keys [begin, end) are there
-    const char* rows[kStep];     // where keys lie in the pool
-    const float* scales[kStep];
-    const E* keys[kStep];        // the same to compute with: see take
-    long to_values;              // elements from a key to its value
+    const E* keys[kStep / kGroup];    // [16][dim] each; for an absent group those of another
+    const E* values[kStep / kGroup];
+    bool is_taken[kStep / kGroup];    // to be put there, from the pool
 
-    void locate(const Attention& c, const Task& t, long at, long oldest, long newest) {
+    int low() const { return begin / kGroup; }
+    int high() const { return (end + kGroup - 1) / kGroup; }
+
+    // Groups lie in the pool, or else will lie in memory [2][kStep][dim].
+    void locate(const Attention& c, const Task& t, long at, E* memory) {
+        task = &t;
         first = at;
-        begin = oldest > at ? (int)(oldest - at) : 0;
-        end = newest - at + 1 < kStep ? (int)(newest - at + 1) : (int)kStep;
-        const int64_t* table = c.tables + c.table_at[t.seq];
-        long block = (at + begin) / c.block_size, offset = (at + begin) % c.block_size;
-        for (int j = begin; j < end; block++, offset = 0) {
-            const long head = (table[block] * c.num_layers + c.layer) * 2 * c.kv_heads + t.kv_head;
-            const char* row = c.pool + head * c.head_bytes + offset * c.row_bytes;
-            const float* scale = (const float*)(c.scales + head * c.head_bytes) + offset;
-            for (; offset < c.block_size && j < end; offset++, j++, row += c.row_bytes) {
-                rows[j] = row;
-                scales[j] = scale++;
-            }
+        begin = t.oldest > at ? (int)(t.oldest - at) : 0;
+        end = t.newest - at + 1 < kStep ? (int)(t.newest - at + 1) : (int)kStep;
+        const bool is_whole = c.stored == T::stored && c.block_size % kGroup == 0;
+        for (int g = low(); g < high(); g++) {
+            is_taken[g] = !is_whole || g * kGroup < begin;
+            keys[g] = memory + g * kGroup * c.dim;
+            values[g] = keys[g] + kStep * c.dim;
+            if (is_taken[g]) continue;
+            const long position = at + g * kGroup;
+            for_keys(c, t, position, position + 1, [&](long, const char* row, const float*) {
+                keys[g] = (const E*)row;
+                values[g] = (const E*)(row + c.kv_heads * c.head_bytes);
+            });
+        }
+        for (int g = 0; g < kStep / kGroup; g++) {
+            if (g >= low() && g < high()) continue;
+            keys[g] = keys[low()];
+            values[g] = values[low()];
         }
     }
 
-    // Has keys and values where they lie, or, of a pool of another type, in `memory`.
-    template <class T>
-    void take(const Attention& c, E* memory) {
-        const long to_value_bytes = c.kv_heads * c.head_bytes;
-        if (c.stored == T::stored) {
-            to_values = to_value_bytes / (long)sizeof(E);
-            for (int j = begin; j < end; j++) keys[j] = (const E*)rows[j];
-            return;
-        }
+    // Copies the groups that do not lie in the pool as they are wanted, and meanwhile fetches those of the next step.
+    void take(const Attention& c, const Step& next, E* memory) const {
         const auto take_row = take_row_of<T>(c.stored);
-        to_values = kStep * c.dim;
-        for (int j = begin; j < end; j++) {
-            E* key = memory + j * c.dim;
-            const auto* value_scale = (const float*)((const char*)scales[j] + to_value_bytes);
-            take_row(rows[j], scales[j], c.dim, key);
-            take_row(rows[j] + to_value_bytes, value_scale, c.dim, key + to_values);
-            keys[j] = key;
+        const long to_value = c.kv_heads * c.head_bytes;
+        for (int g = low(); g < high(); g++) {
+            if (!is_taken[g]) continue;
+            E *key = memory + g * kGroup * c.dim, *value = key + kStep * c.dim;
+            if (g * kGroup < begin) memset(value, 0, kGroup * c.dim * sizeof(E));
+            next.for_group(c, g, [&](long, const char* row, const float*) {
+                for (long at = 0; at < c.row_bytes; at += 64) {
+                    fetch(row + at);
+                    fetch(row + to_value + at);
+                }
+            });
+            for_group(c, g, [&](long position, const char* row, const float* scale) {
+                const long at = (position - first) % kGroup * c.dim;
+                const float* value_scale = (const float*)((const char*)scale + to_value);
+                take_row(row, scale, c.dim, key + at);
+                take_row(row + to_value, value_scale, c.dim, value + at);
+            });
         }
     }
 
-    // The 16 keys from `low` on, which is divisible by 16; null where there is none.
-    void sixteen(int low, const E** out) const {
-        for (int j = low; j < low + 16; j++) out[j - low] = j >= begin && j < end ? keys[j] : nullptr;
-    }
-
-    // Keys and values of lanes [low, low + 16).
-    void prefetch(int low, const Attention& c) const {
-        const int stop = low + 16 < end ? low + 16 : end;
-        for (int j = low > begin ? low : begin; j < stop; j++)
-            for (long at = 0; at < c.row_bytes; at += 64) {
-                _mm_prefetch(rows[j] + at, _MM_HINT_T1);
-                _mm_prefetch(rows[j] + c.kv_heads * c.head_bytes + at, _MM_HINT_T1);
-            }
+    // As for_keys, for a group's keys that are there.
+    template <class F>
+    void for_group(const Attention& c, int g, F&& f) const {
+        const long from = first + (g * kGroup > begin ? g * kGroup : begin);
+        const long to = first + ((g + 1) * kGroup < end ? (g + 1) * kGroup : end);
+        for_keys(c, *task, from, to, f);
     }
 };
 
-// Calls attend(step, the one after it) for all steps that a task's rows see keys of.
+// Calls attend(step, the one after it) for all steps that a task's rows see keys of. The last one's next is the first of
+// the task after, or itself: steps fetch the memory of the next.
 template <class T, class F>
-void for_steps(const Attention& c, const Task& t, F&& attend) {
-    using E = typename T::element;
-    const long newest = Place(c, t, t.rows - 1).position, first_row = Place(c, t, 0).position;
-    const long oldest = c.window && first_row >= c.window ? first_row - c.window + 1 : 0;
-    alignas(64) E taken[2 * kStep * kMaxDim];
-    Step<E> steps[2];
-    long first = oldest / kStep * kStep;
-    steps[0].locate(c, t, first, oldest, newest);
-    for (int now = 0; first <= newest; first += kStep, now ^= 1) {
-        Step<E>& next = steps[now ^ 1];
-        if (first + kStep <= newest)
-            next.locate(c, t, first + kStep, oldest, newest);
+void for_steps(const Attention& c, const Task& t, const Task* after, F&& attend) {
+    alignas(64) typename T::element taken[2 * kStep * kMaxDim];
+    Step<T> steps[2];
+    long first = t.first_step();
+    steps[0].locate(c, t, first, taken);
+    for (int now = 0; first <= t.newest; first += kStep, now ^= 1) {
+        Step<T>* next = &steps[now ^ 1];
+        if (first + kStep <= t.newest)
+            next->locate(c, t, first + kStep, taken);
+        else if (after)
+            next->locate(c, *after, after->first_step(), taken);
         else
-            next.begin = next.end = 0;
-        steps[now].template take<T>(c, taken);
-        attend(steps[now], next);
+            next = &steps[now];
+        steps[now].take(c, *next, taken);
+        attend(steps[now], *next);
     }
 }
 

@@ -26,8 +26,9 @@ struct Words;
 
 template <>
 struct Words<F32> {
-    static __m512i of_values(const float* const* values, long d, __mmask16 m) {
-        return values[0] ? _mm512_castps_si512(F32::load(values[0] + d, m)) : _mm512_setzero_si512();
+    // Of the values at `own` and `dim` further on, `count` of which are there.
+    static __m512i of_values(const float* own, long, __mmask16 m, int count) {
+        return _mm512_castps_si512(F32::load(own, count > 0 ? m : 0));
     }
     static void store(int32_t* out, __m512 even, __m512 odd) {
         _mm512_store_ps(out, even);
@@ -37,13 +38,11 @@ struct Words<F32> {
 
 template <>
 struct Words<BF16> {
-    static __m512i widened(const uint16_t* value, long d, __mmask16 m) {
-        return value ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, value + d))
-                     : _mm512_setzero_si512();
-    }
-    static __m512i of_values(const uint16_t* const* values, long d, __mmask16 m) {
-        return _mm512_or_si512(widened(values[0], d, m),
-                               _mm512_slli_epi32(widened(values[1], d, m), 16));
+    static __m512i of_values(const uint16_t* own, long dim, __mmask16 m, int count) {
+        const __m256i even = _mm256_maskz_loadu_epi16(count > 0 ? m : 0, own);
+        const __m256i odd = _mm256_maskz_loadu_epi16(count > 1 ? m : 0, own + dim);
+        return _mm512_or_si512(_mm512_cvtepu16_epi32(even),
+                               _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
     }
     static void store(int32_t* out, __m512 even, __m512 odd) {
         alignas(64) static const uint16_t turns[32] = {
@@ -91,7 +90,9 @@ public:
                 rows[i] = (const E*)c.query + place.at;
                 positions[i] = (int32_t)place.position;
             }
-            turn<T>(rows, c.dim, query + n * kPlane);
+            turn<T>(c.dim, query + n * kPlane, [&](int j, long w, __mmask16 m) {
+                return _mm512_maskz_loadu_epi32(m, (const int32_t*)rows[j] + w);
+            });
             position[n] = _mm512_load_si512(positions);
             top[n] = largest[n] = _mm512_set1_ps(kLowest);
             for (int i = 0; i < 16; i++) _mm512_store_ps(sum[i][n], _mm512_setzero_ps());
@@ -99,15 +100,12 @@ public:
         }
     }
 
-    void attend(const Step<E>& step, const Step<E>& next) {
-        const int low = step.begin / 16 * 16, high = (step.end + 15) / 16 * 16;
-        for (int at = low; at < high; at += 16) {
-            next.prefetch(at, c);
-            const E* sixteen[16];
-            step.sixteen(at, sixteen);
-            turn<T>(sixteen, c.dim, keys);
-            for (int j = 0; j < 16; j += kColumns) find_scores(step.first, at, j);
-            turn_values(sixteen, step.to_values, at);
+    void attend(const Step<T>& step, const Step<T>& next) {
+        const int low = step.low() * kGroup, high = step.high() * kGroup;
+        for (int g = step.low(); g < step.high(); g++) {
+            turn_keys<T>(step.keys[g], next.keys[g], c.dim, keys);
+            for (int j = 0; j < kGroup; j += kColumns) find_scores(step.first, g * kGroup, j);
+            turn_values(step, next, g);
         }
         for (int n = 0; n < N; n++) soften(n, low, high);
         add_values(low / T::per_word, (high - low) / T::per_word);
@@ -150,13 +148,17 @@ private:
         return is_past & _mm512_cmpgt_epi32_mask(now, before);
     }
 
-    void turn_values(const E* const* sixteen, long to_values, int at) {
-        const E* own[17] = {};
-        for (int j = 0; j < 16; j++) own[j] = sixteen[j] ? sixteen[j] + to_values : nullptr;
-        for (int j = 0; j < 16; j += T::per_word)
-            for (long d = 0; d < c.dim; d += 16)
-                _mm512_store_si512(values + (at + j) / T::per_word * stride + d,
-                                   Words<T>::of_values(own + j, d, first_lanes(c.dim - d)));
+    // Values of a group become lines of words, and another's are fetched. Those past the newest key are zero.
+    void turn_values(const Step<T>& step, const Step<T>& next, int g) {
+        const int count = step.end - g * kGroup;
+        for (int j = 0; j < kGroup; j += T::per_word) {
+            const E *own = step.values[g] + j * c.dim, *ahead = next.values[g] + j * c.dim;
+            for (long d = 0; d < c.dim; d += 16) {
+                fetch(ahead + d * T::per_word);
+                _mm512_store_si512(values + (g * kGroup + j) / T::per_word * stride + d,
+                                   Words<T>::of_values(own + d, c.dim, first_lanes(c.dim - d), count - j));
+            }
+        }
     }
 
     // Scores of the step become weights.
@@ -212,21 +214,20 @@ private:
 };
 
 template <class T, int N>
-void run_rows_in_lanes(const Attention& c, const Task& t) {
-    using E = typename T::element;
+void run_rows_in_lanes(const Attention& c, const Task& t, const Task* after) {
     ManyRows<T, N> rows(c, t);
-    for_steps<T>(c, t, [&](const Step<E>& step, const Step<E>& next) { rows.attend(step, next); });
+    for_steps<T>(c, t, after, [&](const Step<T>& step, const Step<T>& next) { rows.attend(step, next); });
     rows.finish();
 }
 
 // Up to 64 rows.
 template <class T>
-void run_many_rows(const Attention& c, const Task& t) {
+void run_many_rows(const Attention& c, const Task& t, const Task* after) {
     switch ((t.rows + 15) / 16) {
-        case 1: run_rows_in_lanes<T, 1>(c, t); break;
-        case 2: run_rows_in_lanes<T, 2>(c, t); break;
-        case 3: run_rows_in_lanes<T, 3>(c, t); break;
-        default: run_rows_in_lanes<T, 4>(c, t); break;
+        case 1: run_rows_in_lanes<T, 1>(c, t, after); break;
+        case 2: run_rows_in_lanes<T, 2>(c, t, after); break;
+        case 3: run_rows_in_lanes<T, 3>(c, t, after); break;
+        default: run_rows_in_lanes<T, 4>(c, t, after); break;
     }
 }
 
