@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
 from baton.types import Rank
@@ -63,39 +64,45 @@ class Budget:
     num_prefill_tokens: int
 
 
+_rank_of = attrgetter("rank")
+
+
 def plan_step(
     sequences: Sequence[SequenceT], num_available_blocks: int, budget: Budget
 ) -> StepPlan[SequenceT]:
-    """Plan one step over `sequences`, in any order."""
-    by_rank = sorted(sequences, key=lambda s: s.rank)
-    by_service = sorted(by_rank, key=lambda s: s.is_prefilling)
+    """Plan one step over `sequences`, in any order; soonest if they come by rank."""
+    by_rank = sorted(sequences, key=_rank_of)
+    prefilling = [sequence for sequence in by_rank if sequence.is_prefilling]
+    decoding = [s for s in by_rank if not s.is_prefilling] if prefilling else by_rank
     num_left = len(by_rank)  # by_rank[num_left:] are preempted
     grants: list[tuple[SequenceT, int]] = []
-    num_tokens, num_prefill_tokens = budget.num_tokens, budget.num_prefill_tokens
-    for sequence in by_service:
-        if num_left < len(by_rank) and sequence.rank >= by_rank[num_left].rank:
-            continue
-        room = min(num_tokens, num_prefill_tokens) if sequence.is_prefilling else num_tokens
-        num_new = min(sequence.num_missing_tokens, room)
-        if num_new < sequence.min_new_tokens:
-            continue
-        num_needed = sequence.num_blocks_to_write(num_new)
-        while num_needed > num_available_blocks and by_rank[num_left - 1].rank > sequence.rank:
-            num_left -= 1
-            num_available_blocks += by_rank[num_left].num_exclusive_blocks
-        if num_needed > num_available_blocks:
-            continue
-        num_available_blocks -= num_needed
-        num_tokens -= num_new
-        num_prefill_tokens -= num_new if sequence.is_prefilling else 0
-        grants.append((sequence, num_new))
+    num_tokens = budget.num_tokens
+    for served, most in ((decoding, budget.num_tokens), (prefilling, budget.num_prefill_tokens)):
+        num_tokens = min(num_tokens, most)
+        for sequence in served:
+            if num_left < len(by_rank) and sequence.rank >= by_rank[num_left].rank:
+                continue
+            num_new = min(sequence.num_missing_tokens, num_tokens)
+            if num_new < sequence.min_new_tokens:
+                continue
+            num_needed = sequence.num_blocks_to_write(num_new)
+            while num_needed > num_available_blocks and by_rank[num_left - 1].rank > sequence.rank:
+                num_left -= 1
+                num_available_blocks += by_rank[num_left].num_exclusive_blocks
+            if num_needed > num_available_blocks:
+                continue
+            num_available_blocks -= num_needed
+            num_tokens -= num_new
+            grants.append((sequence, num_new))
     preempted = tuple(by_rank[num_left:])
     return StepPlan(tuple(_without(grants, preempted)), preempted)
 
 
 def _without(
     grants: Sequence[tuple[SequenceT, int]], preempted: Sequence[SequenceT]
-) -> list[tuple[SequenceT, int]]:
+) -> Sequence[tuple[SequenceT, int]]:
     """A prefilling sequence may take blocks from a worse-ranked one that was granted its step already."""
+    if not preempted:
+        return grants
     gone = {id(sequence) for sequence in preempted}
     return [grant for grant in grants if id(grant[0]) not in gone]

@@ -182,7 +182,16 @@ class BlockPool:
 class BlockLease:
     """Ownership of the blocks of one sequence, in the order of its block table. Given back exactly once."""
 
-    __slots__ = ("_block_ids", "_is_live", "_last_key", "_num_indexed", "_pool", "_shares_prefixes")
+    __slots__ = (
+        "_block_ids",
+        "_is_live",
+        "_last_key",
+        "_num_indexed",
+        "_own_end",
+        "_own_start",
+        "_pool",
+        "_shares_prefixes",
+    )
 
     def __init__(
         self,
@@ -199,6 +208,9 @@ class BlockLease:
         self._last_key = last_key
         self._shares_prefixes = shares_prefixes
         self._is_live = True
+        # Tokens [own_start, own_end) are known to lie in blocks of nobody else: what is written next mostly does, and a
+        # step that asks so of each of its sequences looks at no block. An empty range claims nothing.
+        self._own_start = self._own_end = 0
         pool._leases[id(self)] = self
 
     @property
@@ -225,6 +237,8 @@ class BlockLease:
 
     def num_blocks_to_write(self, start: int, end: int) -> int:
         """Blocks that writing tokens [start, end) takes from the pool: missing ones, and own copies of shared ones."""
+        if self._own_start <= start and end <= self._own_end:
+            return 0
         num_missing = self._pool.num_blocks_for(end) - len(self._block_ids)
         return max(0, num_missing) + len(self._shared_indices(start, end))
 
@@ -234,6 +248,8 @@ class BlockLease:
         The caller makes the copies returned before it writes, and before anyone else writes their sources.
         """
         self._check()
+        if self._own_start <= start and end <= self._own_end:
+            return ()
         pool = self._pool
         shared_indices = self._shared_indices(start, end)
         num_missing = max(0, pool.num_blocks_for(end) - len(self._block_ids))
@@ -246,6 +262,7 @@ class BlockLease:
             self._block_ids[index] = pool._take()
             copies.append(BlockCopy(shared, self._block_ids[index]))
         self._block_ids.extend(pool._take() for _ in range(num_missing))
+        self._own_start, self._own_end = start, pool.num_blocks_for(end) * pool.block_size
         return tuple(copies)
 
     def fork(self, num_tokens: int) -> BlockLease:
@@ -255,6 +272,7 @@ class BlockLease:
         block_ids = self._block_ids[: pool.num_blocks_for(num_tokens)]
         for block_id in block_ids:
             pool._references[block_id] += 1
+        self._own_start = self._own_end = 0
         return BlockLease(
             pool,
             block_ids,
@@ -283,6 +301,8 @@ class BlockLease:
             pool._index.add(PrefixBlock(key, self._last_key, tokens, block_id))
             self._num_indexed += 1
             self._last_key = key
+        # Others may take what is indexed from now on.
+        self._own_start = max(self._own_start, self.num_cached_tokens)
 
     def release(self) -> None:
         """Give the blocks back. Raises LeaseError the second time."""
