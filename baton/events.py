@@ -5,9 +5,9 @@ several choices come under its first handle until the choices part, at the first
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from baton.types import FinishReason, Sample, TokenLogprobs
 
@@ -82,9 +82,9 @@ class Failed:
     is_retriable: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Tokens at output indices token_index, token_index + 1, ...
+class Tokens(NamedTuple):
+    """Tokens at output indices token_index, token_index + 1, ... One is made for each sequence in each step, so it is of the
+    immutable kind that costs least.
 
     num_draft_tokens: proposed by speculation to the step that gave these; num_accepted_tokens: confirmed by it.
     score: of an output that a beam search found.
@@ -145,8 +145,7 @@ def joined(events: Iterable[_EventT]) -> Iterator[_EventT | Tokens]:
 def _one_of(run: list[Tokens]) -> Tokens:
     if len(run) == 1:
         return run[0]
-    return replace(
-        run[-1],
+    return run[-1]._replace(
         token_index=run[0].token_index,
         samples=tuple(chain.from_iterable(event.samples for event in run)),
         num_draft_tokens=sum(event.num_draft_tokens for event in run),

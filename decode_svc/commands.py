@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.cache.ledger import ListBlocks
 from baton.events import DecodeEvent
@@ -95,9 +96,8 @@ DecodeCommand = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StreamEvent:
-    """An event and the gateway stream it belongs to."""
+class StreamEvent(NamedTuple):
+    """An event and the gateway stream it belongs to. As cheap as Tokens, and as many."""
 
     stream: int
     handle: int

@@ -76,7 +76,7 @@ class Drafting:
         return (
             self._speculation.is_due(sequence.key)
             and sequence.key not in self._withheld
-            and sequence.num_output_tokens > len(sequence.spec.output_token_ids)
+            and sequence.has_begun
             and self._max_num_drafts(sequence) > 0
         )
 

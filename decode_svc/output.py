@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from baton.engine.guard import SliceOutcome
 from baton.engine.rows import num_scored_rows, wants_prompt_logprobs
@@ -32,6 +32,13 @@ class Output:
         if isinstance(outcome, BatonError):
             self._state.fail(sequence, outcome)
             return
+        if sequence.has_begun:
+            sequence.num_computed_tokens += num_new
+            if drafts:
+                num_accepted = verify(drafts, [sample.token_id for sample in outcome])
+                outcome = outcome[: num_accepted + 1]
+            self._produce(sequence, outcome, len(drafts))
+            return
         spec = sequence.spec
         num_scored = num_scored_rows(spec, sequence.num_computed_tokens, num_new)
         scored, drawn = outcome[:num_scored], outcome[num_scored:]
@@ -39,15 +46,11 @@ class Output:
         sequence.num_computed_tokens += num_new
         if not drawn:
             return
-        if sequence.num_output_tokens > len(spec.output_token_ids):
-            num_accepted = verify(drafts, [sample.token_id for sample in drawn])
-            self._produce(sequence, drawn[: num_accepted + 1], len(drafts))
-            return
         if wants_prompt_logprobs(spec):
             self._state.emit(sequence, PromptScored(tuple(sequence.prompt_logprobs)))
         self.produce_firsts(sequence, drawn)
 
-    def produce_firsts(self, sequence: DecodeSequence, firsts: Sequence[Sample]) -> None:
+    def produce_firsts(self, sequence: DecodeSequence, firsts: tuple[Sample, ...]) -> None:
         """What follows the sequence as it was opened, one sample for each choice. Its choices, or its beams, part here."""
         if sequence.spec.sampling.beam:
             self._start_beams(sequence, firsts[0])
@@ -67,7 +70,7 @@ class Output:
         group.advance(samples)
         self._end_if_over(group)
 
-    def _part(self, group: DecodeSequence, firsts: Sequence[Sample]) -> None:
+    def _part(self, group: DecodeSequence, firsts: tuple[Sample, ...]) -> None:
         """Each choice becomes a sequence of its own, with the group's blocks."""
         self._state.forget(group)
         num_computed = group.num_computed_tokens
@@ -87,27 +90,27 @@ class Output:
         group.lease.release()
 
     def _produce(
-        self, sequence: DecodeSequence, samples: Iterable[Sample], num_drafts: int = 0
+        self, sequence: DecodeSequence, samples: tuple[Sample, ...], num_drafts: int = 0
     ) -> None:
         """Add tokens, up to the one that ends the output, and tell them. All but the last were computed as drafts."""
         token_index = sequence.num_output_tokens
-        told: list[Sample] = []
-        finish = FinishReason.NONE
+        token_ids, sampling = sequence.token_ids, sequence.spec.sampling
+        num_told, finish = 0, FinishReason.NONE
         for sample in samples:
-            sequence.token_ids.append(sample.token_id)
-            told.append(sample)
+            token_ids.append(sample.token_id)
+            num_told += 1
             finish = finish_reason(
                 sample.token_id,
-                sequence.num_output_tokens,
-                len(sequence.token_ids),
-                sequence.spec.sampling,
+                token_index + num_told,
+                len(token_ids),
+                sampling,
                 self._state.spec.max_model_len,
             )
             if finish is not FinishReason.NONE:
                 break
-        num_accepted = len(told) - 1
+        num_accepted = num_told - 1
         sequence.num_computed_tokens += num_accepted
-        tokens = Tokens(token_index, tuple(told), finish, num_drafts, num_accepted)
+        tokens = Tokens(token_index, samples[:num_told], finish, num_drafts, num_accepted)
         self._state.emit(sequence, tokens)
         if finish is not FinishReason.NONE:
             self._state.leave(sequence)

@@ -83,11 +83,19 @@ class DecodeSequence:
     """Names the sequence in this boot of the worker."""
     runs_ahead: bool = field(init=False)
     """Whether its next slice may be launched without knowing the token that it begins with: nothing but KV depends on it."""
+    rank: Rank = field(init=False)
+    """Of its spec, as the next two are: asked for in each step, and then from here."""
+    num_prompt_tokens: int = field(init=False)
+    num_opened_tokens: int = field(init=False)
+    """That it was opened with: its prompt, and output of other workers."""
 
     def __post_init__(self) -> None:
         self.key = f"{self.stream}/{self.handle}"
         self.token_ids = list(self.spec.token_ids)
         self.choices = list(range(self.spec.num_choices))
+        self.rank = self.spec.rank
+        self.num_prompt_tokens = len(self.spec.prompt_token_ids)
+        self.num_opened_tokens = len(self.token_ids)
         sampling = self.spec.sampling
         self.runs_ahead = not (
             self.order
@@ -97,10 +105,6 @@ class DecodeSequence:
             or self.spec.num_choices > 1
             or wants_prompt_logprobs(self.spec)
         )
-
-    @property
-    def rank(self) -> Rank:
-        return self.spec.rank
 
     @property
     def is_prefilling(self) -> bool:
@@ -128,7 +132,12 @@ class DecodeSequence:
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - len(self.spec.prompt_token_ids)
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has got tokens here."""
+        return len(self.token_ids) > self.num_opened_tokens
 
     @property
     def next_position(self) -> int:

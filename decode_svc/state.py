@@ -90,7 +90,7 @@ class DecodeState:
         return self.spec.shares_prefixes(len(spec.prompt_token_ids))
 
     def emit(self, member: Member, event: DecodeEvent) -> None:
-        self.tell(member.stream, member.handle, event)
+        self._events.append(StreamEvent(member.stream, member.handle, event))
 
     def tell(self, stream: int, handle: int, event: DecodeEvent) -> None:
         self._events.append(StreamEvent(stream, handle, event))
