@@ -11,6 +11,7 @@ from baton.cache.pool import BlockLease, BlockPool
 from bench.host_rig import HostRig, draw_spec
 from bench.stub_engine import BLOCK_SIZE
 from decode_svc.commands import Abort
+from decode_svc.garbage import look_less_often
 from decode_svc.scheduler import Budget, plan_step
 from decode_svc.sequence import DecodeSequence, Stage
 
@@ -38,6 +39,7 @@ class TierCosts:
 def measure_tier(num_seqs: int, num_blocks: int, num_steps: int) -> TierCosts:
     """All for one number of sequences, in a pool of so many blocks."""
     rig = HostRig(num_seqs, 2 * BLOCK_SIZE, num_blocks)
+    look_less_often(num_seqs)
     open_s = _seconds(lambda: rig.step(rig.opening))
     rig.step()
     step_s = _typical(rig.step, num_steps)

@@ -24,6 +24,7 @@ from decode_svc.admission import DecodeLimits
 from decode_svc.commands import DecodeCommand, Drain, StreamEvent
 from decode_svc.core import DecodeCore, DecodeDevices
 from decode_svc.costs import LocalPrefillPolicy
+from decode_svc.garbage import look_less_often
 from decode_svc.recorder import DecodeRecorder
 from decode_svc.service import DecodeServicer
 from decode_svc.speculation.build import build_speculation
@@ -50,6 +51,7 @@ async def serve_decode(
     speculation = await asyncio.to_thread(build_speculation, options, engine, time.perf_counter)
     clock.lap("load")
     identity = new_identity(options)
+    look_less_often(options.max_num_seqs)
     limits = DecodeLimits(options.max_num_seqs, options.max_num_batched_tokens)
     local_prefill = local_prefill_policy(options, engine)
     board = LoadBoard()
