@@ -13,11 +13,13 @@ def follow_grammars(
 ) -> list[tuple[Member, int]]:
     """Find what may come next of members that were granted a step. Those that cannot go on fail, and are left out."""
     able = []
-    for member, num_new in granted:
+    for grant in granted:
+        member, _ = grant
         try:
-            member.follow_grammar()
+            if member.order:
+                member.follow_grammar()
         except EngineFault as error:
             state.fail(member, error)
         else:
-            able.append((member, num_new))
+            able.append(grant)
     return able

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
 from baton.types import Rank
@@ -64,14 +63,10 @@ class Budget:
     num_prefill_tokens: int
 
 
-_rank_of = attrgetter("rank")
-
-
 def plan_step(
-    sequences: Sequence[SequenceT], num_available_blocks: int, budget: Budget
+    by_rank: Sequence[SequenceT], num_available_blocks: int, budget: Budget
 ) -> StepPlan[SequenceT]:
-    """Plan one step over `sequences`, in any order; soonest if they come by rank."""
-    by_rank = sorted(sequences, key=_rank_of)
+    """Plan one step over all that may run, best rank first."""
     prefilling = [sequence for sequence in by_rank if sequence.is_prefilling]
     decoding = [s for s in by_rank if not s.is_prefilling] if prefilling else by_rank
     num_left = len(by_rank)  # by_rank[num_left:] are preempted
@@ -82,7 +77,8 @@ def plan_step(
         for sequence in served:
             if num_left < len(by_rank) and sequence.rank >= by_rank[num_left].rank:
                 continue
-            num_new = min(sequence.num_missing_tokens, num_tokens)
+            num_missing = sequence.num_missing_tokens
+            num_new = num_missing if num_missing < num_tokens else num_tokens
             if num_new < sequence.min_new_tokens:
                 continue
             num_needed = sequence.num_blocks_to_write(num_new)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from baton.cache.pool import BlockCopy, BlockLease
 from baton.engine.interface import FOLLOWING, SampleRow, SequenceSlice
@@ -59,6 +60,8 @@ class DecodeSequence:
     token_ids and num_computed_tokens are what is known, whatever is in flight: what was launched counts from when it is
     collected. What the scheduler sees, and the next slice, are as they will be then.
     """
+
+    min_new_tokens: ClassVar[int] = 1
 
     stream: int
     handle: int
@@ -116,10 +119,6 @@ class DecodeSequence:
     def num_missing_tokens(self) -> int:
         num_tokens = len(self.token_ids) + (self.drawing_row is not None)
         return num_tokens - self.num_computed_tokens - self.num_launched_tokens
-
-    @property
-    def min_new_tokens(self) -> int:
-        return 1
 
     @property
     def leases(self) -> tuple[BlockLease, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 
 from baton.cache.pool import BlockLease, BlockPool
 from baton.engine.interface import EngineSpec
@@ -16,6 +18,8 @@ from decode_svc.swap_space import SwapSpace
 
 #: What takes part in the batch as one.
 Member = DecodeSequence | BeamGroup
+
+_rank_of = attrgetter("rank")
 
 
 class DecodeState:
@@ -39,6 +43,8 @@ class DecodeState:
         self.loans: dict[str, BlockLease] = {}
         """What is being sent to borrowers, by the sender's keys."""
         self._members: dict[tuple[int, int], Member] = {}
+        self._by_rank: list[Member] = []
+        """The same, best rank first: kept so, because each step is planned in this order."""
         self.num_places = 0
         """Places in the batch that are taken or spoken for: the members' widths."""
         self.num_decoding = 0
@@ -59,7 +65,8 @@ class DecodeState:
             yield from member.leases
 
     def in_stage(self, stage: Stage) -> list[Member]:
-        return [member for member in self if member.stage is stage]
+        """Best rank first."""
+        return [member for member in self._by_rank if member.stage is stage]
 
     def find(self, stream: int, handle: int) -> Member | None:
         """The member whose first handle this is."""
@@ -77,14 +84,23 @@ class DecodeState:
     def put(self, member: Member) -> None:
         """Take a member in, or in place of the one whose handle it has."""
         before = self._members.get((member.stream, member.handle))
+        if before:
+            self._take_out(before)
         self._members[member.stream, member.handle] = member
-        self.num_places += width(member.spec) - (width(before.spec) if before else 0)
+        insort(self._by_rank, member, key=_rank_of)
+        self.num_places += width(member.spec)
 
     def forget(self, member: Member) -> None:
         """Take a member out whose blocks others hold now."""
-        del self._members[member.stream, member.handle]
-        self.num_places -= width(member.spec)
+        self._take_out(member)
         self._on_forget(member.key)
+
+    def _take_out(self, member: Member) -> None:
+        del self._members[member.stream, member.handle]
+        place = bisect_left(self._by_rank, member.rank, key=_rank_of)
+        # Sequences of two gateways may have the same rank.
+        del self._by_rank[self._by_rank.index(member, place)]
+        self.num_places -= width(member.spec)
 
     def shares_prefixes(self, spec: SequenceSpec) -> bool:
         return self.spec.shares_prefixes(len(spec.prompt_token_ids))

@@ -1,4 +1,4 @@
-"""Places in the batch are those of the members, whatever came, took another one's place, or left."""
+"""Places in the batch are those of the members, and members are told by rank, whatever came, took another one's place, or left."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from decode_svc.swap_space import SwapSpace
 
 #: (handle, choices of the sequence that comes; 0: whoever has the handle leaves).
 EVENTS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=20)
+#: (stream, handle, arrival of the sequence that comes; None: whoever has the handle leaves). Two gateways may give the same rank.
+RANKED = st.lists(
+    st.tuples(st.integers(0, 1), st.integers(0, 3), st.integers(0, 2) | st.none()), max_size=20
+)
 
 
 @given(EVENTS)
@@ -31,3 +35,24 @@ def test_places_are_the_members_widths(events: list[tuple[int, int]]) -> None:
         elif before is not None:
             state.forget(before)
         assert state.num_places == sum(width(member.spec) for member in state)
+
+
+@given(RANKED)
+def test_members_are_told_by_rank(events: list[tuple[int, int, int | None]]) -> None:
+    engine = StubEngine(num_blocks=64)
+    pool = BlockPool(64, BLOCK_SIZE, secret=bytes(32))
+    state = DecodeState(engine.spec, pool, SwapSpace(engine.kv, 0))
+    here: dict[tuple[int, int], DecodeSequence] = {}
+    for stream, handle, arrival_ns in events:
+        if arrival_ns is not None:
+            spec = SequenceSpec("r", (1, 2, 3), Sampling(), arrival_ns=arrival_ns)
+            lease = pool.lease(b"", spec.token_ids, 4)
+            assert lease is not None
+            sequence = DecodeSequence(stream, handle, spec, lease, Stage.RUNNING, 0)
+            here[stream, handle] = sequence
+            state.put(sequence)
+        elif (stream, handle) in here:
+            state.forget(here.pop((stream, handle)))
+        told = state.in_stage(Stage.RUNNING)
+        assert [member.rank for member in told] == sorted(member.rank for member in told)
+        assert {id(member) for member in told} == {id(member) for member in here.values()}

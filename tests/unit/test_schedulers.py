@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hypothesis import given
@@ -47,11 +48,15 @@ def fakes(draw: st.DrawFn) -> list[Fake]:
     return draw(st.permutations(sequences))
 
 
+def by_rank(sequences: Sequence[Fake]) -> list[Fake]:
+    return sorted(sequences, key=lambda s: s.rank)
+
+
 @given(fakes(), st.integers(0, 3), st.integers(1, 64))
 def test_a_decode_plan_fits_and_preempts_only_for_better_ranks(
     sequences: list[Fake], num_available: int, budget: int
 ) -> None:
-    plan = plan_step(sequences, num_available, Budget(budget, budget))
+    plan = plan_step(by_rank(sequences), num_available, Budget(budget, budget))
     granted = [sequence for sequence, _ in plan.grants]
     assert len(set(granted) | set(plan.preempted)) == len(granted) + len(plan.preempted)
     assert sum(num_new for _, num_new in plan.grants) <= budget
@@ -75,14 +80,14 @@ def test_the_best_ranked_decoding_sequence_runs_if_any_memory_can_be_had(
         return
     best = min(decoding, key=lambda s: s.rank)
     others = sum(s.num_exclusive_blocks for s in sequences if s.rank > best.rank)
-    plan = plan_step(sequences, num_available, Budget(64, 64))
+    plan = plan_step(by_rank(sequences), num_available, Budget(64, 64))
     can_run = best.num_blocks_to_write(1) <= num_available + others
     assert (best in [s for s, _ in plan.grants]) == can_run
 
 
 @given(fakes(), st.integers(1, 64))
 def test_decoding_goes_before_prefilling(sequences: list[Fake], budget: int) -> None:
-    plan = plan_step(sequences, 1000, Budget(budget, budget))
+    plan = plan_step(by_rank(sequences), 1000, Budget(budget, budget))
     assert not plan.preempted
     decoding = [s for s in sequences if s.num_missing_tokens == 1]
     served = [s for s, _ in plan.grants if s.num_missing_tokens == 1]
@@ -93,6 +98,6 @@ def test_decoding_goes_before_prefilling(sequences: list[Fake], budget: int) -> 
 def test_prefill_shares_the_whole_budget_by_rank(jobs: list[Fake], budget: int) -> None:
     grants = share_budget(jobs, budget)
     assert sum(n for _, n in grants) == min(budget, sum(j.num_missing_tokens for j in jobs))
-    in_order = sorted(jobs, key=lambda j: j.rank)
+    in_order = by_rank(jobs)
     assert [j for j, _ in grants] == in_order[: len(grants)]
     assert all(n == j.num_missing_tokens for j, n in grants[:-1])
