@@ -21,7 +21,7 @@ from baton.model.memory_plan import format_bytes
 from baton.model.parameters import Parameters, Target
 from baton.quantization.config import QuantizationConfig
 from baton.quantization.pending import PendingLayers
-from baton.quantization.weight import Float8Weight, QuantizedWeight, StoredWeight
+from baton.quantization.weight import StoredWeight
 
 _log = logging.getLogger(__name__)
 
@@ -132,11 +132,12 @@ class _Filling:
         target = self._targets[name]
         if weight.shape != target.shape:
             raise _wrong_shape(name, weight.shape, target, path)
-        is_dense = not isinstance(weight, QuantizedWeight | Float8Weight)
-        if not is_dense and self._keeps(weight):
+        if isinstance(weight, torch.Tensor):
+            target.fill(weight)
+        elif self._keeps(weight):
             self._quantized[layer] = weight.part(target.part.rows)
         else:
-            target.fill(weight if is_dense else weight.dequantize())
+            target.fill(weight.dequantize())
         self._filled.add(name)
 
     def finish(self, folder: Path) -> Loaded:
