@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 
 from baton.config import DecodeOptions
 from baton.engine.heartbeat import Heartbeat
-from baton.engine.interface import Engine
+from baton.engine.interface import Engine, EngineSpec
 from baton.engine.loop import EngineLoop
+from baton.errors import ConfigError
 from baton.phase_clock import PhaseClock
 from baton.rpc.bind import check_bindable
 from baton.service import ReadyReport
@@ -52,7 +53,11 @@ async def serve_decode(
     clock.lap("load")
     identity = new_identity(options)
     look_less_often(options.max_num_seqs)
-    limits = DecodeLimits(options.max_num_seqs, options.max_num_batched_tokens)
+    limits = DecodeLimits(
+        options.max_num_seqs,
+        options.max_num_batched_tokens,
+        max_num_launches(options, engine.spec),
+    )
     local_prefill = local_prefill_policy(options, engine)
     board = LoadBoard()
     heartbeat = Heartbeat(options.worker_stall_timeout_s)
@@ -128,6 +133,19 @@ async def serve_decode(
         await asyncio.to_thread(channel.close)
         matchers.close()
         await asyncio.to_thread(telemetry.close)
+
+
+def max_num_launches(options: DecodeOptions, spec: EngineSpec) -> int:
+    """Steps that are under way at once. Raises ConfigError if more are asked for than the engine can have."""
+    if options.async_scheduling and spec.max_num_launches == 1:
+        raise ConfigError.of(
+            "async_scheduling",
+            True,
+            "processes that share a model are told all tokens; leave it out, or give --tensor-parallel-size 1",
+        )
+    is_useful = spec.computes_aside and options.speculative_method == "none"
+    is_wanted = is_useful if options.async_scheduling is None else options.async_scheduling
+    return spec.max_num_launches if is_wanted else 1
 
 
 def local_prefill_policy(options: DecodeOptions, engine: Engine) -> LocalPrefillPolicy:

@@ -16,7 +16,14 @@ import typer
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
-from baton.config.load import ENV_PREFIX, flag_of, is_private, is_secret, load_options
+from baton.config.load import (
+    ENV_PREFIX,
+    flag_of,
+    is_private,
+    is_secret,
+    is_switch,
+    load_options,
+)
 from baton.config.options import Options
 
 O = TypeVar("O", bound=Options)  # noqa: E741
@@ -98,7 +105,7 @@ def _parameters(cls: type[Options]) -> Iterator[inspect.Parameter]:
             yield _keyword(name, Annotated[str | None, info])
             continue
         flag = flag_of(name)
-        is_bool = field.annotation is bool
+        is_bool = is_switch(field)
         info = typer.Option(
             f"{flag}/{flag.replace('--', '--no-', 1)}" if is_bool else flag,
             help=_help(field),
@@ -115,7 +122,7 @@ def _keyword(name: str, annotation: object) -> inspect.Parameter:
 
 
 def _flag_type(field: FieldInfo) -> object:
-    if field.annotation is bool:
+    if is_switch(field):
         return bool | None
     return list[str] | None if get_origin(field.annotation) is tuple else str | None
 

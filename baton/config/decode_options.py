@@ -57,6 +57,19 @@ class DecodeTierOptions(SpeculationOptions):
     """Type that KV travels in to decode workers; auto takes the narrower of the two workers' own. fp8 and int8 come with
     scales and halve the bytes of 16 bits, at some cost in quality."""
 
+    async_scheduling: bool | None = None
+    """Launch a decode step before the tokens of the one before are handed out, so that a device does not wait for that. If not given,
+    on a GPU that need not be asked for drafts: goes with --speculative-method none."""
+
+    @model_validator(mode="after")
+    def _check_async_scheduling(self) -> Self:
+        if self.async_scheduling and self.speculative_method != "none":
+            raise ValueError(
+                f"--async-scheduling: drafts of --speculative-method={self.speculative_method} follow the tokens known; "
+                "give --speculative-method none with it"
+            )
+        return self
+
 
 class DecodeOptions(WorkerOptions, DecodeTierOptions):
     """Options of `baton decode`."""

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import EnvSettingsSource
 
@@ -54,6 +55,11 @@ O = TypeVar("O", bound=Options)  # noqa: E741
 def flag_of(name: str) -> str:
     """How the option `name` is spelled on the command line; the model is the one positional argument."""
     return "MODEL" if name == "model" else "--" + name.replace("_", "-")
+
+
+def is_switch(field: FieldInfo) -> bool:
+    """Whether an option is yes or no, and perhaps neither."""
+    return field.annotation in (bool, bool | None)
 
 
 def is_secret(cls: type[Options], name: str) -> bool:
@@ -107,7 +113,7 @@ def build_options(
     spellings = spellings or {}
     for name, value in values.items():
         field = cls.model_fields.get(name)
-        if isinstance(value, bool) and field and field.annotation is not bool:
+        if isinstance(value, bool) and field and not is_switch(field):
             option = spellings.get(name, flag_of(name))
             raise ConfigError.of(option, value, "give a value other than true or false")
     try:

@@ -88,6 +88,7 @@ class EngineSpec:
     shared_prompt_limit: if set, KV of a prompt with more tokens than this depends on the prompt's length (dynamic RoPE
     scaling): such a prompt must neither take blocks from a prefix cache nor leave any there.
     max_num_launches: launches that may be under way at once, 1 or 2. Of two, slices of the second may follow rows of the first.
+    computes_aside: whether a launch returns before its batch is computed, so that the host may do something else meanwhile.
     """
 
     model: str
@@ -97,6 +98,7 @@ class EngineSpec:
     max_model_len: int
     shared_prompt_limit: int | None = None
     max_num_launches: int = 1
+    computes_aside: bool = False
 
     def shares_prefixes(self, num_prompt_tokens: int) -> bool:
         """Whether KV of such a prompt may be found by, and taken from, other prompts that begin alike."""

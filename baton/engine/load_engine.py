@@ -131,6 +131,9 @@ def load_engine(
         vocab_size=config.vocab_size,
         max_model_len=plan.longest_context,
         shared_prompt_limit=config.max_position_embeddings if rope.is_dynamic else None,
+        # Other ranks know of a step what they are told, and what was drawn stays with this one.
+        max_num_launches=1 if size > 1 else 2,
+        computes_aside=where.type == "cuda",
     )
     own = shard.attention_config(config)
     pool = followers.make_pool(layout, plan.num_blocks, where)

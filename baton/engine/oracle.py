@@ -95,6 +95,7 @@ class OracleEngine(Engine):
             vocab_size=options.vocab_size,
             max_model_len=min(options.max_model_len, options.num_blocks * options.block_size),
             max_num_launches=2,
+            computes_aside=True,
         )
 
     @property

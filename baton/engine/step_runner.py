@@ -10,7 +10,7 @@ import torch
 
 from baton.engine.followers import Followers, TensorPool
 from baton.engine.interface import Batch
-from baton.engine.torch_step import pack_batch
+from baton.engine.torch_step import pack_batch, take_drawn
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
 from baton.model.rope import Rope
@@ -35,8 +35,11 @@ class Step(Protocol):
 class StepRunner(Protocol):
     """Runs steps. Called by the engine's thread, in inference mode, with batches that check_batch let pass."""
 
-    def run(self, batch: Batch, layer_done: LayerDone | None) -> Step:
-        """Write the new tokens' KV."""
+    def run(
+        self, batch: Batch, layer_done: LayerDone | None, drawn: torch.Tensor | None = None
+    ) -> Step:
+        """Write the new tokens' KV. drawn: [rows] int64 on the device, what the step before drew, for slices that follow it. Waits
+        for nothing that the device was given before."""
         ...
 
 
@@ -78,7 +81,9 @@ class EagerSteps:
         self._model = model
         self._followers = followers
 
-    def run(self, batch: Batch, layer_done: LayerDone | None) -> EagerStep:
+    def run(
+        self, batch: Batch, layer_done: LayerDone | None, drawn: torch.Tensor | None = None
+    ) -> EagerStep:
         """See StepRunner."""
         config, decoder, pool = self._model.config, self._model.decoder, self._model.kv
         if not batch.slices:
@@ -86,5 +91,6 @@ class EagerSteps:
             return EagerStep(states, decoder, self._followers)
         with self._followers.step(batch, is_told=layer_done is not None):
             packed = pack_batch(batch, config, self._model.rope, pool.tensor, decoder.dtype)
+            take_drawn(packed.token_ids, batch, drawn)
             states = decoder.forward(packed, pool.tensor, layer_done, pool.scales)
         return EagerStep(states, decoder, self._followers)

@@ -12,13 +12,13 @@ but where two logits are closer than that.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from baton.engine.followers import Followers, TensorPool
 from baton.engine.interface import (
     Batch,
-    Computed,
     Engine,
     EngineSpec,
     Launched,
@@ -26,8 +26,8 @@ from baton.engine.interface import (
     SampleRow,
 )
 from baton.engine.step_runner import LayerDone, Step, StepRunner
-from baton.engine.torch_step import check_batch, fault, sample_rows
-from baton.sampling.sampler import NothingAllowedError, broken_rows, sample
+from baton.engine.torch_step import check_batch, check_follows, fault, sample_rows
+from baton.sampling.sampler import Draws, RowsError, draw
 from baton.types import Sample
 
 #: Rows of a prompt that are scored at once: each takes vocab_size * 4 bytes, a few times over.
@@ -52,6 +52,8 @@ class TorchEngine(Engine):
         self._spec = spec
         self._kv = kv
         self._steps = steps
+        self._drawn: torch.Tensor | None = None
+        """[rows] int64, of the last launch, on the device; None where nothing may follow it."""
 
     @property
     def spec(self) -> EngineSpec:
@@ -66,35 +68,31 @@ class TorchEngine(Engine):
         self._followers.close()
 
     def launch(self, batch: Batch, layers_done: LayersDone | None = None) -> Launched:
-        """See Engine.launch. Raises EngineFault whose metadata["slices"] lists, separated by commas, the indices of the
-        slices at fault: a batch without them runs."""
+        """See Engine.launch. Waits for nothing on a GPU. Raises EngineFault, here or when the samples are asked for, whose
+        metadata["slices"] lists, separated by commas, the indices of the slices at fault: a batch without them runs."""
         rows, _, owners = sample_rows(batch)
-        samples: dict[int, Sample] = {}
+        before, self._drawn = self._drawn, None
+        check_follows(batch, 0 if before is None else len(before))
         with torch.inference_mode():
-            step = self._run(batch, layers_done)
-            for group in _row_groups(rows):
-                logits = step.logits(group)
-                if broken := broken_rows(logits):
-                    told = "the model's output is not finite"
-                    raise fault(told, [owners[group[i]] for i in broken])
-                try:
-                    found = sample(logits, [rows[i] for i in group])
-                except NothingAllowedError as error:
-                    raise fault(str(error), [owners[group[i]] for i in error.rows]) from None
-                samples.update(zip(group, found, strict=True))
-        split: list[list[Sample]] = [[] for _ in batch.slices]
-        for index, owner in enumerate(owners):
-            split[owner].append(samples[index])
-        return Computed(tuple(map(tuple, split)))
+            step = self._run(batch, layers_done, before)
+            groups = tuple(
+                (tuple(group), draw(step.logits(group), [rows[i] for i in group]))
+                for group in _row_groups(rows)
+            )
+            if self._spec.max_num_launches > 1:
+                self._drawn = _in_order(groups, len(rows))
+        return _TorchLaunch(len(batch.slices), tuple(owners), groups)
 
     def logits(self, batch: Batch, layers_done: LayersDone | None = None) -> torch.Tensor:
         """Write the new tokens' KV; returns the logits of all sample rows, slice by slice, [rows, vocab] float32."""
         with torch.inference_mode():
-            step = self._run(batch, layers_done)
+            step = self._run(batch, layers_done, None)
             return step.logits(range(step.num_rows))
 
-    def _run(self, batch: Batch, layers_done: LayersDone | None) -> Step:
-        """Write the new tokens' KV."""
+    def _run(
+        self, batch: Batch, layers_done: LayersDone | None, drawn: torch.Tensor | None
+    ) -> Step:
+        """Write the new tokens' KV. drawn: see StepRunner."""
         spec = self._spec
         check_batch(
             batch, spec.layout.block_size, spec.num_blocks, spec.vocab_size, spec.max_model_len
@@ -104,7 +102,37 @@ class TorchEngine(Engine):
             if layers_done
             else None
         )
-        return self._steps.run(batch, done)
+        return self._steps.run(batch, done, drawn)
+
+
+@dataclass(frozen=True, slots=True)
+class _TorchLaunch:
+    """Implements Launched. owners: the slice of each row; groups: rows that were drawn at once, and what they drew."""
+
+    num_slices: int
+    owners: tuple[int, ...]
+    groups: tuple[tuple[tuple[int, ...], Draws], ...]
+
+    def samples(self) -> tuple[tuple[Sample, ...], ...]:
+        """See Launched, and TorchEngine.launch."""
+        samples: dict[int, Sample] = {}
+        for group, draws in self.groups:
+            try:
+                found = draws.samples()
+            except RowsError as error:
+                raise fault(str(error), [self.owners[group[i]] for i in error.rows]) from None
+            samples.update(zip(group, found, strict=True))
+        split: list[list[Sample]] = [[] for _ in range(self.num_slices)]
+        for index, owner in enumerate(self.owners):
+            split[owner].append(samples[index])
+        return tuple(map(tuple, split))
+
+
+def _in_order(groups: Sequence[tuple[Sequence[int], Draws]], num_rows: int) -> torch.Tensor | None:
+    """What all rows drew, [rows] int64; None of several groups, some of which score a prompt: nothing follows those."""
+    if len(groups) != 1 or len(groups[0][0]) != num_rows:
+        return None
+    return groups[0][1].chosen
 
 
 def _row_groups(rows: Sequence[SampleRow]) -> Iterator[list[int]]:

@@ -11,6 +11,7 @@ from baton.engine.packed_pool import PackedPart, PackedPool
 from baton.types import DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvLayout
 from baton_kernels.cpu.checked_copy import CheckedCopy, checked_copy_of
 from baton_kernels.cpu.memory import host_memory
+from baton_kernels.host_copy import to_device
 from baton_kernels.kv_pack import Slab, kv_pack, kv_unpack
 
 #: Integers as wide as an element: packing moves bits.
@@ -83,7 +84,7 @@ class TorchKvPool(PackedPool):
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See KvPool."""
         device = self.tensor.device
-        at, to = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
+        at, to = (to_device(torch.tensor(ids), device) for ids in (sources, targets))
         for view in self._views:
             view.index_copy_(0, to, view[at])
 

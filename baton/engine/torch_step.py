@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 
@@ -14,6 +14,7 @@ from baton.model.config import ModelConfig
 from baton.model.decoder import PackedBatch
 from baton.model.rope import Rope
 from baton.sampling.edits import names_unknown_token
+from baton_kernels.host_copy import to_device
 from baton_kernels.kv_write import slot_rows
 from baton_kernels.paged_attention import AttentionSlice, plan_attention
 
@@ -84,17 +85,17 @@ def pack_batch(
     positions = _tensor(chain.from_iterable(ranges))
     slots = _tensor(chain.from_iterable(_slots(s, block_size) for s in batch.slices))
     lengths = _rope_lengths(batch, positions) if rope.is_dynamic else positions
-    cos, sin = rope.tables(positions.to(device), lengths.to(device), dtype)
+    cos, sin = rope.tables(to_device(positions, device), to_device(lengths, device), dtype)
     parts = _attention_slices(batch)
     plans = {
         window: plan_attention(parts, pool, config.num_heads, config.head_dim**-0.5, window, dtype)
         for window in set(config.windows)
     }
     return PackedBatch(
-        token_ids.to(device),
+        to_device(token_ids, device),
         cos,
         sin,
-        slot_rows(slots.to(device), pool),
+        slot_rows(to_device(slots, device), pool),
         plans,
         _sampled(batch, device),
     )
@@ -105,7 +106,36 @@ def _sampled(batch: Batch, device: torch.device) -> torch.Tensor | None:
     _, packed_rows, _ = sample_rows(batch)
     if packed_rows == list(range(batch.num_tokens)):
         return None
-    return torch.tensor(packed_rows, dtype=torch.int64, device=device)
+    return to_device(torch.tensor(packed_rows, dtype=torch.int64), device)
+
+
+def check_follows(batch: Batch, num_drawn: int) -> None:
+    """Raise EngineFault if a slice follows a row that is none of the num_drawn of the step before, or has more than its token."""
+    wrong = [
+        index
+        for index, part in enumerate(batch.slices)
+        if part.follows is not None
+        and not (0 <= part.follows < num_drawn and len(part.token_ids) == 1)
+    ]
+    if wrong:
+        raise fault("a slice follows what was not drawn just before", wrong)
+
+
+def take_drawn(token_ids: torch.Tensor, batch: Batch, drawn: torch.Tensor | None) -> None:
+    """Put what the step before drew where slices follow it, in place. token_ids [tokens], drawn [rows] int64, on one device."""
+    ends = accumulate(len(part.token_ids) for part in batch.slices)
+    following = [
+        (end - 1, part.follows)
+        for end, part in zip(ends, batch.slices, strict=True)
+        if part.follows is not None
+    ]
+    if drawn is None or not following:
+        return
+    places, rows = zip(*following, strict=True)
+    device = token_ids.device
+    token_ids[to_device(torch.tensor(places), device)] = drawn[
+        to_device(torch.tensor(rows), device)
+    ]
 
 
 def sample_rows(batch: Batch) -> tuple[list[SampleRow], list[int], list[int]]:

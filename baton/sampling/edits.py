@@ -15,6 +15,7 @@ import torch
 from baton.engine.interface import SampleRow
 from baton.sampling.restrictions import banned_tokens, forbidden_by
 from baton.types import Sampling
+from baton_kernels.host_copy import to_device
 from baton_kernels.sampling import add_bias, forbid, penalize
 
 
@@ -60,9 +61,9 @@ def _add(logits: torch.Tensor, entries: Sequence[tuple[int, int, float]]) -> Non
     device = logits.device
     add_bias(
         logits,
-        torch.tensor(at, device=device),
-        torch.tensor(tokens, device=device),
-        torch.tensor(bias, dtype=torch.float32, device=device),
+        to_device(torch.tensor(at), device),
+        to_device(torch.tensor(tokens), device),
+        to_device(torch.tensor(bias, dtype=torch.float32), device),
     )
 
 
@@ -83,11 +84,11 @@ def _penalty_entries(
         counts += [output[token] for token in seen]
         s = row.sampling
         settings += [(s.repetition_penalty, s.presence_penalty, s.frequency_penalty)] * len(seen)
-    columns = torch.tensor(settings, dtype=torch.float32, device=device).reshape(-1, 3)
+    columns = to_device(torch.tensor(settings, dtype=torch.float32).reshape(-1, 3), device)
     return (
-        torch.tensor(at, dtype=torch.int64, device=device),
-        torch.tensor(tokens, dtype=torch.int64, device=device),
-        torch.tensor(counts, dtype=torch.float32, device=device),
+        to_device(torch.tensor(at, dtype=torch.int64), device),
+        to_device(torch.tensor(tokens, dtype=torch.int64), device),
+        to_device(torch.tensor(counts, dtype=torch.float32), device),
         *columns.unbind(1),
     )
 
@@ -95,11 +96,11 @@ def _penalty_entries(
 def _forbid(logits: torch.Tensor, rows: Sequence[SampleRow], masked: Sequence[int]) -> None:
     """Apply the rows' `allowed` masks in place."""
     masks = [rows[i].allowed or b"" for i in masked]
-    on_device = torch.from_numpy(forbidden_by(masks, logits.shape[-1])).to(logits.device)
+    on_device = to_device(torch.from_numpy(forbidden_by(masks, logits.shape[-1])), logits.device)
     if len(masked) == len(rows):
         forbid(logits, on_device)
         return
-    index = torch.tensor(masked, device=logits.device)
+    index = to_device(torch.tensor(masked), logits.device)
     part = logits[index]
     forbid(part, on_device)
     logits.index_copy_(0, index, part)

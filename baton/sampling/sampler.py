@@ -1,4 +1,4 @@
-"""Turn sample rows and their logits into samples.
+"""Turn sample rows and their logits into samples: drawn on the device, told when they are asked for.
 
 Order, as in transformers: the edits of baton.sampling.edits, temperature, top_k, top_p, min_p, draw. A row takes part only
 in the steps that it asks for: its result does not depend on what other rows ask for. Log probabilities are those of the
@@ -7,8 +7,8 @@ model, before all of that.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,56 +16,97 @@ from baton.engine.interface import SampleRow
 from baton.sampling.beam_search import num_candidates
 from baton.sampling.edits import edit
 from baton.sampling.keys import draw_key
-from baton.sampling.logprobs import likeliest, token_logprobs
+from baton.sampling.logprobs import (
+    ChosenLogprobs,
+    LikeliestLogprobs,
+    likeliest,
+    token_logprobs,
+)
 from baton.types import Sample, Sampling, TokenLogprobs
+from baton_kernels.host_copy import HostCopy, to_device
 from baton_kernels.sampling import gumbel_argmax, keep_min_p, keep_top_k, keep_top_p
 
+#: What Draws.verdicts holds in place of a token.
+_BROKEN, _NOTHING = -1, -2
 
-class NothingAllowedError(ValueError):
-    """No token may be chosen at some rows: what their requests forbid and demand leaves none."""
 
-    def __init__(self, rows: Sequence[int]) -> None:
+class RowsError(ValueError):
+    """Nothing can be drawn for some rows."""
+
+    def __init__(self, reason: str, rows: Sequence[int]) -> None:
         """rows: indices of the rows."""
-        super().__init__("no token is left to choose")
+        super().__init__(reason)
         self.rows = tuple(rows)
 
 
-def broken_rows(logits: torch.Tensor) -> list[int]:
-    """Indices of rows of [rows, vocab] that hold a NaN or an infinity."""
-    # A sum is finite exactly if its float32 terms are, but for overflow far beyond any logit.
-    if math.isfinite(logits.sum().item()):
-        return []
-    return torch.nonzero(~torch.isfinite(logits.sum(-1))).flatten().tolist()
+class BrokenRowsError(RowsError):
+    """The model's logits are no numbers."""
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sample]:
-    """One sample per row of finite logits [rows, vocab] float32, which are not changed.
+class NothingAllowedError(RowsError):
+    """No token may be chosen: what the requests forbid and demand leaves none."""
 
-    Either all rows score a token or none does. Raises NothingAllowedError.
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Tokens that were drawn, on their way from the device.
+
+    chosen: [rows] int64 on the device, in [0, vocab), of broken rows any.
+    verdicts: chosen, _BROKEN or _NOTHING. told: log probabilities of the rows that ask for some.
+    """
+
+    chosen: torch.Tensor
+    verdicts: HostCopy
+    told: tuple[ChosenLogprobs | LikeliestLogprobs, ...]
+
+    def samples(self) -> list[Sample]:
+        """One per row, once they are here. Raises BrokenRowsError and NothingAllowedError."""
+        verdicts = self.verdicts.wait().tolist()
+        if broken := [row for row, verdict in enumerate(verdicts) if verdict == _BROKEN]:
+            raise BrokenRowsError("the model's output is not finite", broken)
+        if dead := [row for row, verdict in enumerate(verdicts) if verdict == _NOTHING]:
+            raise NothingAllowedError("no token is left to choose", dead)
+        told: dict[int, TokenLogprobs] = {}
+        for part in self.told:
+            told |= part.told(verdicts)
+        return [_sample(token, told.get(row)) for row, token in enumerate(verdicts)]
+
+
+def draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Draws:
+    """One token per row of logits [rows, vocab] float32, which are not changed. Does not wait for the device.
+
+    Either all rows score a token or none does.
     """
     if rows and rows[0].scored_token_id is not None:
-        return _score(logits, rows)
+        scored = [0 if row.scored_token_id is None else row.scored_token_id for row in rows]
+        chosen = to_device(torch.tensor(scored), logits.device)
+        num_top = {i: row.sampling.prompt_logprobs for i, row in enumerate(rows)}
+        return _draws(logits, logits, chosen, token_logprobs(logits, chosen, num_top))
     edited = edit(logits, rows)
     drawn = [i for i, row in enumerate(rows) if not row.sampling.is_greedy]
     chosen = _draw(edited, rows, drawn) if drawn else edited.argmax(-1)
+    return _draws(logits, edited, chosen, _told(logits, edited, rows, chosen))
+
+
+def _draws(
+    logits: torch.Tensor,
+    edited: torch.Tensor,
+    chosen: torch.Tensor,
+    told: Sequence[ChosenLogprobs | LikeliestLogprobs],
+) -> Draws:
+    verdicts = chosen
     if edited is not logits:
-        _check(edited, chosen)
-    tokens = dict(enumerate(chosen.tolist()))
-    told = _told(logits, edited, rows, tokens)
-    return [_sample(token, told.get(i)) for i, token in tokens.items()]
-
-
-def _score(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sample]:
-    """Each row's own token, with its log probabilities."""
-    tokens = {i: r.scored_token_id for i, r in enumerate(rows) if r.scored_token_id is not None}
-    num_top = {i: rows[i].sampling.prompt_logprobs for i in tokens}
-    told = token_logprobs(logits, tokens, num_top)
-    return [Sample(token, told[i]) for i, token in tokens.items()]
+        # A row that has chosen a forbidden token had no other.
+        is_dead = edited.gather(1, chosen[:, None])[:, 0].isneginf()
+        verdicts = verdicts.masked_fill(is_dead, _NOTHING)
+    # A sum is finite exactly if its float32 terms are, but for overflow far beyond any logit.
+    verdicts = verdicts.masked_fill(~logits.sum(-1).isfinite(), _BROKEN)
+    return Draws(chosen, HostCopy(verdicts), tuple(told))
 
 
 def _told(
-    logits: torch.Tensor, edited: torch.Tensor, rows: Sequence[SampleRow], tokens: dict[int, int]
-) -> dict[int, TokenLogprobs]:
+    logits: torch.Tensor, edited: torch.Tensor, rows: Sequence[SampleRow], chosen: torch.Tensor
+) -> list[ChosenLogprobs | LikeliestLogprobs]:
     """Log probabilities of the rows that ask for some, and what beams may go on with."""
     beams = {
         i: num_candidates(r.sampling) for i, r in enumerate(rows) if r.sampling.beam is not None
@@ -75,37 +116,30 @@ def _told(
         for i, r in enumerate(rows)
         if r.sampling.logprobs >= 0 and i not in beams
     }
-    told = token_logprobs(logits, {i: tokens[i] for i in wanted}, wanted)
-    return told | likeliest(logits, edited, beams)
+    return [*token_logprobs(logits, chosen, wanted), *likeliest(logits, edited, beams)]
 
 
 def _sample(token_id: int, told: TokenLogprobs | None) -> Sample:
     return Sample(told.token_id if told else token_id, told)
 
 
-def _check(edited: torch.Tensor, chosen: torch.Tensor) -> None:
-    """A row that has chosen a forbidden token had no other."""
-    is_dead = edited.gather(1, chosen[:, None])[:, 0].isneginf()
-    if dead := torch.nonzero(is_dead).flatten().tolist():
-        raise NothingAllowedError(dead)
-
-
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], drawn: Sequence[int]) -> torch.Tensor:
     """Chosen ids [rows]: drawn ones at `drawn`, the likeliest elsewhere."""
     device = logits.device
     settings = [rows[i].sampling for i in drawn]
-    temperature = torch.tensor([s.temperature for s in settings], device=device)
-    keys = torch.tensor(
+    temperature = to_device(torch.tensor([s.temperature for s in settings]), device)
+    key_words = torch.tensor(
         [draw_key(rows[i].sampling.seed, rows[i].num_output_tokens, rows[i].choice) for i in drawn],
         dtype=torch.int32,
-        device=device,
     )
-    index = torch.tensor(drawn, device=device)
+    keys = to_device(key_words, device)
+    index = to_device(torch.tensor(drawn), device)
     # Relative to the likeliest, so that no temperature, however low, makes an infinity of it.
     part = logits[index]
     scaled = (part - part.amax(-1, keepdim=True)) / temperature[:, None]
     _filter(scaled, settings)
-    picked = gumbel_argmax(scaled, keys)
+    # Where logits are no numbers, any token: the next step reads its embedding before anybody can tell.
+    picked = gumbel_argmax(scaled, keys).clamp_(0, scaled.shape[-1] - 1)
     if len(drawn) == len(rows):
         return picked
     return logits.argmax(-1).index_copy_(0, index, picked)
@@ -143,11 +177,11 @@ def _apply(
     """Run one filter on the rows that `values` names."""
     if not values:
         return
-    argument = torch.tensor(list(values.values()), dtype=dtype, device=scaled.device)
+    argument = to_device(torch.tensor(list(values.values()), dtype=dtype), scaled.device)
     if len(values) == scaled.shape[0]:
         keep(scaled, argument)
         return
-    index = torch.tensor(list(values), device=scaled.device)
+    index = to_device(torch.tensor(list(values)), scaled.device)
     part = scaled[index]
     keep(part, argument)
     scaled.index_copy_(0, index, part)

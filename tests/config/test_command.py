@@ -43,8 +43,9 @@ def test_every_field_has_its_flag_and_nothing_else_has(cls: type[Options]) -> No
 
 @given(
     st.fixed_dictionaries(
-        {"model": st.text("ab/-. ", min_size=1)},
+        {"model": st.text("ab/-. ", min_size=1), "speculative_method": st.just("none")},
         optional={
+            "async_scheduling": st.booleans(),
             "block_size": st.integers(1, 256),
             "enable_prefix_caching": st.booleans(),
             "colocated": st.booleans(),

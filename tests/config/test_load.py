@@ -76,6 +76,7 @@ REFUSED = [
     ({"ticket_lease_s": "inf"}, "--ticket-lease-s=inf", "number"),
     ({"drain_timeout_s": "nan"}, "--drain-timeout-s=nan", "number"),
     ({"enable_prefix_caching": "perhaps"}, "--enable-prefix-caching=perhaps", "true or false"),
+    ({"async_scheduling": True}, "--async-scheduling", "--speculative-method none"),
     ({"blocksize": "4"}, "--blocksize=4", "did you mean block_size?"),
     ({"model": ""}, "MODEL=", "not empty"),
 ]

@@ -21,7 +21,7 @@ from transformers import (
 
 from baton.engine.interface import SampleRow
 from baton.sampling.edits import edit
-from baton.sampling.sampler import NothingAllowedError, sample
+from baton.sampling.sampler import NothingAllowedError, draw
 from baton.types import BeamParams, Sampling
 
 VOCAB = 11
@@ -154,10 +154,10 @@ def test_a_forbidden_token_is_never_chosen(
     left = ~edit(logits[1:2], [row])[0].isneginf()
     if not left.any():
         with pytest.raises(NothingAllowedError) as caught:
-            sample(logits, [plain, row, plain])
+            draw(logits, [plain, row, plain]).samples()
         assert caught.value.rows == (1,)
         return
-    assert left[sample(logits, [plain, row, plain])[1].token_id]
+    assert left[draw(logits, [plain, row, plain]).samples()[1].token_id]
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 2, 40])
@@ -174,7 +174,7 @@ def test_a_bad_word_may_begin_in_the_prompt() -> None:
 
     def chosen(*token_ids: int) -> int:
         row = SampleRow(0, options, token_ids, num_prompt_tokens=1)
-        return sample(logits, [row])[0].token_id
+        return draw(logits, [row]).samples()[0].token_id
 
     assert chosen(0, 2) == 2
     assert chosen(1, 0, 2) == 2
@@ -197,7 +197,7 @@ def test_scored_rows_tell_the_models_own_probabilities(
         SampleRow(0, Sampling(prompt_logprobs=count, bad_words=((token,),)), (0,), 1, 0, b"", token)
         for token, count in asked
     ]
-    for i, one in enumerate(sample(logits, rows)):
+    for i, one in enumerate(draw(logits, rows).samples()):
         token, count = asked[i]
         told = one.logprobs
         assert told is not None
@@ -206,7 +206,7 @@ def test_scored_rows_tell_the_models_own_probabilities(
         best = wanted[i].topk(min(count, VOCAB))
         assert [t for t, _ in told.top] == best.indices.tolist()
         assert [v for _, v in told.top] == pytest.approx(best.values.tolist(), abs=1e-5)
-        assert sample(logits[i : i + 1], rows[i : i + 1]) == [one]
+        assert draw(logits[i : i + 1], rows[i : i + 1]).samples() == [one]
 
 
 @settings(deadline=None)
@@ -220,7 +220,7 @@ def test_beam_rows_offer_the_likeliest_allowed(seed: int, allowed: set[int], wid
     row = SampleRow(0, options, (0,), 1, allowed=mask_of(allowed))
     drawn = SampleRow(0, Sampling(temperature=1.0, seed=seed), (0,), 1)
     left = allowed - {0, 1} or allowed
-    one = sample(logits, [drawn, row])[1]
+    one = draw(logits, [drawn, row]).samples()[1]
     assert one.logprobs is not None
     values = logits.log_softmax(-1)[1].tolist()
     wanted = sorted(left, key=lambda token: -values[token])[: width + 2]

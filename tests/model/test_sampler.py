@@ -21,7 +21,7 @@ from transformers import (
 
 from baton.engine.interface import SampleRow
 from baton.sampling.keys import draw_key
-from baton.sampling.sampler import broken_rows, sample
+from baton.sampling.sampler import BrokenRowsError, draw
 from baton.types import Sampling
 from baton_kernels.sampling import keep_min_p, keep_top_k, keep_top_p
 
@@ -42,7 +42,7 @@ def row(
 def draws(logits: torch.Tensor, count: int, **options: float) -> Counter[int]:
     """Token counts over `count` seeds on one row of logits."""
     rows = [row(Sampling(seed=seed, **options)) for seed in range(count)]  # type: ignore[arg-type]
-    return Counter(one.token_id for one in sample(logits.expand(count, -1), rows))
+    return Counter(one.token_id for one in draw(logits.expand(count, -1), rows).samples())
 
 
 def warped(logits: Any, **options: float) -> torch.Tensor:
@@ -127,7 +127,7 @@ def test_repetition_penalty_is_transformers(
     ids = torch.tensor([prompt + output])
     wanted = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
     one = row(Sampling(repetition_penalty=penalty), tuple(prompt), tuple(output))
-    assert sample(logits, [one])[0].token_id == int(wanted.argmax())
+    assert draw(logits, [one]).samples()[0].token_id == int(wanted.argmax())
 
 
 def test_presence_and_frequency_count_the_output_alone() -> None:
@@ -136,7 +136,7 @@ def test_presence_and_frequency_count_the_output_alone() -> None:
 
     def chosen(**options: float) -> int:
         one = row(Sampling(**options), prompt, output)  # type: ignore[arg-type]
-        return sample(logits, [one])[0].token_id
+        return draw(logits, [one]).samples()[0].token_id
 
     # After presence p: 5 - p, 4.5 - p, 4, 0. After frequency f: 5 - f, 4.5 - 2f, 4, 0.
     assert chosen(presence_penalty=0.9) == 0
@@ -149,24 +149,24 @@ def test_presence_and_frequency_count_the_output_alone() -> None:
 def test_logit_bias_and_min_tokens() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0]])
     biased = Sampling(logit_bias={0: 5.0, 2: -100.0})
-    assert sample(logits, [row(biased)])[0].token_id == 0
+    assert draw(logits, [row(biased)]).samples()[0].token_id == 0
     waiting = Sampling(stop_token_ids=frozenset({2}), min_tokens=2, logit_bias={2: 50.0})
-    assert sample(logits, [row(waiting)])[0].token_id == 1
-    assert sample(logits, [row(waiting, output=(1,))])[0].token_id == 1
+    assert draw(logits, [row(waiting)]).samples()[0].token_id == 1
+    assert draw(logits, [row(waiting, output=(1,))]).samples()[0].token_id == 1
     # With min_tokens of them there, the next may end the output, as finish_reason has it.
-    assert sample(logits, [row(waiting, output=(1, 1))])[0].token_id == 2
+    assert draw(logits, [row(waiting, output=(1, 1))]).samples()[0].token_id == 2
 
 
 def test_greedy_takes_the_lowest_id_among_equals() -> None:
     logits = torch.tensor([[1.0, 7.0, 7.0, 7.0]])
-    assert sample(logits, [row(Sampling())])[0].token_id == 1
+    assert draw(logits, [row(Sampling())]).samples()[0].token_id == 1
 
 
 def test_very_low_temperatures_are_greedy() -> None:
     logits = random_logits(5, seed=1)
     for temperature in (1e-5, 1e-38):
         options = Sampling(temperature=temperature, top_p=0.9, top_k=5, min_p=0.1)
-        got = [one.token_id for one in sample(logits, [row(options)] * 5)]
+        got = [one.token_id for one in draw(logits, [row(options)] * 5).samples()]
         assert got == logits.argmax(-1).tolist()
 
 
@@ -192,8 +192,8 @@ def test_a_row_does_not_depend_on_the_others(options: list[Sampling], seed: int)
     logits = random_logits(len(options), seed)
     before = logits.clone()
     rows = [row(s, (4, 3), (3, 1)) for s in options]
-    together = sample(logits, rows)
-    alone = [sample(logits[i : i + 1], [one])[0] for i, one in enumerate(rows)]
+    together = draw(logits, rows).samples()
+    alone = [draw(logits[i : i + 1], [one]).samples()[0] for i, one in enumerate(rows)]
     assert [one.token_id for one in together] == [one.token_id for one in alone]
     assert [one.logprobs is None for one in together] == [s.logprobs < 0 for s in options]
     assert torch.equal(logits, before)
@@ -208,27 +208,34 @@ def test_draws_differ_by_seed_position_and_choice() -> None:
     for output in ((), (1,), (1, 1)):
         for choice in range(3):
             one = SampleRow(0, base, (0, *output), 1, choice)
-            tokens.add(sample(flat, [one])[0].token_id)
+            tokens.add(draw(flat, [one]).samples()[0].token_id)
     assert len(tokens) == 9
 
 
 def test_logprobs_are_the_models_before_any_edit() -> None:
     logits = random_logits(1, seed=9)
     options = Sampling(temperature=2.0, top_k=1, logprobs=3, repetition_penalty=1.5)
-    one = sample(logits, [row(options, prompt=(1, 2, 3))])[0]
+    one = draw(logits, [row(options, prompt=(1, 2, 3))]).samples()[0]
     wanted = logits.log_softmax(-1)[0]
     assert one.logprobs is not None
     assert one.logprobs.logprob == pytest.approx(float(wanted[one.token_id]), abs=1e-6)
     best = wanted.topk(3)
     assert [token for token, _ in one.logprobs.top] == best.indices.tolist()
     assert [value for _, value in one.logprobs.top] == pytest.approx(best.values.tolist(), abs=1e-6)
-    only = sample(logits, [row(Sampling(logprobs=0))])[0]
+    only = draw(logits, [row(Sampling(logprobs=0))]).samples()[0]
     assert only.logprobs is not None
     assert only.logprobs.top == ()
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 1.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1}]
+)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_broken_rows_are_found(bad: float) -> None:
+def test_broken_rows_are_found_and_draw_some_token(bad: float, options: dict[str, Any]) -> None:
     logits = random_logits(4, seed=2)
     logits[2, 5] = bad
-    assert broken_rows(logits) == [2]
+    drawn = draw(logits, [row(Sampling(**options))] * 4)
+    assert all(0 <= token < VOCAB for token in drawn.chosen.tolist())
+    with pytest.raises(BrokenRowsError) as caught:
+        drawn.samples()
+    assert caught.value.rows == (2,)

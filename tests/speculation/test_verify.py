@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.interface import SampleRow
-from baton.sampling.sampler import sample
+from baton.sampling import sampler
 from baton.types import Sampling
 from decode_svc.speculation.verify import verify
 
@@ -71,7 +71,7 @@ def draw(prefixes: Sequence[Sequence[int]], seeds: Sequence[int], salt: int) -> 
         SampleRow(0, Sampling(temperature=1.0, seed=seed), prefix, 0)
         for prefix, seed in zip(prefixes, seeds, strict=True)
     ]
-    return [one.token_id for one in sample(logits, rows)]
+    return [one.token_id for one in sampler.draw(logits, rows).samples()]
 
 
 def drafts_of(seeds: Sequence[int], salt: int) -> list[list[int]]:

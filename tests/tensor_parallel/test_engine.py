@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_logits_and_kv_are_those_of_one_rank(
     one, *others = [engine.logits(batch_of(engine)) for engine in engines]
     assert one.isfinite().all()
     for engine, logits in zip(engines[1:], others, strict=True):
-        assert engine.spec == engines[0].spec
+        assert engine.spec == replace(engines[0].spec, max_num_launches=1)
         if library() is not None and dtype != "float16":
             assert torch.equal(logits, one)
             assert kv_of(engine) == kv_of(engines[0])
@@ -129,7 +130,7 @@ def test_pools_of_any_type_are_shared(
     one, two = (load_ranks(path, size, kv_cache_dtype=kv_cache_dtype) for size in (1, 2))
     wanted, logits = (engine.logits(batch_of(engine)) for engine in (one, two))
     torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=0)
-    assert two.spec == one.spec
+    assert two.spec == replace(one.spec, max_num_launches=1)
     assert kv_of(two) == kv_of(one)
 
 

@@ -1,0 +1,42 @@
+"""How many steps are under way at once, by what was asked for and what the engine can do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from baton.config import DecodeOptions
+from baton.engine.oracle import OracleEngine, OracleOptions
+from baton.errors import ConfigError
+from decode_svc.server import max_num_launches
+
+SPEC = OracleEngine(OracleOptions(num_blocks=8)).spec
+
+
+def options(*, method: str = "none", is_asked: bool | None = None) -> DecodeOptions:
+    return DecodeOptions(model="m", speculative_method=method, async_scheduling=is_asked)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("method", "is_asked", "computes_aside", "expected"),
+    [
+        ("none", None, True, 2),
+        ("ngram", None, True, 1),
+        ("none", None, False, 1),
+        ("none", True, False, 2),
+        ("none", False, True, 1),
+    ],
+)
+def test_two_where_it_is_of_use_or_asked_for(
+    method: str, is_asked: bool | None, computes_aside: bool, expected: int
+) -> None:
+    spec = replace(SPEC, computes_aside=computes_aside)
+    assert max_num_launches(options(method=method, is_asked=is_asked), spec) == expected
+
+
+def test_an_engine_that_can_have_one_has_one_or_says_why_not() -> None:
+    spec = replace(SPEC, max_num_launches=1)
+    assert max_num_launches(options(), spec) == 1
+    with pytest.raises(ConfigError, match="tensor-parallel-size 1"):
+        max_num_launches(options(is_asked=True), spec)
