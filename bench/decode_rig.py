@@ -12,7 +12,7 @@ from baton.config import DecodeOptions
 from baton.engine.interface import Engine
 from baton.events import Tokens
 from baton.types import KvSource, SequenceSpec, WorkerIdentity
-from baton.worker.build import build_engine, build_matchers, build_pool
+from baton.worker.build import build_decode_engine, build_matchers, build_pool
 from decode_svc.admission import DecodeLimits
 from decode_svc.commands import DecodeCommand, Open
 from decode_svc.core import DecodeCore, DecodeDevices
@@ -41,7 +41,7 @@ class DecodeRig:
     def __init__(self, options: DecodeOptions, clock: Callable[[], float]) -> None:
         """clock: by which steps are timed, in seconds."""
         self._clock = clock
-        self.engine: Engine = build_engine(options)
+        self.engine: Engine = build_decode_engine(options)
         hub = LoopbackHub()
         identity = WorkerIdentity("bench", 1)
         self._commands: list[DecodeCommand] = []

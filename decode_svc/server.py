@@ -16,7 +16,7 @@ from baton.rpc.bind import check_bindable
 from baton.service import ReadyReport
 from baton.types import WorkerLoad
 from baton.v1 import decode_pb2, decode_pb2_grpc
-from baton.worker.build import build_engine, build_matchers, build_pool
+from baton.worker.build import build_decode_engine, build_matchers, build_pool
 from baton.worker.host import WorkerHost, describe, new_identity
 from baton.worker.load_board import LoadBoard
 from baton.worker.service import WorkerServicer, services
@@ -40,7 +40,7 @@ async def serve_decode(
     options: DecodeOptions,
     stop: asyncio.Event,
     on_ready: Callable[[ReadyReport], None],
-    make_engine: Callable[[DecodeOptions], Engine] = build_engine,
+    make_engine: Callable[[DecodeOptions], Engine] = build_decode_engine,
 ) -> None:
     """Decode worker: streams tokens of sequences whose KV prefill workers send."""
     clock = PhaseClock()

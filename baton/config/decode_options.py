@@ -56,6 +56,21 @@ class DecodeTierOptions(SpeculationOptions):
     kv_transfer_dtype: KvDtype = "auto"
     """Type that KV travels in to decode workers; auto takes the narrower of the two workers' own. fp8 and int8 come with
     scales and halve the bytes of 16 bits, at some cost in quality."""
+    enforce_eager: bool = False
+    """On a GPU, launch each decode step operation by operation instead of replaying a CUDA graph of it. Saves their memory and the
+    time to capture them."""
+    max_cudagraph_capture_size: Count = 512
+    """Most sequences of a decode step that is captured as a CUDA graph, of those that --max-num-seqs allows; larger ones run
+    operation by operation."""
+
+    @model_validator(mode="after")
+    def _check_graphs(self) -> Self:
+        if self.enforce_eager and "max_cudagraph_capture_size" in self.model_fields_set:
+            raise ValueError(
+                f"--max-cudagraph-capture-size={self.max_cudagraph_capture_size}: with --enforce-eager nothing is captured; "
+                "leave one of them out"
+            )
+        return self
 
     async_scheduling: bool | None = None
     """Launch a decode step before the tokens of the one before are handed out, so that a device does not wait for that. If not given,
@@ -75,3 +90,10 @@ class DecodeOptions(WorkerOptions, DecodeTierOptions):
     """Options of `baton decode`."""
 
     tier: ClassVar[Tier] = Tier.DECODE
+
+    @property
+    def max_graph_seqs(self) -> int | None:
+        """Most sequences of a step that is captured; None if none is."""
+        if self.enforce_eager:
+            return None
+        return min(self.max_cudagraph_capture_size, self.max_num_seqs)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from baton.config.decode_options import DecodeTierOptions
 from baton.config.engine_options import EngineOptions
@@ -43,10 +43,24 @@ class ServeOptions(
     """Processes that share the model in each prefill worker; --tensor-parallel-size if not given."""
     decode_tensor_parallel_size: Count | None = None
     """Processes that share the model in each decode worker; --tensor-parallel-size if not given."""
+    prefill_gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of --gpu-memory-utilization's that goes to the prefill tier, where both tiers are on one device; if not given, all
+    workers have alike."""
+
+    @model_validator(mode="after")
+    def _check_memory(self) -> Self:
+        of_prefill = self.prefill_gpu_memory_utilization
+        if of_prefill is not None and of_prefill >= self.gpu_memory_utilization:
+            raise ValueError(
+                f"--prefill-gpu-memory-utilization={of_prefill:g}: leaves nothing of "
+                f"--gpu-memory-utilization={self.gpu_memory_utilization:g} to the decode tier; give less"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_colocated(self) -> Self:
-        of_prefill = {"num_prefill_workers", "prefill_block_size", "prefill_tensor_parallel_size"}
+        of_prefill = {name for name in type(self).model_fields if name.startswith("prefill_")}
+        of_prefill.add("num_prefill_workers")
         meaningless = of_prefill & self.model_fields_set
         if self.colocated and meaningless:
             name = min(meaningless).replace("_", "-")

@@ -68,7 +68,7 @@ class CudaGraphs:
             graph: Any = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                 run()
-        return CudaGraph(graph)
+        return CudaGraph(graph, self._device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +76,12 @@ class CudaGraph:
     """See Graph."""
 
     graph: Any
+    device: torch.device
 
     def replay(self) -> None:
         """See Graph."""
-        self.graph.replay()
+        with torch.cuda.device(self.device):
+            self.graph.replay()
 
 
 class CalledGraphs:

@@ -67,10 +67,15 @@ def threads_per_rank(options: ServeOptions, num_cores: int) -> int:
     return max(1, num_cores // total)
 
 
-def memory_share_per_worker(options: ServeOptions) -> float:
-    """Share of the free memory of each worker: an equal part of what all of them may take, since they start together."""
-    num_workers = num_prefill_workers(options) + options.num_decode_workers
-    return options.gpu_memory_utilization / num_workers
+def memory_shares(options: ServeOptions) -> tuple[float, float]:
+    """Shares of the free memory of each prefill worker, and of each decode worker: together what all of them may take, since
+    they start together."""
+    num_prefill, num_decode = num_prefill_workers(options), options.num_decode_workers
+    total, of_prefill = options.gpu_memory_utilization, options.prefill_gpu_memory_utilization
+    if of_prefill is None:
+        share = total / (num_prefill + num_decode)
+        return share, share
+    return of_prefill / num_prefill, (total - of_prefill) / num_decode
 
 
 def plan_workers(
@@ -79,8 +84,10 @@ def plan_workers(
     """The workers, prefill first, each on a free port of the loopback interface."""
     threads = threads_per_rank(options, num_cores)
     prefill_ranks, decode_ranks = num_ranks(options)
-    of_prefill = _of_tier(options, options.prefill_block_size, prefill_ranks, threads)
-    of_decode = _of_tier(options, options.decode_block_size, decode_ranks, threads)
+    prefill_share, decode_share = memory_shares(options)
+    prefill_size, decode_size = options.prefill_block_size, options.decode_block_size
+    of_prefill = _of_tier(options, prefill_size, prefill_ranks, threads, prefill_share)
+    of_decode = _of_tier(options, decode_size, decode_ranks, threads, decode_share)
     prefill = (
         _worker(PrefillOptions, options, programs.prefill, f"prefill-{i}", of_prefill)
         for i in range(num_prefill_workers(options))
@@ -93,13 +100,18 @@ def plan_workers(
 
 
 def _of_tier(
-    options: ServeOptions, block_size: int | None, num_ranks: int, threads_per_rank: int
+    options: ServeOptions,
+    block_size: int | None,
+    num_ranks: int,
+    threads_per_rank: int,
+    memory_share: float,
 ) -> dict[str, Any]:
     """Options that all workers of a tier have."""
     return {
         "block_size": block_size or options.block_size,
         "tensor_parallel_size": num_ranks,
         "num_threads": options.num_threads or threads_per_rank * num_ranks,
+        "gpu_memory_utilization": memory_share,
     }
 
 
@@ -147,7 +159,6 @@ def _worker(
     own = {
         **of_tier,
         "worker_id": name,
-        "gpu_memory_utilization": memory_share_per_worker(options),
         "port": 0,
     }
     return _child(cls, options, program, name, own)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import secrets
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 from baton.cache.pool import BlockPool
-from baton.config import EngineOptions
+from baton.config import DecodeOptions, EngineOptions
 from baton.engine.interface import Engine
 from baton.engine.oracle import OracleEngine, OracleOptions
 from baton.grammar import GrammarVocabulary, Matchers, load_vocabulary, synthetic_vocabulary
@@ -17,11 +18,19 @@ from baton.model.checkpoint import resolve_checkpoint
 _ORACLE_BLOCKS = 4096
 
 
-def build_engine(options: EngineOptions) -> Engine:
-    """Load the engine that the options name. Takes as long as reading the weights; raises StartupError."""
+def build_engine(options: EngineOptions, max_graph_seqs: int | None = None) -> Engine:
+    """Load the engine that the options name. Takes as long as reading the weights; raises StartupError.
+
+    max_graph_seqs: most sequences of decode steps that are captured on a GPU; none is if not given.
+    """
     if options.engine == "oracle":
         return _build_oracle(options)
-    return _build_torch(options)
+    return _build_torch(options, max_graph_seqs)
+
+
+def build_decode_engine(options: DecodeOptions) -> Engine:
+    """The engine of a decode worker. See build_engine."""
+    return build_engine(options, options.max_graph_seqs)
 
 
 def build_pool(options: EngineOptions, engine: Engine) -> BlockPool:
@@ -59,21 +68,24 @@ def _build_oracle(options: EngineOptions) -> OracleEngine:
     )
 
 
-def _build_torch(options: EngineOptions) -> Engine:
+def _build_torch(options: EngineOptions, max_graph_seqs: int | None) -> Engine:
     _check_model(options)
     # Only a process that runs a model pays for importing torch.
     import torch
 
+    from baton.engine.graph_device import CudaGraphs
     from baton.engine.load_engine import load_engine
 
     best_device = "cuda" if torch.cuda.is_available() else "cpu"
-
+    device = best_device if options.device == "auto" else options.device
+    # What is captured are Triton's kernels.
+    can_capture = device.startswith("cuda") and find_spec("triton") is not None
     return load_engine(
         model=options.model,
         revision=options.revision,
         dtype=options.dtype,
         kv_cache_dtype=options.kv_cache_dtype,
-        device=best_device if options.device == "auto" else options.device,
+        device=device,
         max_model_len=options.max_model_len,
         block_size=options.block_size,
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
@@ -85,6 +97,8 @@ def _build_torch(options: EngineOptions) -> Engine:
         served_model_name=options.served_model_name,
         num_threads=options.num_threads,
         tensor_parallel_size=options.tensor_parallel_size,
+        make_graphs=CudaGraphs if can_capture and max_graph_seqs is not None else None,
+        max_graph_seqs=max_graph_seqs,
     )
 
 

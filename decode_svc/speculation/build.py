@@ -9,7 +9,7 @@ from baton.cache.pool import BlockPool
 from baton.config import DecodeOptions
 from baton.engine.interface import Engine
 from baton.model.checkpoint import resolve_checkpoint
-from baton.worker.build import build_engine
+from baton.worker.build import build_decode_engine
 from decode_svc.speculation.draft_model import DraftModelProposer
 from decode_svc.speculation.interface import NoSpeculation, Speculation
 from decode_svc.speculation.ngram import NgramProposer
@@ -48,7 +48,7 @@ def _draft_model(
             "num_threads": None,
         }
     )
-    engine = build_engine(draft_options)
+    engine = build_decode_engine(draft_options)
     check_specs(target.spec, engine.spec)
     if options.engine == "torch":
         check_tokenizers(

@@ -164,6 +164,27 @@ def test_options_without_meaning_are_refused() -> None:
     assert load_options(ServeOptions, flags).colocated
     with pytest.raises(ConfigError, match="leave out --num-prefill-workers"):
         load_options(ServeOptions, flags | {"num_prefill_workers": 2})
+    with pytest.raises(ConfigError, match="leave out --prefill-gpu-memory-utilization"):
+        load_options(ServeOptions, flags | {"prefill_gpu_memory_utilization": 0.1})
+
+
+def test_the_prefill_tier_leaves_memory_to_the_decode_tier() -> None:
+    flags = {"model": "m", "gpu_memory_utilization": 0.5}
+    assert load_options(ServeOptions, flags | {"prefill_gpu_memory_utilization": 0.4})
+    with pytest.raises(ConfigError, match=r"0\.5: leaves nothing of --gpu-memory-utilization=0\.5"):
+        load_options(ServeOptions, flags | {"prefill_gpu_memory_utilization": 0.5})
+
+
+def test_how_many_sequences_a_captured_step_has() -> None:
+    def most(**flags: object) -> int | None:
+        return load_options(DecodeOptions, {"model": "m", **flags}).max_graph_seqs
+
+    assert most(max_num_seqs=40) == 40
+    assert most(max_num_seqs=1000, max_num_batched_tokens=1000) == 512
+    assert most(max_num_seqs=40, max_cudagraph_capture_size=16) == 16
+    assert most(enforce_eager=True) is None
+    with pytest.raises(ConfigError, match="with --enforce-eager nothing is captured"):
+        most(enforce_eager=True, max_cudagraph_capture_size=16)
 
 
 def test_names_fall_back_to_what_is_known() -> None:

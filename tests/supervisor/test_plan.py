@@ -104,3 +104,34 @@ def test_children_get_flags_in_place_of_our_variables() -> None:
     inherited = child_environment({"PATH": "/bin", "BATON_BLOCK_SIZE": "8"})
     assert inherited["PATH"] == "/bin"
     assert "BATON_BLOCK_SIZE" not in inherited
+
+
+def share(spec: ChildSpec) -> float:
+    prefix = "--gpu-memory-utilization="
+    (value,) = (a.removeprefix(prefix) for a in spec.arguments if a.startswith(prefix))
+    return float(value)
+
+
+@given(
+    num_prefill=st.integers(1, 8),
+    num_decode=st.integers(1, 8),
+    total=st.floats(0.1, 1.0),
+    of_prefill=st.none() | st.floats(0.01, 0.09),
+)
+def test_workers_share_the_memory(
+    num_prefill: int, num_decode: int, total: float, of_prefill: float | None
+) -> None:
+    options = ServeOptions(
+        model="m",
+        num_prefill_workers=num_prefill,
+        num_decode_workers=num_decode,
+        gpu_memory_utilization=total,
+        prefill_gpu_memory_utilization=of_prefill,
+    )
+    shares = [share(spec) for spec in plan_workers(options, 1)]
+    assert abs(sum(shares) - total) < 1e-9
+    if of_prefill is None:
+        assert len(set(shares)) == 1
+    else:
+        assert abs(sum(shares[:num_prefill]) - of_prefill) < 1e-9
+        assert len(set(shares[num_prefill:])) == 1
