@@ -17,14 +17,13 @@ from baton.engine.step_shapes import StepShape
 from baton.model.decoder import PackedBatch
 from baton_kernels.gpu.attention_plan import AttentionPlan, Tile, WorkList
 from baton_kernels.gpu.padded_plan import Partials, PlanRoom, padded_fields, padded_plan
-from baton_kernels.kv_write import slot_rows
+from baton_kernels.kv_write import block_rows
 from baton_kernels.paged_attention import AttentionPlan as TwinPlan
 from baton_kernels.paged_attention import AttentionSlice
 
-#: int64 numbers of each sequence: its new token, its position, its slot, and the length that its frequencies are for.
+#: int64 numbers of each sequence: its new token, its position, its row of the pool (PackedBatch.first_rows), and the length that its
+#: frequencies are for.
 _NUM_ROWS = 4
-#: Of a sequence that only fills the batch up. Nothing of it is written: see baton_kernels.kv_write.
-_PADDING = (0, 0, -1, 1)
 #: int32 numbers in 16 bytes, the alignment of block tables that kernels are compiled for.
 _ALIGN = 4
 
@@ -99,19 +98,20 @@ class StaticStep:
         host.wait = self._device.fence()
 
     def _rows(self, shape: StepShape, batch: Batch) -> array[int]:
-        """_NUM_ROWS rows of num_seqs."""
-        block_size = self._model.kv.tensor.shape[4]
-        columns = [_column(part, block_size) for part in batch.slices]
-        columns += [_PADDING] * (shape.num_seqs - len(columns))
+        """_NUM_ROWS rows of num_seqs. Those that only fill the batch up have a row before all blocks, which is written nowhere."""
+        pool = self._model.kv.tensor
+        num_rows = block_rows(pool)
+        columns = [_column(part, pool.shape[4], num_rows) for part in batch.slices]
+        columns += [(0, 0, -num_rows, 1)] * (shape.num_seqs - len(columns))
         return array("q", chain.from_iterable(zip(*columns, strict=True)))
 
     def packed(self, shape: StepShape) -> PackedBatch:
         """The batch that is in the buffer, in tensors that the device computes from it whenever it does what this call had it do."""
-        model, pool = self._model, self._model.kv.tensor
+        model = self._model
         at = _fields_at(shape)
         rows = self._buffer[:at].view(torch.int64).view(_NUM_ROWS, shape.num_seqs)
-        token_ids, positions, slots, lengths = rows
-        cos, sin = model.rope.tables(positions, lengths, model.decoder.dtype)
+        token_ids, positions, first_rows, lengths = rows
+        cos, sin = model.rope.compute(positions, lengths, model.decoder.dtype)
         table = self._buffer[_table_at(shape, len(self._windows)) :]
         room = _room(shape)
         plans: dict[int | None, AttentionPlan] = {}
@@ -128,14 +128,14 @@ class StaticStep:
             at += room.num_fields
         # The ops take whatever plan their kernels make: on this device, Triton's.
         by_window = cast(Mapping[int | None, TwinPlan], plans)
-        return PackedBatch(token_ids, cos, sin, slot_rows(slots, pool), by_window, None)
+        return PackedBatch(token_ids, cos, sin, first_rows, by_window, None)
 
 
-def _column(part: SequenceSlice, block_size: int) -> tuple[int, int, int, int]:
-    """See _NUM_ROWS."""
+def _column(part: SequenceSlice, block_size: int, num_block_rows: int) -> tuple[int, int, int, int]:
+    """See _NUM_ROWS. num_block_rows: rows of a block."""
     index, offset = divmod(part.start, block_size)
-    slot = part.block_table[index] * block_size + offset
-    return part.token_ids[0], part.start, slot, max(part.start + 1, part.num_prompt_tokens)
+    row = part.block_table[index] * num_block_rows + offset
+    return part.token_ids[0], part.start, row, max(part.start + 1, part.num_prompt_tokens)
 
 
 class _HostBuffer:

@@ -15,7 +15,7 @@ from baton.model.decoder import PackedBatch
 from baton.model.rope import Rope
 from baton.sampling.edits import names_unknown_token
 from baton_kernels.host_copy import to_device
-from baton_kernels.kv_write import slot_rows
+from baton_kernels.kv_write import block_rows
 from baton_kernels.paged_attention import AttentionSlice, plan_attention
 
 
@@ -83,9 +83,12 @@ def pack_batch(
     token_ids = _tensor(chain.from_iterable(s.token_ids for s in batch.slices))
     ranges = [range(s.start, s.start + len(s.token_ids)) for s in batch.slices]
     positions = _tensor(chain.from_iterable(ranges))
-    slots = _tensor(chain.from_iterable(_slots(s, block_size) for s in batch.slices))
+    rows = _tensor(
+        chain.from_iterable(_first_rows(s, block_size, block_rows(pool)) for s in batch.slices)
+    )
     lengths = _rope_lengths(batch, positions) if rope.is_dynamic else positions
-    cos, sin = rope.tables(to_device(positions, device), to_device(lengths, device), dtype)
+    end = max(r.stop for r in ranges)
+    cos, sin = rope.tables(to_device(positions, device), to_device(lengths, device), end, dtype)
     parts = _attention_slices(batch)
     plans = {
         window: plan_attention(parts, pool, config.num_heads, config.head_dim**-0.5, window, dtype)
@@ -95,7 +98,7 @@ def pack_batch(
         to_device(token_ids, device),
         cos,
         sin,
-        slot_rows(to_device(slots, device), pool),
+        to_device(rows, device),
         plans,
         _sampled(batch, device),
     )
@@ -157,13 +160,13 @@ def _tensor(numbers: Iterable[int]) -> torch.Tensor:
     return torch.frombuffer(array("q", numbers), dtype=torch.int64)
 
 
-def _slots(part: SequenceSlice, block_size: int) -> Iterator[int]:
-    """block * block_size + offset of each new token."""
+def _first_rows(part: SequenceSlice, block_size: int, rows_of_block: int) -> Iterator[int]:
+    """Each new token's row of the first head: see PackedBatch."""
     position, end = part.start, part.start + len(part.token_ids)
     while position < end:
         index, offset = divmod(position, block_size)
         count = min(block_size - offset, end - position)
-        first = part.block_table[index] * block_size + offset
+        first = part.block_table[index] * rows_of_block + offset
         yield from range(first, first + count)
         position += count
 

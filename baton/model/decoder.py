@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from baton.model.config import ModelConfig
 from baton.model.packed import PackedLayer, PackedParameters
 from baton.model.shard import Alone, Ranks
+from baton_kernels.kv_write import head_rows
 from baton_kernels.paged_attention import AttentionPlan, paged_attention
 from baton_kernels.rms_norm import rms_norm
 from baton_kernels.rope_kv_write import rope_kv_write
@@ -21,15 +22,15 @@ from baton_kernels.swiglu import swiglu
 class PackedBatch:
     """A step's tokens one sequence after the other, and what its layers need to know. All on the engine's device.
 
-    token_ids [tokens] int64; cos, sin [tokens, head_dim / 2] of the model's dtype; slot_rows as
-    baton_kernels.kv_write.slot_rows gives them; plans by window; sampled [rows] int64: the tokens whose logits are
+    token_ids [tokens] int64; cos, sin [tokens, head_dim / 2] of the model's dtype; first_rows [tokens] int64 as
+    baton_kernels.kv_write.head_rows takes them; plans by window; sampled [rows] int64: the tokens whose logits are
     wanted, in that order, with repeats, or None for all, once each.
     """
 
     token_ids: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
-    slot_rows: torch.Tensor
+    first_rows: torch.Tensor
     plans: Mapping[int | None, AttentionPlan]
     sampled: torch.Tensor | None
 
@@ -69,9 +70,10 @@ class Decoder:
         """
         parameters, ranks = self._parameters, self._ranks
         hidden = F.embedding(batch.token_ids, parameters.embeddings)
+        rows = head_rows(batch.first_rows, pool)
         last = len(parameters.layers) - 1
         for index, layer in enumerate(parameters.layers):
-            mixed = self._attention(index, layer, hidden, batch, pool, scales, layer_done)
+            mixed = self._attention(index, layer, hidden, batch, rows, pool, scales, layer_done)
             if index == last and batch.sampled is not None:
                 hidden, mixed = hidden[batch.sampled], mixed[batch.sampled]
             hidden = ranks.gather(layer.output(ranks.gather(mixed), ranks.own(hidden)))
@@ -89,6 +91,7 @@ class Decoder:
         layer: PackedLayer,
         hidden: torch.Tensor,
         batch: PackedBatch,
+        rows: torch.Tensor,
         pool: torch.Tensor,
         scales: torch.Tensor | None,
         layer_done: Callable[[int], None] | None,
@@ -103,7 +106,7 @@ class Decoder:
             query = rms_norm(query, layer.q_norm, config.rms_norm_eps)
             key = rms_norm(key, layer.k_norm, config.rms_norm_eps)
         query, key = rope_kv_write(
-            query, key, value, batch.cos, batch.sin, pool, index, batch.slot_rows, scales
+            query, key, value, batch.cos, batch.sin, pool, index, rows, scales
         )
         if layer_done is not None:
             self._ranks.meet()

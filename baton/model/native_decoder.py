@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder, PackedBatch
@@ -26,7 +25,6 @@ from baton_kernels.cpu.layers import (
 from baton_kernels.cpu.linear import NativeLinear
 from baton_kernels.cpu.paged_attention import AttentionPlan
 from baton_kernels.linear import Linear
-from baton_kernels.rms_norm import rms_norm
 
 
 def make_decoder(
@@ -61,7 +59,7 @@ class NativeDecoder(Decoder):
             head_dim=config.head_dim,
             rms_norm_eps=config.rms_norm_eps,
         )
-        self._layers = NativeLayers(layers, shape)
+        self._layers = NativeLayers(layers, parameters.norm, shape)
 
     def forward(
         self,
@@ -72,9 +70,9 @@ class NativeDecoder(Decoder):
     ) -> torch.Tensor:
         """See Decoder.forward."""
         config, parameters = self._config, self._parameters
-        hidden = F.embedding(batch.token_ids, parameters.embeddings)
+        hidden = parameters.embeddings.index_select(0, batch.token_ids)
         mixed = hidden.new_empty(hidden.shape[0], config.num_heads * config.head_dim)
-        step = Step(pool, scales, batch.cos, batch.sin, batch.slot_rows, _native_plans(batch))
+        step = Step(pool, scales, batch.cos, batch.sin, batch.first_rows, _native_plans(batch))
         max_rows = 0 if batch.sampled is None else len(batch.sampled)
         running = self._layers.begin(hidden, mixed, step, max_rows)
         end = config.num_layers * NUM_STAGES
@@ -82,8 +80,9 @@ class NativeDecoder(Decoder):
         if batch.sampled is not None:
             hidden, mixed = hidden[batch.sampled], mixed[batch.sampled]
             running.goes_on_with(hidden, mixed)
-        running.run(end - 1, end)
-        return rms_norm(hidden, parameters.norm, config.rms_norm_eps)
+        # With the norm after the last layer.
+        running.run(end - 1, end + 1)
+        return hidden
 
 
 def _run_to(running: RunningLayers, end: int, layer_done: Callable[[int], None] | None) -> None:

@@ -10,7 +10,6 @@ token takes the frequencies of its own position, which is the same for prompts u
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,27 +17,48 @@ import torch
 from baton.model.config import ModelConfig
 from baton_kernels.rope import rope_tables
 
+#: Positions whose cos and sin are computed at first; where sequences grow past them, those of the next power of two.
+_FIRST_POSITIONS = 1024
 
-@dataclass(frozen=True, slots=True)
+
 class Rope:
-    """inv_freq [num_sets, head_dim / 2] float32; set i is for lengths of first_length + i (set 0: all up to it)."""
+    """inv_freq [num_sets, head_dim / 2] float32; set i is for lengths of first_length + i (set 0: all up to it).
 
-    inv_freq: torch.Tensor
-    scaling: float
-    first_length: int
+    Keeps cos and sin of all positions that were asked for so far, and of those before them, where there is one set.
+    """
+
+    def __init__(self, inv_freq: torch.Tensor, scaling: float, first_length: int) -> None:
+        self.inv_freq = inv_freq
+        self.scaling = scaling
+        self.first_length = first_length
+        self._cos = self._sin = torch.empty(0)
 
     @property
     def is_dynamic(self) -> bool:
         return self.inv_freq.shape[0] > 1
 
     def tables(
+        self, positions: torch.Tensor, lengths: torch.Tensor, end: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See compute; positions are below `end`."""
+        if self.is_dynamic:
+            return self.compute(positions, lengths, dtype)
+        if end > len(self._cos) or self._cos.dtype != dtype:
+            self._fill(max(_FIRST_POSITIONS, 1 << (end - 1).bit_length()), dtype)
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    def compute(
         self, positions: torch.Tensor, lengths: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [tokens, head_dim / 2]; positions and lengths (see module) [tokens] int64."""
+        """cos and sin [tokens, head_dim / 2]; positions and lengths (see module) [tokens] int64. Keeps nothing."""
         inv_freq = self.inv_freq
         if self.is_dynamic:
             inv_freq = inv_freq[(lengths - self.first_length).clamp_(min=0)]
         return rope_tables(positions, inv_freq, self.scaling, dtype)
+
+    def _fill(self, num_positions: int, dtype: torch.dtype) -> None:
+        positions = torch.arange(num_positions, device=self.inv_freq.device)
+        self._cos, self._sin = rope_tables(positions, self.inv_freq, self.scaling, dtype)
 
 
 def make_rope(config: ModelConfig, max_model_len: int, device: torch.device) -> Rope:

@@ -21,11 +21,22 @@ def slot_rows(slots: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
 
     slots [tokens] int64 = block * block_size + offset; -1 for a token without one, whose rows are negative.
     """
-    _, num_layers, _, num_kv_heads, block_size, _ = pool.shape
+    block_size = pool.shape[4]
     # block * rows of a block + offset, where a slot is block * block_size + offset.
-    rows_of_block = num_layers * 2 * num_kv_heads * block_size
-    first = slots + slots // block_size * (rows_of_block - block_size)
-    heads = torch.arange(0, num_kv_heads * block_size, block_size, device=slots.device)
+    return head_rows(slots + slots // block_size * (block_rows(pool) - block_size), pool)
+
+
+def block_rows(pool: torch.Tensor) -> int:
+    """Rows of head_dim elements in a block."""
+    _, num_layers, _, num_kv_heads, block_size, _ = pool.shape
+    return num_layers * 2 * num_kv_heads * block_size
+
+
+def head_rows(first: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
+    """slot_rows, from the tokens' rows of the first head: first [tokens] int64 = block * block_rows + offset; -block_rows for
+    a token without one."""
+    num_kv_heads, block_size = pool.shape[3:5]
+    heads = torch.arange(0, num_kv_heads * block_size, block_size, device=first.device)
     return (first[:, None] + heads).flatten()
 
 

@@ -32,7 +32,8 @@ struct RopeKvWrite {
     char* pool;                           // see baton_kernels.kv_write
     float* scales;                        // null if the pool has none
     long stored, row_bytes, head_bytes;   // head_bytes: from a block's rows of one head to those of the next
-    const int64_t* rows;                  // [tokens][kv_heads]: see baton_kernels.kv_write.slot_rows; negative: not written
+    const int64_t* rows;                  // of the first head: see baton_kernels.kv_write.head_rows; negative: not written
+    long row_stride;                      // from a token's row to the next token's, in `rows`
     long to_layer, to_values;             // rows from the first layer's keys to this one's, and on to its values
     long tokens, heads, kv_heads, dim, block_size;
 };

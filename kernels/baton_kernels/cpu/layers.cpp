@@ -2,6 +2,7 @@
 //   0  norm, queries, keys and values, RoPE; keys and values go into the KV pool
 //   1  attention
 //   2  output layer, norm, gate and up, SwiGLU, down
+// After those of the last layer there is one more: the norm of what it gives, in its place.
 // Each stage is the operations of this library, one after the other, as baton.model.decoder calls them one by one.
 #include "calls.h"
 #include <stddef.h>
@@ -19,6 +20,8 @@ struct Layer {
 
 struct Stages {
     const Layer* layers;
+    long num_layers;
+    const void* norm;  // of the last layer's results
     long hidden_size, intermediate_size, heads, kv_heads, dim;
     float eps;
     const Attention* const* plans;  // of this step; all but query, out and layer are filled in
@@ -98,11 +101,15 @@ struct Run {
 
 }  // namespace
 
-// Stages [first, end), counted over all layers.
+// Stages [first, end), counted over all layers; their number is at most 3 num_layers + 1.
 extern "C" void baton_layers(const Stages* stages, long first, long end, int is_bf16, int threads) {
     const Run run{*stages, is_bf16, threads};
     for (long stage = first; stage < end; stage++) {
         const long index = stage / 3;
+        if (index == stages->num_layers) {
+            run.norm(stages->hidden, stages->norm, stages->hidden);
+            continue;
+        }
         const Layer& layer = stages->layers[index];
         switch (stage % 3) {
             case 0: run.write_kv(layer, index); break;

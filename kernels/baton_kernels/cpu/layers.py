@@ -61,13 +61,14 @@ class NativeLayer:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step's metadata: as baton_kernels.rope_kv_write and paged_attention take it. plans: by window."""
+    """A step's metadata: as baton_kernels.rope_kv_write and paged_attention take it, but for first_rows: as kv_write.head_rows
+    takes them. plans: by window."""
 
     pool: torch.Tensor
     scales: torch.Tensor | None
     cos: torch.Tensor
     sin: torch.Tensor
-    rows: torch.Tensor
+    first_rows: torch.Tensor
     plans: Mapping[int | None, AttentionPlan]
 
 
@@ -86,6 +87,8 @@ class _Stages(ctypes.Structure):
 
     _fields_ = (
         ("layers", _POINTER),
+        ("num_layers", _LONG),
+        ("norm", _POINTER),
         *((name, _LONG) for name in ("hidden_size", "intermediate_size")),
         *((name, _LONG) for name in ("heads", "kv_heads", "dim")),
         ("eps", ctypes.c_float),
@@ -106,8 +109,11 @@ def can_run(dtype: torch.dtype, pool_dtype: torch.dtype, head_dim: int) -> bool:
 class NativeLayers:
     """Runs layers for which `can_run` holds. Keeps the memory of the largest step so far; one step at a time."""
 
-    def __init__(self, layers: Sequence[NativeLayer], shape: LayerShape) -> None:
-        self._layers, self._shape = tuple(layers), shape
+    def __init__(
+        self, layers: Sequence[NativeLayer], norm: torch.Tensor, shape: LayerShape
+    ) -> None:
+        """norm: of the last layer's results, of the type that layers compute in."""
+        self._layers, self._norm, self._shape = tuple(layers), norm, shape
         self._windows = tuple(dict.fromkeys(layer.window for layer in layers))
         self._table = (_Layer * len(layers))(*(self._entry(layer) for layer in layers))
         self._scratch_row_bytes = max(
@@ -128,6 +134,8 @@ class NativeLayers:
         )
         call = _Stages(
             layers=ctypes.addressof(self._table),
+            num_layers=len(self._layers),
+            norm=self._norm.data_ptr(),
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,
             heads=shape.num_heads,
@@ -135,7 +143,7 @@ class NativeLayers:
             dim=shape.head_dim,
             eps=shape.rms_norm_eps,
             plans=ctypes.addressof(plans),
-            write=call_over(step.pool, scales, step.cos, step.sin, step.rows),
+            write=call_over(step.pool, scales, step.cos, step.sin, step.first_rows, 1),
         )
         self._place(call, max(max_rows, hidden.shape[0]), hidden.element_size())
         running = RunningLayers(call, (self, plans, step), hidden.dtype == torch.bfloat16)
@@ -198,7 +206,7 @@ class RunningLayers:
         self._call.hidden, self._call.mixed = hidden.data_ptr(), mixed.data_ptr()
 
     def run(self, first: int, end: int) -> None:
-        """Stages [first, end), counted over all layers."""
+        """Stages [first, end), counted over all layers, and past them one more: the norm of what they give, in its place."""
         loaded().baton_layers(
             ctypes.addressof(self._call), first, end, self._is_bf16, torch.get_num_threads()
         )

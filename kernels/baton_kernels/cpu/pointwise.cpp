@@ -81,7 +81,7 @@ void rope_kv_write(const RopeKvWrite& c, int threads) {
         for (long h = 0; h < c.heads; h++)
             rotate<T>(query + h * c.dim, cos, sin, (E*)c.out + (t * c.heads + h) * c.dim, half);
         for (long h = 0; h < c.kv_heads; h++) {
-            const long row = c.rows[t * c.kv_heads + h], slot = row + c.to_layer;
+            const long row = c.rows[t * c.row_stride] + h * c.block_size, slot = row + c.to_layer;
             E* key = (E*)c.key_out + (t * c.kv_heads + h) * c.dim;
             rotate<T>(new_key + h * c.dim, cos, sin, key, half);
             if (row < 0) continue;

@@ -24,6 +24,7 @@ class RopeKvWriteCall(ctypes.Structure):
         *((name, _POINTER) for name in ("cos", "sin", "out", "key_out", "pool", "scales")),
         *((name, _LONG) for name in ("stored", "row_bytes", "head_bytes")),
         ("rows", _POINTER),
+        ("row_stride", _LONG),
         *((name, _LONG) for name in ("to_layer", "to_values")),
         *((name, _LONG) for name in ("tokens", "heads", "kv_heads", "dim", "block_size")),
     )
@@ -35,8 +36,12 @@ def call_over(
     cos: torch.Tensor,
     sin: torch.Tensor,
     rows: torch.Tensor,
+    row_stride: int,
 ) -> RopeKvWriteCall:
-    """What the calls of a step have in common. The pool's dtype has a stored_number."""
+    """What the calls of a step have in common. The pool's dtype has a stored_number.
+
+    rows: the tokens' rows of the first head, row_stride elements apart.
+    """
     num_kv_heads, block_size, head_dim = pool.shape[3:]
     return RopeKvWriteCall(
         cos=cos.data_ptr(),
@@ -47,6 +52,7 @@ def call_over(
         row_bytes=head_dim * pool.itemsize,
         head_bytes=head_stride(pool) * pool.itemsize,
         rows=rows.data_ptr(),
+        row_stride=row_stride,
         to_values=num_kv_heads * block_size,
         kv_heads=num_kv_heads,
         dim=head_dim,
@@ -72,7 +78,7 @@ def rope_kv_write(
     if not is_native(query.dtype) or not is_stored or not has_dense_heads:
         return op.twin(query, key, value, cos, sin, pool, layer, rows, scales)
     out, key_out = query.new_empty(query.shape), key.new_empty(key.shape)
-    call = call_over(pool, scales, cos, sin, rows)
+    call = call_over(pool, scales, cos, sin, rows, pool.shape[3])
     call.query, call.key, call.value = (x.data_ptr() for x in (query, key, value))
     call.query_stride, call.key_stride, call.value_stride = (
         x.stride(0) for x in (query, key, value)
