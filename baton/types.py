@@ -161,10 +161,14 @@ class SequenceSpec:
 
     def choice_alone(self, offset: int) -> SequenceSpec:
         """The `offset`-th of the sequence's choices, as a sequence of its own."""
+        if self.num_choices == 1 and not offset:
+            return self
         return replace(self, choice=self.choice + offset, num_choices=1)
 
     def extended(self, token_ids: tuple[int, ...]) -> SequenceSpec:
         """The same sequence after `token_ids` were produced."""
+        if not token_ids:
+            return self
         return replace(self, output_token_ids=self.output_token_ids + token_ids)
 
 

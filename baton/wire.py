@@ -307,7 +307,11 @@ def step_from_proto(response: decode_pb2.DecodeResponse) -> Iterator[AddressedEv
     """The inverse of step_to_proto."""
     for message in response.events:
         yield message.handle, _event_from_proto(message)
-    columns = response.tokens
+    if response.HasField("tokens"):
+        yield from _columns_from_proto(response.tokens)
+
+
+def _columns_from_proto(columns: decode_pb2.StepTokens) -> Iterator[AddressedEvent]:
     logprobs = {entry.entry: entry.positions for entry in columns.logprobs}
     nothing = [0] * len(columns.handles)
     scores = [None if isnan(score) else score for score in columns.scores] or [None] * len(nothing)

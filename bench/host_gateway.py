@@ -162,9 +162,7 @@ async def measure_added_ttft(model: str, num_requests: int) -> AddedTtft:
                 if response is grpc.aio.EOF:
                     raise RuntimeError("the token source ended its stream")
                 direct.append(time.perf_counter() - begin_s)
-                begin_s = time.perf_counter()
-                await _read_stream(channel, 1)
-                through.append(time.perf_counter() - begin_s)
+                through.append(await _first_token_s(channel))
             call.cancel()
             cpu_s = _cpu_seconds(pid) - cpu_s
     return AddedTtft(median(through) * 1e3, median(direct) * 1e3, cpu_s / num_requests * 1e3)
@@ -180,8 +178,28 @@ def _opening(handle: int) -> decode_pb2.DecodeRequest:
     return decode_pb2.DecodeRequest(open=opening)
 
 
+async def _first_token_s(channel: grpc.aio.Channel) -> float:
+    """Seconds from the call to the first chunk of an answer, which is read to its end."""
+    begin_s = time.perf_counter()
+    call = _generate(channel, 1)
+    await call.read()
+    first_s = time.perf_counter() - begin_s
+    while await call.read() is not grpc.aio.EOF:
+        pass
+    return first_s
+
+
 async def _read_stream(channel: grpc.aio.Channel, num_tokens: int) -> int:
-    """Chunks of one answer. They stay bytes: what the client does with them is not what is measured."""
+    """Chunks of one answer."""
+    call = _generate(channel, num_tokens)
+    num_chunks = 0
+    while await call.read() is not grpc.aio.EOF:
+        num_chunks += 1
+    return num_chunks
+
+
+def _generate(channel: grpc.aio.Channel, num_tokens: int) -> Any:
+    """A call whose chunks stay bytes: what the client does with them is not what is measured."""
     request = inference_pb2.GenerateRequest()
     request.prompt.token_ids.ids.extend(_PROMPT)
     request.sampling.max_tokens = num_tokens
@@ -189,11 +207,7 @@ async def _read_stream(channel: grpc.aio.Channel, num_tokens: int) -> int:
     generate: grpc.aio.UnaryStreamMultiCallable[Any, Any] = channel.unary_stream(
         _GENERATE, request_serializer=inference_pb2.GenerateRequest.SerializeToString
     )
-    call = generate(request, timeout=_DEADLINE_S)
-    num_chunks = 0
-    while await call.read() is not grpc.aio.EOF:
-        num_chunks += 1
-    return num_chunks
+    return generate(request, timeout=_DEADLINE_S)
 
 
 def _pin(pid: int, cores: set[int]) -> None:

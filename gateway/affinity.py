@@ -33,6 +33,8 @@ def prefix_digests(
     token_ids: Sequence[int], tenant: bytes, key: bytes, *, chunk_tokens: int = CHUNK_TOKENS
 ) -> tuple[Digest, ...]:
     """One digest per whole chunk; each covers all tokens before it too. Tenants and keys never share digests."""
+    if len(token_ids) < chunk_tokens:
+        return ()
     hasher = hashlib.blake2b(tenant.ljust(16, b"\0"), key=key, digest_size=16)
     data = memoryview(array("I", token_ids)).cast("B")
     digests = []

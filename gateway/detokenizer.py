@@ -29,12 +29,14 @@ class Detokenizer:
         self._window: list[int] = []
         self._num_context = 0  # leading ids of the window whose text was all released
         self._num_released = 0  # characters of the window's text that were released
+        self._is_whole = True  # whether nothing waits
 
     def copy(self) -> Detokenizer:
         """A detokenizer in the same state."""
         other = Detokenizer(self._decode)
         other._window = list(self._window)
         other._num_context, other._num_released = self._num_context, self._num_released
+        other._is_whole = self._is_whole
         return other
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -43,7 +45,8 @@ class Detokenizer:
         text = self._decode(self._window)
         whole = text.rstrip(_REPLACEMENT)
         piece = whole[self._num_released :]
-        if len(whole) < len(text):
+        self._is_whole = len(whole) == len(text)
+        if not self._is_whole:
             self._num_released = max(self._num_released, len(whole))
             return piece + self._cut_window(text) if len(self._window) > _MAX_WINDOW else piece
         if piece:
@@ -54,9 +57,10 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What is left when no more tokens come: the replacement characters of an unfinished character."""
-        piece = self._decode(self._window)[self._num_released :]
+        piece = "" if self._is_whole else self._decode(self._window)[self._num_released :]
         self._window.clear()
         self._num_context = self._num_released = 0
+        self._is_whole = True
         return piece
 
     def _begin_window(self, num_old: int, text: str) -> None:
@@ -70,9 +74,11 @@ class Detokenizer:
                 self._window, self._num_context = tail, _NUM_CONTEXT
                 self._num_released = len(tail_text)
                 return
-        del window[:num_old]
+        if num_old:
+            del window[:num_old]
+            text = self._decode(window)
         self._num_context = len(window)
-        self._num_released = len(self._decode(window))
+        self._num_released = len(text)
 
     def _cut_window(self, text: str) -> str:
         """Release the front of a window that is broken throughout, where cutting it changes nothing."""

@@ -1,8 +1,9 @@
 """Gives waiting sequences to workers, in order of rank, when there is room: late binding.
 
-One task, woken by whatever may make room: a new entry, a load report, a worker that joins, a placement's end. Strictly
-in order: while the first cannot be placed nobody else is, so that nobody starves. Only what no ready worker could ever
-serve is passed over, and fails when no worker that it waits for comes back.
+A sequence that nobody waits before is placed at once, if there is room. Else by one task, woken by whatever may make
+room: a new entry, a load report, a worker that joins, a placement's end. Strictly in order: while the first cannot be
+placed nobody else is, so that nobody starves. Only what no ready worker could ever serve is passed over, and fails
+when no worker that it waits for comes back.
 """
 
 from __future__ import annotations
@@ -69,32 +70,35 @@ class Dispatcher:
         self,
         spec: SequenceSpec,
         *,
-        on_admitted: Callable[[], Awaitable[None]] | None = None,
+        on_queued: Callable[[], Awaitable[None]] | None = None,
         is_return: bool = False,
         avoid: frozenset[str] = frozenset(),
         unreached: frozenset[str] = frozenset(),
     ) -> Placement:
         """Wait for a place. The caller releases it.
 
-        on_admitted: awaited once the sequence is in the queue.
+        on_queued: awaited once the sequence is in the queue; not if it needs not wait.
         is_return: the sequence was placed before, and now keeps its rank and finds room in the queue.
         avoid, unreached: see Need.
         Raises Overloaded, NoWorkers; InvalidRequest if no worker could ever hold it.
         """
         if not is_return and not self._fleet.ready(Tier.DECODE):
             raise NoWorkers("no decode worker is ready", tier="decode")
+        loop = asyncio.get_running_loop()
         entry = _Entry(
             spec,
             _need_of(spec, avoid, unreached),
             prefix_digests(spec.token_ids, spec.tenant, self._key),
-            asyncio.get_running_loop().create_future(),
+            loop.create_future(),
         )
+        if not self._queue and self._place(entry, loop.time()) is None:
+            return entry.placed.result()
         self._queue.add(spec.rank, entry, is_return=is_return, seconds_per_item=self._interval_s)
         self._wake.set()
         is_taken = False
         try:
-            if on_admitted is not None:
-                await on_admitted()
+            if on_queued is not None:
+                await on_queued()
             placement = await entry.placed
             is_taken = True
             return placement
@@ -147,7 +151,6 @@ class Dispatcher:
 
     def _place_all(self, now_s: float) -> bool:
         """Place from the head on, up to the first that has to wait for room; tell whether there is such a one."""
-        self._fleet.broken_pairs.expire(now_s)
         passed_over: list[_Entry] = []
         is_full = False
         while (entry := self._queue.pop()) is not None:
@@ -167,6 +170,7 @@ class Dispatcher:
 
     def _place(self, entry: _Entry, now_s: float) -> Verdict | None:
         """Place one, or tell why not."""
+        self._fleet.broken_pairs.expire(now_s)
         matched = self._affinity.matched_tokens(entry.digests)
         self._num_tries += 1
         key = self._key + self._num_tries.to_bytes(8, "big")

@@ -138,6 +138,8 @@ class Fleet:
         self.workers: Mapping[str, Worker] = MappingProxyType(self._workers)
         self._ready: dict[Tier, tuple[Worker, ...] | None] = dict.fromkeys(Tier)
         """Who is ready, by tier; None until it is asked for again after a change."""
+        self._known: dict[Tier, tuple[WorkerInfo, ...] | None] = dict.fromkeys(Tier)
+        """The same of who is known."""
         self.prefill_work = RecentWork()
         """Of the prefill workers that are ready. Placements tell it."""
         self.broken_pairs = BrokenPairs()
@@ -172,6 +174,14 @@ class Fleet:
             self._ready[tier] = ready
         return ready
 
+    def known(self, tier: Tier) -> tuple[WorkerInfo, ...]:
+        """What the known workers of the tier told. The same object as long as nothing of it changes."""
+        known = self._known[tier]
+        if known is None:
+            known = tuple(w.info for w in self.tier(tier) if w.info and w.is_known)
+            self._known[tier] = known
+        return known
+
     def add(self, address: str, tier: Tier) -> Worker:
         """A worker is to be found at `address`, which no other worker has. It is used once it has joined."""
         if address in self._workers:
@@ -183,7 +193,7 @@ class Fleet:
     def remove(self, address: str) -> None:
         """Nobody is to be found at `address` any more. What is placed there keeps its claim until it is released."""
         self.leave(address, WorkerState.UNREACHABLE, "listed no more")
-        del self._workers[address]
+        self._known[self._workers.pop(address).tier] = None
         self.changed()
 
     def join_prefill(self, address: str, info: WorkerInfo, link: PrefillLink) -> None:
@@ -230,6 +240,8 @@ class Fleet:
 
     def _set_state(self, worker: Worker, state: WorkerState, reason: str) -> None:
         is_ready = state is WorkerState.READY
+        if worker.state is not state:
+            self._known[worker.tier] = None
         if worker.is_ready != is_ready:
             self._ready[worker.tier] = None
             if worker.tier is Tier.PREFILL:
@@ -244,6 +256,7 @@ class Fleet:
             self.leave(address, WorkerState.REFUSED, error.message)
             raise
         worker.info = info
+        self._known[worker.tier] = None
         worker.is_joined = True
         worker.reason = "no load report yet"
         return worker

@@ -80,6 +80,8 @@ class Relay:
         self._choices = [Choice(i, self._new_output()) for i in range(request.spec.num_choices)]
         self._attempts: list[Attempt] = []
         """Those that may be open."""
+        self._on_admitted: OnAdmitted | None = None
+        """To be called yet."""
 
     def _new_output(self) -> Output:
         text = self._request.text
@@ -90,13 +92,14 @@ class Relay:
         )
 
     async def run(self, on_admitted: OnAdmitted | None = None) -> None:
-        """Stream the output. `on_admitted` is awaited once the request is in the queue.
+        """Stream the output. `on_admitted` is awaited once the request is in the queue, or has a place.
 
         Raises BatonError with the request's id.
         """
+        self._on_admitted = on_admitted
         try:
             async with fail_at(self._deadline_s, self._time_is_over), self._watch.watching():
-                await self._run(on_admitted)
+                await self._run()
         except BatonError as error:
             error.request_id = error.request_id or self._request.spec.request_id
             raise
@@ -105,10 +108,10 @@ class Relay:
         num_tokens = sum(choice.output.num_tokens for choice in self._choices)
         return DeadlineExceeded(f"the request's time was over with {num_tokens} tokens produced")
 
-    async def _run(self, on_admitted: OnAdmitted | None) -> None:
+    async def _run(self) -> None:
         try:
             async with asyncio.TaskGroup() as others:
-                seats = await self._find_seats(self._choices, on_admitted)
+                seats = await self._find_seats(self._choices)
                 for choice, seat in zip(self._choices[1:], seats[1:], strict=True):
                     others.create_task(self._serve(choice, seat))
                 await self._serve(self._choices[0], seats[0])
@@ -143,8 +146,8 @@ class Relay:
             self._context.mover.remove(seat)
             seat.close()
         if choice.is_over:
-            self._remember(choice, seat.placement)
             await self._send(choice)
+            self._remember(choice, seat.placement)
         elif left is not None:
             self._take_leave([choice], left, seat.placement)
         return choice.is_over
@@ -164,19 +167,18 @@ class Relay:
 
     # Places
 
-    async def _find_seats(
-        self, choices: Sequence[Choice], on_admitted: OnAdmitted | None = None
-    ) -> tuple[Seat, ...]:
+    async def _find_seats(self, choices: Sequence[Choice]) -> tuple[Seat, ...]:
         """Seats for choices that know the same tokens, which have come to more tokens there. The caller closes them."""
         is_return = bool(self._attempts)
         while True:
             spec = self.spec_of(choices)
-            placement = await self._place(spec, is_return, choices[0], on_admitted)
-            is_return, on_admitted = True, None
+            placement = await self._place(spec, is_return, choices[0])
+            is_return = True
             attempt = self.attempt_at(placement, spec)
             left: Left | None
             try:
                 attempt.open()
+                await self._tell_admitted_meanwhile()
                 left = await attempt.part()
             except RetriableError as error:
                 left = error
@@ -187,6 +189,18 @@ class Relay:
                 return attempt.seats
             attempt.close()
             self._take_leave(choices, left, placement)
+
+    async def _tell_admitted(self) -> None:
+        """Only once."""
+        tell, self._on_admitted = self._on_admitted, None
+        if tell is not None:
+            await tell()
+
+    async def _tell_admitted_meanwhile(self) -> None:
+        """As _tell_admitted, while the workers are at it: what was just put into their streams goes out first."""
+        if self._on_admitted is not None:
+            await asyncio.sleep(0)
+            await self._tell_admitted()
 
     def attempt_at(
         self,
@@ -214,7 +228,6 @@ class Relay:
         spec: SequenceSpec,
         is_return: bool,
         choice: Choice,
-        on_admitted: OnAdmitted | None,
     ) -> Placement:
         queued_s = self._clock()
         self._timeline.enter(Phase.QUEUE, queued_s)
@@ -222,7 +235,7 @@ class Relay:
         try:
             placement = await self._context.dispatcher.place(
                 spec,
-                on_admitted=on_admitted,
+                on_queued=self._tell_admitted,
                 is_return=is_return,
                 avoid=choice.avoid,
                 unreached=choice.unreached,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from baton.errors import FieldViolation
@@ -13,6 +14,7 @@ from gateway.violations import (
     MAX_TOLD,
     Range,
     Violations,
+    by_field,
     given,
     id_violations,
     is_given,
@@ -34,7 +36,7 @@ MAX_PROMPT_LOGPROBS = 2**20
 
 _PATH = "sampling"
 
-_RANGES = (
+_RANGES = by_field(
     Range("temperature", 0, 100),
     Range("top_p", 0, 1, is_open=True),
     Range("min_p", 0, 1),
@@ -45,7 +47,7 @@ _RANGES = (
     Range("prompt_logprobs", 0, MAX_LOGPROBS),
 )
 _BIAS = Range("logit_bias", -100, 100)
-_BEAM_RANGES = (Range("length_penalty", -10, 10),)
+_BEAM_RANGES = by_field(Range("length_penalty", -10, 10))
 
 #: Optional and repeated fields that choose otherwise than a beam search does.
 _NOT_WITH_BEAMS = (
@@ -71,17 +73,10 @@ BadWordIds = tuple[tuple[tuple[int, ...], ...], ...]
 def sampling_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) -> Violations:
     """What is wrong with parameters, but for what depends on the prompt's length and on how bad words are written."""
     yield from range_violations(params, _RANGES, _PATH)
-    yield from _choices_violations(params, facts)
-    yield from _length_violations(params)
-    yield from _bias_violations(params, facts)
-    yield from text_violations(f"{_PATH}.stop", params.stop, MAX_STOPS, MAX_STOP_CHARS, "strings")
-    yield from _stop_token_violations(params, facts)
-    yield from text_violations(
-        f"{_PATH}.bad_words", params.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS, "words"
-    )
-    if params.HasField("beam_search"):
-        yield from _beam_violations(params, facts)
-    yield from structured_violations(params, facts)
+    for field, _ in params.ListFields():
+        rule = _RULES.get(field.name)
+        if rule is not None:
+            yield from rule(params, facts)
 
 
 def prompt_logprobs_violations(
@@ -178,12 +173,16 @@ def _beam_params(params: sampling_pb2.SamplingParams) -> BeamParams | None:
     )
 
 
-def _choices_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) -> Violations:
+def _n_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) -> Violations:
+    most = min(MAX_CHOICES, facts.max_num_seqs)
+    if not 1 <= params.n <= most:
+        yield FieldViolation(f"{_PATH}.n", f"{params.n}: must be 1 to {_most_at_once(most)}")
+
+
+def _best_of_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) -> Violations:
     most = min(MAX_CHOICES, facts.max_num_seqs)
     n = num_returned(params)
-    if not 1 <= n <= most:
-        yield FieldViolation(f"{_PATH}.n", f"{n}: must be 1 to {_most_at_once(most)}")
-    if params.HasField("best_of") and not n <= params.best_of <= most:
+    if not n <= params.best_of <= most:
         yield FieldViolation(
             f"{_PATH}.best_of",
             f"{params.best_of}: must be n, {n}, to {_most_at_once(most)}",
@@ -194,9 +193,10 @@ def _most_at_once(most: int) -> str:
     return str(most) if most == MAX_CHOICES else f"{most}, which the decode workers run at once"
 
 
-def _length_violations(params: sampling_pb2.SamplingParams) -> Violations:
-    if not params.HasField("max_tokens"):
-        return
+def _length_violations(
+    params: sampling_pb2.SamplingParams,
+    facts: ModelFacts,  # noqa: ARG001, the signature of a rule
+) -> Violations:
     if params.max_tokens < 1:
         yield FieldViolation(f"{_PATH}.max_tokens", "0: must be at least 1, or unset")
     elif params.min_tokens > params.max_tokens:
@@ -216,6 +216,21 @@ def _bias_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) -> 
     wrong = [(k, v) for k, v in params.logit_bias.items() if not _BIAS.holds(v)]
     for token_id, value in sorted(wrong)[:MAX_TOLD]:
         yield FieldViolation(f"{field}[{token_id}]", f"{value:g}: must be {_BIAS}")
+
+
+def _stop_violations(
+    params: sampling_pb2.SamplingParams,
+    facts: ModelFacts,  # noqa: ARG001
+) -> Violations:
+    return text_violations(f"{_PATH}.stop", params.stop, MAX_STOPS, MAX_STOP_CHARS, "strings")
+
+
+def _word_violations(
+    params: sampling_pb2.SamplingParams,
+    facts: ModelFacts,  # noqa: ARG001
+) -> Violations:
+    words = params.bad_words
+    return text_violations(f"{_PATH}.bad_words", words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS, "words")
 
 
 def _stop_token_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) -> Violations:
@@ -248,3 +263,21 @@ def _beam_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) -> 
         yield FieldViolation(
             f"{_PATH}.{name}", "has no meaning in a beam search; leave it unset, or beam_search"
         )
+
+
+#: By field: what it breaks when it is given. Most are not, and cost nothing then.
+_RULES: Mapping[str, Callable[[sampling_pb2.SamplingParams, ModelFacts], Violations]] = (
+    MappingProxyType(
+        {
+            "n": _n_violations,
+            "best_of": _best_of_violations,
+            "max_tokens": _length_violations,
+            "logit_bias": _bias_violations,
+            "stop": _stop_violations,
+            "stop_token_ids": _stop_token_violations,
+            "bad_words": _word_violations,
+            "beam_search": _beam_violations,
+            "structured_output": structured_violations,
+        }
+    )
+)

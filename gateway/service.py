@@ -6,8 +6,8 @@ import asyncio
 import functools
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
@@ -16,7 +16,7 @@ from baton.errors import BatonError, Cancelled, DeadlineExceeded, EngineFault
 from baton.rpc.interceptor import write_to
 from baton.rpc.status import REQUEST_ID_KEY
 from baton.telemetry import no_telemetry
-from baton.types import Tier
+from baton.types import Tier, WorkerInfo
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from gateway.chat import ChatRenderer
 from gateway.fail_at import fail_at
@@ -76,6 +76,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._chat = chat
         self._grammars = grammars
         self._now_ns = now_ns
+        self._told: tuple[WorkerInfo, ...] = ()
+        """By decode workers, when `_known_facts` was made of it."""
+        self._known_facts = self._facts_by(self._told)
         self._clock = relay_context.clock or time.monotonic
         self._recorder = recorder or GatewayRecorder(
             no_telemetry(), options.model_name, self._clock
@@ -175,11 +178,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         bad_words = await self._tokenizer.ways_to_write(request.sampling.bad_words)
         tokenize_ms = (self._clock() - started_s) * 1e3
         grammar = await self._grammar(request.sampling)
-        ids = Ids(request_id, secrets.randbits(64), self._now_ns())
-        spec, text = resolve(request, Tokenized(prompt_token_ids, bad_words, grammar), facts, ids)
-        spec = record.spec = replace(
-            spec, traceparent=record.traceparent, tracestate=record.tracestate
+        ids = Ids(
+            request_id,
+            secrets.randbits(64),
+            self._now_ns(),
+            record.traceparent,
+            record.tracestate,
         )
+        spec, text = resolve(request, Tokenized(prompt_token_ids, bad_words, grammar), facts, ids)
+        record.spec = spec
         return ValidatedRequest(
             spec,
             text,
@@ -218,9 +225,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 return tuple(prompt.token_ids.ids)
 
     def _facts(self) -> ModelFacts:
-        """By the decode workers known; before any is, by the model's own files."""
+        told = self._fleet.known(Tier.DECODE)
+        if told is not self._told:
+            self._told, self._known_facts = told, self._facts_by(told)
+        return self._known_facts
+
+    def _facts_by(self, infos: Sequence[WorkerInfo]) -> ModelFacts:
+        """By what decode workers told; before any has, by the model's own files."""
         files = self._tokenizer.facts
-        infos = [w.info for w in self._fleet.tier(Tier.DECODE) if w.info and w.is_known]
         fallback = files.max_model_len or _UNKNOWN_LEN
         return ModelFacts(
             name=self._options.model_name,

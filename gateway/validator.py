@@ -32,11 +32,13 @@ _MAX_NAME_CHARS = 40
 
 @dataclass(frozen=True, slots=True)
 class Ids:
-    """What is drawn or counted for a request, and not told by it."""
+    """What is drawn or counted for a request, and not told by it. traceparent, tracestate: of its span; may be empty."""
 
     request_id: str
     seed: int
     arrival_ns: int
+    traceparent: str = ""
+    tracestate: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +103,10 @@ def resolve(
     num_prompt_tokens = len(tokenized.prompt_token_ids)
     if not num_prompt_tokens:
         raise InvalidRequest.of(FieldViolation("prompt", "no token comes of it; give some text"))
-    violations = [
-        *_foreign_token_violations(tokenized.prompt_token_ids, facts),
-        *_length_violations(num_prompt_tokens, params, facts),
-        *bad_word_violations(params, tokenized.bad_words, facts),
-    ]
+    violations = [*bad_word_violations(params, tokenized.bad_words, facts)]
+    if request.prompt.WhichOneof("kind") != "token_ids":  # those were checked before
+        violations += _foreign_token_violations(tokenized.prompt_token_ids, facts)
+        violations += _length_violations(num_prompt_tokens, params, facts)
     if violations:
         raise InvalidRequest.of(*violations)
     spec = SequenceSpec(
@@ -122,6 +123,8 @@ def resolve(
         tenant=tenant_of(request.cache_salt),
         priority=request.priority,
         arrival_ns=ids.arrival_ns,
+        traceparent=ids.traceparent,
+        tracestate=ids.tracestate,
         num_choices=num_choices(params),
     )
     text = TextOptions(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -37,11 +37,15 @@ class Range:
         return f"{low}, and at most {self.high:g}"
 
 
-def range_violations(message: Message, ranges: Sequence[Range], path: str) -> Violations:
-    """Given fields of `message`, which stands at `path`, that are out of their range."""
-    for limits in ranges:
-        value = getattr(message, limits.field)
-        if is_given(message, limits.field) and not limits.holds(value):
+def by_field(*ranges: Range) -> Mapping[str, Range]:
+    return {limits.field: limits for limits in ranges}
+
+
+def range_violations(message: Message, ranges: Mapping[str, Range], path: str) -> Violations:
+    """Given fields of `message`, which stands at `path`, that are out of their range. Few are given: they are looked at."""
+    for field, value in message.ListFields():
+        limits = ranges.get(field.name)
+        if limits is not None and not limits.holds(value):
             yield FieldViolation(f"{path}.{limits.field}", f"{value:g}: must be {limits}")
 
 

@@ -19,7 +19,7 @@ def context_of_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> C
     carrier = {
         key: value for key, value in metadata or () if key in _KEYS and isinstance(value, str)
     }
-    return TraceContextTextMapPropagator().extract(carrier, Context())
+    return TraceContextTextMapPropagator().extract(carrier, Context()) if carrier else Context()
 
 
 def context_of(traceparent: str, tracestate: str = "") -> Context:
