@@ -185,22 +185,6 @@ def test_placements_are_counted_until_they_are_released_once() -> None:
     run_virtual(main())
 
 
-@pytest.mark.parametrize("num_turns", range(8))
-def test_a_place_given_to_one_who_just_left_is_given_back(num_turns: int) -> None:
-    async def main() -> None:
-        async with gateway_world() as world:
-            waiting = asyncio.create_task(world.dispatcher.place(make_spec("a")))
-            for _ in range(num_turns):
-                await asyncio.sleep(0)
-            if waiting.done():
-                waiting.result().release()
-            waiting.cancel()
-            await asyncio.wait((waiting,))
-            world.check_empty()
-
-    run_virtual(main())
-
-
 def test_settled_blocks_are_counted_until_the_next_report() -> None:
     async def main() -> None:
         async with gateway_world() as world:
