@@ -10,7 +10,7 @@ from baton.client import BeamSearch, SamplingParams
 from baton.engine.oracle import oracle_beams, oracle_prompt_logprobs, oracle_tokens
 from baton.types import BeamParams, EarlyStopping, FinishReason, Sampling
 from gateway.tokenizer import load_tokenizer
-from tests.support.live_tiers import BOX_MODEL, live_system
+from tests.support.live_tiers import BOX_MODEL, ONLY_DECODES, has_crossed, live_system
 
 VOCAB = 1000
 PROMPT = [*range(30), 5, 6, 7]
@@ -22,8 +22,9 @@ STOPS = frozenset(range(0, VOCAB, 7))
 async def test_each_choice_is_a_request_of_its_own(n: int) -> None:
     sampling = Sampling(temperature=0.8, seed=11, max_tokens=9)
     params = SamplingParams(n=n, temperature=0.8, seed=11, max_tokens=9, ignore_eos=True)
-    async with live_system() as system:
+    async with live_system(decode_options=ONLY_DECODES) as system:
         done = await system.client.generate(PROMPT, params)
+        assert has_crossed(done)
         assert len(done.choices) == n
         for choice in done.choices:
             wanted = oracle_tokens(PROMPT, sampling, VOCAB, choice.index)
@@ -39,10 +40,11 @@ async def test_the_best_of_several_are_returned() -> None:
         n=2, best_of=5, temperature=1.0, seed=3, max_tokens=6, ignore_eos=True, logprobs=0
     )
     alone = SamplingParams(n=5, temperature=1.0, seed=3, max_tokens=6, ignore_eos=True, logprobs=0)
-    async with live_system() as system:
+    async with live_system(decode_options=ONLY_DECODES) as system:
         best, every = await asyncio.gather(
             system.client.generate(PROMPT, params), system.client.generate(PROMPT, alone)
         )
+        assert has_crossed(best)
         means = {
             choice.token_ids: sum(one.logprob for one in choice.logprobs) / 6
             for choice in every.choices
@@ -79,8 +81,9 @@ async def test_a_beam_search_finds_what_one_process_finds(
         max_tokens=8, min_tokens=1, stop_token_ids=frozenset(sorted(STOPS)[:60]), beam=returned
     )
     wanted = oracle_beams(PROMPT, sampling, VOCAB)
-    async with live_system() as system:
+    async with live_system(decode_options=ONLY_DECODES) as system:
         done = await system.client.generate(PROMPT, params)
+        assert has_crossed(done)
         assert [choice.token_ids for choice in done.choices] == [h.token_ids for h in wanted]
         assert [choice.score for choice in done.choices] == [h.score for h in wanted]
         assert [choice.finish_reason for choice in done.choices] == [h.finish for h in wanted]
@@ -100,7 +103,7 @@ async def test_a_prompt_is_echoed_and_scored(max_local_prefill_tokens: int) -> N
         # Cached prefixes cannot tell log probabilities: asked again, all are there again.
         for _ in range(2):
             done = await system.client.generate(PROMPT, params)
-            assert bool(done.timing.prefill_worker) == (max_local_prefill_tokens == 0)
+            assert has_crossed(done) == (max_local_prefill_tokens == 0)
             assert done.prompt_logprobs == oracle_prompt_logprobs(PROMPT, sampling, VOCAB)
             assert done.prompt_token_ids == tuple(PROMPT)
             prompt_text = await system.client.detokenize(PROMPT, skip_special_tokens=True)
@@ -131,6 +134,8 @@ async def test_bad_words_do_not_come() -> None:
     wanted = oracle_tokens(PROMPT, Sampling(max_tokens=12, bad_words=possible), VOCAB)
     assert wanted != output
     params = SamplingParams(temperature=0.0, max_tokens=12, bad_words=words, ignore_eos=True)
-    async with live_system() as system:
-        assert list((await system.client.generate(PROMPT, params)).token_ids) == wanted
+    async with live_system(decode_options=ONLY_DECODES) as system:
+        done = await system.client.generate(PROMPT, params)
+        assert has_crossed(done)
+        assert list(done.token_ids) == wanted
         await system.until_quiet()

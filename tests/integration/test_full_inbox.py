@@ -22,7 +22,7 @@ from decode_svc.service import DecodeServicer
 from kv_transfer.kv_ticket import KvTicket, encode_ticket
 from prefill_svc.commands import PrefillCommand
 from prefill_svc.service import PrefillServicer
-from tests.support.live_tiers import live_system
+from tests.support.live_tiers import ONLY_DECODES, has_crossed, live_system
 
 LAYOUT = KvLayout("oracle", 4, 2, 8, "float32", 4)
 SPEC = SequenceSpec("r", (1, 2, 3), Sampling(max_tokens=4))
@@ -92,10 +92,11 @@ async def test_a_request_waits_for_room_in_either_tier(monkeypatch: pytest.Monke
     monkeypatch.setattr(EngineLoop, "has_room", lambda _loop: answers.pop(0) if answers else True)
     prompt = list(range(1, 40))
     async with live_system(
-        worker_options={"kv_transport": "tcp"}, decode_options={"max_local_prefill_tokens": 0}
+        worker_options={"kv_transport": "tcp"}, decode_options=ONLY_DECODES
     ) as system:
         params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
         result = await system.client.generate(prompt, params)
         assert result.token_ids == tuple(oracle_tokens(prompt, Sampling(max_tokens=12), 1000))
+        assert has_crossed(result)
         await system.until_quiet()
     assert not answers

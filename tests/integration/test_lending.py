@@ -10,7 +10,13 @@ import pytest
 from baton.client import AsyncClient, SamplingParams
 from baton.engine.oracle import oracle_tokens
 from baton.types import Sampling
-from tests.support.live_tiers import decode_worker, gateway, prefill_worker
+from tests.support.live_tiers import (
+    ONLY_DECODES,
+    decode_worker,
+    gateway,
+    has_crossed,
+    prefill_worker,
+)
 from tests.support.metrics_page import fetch_metrics, free_ports
 
 VOCAB = 1000
@@ -35,7 +41,7 @@ async def test_a_prefill_worker_without_a_cache_borrows_the_conversation_so_far(
             )
         )
         decode = await stack.enter_async_context(
-            decode_worker(kv_transport=transport, max_local_prefill_tokens=0)
+            decode_worker(kv_transport=transport, **ONLY_DECODES)
         )
         address = await stack.enter_async_context(gateway([prefill], [decode]))
         client = await stack.enter_async_context(AsyncClient(address))
@@ -44,6 +50,7 @@ async def test_a_prefill_worker_without_a_cache_borrows_the_conversation_so_far(
         for turn in range(3):
             done = await client.generate(said, params)
             assert list(done.token_ids) == oracle_tokens(said, Sampling(max_tokens=40), VOCAB)
+            assert has_crossed(done)
             said += [*done.token_ids, *range(200 + turn, 240 + turn)]
         # Each turn holds all of the last one but its last token, in whole blocks of 4.
         assert borrowed_tokens(await fetch_metrics(port)) == (139 // 4 + 219 // 4) * 4

@@ -12,9 +12,11 @@ from baton.engine.oracle import oracle_beams, oracle_tokens
 from baton.rpc.channel import aio_channel
 from baton.types import BeamParams, Sampling
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from tests.support.live_tiers import live_system
+from tests.support.live_tiers import ONLY_DECODES, has_crossed, live_system
 
 PROMPT = list(range(40))
+#: Of KV, in an oracle engine.
+TOKEN_BYTES = 4 * 2 * 2 * 8
 
 
 def params(max_tokens: int, **options: int) -> SamplingParams:
@@ -30,8 +32,9 @@ def outputs(num_choices: int, max_tokens: int) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("num_prefill", [0, 1])
 async def test_each_choice_is_that_of_its_own_request(num_prefill: int) -> None:
-    async with live_system(num_prefill) as system:
+    async with live_system(num_prefill, decode_options=ONLY_DECODES) as system:
         done = await system.client.generate(PROMPT, params(20, n=5))
+        assert has_crossed(done) == bool(num_prefill)
         assert [choice.token_ids for choice in done.choices] == outputs(5, 20)
         assert done.usage.completion_tokens == 100
         await system.until_quiet()
@@ -39,7 +42,7 @@ async def test_each_choice_is_that_of_its_own_request(num_prefill: int) -> None:
 
 async def test_more_choices_send_no_more_bytes() -> None:
     options = {"enable_prefix_caching": False}
-    async with live_system(worker_options=options) as system:
+    async with live_system(worker_options=options, decode_options=ONLY_DECODES) as system:
         alone = await system.client.generate(PROMPT, params(5))
         many = await system.client.generate(PROMPT, params(5, n=8))
         assert many.timing.transfer_bytes == alone.timing.transfer_bytes > 0
@@ -61,9 +64,10 @@ async def test_the_best_of_several() -> None:
 
 @pytest.mark.parametrize("num_prefill", [0, 1])
 async def test_a_search_and_a_scored_prompt(num_prefill: int) -> None:
-    async with live_system(num_prefill) as system:
+    async with live_system(num_prefill, decode_options=ONLY_DECODES) as system:
         search = SamplingParams(n=2, max_tokens=8, ignore_eos=True, beam_search=BeamSearch(width=4))
         found = await system.client.generate(PROMPT, search)
+        assert has_crossed(found) == bool(num_prefill)
         sampling = Sampling(max_tokens=8, beam=BeamParams(4, num_returned=2))
         expected = oracle_beams(PROMPT, sampling, 1000)
         assert [c.token_ids for c in found.choices] == [tuple(e.token_ids) for e in expected]
@@ -72,6 +76,7 @@ async def test_a_search_and_a_scored_prompt(num_prefill: int) -> None:
             temperature=0.0, max_tokens=3, ignore_eos=True, echo=True, prompt_logprobs=1
         )
         done = await system.client.generate(PROMPT, scored)
+        assert has_crossed(done) == bool(num_prefill)
         assert done.prompt_token_ids == tuple(PROMPT)
         assert [position.token_id for position in done.prompt_logprobs] == PROMPT[1:]
         await system.until_quiet()
@@ -81,7 +86,7 @@ async def test_a_worker_that_drains_hands_its_sequences_over() -> None:
     """No client sees more than a gap, and no prompt is computed again."""
     num_requests, max_tokens = 4, 400
     options = {"oracle_step_ms": 4.0}
-    async with live_system(1, 2, worker_options=options) as system:
+    async with live_system(1, 2, worker_options=options, decode_options=ONLY_DECODES) as system:
         requests = [
             asyncio.create_task(system.client.generate(PROMPT, params(max_tokens, n=2)))
             for _ in range(num_requests)
@@ -100,6 +105,8 @@ async def test_a_worker_that_drains_hands_its_sequences_over() -> None:
         expected = outputs(2, max_tokens)
         assert all([c.token_ids for c in one.choices] == expected for one in done)
         assert sum(one.timing.num_resumes for one in done) == 0
+        # Those that moved brought more than their prompt: it was there before.
+        assert max(one.timing.transfer_bytes for one in done) > len(PROMPT) * TOKEN_BYTES
         other = next(address for address in system.decodes if address != full)
         ended_at = {one.timing.decode_worker for one in done}
         assert ended_at == {workers[other].worker_id}

@@ -21,9 +21,11 @@ from baton.rpc.status import from_rpc_error
 from baton.types import FinishReason, Sampling
 from baton.v1 import inference_pb2_grpc
 from tests.support.live_tiers import (
+    ONLY_DECODES,
     LiveSystem,
     decode_worker,
     gateway,
+    has_crossed,
     live_system,
     prefill_worker,
 )
@@ -49,8 +51,12 @@ async def check_alive(system: LiveSystem) -> None:
 async def test_many_streams_of_all_kinds(transport: str) -> None:
     rng = random.Random(1)
     async with live_system(
-        2, 2, worker_options={"kv_transport": transport, "max_num_batched_tokens": 64}
+        2,
+        2,
+        worker_options={"kv_transport": transport, "max_num_batched_tokens": 64},
+        decode_options=ONLY_DECODES,
     ) as system:
+        crossed: list[bool] = []
 
         async def one(index: int) -> None:
             prompt = [rng.randrange(1000) for _ in range(rng.randint(1, 90))]
@@ -69,16 +75,22 @@ async def test_many_streams_of_all_kinds(transport: str) -> None:
                 prompt, 1 + index % 30, temperature=temperature, seed=seed
             )
             assert done.finish_reason is FinishReason.LENGTH
+            crossed.append(has_crossed(done))
+            # Who prefills gives the first token, so that a single one needs no decode worker.
+            assert crossed[-1] == (len(done.token_ids) > 1) or done.timing.num_resumes
             assert done.usage.prompt_tokens == len(prompt)
             assert done.usage.completion_tokens == len(done.token_ids)
             assert len(done.choices[0].logprobs) == (len(done.token_ids) if index % 5 == 0 else 0)
 
         await asyncio.gather(*(one(index) for index in range(60)))
+        assert any(crossed)
         await system.until_quiet()
 
 
 async def test_timing_tells_each_tier() -> None:
-    async with live_system(worker_options={"oracle_step_ms": 2.0}) as system:
+    async with live_system(
+        worker_options={"oracle_step_ms": 2.0}, decode_options=ONLY_DECODES
+    ) as system:
         done = await system.client.generate(list(range(64)), greedy(8))
         timing = done.timing
         assert (timing.prefill_worker, timing.decode_worker) == ("p0", "d0")

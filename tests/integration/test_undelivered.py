@@ -10,7 +10,7 @@ import pytest
 from baton.client import SamplingParams
 from baton.engine.oracle import oracle_tokens
 from baton.types import Sampling
-from tests.support.live_tiers import live_system
+from tests.support.live_tiers import ONLY_DECODES, has_crossed, live_system
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]
@@ -55,7 +55,7 @@ async def test_a_request_is_served_though_its_kv_gets_nowhere(
     async with live_system(
         worker_options={"kv_transport": "tcp"},
         decode_options={
-            "max_local_prefill_tokens": 0,
+            **ONLY_DECODES,
             "ticket_lease_s": 3600.0,
             "ticket_offer_s": 3600.0,
         },
@@ -66,5 +66,7 @@ async def test_a_request_is_served_though_its_kv_gets_nowhere(
             token_ids += piece.token_ids
         assert tuple(token_ids) == ANSWER
         for _ in range(2):
-            assert (await system.client.generate(PROMPT, PARAMS)).token_ids == ANSWER
+            done = await system.client.generate(PROMPT, PARAMS)
+            assert done.token_ids == ANSWER
+            assert not has_crossed(done)
         await system.until_quiet()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.client import AsyncClient
+from baton.client import AsyncClient, Completion
 from baton.config import DecodeOptions, GatewayOptions, PrefillOptions
 from baton.service import ReadyReport
 from decode_svc.server import serve_decode
@@ -61,6 +61,15 @@ def gateway(prefills: list[str], decodes: list[str], **options: Any) -> Any:
     }
     workers = {"prefill_workers": tuple(prefills), "decode_workers": tuple(decodes)}
     return serving(serve_gateway, GatewayOptions(**{**defaults, **workers, **options}))
+
+
+#: For decode workers that compute no prompt. Others compute one that takes them less time than its KV would.
+ONLY_DECODES = {"max_local_prefill_tokens": 0}
+
+
+def has_crossed(done: Completion) -> bool:
+    """Whether its KV came from a prefill worker. The tokens do not tell: a decode worker computes what does not come."""
+    return bool(done.timing.prefill_worker) and done.timing.transfer_bytes > 0
 
 
 @dataclass(frozen=True)
