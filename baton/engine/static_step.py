@@ -105,6 +105,10 @@ class StaticStep:
         columns += [(0, 0, -num_rows, 1)] * (shape.num_seqs - len(columns))
         return array("q", chain.from_iterable(zip(*columns, strict=True)))
 
+    def token_ids(self, shape: StepShape) -> torch.Tensor:
+        """Where the step's new tokens are, [num_seqs] int64, in the buffer."""
+        return self._buffer[: 2 * shape.num_seqs].view(torch.int64)
+
     def packed(self, shape: StepShape) -> PackedBatch:
         """The batch that is in the buffer, in tensors that the device computes from it whenever it does what this call had it do."""
         model = self._model

@@ -15,6 +15,7 @@ from baton.engine.interface import Batch
 from baton.engine.static_step import StaticStep, words_of
 from baton.engine.step_runner import LayerDone, Step, StepModel, StepRunner
 from baton.engine.step_shapes import StepShape, choose_shape, step_shapes
+from baton.engine.torch_step import take_drawn
 from baton.model.config import ModelConfig
 from baton.model.memory_plan import token_bytes
 from baton_kernels.gpu.attention_plan import Tile, choose_tile, most_items
@@ -100,16 +101,19 @@ class ReplayedSteps:
 
         return run
 
-    def run(self, batch: Batch, layer_done: LayerDone | None) -> Step:
+    def run(
+        self, batch: Batch, layer_done: LayerDone | None, drawn: torch.Tensor | None = None
+    ) -> Step:
         """See StepRunner. A replayed step tells of its layers when all of them are queued."""
         if not _is_decode(batch):
-            return self._eager.run(batch, layer_done)
+            return self._eager.run(batch, layer_done, drawn)
         decode = self._static.cut(batch)
         num_seqs = len(batch.slices)
         shape = choose_shape(self._shapes, num_seqs, decode.num_items, decode.num_merges)
         if shape is None:
-            return self._eager.run(batch, layer_done)
+            return self._eager.run(batch, layer_done, drawn)
         self._static.fill(shape, decode)
+        take_drawn(self._static.token_ids(shape), batch, drawn)
         self._graphs[shape].replay()
         if layer_done is not None:
             for layer in range(self._num_layers):
