@@ -19,7 +19,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from types import MappingProxyType
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -43,6 +44,16 @@ from bench.targets import cluster_options, started
 TUNED = "colocated-tuned"
 
 _WARM_UP = 3
+
+#: Options of all clusters. Drafts are off, so that every piece of an answer is one step.
+BASE_SETTINGS: Mapping[str, object] = MappingProxyType(
+    {
+        "speculative_method": "none",
+        # All clusters run at once: none may take most of the memory.
+        "gpu_memory_utilization": 0.1,
+        "max_num_seqs": 64,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +82,10 @@ class Comparison:
 def clusters_of(
     model: str, tuned_tokens: int, settings: Mapping[str, object]
 ) -> dict[str, ServeOptions]:
-    """The rivals, by name. settings: options of all. Drafts are off, so that every piece of an answer is one step. Raises
-    ConfigError."""
-    base: dict[str, object] = {
-        "speculative_method": "none",
-        # All clusters run at once: none may take most of the memory.
-        "gpu_memory_utilization": 0.1,
-        "max_num_seqs": min(64, tuned_tokens),
-        **settings,
-    }
+    """The rivals, by name. settings: options of all. Raises ConfigError."""
+    base = {**BASE_SETTINGS, **settings}
+    # A step has room for a token of each sequence.
+    base["max_num_seqs"] = min(cast("int", base["max_num_seqs"]), tuned_tokens)
     clusters = cluster_options(model, base, compares=True)
     (tuned,) = cluster_options(
         model, {**base, "colocated": True, "num_decode_workers": 2}, compares=False
@@ -99,9 +105,10 @@ async def compare(
     async with started(clusters) as clients:
         model = await next(iter(clients.values())).model()
         entries = entries_of(comparison.long, model.max_model_len)
-        runs = runs_of(tuple(clients), comparison.rates, comparison.num_repetitions)
+        rates = comparison.rates
+        runs = runs_of(tuple(clients), rates, comparison.num_repetitions)
         for client in clients.values():
-            await _warm_up(client, comparison, entries, model.vocab_size)
+            await warm_up(client, _load(comparison, entries, rates[0], model.vocab_size))
         for run in runs:
             rate = run.rate or 0.0
             load = _load(comparison, entries, rate, model.vocab_size)
@@ -122,22 +129,19 @@ def _load(
     return mixed_load(comparison.steady, some, rate, long.burst_size, vocab_size, long.seed)
 
 
-async def _warm_up(
-    client: AsyncClient, comparison: Comparison, entries: Sequence[TraceEntry], vocab_size: int
-) -> None:
-    """One after the other, and not measured: workers learn what things cost."""
-    load = _load(comparison, entries, comparison.rates[0], vocab_size)
+async def warm_up(client: AsyncClient, load: MixedLoad) -> None:
+    """A few of a load's requests, one after the other, and not measured: workers learn what things cost."""
     for request in (*load.steady[:_WARM_UP], *load.bursts[:_WARM_UP]):
-        await drive(client, (dataclasses.replace(request, due_s=0.0),), _options())
+        await drive(client, (dataclasses.replace(request, due_s=0.0),), run_options())
 
 
 async def _measure(client: AsyncClient, load: MixedLoad, slo: Slo) -> MixedSummary:
-    records = await drive(client, (*load.steady, *load.bursts), _options())
+    records = await drive(client, (*load.steady, *load.bursts), run_options())
     num_steady = len(load.steady)
     return summarise_mixed(records[:num_steady], records[num_steady:], slo)
 
 
-def _options() -> DriveOptions:
+def run_options() -> DriveOptions:
     """A salt of its own: a run finds no prefix that an earlier one has cached."""
     return DriveOptions(cache_salt=secrets.token_hex(8), timeout_s=120.0)
 
