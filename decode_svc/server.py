@@ -30,6 +30,7 @@ from decode_svc.recorder import DecodeRecorder
 from decode_svc.service import DecodeServicer
 from decode_svc.speculation.build import build_speculation
 from decode_svc.swap_space import SwapSpace
+from kv_transfer.device_memory import device_memory_of
 from kv_transfer.kv_secret import read_kv_secret
 from kv_transfer.running_receiver import open_receiver, transports_of
 from kv_transfer.sender import Sender
@@ -46,7 +47,7 @@ async def serve_decode(
     clock = PhaseClock()
     check_bindable(options.host, options.port)
     kv_secret = read_kv_secret(options.kv_secret_file)
-    if options.kv_transport != "shm":
+    if options.kv_transport not in ("shm", "cuda_ipc"):
         check_bindable(options.kv_host, options.kv_port, "kv_host", "kv_port")
     engine = await asyncio.to_thread(make_engine, options)
     speculation = await asyncio.to_thread(build_speculation, options, engine, time.perf_counter)
@@ -80,7 +81,7 @@ async def serve_decode(
         engine.kv,
         submit,
         time.monotonic,
-        transports=transports_of(options.kv_transport),
+        transports=transports_of(options.kv_transport, engine.kv),
         lease_s=options.ticket_lease_s,
         offer_s=options.ticket_offer_s,
         tcp_host=options.kv_host,
@@ -95,7 +96,12 @@ async def serve_decode(
         identity,
         engine.spec.layout,
         engine.kv,
-        make_connector(options.kv_transport, tls=options.tls, peer_names=options.ssl_peer_names),
+        make_connector(
+            options.kv_transport,
+            tls=options.tls,
+            peer_names=options.ssl_peer_names,
+            memory=device_memory_of(engine.kv),
+        ),
         submit,
         time.monotonic,
         num_lanes=options.kv_num_lanes,

@@ -13,6 +13,8 @@ from baton.types import KvLayout, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_from_proto
 from kv_transfer.codec import ChunkCodec
+from kv_transfer.device_codec import DeviceCodec
+from kv_transfer.device_memory import device_copy_of
 from kv_transfer.version import MAX_VERSION, MIN_VERSION, agreed_version
 from kv_transfer.wire_format import agreed_dtype, wire_format
 
@@ -20,15 +22,29 @@ from kv_transfer.wire_format import agreed_dtype, wire_format
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What both have agreed on. `codec` is this end's; it belongs to the connection. key: of its digests; empty if the
-    workers have no secret."""
+    workers have no secret. device: where payloads are in a device's memory; their checksums know no key."""
 
     version: int
     codec: ChunkCodec
     key: bytes = b""
+    device: DeviceCodec | None = None
+
+    @property
+    def on_device(self) -> DeviceCodec:
+        """What payloads in a device's memory go through. Raises ValueError where none can be there."""
+        if self.device is None:
+            raise ValueError("a payload in a device's memory, where none was agreed on")
+        return self.device
 
 
-def answer(hello: kv_pb2.KvHello, pool: KvPool, wire_dtype: str) -> Terms | kv_pb2.KvRefuse:
-    """The receiver's terms, or what forbids any. wire_dtype: what it wants, one of WIRE_DTYPES."""
+def answer(
+    hello: kv_pb2.KvHello,
+    pool: KvPool,
+    wire_dtype: str,
+    checksum: kv_pb2.KvPayloadChecksum.ValueType = kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED,
+) -> Terms | kv_pb2.KvRefuse:
+    """The receiver's terms, or what forbids any. wire_dtype: what it wants, one of WIRE_DTYPES. checksum: of payloads, as the
+    transport has it."""
     version = agreed_version(hello.min_version, hello.max_version)
     if version is None:
         return kv_pb2.KvRefuse(
@@ -42,7 +58,8 @@ def answer(hello: kv_pb2.KvHello, pool: KvPool, wire_dtype: str) -> Terms | kv_p
         field, expected, actual = difference
         return kv_pb2.KvRefuse(field=field, expected=expected, actual=actual)
     dtype = theirs.dtype if version == 1 else agreed_dtype(theirs.dtype, ours.dtype, wire_dtype)
-    return Terms(version, ChunkCodec(pool, wire_format(dtype, theirs)))
+    codec = ChunkCodec(pool, wire_format(dtype, theirs))
+    return Terms(version, codec, device=_device_codec(codec, pool, checksum))
 
 
 def terms_of(accept: kv_pb2.KvAccept, pool: KvPool, peer: WorkerIdentity) -> Terms:
@@ -65,7 +82,18 @@ def terms_of(accept: kv_pb2.KvAccept, pool: KvPool, peer: WorkerIdentity) -> Ter
     if accept.max_chunk_bytes < wire.token_layer_bytes:
         least, told_bytes = f"at least {wire.token_layer_bytes}", str(accept.max_chunk_bytes)
         raise PeerMismatch.of(peer.worker_id, "max_chunk_bytes", least, told_bytes)
-    return Terms(accept.version, ChunkCodec(pool, wire))
+    codec = ChunkCodec(pool, wire)
+    device = _device_codec(codec, pool, accept.payload_checksum)
+    return Terms(accept.version, codec, device=device)
+
+
+def _device_codec(
+    codec: ChunkCodec, pool: KvPool, checksum: kv_pb2.KvPayloadChecksum.ValueType
+) -> DeviceCodec | None:
+    """Of a pool whose device shares memory, if payloads are there."""
+    copy = device_copy_of(pool)
+    is_there = checksum == kv_pb2.KV_PAYLOAD_CHECKSUM_WORD_SUM
+    return DeviceCodec(codec, copy) if copy and is_there else None
 
 
 def _difference(ours: KvLayout, theirs: KvLayout, version: int) -> tuple[str, str, str] | None:

@@ -18,11 +18,12 @@ class TransportKind(enum.IntEnum):
     SHM = 2
     TCP = 3
     NIXL = 4
+    CUDA_IPC = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """address: a name (LOOPBACK), a Unix socket's path (SHM), or host:port (TCP, NIXL). host_id: only of SHM."""
+    """address: a name (LOOPBACK), a Unix socket's path (SHM, CUDA_IPC), or host:port (TCP, NIXL). host_id: only of sockets' paths."""
 
     kind: TransportKind
     address: str

@@ -86,12 +86,17 @@ class ReceiverGreeting:
     and after a refusal for good."""
 
     def __init__(
-        self, welcome: Welcome, reply: Callable[[Frame], None], seal: Callable[[bytes], None]
+        self,
+        welcome: Welcome,
+        reply: Callable[[Frame], None],
+        seal: Callable[[bytes], None],
+        checksum: kv_pb2.KvPayloadChecksum.ValueType,
     ) -> None:
-        """reply, seal: see Receiver.session."""
+        """reply, seal, checksum: see Receiver.session."""
         self._welcome = welcome
         self._reply = reply
         self._seal = seal
+        self._checksum = checksum
         # Of the sender, from its KvHello on.
         self._worker_id = ""
         # Agreed on, and waiting for this proof.
@@ -123,7 +128,7 @@ class ReceiverGreeting:
         terms = (
             kv_pb2.KvRefuse(field="kv_secret", expected="the one of this worker", actual="none")
             if secret and not has_nonce(hello)
-            else answer(hello, welcome.pool, welcome.wire_dtype)
+            else answer(hello, welcome.pool, welcome.wire_dtype, self._checksum)
         )
         if isinstance(terms, kv_pb2.KvRefuse):
             self.is_refused = True
@@ -136,6 +141,7 @@ class ReceiverGreeting:
             num_credits=welcome.num_credits,
             max_chunk_bytes=welcome.max_chunk_bytes,
             wire_dtype=terms.codec.wire.dtype,
+            payload_checksum=self._checksum,
         )
         if secret:
             accept.nonce = new_nonce()

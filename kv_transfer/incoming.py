@@ -6,6 +6,7 @@ from baton.engine.kv_range import KvRange
 from baton.v1 import kv_pb2
 from kv_transfer.agreement import Terms
 from kv_transfer.checksum import chunk_checksum, place_checksum
+from kv_transfer.device_memory import Payload
 
 
 def place_of(chunk: kv_pb2.KvChunk) -> KvRange:
@@ -29,16 +30,17 @@ def payload_fault(chunk: kv_pb2.KvChunk, payload: tuple[memoryview, ...], terms:
     return "" if is_sound else _wrong_checksum(chunk)
 
 
-def store(
-    chunk: kv_pb2.KvChunk, payload: memoryview, block_ids: tuple[int, ...], terms: Terms
-) -> str:
+def store(chunk: kv_pb2.KvChunk, payload: Payload, block_ids: tuple[int, ...], terms: Terms) -> str:
     """Copy a payload into a sequence's blocks, unless it has a fault, which is returned: the blocks may then hold either.
 
     Raises what KvPool.unpack does, RuntimeError from the device.
     """
-    codec, piece = terms.codec, place_of(chunk)
+    codec, piece, seed = terms.codec, place_of(chunk), chunk.place_checksum
+    if not isinstance(payload, memoryview):
+        device = terms.on_device
+        is_sound = device.unpack(block_ids, piece, payload, seed, chunk.checksum)
+        return "" if is_sound else _wrong_checksum(chunk)
     if not terms.key:
-        seed = chunk.place_checksum
         is_sound = codec.unpack_checked(block_ids, piece, payload, seed, chunk.checksum)
         return "" if is_sound else _wrong_checksum(chunk)
     fault = payload_fault(chunk, (payload,), terms)

@@ -135,11 +135,13 @@ def _fill(
     terms: Terms,
 ) -> Staged:
     """The payload; its checksum is put into `chunk`. Raises what ChunkCodec.pack does."""
-    codec = terms.codec
+    codec, seed = terms.codec, chunk.place_checksum
+    if staged.device is not None:
+        chunk.checksum = terms.on_device.pack(block_ids, piece, staged.device, seed)
+        return staged
     if staged.can_gather and (pieces := codec.lend(block_ids, piece)):
         staged = replace(staged, pieces=pieces)
     elif not terms.key:
-        seed = chunk.place_checksum
         chunk.checksum = codec.pack_checked(block_ids, piece, staged.buffer, seed)
         return staged
     else:

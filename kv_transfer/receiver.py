@@ -21,6 +21,7 @@ from baton.types import KvLayout, WorkerIdentity
 from baton.v1 import kv_pb2
 from kv_transfer.agreement import Terms
 from kv_transfer.checksum import chunks_of_commit
+from kv_transfer.device_memory import Payload
 from kv_transfer.frame import Frame, FrameError, clipped
 from kv_transfer.greeting import ReceiverGreeting, Welcome
 from kv_transfer.incoming import header_fault, payload_fault, place_of, store
@@ -69,14 +70,16 @@ class Receiver:
         reply: Reply,
         seal: Callable[[bytes], None] = lambda _: None,
         wake: Callable[[], None] = lambda: None,
+        checksum: kv_pb2.KvPayloadChecksum.ValueType = kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED,
     ) -> ReceiverSession:
         """The receiving end of a new connection. `reply` and `seal` are called within on_frame and speak only, in the same
         thread.
 
         seal: has all that follows carry digests, both ways; see Connection.seal. wake: called in any thread; has `speak` called
-        soon.
+        soon. checksum: of payloads, as the transport has it.
         """
-        return ReceiverSession(self, next(self._connections), reply, seal, wake)
+        greeting = ReceiverGreeting(self.welcome, reply, seal, checksum)
+        return ReceiverSession(self, next(self._connections), reply, greeting, wake)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +103,14 @@ class ReceiverSession:
         receiver: Receiver,
         connection: int,
         reply: Reply,
-        seal: Callable[[bytes], None],
+        greeting: ReceiverGreeting,
         wake: Callable[[], None],
     ) -> None:
         self._receiver = receiver
         self._tickets = receiver.tickets
         self._connection = connection
         self._reply = reply
-        self._greeting = ReceiverGreeting(receiver.welcome, reply, seal)
+        self._greeting = greeting
         self._wake = wake
         # Written in any thread, read in the connection's.
         self._news: deque[kv_pb2.KvAbort] = deque()
@@ -154,7 +157,7 @@ class ReceiverSession:
         self._landing = _Landing(chunk.ticket_id, terms.codec.lend(pinned, piece))
         return self._landing.views
 
-    def on_frame(self, frame: Frame, payload: memoryview) -> None:
+    def on_frame(self, frame: Frame, payload: Payload) -> None:
         """Take a frame. `payload` (of a chunk that did not land) is read before this returns, and not kept."""
         terms = self._greeting.terms
         if terms is None or isinstance(frame, kv_pb2.KvHello):
@@ -193,7 +196,7 @@ class ReceiverSession:
             raise FrameError("a KvBegin without a ticket") from None
         self._reject(ticket.ticket_id, ticket.epoch, outcome)
 
-    def _on_chunk(self, terms: Terms, chunk: kv_pb2.KvChunk, payload: memoryview) -> None:
+    def _on_chunk(self, terms: Terms, chunk: kv_pb2.KvChunk, payload: Payload) -> None:
         landing, self._landing = self._landing, None
         if landing:
             rejection = self._written(chunk, payload_fault(chunk, landing.views, terms))
@@ -206,7 +209,7 @@ class ReceiverSession:
         if rejection:
             self._reject(chunk.ticket_id, chunk.epoch, rejection)
 
-    def _write(self, terms: Terms, chunk: kv_pb2.KvChunk, payload: memoryview) -> Rejection | None:
+    def _write(self, terms: Terms, chunk: kv_pb2.KvChunk, payload: Payload) -> Rejection | None:
         """Verify, and copy into the ticket's blocks. What fails here kills the ticket if this connection holds it."""
         fault = header_fault(chunk, payload.nbytes, terms)
         if fault:

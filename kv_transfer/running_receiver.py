@@ -16,11 +16,13 @@ from baton.errors import ConfigError, HandoffFailed
 from baton.rpc.bind import bind_fault
 from baton.rpc.tls import TlsFiles
 from baton.types import WorkerIdentity
+from kv_transfer.device_memory import device_memory_of
 from kv_transfer.endpoint import Endpoint
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.receiver import Receiver
 from kv_transfer.ticket import TicketEvent
 from kv_transfer.ticket_table import TicketTable
+from kv_transfer.transport.cuda_ipc import listen_cuda_ipc
 from kv_transfer.transport.loopback import LoopbackHub
 from kv_transfer.transport.nixl import listen_nixl
 from kv_transfer.transport.shm import listen_shm
@@ -31,15 +33,19 @@ from kv_transfer.wire_format import most_token_layer_bytes
 #: Large enough that a chunk's fixed cost is little, all together small enough to stay in a CPU's last cache.
 DEFAULT_NUM_CREDITS = 4
 DEFAULT_MAX_CHUNK_BYTES = 2 << 20
+#: For KV on a device, where each chunk costs launches and a wait, and no cache is to be spared.
+DEVICE_MAX_CHUNK_BYTES = 16 << 20
 
 
 #: What senders may choose from, unless one is pinned.
 _TRANSPORTS = ("shm", "tcp")
 
 
-def transports_of(option: str) -> tuple[str, ...]:
-    """What a worker listens on with --kv-transport=`option`: all, for "auto"."""
-    return _TRANSPORTS if option == "auto" else (option,)
+def transports_of(option: str, pool: KvPool) -> tuple[str, ...]:
+    """What a worker with that pool listens on with --kv-transport=`option`: all that need nothing else, for "auto"."""
+    if option != "auto":
+        return (option,)
+    return _TRANSPORTS if device_memory_of(pool) is None else ("cuda_ipc", *_TRANSPORTS)
 
 
 class Listener(Protocol):
@@ -91,7 +97,7 @@ def open_receiver(
     tcp_advertise_address: str = "",
     hub: LoopbackHub | None = None,
     num_credits: int = DEFAULT_NUM_CREDITS,
-    max_chunk_bytes: int = DEFAULT_MAX_CHUNK_BYTES,
+    max_chunk_bytes: int | None = None,
     wire_dtype: str = "auto",
     secret: bytes = b"",
     kv_secret: KvSecret | None = None,
@@ -99,7 +105,8 @@ def open_receiver(
     peer_names: Sequence[str] = (),
     draw_id: Callable[[], int] = lambda: secrets.randbits(64),
 ) -> RunningReceiver:
-    """Bind, then serve. transports: any of "loopback" (its name is the worker's id, in `hub`), "shm", "tcp" and "nixl".
+    """Bind, then serve. transports: any of "loopback" (its name is the worker's id, in `hub`), "shm", "tcp", "nixl" and "cuda_ipc"
+    (of a pool on a device).
 
     lease_s, offer_s: see TicketTable. secret: of the tickets' digests; drawn anew if none is given. Each connection has num_credits * max_chunk_bytes of
     shared memory, or max_chunk_bytes of buffer. wire_dtype, kv_secret: see Receiver. tls: of tcp; None for plain text. peer_names: see
@@ -114,7 +121,7 @@ def open_receiver(
     listeners: list[Listener] = []
     with contextlib.ExitStack() as undo:
         for transport in transports:
-            listener = _listen(transport, identity, over_tcp, address, hub)
+            listener = _listen(transport, identity, pool, over_tcp, address, hub)
             undo.callback(listener.close)
             listeners.append(listener)
         tickets = TicketTable(
@@ -134,7 +141,7 @@ def open_receiver(
             pool,
             tickets,
             num_credits,
-            max(max_chunk_bytes, most_token_layer_bytes(pool.layout)),
+            max(max_chunk_bytes or _chunk_bytes(pool), most_token_layer_bytes(pool.layout)),
             wire_dtype,
             kv_secret,
         )
@@ -144,16 +151,24 @@ def open_receiver(
     return RunningReceiver(tickets, receiver, tuple(listeners))
 
 
+def _chunk_bytes(pool: KvPool) -> int:
+    """Most bytes of a chunk, unless told otherwise."""
+    return DEFAULT_MAX_CHUNK_BYTES if device_memory_of(pool) is None else DEVICE_MAX_CHUNK_BYTES
+
+
 def _listen(
     transport: str,
     identity: WorkerIdentity,
+    pool: KvPool,
     over_tcp: ListenAt,
     address: tuple[str, int, str],
     hub: LoopbackHub | None,
 ) -> Listener:
     match transport:
         case "shm":
-            return _listen_shm()
+            return _bound_in_folder(listen_shm)
+        case "cuda_ipc":
+            return _bound_in_folder(lambda: listen_cuda_ipc(device_memory_of(pool)))
         case "tcp":
             return _bound(over_tcp, *address)
         case "nixl":
@@ -161,13 +176,13 @@ def _listen(
         case "loopback" if hub is not None:
             return hub.listen(identity.worker_id)
     raise ConfigError.of(
-        "kv_transport", transport, "use shm, tcp or nixl, or loopback within a hub"
+        "kv_transport", transport, "use shm, tcp, nixl or cuda_ipc, or loopback within a hub"
     )
 
 
-def _listen_shm() -> Listener:
+def _bound_in_folder(listen: Callable[[], Listener]) -> Listener:
     try:
-        return listen_shm()
+        return listen()
     except OSError as error:
         folder = tempfile.gettempdir()
         fix = f"no Unix socket there ({error}); set TMPDIR to a short path that can be written"

@@ -19,6 +19,7 @@ from baton.worker.host import WorkerHost, describe, new_identity
 from baton.worker.load_board import LoadBoard
 from baton.worker.service import WorkerServicer, services
 from baton.worker.telemetry import open_worker_telemetry
+from kv_transfer.device_memory import device_memory_of
 from kv_transfer.kv_secret import read_kv_secret
 from kv_transfer.running_receiver import open_receiver, transports_of
 from kv_transfer.sender import Sender
@@ -65,7 +66,12 @@ async def serve_prefill(
         identity,
         engine.spec.layout,
         engine.kv,
-        make_connector(options.kv_transport, tls=options.tls, peer_names=options.ssl_peer_names),
+        make_connector(
+            options.kv_transport,
+            tls=options.tls,
+            peer_names=options.ssl_peer_names,
+            memory=device_memory_of(engine.kv),
+        ),
         submit,
         time.monotonic,
         num_lanes=options.kv_num_lanes,
@@ -83,7 +89,7 @@ async def serve_prefill(
         engine.kv,
         submit,
         time.monotonic,
-        transports=transports_of(options.kv_transport),
+        transports=transports_of(options.kv_transport, engine.kv),
         lease_s=LOAN_LEASE_S,
         tcp_host=options.kv_host,
         tcp_port=options.kv_port,

@@ -13,7 +13,7 @@ from baton.rpc.address import is_address
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Transport = Literal["auto", "shm", "tcp", "nixl"]
+Transport = Literal["auto", "shm", "tcp", "nixl", "cuda_ipc"]
 KvDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 
 NonEmpty = Annotated[str, Field(min_length=1)]

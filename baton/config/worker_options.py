@@ -42,8 +42,8 @@ class HandoffOptions(Options):
     """How workers pass sequences on."""
 
     kv_transport: Transport = "auto"
-    """How KV travels; auto takes shared memory between processes of one host, else TCP. nixl is for RDMA and needs the library
-    of that name."""
+    """How KV travels; auto takes memory of GPUs between processes of one host with KV on GPUs (cuda_ipc), else shared memory between
+    processes of one host, else TCP. nixl is for RDMA and needs the library of that name."""
     kv_num_lanes: Annotated[int, Field(ge=1, le=16)] = 1
     """Most connections from one worker to another. Handoffs that are under way at the same time share them out: one connection is
     enough where one stream fills the network."""

@@ -20,6 +20,10 @@ class TensorPool(KvPool, Protocol):
     tensor: torch.Tensor
     scales: torch.Tensor | None
 
+    def wrote(self) -> None:
+        """In the engine's thread, before others are told of KV that its kernels write: what is packed from now on has it."""
+        ...
+
 
 class Followers(Protocol):
     """Started with the engine, told what to do just before rank 0 does it, ended with it.

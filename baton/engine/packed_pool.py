@@ -64,17 +64,24 @@ class PackedPool(ABC):
     ) -> list[PackedPart]:
         """`data` as pack_parts has it, without a copy. Raises ValueError as KvPool.pack does."""
         layout = self._layout
-        if min(piece.first_token, piece.num_tokens, piece.first_layer, piece.num_layers) < 0:
-            raise ValueError(f"{piece} is negative")
-        if piece.end_layer > layout.num_layers:
-            raise ValueError(f"layers end at {piece.end_layer} of {layout.num_layers}")
-        if piece.end_token > len(block_ids) * layout.block_size:
-            raise ValueError(f"tokens end at {piece.end_token}, past {len(block_ids)} blocks")
-        if any(not 0 <= block < self._num_blocks for block in block_ids):
-            raise ValueError(f"a block id is not in [0, {self._num_blocks})")
+        check_range(layout, self._num_blocks, block_ids, piece)
         if data.nbytes != piece.num_bytes(layout.token_layer_bytes):
             raise ValueError(f"{data.nbytes} bytes do not hold {piece}")
         return _split(layout, piece, data)
+
+
+def check_range(
+    layout: KvLayout, num_blocks: int, block_ids: Sequence[int], piece: KvRange
+) -> None:
+    """Raises ValueError if a range is not within these blocks of a pool of num_blocks."""
+    if min(piece.first_token, piece.num_tokens, piece.first_layer, piece.num_layers) < 0:
+        raise ValueError(f"{piece} is negative")
+    if piece.end_layer > layout.num_layers:
+        raise ValueError(f"layers end at {piece.end_layer} of {layout.num_layers}")
+    if piece.end_token > len(block_ids) * layout.block_size:
+        raise ValueError(f"tokens end at {piece.end_token}, past {len(block_ids)} blocks")
+    if any(not 0 <= block < num_blocks for block in block_ids):
+        raise ValueError(f"a block id is not in [0, {num_blocks})")
 
 
 def _split(layout: KvLayout, piece: KvRange, data: memoryview) -> list[PackedPart]:

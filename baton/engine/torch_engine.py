@@ -11,7 +11,7 @@ but where two logits are closer than that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,11 +98,13 @@ class TorchEngine(Engine):
             batch, spec.layout.block_size, spec.num_blocks, spec.vocab_size, spec.max_model_len
         )
         done = (
-            _in_groups(layers_done, spec.layout.num_layers, self._layer_group_size)
+            _in_groups(layers_done, spec.layout.num_layers, self._layer_group_size, self._kv.wrote)
             if layers_done
             else None
         )
-        return self._steps.run(batch, done, drawn)
+        step = self._steps.run(batch, done, drawn)
+        self._kv.wrote()
+        return step
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +148,16 @@ def _row_groups(rows: Sequence[SampleRow]) -> Iterator[list[int]]:
         yield scored[first : first + NUM_SCORED_ROWS]
 
 
-def _in_groups(layers_done: LayersDone, num_layers: int, size: int) -> LayerDone:
-    """Tell `layers_done` about groups of `size` consecutive layers instead of each."""
+def _in_groups(
+    layers_done: LayersDone, num_layers: int, size: int, wrote: Callable[[], None]
+) -> LayerDone:
+    """Tell `layers_done` about groups of `size` consecutive layers instead of each, and `wrote` before."""
 
     def done(layer: int) -> None:
         end = layer + 1
         if end % size == 0 or end == num_layers:
             first = layer // size * size
+            wrote()
             layers_done(first, end - first)
 
     return done

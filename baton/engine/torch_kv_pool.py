@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from baton.engine.copy_order import copy_order
+from baton.engine.cuda_memory import cuda_memory
+from baton.engine.device_copy import DeviceCopy
 from baton.engine.kv_range import KvRange
 from baton.engine.packed_pool import PackedPart, PackedPool
 from baton.types import DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvLayout
@@ -39,6 +42,7 @@ class TorchKvPool(PackedPool):
         scales would not lie at multiples of their size."""
         super().__init__(layout, num_blocks)
         self._is_host = device.type == "cpu"
+        self._order = copy_order(device)
         memory = memory if memory is not None else _fresh(num_blocks * layout.block_bytes, device)
         self._blocks = memory.view(num_blocks, layout.num_layers, 2, layout.num_kv_heads, -1)
         row_bytes = layout.head_dim * DTYPE_BYTES[layout.dtype]
@@ -54,6 +58,10 @@ class TorchKvPool(PackedPool):
         # All bytes of a pool in host memory.
         self._bytes = self._blocks.view(-1).numpy().data if self._is_host else None
         self._checked_copy = checked_copy_of(self._blocks) if self._is_host else None
+        shared = None if self._is_host else cuda_memory(device)
+        self._device_copy = (
+            DeviceCopy(layout, self._blocks, self._order, shared) if shared else None
+        )
 
     def _scales(self, layout: KvLayout) -> torch.Tensor:
         num_bytes = layout.block_size * layout.head_dim
@@ -70,7 +78,8 @@ class TorchKvPool(PackedPool):
                 kv_pack(slab, block_ids, piece.first_token, piece.first_layer, packed)
             else:
                 staging = torch.empty(packed.shape, dtype=torch.from_numpy(packed).dtype)
-                kv_pack(slab, block_ids, piece.first_token, piece.first_layer, staging)
+                with self._order.reading():
+                    kv_pack(slab, block_ids, piece.first_token, piece.first_layer, staging)
                 packed[...] = staging.numpy()
 
     def unpack_parts(
@@ -79,7 +88,8 @@ class TorchKvPool(PackedPool):
         """See PackedPool. The parts may be of the heads that are here alone."""
         for slab, packed in zip(self._slabs, parts, strict=True):
             source: Slab = packed if self._is_host else torch.utils.dlpack.from_dlpack(packed)
-            kv_unpack(slab, block_ids, piece.first_token, piece.first_layer, source)
+            with self._order.writing():
+                kv_unpack(slab, block_ids, piece.first_token, piece.first_layer, source)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See KvPool."""
@@ -105,6 +115,15 @@ class TorchKvPool(PackedPool):
         layer_bytes = layout.block_size * layout.token_layer_bytes
         start = block_id * layout.block_bytes + first_layer * layer_bytes
         return self._bytes[start : start + num_layers * layer_bytes]
+
+    def wrote(self) -> None:
+        """See TensorPool."""
+        self._order.wrote()
+
+    @property
+    def device_copy(self) -> DeviceCopy | None:
+        """Packs into, and unpacks from, memory of the blocks' own device; None if that is the CPU, or shares no memory."""
+        return self._device_copy
 
     @property
     def checked_copy(self) -> CheckedCopy | None:

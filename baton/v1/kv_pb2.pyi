@@ -42,6 +42,8 @@ class _KvTransportEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_KvTranspor
     """A TCP connection."""
     KV_TRANSPORT_NIXL: _KvTransport.ValueType  # 4
     """Frames over a TCP connection, payloads written by nixl (UCX) into memory that KvAccept describes."""
+    KV_TRANSPORT_CUDA_IPC: _KvTransport.ValueType  # 5
+    """Frames over a Unix socket, payloads in memory of a GPU that KvAccept describes and processes of one host share."""
 
 class KvTransport(_KvTransport, metaclass=_KvTransportEnumTypeWrapper):
     """How bytes reach a worker."""
@@ -56,6 +58,31 @@ KV_TRANSPORT_TCP: KvTransport.ValueType  # 3
 """A TCP connection."""
 KV_TRANSPORT_NIXL: KvTransport.ValueType  # 4
 """Frames over a TCP connection, payloads written by nixl (UCX) into memory that KvAccept describes."""
+KV_TRANSPORT_CUDA_IPC: KvTransport.ValueType  # 5
+"""Frames over a Unix socket, payloads in memory of a GPU that KvAccept describes and processes of one host share."""
+
+class _KvPayloadChecksum:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KvPayloadChecksumEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_KvPayloadChecksum.ValueType], builtins.type):
+    DESCRIPTOR: descriptor.EnumDescriptor
+    KV_PAYLOAD_CHECKSUM_UNSPECIFIED: _KvPayloadChecksum.ValueType  # 0
+    """Not told: xxh3_64, or keyed blake3 between workers with a KV secret; see KvChunk.checksum."""
+    KV_PAYLOAD_CHECKSUM_WORD_SUM: _KvPayloadChecksum.ValueType  # 1
+    """The word sum of kernels/baton_kernels/word_sum.py, with place_checksum as its seed, with and without a KV secret: for payloads
+    that no host touches.
+    """
+
+class KvPayloadChecksum(_KvPayloadChecksum, metaclass=_KvPayloadChecksumEnumTypeWrapper):
+    """What the checksums of chunks' payloads are, on one connection."""
+
+KV_PAYLOAD_CHECKSUM_UNSPECIFIED: KvPayloadChecksum.ValueType  # 0
+"""Not told: xxh3_64, or keyed blake3 between workers with a KV secret; see KvChunk.checksum."""
+KV_PAYLOAD_CHECKSUM_WORD_SUM: KvPayloadChecksum.ValueType  # 1
+"""The word sum of kernels/baton_kernels/word_sum.py, with place_checksum as its seed, with and without a KV secret: for payloads
+that no host touches.
+"""
 
 @typing.final
 class KvLayout(message.Message):
@@ -109,9 +136,9 @@ class KvEndpoint(message.Message):
     transport: KvTransport.ValueType
     """How."""
     address: builtins.str
-    """Socket path (SHM), host:port (TCP, NIXL), or a name (LOOPBACK)."""
+    """Socket path (SHM, CUDA_IPC), host:port (TCP, NIXL), or a name (LOOPBACK)."""
     host_id: builtins.str
-    """Identifies the host whose memory can be shared (SHM): the kernel's boot id. Empty otherwise."""
+    """Identifies the host whose memory can be shared (SHM, CUDA_IPC): the kernel's boot id. Empty otherwise."""
     def __init__(
         self,
         *,
@@ -254,6 +281,8 @@ class KvAccept(message.Message):
     REMOTE_MEMORY_FIELD_NUMBER: builtins.int
     NONCE_FIELD_NUMBER: builtins.int
     PROOF_FIELD_NUMBER: builtins.int
+    PAYLOAD_CHECKSUM_FIELD_NUMBER: builtins.int
+    DEVICE_MEMORY_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Version that both will speak."""
     worker_id: builtins.str
@@ -272,9 +301,15 @@ class KvAccept(message.Message):
     """Of a receiver that has a KV secret: at least 16 random bytes, for the sender's proof."""
     proof: builtins.bytes
     """Of a receiver that has a KV secret: proof of it, over both nonces; see kv_transfer/kv_secret.py. KvProof must come next."""
+    payload_checksum: KvPayloadChecksum.ValueType
+    """What the checksums of payloads are."""
     @builtins.property
     def remote_memory(self) -> KvRemoteMemory:
         """Where payloads are written (NIXL)."""
+
+    @builtins.property
+    def device_memory(self) -> KvDeviceMemory:
+        """Where payloads are written (CUDA_IPC)."""
 
     def __init__(
         self,
@@ -288,10 +323,12 @@ class KvAccept(message.Message):
         remote_memory: KvRemoteMemory | None = ...,
         nonce: builtins.bytes = ...,
         proof: builtins.bytes = ...,
+        payload_checksum: KvPayloadChecksum.ValueType = ...,
+        device_memory: KvDeviceMemory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["remote_memory", b"remote_memory"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["device_memory", b"device_memory", "remote_memory", b"remote_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["generation", b"generation", "max_chunk_bytes", b"max_chunk_bytes", "nonce", b"nonce", "num_credits", b"num_credits", "proof", b"proof", "remote_memory", b"remote_memory", "version", b"version", "wire_dtype", b"wire_dtype", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["device_memory", b"device_memory", "generation", b"generation", "max_chunk_bytes", b"max_chunk_bytes", "nonce", b"nonce", "num_credits", b"num_credits", "payload_checksum", b"payload_checksum", "proof", b"proof", "remote_memory", b"remote_memory", "version", b"version", "wire_dtype", b"wire_dtype", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -340,6 +377,32 @@ class KvRemoteMemory(message.Message):
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "agent", b"agent", "stride", b"stride"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class KvDeviceMemory(message.Message):
+    """Staging slots, num_credits of them one after the other, in memory of a GPU. The file descriptor that comes beside this message must be
+    held open for as long as the memory is mapped: the receiver frees the memory when nobody holds it any more.
+    """
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: builtins.int
+    STRIDE_FIELD_NUMBER: builtins.int
+    handle: builtins.bytes
+    """The CUDA driver's handle of the memory, for processes of this host."""
+    stride: builtins.int
+    """Bytes from one slot to the next."""
+    def __init__(
+        self,
+        *,
+        handle: builtins.bytes = ...,
+        stride: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["handle", b"handle", "stride", b"stride"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -440,7 +503,7 @@ class KvChunk(message.Message):
     num_layers: builtins.int
     """Layers of the piece, at least 1."""
     checksum: builtins.int
-    """xxh3_64 of the payload, with place_checksum as its seed. Between workers with a KV secret: the first 8 bytes of blake3 under
+    """xxh3_64 of the payload, with place_checksum as its seed, or what KvAccept.payload_checksum tells. Between workers with a KV secret: the first 8 bytes of blake3 under
     the connection's key of this message without checksum, and the payload; see kv_transfer/checksum.py.
     """
     payload_bytes: builtins.int
@@ -451,7 +514,7 @@ class KvChunk(message.Message):
     is -127 to 127; fp8 is e4m3, without infinities.
     """
     slot: builtins.int
-    """Staging slot that holds the payload (SHM); 0 where it follows the header."""
+    """Staging slot that holds the payload (SHM, NIXL, CUDA_IPC); 0 where it follows the header."""
     place_checksum: builtins.int
     """Since version 2: xxh3_64 of ticket_id (8 bytes), epoch, first_token, num_tokens, first_layer and num_layers (4 bytes each,
     little endian). It is checked before the payload is written anywhere; 0 in version 1.
@@ -648,7 +711,7 @@ class KvCredit(message.Message):
     SLOTS_FIELD_NUMBER: builtins.int
     @builtins.property
     def slots(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Slots that are free again (SHM), or as many zeros as chunks were taken (TCP)."""
+        """Slots that are free again (SHM, NIXL, CUDA_IPC), or as many zeros as chunks were taken (TCP)."""
 
     def __init__(
         self,

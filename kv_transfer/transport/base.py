@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.errors import HandoffFailed
+from kv_transfer.device_memory import DeviceBytes
 from kv_transfer.endpoint import Endpoint
 from kv_transfer.frame import Frame
 
@@ -15,15 +16,20 @@ class TransportError(HandoffFailed):
     """A connection cannot be made, or cannot go on."""
 
 
+_NO_BYTES = memoryview(b"")
+
+
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Room for one payload: `buffer` has the size asked for; `slot` goes into the chunk's header.
+    """Room for one payload: `buffer`, or `device`, has the size asked for; `slot` goes into the chunk's header.
 
+    device: the room, where it is in a device's memory; see DeviceCodec.
     can_gather: `pieces` may take the place of the buffer; they are read, and not kept, while it is sent.
     """
 
     slot: int
-    buffer: memoryview
+    buffer: memoryview = _NO_BYTES
+    device: DeviceBytes | None = None
     can_gather: bool = False
     pieces: tuple[memoryview, ...] = ()
 

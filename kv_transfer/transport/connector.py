@@ -14,9 +14,11 @@ from pathlib import Path
 from baton.errors import ConfigError
 from baton.rpc.tls import TlsFiles
 from baton.v1 import kv_pb2
+from kv_transfer.device_memory import DeviceMemory
 from kv_transfer.endpoint import Endpoint, TransportKind, local_host_id
 from kv_transfer.frame import Frame
 from kv_transfer.transport.base import Connection, Connector, Staged, TransportError
+from kv_transfer.transport.cuda_ipc import connect_cuda_ipc
 from kv_transfer.transport.loopback import LoopbackHub
 from kv_transfer.transport.nixl import Quarantine, connect_nixl, has_nixl
 from kv_transfer.transport.shm import connect_shm
@@ -29,8 +31,15 @@ _ALLOWED = {
     "shm": frozenset({TransportKind.SHM}),
     "tcp": frozenset({TransportKind.TCP}),
     "nixl": frozenset({TransportKind.NIXL}),
+    "cuda_ipc": frozenset({TransportKind.CUDA_IPC}),
 }
-_ORDER = (TransportKind.LOOPBACK, TransportKind.SHM, TransportKind.NIXL, TransportKind.TCP)
+_ORDER = (
+    TransportKind.LOOPBACK,
+    TransportKind.CUDA_IPC,
+    TransportKind.SHM,
+    TransportKind.NIXL,
+    TransportKind.TCP,
+)
 
 #: How long an endpoint that gave no answer comes after all others.
 SHUN_S = 60.0
@@ -58,10 +67,13 @@ def make_connector(
     tls: TlsFiles | None = None,
     clock: Callable[[], float] = time.monotonic,
     peer_names: Sequence[str] = (),
+    memory: DeviceMemory | None = None,
 ) -> Connector:
-    """A connector for `transport`: "auto", "loopback" (within `hub`), "shm", "tcp" or "nixl". Raises ConfigError for others.
+    """A connector for `transport`: "auto", "loopback" (within `hub`), "shm", "tcp", "nixl" or "cuda_ipc". Raises ConfigError for
+    others.
 
-    tls: of tcp; None for plain text. peer_names: see connect_tls.
+    tls: of tcp; None for plain text. peer_names: see connect_tls. memory: of the device that the sender's KV is on; None if that is
+    none, so that there is no cuda_ipc.
     """
     if transport not in _ALLOWED:
         raise ConfigError.of("kv_transport", transport, f"use one of {', '.join(_ALLOWED)}")
@@ -77,6 +89,8 @@ def make_connector(
                 return hub is not None and hub.has(endpoint.address)
             case TransportKind.SHM:
                 return bool(host_id) and _is_here(endpoint, host_id)
+            case TransportKind.CUDA_IPC:
+                return memory is not None and bool(host_id) and _is_here(endpoint, host_id)
             case TransportKind.TCP:
                 return True
             case TransportKind.NIXL:
@@ -86,6 +100,10 @@ def make_connector(
         match endpoint.kind:
             case TransportKind.SHM:
                 return connect_shm(endpoint.address, timeout_s, send_timeout_s)
+            case TransportKind.CUDA_IPC if memory:
+                return connect_cuda_ipc(endpoint.address, timeout_s, send_timeout_s, memory)
+            case TransportKind.CUDA_IPC:
+                raise TransportError("KV here is in no device's memory")
             case TransportKind.TCP if contexts:
                 return connect_tls(
                     endpoint.address,

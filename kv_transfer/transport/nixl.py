@@ -92,6 +92,10 @@ class _Area:
         start = index * self.stride
         return self._view[start : start + num_bytes]
 
+    def staged(self, index: int, num_bytes: int) -> Staged:
+        """See SlotMemory."""
+        return Staged(index, self.slot(index, num_bytes))
+
     def progress(self) -> None:
         """Let the library do what is due on this side."""
         self.agent.get_new_notifs()

@@ -14,7 +14,7 @@ from kv_transfer.transport.stream_connection import StreamConnection
 class SlotMemory(Protocol):
     """Memory that is cut into slots."""
 
-    def slot(self, index: int, num_bytes: int) -> memoryview:
+    def staged(self, index: int, num_bytes: int) -> Staged:
         """The first bytes of a slot, writable."""
         ...
 
@@ -42,7 +42,7 @@ class SlottedConnection(StreamConnection):
             return None
         slot = self._free.pop()
         self._in_flight.add(slot)
-        return Staged(slot, memory.slot(slot, num_bytes))
+        return memory.staged(slot, num_bytes)
 
     def unstage(self, staged: Staged) -> None:
         self.take_back([staged.slot])

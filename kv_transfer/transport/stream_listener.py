@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from baton.v1 import kv_pb2
+from kv_transfer.device_memory import Payload
 from kv_transfer.endpoint import Endpoint
 from kv_transfer.frame import (
     PREAMBLE_BYTES,
@@ -40,6 +41,9 @@ _log = logging.getLogger("baton.kv")
 class ServerStream(ABC):
     """One connection's socket and staging. Owns both."""
 
+    #: What payloads' checksums are on this way.
+    payload_checksum: kv_pb2.KvPayloadChecksum.ValueType = kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED
+
     def __init__(self, sock: socket.socket, receiver: Receiver) -> None:
         self.sock = sock
         self.receiver = receiver
@@ -64,7 +68,7 @@ class ServerStream(ABC):
         """Most payload bytes that may follow a header on the socket."""
 
     @abstractmethod
-    def payload(self, preamble: Preamble, frame: Frame, land: Land) -> memoryview:
+    def payload(self, preamble: Preamble, frame: Frame, land: Land) -> Payload:
         """The frame's payload, valid until the next frame is read; empty if it has landed. Raises FrameError if there is none."""
 
     def accept(self, frame: kv_pb2.KvAccept) -> None:
@@ -108,7 +112,7 @@ class ServerStream(ABC):
             if not self._is_closed:
                 os.eventfd_write(self._wake_fd, 1)
 
-    def read_frame(self, land: Land) -> tuple[Frame, memoryview]:
+    def read_frame(self, land: Land) -> tuple[Frame, Payload]:
         """Wait for a frame. land: the session's. Raises EOFError at the end of the stream, FrameError, OSError."""
         preamble, frame = self.read_header(self.max_payload_bytes)
         return frame, self.payload(preamble, frame, land)
@@ -234,7 +238,7 @@ class StreamListener:
 def _converse(stream: ServerStream, receiver: Receiver) -> None:
     """From the first frame to the end of the connection's tickets."""
     ending = "the connection's thread has failed"
-    session = receiver.session(stream.reply, stream.seal, stream.wake)
+    session = receiver.session(stream.reply, stream.seal, stream.wake, stream.payload_checksum)
     try:
         ending = _serve(stream, session)
         _log.debug("KV connection of %s is over: %s", session.peer, ending)

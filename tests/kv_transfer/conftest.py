@@ -15,6 +15,7 @@ from baton.engine.array_kv_pool import ArrayKvPool
 from baton.engine.kv_range import KvRange
 from baton.rpc.tls import TlsFiles
 from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
+from kv_transfer.device_memory import device_memory_of
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.running_receiver import RunningReceiver, open_receiver
 from kv_transfer.sender import SendDone, Sender
@@ -22,6 +23,7 @@ from kv_transfer.ticket import OfferedTicket, TicketEvent
 from kv_transfer.transport.base import Connector
 from kv_transfer.transport.connector import make_connector
 from kv_transfer.transport.loopback import LoopbackHub
+from tests.support.device_double import DeviceArrayPool
 
 #: A wait that ends only when something is broken.
 PATIENCE_S = 30.0
@@ -105,8 +107,9 @@ def make_rig() -> Iterator[MakeRig]:
         target_tls: TlsFiles | None = None,
         tap: Callable[[Connector], Connector] = lambda connect: connect,
     ) -> Rig:
-        source = ArrayKvPool(source_layout or layout_of(4), 16)
-        target = ArrayKvPool(target_layout or layout_of(3), 16)
+        make_pool = DeviceArrayPool if transport == "cuda_ipc" else ArrayKvPool
+        source = make_pool(source_layout or layout_of(4), 16)
+        target = make_pool(target_layout or layout_of(3), 16)
         rng = np.random.default_rng(0)
         most = 1 << (50 if source.layout.dtype == "int64" else 15)
         source.data[...] = rng.integers(1, most, source.data.shape)
@@ -130,7 +133,7 @@ def make_rig() -> Iterator[MakeRig]:
             WorkerIdentity("p0", 3),
             source.layout,
             source,
-            tap(make_connector(transport, hub, tls=source_tls)),
+            tap(make_connector(transport, hub, tls=source_tls, memory=device_memory_of(source))),
             dones.put,
             clock,
             connect_timeout_s,

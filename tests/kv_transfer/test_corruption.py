@@ -17,8 +17,10 @@ from baton.engine.torch_kv_pool import TorchKvPool
 from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
+from baton_kernels.word_sum import host_checksum
 from kv_transfer.checksum import chunk_checksum, commit_checksum, place_checksum
 from kv_transfer.codec import ChunkCodec
+from kv_transfer.device_memory import Payload
 from kv_transfer.frame import (
     PREAMBLE_BYTES,
     Frame,
@@ -32,6 +34,7 @@ from kv_transfer.ticket import TicketCommitted, TicketDead, TicketEvent
 from kv_transfer.ticket_table import TicketTable
 from kv_transfer.version import MAX_VERSION, put_first_tokens
 from kv_transfer.wire_format import wire_format
+from tests.support.device_double import DeviceArrayPool
 
 LAYOUT = KvLayout("m", 2, 1, 16, "float32", 4)
 #: Blocks of tickets, and blocks that no ticket is for.
@@ -69,11 +72,13 @@ def frame_of(raw: bytes) -> tuple[Frame, memoryview]:
 @dataclass
 class Wire:
     """A receiver, fed with bytes as a stream would feed it, and the sender's blocks. is_landing: payloads are written into
-    blocks by the stream. is_native: by the kernel that computes the checksum meanwhile, where this machine has it."""
+    blocks by the stream. is_native: by the kernel that computes the checksum meanwhile, where this machine has it. is_device: payloads
+    are in a device's memory, with the device's checksum."""
 
     wire_dtype: str
     is_landing: bool = False
     is_native: bool = False
+    is_device: bool = False
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     events: list[TicketEvent] = field(default_factory=list)
 
@@ -84,7 +89,7 @@ class Wire:
             pool = TorchKvPool(LAYOUT, 4, torch.device("cpu"))
             self.blocks = pool.tensor.numpy()
         else:
-            pool = ArrayKvPool(LAYOUT, 4)
+            pool = (DeviceArrayPool if self.is_device else ArrayKvPool)(LAYOUT, 4)
             self.blocks = pool.data
         self.blocks[list(OTHERS)] = 7
         self.codec = ChunkCodec(self.source, wire_format(self.wire_dtype, LAYOUT))
@@ -124,7 +129,11 @@ class Wire:
                 payload_bytes=len(payload),
             )
             header.place_checksum = place_checksum(header)
-            header.checksum = chunk_checksum(header, (payload,))
+            header.checksum = (
+                host_checksum(torch.frombuffer(payload, dtype=torch.uint8), header.place_checksum)
+                if self.is_device
+                else chunk_checksum(header, (payload,))
+            )
             found.append(Parcel(header, bytes(payload)))
         return found
 
@@ -137,7 +146,7 @@ class Wire:
             for view in landing:
                 view[:] = payload[start : start + len(view)]
                 start += len(view)
-            self.session.on_frame(frame, payload[start:])
+            self.session.on_frame(frame, self._staged(payload[start:]))
         except FrameError as error:
             self.session.on_close(error.message)
             self.session = self._greeted()
@@ -163,13 +172,25 @@ class Wire:
 
     def _greeted(self) -> ReceiverSession:
         replies: list[object] = []
-        session = self.receiver.session(replies.append)
+        kind = (
+            kv_pb2.KV_PAYLOAD_CHECKSUM_WORD_SUM
+            if self.is_device
+            else kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED
+        )
+        session = self.receiver.session(replies.append, checksum=kind)
         hello = kv_pb2.KvHello(
             min_version=1, max_version=MAX_VERSION, worker_id="p0", layout=layout_to_proto(LAYOUT)
         )
         session.on_frame(hello, memoryview(b""))
         assert isinstance(replies[0], kv_pb2.KvAccept)
+        assert replies[0].payload_checksum == kind
         return session
+
+    def _staged(self, payload: memoryview) -> Payload:
+        """Where the transport has put it."""
+        if not self.is_device:
+            return payload
+        return torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0).byte()
 
     def _draw(self) -> int:
         return self.rng.getrandbits(64)
@@ -257,19 +278,21 @@ DAMAGES: list[Damage] = [
 
 
 @pytest.mark.parametrize(
-    ("wire_dtype", "is_landing", "is_native"),
+    ("wire_dtype", "how"),
     [
-        ("float32", False, False),
-        ("int8", False, False),
-        ("float32", True, False),
-        ("float32", False, True),
+        ("float32", {}),
+        ("int8", {}),
+        ("float32", {"is_landing": True}),
+        ("float32", {"is_native": True}),
+        ("float32", {"is_device": True}),
+        ("int8", {"is_device": True}),
     ],
-    ids=["staged", "int8", "landed", "native"],
+    ids=["staged", "int8", "landed", "native", "device", "device int8"],
 )
-def test_no_damaged_chunk_becomes_a_token(wire_dtype, is_landing, is_native, monkeypatch):
+def test_no_damaged_chunk_becomes_a_token(wire_dtype, how, monkeypatch):
     monkeypatch.setattr("kv_transfer.codec.MIN_LENT_BYTES", 1)
-    wire, caught, harmless = Wire(wire_dtype, is_landing, is_native), Counter[str](), 0
-    while caught.total() < NUM_DAMAGED // 4:
+    wire, caught, harmless = Wire(wire_dtype, **how), Counter[str](), 0
+    while caught.total() < NUM_DAMAGED // 6:
         damage = wire.rng.choice(DAMAGES)
         ticket_id, epoch = wire.offer()
         parcels = wire.parcels(ticket_id, epoch)

@@ -12,15 +12,16 @@ from tests.support.kv_transports import REMOTE
 
 _SENDER = """
 import sys, time
-from baton.engine.array_kv_pool import ArrayKvPool
 from baton.engine.kv_range import KvRange
 from baton.types import KvLayout, WorkerIdentity
 from kv_transfer.sender import Sender
 from kv_transfer.transport.connector import make_connector
+from tests.support.device_double import DeviceArrayPool
 
 layout = KvLayout("m", 3, 2, 4, "int64", 4)
+pool = DeviceArrayPool(layout, 4)
 sender = Sender(
-    WorkerIdentity("p9", 1), layout, ArrayKvPool(layout, 4), make_connector(sys.argv[1]),
+    WorkerIdentity("p9", 1), layout, pool, make_connector(sys.argv[1], memory=pool.memory),
     lambda done: print("done", flush=True), time.monotonic,
 )
 sender.begin("unknown", bytes.fromhex(sys.argv[3]))

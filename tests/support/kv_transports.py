@@ -1,4 +1,6 @@
-"""The ways that KV travels, for parametrize. nixl is left out where its library is not installed."""
+"""The ways that KV travels, for parametrize. nixl is left out where its library is not installed.
+
+cuda_ipc moves through host memory here: see device_double.py."""
 
 from __future__ import annotations
 
@@ -10,5 +12,5 @@ _NIXL = pytest.param(
     "nixl", marks=pytest.mark.skipif(not has_nixl(), reason="the nixl library is not installed")
 )
 #: Between processes.
-REMOTE = ["shm", "tcp", _NIXL]
+REMOTE = ["shm", "tcp", _NIXL, "cuda_ipc"]
 ALL = ["loopback", *REMOTE]

@@ -81,3 +81,6 @@ class ShardedKvPool(PackedPool):
         """See KvPool."""
         for _, pool in self._pools:
             pool.copy_blocks(sources, targets)
+
+    def wrote(self) -> None:
+        """See TensorPool. Ranks compute on CPUs: what their forward calls has happened when the call returns."""

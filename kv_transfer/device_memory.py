@@ -1,0 +1,96 @@
+"""Memory of a device that processes of one host share, and pools whose blocks can be copied to and from it.
+
+kv_transfer knows no torch: a device's bytes are whatever the pool's own DeviceCopy and DeviceMemory understand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from baton.engine.interface import KvPool
+from baton.engine.kv_range import KvRange
+
+
+class DeviceBytes(Protocol):
+    """Bytes in a device's memory."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+#: A chunk's payload, or room for one.
+Payload = memoryview | DeviceBytes
+
+
+class DeviceArea(Protocol):
+    """A piece of a device's memory that several processes have mapped. Used by one thread at a time."""
+
+    @property
+    def handle(self) -> bytes:
+        """By which a process of the same host opens it."""
+        ...
+
+    def part(self, start: int, num_bytes: int) -> DeviceBytes:
+        """Within the area, which must outlive it. start: a multiple of 256."""
+        ...
+
+    def close(self) -> None:
+        """Free it, or, where it was opened by a handle, unmap it. All copies from and to it are over."""
+        ...
+
+
+class DeviceMemory(Protocol):
+    """The memory of the device that a pool's blocks are in, or can be copied to. Thread-safe."""
+
+    def allocate(self, num_bytes: int) -> DeviceArea:
+        """New memory, of this area alone. Raises OSError if there is none."""
+        ...
+
+    def open(self, handle: bytes, num_bytes: int) -> DeviceArea:
+        """What another process has allocated, at least so large. Raises OSError if it cannot be mapped here, or is smaller."""
+        ...
+
+
+class DeviceCopy(Protocol):
+    """See baton.engine.device_copy: what a pool's device does itself. Ranges are checked; all raise ValueError, or RuntimeError if the
+    device fails. When a call returns its copies are over, on this device and for whoever shares the memory."""
+
+    @property
+    def memory(self) -> DeviceMemory: ...
+
+    def fits(self, piece: KvRange, run_tokens: int) -> bool: ...
+
+    # payload is Any, as it is whatever `memory` gives.
+    def pack(
+        self, block_ids: Sequence[int], piece: KvRange, run_tokens: int, payload: Any, seed: int
+    ) -> int: ...
+
+    def unpack(
+        self, block_ids: Sequence[int], piece: KvRange, run_tokens: int, payload: Any, seed: int
+    ) -> int: ...
+
+    def put(self, data: memoryview, payload: Any, seed: int) -> int: ...
+
+    def take(self, payload: Any, data: memoryview, seed: int) -> int: ...
+
+
+@runtime_checkable
+class DevicePool(Protocol):
+    """A pool whose blocks may be in a device's memory."""
+
+    @property
+    def device_copy(self) -> DeviceCopy | None:
+        """None if they are not, or nobody can share that memory."""
+        ...
+
+
+def device_copy_of(pool: KvPool) -> DeviceCopy | None:
+    """What copies the pool's blocks within its device, if anything does."""
+    return pool.device_copy if isinstance(pool, DevicePool) else None
+
+
+def device_memory_of(pool: KvPool) -> DeviceMemory | None:
+    """Where the pool's blocks can be sent and taken without passing the host; None: nowhere."""
+    copy = device_copy_of(pool)
+    return copy.memory if copy else None

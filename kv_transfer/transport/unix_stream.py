@@ -1,0 +1,167 @@
+"""Connections over Unix sockets, on which frames and one file descriptor travel, and payloads in slots of memory that both ends share."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import struct
+import tempfile
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from baton.v1 import kv_pb2
+from kv_transfer.device_memory import Payload
+from kv_transfer.endpoint import Endpoint, TransportKind, local_host_id
+from kv_transfer.frame import Frame, FrameBuffer, FrameError, Preamble, encode
+from kv_transfer.frame_seal import receiver_seals
+from kv_transfer.receiver import Land, Receiver
+from kv_transfer.transport.base import TransportError
+from kv_transfer.transport.slotted_connection import SlottedConnection
+from kv_transfer.transport.stream_listener import ServerStream, StreamListener
+
+_FD = struct.Struct("@i")
+_NO_PAYLOAD = memoryview(b"")
+_READ_BYTES = 64 * 1024
+
+
+def connect_unix(path: str, timeout_s: float) -> socket.socket:
+    """Connect to the Unix socket at `path`. Raises TransportError; a path left behind by a dead worker is one such."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(path)
+        sock.settimeout(None)
+    except (OSError, ValueError) as error:
+        sock.close()
+        raise TransportError(f"cannot connect to {path}: {error}") from error
+    return sock
+
+
+class UnixListener(StreamListener):
+    """Listens in a directory of its own that only this user can enter, and removes it at close."""
+
+    def __init__(
+        self, kind: TransportKind, stream: Callable[[socket.socket, Receiver], ServerStream]
+    ) -> None:
+        """Raises OSError."""
+        self._directory = Path(tempfile.mkdtemp(prefix="baton-kv-"))
+        path = str(self._directory / "kv.sock")
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.bind(path)
+            sock.listen(64)
+        except OSError:
+            sock.close()
+            shutil.rmtree(self._directory, ignore_errors=True)
+            raise
+        super().__init__(sock, Endpoint(kind, path, local_host_id()), stream)
+
+    def close(self) -> None:
+        super().close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class UnixConnection(SlottedConnection):
+    """Owns the first file descriptor that the receiver sends."""
+
+    def __init__(self, sock: socket.socket, send_timeout_s: float) -> None:
+        super().__init__(sock, send_timeout_s)
+        #: -1: none has come.
+        self.fd = -1
+
+    def read(self, num_bytes: int) -> bytes:
+        # Not socket.recv_fds: in Python 3.11 it drops the flags given to it, and would wait.
+        room = socket.CMSG_SPACE(_FD.size)
+        flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+        data, ancillary, _, _ = self._sock.recvmsg(num_bytes, room, flags)
+        for fd in _fds(ancillary):
+            if self.fd < 0:
+                self.fd = fd
+            else:
+                os.close(fd)
+        return data
+
+    def close(self) -> None:
+        super().close()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _fds(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    """File descriptors that came beside the data; the caller owns them."""
+    return [
+        fd
+        for level, kind, data in ancillary
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+        for (fd,) in _FD.iter_unpack(data[: len(data) - len(data) % _FD.size])
+    ]
+
+
+class UnixServerStream(ServerStream):
+    """The receiver's end. No payload follows a header, so one read may bring many frames."""
+
+    def __init__(self, sock: socket.socket, receiver: Receiver) -> None:
+        super().__init__(sock, receiver)
+        self._buffer = FrameBuffer()
+        self._frames: Iterator[Frame] = iter(())
+        self._ahead: Frame | None = None
+
+    @abstractmethod
+    def slot(self, index: int, num_bytes: int) -> Payload | None:
+        """The payload that the sender has put into a slot; None if there are no slots yet."""
+
+    @property
+    def max_payload_bytes(self) -> int:
+        return 0
+
+    def send_with_fd(self, accept: kv_pb2.KvAccept, fd: int) -> None:
+        """Send the acceptance with a copy of `fd`. Raises OSError."""
+        data = encode(accept)
+        if socket.send_fds(self.sock, [data], [fd]) != len(data):
+            raise OSError("the acceptance could not be sent whole")
+
+    def agree(self, version: int) -> None:
+        super().agree(version)
+        self._buffer.version = version
+
+    def seal(self, key: bytes) -> None:
+        seals = receiver_seals(key)
+        self._seals, self._buffer.seal = seals, seals.incoming
+
+    @property
+    def has_more(self) -> bool:
+        return self._peek() is not None
+
+    def read_frame(self, land: Land) -> tuple[Frame, Payload]:
+        del land
+        while (frame := self._peek()) is None:
+            data = self.sock.recv(_READ_BYTES)
+            if not data:
+                raise EOFError
+            self._frames = self._buffer.feed(data)
+        self._ahead = None
+        return frame, self._payload(frame)
+
+    def _peek(self) -> Frame | None:
+        """The next frame. Not to be called before the one before was taken in, which may change how this is read."""
+        self._ahead = self._ahead or next(self._frames, None)
+        return self._ahead
+
+    def payload(self, preamble: Preamble, frame: Frame, land: Land) -> Payload:
+        del preamble, land
+        return self._payload(frame)
+
+    def _payload(self, frame: Frame) -> Payload:
+        if not isinstance(frame, kv_pb2.KvChunk):
+            return _NO_PAYLOAD
+        is_within = (
+            frame.slot < self.receiver.num_credits
+            and frame.payload_bytes <= self.receiver.max_chunk_bytes
+        )
+        found = self.slot(frame.slot, frame.payload_bytes) if is_within else None
+        if found is None:
+            raise FrameError(f"a chunk of {frame.payload_bytes} bytes in slot {frame.slot}")
+        return found

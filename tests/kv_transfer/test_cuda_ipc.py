@@ -1,0 +1,299 @@
+"""What is particular to cuda_ipc, on a double of the device: payloads in shared slots, memory that outlives those who have it mapped."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from baton.engine.array_kv_pool import ArrayKvPool
+from baton.engine.device_copy import DeviceCopy
+from baton.engine.kv_range import KvRange
+from baton.errors import ConfigError, HandoffFailed
+from baton.types import KvLayout, WorkerIdentity
+from baton.v1 import kv_pb2
+from baton.wire import layout_to_proto
+from kv_transfer.endpoint import Endpoint, TransportKind
+from kv_transfer.frame import encode
+from kv_transfer.kv_secret import KvSecret
+from kv_transfer.running_receiver import (
+    DEFAULT_MAX_CHUNK_BYTES,
+    DEVICE_MAX_CHUNK_BYTES,
+    open_receiver,
+    transports_of,
+)
+from kv_transfer.ticket import TicketCommitted, TicketDead
+from kv_transfer.transport.base import TransportError
+from kv_transfer.transport.connector import make_connector, usable
+from kv_transfer.transport.cuda_ipc import CudaIpcConnection, LentAreas
+from kv_transfer.version import MAX_VERSION
+from tests.support.device_double import DeviceArrayPool, DoubleMemory
+
+PATIENCE_S = 30.0
+INTS = KvLayout("m", 3, 2, 4, "int64", 4)
+SECRET = KvSecret(b"0123456789abcdef")
+
+
+def hand_over(rig: Any, key: str = "k") -> HandoffFailed | None:
+    """One sequence of 11 tokens, in blocks 5, 2, 9 of the source and 3, 1, 0, 7 of the target."""
+    offered = rig.offer((3, 1, 0, 7), 0, 11)
+    rig.sender.begin(key, offered.data)
+    rig.send_all(key, (5, 2, 9), 11)
+    return rig.done().error
+
+
+def is_whole(rig: Any) -> bool:
+    return all(
+        np.array_equal(rig.token(rig.source, (5, 2, 9), t), rig.token(rig.target, (3, 1, 0, 7), t))
+        for t in range(11)
+    )
+
+
+@pytest.mark.parametrize("target_block_size", [4, 3, 8])
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_kv_passes_no_host(make_rig, monkeypatch, target_block_size, secret):
+    """Whatever the block sizes, and with a secret, too."""
+    for name in ("pack", "unpack"):
+        monkeypatch.delattr(ArrayKvPool, name)
+    target = KvLayout("m", 3, 2, 4, "int64", target_block_size)
+    rig = make_rig(
+        "cuda_ipc",
+        source_layout=INTS,
+        target_layout=target,
+        source_secret=secret,
+        target_secret=secret,
+    )
+    assert hand_over(rig) is None
+    assert isinstance(rig.event(), TicketCommitted)
+    assert is_whole(rig)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "wire_dtype"), [("float32", 4, "float16"), ("bfloat16", 3, "auto")]
+)
+def test_kv_that_the_device_cannot_pack_is_packed_by_the_host(
+    make_rig, monkeypatch, dtype, head_dim, wire_dtype
+):
+    """Turned into another type, or rows that are no whole words."""
+    for name in ("pack", "unpack"):
+        monkeypatch.delattr(DeviceCopy, name)
+    layout = KvLayout("m", 3, 2, head_dim, dtype, 4)
+    rig = make_rig("cuda_ipc", source_layout=layout, target_layout=layout, wire_dtype=wire_dtype)
+    rig.source.data[...] = 1
+    assert hand_over(rig) is None
+    assert isinstance(rig.event(), TicketCommitted)
+    assert is_whole(rig)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float32"])
+def test_a_payload_that_is_changed_in_its_slot_kills_its_ticket(make_rig, monkeypatch, dtype):
+    """By whichever way it is unpacked: float32 travels as float16."""
+    layout = KvLayout("m", 3, 2, 4, dtype, 4)
+    rig = make_rig("cuda_ipc", source_layout=layout, target_layout=layout, wire_dtype="float16")
+    send = CudaIpcConnection.send
+
+    def damage(self, frame, staged=None, *, more=False):
+        if staged:
+            staged.device[17] ^= 4
+        send(self, frame, staged, more=more)
+
+    monkeypatch.setattr(CudaIpcConnection, "send", damage)
+    assert isinstance(hand_over(rig), HandoffFailed)
+    event = rig.event()
+    assert isinstance(event, TicketDead)
+    assert "wrong checksum" in event.message
+
+
+def test_the_area_is_one_per_connection_and_large_enough(make_rig):
+    rig = make_rig("cuda_ipc", num_credits=3, receiver_chunk_bytes=5000)
+    assert hand_over(rig) is None
+    (area,) = rig.target.memory.allocated
+    area.part(2 * 8192, 8192)
+    with pytest.raises(AssertionError):
+        area.part(2 * 8192, 8193)
+    assert len(rig.source.memory.opened) == 1
+    assert not rig.source.memory.allocated
+
+
+def test_memory_is_not_freed_while_a_sender_has_it_mapped(make_rig):
+    rig = make_rig("cuda_ipc")
+    (listener,) = rig.running.listeners
+    (endpoint,) = rig.running.endpoints
+    connect = make_connector("cuda_ipc", memory=rig.source.memory)
+    connection = connect([endpoint], PATIENCE_S)
+    connection.send(_hello(rig.source.layout))
+    while not isinstance(connection.receive(), kv_pb2.KvAccept):
+        select.select([connection.fileno()], [], [])
+    # A second greeting ends the connection, at the receiver's end only.
+    connection.send(_hello(rig.source.layout))
+    while listener._connections:
+        pass
+    assert len(listener.lent) == len(rig.target.memory.allocated) == 1
+    listener.lent.sweep()
+    assert len(rig.target.memory.allocated) == 1
+    connection.close()
+    listener.lent.sweep()
+    assert len(listener.lent) == len(rig.target.memory.allocated) == 0
+    assert not rig.source.memory.opened
+
+
+def test_a_sender_that_goes_frees_the_memory_at_the_next_connection(make_rig):
+    rig = make_rig("cuda_ipc", idle_timeout_s=0.01)
+    for number in range(3):
+        assert hand_over(rig, str(number)) is None
+        rig.running.tickets.release(rig.event().ticket_id)
+        while rig.source.memory.opened or rig.running.listeners[0]._connections:
+            pass
+    rig.running.listeners[0].lent.sweep()
+    assert not rig.target.memory.allocated
+
+
+def test_closing_waits_for_senders_that_let_go(make_rig):
+    rig = make_rig("cuda_ipc")
+    assert hand_over(rig) is None
+    rig.running.close()
+    assert not rig.target.memory.allocated
+
+
+def test_what_nobody_lets_go_of_stays():
+    memory, lent = DoubleMemory(), LentAreas()
+    ours, theirs = os.pipe()
+    lent.keep(memory.allocate(4096), ours)
+    lent.drain(0.01)
+    assert len(lent) == len(memory.allocated) == 1
+    os.close(theirs)
+    lent.drain(PATIENCE_S)
+    assert not memory.allocated
+
+
+def test_where_the_memory_cannot_be_mapped_the_next_way_is_taken(make_rig, caplog):
+    """As in another container: it costs one handoff, and then this way is tried last."""
+
+    class Foreign(DoubleMemory):
+        def open(self, handle, num_bytes):  # noqa: ARG002
+            raise OSError("CUresult 801")
+
+    rig = make_rig("cuda_ipc")
+    both = open_receiver(
+        WorkerIdentity("d0", 7),
+        rig.target,
+        rig.events.put,
+        time.monotonic,
+        transports=("cuda_ipc", "tcp"),
+        max_chunk_bytes=512,
+    )
+    connect = make_connector("auto", memory=Foreign(), clock=lambda: 0.0)
+    first = connect(both.endpoints, PATIENCE_S)
+    first.send(_hello(rig.source.layout))
+    select.select([first.fileno()], [], [])
+    with pytest.raises(TransportError, match="CUresult 801"):
+        first.receive()
+    first.close()
+    assert "cuda_ipc to" in caplog.text
+    second = connect(both.endpoints, PATIENCE_S)
+    assert second._endpoint.kind is TransportKind.TCP
+    second.close()
+    both.close()
+    assert not rig.target.memory.allocated
+
+
+def _hello(layout: KvLayout) -> kv_pb2.KvHello:
+    return kv_pb2.KvHello(
+        min_version=1, max_version=MAX_VERSION, worker_id="p0", layout=layout_to_proto(layout)
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"payload_checksum": kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED},
+        {"device_memory": kv_pb2.KvDeviceMemory(handle=b"x", stride=511)},
+        {"num_credits": 1 << 30},
+        {"num_credits": 0},
+        {"device_memory": kv_pb2.KvDeviceMemory(handle=b"", stride=4096)},
+    ],
+    ids=["checksum", "stride", "too many", "none", "handle"],
+)
+def test_an_acceptance_that_does_not_fit_ends_the_connection(change):
+    fields = {
+        "version": 2,
+        "num_credits": 2,
+        "max_chunk_bytes": 512,
+        "payload_checksum": kv_pb2.KV_PAYLOAD_CHECKSUM_WORD_SUM,
+    }
+    accept = kv_pb2.KvAccept(**(fields | change))
+    ours, theirs = socket.socketpair()
+    connection, memory = None, DoubleMemory()
+    with theirs:
+        connection = CudaIpcConnection(ours, 1.0, memory)
+        fd = os.memfd_create("leash")
+        socket.send_fds(theirs, [encode(accept)], [fd])
+        os.close(fd)
+        with pytest.raises(HandoffFailed):
+            connection.receive()
+        connection.close()
+    assert not memory.opened
+
+
+def test_an_acceptance_without_a_descriptor_is_none():
+    ours, theirs = socket.socketpair()
+    with theirs:
+        connection = CudaIpcConnection(ours, 1.0, DoubleMemory())
+        kind = kv_pb2.KV_PAYLOAD_CHECKSUM_WORD_SUM
+        theirs.sendall(encode(kv_pb2.KvAccept(version=2, payload_checksum=kind)))
+        with pytest.raises(HandoffFailed, match="without device memory"):
+            connection.receive()
+        connection.close()
+
+
+def test_it_is_the_first_choice_where_both_sides_are_on_devices():
+    at_device, at_host = DeviceArrayPool(INTS, 2), ArrayKvPool(INTS, 2)
+    assert transports_of("auto", at_device) == ("cuda_ipc", "shm", "tcp")
+    assert transports_of("auto", at_host) == ("shm", "tcp")
+    assert transports_of("cuda_ipc", at_host) == ("cuda_ipc",)
+    ways = [Endpoint(TransportKind(kind), "a") for kind in (3, 2, 5)]
+    assert [e.kind for e in usable(ways, "auto", lambda _: True)] == [5, 2, 3]
+    assert [e.kind for e in usable(ways, "cuda_ipc", lambda _: True)] == [5]
+
+
+def test_a_worker_without_a_device_is_refused_by_the_options_name(make_rig):
+    pool = ArrayKvPool(INTS, 2)
+    with pytest.raises(ConfigError, match=r"kv_transport.*CUDA device"):
+        open_receiver(
+            WorkerIdentity("d0", 7), pool, print, time.monotonic, transports=("cuda_ipc",)
+        )
+    rig = make_rig("cuda_ipc")
+    connect = make_connector("cuda_ipc")
+    with pytest.raises(TransportError, match="no connection over cuda_ipc"):
+        connect(rig.running.endpoints, PATIENCE_S)
+
+
+def test_chunks_of_a_device_are_larger():
+    for pool, wanted in (
+        (DeviceArrayPool(INTS, 2), DEVICE_MAX_CHUNK_BYTES),
+        (ArrayKvPool(INTS, 2), DEFAULT_MAX_CHUNK_BYTES),
+    ):
+        running = open_receiver(
+            WorkerIdentity("d0", 7), pool, print, time.monotonic, transports=("tcp",)
+        )
+        assert running.receiver.max_chunk_bytes == wanted
+        running.close()
+
+
+def test_blocks_that_are_not_there_end_the_handoff_alone(make_rig):
+    rig = make_rig("cuda_ipc")
+    ticket = rig.offer((0, 1), 0, 6)
+    rig.sender.begin("k", ticket.data)
+    rig.sender.send("k", (99,), KvRange(0, 3, 0, 3))
+    error = rig.done().error
+    assert error is not None
+    assert error.reason == "ENGINE_FAULT"
+    assert isinstance(rig.event(), TicketDead)
+    rig.sender.begin("again", rig.offer((0, 1), 0, 6).data)
+    rig.send_all("again", (2, 3), 6)
+    assert rig.done().error is None

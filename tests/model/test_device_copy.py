@@ -1,0 +1,176 @@
+"""A device packs, unpacks and sums payloads as the host's codec does, whatever the pool; and in which order it all runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from baton.engine import torch_kv_pool
+from baton.engine.copy_order import HostOrder
+from baton.engine.device_copy import DeviceCopy
+from baton.engine.kv_range import KvRange
+from baton.engine.torch_kv_pool import TorchKvPool
+from baton.types import KvLayout
+from baton_kernels.word_sum import host_checksum
+from kv_transfer.codec import ChunkCodec
+from kv_transfer.wire_format import wire_format
+from tests.support.device_double import DoubleMemory
+
+CPU = torch.device("cpu")
+SENT, RECEIVED = (4, 0, 2, 5), (1, 3, 0, 5, 2, 4, 6, 7)
+SEED = 77
+
+
+def layout_of(dtype: str, block_size: int = 4, head_dim: int = 8) -> KvLayout:
+    return KvLayout("m", 3, 2, head_dim, dtype, block_size)
+
+
+def pool_of(layout: KvLayout, order: HostOrder | None = None) -> tuple[TorchKvPool, DeviceCopy]:
+    """A pool of random bytes, and what would copy it were it on a device."""
+    pool = TorchKvPool(layout, 8, CPU)
+    generator = torch.Generator().manual_seed(layout.block_size)
+    pool._blocks.copy_(torch.randint(0, 256, pool._blocks.shape, generator=generator))
+    return pool, DeviceCopy(layout, pool._blocks, order or HostOrder(), DoubleMemory())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "fp8"])
+@pytest.mark.parametrize("target_block_size", [4, 3, 8])
+@pytest.mark.parametrize(
+    "piece", [KvRange(0, 16, 0, 3), KvRange(4, 8, 1, 2), KvRange(3, 7, 1, 1), KvRange(5, 2, 0, 3)]
+)
+def test_payloads_are_those_of_the_host(dtype, target_block_size, piece):
+    source, copy = pool_of(layout_of(dtype))
+    target, back = pool_of(layout_of(dtype, target_block_size))
+    wire = wire_format(dtype, source.layout)
+    payload = torch.zeros(wire.num_bytes(piece), dtype=torch.uint8)
+    is_whole = piece.first_token % 4 == piece.num_tokens % 4 == 0
+    is_scaled = dtype in ("int8", "fp8")
+    assert copy.fits(piece, 4) == (is_whole or not is_scaled)
+    if not copy.fits(piece, 4):
+        with pytest.raises(ValueError, match="whole words"):
+            copy.pack(SENT, piece, 4, payload, SEED)
+        return
+    wanted = memoryview(bytearray(payload.nbytes))
+    ChunkCodec(source, wire).pack(SENT, piece, wanted)
+    checksum = copy.pack(SENT, piece, 4, payload, SEED)
+    assert payload.numpy().tobytes() == wanted
+    assert checksum == host_checksum(payload, SEED)
+
+    assert back.fits(piece, 4) == (not is_scaled or target_block_size == 4)
+    if not back.fits(piece, 4):
+        return
+    other, _ = pool_of(target.layout)
+    ChunkCodec(other, wire).unpack(RECEIVED, piece, wanted)
+    assert back.unpack(RECEIVED, piece, 4, payload, SEED) == checksum
+    assert torch.equal(target._blocks, other._blocks)
+    payload[9] ^= 1
+    assert back.unpack(RECEIVED, piece, 4, payload, SEED) != checksum
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 3), ("int8", 5), ("float16", 1)])
+def test_rows_that_are_no_whole_words_are_left_to_the_host(dtype, head_dim):
+    _, copy = pool_of(layout_of(dtype, 4, head_dim))
+    is_word = dtype == "int8" and not (4 * head_dim + 16) % 8
+    assert copy.fits(KvRange(0, 4, 0, 3), 4) == is_word
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "piece", "num_bytes"),
+    [
+        ((0, 8), KvRange(0, 8, 0, 1), 1024),
+        ((0, -1), KvRange(0, 8, 0, 1), 1024),
+        ((0,), KvRange(0, 8, 0, 1), 1024),
+        ((0, 1), KvRange(0, 8, 3, 1), 1024),
+        ((0, 1), KvRange(0, 8, 0, 1), 1016),
+    ],
+)
+def test_ranges_that_are_not_there_are_refused(block_ids, piece, num_bytes):
+    _, copy = pool_of(layout_of("float32"))
+    for call in (copy.pack, copy.unpack):
+        with pytest.raises(ValueError, match=r"."):
+            call(block_ids, piece, 4, torch.zeros(num_bytes).byte(), SEED)
+
+
+def test_bytes_go_to_the_device_and_back_with_their_checksum():
+    _, copy = pool_of(layout_of("float32"))
+    data = bytearray(range(77))
+    payload = torch.zeros(77, dtype=torch.uint8)
+    assert copy.put(memoryview(data), payload, SEED) == host_checksum(payload, SEED)
+    again = bytearray(77)
+    assert copy.take(payload, memoryview(again), SEED) == host_checksum(payload, SEED)
+    assert again == data
+
+
+@dataclass
+class LateOrder(HostOrder):
+    """A device that does nothing before it must: what the engine has started runs when somebody waits for it."""
+
+    started: list[torch.Tensor] = field(default_factory=list)
+    told: int = 0
+
+    def wrote(self) -> None:
+        self.told = len(self.started)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        self._run(self.told)
+        yield
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        self._run(len(self.started))
+        yield
+
+    def start(self, rows: torch.Tensor) -> None:
+        """A kernel that fills `rows` with ones."""
+        self.started.append(rows)
+
+    def _run(self, count: int) -> None:
+        for rows in self.started[:count]:
+            rows.fill_(1)
+        del self.started[:count]
+        self.told = max(0, self.told - count)
+
+
+def test_what_is_sent_was_written_before_it_was_told_of():
+    order = LateOrder()
+    pool, copy = pool_of(layout_of("float32"), order)
+    payload = torch.zeros(1024, dtype=torch.uint8)
+    order.start(pool._blocks[0, 0])
+    order.wrote()
+    order.start(pool._blocks[0, 1])
+    copy.pack((0, 1), KvRange(0, 8, 0, 1), 4, payload, SEED)
+    assert (payload[:512] == 1).all()
+    assert len(order.started) == 1, "packing waits for nothing else"
+
+
+def test_what_arrives_is_not_overwritten_by_an_earlier_owner():
+    order = LateOrder()
+    pool, copy = pool_of(layout_of("float32"), order)
+    order.start(pool._blocks[0])
+    copy.unpack((0,), KvRange(0, 4, 0, 1), 4, torch.full((512,), 9).byte(), SEED)
+    order._run(1)
+    assert (pool._blocks[0, 0] == 9).all()
+    assert (pool._blocks[0, 1] == 1).all()
+
+
+def test_a_pool_on_a_device_orders_what_passes_the_host(monkeypatch):
+    """torch's meta device stands for one: it runs nothing."""
+    order, seen = LateOrder(), []
+    monkeypatch.setattr(torch_kv_pool, "copy_order", lambda _: order)
+    monkeypatch.setattr(torch_kv_pool, "cuda_memory", lambda _: None)
+    monkeypatch.setattr(torch_kv_pool, "kv_pack", lambda *_: seen.append(len(order.started)))
+    monkeypatch.setattr(torch_kv_pool, "kv_unpack", lambda *_: seen.append(len(order.started)))
+    pool = TorchKvPool(layout_of("float32"), 2, torch.device("meta"))
+    assert pool.device_copy is None
+    order.start(torch.zeros(1))
+    pool.wrote()
+    order.start(torch.zeros(1))
+    data = memoryview(bytearray(512))
+    pool.pack((0,), KvRange(0, 4, 0, 1), data)
+    pool.unpack((0,), KvRange(0, 4, 0, 1), data)
+    assert seen == [1, 0]
