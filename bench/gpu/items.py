@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from bench.gpu import attention_speed, checks, engine_speed, op_speed, peers, roofs
+from bench.gpu import attention_speed, checks, engine_speed, kv_speed, op_speed, peers, roofs
 from bench.gpu.setting import Result, Setting
 
 ITEMS: Mapping[str, Callable[[Setting], Result]] = {
@@ -13,6 +13,7 @@ ITEMS: Mapping[str, Callable[[Setting], Result]] = {
     "roof matmul": roofs.matmul_roof,
     **attention_speed.ITEMS,
     **op_speed.ITEMS,
+    **kv_speed.ITEMS,
     **engine_speed.ITEMS,
     **peers.ITEMS,
 }

@@ -37,6 +37,7 @@ GOALS = (
     Goal("decode step at 256, of its floor", "engine decode 256 x 1K", 0.70),
     Goal("prefill of 8K, of the matmul roof", "engine prefill 8K", 0.75),
     Goal("kv_pack, of the copy roof", "kv_pack 8K tokens", 0.85),
+    Goal("the same with its checksum", "kv_pack with its checksum 8K tokens", 0.85),
     Goal(
         "float8 KV's time over 16-bit KV's at 32K", "attention decode 8 x 32K fp8", 0.58, True,
         "attention decode 8 x 32K",
