@@ -209,35 +209,41 @@ def _hello(layout: KvLayout) -> kv_pb2.KvHello:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "is_taken"),
     [
-        {"payload_checksum": kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED},
-        {"device_memory": kv_pb2.KvDeviceMemory(handle=b"x", stride=511)},
-        {"num_credits": 1 << 30},
-        {"num_credits": 0},
-        {"device_memory": kv_pb2.KvDeviceMemory(handle=b"", stride=4096)},
+        ({}, True),
+        ({"payload_checksum": kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED}, False),
+        ({"max_chunk_bytes": 4097}, False),
+        ({"num_credits": 1 << 30}, False),
+        ({"num_credits": 3}, False),
+        ({"num_credits": 0}, False),
+        ({"device_memory": kv_pb2.KvDeviceMemory(handle=b"0 0", stride=4096)}, False),
     ],
-    ids=["checksum", "stride", "too many", "none", "handle"],
+    ids=["fits", "checksum", "stride", "too many", "too small", "none", "handle"],
 )
-def test_an_acceptance_that_does_not_fit_ends_the_connection(change):
+def test_an_acceptance_that_does_not_fit_ends_the_connection(change, is_taken):
+    receivers, memory = DoubleMemory(), DoubleMemory()
+    area = receivers.allocate(2 * 4096)
     fields = {
         "version": 2,
         "num_credits": 2,
         "max_chunk_bytes": 512,
         "payload_checksum": kv_pb2.KV_PAYLOAD_CHECKSUM_WORD_SUM,
+        "device_memory": kv_pb2.KvDeviceMemory(handle=area.handle, stride=4096),
     }
-    accept = kv_pb2.KvAccept(**(fields | change))
     ours, theirs = socket.socketpair()
-    connection, memory = None, DoubleMemory()
-    with theirs:
+    with theirs, open(os.devnull) as held:
         connection = CudaIpcConnection(ours, 1.0, memory)
-        fd = os.memfd_create("leash")
-        socket.send_fds(theirs, [encode(accept)], [fd])
-        os.close(fd)
-        with pytest.raises(HandoffFailed):
-            connection.receive()
+        socket.send_fds(theirs, [encode(kv_pb2.KvAccept(**(fields | change)))], [held.fileno()])
+        if is_taken:
+            assert connection.receive() is not None
+            assert len(memory.opened) == 1
+        else:
+            with pytest.raises(HandoffFailed):
+                connection.receive()
         connection.close()
     assert not memory.opened
+    area.close()
 
 
 def test_an_acceptance_without_a_descriptor_is_none():
