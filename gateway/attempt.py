@@ -312,7 +312,9 @@ class Attempt:
             if isinstance(error, WorkerLost):
                 self.placement.suspect_prefill()
             elif isinstance(error, HandoffFailed):
-                self.placement.note_undelivered(error.message, self._loop.time())
+                self.placement.note_undelivered(
+                    self.placement.prefill, error.message, self._loop.time()
+                )
             self._end_all(error)
         else:
             fault = EngineFault(f"{type(error).__name__} on the way to the prefill worker")

@@ -136,9 +136,8 @@ class MovableSeat:
                 self._open_there()
             case HandedOff():
                 return self._handed_off()
-            case HandOffFailed():
-                if self._move is None or not self._has_kv_there(self._move):
-                    self._stay_here()
+            case HandOffFailed(_, why):
+                self._hand_off_failed(why)
             case Deferred() | Preempted() | BatonError():
                 return self._lose(event)
             case Tokens():
@@ -192,6 +191,16 @@ class MovableSeat:
         if move.failure is not None:
             self._end_move()
         return move.failure
+
+    def _hand_off_failed(self, why: str) -> None:
+        """The KV is here still; there, too, if only the worker here does not know it."""
+        move = self._move
+        if move is not None and self._has_kv_there(move):
+            return
+        if move is not None and move.is_ticket_given and move.failure is None:
+            sender = self.placement.decode
+            move.placement.note_undelivered(sender, why, self._loop.time())
+        self._stay_here()
 
     def _lose(self, left: Left) -> Left | None:
         """The worker here has let go of it, which does not matter if the other one has it."""

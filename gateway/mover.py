@@ -65,6 +65,7 @@ class Mover:
     def _look(self, now_s: float) -> None:
         if not self._rest_until_s or self._num_moving >= MAX_MOVES:
             return
+        self._fleet.broken_pairs.expire(now_s)
         workers = self._fleet.tier(Tier.DECODE)
         draining = [w for w in workers if w.state is WorkerState.DRAINING]
         for worker in draining:
@@ -104,7 +105,9 @@ class Mover:
         """Order a move; False if there is no room for it, or there are too many."""
         if self._num_moving >= MAX_MOVES:
             return False
-        placement = self._dispatcher.place_now(seat.passenger.spec_so_far(), among)
+        here, broken_pairs = _address_of(seat), self._fleet.broken_pairs
+        reachable = [w for w in among if here not in broken_pairs.barred_from(w.address)]
+        placement = self._dispatcher.place_now(seat.passenger.spec_so_far(), reachable)
         if placement is None:
             return False
         self._num_moving += 1

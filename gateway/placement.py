@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 from baton.types import Tier
-from gateway.broken_pairs import REST_S
 from gateway.fleet import Fleet, Worker
 
 _log = logging.getLogger(__name__)
@@ -75,17 +74,18 @@ class Placement:
         if self.prefill:
             self._fleet.suspect(self.prefill.address)
 
-    def note_undelivered(self, why: str, now_s: float) -> None:
-        """The prefill worker could not deliver KV to the decode worker."""
-        prefill, decode = self.prefill, self.decode
-        if prefill is None or decode is None or not (prefill.is_joined and decode.is_joined):
+    def note_undelivered(self, sender: Worker | None, why: str, now_s: float) -> None:
+        """A worker could not deliver KV to the decode worker."""
+        decode = self.decode
+        if sender is None or decode is None or not (sender.is_joined and decode.is_joined):
             return
-        if self._fleet.broken_pairs.note(prefill.address, decode.address, now_s):
+        rest_s = self._fleet.broken_pairs.note(sender.address, decode.address, now_s)
+        if rest_s is not None:
             _log.warning(
-                "prefill worker %s cannot deliver KV to %s, and is not paired with it for %g s: %s",
-                self.prefill_name,
+                "worker %s could not deliver KV to %s, and is not paired with it for %g s: %s",
+                _name_of(sender),
                 self.decode_name,
-                REST_S,
+                rest_s,
                 why,
             )
 

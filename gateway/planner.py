@@ -75,7 +75,7 @@ def _choose(
         ],
         [
             worker.decode_view(
-                matched.get(worker.address, 0), fleet.broken_pairs.with_decode(worker.address)
+                matched.get(worker.address, 0), fleet.broken_pairs.barred_from(worker.address)
             )
             for worker in decodes
         ],

@@ -183,7 +183,7 @@ def test_kv_that_cannot_be_delivered_ends_the_attempt_after_the_first_token_too(
         await stage.end_handoff(error)
         assert await stage.at_seat(0) == [one(0, 10), error]
         is_noted = isinstance(error, HandoffFailed)
-        assert stage.fleet.broken_pairs.with_decode("d") == ({"p"} if is_noted else set())
+        assert stage.fleet.broken_pairs.barred_from("d") == ({"p"} if is_noted else set())
         stage.attempt.close()
         assert stage.decode.commands[1:] == [("abort", 1)]
 
@@ -200,7 +200,7 @@ def test_once_the_decode_worker_has_the_kv_its_word_counts(error: Exception | No
         await stage.end_handoff(error)
         await stage.tell(one(1, 11))
         assert await stage.at_seat(0) == [one(0, 10), one(1, 11)]
-        assert not stage.fleet.broken_pairs.with_decode("d")
+        assert not stage.fleet.broken_pairs.barred_from("d")
         stage.attempt.close()
 
     run_virtual(main())

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.broken_pairs import MAX_PAIRS, REST_S, BrokenPairs
+from gateway.broken_pairs import FIRST_REST_S, MAX_PAIRS, REST_S, BrokenPairs
 
 WORKERS = st.integers(0, 3)
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("note"), WORKERS, WORKERS),
-        st.tuples(st.just("pass"), st.sampled_from([0.5, REST_S / 2, REST_S]), st.just(0)),
+        st.tuples(st.just("pass"), st.sampled_from([0.5, FIRST_REST_S, REST_S]), st.just(0)),
         st.tuples(st.just("drop"), WORKERS, st.booleans()),
     ),
     max_size=30,
@@ -19,7 +19,7 @@ ACTIONS = st.lists(
 
 
 @given(ACTIONS)
-def test_a_pair_rests_from_its_last_failure_until_its_time_is_over_or_a_worker_leaves(
+def test_a_pair_rests_for_a_moment_and_for_long_if_it_fails_again_soon(
     actions: list[tuple[str, float, int]],
 ) -> None:
     pairs, model, now_s = BrokenPairs(), dict[tuple[str, str], float](), 0.0
@@ -27,10 +27,13 @@ def test_a_pair_rests_from_its_last_failure_until_its_time_is_over_or_a_worker_l
         match what:
             case "note":
                 pair = (f"p{first}", f"d{second}")
-                is_known = model.get(pair, 0.0) > now_s
-                pairs.expire(now_s)
-                assert pairs.note(*pair, now_s) is not is_known
-                model[pair] = now_s + REST_S
+                rested_until_s = model.get(pair, -REST_S)
+                is_further = now_s < rested_until_s + REST_S
+                rest_s = None
+                if now_s >= rested_until_s:
+                    rest_s = REST_S if is_further else FIRST_REST_S
+                    model[pair] = now_s + rest_s
+                assert pairs.note(*pair, now_s) == rest_s
             case "pass":
                 now_s += first
                 pairs.expire(now_s)
@@ -40,15 +43,17 @@ def test_a_pair_rests_from_its_last_failure_until_its_time_is_over_or_a_worker_l
                 model = {pair: until_s for pair, until_s in model.items() if gone not in pair}
         for number in range(4):
             expected = {
-                prefill
-                for (prefill, decode), until_s in model.items()
-                if decode == f"d{number}" and until_s > now_s
+                sender
+                for (sender, receiver), until_s in model.items()
+                if receiver == f"d{number}" and until_s > now_s
             }
-            assert pairs.with_decode(f"d{number}") == expected
+            assert pairs.barred_from(f"d{number}") == expected
 
 
 def test_no_more_than_so_many_are_remembered() -> None:
     pairs = BrokenPairs()
     for number in range(MAX_PAIRS + 5):
         pairs.note(f"p{number}", "d", 0.0)
-    assert pairs.with_decode("d") == {f"p{number}" for number in range(5, MAX_PAIRS + 5)}
+    assert pairs.barred_from("d") == {f"p{number}" for number in range(5, MAX_PAIRS + 5)}
+    assert pairs.note("p0", "d", FIRST_REST_S) == FIRST_REST_S, "it was forgotten"
+    assert pairs.note(f"p{MAX_PAIRS + 4}", "d", FIRST_REST_S) == REST_S

@@ -247,6 +247,7 @@ def test_a_sequence_that_cannot_be_paused_goes_on_here() -> None:
         await bench.tell(("here", NOT_MOVED))
         bench.check_is("here")
         assert bench.there.commands == []
+        assert not bench.fleet.broken_pairs.barred_from("there"), "nothing was sent"
 
     on_bench(test)
 
@@ -291,6 +292,9 @@ def test_a_handoff_that_fails_is_resumed_when_the_worker_here_has_said_so(order:
         await bench.tell(("here", NOT_MOVED))
         assert bench.here.commands[-1] == ("resume", 1)
         bench.check_is("here")
+        # A place there that was lost says nothing of the way.
+        barred = bench.fleet.broken_pairs.barred_from("there")
+        assert barred == ({"here"} if order == "here first" else set())
         if order == "here first":
             assert bench.there.commands[-1] == ("abort", 1)
             await bench.tell(("there", COMMITTED), ("there", tokens(3, 3)))

@@ -266,3 +266,18 @@ def test_memory_is_evened_out_before_it_runs_out() -> None:
         assert world.decodes[0].num_preemptions == 0
 
     in_world(test, num_decodes=2, num_blocks=64)
+
+
+def test_where_kv_did_not_get_through_lately_nobody_moves() -> None:
+    async def test(world: World) -> None:
+        request = await all_on_one(world, num_choices=4)
+        busy = max(range(3), key=lambda i: world.decodes[i].num_sequences)
+        cut, other = (i for i in range(3) if i != busy)
+        now_s = asyncio.get_running_loop().time()
+        world.fleet.broken_pairs.note(f"d{busy}:1", f"d{cut}:1", now_s)
+        world.decodes[busy].drain()
+        await asyncio.sleep(0.3)
+        assert [world.decodes[i].num_sequences for i in (busy, cut, other)] == [0, 0, 4]
+        await request
+
+    in_world(test, num_decodes=3, num_blocks=128)
