@@ -47,14 +47,17 @@ async def check_alive(system: LiveSystem) -> None:
     assert done.token_ids == expected(prompt, 9)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-async def test_many_streams_of_all_kinds(transport: str) -> None:
+@pytest.mark.parametrize(
+    ("transport", "speculative_method"), [("shm", "ngram"), ("tcp", "ngram"), ("shm", "none")]
+)
+async def test_many_streams_of_all_kinds(transport: str, speculative_method: str) -> None:
+    """Without drafts, steps are launched ahead."""
     rng = random.Random(1)
     async with live_system(
         2,
         2,
         worker_options={"kv_transport": transport, "max_num_batched_tokens": 64},
-        decode_options=ONLY_DECODES,
+        decode_options={**ONLY_DECODES, "speculative_method": speculative_method},
     ) as system:
         crossed: list[bool] = []
 

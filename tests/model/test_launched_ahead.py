@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from baton.engine.interface import FOLLOWING, Batch, Engine, SampleRow, SequenceSlice
+from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.torch_engine import TorchEngine
 from baton.errors import EngineFault
-from baton.types import Sample, Sampling
-from tests.support.drive_engine import generate
+from baton.types import Sampling
+from tests.support.drive_engine import generate, generate_ahead, next_token, whole_prompt
 
 MakeEngine = Callable[..., TorchEngine]
 
@@ -26,44 +26,17 @@ SAMPLINGS = [
 ]
 
 
-def table(place: int) -> range:
+def blocks(place: int) -> range:
     return range(8 * place, 8 * place + 8)
 
 
 def first_slice(place: int, sampling: Sampling) -> SequenceSlice:
+    return whole_prompt(PROMPTS[place], sampling, blocks(place))
+
+
+def following(place: int, row: int, sampling: Sampling) -> SequenceSlice:
     prompt = PROMPTS[place]
-    row = SampleRow(len(prompt) - 1, sampling, prompt, len(prompt))
-    return SequenceSlice(prompt, 0, table(place), (row,), len(prompt))
-
-
-def following(place: int, row: int, sampling: Sampling, known: Sequence[int]) -> SequenceSlice:
-    """The slice after that of a row, which draws the token after `known`."""
-    prompt = PROMPTS[place]
-    own = SampleRow(0, sampling, known, len(prompt), num_undrawn_tokens=1)
-    return SequenceSlice(FOLLOWING, len(known), table(place), (own,), len(prompt), follows=row)
-
-
-def generate_ahead(
-    engine: Engine, samplings: Sequence[Sampling], num_tokens: int
-) -> list[list[Sample]]:
-    """As tests.support.drive_engine.generate, but each step is launched before the one before is collected.
-
-    In every other step the sequences come in reverse order, so that they follow rows of other places.
-    """
-    order = list(range(len(samplings)))
-    known = [list(PROMPTS[place]) for place in order]
-    outputs: list[list[Sample]] = [[] for _ in order]
-    launched = engine.launch(Batch(tuple(first_slice(place, samplings[place]) for place in order)))
-    for index in range(num_tokens):
-        after = order[::-1]
-        parts = [following(p, order.index(p), samplings[p], list(known[p])) for p in after]
-        ahead = engine.launch(Batch(tuple(parts))) if index < num_tokens - 1 else None
-        for place, (sample,) in zip(order, launched.samples(), strict=True):
-            outputs[place].append(sample)
-            known[place].append(sample.token_id)
-        if ahead:
-            launched, order = ahead, after
-    return outputs
+    return next_token(prompt, len(prompt), sampling, blocks(place), row)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -72,7 +45,7 @@ def test_samples_are_those_of_steps_one_after_the_other(
 ) -> None:
     engine = tiny_engine(family)
     expected = generate(engine, PROMPTS, SAMPLINGS, 12)
-    assert generate_ahead(engine, SAMPLINGS, 12) == expected
+    assert generate_ahead(engine, PROMPTS, SAMPLINGS, 12) == expected
 
 
 def test_a_sequence_may_come_in_and_another_leave_between_two_launches(
@@ -84,7 +57,7 @@ def test_a_sequence_may_come_in_and_another_leave_between_two_launches(
         generate(engine, PROMPTS[2:3], SAMPLINGS[2:3], 1, first_block=16),
     )
     before = engine.launch(Batch((first_slice(0, SAMPLINGS[0]), first_slice(1, SAMPLINGS[1]))))
-    mixed = Batch((first_slice(2, SAMPLINGS[2]), following(1, 1, SAMPLINGS[1], PROMPTS[1])))
+    mixed = Batch((first_slice(2, SAMPLINGS[2]), following(1, 1, SAMPLINGS[1])))
     after = engine.launch(mixed)
     assert before.samples()[1] == (second[0],)
     assert after.samples() == ((third[0],), (second[1],))
@@ -101,16 +74,14 @@ def test_what_a_broken_row_drew_can_be_followed_and_both_launches_tell_of_it(
     engine.kv.tensor[0] = float("nan")
     last = replace(part, token_ids=known[4:], start=4, rows=(replace(part.rows[0], offset=0),))
     before = engine.launch(Batch((last, first_slice(1, SAMPLINGS[1]))))
-    after = engine.launch(
-        Batch((following(0, 0, SAMPLINGS[0], known), following(1, 1, SAMPLINGS[1], PROMPTS[1])))
-    )
+    after = engine.launch(Batch((following(0, 0, SAMPLINGS[0]), following(1, 1, SAMPLINGS[1]))))
     for launched in (before, after):
         with pytest.raises(EngineFault) as caught:
             launched.samples()
         assert caught.value.metadata["slices"] == "0"
     # The other one's KV is whole: it goes on as if nothing had been.
     row = SampleRow(0, SAMPLINGS[1], (*PROMPTS[1], expected[0].token_id), len(PROMPTS[1]))
-    again = SequenceSlice((expected[0].token_id,), len(PROMPTS[1]), table(1), (row,))
+    again = SequenceSlice((expected[0].token_id,), len(PROMPTS[1]), blocks(1), (row,))
     assert engine.forward(Batch((again,))) == ((expected[1],),)
 
 
@@ -118,7 +89,7 @@ def test_nothing_follows_a_row_that_is_not_of_the_launch_just_before(
     tiny_engine: MakeEngine,
 ) -> None:
     engine = tiny_engine()
-    part = following(0, 0, SAMPLINGS[0], PROMPTS[0])
+    part = following(0, 0, SAMPLINGS[0])
     with pytest.raises(EngineFault):
         engine.launch(Batch((part,)))
     engine.forward(Batch((first_slice(0, SAMPLINGS[0]),)))
@@ -132,9 +103,9 @@ def test_nothing_follows_a_row_that_is_not_of_the_launch_just_before(
 def test_a_batch_is_the_callers_again_when_the_launch_returns(tiny_engine: MakeEngine) -> None:
     engine = tiny_engine()
     expected = generate(engine, PROMPTS[:1], SAMPLINGS[1], 1)[0]
-    tokens, blocks = list(PROMPTS[0]), list(table(0))
+    tokens, table = list(PROMPTS[0]), list(blocks(0))
     row = SampleRow(4, SAMPLINGS[1], tokens, len(tokens))
-    launched = engine.launch(Batch((SequenceSlice(tuple(tokens), 0, blocks, (row,)),)))
+    launched = engine.launch(Batch((SequenceSlice(tuple(tokens), 0, table, (row,)),)))
     tokens.append(3)
-    blocks.clear()
+    table.clear()
     assert launched.samples() == ((expected[0],),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.engine.interface import Batch, Engine, SampleRow, SequenceSlice
+from baton.engine.interface import FOLLOWING, Batch, Engine, SampleRow, SequenceSlice
 from baton.types import Sample, Sampling
 
 
@@ -43,6 +43,59 @@ def generate(
         for i, samples in zip(running, engine.forward(Batch(tuple(slices))), strict=True):
             outputs[i] += samples
             tokens[i] += [sample.token_id for sample in samples]
+    return outputs
+
+
+def whole_prompt(
+    prompt: Sequence[int], sampling: Sampling, block_table: Sequence[int]
+) -> SequenceSlice:
+    """All of a prompt, and a row after it."""
+    row = SampleRow(len(prompt) - 1, sampling, prompt, len(prompt))
+    return SequenceSlice(prompt, 0, block_table, (row,), len(prompt))
+
+
+def next_token(
+    known: Sequence[int],
+    num_prompt_tokens: int,
+    sampling: Sampling,
+    block_table: Sequence[int],
+    follows: int,
+) -> SequenceSlice:
+    """The token after those known, which a row of the launch before draws, and a row after it."""
+    row = SampleRow(0, sampling, known, num_prompt_tokens, num_undrawn_tokens=1)
+    return SequenceSlice(FOLLOWING, len(known), block_table, (row,), num_prompt_tokens, follows)
+
+
+def generate_ahead(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[Sampling],
+    num_tokens: int,
+) -> list[list[Sample]]:
+    """As generate, but each step is launched before the one before is collected.
+
+    In every other step the sequences come in reverse order, so that they follow rows of other places.
+    """
+    size = engine.spec.layout.block_size
+    width = -(-(max(map(len, prompts)) + num_tokens) // size)
+    tables = [range(width * place, width * (place + 1)) for place in range(len(prompts))]
+    known = [list(prompt) for prompt in prompts]
+    outputs: list[list[Sample]] = [[] for _ in prompts]
+    order = list(range(len(prompts)))
+    parts = map(whole_prompt, prompts, samplings, tables)
+    launched = engine.launch(Batch(tuple(parts)))
+    for num_left in reversed(range(num_tokens)):
+        after = order[::-1]
+        following = [
+            next_token(list(known[i]), len(prompts[i]), samplings[i], tables[i], order.index(i))
+            for i in after
+        ]
+        ahead = engine.launch(Batch(tuple(following))) if num_left else None
+        for place, (sample,) in zip(order, launched.samples(), strict=True):
+            outputs[place].append(sample)
+            known[place].append(sample.token_id)
+        if ahead:
+            launched, order = ahead, after
     return outputs
 
 

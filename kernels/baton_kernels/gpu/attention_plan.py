@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 import triton
 
+from baton_kernels.host_copy import to_device
 from baton_kernels.paged_attention import AttentionSlice
 
 #: Keys of one item of a sequence with few new rows.
@@ -105,7 +106,7 @@ def plan_attention(
     for work in lists.values():
         numbers += chain.from_iterable(work.ordered())
         numbers += chain.from_iterable(work.merges)
-    on_device = torch.tensor(numbers, dtype=torch.int32).to(pool.device, non_blocking=True)
+    on_device = to_device(torch.tensor(numbers, dtype=torch.int32), pool.device)
     launches = []
     first = num_entries
     for tile, work in lists.items():

@@ -22,7 +22,7 @@ from baton.model import native_decoder
 from baton.types import Sampling
 from baton_kernels.cpu.library import library
 from baton_kernels.dispatch import Op
-from tests.support.drive_engine import generate, token_ids
+from tests.support.drive_engine import generate, generate_ahead, token_ids
 from tests.support.tiny_models import Family, make_tiny_model
 
 MAX_MODEL_LEN, BLOCK_SIZE, NUM_BLOCKS = 700, 16, 200
@@ -194,4 +194,7 @@ def test_same_answers(pair: Pair) -> None:
         for engine in (pair.eager, pair.replayed)
     ]
     assert answers[0] == answers[1]
-    assert pair.graphs.num_replays > 0
+    num_replays = pair.graphs.num_replays
+    assert num_replays > 0
+    assert token_ids(generate_ahead(pair.replayed, prompts, samplings, 4)) == answers[0]
+    assert pair.graphs.num_replays == num_replays + 3
