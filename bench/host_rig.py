@@ -45,9 +45,14 @@ class HostRig:
     """`num_seqs` sequences that decode, each with `num_prompt_tokens` before its first token."""
 
     def __init__(
-        self, num_seqs: int, num_prompt_tokens: int, num_blocks: int, step_s: float = 0.0
+        self,
+        num_seqs: int,
+        num_prompt_tokens: int,
+        num_blocks: int,
+        step_s: float = 0.0,
+        max_num_launches: int = 1,
     ) -> None:
-        """step_s: what the engine takes for a step, in seconds."""
+        """step_s: what the engine takes for a step, in seconds. max_num_launches: 2 to launch steps ahead."""
         self.num_seqs = num_seqs
         engine = StubEngine(num_blocks, step_s)
         identity = WorkerIdentity("bench", 1)
@@ -85,7 +90,7 @@ class HostRig:
                 matchers=Matchers(_no_vocabulary, ThreadPoolExecutor(1)),
                 clock=time.monotonic,
             ),
-            DecodeLimits(2 * num_seqs, 2 * num_seqs * num_prompt_tokens),
+            DecodeLimits(2 * num_seqs, 2 * num_seqs * num_prompt_tokens, max_num_launches),
             LocalPrefillPolicy(MAX_MODEL_LEN, MAX_MODEL_LEN, is_pinned=True, max_itl_factor=None),
         )
         self.opening = [

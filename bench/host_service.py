@@ -68,8 +68,8 @@ async def measure_service(
 
 def _core_ms(num_streams: int, num_steps: int, engine_ms: float) -> float:
     """Of a step of all streams."""
-    num_blocks = -(-(len(_PROMPT) + num_steps + 2) // BLOCK_SIZE)
-    rig = HostRig(num_streams, len(_PROMPT), num_streams * num_blocks, engine_ms / 1e3)
+    num_blocks = -(-(len(_PROMPT) + num_steps + 3) // BLOCK_SIZE)
+    rig = HostRig(num_streams, len(_PROMPT), num_streams * num_blocks, engine_ms / 1e3, 2)
     rig.step(rig.opening)
     begin_s = time.perf_counter()
     for _ in range(num_steps):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from baton.engine.interface import Batch, Computed, Engine, EngineSpec, Launched, LayersDone
+from baton.engine.interface import Batch, Engine, EngineSpec, Launched, LayersDone
 from baton.engine.kv_range import KvRange
 from baton.types import KvLayout, Sample
 
@@ -33,15 +34,37 @@ class NoKv:
         raise NotImplementedError
 
 
+@dataclass(frozen=True, slots=True)
+class _StubLaunch:
+    """Implements baton.engine.interface.Launched. end_s: when a device would be done with it, of time.perf_counter."""
+
+    found: tuple[tuple[Sample, ...], ...]
+    end_s: float
+
+    def samples(self) -> tuple[tuple[Sample, ...], ...]:
+        if (rest_s := self.end_s - time.perf_counter()) > 0:
+            time.sleep(rest_s)
+        return self.found
+
+
 class StubEngine(Engine):
-    """Implements baton.engine.interface.Engine: every row gets the same token."""
+    """Every row gets the same token."""
 
     def __init__(self, num_blocks: int, step_s: float = 0.0) -> None:
-        """step_s: what a forward takes, in seconds; as on a device, the processor and Python's lock are free meanwhile."""
+        """step_s: what a step takes, in seconds; as on a device, the processor and Python's lock are free meanwhile."""
         layout = KvLayout("host-bench", 1, 1, 8, "float32", BLOCK_SIZE)
-        self._spec = EngineSpec("stub", layout, num_blocks, VOCAB_SIZE, MAX_MODEL_LEN)
+        self._spec = EngineSpec(
+            "stub",
+            layout,
+            num_blocks,
+            VOCAB_SIZE,
+            MAX_MODEL_LEN,
+            max_num_launches=2,
+            computes_aside=True,
+        )
         self._kv = NoKv(layout, num_blocks)
         self._step_s = step_s
+        self._end_s = 0.0
 
     @property
     def spec(self) -> EngineSpec:
@@ -56,6 +79,6 @@ class StubEngine(Engine):
         batch: Batch,
         layers_done: LayersDone | None = None,  # noqa: ARG002
     ) -> Launched:
-        if self._step_s:
-            time.sleep(self._step_s)
-        return Computed(tuple((_SAMPLE,) * len(part.rows) for part in batch.slices))
+        self._end_s = max(self._end_s, time.perf_counter()) + self._step_s
+        found = tuple((_SAMPLE,) * len(part.rows) for part in batch.slices)
+        return _StubLaunch(found, self._end_s)

@@ -140,17 +140,6 @@ class Launched(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """Implements Launched, of a batch that was computed when it was launched."""
-
-    found: tuple[tuple[Sample, ...], ...]
-
-    def samples(self) -> tuple[tuple[Sample, ...], ...]:
-        """See Launched."""
-        return self.found
-
-
 class Engine(Protocol):
     """A loaded model with its KV pool."""
 

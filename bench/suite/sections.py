@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.suite.engine_tables import engine_table, peers_table
-from bench.suite.host_tables import gateway_table, scheduler_table
+from bench.suite.host_tables import ahead_table, gateway_table, scheduler_table
 from bench.suite.split_tables import split_table
 
 Render = Callable[[Mapping[str, Any]], str]
@@ -77,6 +77,13 @@ SECTIONS = (
             *("--num-streams", "2", "--num-requests", "5"),
         ),
         tables={"scheduler": scheduler_table, "gateway": gateway_table},
+    ),
+    Section(
+        name="ahead",
+        module="bench.ahead",
+        arguments=(),
+        quick=("--num-seqs", "4", "--step-ms", "1", "--rounds", "1"),
+        tables={"ahead": ahead_table},
     ),
     Section(
         name="split",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton.events import PrefillsHere, Tokens
+from bench.ahead import measure_ahead
 from bench.host import steps_for
 from bench.host_gateway import Flow, measure_added_ttft, measure_flow
 from bench.host_rig import HostRig
@@ -26,6 +27,13 @@ def test_every_sequence_gets_a_token_in_every_step() -> None:
         told = rig.step()
         assert [len(event.samples) for event in told if isinstance(event, Tokens)] == [1] * 5
     rig.pool.check_integrity()
+
+
+def test_steps_are_timed_both_ways() -> None:
+    times = measure_ahead(3, engine_ms=2.0, num_rounds=1)
+    assert times.num_seqs == 3
+    assert times.waiting_ms >= times.engine_ms
+    assert times.ahead_ms > 0
 
 
 @pytest.mark.parametrize("num_seqs", [1, 7])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bench.suite.engine_tables import engine_table, peers_table
-from bench.suite.host_tables import gateway_table, scheduler_table
+from bench.suite.host_tables import ahead_table, gateway_table, scheduler_table
 from bench.suite.markdown import Goal, about, goal_line, number, table
 from bench.suite.split_tables import split_table
 
@@ -154,6 +154,15 @@ def test_the_scheduler_is_flat_or_not() -> None:
     told = scheduler_table({**ABOUT, "tier": [few, many]})
     assert "step 1.10 (met), scheduler's part 1.50 (**missed**)" in told
     assert "| 4096 | 2.20 | 3.00 |" in told
+
+
+def test_a_step_is_the_engines_own_or_longer() -> None:
+    hidden = {"num_seqs": 64, "engine_ms": 6.0, "waiting_ms": 7.0, "ahead_ms": 6.1}
+    late = {"num_seqs": 512, "engine_ms": 6.0, "waiting_ms": 14.0, "ahead_ms": 8.0}
+    shares = ({**hidden, "hidden_share": 0.9}, {**late, "hidden_share": 0.75})
+    told = ahead_table({**ABOUT, "steps": list(shares)})
+    assert "64 1.02 (met), 512 1.33 (**missed**)" in told
+    assert "| 512 | 6.00 | 14.0 | 8.00 | 75% |" in told
 
 
 def test_the_gateway_has_a_line_for_each_flow_and_three_goals() -> None:

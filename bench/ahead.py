@@ -1,0 +1,115 @@
+"""What of the host's work for a decode step is hidden behind the device, where steps are launched ahead. See bench/README.md.
+
+    python -m bench.ahead [--num-seqs 64 ...] [--step-ms 6] [--json FILE]
+
+A decode core over an engine whose steps take --step-ms and no processor, as a device's do: milliseconds from step to step when each
+waits for the tokens of the one before, and when it is launched before they are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.host_rig import HostRig
+from bench.machine import describe_commit, describe_machine, describe_versions
+from bench.report import write_json
+from bench.stub_engine import BLOCK_SIZE
+from decode_svc.garbage import look_less_often
+
+#: Steps in a row of one way, before those of the other: what disturbs the machine meets both.
+_ROUND = 20
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Milliseconds from step to step, in the median. engine_ms: what the engine itself takes."""
+
+    num_seqs: int
+    engine_ms: float
+    waiting_ms: float
+    ahead_ms: float
+
+    @property
+    def hidden_share(self) -> float:
+        """Of what the host adds to a step when it waits."""
+        return (self.waiting_ms - self.ahead_ms) / (self.waiting_ms - self.engine_ms)
+
+
+def measure_ahead(num_seqs: int, engine_ms: float, num_rounds: int) -> StepTimes:
+    """Both ways in turns, in this process."""
+    look_less_often(num_seqs)
+    num_tokens = 2 * BLOCK_SIZE + (num_rounds + 1) * _ROUND
+    num_blocks = num_seqs * (num_tokens // BLOCK_SIZE + 2)
+    rigs = [
+        HostRig(num_seqs, 2 * BLOCK_SIZE, num_blocks, engine_ms / 1e3, num_launches)
+        for num_launches in (1, 2)
+    ]
+    for rig in rigs:
+        rig.step(rig.opening)
+        rig.step()
+    times_ms: list[list[float]] = [[], []]
+    for _ in range(num_rounds):
+        for rig, own_ms in zip(rigs, times_ms, strict=True):
+            rig.step()  # what was in flight is long done
+            own_ms += [_step_ms(rig) for _ in range(_ROUND - 1)]
+    waiting_ms, ahead_ms = map(median, times_ms)
+    return StepTimes(num_seqs, engine_ms, waiting_ms, ahead_ms)
+
+
+def _step_ms(rig: HostRig) -> float:
+    begin_s = time.perf_counter()
+    rig.step()
+    return (time.perf_counter() - begin_s) * 1e3
+
+
+def steps_table(found: Sequence[StepTimes]) -> Table:
+    """Milliseconds."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("sequences", "engine", "waiting", "ahead", "hidden"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in found:
+        times = (one.engine_ms, one.waiting_ms, one.ahead_ms)
+        table.add_row(str(one.num_seqs), *(f"{t:.2f}" for t in times), f"{one.hidden_share:.0%}")
+    return table
+
+
+def main() -> None:
+    """Measure, and tell."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--num-seqs", type=int, nargs="+", default=[64, 256, 512])
+    parser.add_argument("--step-ms", type=float, default=6.0)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    found = [
+        measure_ahead(num_seqs, arguments.step_ms, arguments.rounds)
+        for num_seqs in arguments.num_seqs
+    ]
+    Console().print(steps_table(found))
+    if arguments.json:
+        document = {
+            "command": ["python", "-m", "bench.ahead", *sys.argv[1:]],
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "git": describe_commit(),
+            "machine": describe_machine(),
+            "versions": describe_versions(),
+            "steps": [
+                {**dataclasses.asdict(one), "hidden_share": one.hidden_share} for one in found
+            ],
+        }
+        write_json(arguments.json, document)
+
+
+if __name__ == "__main__":
+    main()
