@@ -1,4 +1,4 @@
-"""The engine with an 8B Llama of random weights: steps beside their floor, with and without a CUDA graph, and a mixed load.
+"""The engine with an 8B Llama of random weights: prompts and verification beside their floor, and a mixed load.
 
 Floors are those of docs/kernels.md: bytes that a step must read over the copy roof, operations over the matmul roof.
 """
@@ -259,10 +259,6 @@ def _check_slice(index: int, start: int, new: int) -> SequenceSlice:
 
 ITEMS: Mapping[str, Callable[[Setting], Result]] = {
     "check engine": check_engine,
-    "engine decode 1 x 1K": partial(_step, 1, 1023, 1),
-    "engine decode 8 x 1K": partial(_step, 8, 1023, 1),
-    "engine decode 64 x 1K": partial(_step, 64, 1023, 1),
-    "engine decode 256 x 1K": partial(_step, 256, 1023, 1),
     "engine verify 64 x 1K, 5 tokens": partial(_step, 64, 1019, 5),
     "engine prefill 2K": partial(_step, 1, 0, 2048),
     "engine prefill 8K": partial(_step, 1, 0, 8192),

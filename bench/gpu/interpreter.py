@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
+
+from baton_kernels.dispatch import Op
+
+
+@contextmanager
+def kernels_on_cpu() -> Iterator[None]:
+    """Within, ops take the kernels for CUDA wherever their tensors are."""
+    with patch.object(Op, "kernel", lambda op, _device_type: op._find("cuda")):
+        yield
 
 
 def mend_interpreter() -> None:

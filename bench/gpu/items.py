@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from bench.gpu import attention_speed, checks, engine_speed, kv_speed, op_speed, peers, roofs
+from bench.gpu import (
+    attention_speed,
+    checks,
+    engine_speed,
+    graph_speed,
+    kv_speed,
+    op_speed,
+    peers,
+    roofs,
+)
 from bench.gpu.setting import Result, Setting
 
 ITEMS: Mapping[str, Callable[[Setting], Result]] = {
@@ -15,5 +24,6 @@ ITEMS: Mapping[str, Callable[[Setting], Result]] = {
     **op_speed.ITEMS,
     **kv_speed.ITEMS,
     **engine_speed.ITEMS,
+    **graph_speed.ITEMS,
     **peers.ITEMS,
 }
