@@ -10,6 +10,7 @@ from baton.errors import UnsupportedModel
 from baton.model.parameters import PARTS, LayerParameters, Parameters, layer_name
 from baton.model.parameters import Linear as DenseLinear
 from baton.quantization.weight import Float8Weight, StoredWeight, stack
+from baton_kernels.cpu.memory import Allocate, Arena
 from baton_kernels.linear import Linear, pack_float8, pack_linear, pack_quantized
 
 
@@ -40,22 +41,27 @@ class PackedParameters:
 def pack_parameters(parameters: Parameters, quantized: dict[str, StoredWeight]) -> PackedParameters:
     """Packs layer by layer. `quantized`: by the checkpoint's names, weights that are not in `parameters`.
 
-    Both are emptied as layers are packed, so that no weight is there twice. Linear layers get to where the norms are.
+    Both are emptied as layers are packed, so that no weight is there twice. Linear layers get to where the norms are, native
+    ones of a CPU into one arena.
     """
     layers: list[PackedLayer] = []
+    allocate = Arena().take
     while parameters.layers:
-        layers.append(_pack_layer(len(layers), parameters.layers.pop(0), quantized))
+        layers.append(_pack_layer(len(layers), parameters.layers.pop(0), quantized, allocate))
     head, device = quantized.pop("lm_head", None), parameters.norm.device
     lm_head = (
-        _pack_quantized(head, None, device)
+        _pack_quantized(head, None, device, allocate)
         if head
-        else pack_linear(parameters.lm_head.to(device), None)
+        else pack_linear(parameters.lm_head.to(device), None, allocate)
     )
     return PackedParameters(parameters.embeddings, tuple(layers), parameters.norm, lm_head)
 
 
 def _pack_layer(
-    index: int, layer: LayerParameters, quantized: dict[str, StoredWeight]
+    index: int,
+    layer: LayerParameters,
+    quantized: dict[str, StoredWeight],
+    allocate: Allocate,
 ) -> PackedLayer:
     device = layer.input_norm.device
 
@@ -64,10 +70,10 @@ def _pack_layer(
         names = [layer_name(index, part) for part in PARTS[field]]
         kept = [quantized.pop(name) for name in names if name in quantized]
         if not kept:
-            return pack_linear(linear.weight.to(device), bias)
+            return pack_linear(linear.weight.to(device), bias, allocate)
         if len(kept) < len(names):
             raise UnsupportedModel(f"of {names} some are quantised and some are not")
-        return _pack_quantized(stack(kept), bias, device)
+        return _pack_quantized(stack(kept), bias, device, allocate)
 
     return PackedLayer(
         input_norm=layer.input_norm,
@@ -82,8 +88,9 @@ def _pack_layer(
 
 
 def _pack_quantized(
-    weight: StoredWeight, bias: torch.Tensor | None, device: torch.device
+    weight: StoredWeight, bias: torch.Tensor | None, device: torch.device, allocate: Allocate
 ) -> Linear:
     if isinstance(weight, Float8Weight):
         return pack_float8(weight.codes, weight.scales, bias, device)
-    return pack_quantized(weight.levels, weight.scales, weight.zeros, weight.bits, bias, device)
+    levels, scales, zeros = weight.levels, weight.scales, weight.zeros
+    return pack_quantized(levels, scales, zeros, weight.bits, bias, device, allocate)

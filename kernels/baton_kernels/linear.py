@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from baton_kernels.cpu.int_linear import NativeIntLinear, can_pack_integers
 from baton_kernels.cpu.linear import NativeLinear, can_pack
+from baton_kernels.cpu.memory import Allocate, host_memory
 from baton_kernels.quantized_linear import (
     Float8Linear,
     IntLinear,
@@ -116,15 +117,17 @@ def _finish(
     return y if out_dtype is None else y.to(out_dtype)
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+def pack_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None, allocate: Allocate = host_memory
+) -> Linear:
     """The fastest form of a layer with weight [num_out, num_in] and bias [num_out] or none.
 
-    The packed forms hold a copy of the weight: drop the original.
+    The packed forms hold a copy of the weight: drop the original. allocate: gives the native one its memory.
     """
     if weight.device.type != "cpu":
         return FusedLinear(weight, bias)
     if can_pack(weight):
-        return NativeLinear(weight, bias)
+        return NativeLinear(weight, bias, allocate)
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if weight.dtype == torch.bfloat16 and has_onednn:
         return OneDnnLinear(weight, bias)
@@ -164,8 +167,9 @@ def pack_quantized(
     bits: int,
     bias: torch.Tensor | None,
     device: torch.device,
+    allocate: Allocate = host_memory,
 ) -> Linear:
     """The layer with the weight (levels - zeros) * scales on `device`: see baton_kernels.cpu.int_linear for shapes and meaning."""
     if device.type == "cuda":
         return IntLinear(pack_int_weight(levels, scales, zeros, bits).to(device), bias)
-    return NativeIntLinear(levels, scales, zeros, bits, bias)
+    return NativeIntLinear(levels, scales, zeros, bits, bias, allocate)

@@ -109,10 +109,10 @@ def run(
     layout = KvLayout(
         "m", config.num_layers, config.num_kv_heads, config.head_dim, name, BLOCK_SIZE
     )
-    kv = TorchKvPool(layout, NUM_BLOCKS, CPU)
     # What lies there are small numbers of any type: bytes below 0x38 make none that is not finite.
-    memory = torch.empty(0, dtype=torch.uint8).set_(kv.tensor.untyped_storage())
+    memory = torch.empty(NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8)
     memory.random_(0, 0x38, generator=torch.Generator().manual_seed(2))
+    kv = TorchKvPool(layout, NUM_BLOCKS, CPU, memory)
     rope = make_rope(config, 200, CPU)
     packed = pack_batch(batch, config, rope, kv.tensor, decoder.dtype)
     done: list[int] = []

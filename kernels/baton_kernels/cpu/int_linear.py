@@ -11,6 +11,7 @@ import torch
 
 from baton_kernels.cpu.library import library
 from baton_kernels.cpu.linear import Format, Weights, run, tiles
+from baton_kernels.cpu.memory import Allocate, host_memory
 
 _FORMATS = {8: Format.INT8, 4: Format.INT4}
 
@@ -30,14 +31,15 @@ class NativeIntLinear:
         zeros: torch.Tensor | None,
         bits: int,
         bias: torch.Tensor | None,
+        allocate: Allocate = host_memory,
     ) -> None:
         """levels [num_out, num_in] uint8 in [0, 2^bits); scales and zeros [num_out, groups] float32, zeros None if all
-        are 2^(bits - 1)."""
+        are 2^(bits - 1). allocate: gives the memory of what is packed."""
         self.num_out, self.num_in = levels.shape
         num_groups = scales.shape[1]
-        self._packed = tiles(_words(levels, bits))
-        self._scales = tiles(scales)
-        self._zeros = None if zeros is None else tiles(zeros)
+        self._packed = tiles(_words(levels, bits), allocate)
+        self._scales = tiles(scales, allocate)
+        self._zeros = None if zeros is None else tiles(zeros, allocate)
         self._bias = None if bias is None else bias.float().contiguous()
         #: Per row of the input: its scale, its sums by group, and its int8.
         self.scratch_row_bytes = 4 + 4 * num_groups + self.num_in

@@ -9,12 +9,10 @@ import torch
 
 from baton_kernels.cpu.calling import is_native
 from baton_kernels.cpu.library import library, loaded
-from baton_kernels.cpu.memory import host_memory
+from baton_kernels.cpu.memory import Allocate, host_memory
 
 #: Outputs of a packed tile.
 TILE = 64
-#: From here on weights have huge pages of their own.
-_LARGE_BYTES = 4 << 20
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 
 
@@ -50,9 +48,12 @@ class NativeLinear:
     #: Of the memory that baton_linear needs within, per row.
     scratch_row_bytes = 0
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, allocate: Allocate = host_memory
+    ) -> None:
+        """allocate: gives the memory of the packed weight."""
         self.num_out, self.num_in = weight.shape
-        self._packed = tiles(weight.contiguous().view(torch.int32))
+        self._packed = tiles(weight.contiguous().view(torch.int32), allocate)
         self._bias = None if bias is None else bias.float().contiguous()
         self._call = Weights(
             num_out=self.num_out,
@@ -104,11 +105,9 @@ def run(
     return out
 
 
-def tiles(words: torch.Tensor) -> torch.Tensor:
-    """[num_out, words] of 32-bit elements -> [tiles, words, 64], padded with zero outputs."""
+def tiles(words: torch.Tensor, allocate: Allocate) -> torch.Tensor:
+    """[num_out, words] of 32-bit elements -> [tiles, words, 64] in memory of `allocate`, padded with zero outputs."""
     num_out, num_words = words.shape
     padded = torch.nn.functional.pad(words, (0, 0, 0, -num_out % TILE))
     tiled = padded.view(-1, TILE, num_words).transpose(1, 2)
-    if tiled.nbytes < _LARGE_BYTES:
-        return tiled.contiguous()
-    return host_memory(tiled.nbytes).view(tiled.dtype).view(tiled.shape).copy_(tiled)
+    return allocate(tiled.nbytes).view(tiled.dtype).view(tiled.shape).copy_(tiled)
