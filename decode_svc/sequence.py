@@ -194,43 +194,39 @@ class DecodeSequence:
         What may come next has been found.
         """
         start = self.next_position
-        known = self.token_ids[start : start + num_new]
+        known = tuple(self.token_ids[start : start + num_new])
         num_undrawn = num_new - len(known)
-        is_whole = num_new == self.num_missing_tokens
         draft = draft or (self.draft(()) if self.matcher else NO_DRAFT)
-        firsts = (
-            first_rows(self.spec, num_new - 1, self.token_ids, draft.masks[0], num_undrawn)
-            if is_whole
-            else ()
-        )
+        rows: tuple[SampleRow, ...] = ()
+        if num_new == self.num_missing_tokens:
+            mask = draft.masks[0]
+            rows = first_rows(self.spec, num_new - 1, self.token_ids, mask, num_undrawn)
+        if not self.has_begun:
+            rows = scored_rows(self.spec, start, num_new) + rows
+        if draft.token_ids:
+            known, rows = known + draft.token_ids, rows + self._draft_rows(draft)
         part = SequenceSlice(
-            token_ids=FOLLOWING if num_undrawn else (*known, *draft.token_ids),
-            start=start,
-            block_table=self.lease.block_ids,
-            rows=(
-                *scored_rows(self.spec, start, num_new),
-                *firsts,
-                *self._draft_rows(draft),
-            ),
-            num_prompt_tokens=len(self.spec.prompt_token_ids),
-            follows=self.drawing_row if num_undrawn else None,
+            FOLLOWING if num_undrawn else known,
+            start,
+            self.lease.block_ids,
+            rows,
+            self.num_prompt_tokens,
+            self.drawing_row if num_undrawn else None,
         )
         return (part,)
 
-    def _draft_rows(self, draft: Draft) -> list[SampleRow]:
+    def _draft_rows(self, draft: Draft) -> tuple[SampleRow, ...]:
         """One row after each draft, in a slice whose first token is the last known one."""
-        if not draft.token_ids:
-            return []
         token_ids = [*self.token_ids, *draft.token_ids]
         num_known = len(self.token_ids)
-        return [
+        return tuple(
             SampleRow(
                 offset=num_drafts,
                 sampling=self.spec.sampling,
                 token_ids=TokenPrefix(token_ids, num_known + num_drafts),
-                num_prompt_tokens=len(self.spec.prompt_token_ids),
+                num_prompt_tokens=self.num_prompt_tokens,
                 choice=self.spec.choice,
                 allowed=mask,
             )
             for num_drafts, mask in enumerate(draft.masks[1:], start=1)
-        ]
+        )

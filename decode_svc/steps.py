@@ -192,11 +192,12 @@ class Steps:
         """The grants whose tokens there are blocks for, and what must be copied before they are written."""
         grants: list[tuple[Member, int]] = []
         copies: list[BlockCopy] = []
-        for member, num_new in granted:
+        for grant in granted:
+            member, num_new = grant
             prepared = member.prepare(num_new)
             if prepared is not None:
                 copies += prepared
-                grants.append((member, num_new))
+                grants.append(grant)
         return grants, tuple(copies)
 
     def _copy(self, copies: Sequence[BlockCopy]) -> None:
@@ -210,7 +211,7 @@ class Steps:
         if isinstance(member, BeamGroup):
             self._output.advance_beams(member, outcomes)
             return
-        own = drafts.get(member.key)
+        own = drafts.get(member.key) if drafts else None
         if own and isinstance(outcomes[0], BatonError):
             self._drafting.withhold(member)
         else:
@@ -233,4 +234,4 @@ def _take_off(grants: Sequence[tuple[DecodeSequence, int]], parts: Sequence[Sequ
 def _slices(member: Member, num_new: int, drafts: Drafts) -> tuple[SequenceSlice, ...]:
     if isinstance(member, BeamGroup):
         return member.slices()
-    return member.slices(num_new, drafts.get(member.key))
+    return member.slices(num_new, drafts.get(member.key) if drafts else None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from baton.engine.kv_range import KvRange
 from baton.types import KvLayout, Sample, Sampling
@@ -21,9 +21,9 @@ LayersDone = Callable[[int, int], None]
 FOLLOWING: tuple[int, ...] = (0,)
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRow:
-    """Asks for one token after one position of a slice.
+class SampleRow(NamedTuple):
+    """Asks for one token after one position of a slice. One or more for each sequence in each step: of the immutable kind that
+    costs least, as a slice is.
 
     offset: which of the slice's new tokens is the last one the sample may see.
     token_ids, num_prompt_tokens: the sequence up to and with that token, for penalties; output follows the prompt.
@@ -51,8 +51,7 @@ class SampleRow:
         return len(self.token_ids) + self.num_undrawn_tokens - self.num_prompt_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceSlice:
+class SequenceSlice(NamedTuple):
     """One sequence's part of a batch: `token_ids` are new at positions start, start + 1, ...
 
     KV of positions below `start` is in the blocks of `block_table`; that of the new tokens is written there.

@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -189,10 +189,9 @@ def _kept(batch: Batch) -> Batch:
     """As it is now, whatever becomes of the caller's lists."""
     return Batch(
         tuple(
-            replace(
-                part,
+            part._replace(
                 block_table=tuple(part.block_table),
-                rows=tuple(replace(row, token_ids=tuple(row.token_ids)) for row in part.rows),
+                rows=tuple(row._replace(token_ids=tuple(row.token_ids)) for row in part.rows),
             )
             for part in batch.slices
         )
@@ -207,7 +206,7 @@ def _followed(part: SequenceSlice, drawn: Sequence[Sample]) -> SequenceSlice:
         raise EngineFault("the launch before drew no such row")
     if any(row.sampling.has_penalties or row.sampling.bad_words for row in part.rows):
         raise EngineFault("a row depends on a token that is still being drawn")
-    return replace(part, token_ids=(drawn[part.follows].token_id,))
+    return part._replace(token_ids=(drawn[part.follows].token_id,))
 
 
 def oracle_tokens(

@@ -54,16 +54,16 @@ def first_rows(
 
     token_ids, num_undrawn_tokens: see SampleRow.
     """
-    num_rows = 1 if spec.sampling.beam else spec.num_choices
-    return tuple(
-        SampleRow(
-            offset=offset,
-            sampling=spec.sampling,
-            token_ids=token_ids,
-            num_prompt_tokens=len(spec.prompt_token_ids),
-            choice=choice,
-            allowed=allowed,
-            num_undrawn_tokens=num_undrawn_tokens,
-        )
-        for choice in range(spec.choice, spec.choice + num_rows)
+    row = SampleRow(
+        offset,
+        spec.sampling,
+        token_ids,
+        len(spec.prompt_token_ids),
+        spec.choice,
+        allowed,
+        num_undrawn_tokens=num_undrawn_tokens,
     )
+    if spec.num_choices == 1 or spec.sampling.beam:
+        return (row,)
+    choices = range(spec.choice, spec.choice + spec.num_choices)
+    return tuple(row._replace(choice=choice) for choice in choices)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
@@ -57,7 +57,7 @@ class Watch:
             raise EngineFault("this launch fails")
         self.num_ahead += len(self.in_flight)
         inner = OracleEngine.launch(self.engine, batch, layers_done)
-        kept = Batch(tuple(replace(s, block_table=tuple(s.block_table)) for s in batch.slices))
+        kept = Batch(tuple(s._replace(block_table=tuple(s.block_table)) for s in batch.slices))
         self.in_flight.append(kept)
         return WatchedLaunch(inner, kept, self.in_flight, len(self.launches) + 1000 in self.fails)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -177,12 +177,12 @@ def test_what_is_no_plain_decode_step_runs_eagerly(pair: Pair) -> None:
     rng = random.Random(8)
     (one, two) = decode_batch(rng, 2, 100).slices
     row = one.rows[0]
-    prefill = replace(one, token_ids=(1, 2), start=max(0, one.start - 1))
+    prefill = one._replace(token_ids=(1, 2), start=max(0, one.start - 1))
     others = (
-        Batch((replace(prefill, rows=(replace(row, offset=1),)), two)),
-        Batch((replace(one, rows=()), two)),
-        Batch((replace(one, rows=(row, row)), two)),
-        Batch((replace(one, rows=(replace(row, scored_token_id=3),)), two)),
+        Batch((prefill._replace(rows=(row._replace(offset=1),)), two)),
+        Batch((one._replace(rows=()), two)),
+        Batch((one._replace(rows=(row, row)), two)),
+        Batch((one._replace(rows=(row._replace(scored_token_id=3),)), two)),
         decode_batch(rng, MAX_GRAPH_SEQS + 1, 100),
         Batch(()),
     )
