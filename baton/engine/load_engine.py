@@ -167,7 +167,15 @@ def _capture(
     num_seqs = plan.shapes[-1].num_seqs
     _log.info("capturing %d graphs of steps of up to %d sequences", len(plan.shapes), num_seqs)
     begin = time.monotonic()
-    steps = ReplayedSteps(model, plan, device, eager)
+    try:
+        steps = ReplayedSteps(model, plan, device, eager)
+    except RuntimeError as error:  # torch has no other for a device that fails or is full
+        raise ConfigError.of(
+            "enforce_eager",
+            False,
+            f"capturing decode steps failed ({error}); do without graphs, or leave them more memory by a lower "
+            "--gpu-memory-utilization or --max-cudagraph-capture-size",
+        ) from error
     _log.info("captured %d graphs in %.1f s", len(plan.shapes), time.monotonic() - begin)
     return steps
 

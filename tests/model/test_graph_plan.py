@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from baton.engine.graph_device import CalledGraphs, Graph
+from baton.engine.load_engine import load_engine
 from baton.engine.step_graphs import MAX_PARTIAL_BYTES, plan_graphs
 from baton.engine.step_shapes import StepShape
+from baton.errors import ConfigError
 from baton.model.config import ModelConfig, parse_config
 from baton.model.memory_plan import MemoryPlan, plan_memory
 from baton_kernels.gpu.attention_plan import SPLIT_TOKENS
@@ -74,6 +79,18 @@ def test_partial_results_are_bounded() -> None:
     assert plan.num_bytes > most * partial_bytes(pool, plan.tile)
     # A sequence of any length, alone, is captured all the same.
     assert StepShape(1, 131072 // SPLIT_TOKENS) in plan.shapes
+
+
+class FullDevice(CalledGraphs):
+    """Has no memory for a graph."""
+
+    def record(self, run: Callable[[], None]) -> Graph:  # noqa: ARG002
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_failed_capture_names_the_way_out(tiny_model: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigError, match=r"enforce_eager.*failed \(CUDA out of memory\)"):
+        load_engine(str(tiny_model()), num_blocks=4, max_num_seqs=2, make_graphs=FullDevice)
 
 
 def test_blocks_get_what_graphs_leave() -> None:
