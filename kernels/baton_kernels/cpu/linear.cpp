@@ -56,7 +56,7 @@ void float_panel(const char* w, const int32_t* x, long stride, long words, float
     for (long k = 0; k < words; k++, w += 256) {
         __m512i v[4];
         for (int j = 0; j < 4; j++) v[j] = _mm512_loadu_si512(w + j * 64);
-        for (int i = 0; i < lines; i++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
+        for (int i = 0; i < lines; i++, ahead += 64) fetch(ahead);
         for (int r = 0; r < R; r++) {
             const __m512i b = _mm512_set1_epi32(x[r * stride + k]);
             for (int j = 0; j < 4; j++) s[r][j] = T::step(s[r][j], v[j], b);
@@ -74,6 +74,8 @@ void int_panel(const char* w, const int32_t* x, long stride, long words, float* 
     for (int r = 0; r < R; r++)
         for (int j = 0; j < 4; j++) s[r][j] = _mm512_setzero_si512();
     const __m512i nibble = _mm512_set1_epi8(15);
+    // Unrolled, sums are copied between registers once in four steps and not in each.
+#pragma GCC unroll 4
     for (long k = 0; k < words; k += IsInt4 ? 2 : 1, w += 256) {
         for (int j = 0; j < 4; j++) {
             const __m512i v = _mm512_loadu_si512(w + j * 64);
