@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,13 +13,16 @@ from baton.engine.torch_kv_pool import TorchKvPool
 from baton.engine.torch_step import pack_batch
 from baton.model.config import ModelConfig, parse_config
 from baton.model.decoder import Decoder
+from baton.model.memory_plan import token_bytes
 from baton.model.native_decoder import NativeDecoder, make_decoder
 from baton.model.packed import PackedParameters, pack_parameters
 from baton.model.parameters import PARTS, empty_parameters, layer_name
 from baton.model.rope import make_rope
 from baton.model.shard import Alone, Shard
+from baton.quantization.config import parse_quantization
 from baton.quantization.weight import QuantizedWeight
 from baton.types import KvLayout, Sampling
+from baton_kernels.cpu.layers import LayerShape, NativeForm, row_bytes
 
 BLOCK_SIZE, NUM_BLOCKS = 5, 40
 CPU = torch.device("cpu")
@@ -168,6 +171,25 @@ def test_same_bits_with_weights_of_integers(bits: int) -> None:
     assert torch.isfinite(expected.states).all()
     assert torch.equal(got.states, expected.states)
     assert torch.equal(got.pool, expected.pool)
+
+
+@pytest.mark.parametrize("bits", [None, 4, 8])
+@pytest.mark.parametrize("num_heads", [2, 6, 24])
+def test_what_a_step_takes_is_in_the_memory_plan(num_heads: int, bits: int | None) -> None:
+    config = replace(config_of("llama"), num_heads=num_heads, num_kv_heads=num_heads)
+    if bits is not None:
+        quantization = parse_quantization({"quant_method": "gptq", "bits": bits, "group_size": 8})
+        config = replace(config, quantization=quantization)
+    layers = parameters_of(config, torch.bfloat16, bits).layers
+    linears = (x for layer in layers for x in (layer.qkv, layer.output, layer.gate_up, layer.down))
+    scratch = max(x.scratch_row_bytes for x in linears if isinstance(x, NativeForm))
+    shape = LayerShape(
+        config.hidden_size, config.intermediate_size, num_heads, num_heads, config.head_dim, 1e-5
+    )
+    states = config.hidden_size + num_heads * config.head_dim
+    taken = 2 * states + sum(row_bytes(shape, 2, scratch).values())
+    assert (scratch > 0) == (bits is not None)
+    assert taken <= token_bytes(config, 2)
 
 
 class OneOfTwo(Alone):

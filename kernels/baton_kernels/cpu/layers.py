@@ -100,6 +100,22 @@ class _Stages(ctypes.Structure):
     )
 
 
+def row_bytes(shape: LayerShape, itemsize: int, scratch_row_bytes: int) -> dict[str, int]:
+    """By what stages need within, bytes for each token of a step. scratch_row_bytes: see NativeLinear."""
+    heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    widths = {
+        "normalised": shape.hidden_size,
+        "qkv": (heads + 2 * kv_heads) * dim,
+        "query": heads * dim,
+        "key": kv_heads * dim,
+        "gate_up": 2 * shape.intermediate_size,
+        "gated": shape.intermediate_size,
+    }
+    return {name: width * itemsize for name, width in widths.items()} | {
+        "scratch": scratch_row_bytes
+    }
+
+
 def can_run(dtype: torch.dtype, pool_dtype: torch.dtype, head_dim: int) -> bool:
     """Whether NativeLayers is for layers that compute in `dtype` over such a pool."""
     is_stored = stored_number(pool_dtype) is not None
@@ -167,19 +183,8 @@ class NativeLayers:
 
     def _place(self, call: _Stages, max_rows: int, itemsize: int) -> None:
         """Point the call at memory for what its stages need within, each part at a multiple of 64 bytes."""
-        shape = self._shape
-        heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        widths = {
-            "normalised": shape.hidden_size,
-            "qkv": (heads + 2 * kv_heads) * dim,
-            "query": heads * dim,
-            "key": kv_heads * dim,
-            "gate_up": 2 * shape.intermediate_size,
-            "gated": shape.intermediate_size,
-        }
-        row_bytes = {name: width * itemsize for name, width in widths.items()}
-        row_bytes["scratch"] = self._scratch_row_bytes
-        sizes = {name: -(-max_rows * size // 64) * 64 for name, size in row_bytes.items()}
+        parts = row_bytes(self._shape, itemsize, self._scratch_row_bytes)
+        sizes = {name: -(-max_rows * size // 64) * 64 for name, size in parts.items()}
         needed = sum(sizes.values())
         if self._workspace.numel() < needed:
             self._workspace = torch.empty(needed, dtype=torch.uint8)
