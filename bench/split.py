@@ -255,6 +255,11 @@ def main(
         data = {
             "model": model,
             "engine": {"step_ms": oracle_step_ms, "token_us": oracle_token_us},
+            "chunk_tokens": {
+                name: options.max_num_batched_tokens
+                for name, options in clusters.items()
+                if options.colocated
+            },
             "tuned_tokens": tuned_tokens,
             **_data(comparison, points, goodputs),
         }

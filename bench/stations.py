@@ -44,7 +44,7 @@ from bench.split import BASE_SETTINGS, engine_settings, run_options, warm_up
 from bench.targets import SPLIT, cluster_options
 from bench.timed_worker import STEP_TIMES, StepTimes, read_steps
 
-_WORKER = (sys.executable, "-P", "-m", "bench.timed_worker")
+_WORKER = (sys.executable, "-m", "bench.timed_worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Stations:
     """Milliseconds; of the steady answers' tokens, or of steps, each as often as it has sequences.
 
     late: how much longer than asked for the process slept. asked, engine: a step of the engine. worker: from the end of a step to
-    the end of the next. client: gaps.
+    the end of the next. client: gaps. first: the first of them in each answer, in which its KV is handed over.
     """
 
     late: Distribution
@@ -60,6 +60,7 @@ class Stations:
     engine: Distribution
     worker: Distribution
     client: Distribution
+    first: Distribution
 
 
 def stations_of(
@@ -76,6 +77,7 @@ def stations_of(
         engine=distribution((end - begin) * 1e3 for begin, end, _, ids in steps for _ in ids),
         worker=distribution(_gaps_ms(steps)),
         client=distribution(gap for record in steady for gap in record.itl_ms),
+        first=distribution(gap for record in steady for gap in record.itl_ms[:1]),
     )
 
 
@@ -135,6 +137,7 @@ def _sleeper(asked_s: float) -> Iterator[list[float]]:
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_sleep, args=(asked_s, theirs))
     process.start()
+    theirs.close()
     try:
         yield late_ms
     finally:

@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.suite.engine_tables import engine_table, peers_table
 from bench.suite.host_tables import ahead_table, gateway_table, scheduler_table
-from bench.suite.split_tables import split_table
+from bench.suite.split_tables import split_table, stations_table
 
 Render = Callable[[Mapping[str, Any]], str]
 
@@ -42,12 +42,21 @@ _SPLIT = (
     *("--seconds", "20", "--steady-rate", "1.5", "--steady-output-tokens", "96"),
     *("--ttft-slo-ms", "3000", "--tpot-slo-ms", "60"),
 )
-#: About what an 8B model takes on an H200: see the floors in docs/kernels.md.
+#: About the floors of an 8B model on an H200, 64 sequences of 1,000 tokens in a step.
+_H200 = ("--oracle-step-ms", "5.5", "--oracle-token-us", "20")
 _SPLIT_SIMULATED = (
-    *("--oracle-step-ms", "5.5", "--oracle-token-us", "20", "--long-tokens", "2000"),
-    *("--rate", "4", "--rate", "8", "--rate", "16", "--seconds", "8", "--steady-rate", "6"),
-    *("--tuned-tokens", "256", "--ttft-slo-ms", "1000", "--tpot-slo-ms", "12"),
+    *(*_H200, "--long-tokens", "2000", "--tuned-tokens", "256"),
+    *("--rate", "4", "--rate", "8", "--seconds", "10", "--steady-rate", "6"),
+    *("--ttft-slo-ms", "1500", "--tpot-slo-ms", "12"),
 )
+#: The same model on a GPU of 2 TB/s and 312 TFLOP/s, with few sequences: 0.75 of the one, 0.6 of the other.
+_A100 = ("--oracle-step-ms", "10.5", "--oracle-token-us", "85")
+_SPLIT_SLOW = (
+    *(*_A100, "--long-tokens", "2000", "--tuned-tokens", "128"),
+    *("--rate", "2", "--rate", "4", "--seconds", "12", "--burst-size", "2", "--steady-rate", "3"),
+    *("--ttft-slo-ms", "3000", "--tpot-slo-ms", "25"),
+)
+_STATIONS = (*_H200, "--long-tokens", "2000", "--rate", "8", "--seconds", "10")
 _SPLIT_QUICK = (
     *("tiny", "--long-tokens", "60", "--burst-size", "2", "--rate", "4", "--seconds", "1"),
     *("--steady-rate", "4", "--steady-output-tokens", "8"),
@@ -99,7 +108,33 @@ SECTIONS = (
         arguments=_SPLIT_SIMULATED,
         quick=(*_SPLIT_QUICK, "--oracle-step-ms", "1", "--oracle-token-us", "5"),
         tables={"split-simulated": split_table},
-        trace=("--trace",),
+        trace=("--input-scale", "4", "--trace"),
+    ),
+    Section(
+        name="split-slow",
+        module="bench.split",
+        arguments=_SPLIT_SLOW,
+        quick=(*_SPLIT_QUICK, "--oracle-step-ms", "1", "--oracle-token-us", "5"),
+        tables={"split-slow": split_table},
+        trace=("--input-scale", "4", "--trace"),
+    ),
+    Section(
+        name="stations",
+        module="bench.stations",
+        arguments=_STATIONS,
+        quick=(
+            "tiny",
+            "--long-tokens",
+            "60",
+            "--rate",
+            "4",
+            "--seconds",
+            "1",
+            "--steady-rate",
+            "4",
+        ),
+        tables={"stations": stations_table},
+        trace=("--input-scale", "4", "--trace"),
     ),
 )
 

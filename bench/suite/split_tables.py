@@ -1,4 +1,4 @@
-"""Two tiers beside one. Pure: results of bench.split in, Markdown out."""
+"""Two tiers beside one. Pure: results of bench.split and bench.stations in, Markdown out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from typing import Any
 from bench.suite.markdown import Goal, about, goal_line, number, table
 
 _STEADY = Goal("Goal: gaps in steady answers, p99, a tenth of those of one tier", 10.0)
-_SPLIT = "split"
+_SPLIT, _COLOCATED = "split", "colocated"
+
+#: Fields of bench.stations.Stations, with what they are.
+_STATIONS = (
+    ("late", "Another process asleep for as long: how late it wakes"),
+    ("asked", "A step of the engine, as it was asked for"),
+    ("engine", "A step of the engine"),
+    ("worker", "From a sequence's step to its next one"),
+    ("client", "Gaps at the client"),
+    ("first", "The first of each answer's gaps, in which its KV is handed over"),
+)
 
 
 def split_table(document: Mapping[str, Any]) -> str:
@@ -18,12 +28,8 @@ def split_table(document: Mapping[str, Any]) -> str:
         *("TTFT of long p50, ms", "p99", "Inside SLO"),
     )
     rows = [_row(point) for point in document["points"]]
-    goals = [
-        goal_line(_STEADY, _ratios(document, target), " times")
-        for target in document["goodput_long_prompts_per_s"]
-        if target != _SPLIT
-    ]
-    told = "\n".join([*goals, _goodput(document)])
+    goal = goal_line(_STEADY, _ratios(document, _COLOCATED), " times")
+    told = "\n".join([goal, *_bounds(document), *_beside_others(document), _goodput(document)])
     return "\n\n".join([f"{about(document)} {_load(document)}", table(headings, rows), told])
 
 
@@ -48,6 +54,44 @@ def _ratios(document: Mapping[str, Any], rival: str) -> dict[str, float]:
         for (target, rate), gap in gaps.items()
         if target == rival and gaps.get((_SPLIT, rate))
     }
+
+
+def _bounds(document: Mapping[str, Any]) -> list[str]:
+    """What the ratios could be at most, where that is known: nobody's gap is shorter than a step, and one tier's longest step is one
+    with a full chunk."""
+    step_ms, token_us = document["engine"]["step_ms"], document["engine"]["token_us"]
+    if not (step_ms and token_us):
+        return []
+    told = []
+    for target, chunk in document["chunk_tokens"].items():
+        full_ms = step_ms + chunk * token_us / 1e3
+        told.append(f"{full_ms / step_ms:.1f} times {target}'s ({number(full_ms)} ms)")
+    return [
+        f"* At most it could be {', '.join(told)}: by a step of {step_ms:g} ms, and one with a full chunk of a prompt."
+    ]
+
+
+def _beside_others(document: Mapping[str, Any]) -> list[str]:
+    """The same ratios for rivals that no goal speaks of."""
+    rivals = [t for t in document["goodput_long_prompts_per_s"] if t not in (_SPLIT, _COLOCATED)]
+    ratios = {k: v for rival in rivals for k, v in _ratios(document, rival).items()}
+    told = ", ".join(f"{name} {number(value)} times" for name, value in ratios.items())
+    return [f"* The same, beside small chunks: {told}."] if told else []
+
+
+def stations_table(document: Mapping[str, Any]) -> str:
+    """One row for each station."""
+    engine = document["engine"]
+    what = (
+        f"A step takes {engine['step_ms']:g} ms and {engine['token_us']:g} us for each new token; {document['rate']:g} long prompts "
+        "a second. Milliseconds."
+    )
+    rows = [
+        [name, *(number(document["stations"][key][q]) for q in ("p50", "p90", "p99", "max"))]
+        for key, name in _STATIONS
+    ]
+    told = table(("Station", "p50", "p90", "p99", "max"), rows)
+    return f"{about(document)} {what}\n\n{told}"
 
 
 def _goodput(document: Mapping[str, Any]) -> str:

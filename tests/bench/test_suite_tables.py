@@ -9,7 +9,7 @@ import pytest
 from bench.suite.engine_tables import engine_table, peers_table
 from bench.suite.host_tables import ahead_table, gateway_table, scheduler_table
 from bench.suite.markdown import Goal, about, goal_line, number, table
-from bench.suite.split_tables import split_table
+from bench.suite.split_tables import split_table, stations_table
 
 ABOUT: dict[str, Any] = {
     "command": ["python", "-m", "bench.some", "--json", "some.json"],
@@ -198,6 +198,7 @@ def split_document() -> dict[str, Any]:
         **ABOUT,
         "model": "125m",
         "engine": {"step_ms": 0.0, "token_us": 0.0},
+        "chunk_tokens": {"colocated": 2048},
         "tuned_tokens": 64,
         "comparison": {
             "rates": [1.0, 2.0],
@@ -227,6 +228,35 @@ def test_the_split_says_what_its_engine_was_and_which_trace() -> None:
     told = split_table(document)
     assert "a step takes 5.5 ms and 20 us for each new token" in told
     assert "of the lengths of some.csv" in told
+    assert "At most it could be 8.4 times colocated's (46.5 ms)" in told
+
+
+def test_a_rival_that_no_goal_speaks_of_meets_and_misses_none() -> None:
+    document = split_document()
+    tuned = {**document["points"][1], "target": "colocated-tuned"}
+    document["points"].append(tuned)
+    document["goodput_long_prompts_per_s"]["colocated-tuned"] = 1.0
+    told = split_table(document)
+    assert "At most" not in told
+    assert "beside small chunks: colocated-tuned at 2/s 15.0 times." in told
+    assert told.count("(met)") == 1
+
+
+STATIONS = ("late", "asked", "engine", "worker", "client", "first")
+
+
+def test_stations_are_told_one_after_the_other() -> None:
+    times = {"p50": 5.0, "p90": 6.0, "p99": 7.0, "max": 123.4}
+    told = stations_table(
+        {
+            **ABOUT,
+            "engine": {"step_ms": 5.5, "token_us": 20.0},
+            "rate": 4.0,
+            "stations": dict.fromkeys(STATIONS, times),
+        }
+    )
+    assert "| Gaps at the client | 5.00 | 6.00 | 7.00 | 123 |" in told
+    assert "4 long prompts a second" in told
 
 
 def test_llama_cpp_is_compared_at_one() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -70,9 +69,9 @@ def test_what_a_broken_row_drew_can_be_followed_and_both_launches_tell_of_it(
     expected = generate(engine, PROMPTS[1:2], SAMPLINGS[1:2], 2, first_block=8)[0]
     known = PROMPTS[0]
     part = first_slice(0, SAMPLINGS[0])
-    engine.forward(Batch((replace(part, token_ids=known[:4], rows=()),)))
+    engine.forward(Batch((part._replace(token_ids=known[:4], rows=()),)))
     engine.kv.tensor[0] = float("nan")
-    last = replace(part, token_ids=known[4:], start=4, rows=(replace(part.rows[0], offset=0),))
+    last = part._replace(token_ids=known[4:], start=4, rows=(part.rows[0]._replace(offset=0),))
     before = engine.launch(Batch((last, first_slice(1, SAMPLINGS[1]))))
     after = engine.launch(Batch((following(0, 0, SAMPLINGS[0]), following(1, 1, SAMPLINGS[1]))))
     for launched in (before, after):
@@ -94,7 +93,7 @@ def test_nothing_follows_a_row_that_is_not_of_the_launch_just_before(
         engine.launch(Batch((part,)))
     engine.forward(Batch((first_slice(0, SAMPLINGS[0]),)))
     with pytest.raises(EngineFault):
-        engine.launch(Batch((replace(part, follows=1),)))
+        engine.launch(Batch((part._replace(follows=1),)))
     # Nor one of a launch that failed.
     with pytest.raises(EngineFault):
         engine.launch(Batch((part,)))

@@ -140,6 +140,22 @@ def test_a_second_request_shares_the_first_ones_full_blocks_but_computes_its_las
     assert set(second.block_ids[1:]).isdisjoint(first.block_ids)
 
 
+def test_a_block_that_others_may_have_found_is_asked_for_anew() -> None:
+    pool = make_pool()
+    tokens = list(range(8))
+    writer = pool.lease(b"", tokens, 8)
+    assert writer is not None
+    assert writer.prepare_write(0, 8) == ()
+    assert writer.num_blocks_to_write(0, 8) == 0
+    writer.index(tokens, 8)
+    reader = pool.lease(b"", [*tokens, 8], 9)
+    assert reader is not None
+    assert reader.num_cached_tokens == 8
+    assert writer.num_blocks_to_write(0, 8) == 2
+    reader.release()
+    assert writer.num_blocks_to_write(0, 8) == 0
+
+
 def test_tenants_never_share() -> None:
     pool = make_pool()
     tokens = list(range(8))
