@@ -117,3 +117,34 @@ def test_beats_before_a_step_and_within_tell_how_many_tokens_it_computes(
         assert before.pop() == [num_tokens]
         assert len(beats) > 1
         assert set(beats) == {num_tokens}
+
+
+def test_a_prompt_is_computed_in_parts_so_small_that_answers_beside_it_do_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step of decoding takes 40 ms, each token of a prompt adds 1: the worker learns both, and doubles no step."""
+    now_s = 0.0
+    steps: list[tuple[int, float]] = []
+    shape = SimShape(num_blocks=400, max_num_batched_tokens=256, max_num_launches=1)
+    decoder = SimDecode(LoopbackHub(), lambda: now_s, shape)
+    forward = decoder.engine.forward
+
+    def slow(batch: Batch, layers_done: LayersDone | None = None) -> tuple[tuple[Sample, ...], ...]:
+        nonlocal now_s
+        num_prefilled = sum(len(part.token_ids) for part in batch.slices if len(part.token_ids) > 1)
+        seconds = 0.04 + 1e-3 * num_prefilled
+        steps.append((num_prefilled, seconds))
+        now_s += seconds
+        return forward(batch, layers_done)
+
+    monkeypatch.setattr(decoder.engine, "forward", slow)
+    for handle, num_tokens in ((1, 20), (2, 60)):
+        decoder.submit(Open(0, handle, spec_of(f"r{handle}", num_tokens), KvSource.HERE))
+    for handle in (3, 4):  # by the second it knows
+        steps.clear()
+        prompt = SequenceSpec(f"r{handle}", (handle,) * 400, Sampling(max_tokens=50))
+        decoder.submit(Open(0, handle, prompt, KvSource.HERE))
+        while not steps or steps[-1][0]:
+            decoder.step()
+    assert sum(num_prefilled for num_prefilled, _ in steps) == 400
+    assert max(seconds for _, seconds in steps) < 2.1 * 0.04

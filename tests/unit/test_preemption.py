@@ -1,0 +1,105 @@
+"""What a decode worker does with the KV of sequences whose turn it is not, and what it learns by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+
+from baton.cache.pool import BlockPool
+from baton.engine.oracle import OracleEngine, OracleOptions
+from baton.types import Sampling, SequenceSpec
+from decode_svc.costs import Costs, LocalPrefillPolicy
+from decode_svc.moves import Preemption
+from decode_svc.sequence import DecodeSequence, Stage
+from decode_svc.state import DecodeState
+from decode_svc.swap_space import SwapSpace
+
+BLOCK_SIZE, NUM_TOKENS = 4, 10
+
+
+@dataclass
+class Worker:
+    """A decode worker's memory, whose prompts take 2 s anew; looks at the clock are `tick_s` apart."""
+
+    tick_s: float = 0.0
+    num_blocks: int = 12
+    costs: Costs = field(
+        default_factory=lambda: Costs(LocalPrefillPolicy(0, 0, is_pinned=False, max_itl_factor=2.0))
+    )
+
+    def __post_init__(self) -> None:
+        self.engine = OracleEngine(OracleOptions(num_blocks=self.num_blocks, block_size=BLOCK_SIZE))
+        self.pool = BlockPool(self.num_blocks, BLOCK_SIZE, secret=bytes(32))
+        self.swap = SwapSpace(self.engine.kv, 1 << 20)
+        self.state = DecodeState(self.engine.spec, self.pool, self.swap)
+        self.preemption = Preemption(self.state, self.costs, self.clock())
+        self.costs.observe_handoff(NUM_TOKENS, 2.0)
+
+    def clock(self) -> Callable[[], float]:
+        looks = count()
+        return lambda: next(looks) * self.tick_s
+
+    def run(self, handle: int) -> DecodeSequence:
+        """A sequence all of whose KV is here."""
+        prompt = tuple(range(100 * handle, 100 * handle + NUM_TOKENS))
+        spec = SequenceSpec(f"r{handle}", prompt, Sampling(), arrival_ns=handle)
+        lease = self.pool.lease(b"", prompt, NUM_TOKENS)
+        assert lease is not None
+        sequence = DecodeSequence(0, handle, spec, lease, Stage.RUNNING, NUM_TOKENS)
+        self.state.put(sequence)
+        return sequence
+
+
+def test_a_copy_that_took_longer_than_computing_is_the_last() -> None:
+    worker = Worker(tick_s=5.0)
+    first, second = worker.run(1), worker.run(2)
+    worker.preemption.preempt(first)
+    assert first.stage is Stage.SWAPPED
+    worker.preemption.preempt(second)
+    assert list(worker.state) == [first]
+
+
+def test_kv_that_waits_in_host_memory_is_still_found_as_a_prefix() -> None:
+    worker = Worker()
+    sequence = worker.run(1)
+    worker.preemption.preempt(sequence)
+    num_whole = NUM_TOKENS // BLOCK_SIZE * BLOCK_SIZE
+    assert worker.pool.num_cached_tokens(b"", sequence.token_ids) == num_whole
+    worker.pool.check_integrity()
+
+
+def test_what_comes_back_writes_no_block_that_holds_its_kv_already() -> None:
+    """Others may share such blocks, and read them now."""
+    worker = Worker()
+    kv = worker.engine.kv.data
+    kv[...] = np.arange(kv.size).reshape(kv.shape)
+    worker.swap.put("k", (0, 1, 2), NUM_TOKENS)
+    before = kv.copy()
+    kv[...] = -1
+    worker.swap.take("k", (5, 6, 7), BLOCK_SIZE)
+    assert (kv[5] == -1).all()
+    assert (kv[6] == before[1]).all()
+    in_last = NUM_TOKENS % BLOCK_SIZE
+    assert (kv[7, :, :, :, :in_last] == before[2, :, :, :, :in_last]).all()
+    assert (kv[7, :, :, :, in_last:] == -1).all()
+    assert worker.swap.is_empty
+    assert worker.swap.num_bytes == 0
+
+
+def test_nobody_comes_back_before_all_that_run_can_grow() -> None:
+    worker = Worker(num_blocks=7)
+    running, waiting = worker.run(1), worker.run(2)
+    worker.preemption.preempt(waiting)
+    filler = worker.pool.lease(b"", (7,), 1)
+    assert filler is not None
+    # 3 blocks are left, which is what it has, and none for the one that runs.
+    assert worker.pool.num_available == 3
+    assert not worker.preemption.bring_back()
+    filler.release()
+    assert worker.preemption.bring_back()
+    assert waiting.stage is Stage.RUNNING
+    assert running.stage is Stage.RUNNING
+    worker.pool.check_integrity()
