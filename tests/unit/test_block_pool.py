@@ -176,6 +176,20 @@ def test_eviction_takes_the_least_recently_used_tail_first() -> None:
     assert pool.num_cached_tokens(b"", tokens) == 8
 
 
+def test_a_prefix_that_is_found_is_not_counted_as_room_too() -> None:
+    """Sharing its blocks takes them from those that can be had."""
+    pool = make_pool(num_blocks=4)
+    tokens = list(range(13))
+    with pool.lease(b"", tokens, 13) or pytest.fail("no room") as lease:
+        lease.index(tokens, 12)
+    assert pool.num_available == 4
+    assert pool.lease(b"", tokens, 17) is None, "three blocks that are there, and two of one"
+    assert pool.cached_block_ids
+    with pool.lease(b"", tokens, 16) or pytest.fail("no room"):
+        assert pool.num_available == 0
+    pool.check_integrity()
+
+
 def test_a_forged_collision_of_keys_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool()
     monkeypatch.setattr(pool._index, "link", lambda _parent, _tokens: b"same")
