@@ -2,7 +2,8 @@
 
 Writes each scheme of `baton quantize` to a temporary folder and tells, for each and for the original: bytes of weights, perplexity on
 held-out text as served (bfloat16) and with the weights' rounding alone (float32), and the time of decode steps, in which the
-schemes take turns. The text is what models.corpus holds out: files of this interpreter's standard library.
+schemes take turns. The text is what models.corpus holds out: files of this interpreter's standard library. Schemes that
+gain from `--calibration` are told with it, too, on the beginnings of other files.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from tokenizers import Tokenizer
@@ -23,7 +25,7 @@ from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.load_engine import load_engine
 from baton.engine.torch_engine import TorchEngine
 from baton.model.quantize import quantize_checkpoint
-from baton.quantization.scheme import SCHEMES
+from baton.quantization.scheme import CALIBRATED, SCHEMES, Scheme
 from baton.types import Sampling
 from bench.peers.ours import BatonContender
 from bench.peers.task import Task
@@ -33,6 +35,8 @@ _BOX_MODEL = Path(__file__).parents[1] / "models" / "baton-py-6m"
 _WINDOW_TOKENS = 512
 _BATCHES = (1, 8)
 _CONTEXT = 128
+#: Files of the training text, and characters of each, that calibrate.
+_CALIBRATION = (24, 5000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +75,26 @@ def perplexity(engine: TorchEngine, pieces: Sequence[Sequence[int]]) -> float:
     return math.exp(nats / num_tokens)
 
 
+def quantized(model: Path, scratch: Path) -> dict[str, Path]:
+    """Each scheme's checkpoint, in a folder of its name in `scratch`."""
+    text = scratch / "calibration.txt"
+    num_files, num_chars = _CALIBRATION
+    text.write_text("\n".join(file[:num_chars] for file in read_corpus().train[:num_files]))
+    calibrated = (f"{scheme} calibrated" for scheme in CALIBRATED)
+    folders = {name: scratch / name for name in (*SCHEMES, *calibrated)}
+    for name, folder in folders.items():
+        scheme, _, is_calibrated = name.partition(" ")
+        quantize_checkpoint(
+            model, folder, cast(Scheme, scheme), calibration=text if is_calibrated else None
+        )
+    return folders
+
+
 def measure(model: Path, num_tokens: int, num_rounds: int) -> Iterator[Row]:
     """The original first."""
     pieces = windows(model, num_tokens)
     with tempfile.TemporaryDirectory() as scratch:
-        folders = {"original": model} | {scheme: Path(scratch) / scheme for scheme in SCHEMES}
-        for scheme in SCHEMES:
-            quantize_checkpoint(model, folders[scheme], scheme)
+        folders = {"original": model} | quantized(model, Path(scratch))
         runners = {name: BatonContender(str(folder)) for name, folder in folders.items()}
         times: dict[tuple[str, int], list[float]] = {}
         for turn in range(num_rounds + 1):

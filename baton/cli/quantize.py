@@ -15,9 +15,18 @@ from baton.quantization.scheme import Scheme
 def quantize(
     model: Annotated[str, typer.Argument(help="Local directory or Hub id.", metavar="MODEL")],
     scheme: Annotated[
-        Scheme, typer.Option(help="int8 by output, int4 by group of inputs, or float8 by output.")
+        Scheme,
+        typer.Option(
+            help="int8 by output, int4 by group of inputs, float8 by output, or sparse24: two of each four weights."
+        ),
     ],
     output: Annotated[Path, typer.Option(help="The new checkpoint's directory.")],
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            help="A text such as the model is used for; int4 and sparse24 then change what it computes there least."
+        ),
+    ] = None,
     keep_output_layer: Annotated[
         bool,
         typer.Option(
@@ -27,9 +36,11 @@ def quantize(
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Of a Hub id.")] = None,
 ) -> None:
-    """Round the linear layers of MODEL and write a checkpoint that `baton serve` and others read."""
+    """Round or prune the linear layers of MODEL and write a checkpoint that `baton serve` and others read."""
     command = [sys.executable, "-m", "baton.model.quantize", "--scheme", scheme]
     command += ["--output", str(output)]
+    if calibration is not None:
+        command += ["--calibration", str(calibration)]
     if keep_output_layer:
         command.append("--keep-output-layer")
     if revision is not None:

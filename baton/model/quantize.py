@@ -1,4 +1,4 @@
-"""`python -m baton.model.quantize`: a checkpoint, its linear layers rounded to a scheme, as a new checkpoint.
+"""`python -m baton.model.quantize`: a checkpoint, its linear layers rounded or pruned by a scheme, as a new checkpoint.
 
 A process of its own, so that the command line stays without torch.
 """
@@ -9,7 +9,7 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +18,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from baton.errors import ConfigError, StartupError, UnsupportedModel
+from baton.model.calibration import grams, read_pieces
 from baton.model.checkpoint import find_shards, naming_model, resolve_checkpoint
 from baton.model.config import ModelConfig, read_config
 from baton.model.memory_plan import format_bytes
 from baton.model.parameters import PARTS, layer_name
 from baton.quantization.encode import encode
 from baton.quantization.scheme import (
+    CALIBRATED,
     GROUP_SIZES,
     OUTPUT_SCHEMES,
     SCHEMES,
@@ -32,6 +34,8 @@ from baton.quantization.scheme import (
     quantization_config,
 )
 
+#: A layer's tensors, by the last parts of their names.
+Pieces = dict[str, torch.Tensor]
 _INDEX = "model.safetensors.index.json"
 
 
@@ -42,13 +46,18 @@ def main() -> int:
     parser.add_argument("--scheme", choices=SCHEMES, required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--revision")
+    parser.add_argument("--calibration", type=Path)
     parser.add_argument("--keep-output-layer", action="store_true")
     given = parser.parse_args()
     try:
         with naming_model(given.model):
             source = resolve_checkpoint(given.model, given.revision)
             before, after = quantize_checkpoint(
-                source, given.output, given.scheme, keeps_output=given.keep_output_layer
+                source,
+                given.output,
+                given.scheme,
+                keeps_output=given.keep_output_layer,
+                calibration=given.calibration,
             )
     except StartupError as error:
         sys.stderr.write(f"baton quantize: {error.reason}: {error}\n")
@@ -60,34 +69,49 @@ def main() -> int:
 
 
 def quantize_checkpoint(
-    source: Path, output: Path, scheme: Scheme, *, keeps_output: bool = False
+    source: Path,
+    output: Path,
+    scheme: Scheme,
+    *,
+    keeps_output: bool = False,
+    calibration: Path | None = None,
 ) -> tuple[int, int]:
     """Write `source` to the new folder `output`; returns the bytes of weights before and after.
 
     Everything but the linear layers (embeddings, norms, biases) stays as it is, and so do all other files. The output layer,
-    lm_head, becomes one of its own if it was tied to the embeddings; keeps_output: it stays as it is, too. Raises ModelError,
-    ConfigError.
+    lm_head, becomes one of its own if it was tied to the embeddings; keeps_output: it stays as it is, too. calibration: a file
+    of text, for schemes of CALIBRATED: see baton.model.calibration. Raises ModelError, ConfigError.
     """
     config = read_config(source)
     if config.quantization is not None:
         raise UnsupportedModel(f"{source}: is quantised already; give the unquantised checkpoint")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError.of("output", str(output), "is there already; name a new folder")
+    if calibration is not None and scheme not in CALIBRATED:
+        known = " and ".join(CALIBRATED)
+        raise ConfigError.of(
+            "calibration", str(calibration), f"is for {known}; eight bits need none"
+        )
     group_size = _group_size(config, scheme)
     shards = find_shards(source)
+    calibrated: dict[str, Pieces] = {}
+    if calibration is not None:
+        texts = read_pieces(source, calibration, config)
+        calibrated = _encode_by_inputs(source, config, texts, scheme, group_size)
     output.mkdir(parents=True, exist_ok=True)
-    plan = _plan(config, scheme, keeps_output)
+    of_output = None if keeps_output else OUTPUT_SCHEMES.get(scheme)
+    plan = _plan(config, scheme, of_output)
     before, after, places = 0, 0, dict[str, str]()
     for path in shards:
-        tensors = _encode_shard(path, plan, group_size)
+        tensors = _encode_shard(path, plan, group_size, calibrated)
         save_file(tensors, output / path.name, metadata={"format": "pt"})
         places |= dict.fromkeys(tensors, path.name)
         before += path.stat().st_size
         after += (output / path.name).stat().st_size
-    of_output = None if keeps_output else OUTPUT_SCHEMES[scheme]
     raw = json.loads((source / "config.json").read_text())
-    raw["quantization_config"] = quantization_config(scheme, group_size, of_output)
-    raw["tie_word_embeddings"] = config.is_tied and keeps_output
+    if scheme != "sparse24":
+        raw["quantization_config"] = quantization_config(scheme, group_size, of_output)
+    raw["tie_word_embeddings"] = config.is_tied and of_output is None
     _write_rest(source, output, places, raw, after)
     return before, after
 
@@ -113,25 +137,52 @@ class _Rounding:
     is_kept: bool = False
 
 
-def _plan(config: ModelConfig, scheme: Scheme, keeps_output: bool) -> dict[str, _Rounding | None]:
+def _plan(
+    config: ModelConfig, scheme: Scheme, of_output: Scheme | None
+) -> dict[str, _Rounding | None]:
     """By the names of the tensors that become linear layers, or are left out."""
     parts = [part for names in PARTS.values() for part in names]
     layers = [layer_name(index, part) for index in range(config.num_layers) for part in parts]
     plan: dict[str, _Rounding | None] = {
         f"{layer}.weight": _Rounding(layer, scheme) for layer in layers
     }
-    if keeps_output:
+    if of_output is None:
         return plan
     # Some tied checkpoints have it all the same.
     plan["lm_head.weight"] = None
     source = "model.embed_tokens.weight" if config.is_tied else "lm_head.weight"
-    plan[source] = _Rounding("lm_head", OUTPUT_SCHEMES[scheme], is_kept=config.is_tied)
+    plan[source] = _Rounding("lm_head", of_output, is_kept=config.is_tied)
     return plan
 
 
+def _encode_by_inputs(
+    source: Path,
+    config: ModelConfig,
+    texts: Sequence[Sequence[int]],
+    scheme: Scheme,
+    group_size: int | None,
+) -> dict[str, Pieces]:
+    """What becomes of the decoder's linear layers, by name, rounded for what they are given as the model reads `texts`."""
+    places: dict[str, Path] = {}
+    for path in find_shards(source):
+        with safe_open(path, framework="pt", device="cpu") as shard:
+            places |= dict.fromkeys(shard.keys(), path)
+    encoded: dict[str, Pieces] = {}
+    for of_layer in grams(source, config, texts):
+        for layer, gram in of_layer.items():
+            name = f"{layer}.weight"
+            with safe_open(places[name], framework="pt", device="cpu") as shard:
+                encoded[layer] = encode(shard.get_tensor(name), scheme, group_size, gram)
+    return encoded
+
+
 def _encode_shard(
-    path: Path, plan: Mapping[str, _Rounding | None], group_size: int | None
+    path: Path,
+    plan: Mapping[str, _Rounding | None],
+    group_size: int | None,
+    calibrated: Mapping[str, Pieces],
 ) -> dict[str, torch.Tensor]:
+    """calibrated: by layer, what is encoded already."""
     tensors: dict[str, torch.Tensor] = {}
     with safe_open(path, framework="pt", device="cpu") as shard:
         for name in sorted(shard.keys()):
@@ -139,7 +190,8 @@ def _encode_shard(
             if name not in plan or (rounding and rounding.is_kept):
                 tensors[name] = tensor
             if rounding:
-                pieces = encode(tensor, rounding.scheme, group_size)
+                pieces = calibrated.get(rounding.layer)
+                pieces = pieces or encode(tensor, rounding.scheme, group_size)
                 tensors |= {f"{rounding.layer}.{piece}": kept for piece, kept in pieces.items()}
     return tensors
 

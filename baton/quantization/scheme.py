@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
-Scheme = Literal["int8", "int4", "fp8"]
+Scheme = Literal["int8", "int4", "fp8", "sparse24"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 
-#: What each scheme makes of the output layer: four bits are too few for it (docs/quantization.md has the figures).
+#: Those that gain from a text.
+CALIBRATED: tuple[Scheme, ...] = ("int4", "sparse24")
+#: What schemes make of the output layer: four bits, or half of the weights, are too few for it (see docs/quantization.md).
 OUTPUT_SCHEMES: Mapping[Scheme, Scheme] = {"int8": "int8", "int4": "int8", "fp8": "fp8"}
 
 #: Group sizes of int4, the best for speed first.
@@ -31,7 +33,7 @@ def quantization_config(
 ) -> dict[str, Any]:
     """What config.json says of a checkpoint whose linear layers are of a scheme, and lm_head of `output`, or not quantised.
 
-    group_size: of int4 alone.
+    scheme: one that rounds. group_size: of int4 alone.
     """
     has_activations = scheme != "int4"
     groups = {"group_0": _group("Linear", scheme, group_size, has_activations)}

@@ -22,6 +22,7 @@ from baton_kernels.quantized_linear import (
     can_pack_int_weight,
     pack_int_weight,
 )
+from baton_kernels.sparse_linear import SparseLinear, can_run_sparse, is_sparse
 
 #: The least compute capability whose matrix units multiply float8.
 _FLOAT8_CAPABILITY = (8, 9)
@@ -125,6 +126,8 @@ def pack_linear(
     The packed forms hold a copy of the weight: drop the original. allocate: gives the native one its memory.
     """
     if weight.device.type != "cpu":
+        if can_run_sparse(weight.device, weight.dtype, weight.shape) and is_sparse(weight):
+            return SparseLinear(weight, bias)
         return FusedLinear(weight, bias)
     if can_pack(weight):
         return NativeLinear(weight, bias, allocate)

@@ -1,0 +1,136 @@
+"""What a model's linear layers are given when it reads a text: how their inputs go together, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+
+from baton.errors import ConfigError
+from baton.model.config import ModelConfig
+from baton.model.decoder import Decoder, PackedBatch
+from baton.model.load import load_parameters
+from baton.model.parameters import PARTS, layer_name
+from baton.model.rope import Rope, make_rope
+from baton_kernels.kv_write import slot_rows
+from baton_kernels.linear import Linear
+from baton_kernels.paged_attention import AttentionSlice, plan_attention
+
+_CPU = torch.device("cpu")
+_BLOCK_TOKENS = 16
+#: Tokens that the model reads at once, and in all: more tell nothing new.
+_PIECE_TOKENS = 512
+_MAX_TOKENS = 1 << 15
+
+
+def read_pieces(folder: Path, text: Path, config: ModelConfig) -> list[list[int]]:
+    """Token ids of the beginning of a text, in pieces that the checkpoint in `folder` can read. Raises ConfigError."""
+    try:
+        content = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError.of("calibration", str(text), f"give a file of text ({error})") from None
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError.of("calibration", str(text), f"{folder} has no tokenizer.json to read it")
+    ids = Tokenizer.from_file(str(path)).encode(content).ids[:_MAX_TOKENS]
+    if not ids or max(ids) >= config.vocab_size:
+        raise ConfigError.of(
+            "calibration", str(text), "it has no text, or tokens unknown to the model"
+        )
+    size = min(_PIECE_TOKENS, config.derived_max_len)
+    return [ids[first : first + size] for first in range(0, len(ids), size)]
+
+
+def grams(
+    folder: Path, config: ModelConfig, pieces: Sequence[Sequence[int]]
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Of each decoder layer, one after the other: by the names of its linear layers in the checkpoint, the sum over all tokens of
+    the outer products of their inputs [num_in, num_in] float32. Layers with the same input share one tensor.
+
+    The model runs in its own dtype, on the CPU. What is held at once is the model, the states of all tokens, and one layer's
+    sums. Raises ModelError.
+    """
+    dtype = getattr(torch, config.dtype)
+    parameters, _ = load_parameters(folder, config, dtype, _CPU, lambda _: None)
+    num_blocks = -(-max(map(len, pieces)) // _BLOCK_TOKENS)
+    shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, _BLOCK_TOKENS, config.head_dim)
+    pool = torch.zeros(shape, dtype=dtype)
+    rope = make_rope(config, config.derived_max_len, _CPU)
+    batches = [_batch(ids, config, rope, pool) for ids in pieces]
+    states = [F.embedding(batch.token_ids, parameters.embeddings) for batch in batches]
+    for index, layer in enumerate(parameters.layers):
+        watched = {field: _Watched(getattr(layer, field)) for field in PARTS}
+        seen = replace(
+            layer,
+            qkv=watched["qkv"],
+            output=watched["output"],
+            gate_up=watched["gate_up"],
+            down=watched["down"],
+        )
+        decoder = _OneLayer(config, replace(parameters, layers=(seen,)))
+        with torch.inference_mode():
+            states = [
+                decoder.next_states(index, state, batch, pool)
+                for state, batch in zip(states, batches, strict=True)
+            ]
+        yield {
+            layer_name(index, part): watched[field].gram
+            for field, parts in PARTS.items()
+            for part in parts
+        }
+
+
+class _OneLayer(Decoder):
+    """A decoder of which one layer is run."""
+
+    def next_states(
+        self, index: int, states: torch.Tensor, batch: PackedBatch, pool: torch.Tensor
+    ) -> torch.Tensor:
+        """What decoder layer `index` of the whole model makes of the states [tokens, hidden] of the batch."""
+        layer = self._parameters.layers[0]
+        mixed = self._attention(index, layer, states, batch, pool, None, None)
+        return self._mlp(layer, layer.output(mixed, states))
+
+
+class _Watched:
+    """A linear layer, and the sum of its inputs' outer products [num_in, num_in] float32."""
+
+    def __init__(self, linear: Linear) -> None:
+        self._linear = linear
+        self.gram = torch.zeros(linear.num_in, linear.num_in)
+
+    @property
+    def num_in(self) -> int:
+        return self._linear.num_in
+
+    @property
+    def num_out(self) -> int:
+        return self._linear.num_out
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """See Linear."""
+        wide = x.float()
+        self.gram.addmm_(wide.t(), wide)
+        return self._linear(x, residual, out_dtype)
+
+
+def _batch(ids: Sequence[int], config: ModelConfig, rope: Rope, pool: torch.Tensor) -> PackedBatch:
+    """One sequence from its beginning, in the pool's first blocks."""
+    positions = torch.arange(len(ids))
+    cos, sin = rope.tables(positions, torch.full_like(positions, len(ids)), pool.dtype)
+    part = AttentionSlice(0, len(ids), 0, range(len(pool)))
+    scale = config.head_dim**-0.5
+    plans = {
+        window: plan_attention([part], pool, config.num_heads, scale, window, pool.dtype)
+        for window in set(config.windows)
+    }
+    return PackedBatch(torch.tensor(ids), cos, sin, slot_rows(positions, pool), plans, None)
