@@ -220,3 +220,54 @@ def test_a_first_token_that_will_not_come_is_not_waited_for() -> None:
         stage.attempt.close()
 
     run_virtual(main())
+
+
+def test_an_answer_without_a_first_token_for_each_choice_is_a_fault() -> None:
+    async def main() -> None:
+        stage = Stage(make_spec("a", num_choices=2))
+        await stage.tell(Offered(b"t", 0))
+        await stage.answer(10)
+        with pytest.raises(EngineFault, match="1 first tokens came for 2 choices"):
+            await stage.attempt.part()
+        stage.attempt.close()
+
+    run_virtual(main())
+
+
+def test_what_was_cached_is_told_as_of_the_first_place() -> None:
+    """Later ones find the request's own tokens."""
+
+    async def main() -> None:
+        stage = Stage(make_spec("a"))
+        timeline = stage.attempt._timeline
+        await stage.tell(Offered(b"t", 3))
+        assert timeline.decode_cached_tokens == 3
+        await stage.tell(Offered(b"t", 5))
+        assert timeline.decode_cached_tokens == 3
+        stage.attempt.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_retriable", "error"),
+    [
+        ("WORKER_LOST", True, WorkerLost),
+        ("ENGINE_FAULT", False, EngineFault),
+        ("ENGINE_FAULT", True, HandoffFailed),
+        ("WORKER_LOST", False, EngineFault),
+        ("OF_A_LATER_VERSION", True, HandoffFailed),
+        ("OF_A_LATER_VERSION", False, EngineFault),
+    ],
+)
+def test_whether_another_try_may_help_is_the_worker_s_word(
+    reason: str, is_retriable: bool, error: type[Exception]
+) -> None:
+    async def main() -> None:
+        stage = Stage(make_spec("a"))
+        await stage.tell(Failed(reason, "why", is_retriable))
+        with pytest.raises(error):
+            await stage.attempt.part()
+        stage.attempt.close()
+
+    run_virtual(main())

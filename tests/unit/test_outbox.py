@@ -6,13 +6,15 @@ import itertools
 from collections.abc import Iterable
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.errors import ClientStalled
 from baton.events import AddressedEvent, Committed, DecodeEvent, Paused, Tokens, joined
 from baton.types import FinishReason, Sample
 from baton.wire import step_from_proto, step_to_proto
-from decode_svc.outbox import in_messages
+from decode_svc.outbox import Outbox, in_messages
 
 #: Of one sequence: how many tokens a step gave, 0 for a change of state; then how far the next step jumps, 0 as it should.
 STEPS = st.lists(
@@ -102,3 +104,25 @@ def test_missed_steps_of_a_sequence_are_one_entry() -> None:
         [(7, Paused())],
     ]
     assert list(in_messages([])) == []
+
+
+async def test_a_closed_outbox_gives_what_is_there_and_then_nothing() -> None:
+    outbox = Outbox()
+    outbox.put((1, Paused()))
+    outbox.close()
+    assert await outbox.take() == [(1, Paused())]
+    assert await outbox.take() == []
+
+
+async def test_a_gateway_that_leaves_too_much_unread_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("decode_svc.outbox.MAX_NUM_EVENTS", 3)
+    outbox = Outbox()
+    for _ in range(3):
+        outbox.put((1, Paused()))
+    assert len(await outbox.take()) == 3
+    for _ in range(4):
+        outbox.put((1, Paused()))
+    with pytest.raises(ClientStalled, match="4 events"):
+        await outbox.take()
