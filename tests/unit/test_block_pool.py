@@ -183,11 +183,28 @@ def test_a_prefix_that_is_found_is_not_counted_as_room_too() -> None:
     with pool.lease(b"", tokens, 13) or pytest.fail("no room") as lease:
         lease.index(tokens, 12)
     assert pool.num_available == 4
-    assert pool.lease(b"", tokens, 17) is None, "three blocks that are there, and two of one"
+    assert pool.lease(b"", tokens, 17) is None, "three that are found and two fresh ones are five"
     assert pool.cached_block_ids
     with pool.lease(b"", tokens, 16) or pytest.fail("no room"):
         assert pool.num_available == 0
     pool.check_integrity()
+
+
+def test_of_those_that_share_a_block_with_nobody_else_the_last_to_write_keeps_it() -> None:
+    pool = make_pool()
+    first = pool.lease(b"", [1, 2], 2)
+    assert first is not None
+    leases = [first, first.fork(2), first.fork(2)]
+    other = first.fork(2)
+    assert pool.num_blocks_to_write(leases, 2, 3) == 3, "the fourth holds it, too"
+    other.release()
+    num_available = pool.num_available
+    assert pool.num_blocks_to_write(leases, 2, 3) == 2
+    for lease in leases:
+        assert lease.prepare_write(2, 3) is not None
+    assert num_available - pool.num_available == 2
+    for lease in leases:
+        lease.release()
 
 
 def test_a_forged_collision_of_keys_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
