@@ -163,6 +163,18 @@ def test_a_step_is_launched_before_the_one_before_is_collected() -> None:
     ]
 
 
+def test_a_wait_for_a_launch_is_told_with_its_own_tokens() -> None:
+    beats: list[int] = []
+    decoder = SimDecode(LoopbackHub(), lambda: 0.0, SimShape(), beat=beats.append)
+    decoder.submit(Open(0, 1, plain("a", *range(9)), KvSource.HERE))
+    decoder.step()
+    assert beats == [9]
+    beats.clear()
+    decoder.step()
+    assert beats[:2] == [1, 9]
+    assert set(beats[1:]) == {9}
+
+
 def test_the_last_token_that_a_request_may_have_is_not_gone_beyond() -> None:
     world = World()
     world.open(plain("a", 1, 2, 3, max_tokens=5))
