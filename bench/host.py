@@ -129,7 +129,8 @@ def main() -> None:
     console.print(gateway_table(flows))
     console.print(
         f"added to the first token, p50: {ttft.added_ms:.2f} ms "
-        f"({ttft.gateway_ms:.2f} by the gateway, {ttft.source_ms:.2f} at the source); "
+        f"({ttft.gateway_ms:.2f} by the gateway, {ttft.source_ms:.2f} at the source; a call to a "
+        f"bare gRPC server takes {ttft.bare_ms:.2f}); "
         f"{ttft.cpu_ms:.2f} ms of CPU time"
     )
     service = asyncio.run(

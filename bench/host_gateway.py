@@ -69,12 +69,14 @@ class GatewayCosts:
 class AddedTtft:
     """Milliseconds of one request at a time, in the median: to its first token at the gateway, and at the source itself.
 
+    bare_ms: to the first chunk of a gRPC server that does nothing but answer. No gateway adds less than such a call takes.
     cpu_ms: of the gateway's process, for a whole request. On a busy machine it is the figure to go by: what is added
     cannot be less than a part of it, and is more when each wake-up waits for a core.
     """
 
     gateway_ms: float
     source_ms: float
+    bare_ms: float
     cpu_ms: float
 
     @property
@@ -150,6 +152,7 @@ async def measure_added_ttft(model: str, num_requests: int) -> AddedTtft:
     async with _gateway(model, Flow(1, 1, 1, 0.0)) as (cluster, channel):
         through: list[float] = []
         direct: list[float] = []
+        bare: list[float] = []
         async with aio_channel(cluster.address_of("decode-0")) as source:
             await _read_stream(channel, 1)
             pid = cluster.pid_of("gateway")
@@ -163,9 +166,11 @@ async def measure_added_ttft(model: str, num_requests: int) -> AddedTtft:
                     raise RuntimeError("the token source ended its stream")
                 direct.append(time.perf_counter() - begin_s)
                 through.append(await _first_token_s(channel))
+                bare.append(await _first_token_s(source))
             call.cancel()
             cpu_s = _cpu_seconds(pid) - cpu_s
-    return AddedTtft(median(through) * 1e3, median(direct) * 1e3, cpu_s / num_requests * 1e3)
+    gateway_ms, source_ms, bare_ms = (median(times) * 1e3 for times in (through, direct, bare))
+    return AddedTtft(gateway_ms, source_ms, bare_ms, cpu_s / num_requests * 1e3)
 
 
 def _opening(handle: int) -> decode_pb2.DecodeRequest:

@@ -73,6 +73,7 @@ async def test_the_first_token_is_timed_at_the_gateway_and_at_the_source() -> No
     ttft = await measure_added_ttft(MODEL, 5)
     assert ttft.source_ms > 0
     assert ttft.gateway_ms > 0
+    assert ttft.bare_ms > 0
 
 
 def test_the_rivals_differ_in_what_is_compared_alone() -> None:
