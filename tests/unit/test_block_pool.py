@@ -216,6 +216,18 @@ def test_a_forged_collision_of_keys_is_a_miss(monkeypatch: pytest.MonkeyPatch) -
     assert pool.num_cached_tokens(b"", [4, 3, 2, 1, 5]) == 0
 
 
+def test_the_same_tokens_after_another_beginning_are_a_miss_whatever_their_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = make_pool()
+    monkeypatch.setattr(pool._index, "link", lambda _parent, tokens: tokens)
+    tokens = [1, 1, 1, 1, 2, 2, 2, 2, 3]
+    with pool.lease(b"", tokens, 9) or pytest.fail("no room") as lease:
+        lease.index(tokens, 8)
+    assert pool.num_cached_tokens(b"", tokens) == 8
+    assert pool.num_cached_tokens(b"", tokens[4:]) == 0
+
+
 def test_without_prefix_caching_nothing_is_found_and_nothing_stays() -> None:
     pool = make_pool(enable_prefix_caching=False)
     tokens = list(range(9))
