@@ -16,7 +16,7 @@ from baton.model.decoder import Decoder, PackedBatch
 from baton.model.load import load_parameters
 from baton.model.parameters import PARTS, layer_name
 from baton.model.rope import Rope, make_rope
-from baton_kernels.kv_write import slot_rows
+from baton_kernels.kv_write import block_rows, head_rows
 from baton_kernels.linear import Linear
 from baton_kernels.paged_attention import AttentionSlice, plan_attention
 
@@ -92,7 +92,8 @@ class _OneLayer(Decoder):
     ) -> torch.Tensor:
         """What decoder layer `index` of the whole model makes of the states [tokens, hidden] of the batch."""
         layer = self._parameters.layers[0]
-        mixed = self._attention(index, layer, states, batch, pool, None, None)
+        rows = head_rows(batch.first_rows, pool)
+        mixed = self._attention(index, layer, states, batch, rows, pool, None, None)
         return self._mlp(layer, layer.output(mixed, states))
 
 
@@ -126,11 +127,14 @@ class _Watched:
 def _batch(ids: Sequence[int], config: ModelConfig, rope: Rope, pool: torch.Tensor) -> PackedBatch:
     """One sequence from its beginning, in the pool's first blocks."""
     positions = torch.arange(len(ids))
-    cos, sin = rope.tables(positions, torch.full_like(positions, len(ids)), pool.dtype)
+    lengths = torch.full_like(positions, len(ids))
+    cos, sin = rope.tables(positions, lengths, len(ids), pool.dtype)
     part = AttentionSlice(0, len(ids), 0, range(len(pool)))
     scale = config.head_dim**-0.5
     plans = {
         window: plan_attention([part], pool, config.num_heads, scale, window, pool.dtype)
         for window in set(config.windows)
     }
-    return PackedBatch(torch.tensor(ids), cos, sin, slot_rows(positions, pool), plans, None)
+    blocks, offsets = positions // _BLOCK_TOKENS, positions % _BLOCK_TOKENS
+    first_rows = blocks * block_rows(pool) + offsets
+    return PackedBatch(torch.tensor(ids), cos, sin, first_rows, plans, None)

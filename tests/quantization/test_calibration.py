@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from baton.cli.main import app
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.torch_engine import load_engine
+from baton.engine.load_engine import load_engine
 from baton.errors import ConfigError
 from baton.model.calibration import grams, read_pieces
 from baton.model.config import read_config
