@@ -197,10 +197,9 @@ class Relay:
             await tell()
 
     async def _tell_admitted_meanwhile(self) -> None:
-        """As _tell_admitted, while the workers are at it: what was just put into their streams goes out first."""
-        if self._on_admitted is not None:
-            await asyncio.sleep(0)
-            await self._tell_admitted()
+        """As _tell_admitted, once what was just put into the workers' streams goes out: they are at it meanwhile."""
+        await asyncio.sleep(0)
+        await self._tell_admitted()
 
     def attempt_at(
         self,
