@@ -25,6 +25,7 @@ from baton.events import (
 )
 from baton.telemetry import RequestEvent, Telemetry, names
 from baton.telemetry.context import context_of
+from baton.telemetry.histograms import seconds_histogram
 from baton.telemetry.names import SpanName
 from baton.telemetry.spans import SpanWriter, TimedEvent
 from baton.telemetry.wall_clock import WallClock
@@ -33,11 +34,6 @@ from baton.worker.watch import CommandLog
 from decode_svc.commands import Abort, DecodeCommand, Open, StreamClosed, StreamEvent
 from kv_transfer.kv_ticket import parse_ticket
 from kv_transfer.ticket import TicketCommitted, TicketDead
-
-#: Boundaries, in seconds, for transfers.
-TRANSFER_BOUNDS_S: Final = (
-    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
-)  # fmt: skip
 
 #: What a ticket that is committed has been through, and nobody but its worker saw.
 _TICKET_EVENTS: Final = (RequestEvent.RESERVED, RequestEvent.RECEIVING, RequestEvent.COMMITTED)
@@ -86,17 +82,13 @@ class DecodeRecorder:
         self._deferred = counter("baton.deferrals", description="Sequences there was no room for.")
         self._events = counter("baton.request.events", description="What happened to requests.")
         self._received = counter("baton.transfer.received", unit="By", description="KV received.")
-        self._transfer_time = meter.create_histogram(
-            "baton.transfer.duration",
-            unit="s",
-            description="From a ticket's presentation to its commit.",
-            explicit_bucket_boundaries_advisory=TRANSFER_BOUNDS_S,
+        self._transfer_time = seconds_histogram(
+            meter, "baton.transfer.duration", "From a ticket's presentation to its commit."
         )
-        self._exposed_time = meter.create_histogram(
+        self._exposed_time = seconds_histogram(
+            meter,
             "baton.transfer.exposed",
-            unit="s",
-            description="From the end of a prefill to the commit: what no compute hid.",
-            explicit_bucket_boundaries_advisory=TRANSFER_BOUNDS_S,
+            "From the end of a prefill to the commit: what no compute hid.",
         )
 
         for counted in (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from opentelemetry.metrics import Histogram, Meter
+from opentelemetry.metrics import Meter
 
 from baton.errors import (
     ClientStalled,
@@ -17,6 +17,7 @@ from baton.errors import (
     WorkerLost,
 )
 from baton.telemetry import Phase, RequestEvent, names
+from baton.telemetry.histograms import seconds_histogram
 
 #: Boundaries, in seconds, that the conventions for generative AI advise.
 DURATION_BOUNDS_S: Final = tuple(0.01 * 2**i for i in range(14))
@@ -34,31 +35,31 @@ class Instruments:
     """All of them, by what they measure."""
 
     def __init__(self, meter: Meter) -> None:
-        self.duration = _histogram(
+        self.duration = seconds_histogram(
             meter,
             "gen_ai.server.request.duration",
             "From the arrival to the end of a request.",
             DURATION_BOUNDS_S,
         )
-        self.first_token = _histogram(
+        self.first_token = seconds_histogram(
             meter,
             "gen_ai.server.time_to_first_token",
             "From the arrival of a request to its first token.",
             FIRST_TOKEN_BOUNDS_S,
         )
-        self.per_token = _histogram(
+        self.per_token = seconds_histogram(
             meter,
             "gen_ai.server.time_per_output_token",
             "Mean time between the tokens of a choice after its first.",
             PER_TOKEN_BOUNDS_S,
         )
-        self.phase = _histogram(
+        self.phase = seconds_histogram(
             meter,
             "baton.ttft.phase",
             "Parts of the time to the first token; they add up to it.",
             PHASE_BOUNDS_S,
         )
-        self.decode = _histogram(
+        self.decode = seconds_histogram(
             meter,
             "baton.decode.duration",
             "From the first to the last token of a request.",
@@ -92,9 +93,3 @@ class Instruments:
             self.failed.add(0, {names.REASON: failed.reason})
         for event in RequestEvent:
             self.events.add(0, {names.EVENT: event.value})
-
-
-def _histogram(meter: Meter, name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
-    return meter.create_histogram(
-        name, unit="s", description=text, explicit_bucket_boundaries_advisory=bounds
-    )

@@ -15,6 +15,7 @@ from opentelemetry.trace import SpanKind
 from baton.errors import Cancelled
 from baton.telemetry import RequestEvent, Telemetry, names
 from baton.telemetry.context import context_of
+from baton.telemetry.histograms import seconds_histogram
 from baton.telemetry.names import SpanName
 from baton.telemetry.spans import SpanWriter
 from baton.telemetry.wall_clock import WallClock
@@ -29,11 +30,6 @@ from prefill_svc.commands import (
     PrefillFailed,
     Submit,
 )
-
-#: Boundaries, in seconds, for transfers and prefills.
-TRANSFER_BOUNDS_S: Final = (
-    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
-)  # fmt: skip
 
 #: What a prompt that is given up was in: before its first token, and after.
 _STATES: Final = ("computing", "sending")
@@ -70,17 +66,13 @@ class PrefillRecorder:
         self._failed = counter("baton.prompts.failed", description="Prompts without a first token.")
         self._cancelled = counter("baton.prompts.cancelled", description="Prompts given up.")
         self._sent_bytes = counter("baton.transfer.sent", unit="By", description="KV sent.")
-        self._send_time = meter.create_histogram(
+        self._send_time = seconds_histogram(
+            meter,
             "baton.transfer.send.duration",
-            unit="s",
-            description="From the first KV to the receiver's word that it has all.",
-            explicit_bucket_boundaries_advisory=TRANSFER_BOUNDS_S,
+            "From the first KV to the receiver's word that it has all.",
         )
-        self._compute_time = meter.create_histogram(
-            "baton.prefill.duration",
-            unit="s",
-            description="From a prompt's first chunk to its first token.",
-            explicit_bucket_boundaries_advisory=TRANSFER_BOUNDS_S,
+        self._compute_time = seconds_histogram(
+            meter, "baton.prefill.duration", "From a prompt's first chunk to its first token."
         )
 
         for counted in (self._computed, self._borrowed, self._sent_bytes):
