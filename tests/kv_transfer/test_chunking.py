@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.engine.kv_range import KvRange
@@ -25,6 +25,7 @@ def cells(piece: KvRange) -> set[tuple[int, int]]:
 
 @quick
 @given(PIECES, st.integers(1, 20), st.integers(1, 50), st.integers(1, 9))
+@example(KvRange(0, 3, 0, 3), 1, 2, 1).via("two of three layers fit")
 def test_chunks_are_small_enough_and_cover_the_range_once(
     piece, token_layer_bytes, factor, block_size
 ):
