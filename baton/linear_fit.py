@@ -26,15 +26,20 @@ class LinearFit:
         self._product = self._product * _FADING + amount * seconds
 
     @property
+    def rate(self) -> float:
+        """Seconds per unit of amount if all time is put down to the amount: the most that `slope` can be."""
+        return self._seconds / self._amount if self._amount else 0.0
+
+    @property
     def slope(self) -> float:
-        """Seconds per unit of amount. Without a spread of amounts, all time is put down to the amount."""
+        """Seconds per unit of amount. Without a spread of amounts, `rate`."""
         if not self._weight:
             return 0.0
         spread = self._amount_sq - self._amount**2 / self._weight
         if spread <= 1e-9 * self._amount_sq:
-            return self._seconds / self._amount if self._amount else 0.0
+            return self.rate
         slope = (self._product - self._amount * self._seconds / self._weight) / spread
-        return min(max(slope, 0.0), self._seconds / self._amount if self._amount else 0.0)
+        return min(max(slope, 0.0), self.rate)
 
     @property
     def fixed(self) -> float:

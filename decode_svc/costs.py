@@ -80,12 +80,14 @@ class Costs:
 
     def max_prefill_tokens(self, num_decoding: int, max_num_batched_tokens: int) -> int:
         """Tokens of prompts that a step may compute beside `num_decoding` sequences, for their next tokens not to wait long."""
-        policy, slope = self._policy, self._prefill.slope
-        is_known = slope > 0 and self._decode.num_observations > 0
+        policy = self._policy
+        # A few short prompts may all have taken the same time, which says nothing of a long one.
+        token_s = self._prefill.slope or self._prefill.rate
+        is_known = token_s > 0 and self._decode.num_observations > 0
         if not num_decoding or not is_known or policy.max_itl_factor is None:
             return max_num_batched_tokens
         spare_s = (policy.max_itl_factor - 1) * self._decode.predict(num_decoding)
-        num_tokens = min(spare_s / slope, max_num_batched_tokens)
+        num_tokens = min(spare_s / token_s, max_num_batched_tokens)
         return max(int(num_tokens), min(policy.min_chunk_tokens, max_num_batched_tokens))
 
     def is_swap_cheaper(self, num_bytes: int, num_tokens: int) -> bool:

@@ -92,6 +92,16 @@ def test_a_chunk_beside_decoding_sequences_fits_into_the_time_that_is_allowed() 
     assert costs.max_prefill_tokens(0, 2048) == 2048
 
 
+def test_short_prompts_whose_times_say_nothing_of_a_token_bound_the_next_chunk_all_the_same() -> (
+    None
+):
+    costs = Costs(POLICY)
+    for num_tokens, seconds in ((8, 0.013), (9, 0.012), (10, 0.011)):
+        costs.observe_step(4, 0, 0.01)
+        costs.observe_step(4, num_tokens, seconds)
+    assert 16 <= costs.max_prefill_tokens(4, 2048) <= 0.01 / (0.001 / 10)
+
+
 def test_a_prompt_goes_on_however_little_time_there_is() -> None:
     assert trained(local_s=1.0, remote_s=5e-4, overhead_s=0.1).max_prefill_tokens(4, 2048) == 16
     assert trained(local_s=1.0, remote_s=5e-4, overhead_s=0.1).max_prefill_tokens(4, 8) == 8
