@@ -11,6 +11,7 @@ import grpc.aio
 
 from baton.errors import InvalidRequest
 from baton.events import Deferred
+from baton.rpc.interceptor import send_headers
 from baton.types import KvSource
 from baton.v1 import decode_pb2, decode_pb2_grpc
 from baton.wire import sequence_from_proto, step_to_proto
@@ -54,7 +55,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncIterator[decode_pb2.DecodeResponse]:
         stream = next(self._next_stream)
         outbox = self._outboxes[stream] = Outbox()
-        await context.send_initial_metadata(())
+        await send_headers(context)
         reader = asyncio.create_task(self._read(stream, request_iterator, outbox))
         try:
             while events := await outbox.take():

@@ -10,6 +10,7 @@ from typing import Any
 import grpc.aio
 
 from baton.errors import Overloaded
+from baton.rpc.interceptor import send_headers
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, sampling_pb2
 from baton.wire import logprobs_to_proto, sample_to_proto, sequence_from_proto
 from kv_transfer.kv_ticket import parse_ticket
@@ -51,7 +52,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Prefill(  # noqa: N802
         self,
         request: prefill_pb2.PrefillRequest,
-        context: grpc.aio.ServicerContext[Any, Any],  # noqa: ARG002
+        context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         ticket, spec = request.ticket, sequence_from_proto(request.sequence)
         num_held = parse_ticket(ticket).num_cached_tokens if ticket else 0
@@ -67,6 +68,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._submit(Submit(key, spec, ticket, num_held))
         is_over = False
         try:
+            await send_headers(context)  # while the prompt is computed
             while not is_over:
                 event = await events.get()
                 is_over = not isinstance(event, Prefilled) or event.is_over or not ticket

@@ -113,6 +113,15 @@ def request_id_of(context: _Context) -> str:
     return uuid.uuid4().hex
 
 
+async def send_headers(context: _Context) -> None:
+    """Open a stream's answer before there is any of it: a gRPC client asks for the first message only once it has the
+    headers, so that a late answer does not wait for that, too. Raises Cancelled as write_to does."""
+    try:
+        await context.send_initial_metadata(())
+    except grpc.aio.InternalError:
+        raise Cancelled("the caller's connection broke") from None
+
+
 async def write_to(context: _Context, response: Any) -> None:
     """Send a piece of a stream. Raises Cancelled if the caller's connection has broken: grpc itself tells that as a fault
     of its own, unless it has cancelled the handler before."""
