@@ -8,7 +8,8 @@ from functools import partial
 
 import torch
 
-from bench.gpu.cases import LARGE, TINY, Case, all_cases
+from bench.gpu.case import LARGE, TINY, Case
+from bench.gpu.cases import all_cases
 from bench.gpu.setting import Result, Setting
 
 

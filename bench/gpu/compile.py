@@ -24,7 +24,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from bench.gpu.cases import TINY, all_cases
+from bench.gpu.case import TINY
+from bench.gpu.cases import all_cases
 
 #: Ampere (A100), Hopper (H100, H200), Blackwell (B200): compute capability times ten.
 ARCHS = (80, 90, 100)

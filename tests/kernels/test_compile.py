@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from bench.gpu.cases import TINY, Case, all_cases
+from bench.gpu.case import TINY, Case
+from bench.gpu.cases import all_cases
 from bench.gpu.compile import ARCHS, MAX_SHARED_BYTES, compile_case
 
 #: A few registers spilled at the edges of a loop; more than that costs more than anything tuned here gains.

@@ -1,0 +1,82 @@
+"""Paged attention over pools of each dtype, with each rule that a model may have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from baton_kernels.gpu import paged_attention
+from baton_kernels.quantize_rows import dequantize_rows
+from baton_kernels.quantize_rows import quantize_rows as quantize_op
+from bench.gpu.case import FP8, Case, Sizes, Trial, relative_error
+from bench.gpu.paged_batch import Heads, in_one_memory, make_paged_batch, reference_attention
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """What an attention case is about. dtype: of the pool, None for the 16-bit one."""
+
+    head_dim: int = 128
+    block_size: int = 16
+    dtype: torch.dtype | None = None
+    window: int | None = None
+    softcap: float | None = None
+    has_slopes: bool = False
+
+
+def _attention(about: _Attention, generator: torch.Generator, sizes: Sizes) -> Trial:
+    heads = Heads(*sizes.heads, about.head_dim)
+    is_quantised = about.dtype in (torch.int8, FP8)
+    dtype = sizes.half if is_quantised or about.dtype is None else about.dtype
+    batch = make_paged_batch(sizes.lengths, heads, about.block_size, dtype, generator)
+    pool, scales = batch.pool, None
+    if is_quantised and about.dtype is not None:
+        pool, scales = in_one_memory(*quantize_op.twin(batch.pool, about.dtype))
+        rounded = [
+            tuple(dequantize_rows(*quantize_op.twin(x, about.dtype), torch.float32) for x in kv)
+            for kv in batch.history
+        ]
+        batch = replace(batch, history=tuple((keys, values) for keys, values in rounded))
+    slopes = None
+    if about.has_slopes:
+        slopes = 2.0 ** -torch.arange(1, heads.num_heads + 1, device=pool.device).float()
+    scale = about.head_dim**-0.5
+    rules = (about.window, about.softcap, slopes)
+    plan = paged_attention.plan_attention(
+        batch.slices,
+        pool,
+        heads.num_heads,
+        scale,
+        about.window,
+        dtype,
+        softcap=about.softcap,
+        slopes=slopes,
+    )
+    return Trial(
+        lambda: paged_attention.attend(batch.query, pool, scales, batch.layer, plan),
+        lambda got: relative_error(got, reference_attention(batch, scale, *rules)),
+        2e-5 if dtype == torch.float32 else 1e-2,
+    )
+
+
+def attention_cases() -> Sequence[Case]:
+    """See above."""
+    kinds = {
+        "bf16": _Attention(),
+        "bf16 window": _Attention(window=100),
+        "bf16 softcap alibi": _Attention(softcap=20.0, has_slopes=True),
+        "bf16 head_dim 64 block 64": _Attention(head_dim=64, block_size=64),
+        "bf16 head_dim 256": _Attention(head_dim=256, block_size=32),
+        "bf16 head_dim 80": _Attention(head_dim=80),
+        "fp16": _Attention(dtype=torch.float16),
+        "fp32": _Attention(dtype=torch.float32, head_dim=64),
+        "int8": _Attention(dtype=torch.int8),
+        "fp8": _Attention(dtype=FP8),
+    }
+    return [
+        Case(f"attention {name}", partial(_attention, about), 89 if about.dtype == FP8 else 80)
+        for name, about in kinds.items()
+    ]
