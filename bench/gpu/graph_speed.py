@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -15,7 +14,7 @@ from baton.engine.step_graphs import ReplayedSteps, plan_graphs
 from baton.engine.step_runner import EagerSteps, StepModel
 from baton.engine.torch_engine import TorchEngine
 from bench.gpu.engine_speed import Model, load_model
-from bench.gpu.interpreter import kernels_on_cpu
+from bench.gpu.interpreter import on_kernels
 from bench.gpu.setting import Result, Setting, time_eager_ms
 
 #: Logits of a padded batch differ from those of the batch by rounding: cuBLAS chooses its kernels by the number of rows.
@@ -79,15 +78,10 @@ def _replayed(setting: Setting) -> Replayed:
     return Replayed(setting)
 
 
-def _on_kernels(setting: Setting) -> contextlib.AbstractContextManager[None]:
-    """Plans of recorded steps are Triton's."""
-    return kernels_on_cpu() if setting.is_dry else contextlib.nullcontext()
-
-
 def _decode(num_seqs: int, cached: int, setting: Setting) -> Result:
     """ms: a replay, all operations of a step padded to its shape. eager_ms: the same as Python launches it. engine_ms: Engine.forward, that
     is, planning, copying, replaying and sampling; eager_engine_ms: without graphs."""
-    with _on_kernels(setting):
+    with on_kernels(setting):
         found = _replayed(setting)
         batch = found.model.batch(setting.pick(num_seqs, 2), setting.pick(cached, 20), 1)
         found.steps.run(batch, None)
@@ -110,7 +104,7 @@ def _decode(num_seqs: int, cached: int, setting: Setting) -> Result:
 
 def _check(setting: Setting) -> Result:
     """Logits of steps of several shapes, one after the other, beside those of the same steps run eagerly."""
-    with _on_kernels(setting):
+    with on_kernels(setting):
         found = _replayed(setting)
         largest = setting.pick(256, 2)
         errors: list[float] = []

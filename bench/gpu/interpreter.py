@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 from baton_kernels.dispatch import Op
+from bench.gpu.setting import Setting
 
 
 @contextmanager
@@ -15,6 +16,11 @@ def kernels_on_cpu() -> Iterator[None]:
     """Within, ops take the kernels for CUDA wherever their tensors are."""
     with patch.object(Op, "kernel", lambda op, _device_type: op._find("cuda")):
         yield
+
+
+def on_kernels(setting: Setting) -> AbstractContextManager[None]:
+    """Within, ops take the kernels for CUDA: in a dry run, too."""
+    return kernels_on_cpu() if setting.is_dry else nullcontext()
 
 
 def mend_interpreter() -> None:

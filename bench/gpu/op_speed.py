@@ -6,16 +6,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from baton_kernels.gpu.kv_pack import kv_pack, kv_unpack
-from baton_kernels.gpu.quantized_linear import fp8_linear, int_linear
 from baton_kernels.gpu.rms_norm import rms_norm
 from baton_kernels.gpu.rope_kv_write import rope_kv_write
 from baton_kernels.gpu.sampling import gumbel_argmax, keep_top_k, keep_top_p
 from baton_kernels.gpu.swiglu import swiglu
 from baton_kernels.kv_write import slot_rows
-from baton_kernels.quantized_linear import pack_int_weight
 from bench.gpu.setting import Result, Setting, time_ms
 
 VOCAB, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, DIM = 128256, 4096, 14336, 32, 8, 128
@@ -92,40 +89,6 @@ def _filter(is_top_p: bool, num_rows: int, setting: Setting) -> Result:
     return {"ms": time_ms(lambda: keep_top_k(logits, top_k), setting)}
 
 
-def _linear(scheme: str, num_rows: int, setting: Setting) -> Result:
-    """gate_up of a layer. Weights of several layers take turns: together they are larger than the cache."""
-    num_in, num_out = setting.pick(HIDDEN, 256), setting.pick(2 * INTERMEDIATE, 40)
-    x = setting.randn(setting.pick(num_rows, 2), num_in)
-    calls = [_linear_call(scheme, x, num_out, setting) for _ in range(setting.pick(4, 1))]
-
-    def run() -> None:
-        for call, _ in calls:
-            call()
-
-    ms = time_ms(run, setting) / len(calls)
-    num_bytes = calls[0][1] + 2 * (x.numel() + len(x) * num_out)
-    return {"ms": ms, "bytes": float(num_bytes), "flops": 2.0 * len(x) * num_in * num_out}
-
-
-def _linear_call(
-    scheme: str, x: torch.Tensor, num_out: int, setting: Setting
-) -> tuple[Callable[[], torch.Tensor], int]:
-    """A layer, and its weight in bytes."""
-    num_in, device = x.shape[1], setting.device
-    if scheme == "half":
-        weight = setting.randn(num_out, num_in)
-        return partial(F.linear, x, weight), 2 * weight.numel()
-    if scheme == "fp8":
-        codes = torch.randint(-100, 100, (num_out, num_in), device=device).float()
-        scales = torch.ones(num_out, device=device)
-        return partial(fp8_linear, x, codes.to(torch.float8_e4m3fn), scales), codes.numel()
-    bits = 4 if scheme == "int4" else 8
-    levels = torch.randint(0, 1 << bits, (num_out, num_in), device=device).byte()
-    scales = torch.rand(num_out, num_in // 128, device=device)
-    packed = pack_int_weight(levels, scales, None, bits)
-    return partial(int_linear, x, packed), packed.levels.numel() + 4 * scales.numel()
-
-
 ITEMS: Mapping[str, Callable[[Setting], Result]] = {
     "rms_norm 16K x 4096": _norm,
     "swiglu 8K x 14336": _swiglu,
@@ -139,9 +102,4 @@ ITEMS: Mapping[str, Callable[[Setting], Result]] = {
     "keep_top_k 64 rows": partial(_filter, False, 64),
     "keep_top_p 1 row": partial(_filter, True, 1),
     "keep_top_p 64 rows": partial(_filter, True, 64),
-    **{
-        f"linear {scheme} {num_rows} rows": partial(_linear, scheme, num_rows)
-        for scheme in ("half", "int8", "int4", "fp8")
-        for num_rows in (1, 16, 64, 2048)
-    },
 }

@@ -1,0 +1,132 @@
+"""Linear layers in each form that a GPU runs, beside the 16-bit one: gate_up of an 8B Llama."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+
+from baton.quantization.sparsity import prune
+from baton_kernels.linear import (
+    FusedLinear,
+    Linear,
+    keeps_float8,
+    pack_float8,
+)
+from baton_kernels.quantized_linear import IntLinear, pack_int_weight
+from baton_kernels.sparse_linear import SparseLinear, can_run_sparse
+from bench.gpu.case import FP8, relative_error
+from bench.gpu.interpreter import on_kernels
+from bench.gpu.setting import Result, Setting, time_ms
+
+NUM_IN, NUM_OUT = 4096, 2 * 14336
+_SCHEMES = ("half", "2:4", "fp8", "int8", "int4")
+_NUM_ROWS = (1, 16, 64, 256, 8192)
+#: Products that matrix units make in the time of one of 16 bits.
+_PRODUCTS = {"2:4": 2.0, "fp8": 2.0}
+_TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """run: x [rows, in] -> [rows, out]. num_bytes: of the weight as it is kept."""
+
+    run: Linear
+    num_bytes: float
+
+
+def _shape(setting: Setting) -> tuple[int, int]:
+    return setting.pick(NUM_OUT, 32), setting.pick(NUM_IN, 256)
+
+
+def _cannot(scheme: str, setting: Setting) -> str:
+    """Why there is no such layer here; empty if there is."""
+    where = "the CPU" if setting.is_dry else torch.cuda.get_device_name()
+    shape = torch.Size(_shape(setting))
+    if scheme == "2:4" and not can_run_sparse(setting.device, setting.half, shape):
+        return f"{where} has no 2:4 products"
+    # The interpreter runs the float8 kernel, though it rounds wrongly.
+    if scheme == "fp8" and not (setting.is_dry or keeps_float8(setting.device, setting.half)):
+        return f"{where} has no float8 products"
+    return ""
+
+
+def _make(scheme: str, setting: Setting) -> _Layer:
+    num_out, num_in = _shape(setting)
+    device, size = setting.device, num_out * num_in
+    if scheme == "half":
+        return _Layer(FusedLinear(setting.randn(num_out, num_in), None), 2.0 * size)
+    if scheme == "2:4":
+        # Half of the weights, and two bits for the place of each.
+        return _Layer(SparseLinear(prune(setting.randn(num_out, num_in)), None), size * (1 + 1 / 8))
+    if scheme == "fp8":
+        codes = setting.randn(num_out, num_in).to(FP8)
+        scales = torch.ones(num_out, device=device)
+        return _Layer(pack_float8(codes, scales, None, device), size + 4.0 * num_out)
+    bits = 4 if scheme == "int4" else 8
+    levels = torch.randint(0, 1 << bits, (num_out, num_in), device=device).byte()
+    scales = torch.rand(num_out, num_in // 128, device=device)
+    packed = pack_int_weight(levels, scales, None, bits)
+    return _Layer(IntLinear(packed, None), size * bits / 8 + 4.0 * scales.numel())
+
+
+@cache
+def _time(scheme: str, num_rows: int, setting: Setting) -> tuple[float, float]:
+    """Milliseconds of a layer, and bytes of its weight. Several layers take turns: together they are larger than the cache."""
+    layers = [_make(scheme, setting) for _ in range(setting.pick(4, 1))]
+    x = setting.randn(num_rows, layers[0].run.num_in)
+
+    def run() -> None:
+        for layer in layers:
+            layer.run(x)
+
+    with on_kernels(setting):
+        return time_ms(run, setting) / len(layers), layers[0].num_bytes
+
+
+def _linear(scheme: str, num_rows: int, setting: Setting) -> Result:
+    """of_half: the time over that of 16-bit weights. flops: as the measured roof counts, two float8 or 2:4 products as one."""
+    if reason := _cannot(scheme, setting):
+        return {"skipped": reason}
+    num_out, num_in = _shape(setting)
+    num_rows = setting.pick(num_rows, 2)
+    ms, weight_bytes = _time(scheme, num_rows, setting)
+    half_ms, _ = _time("half", num_rows, setting)
+    return {
+        "ms": ms,
+        "half_ms": half_ms,
+        "of_half": ms / half_ms,
+        "bytes": weight_bytes + 2.0 * num_rows * (num_in + num_out),
+        "flops": 2.0 * num_rows * num_in * num_out / _PRODUCTS.get(scheme, 1.0),
+    }
+
+
+def _check_sparse(setting: Setting) -> Result:
+    """Compressed and multiplied by torch: beside the dense product in float64."""
+    if reason := _cannot("2:4", setting):
+        return {"skipped": reason}
+    weight = prune(setting.randn(512, 1024).cpu()).to(setting.device)
+    layer, errors = SparseLinear(weight, None), []
+    for num_rows in (1, 40, 300):
+        x = setting.randn(num_rows, weight.shape[1])
+        residual = setting.randn(num_rows, weight.shape[0])
+        wanted = x.double() @ weight.double().t() + residual.double()
+        errors.append(relative_error(layer(x, residual), wanted))
+    is_right = all(error <= _TOLERANCE for error in errors)
+    return {
+        "error": max(errors),
+        "tolerance": _TOLERANCE,
+        "verdict": "right" if is_right else "WRONG",
+    }
+
+
+ITEMS: Mapping[str, Callable[[Setting], Result]] = {
+    "check linear 2:4": _check_sparse,
+    **{
+        f"linear {scheme} {num_rows} rows": partial(_linear, scheme, num_rows)
+        for num_rows in _NUM_ROWS
+        for scheme in _SCHEMES
+    },
+}
