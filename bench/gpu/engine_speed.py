@@ -45,24 +45,29 @@ LLAMA_8B = {
     "tie_word_embeddings": False,
     "dtype": "bfloat16",
 }
-_DRY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 60}
-_DRY_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "dtype": "float16"}
+_SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 60}
+_SMALL_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "dtype": "float16"}
+#: Of a Llama so small that what its steps do matters, and not how long they take.
+SMALL: Mapping[str, object] = {**LLAMA_8B, **_SMALL, **_SMALL_HEADS}
 
 
 def model_config(setting: Setting) -> dict[str, object]:
     """config.json of the model that is measured."""
-    return {**LLAMA_8B, **_DRY, **_DRY_HEADS} if setting.is_dry else dict(LLAMA_8B)
+    return dict(SMALL if setting.is_dry else LLAMA_8B)
 
 
 class Model:
     """A decoder of random weights, its pool, and an engine over both."""
 
-    def __init__(self, setting: Setting, num_blocks: int) -> None:
-        self.config: ModelConfig = parse_config(model_config(setting))
-        config, device = self.config, setting.device
+    def __init__(
+        self, setting: Setting, config: ModelConfig, num_blocks: int, std: float = 0.02
+    ) -> None:
+        """std: of the weights."""
+        self.config = config
+        device = setting.device
         parameters = empty_parameters(config, setting.half, device)
         for _, target in parameters.targets():
-            target.tensor.normal_(std=0.02, generator=setting.generator())
+            target.tensor.normal_(std=std, generator=setting.generator())
         self.decoder = Decoder(config, pack_parameters(parameters, {}))
         self.rope: Rope = make_rope(config, config.derived_max_len, device)
         dtype = str(setting.half).removeprefix("torch.")
@@ -103,15 +108,17 @@ class Model:
             tokens, cached, tuple(range(first_block, first_block + width)), (row,), cached + new
         )
 
-    def step_floor(self, num_seqs: int, cached: int, new: int) -> dict[str, float]:
-        """Bytes and operations of a step, at least."""
+    def step_floor(
+        self, num_seqs: int, cached: int, new: int, weight_bytes: int = 2
+    ) -> dict[str, float]:
+        """Bytes and operations of a step, at least. weight_bytes: of one weight."""
         c = self.config
         per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * 2
         num_tokens = num_seqs * new
         pairs = num_tokens * (cached + (new + 1) / 2)
         head = c.hidden_size * c.vocab_size
         return {
-            "bytes": float(2 * self.num_weights + num_seqs * (cached + new) * per_token),
+            "bytes": float(weight_bytes * self.num_weights + num_seqs * (cached + new) * per_token),
             "flops": 2.0 * (self.num_weights - head) * num_tokens
             + 2.0 * head * num_seqs
             + 4.0 * c.num_layers * c.num_heads * c.head_dim * pairs,
@@ -121,7 +128,8 @@ class Model:
 @cache
 def load_model(setting: Setting) -> Model:
     """The model of this process, once: 16 GB, and a pool of 280,000 tokens, 37 GB."""
-    return Model(setting, setting.pick(280_000, 400) // BLOCK_SIZE)
+    config = parse_config(model_config(setting))
+    return Model(setting, config, setting.pick(280_000, 400) // BLOCK_SIZE)
 
 
 def _step(num_seqs: int, cached: int, new: int, setting: Setting) -> Result:
@@ -230,7 +238,7 @@ def _prefill_for_ever(setting: Setting) -> None:
 
 def check_engine(setting: Setting) -> Result:
     """A small model in float32 with its kernels here, beside its twins on the CPU: a mixed batch over KV of its own making."""
-    config = parse_config({**LLAMA_8B, **_DRY, **_DRY_HEADS})
+    config = parse_config(dict(SMALL))
     length = 40
     results = []
     for device in (torch.device("cpu"), setting.device):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -11,8 +12,13 @@ import torch
 from baton.engine.followers import NoFollowers
 from baton.engine.graph_device import CalledGraphs, CudaGraphs, Graph, GraphDevice
 from baton.engine.step_graphs import ReplayedSteps, plan_graphs
-from baton.engine.step_runner import EagerSteps, StepModel
+from baton.engine.step_runner import EagerSteps, StepModel, StepRunner
 from baton.engine.torch_engine import TorchEngine
+from baton.model.decoder import Decoder
+from baton.model.packed import pack_parameters
+from baton.model.parameters import empty_parameters
+from baton.quantization.weight import Float8Weight, StoredWeight
+from baton_kernels.linear import keeps_float8
 from bench.gpu.engine_speed import Model, load_model
 from bench.gpu.interpreter import on_kernels
 from bench.gpu.setting import Result, Setting, time_eager_ms
@@ -53,59 +59,97 @@ class _Noted:
 
 
 class Replayed:
-    """The benchmark's model with an engine that replays decode steps, beside its own, which does not."""
+    """A model with an engine that replays decode steps, beside its own, which does not."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.model: Model = load_model(setting)
-        model, followers = self.model, NoFollowers()
+    def __init__(
+        self, setting: Setting, model: Model, decoder: Decoder, largest: int, max_len: int
+    ) -> None:
+        """decoder: of the model's config. largest, max_len: sequences of a step, and tokens of each, that there are graphs for."""
+        self.model = model
         make = CalledGraphs if setting.is_dry else CudaGraphs
         self.graphs = _LastGraphs(make(setting.device))
-        pool = model.kv.tensor
-        plan = plan_graphs(
-            model.config, pool, setting.half, setting.pick(256, 2), setting.pick(2048, 64)
-        )
-        parts = StepModel(model.config, model.decoder, model.rope, model.kv)
-        self.eager = EagerSteps(parts, followers)
+        plan = plan_graphs(model.config, model.kv.tensor, setting.half, largest, max_len)
+        parts = StepModel(model.config, decoder, model.rope, model.kv)
+        self.eager = EagerSteps(parts, NoFollowers())
         start = time.perf_counter()
         self.steps = ReplayedSteps(parts, plan, self.graphs, self.eager)
         self.capture_s = time.perf_counter() - start
         self.num_graphs = len(plan.shapes)
-        self.engine = TorchEngine(model.engine.spec, model.kv, self.steps, 4, followers)
+        self.engine = self.engine_of(self.steps, 1)
+        self.eager_engine = self.engine_of(self.eager, 1)
+
+    def engine_of(self, steps: StepRunner, max_num_launches: int) -> TorchEngine:
+        """steps: one of ours."""
+        spec = replace(self.model.engine.spec, max_num_launches=max_num_launches)
+        return TorchEngine(spec, self.model.kv, steps, 4, NoFollowers())
 
 
 @cache
-def _replayed(setting: Setting) -> Replayed:
-    return Replayed(setting)
+def load_replayed(setting: Setting) -> Replayed:
+    """The model of this process with its graphs, once."""
+    model = load_model(setting)
+    return Replayed(setting, model, model.decoder, setting.pick(256, 2), setting.pick(2048, 64))
 
 
-def _decode(num_seqs: int, cached: int, setting: Setting) -> Result:
-    """ms: a replay, all operations of a step padded to its shape. eager_ms: the same as Python launches it. engine_ms: Engine.forward, that
-    is, planning, copying, replaying and sampling; eager_engine_ms: without graphs."""
+def _float8_decoder(model: Model, setting: Setting) -> Decoder:
+    """Random weights of the model's config, those of linear layers in float8."""
+    meta = torch.device("meta")
+    parameters = empty_parameters(model.config, setting.half, setting.device, of_linears=meta)
+    linears: dict[str, StoredWeight] = {}
+    for name, target in parameters.targets():
+        if target.tensor.is_meta:
+            codes = setting.randn(*target.shape).to(torch.float8_e4m3fn)
+            scales = torch.full(target.shape[:1], 0.02, device=setting.device)
+            linears[name.removesuffix(".weight")] = Float8Weight(codes, scales)
+        else:
+            target.tensor.normal_(std=0.02, generator=setting.generator())
+    return Decoder(model.config, pack_parameters(parameters, linears))
+
+
+def _decode(num_seqs: int, setting: Setting) -> Result:
+    """See _step_times."""
     with on_kernels(setting):
-        found = _replayed(setting)
-        batch = found.model.batch(setting.pick(num_seqs, 2), setting.pick(cached, 20), 1)
-        found.steps.run(batch, None)
-        replayed = found.graphs.last
-        if replayed is None:
-            raise RuntimeError("the step was not replayed")
+        return _step_times(load_replayed(setting), num_seqs, 2, setting)
 
-        def eager() -> torch.Tensor:
-            step = found.eager.run(batch, None)
-            return step.logits(range(step.num_rows))
 
-        return {
-            "ms": time_eager_ms(replayed.replay, setting),
-            "eager_ms": time_eager_ms(eager, setting),
-            "engine_ms": time_eager_ms(lambda: found.engine.forward(batch), setting),
-            "eager_engine_ms": time_eager_ms(lambda: found.model.engine.forward(batch), setting),
-            **found.model.step_floor(len(batch.slices), setting.pick(cached, 20), 1),
-        }
+def _float8_decode(num_seqs: int, setting: Setting) -> Result:
+    """See _step_times. Float8 products count as two on the 16-bit roof, but bytes are the floor of these steps."""
+    if not (setting.is_dry or keeps_float8(setting.device, setting.half)):
+        return {"skipped": f"{torch.cuda.get_device_name()} has no float8 products"}
+    with on_kernels(setting):
+        model, largest = load_model(setting), setting.pick(num_seqs, 2)
+        decoder = _float8_decoder(model, setting)
+        found = Replayed(setting, model, decoder, largest, setting.pick(2048, 64))
+        return _step_times(found, num_seqs, 1, setting)
+
+
+def _step_times(found: Replayed, num_seqs: int, weight_bytes: int, setting: Setting) -> Result:
+    """ms: a replay, all operations of a step padded to its shape. eager_ms: the same as Python launches it. engine_ms: Engine.forward, that
+    is, planning, copying, replaying and sampling; eager_engine_ms: without graphs. Sequences have 1K tokens."""
+    cached = setting.pick(1023, 20)
+    batch = found.model.batch(setting.pick(num_seqs, 2), cached, 1)
+    found.steps.run(batch, None)
+    replayed = found.graphs.last
+    if replayed is None:
+        raise RuntimeError("the step was not replayed")
+
+    def eager() -> torch.Tensor:
+        step = found.eager.run(batch, None)
+        return step.logits(range(step.num_rows))
+
+    return {
+        "ms": time_eager_ms(replayed.replay, setting),
+        "eager_ms": time_eager_ms(eager, setting),
+        "engine_ms": time_eager_ms(lambda: found.engine.forward(batch), setting),
+        "eager_engine_ms": time_eager_ms(lambda: found.eager_engine.forward(batch), setting),
+        **found.model.step_floor(len(batch.slices), cached, 1, weight_bytes),
+    }
 
 
 def _check(setting: Setting) -> Result:
     """Logits of steps of several shapes, one after the other, beside those of the same steps run eagerly."""
     with on_kernels(setting):
-        found = _replayed(setting)
+        found = load_replayed(setting)
         largest = setting.pick(256, 2)
         errors: list[float] = []
         for num_seqs in (1, max(1, largest - 1), largest, 1):
@@ -128,8 +172,10 @@ def _check(setting: Setting) -> Result:
 
 ITEMS: Mapping[str, Callable[[Setting], Result]] = {
     "check decode graphs": _check,
-    "engine decode 1 x 1K": partial(_decode, 1, 1023),
-    "engine decode 8 x 1K": partial(_decode, 8, 1023),
-    "engine decode 64 x 1K": partial(_decode, 64, 1023),
-    "engine decode 256 x 1K": partial(_decode, 256, 1023),
+    "engine decode 1 x 1K": partial(_decode, 1),
+    "engine decode 8 x 1K": partial(_decode, 8),
+    "engine decode 64 x 1K": partial(_decode, 64),
+    "engine decode 256 x 1K": partial(_decode, 256),
+    "engine decode 1 x 1K, fp8 weights": partial(_float8_decode, 1),
+    "engine decode 64 x 1K, fp8 weights": partial(_float8_decode, 64),
 }

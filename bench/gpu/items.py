@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from bench.gpu import (
+    ahead_speed,
     attention_speed,
     checks,
     engine_speed,
@@ -27,5 +28,6 @@ ITEMS: Mapping[str, Callable[[Setting], Result]] = {
     **kv_speed.ITEMS,
     **engine_speed.ITEMS,
     **graph_speed.ITEMS,
+    **ahead_speed.ITEMS,
     **peers.ITEMS,
 }
