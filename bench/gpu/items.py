@@ -20,6 +20,7 @@ from bench.gpu.setting import Result, Setting
 
 ITEMS: Mapping[str, Callable[[Setting], Result]] = {
     **checks.ITEMS,
+    **ahead_speed.CHECKS,
     "roof copy": roofs.copy_roof,
     "roof matmul": roofs.matmul_roof,
     **attention_speed.ITEMS,
