@@ -31,6 +31,8 @@ def names_unknown_token(sampling: Sampling, vocab_size: int) -> bool:
 
 def edit(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     """Logits [rows, vocab] float32 after all edits, -inf for tokens that may not be chosen: a copy where any row has one."""
+    if not any(map(_may_be_edited, rows)):
+        return logits
     penalized = [i for i, row in enumerate(rows) if row.sampling.has_penalties]
     biased = [
         (i, token, bias)
@@ -53,6 +55,17 @@ def edit(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     if masked:
         _forbid(edited, rows, masked)
     return edited
+
+
+def _may_be_edited(row: SampleRow) -> bool:
+    """False of most rows, and then nothing is made for them."""
+    sampling = row.sampling
+    return (
+        row.allowed is not None
+        or bool(sampling.logit_bias or sampling.bad_words)
+        or row.num_output_tokens < sampling.min_tokens
+        or sampling.has_penalties
+    )
 
 
 def _add(logits: torch.Tensor, entries: Sequence[tuple[int, int, float]]) -> None:

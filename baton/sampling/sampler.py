@@ -24,10 +24,18 @@ from baton.sampling.logprobs import (
 )
 from baton.types import Sample, Sampling, TokenLogprobs
 from baton_kernels.host_copy import HostCopy, to_device
-from baton_kernels.sampling import gumbel_argmax, keep_min_p, keep_top_k, keep_top_p
+from baton_kernels.sampling import (
+    NOT_FINITE,
+    checked_argmax,
+    gumbel_argmax,
+    is_broken,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+)
 
 #: What Draws.verdicts holds in place of a token.
-_BROKEN, _NOTHING = -1, -2
+_BROKEN, _NOTHING = NOT_FINITE, -2
 
 
 class RowsError(ValueError):
@@ -62,14 +70,22 @@ class Draws:
     def samples(self) -> list[Sample]:
         """One per row, once they are here. Raises BrokenRowsError and NothingAllowedError."""
         verdicts = self.verdicts.wait().tolist()
-        if broken := [row for row, verdict in enumerate(verdicts) if verdict == _BROKEN]:
-            raise BrokenRowsError("the model's output is not finite", broken)
-        if dead := [row for row, verdict in enumerate(verdicts) if verdict == _NOTHING]:
-            raise NothingAllowedError("no token is left to choose", dead)
+        if min(verdicts, default=0) < 0:
+            _raise_of(verdicts)
+        if not self.told:
+            return [Sample(token) for token in verdicts]
         told: dict[int, TokenLogprobs] = {}
         for part in self.told:
             told |= part.told(verdicts)
         return [_sample(token, told.get(row)) for row, token in enumerate(verdicts)]
+
+
+def _raise_of(verdicts: Sequence[int]) -> None:
+    """Raise for the rows whose verdict is no token."""
+    if broken := [row for row, verdict in enumerate(verdicts) if verdict == _BROKEN]:
+        raise BrokenRowsError("the model's output is not finite", broken)
+    dead = [row for row, verdict in enumerate(verdicts) if verdict == _NOTHING]
+    raise NothingAllowedError("no token is left to choose", dead)
 
 
 def draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Draws:
@@ -84,6 +100,9 @@ def draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Draws:
         return _draws(logits, logits, chosen, token_logprobs(logits, chosen, num_top))
     edited = edit(logits, rows)
     drawn = [i for i, row in enumerate(rows) if not row.sampling.is_greedy]
+    if edited is logits and not drawn:
+        chosen, verdicts = checked_argmax(logits)
+        return Draws(chosen, HostCopy(verdicts), tuple(_told(logits, edited, rows, chosen)))
     chosen = _draw(edited, rows, drawn) if drawn else edited.argmax(-1)
     return _draws(logits, edited, chosen, _told(logits, edited, rows, chosen))
 
@@ -99,8 +118,7 @@ def _draws(
         # A row that has chosen a forbidden token had no other.
         is_dead = edited.gather(1, chosen[:, None])[:, 0].isneginf()
         verdicts = verdicts.masked_fill(is_dead, _NOTHING)
-    # A sum is finite exactly if its float32 terms are, but for overflow far beyond any logit.
-    verdicts = verdicts.masked_fill(~logits.sum(-1).isfinite(), _BROKEN)
+    verdicts = verdicts.masked_fill(is_broken(logits), _BROKEN)
     return Draws(chosen, HostCopy(verdicts), tuple(told))
 
 
@@ -108,6 +126,8 @@ def _told(
     logits: torch.Tensor, edited: torch.Tensor, rows: Sequence[SampleRow], chosen: torch.Tensor
 ) -> list[ChosenLogprobs | LikeliestLogprobs]:
     """Log probabilities of the rows that ask for some, and what beams may go on with."""
+    if not any(row.sampling.logprobs >= 0 or row.sampling.beam is not None for row in rows):
+        return []
     beams = {
         i: num_candidates(r.sampling) for i, r in enumerate(rows) if r.sampling.beam is not None
     }

@@ -14,8 +14,27 @@ from baton_kernels.dispatch import op
 #: keep_top_p sorts a row as a whole only if this many of its best tokens do not reach top_p.
 TOP_P_CANDIDATES = 256
 
+#: What checked_argmax tells of a row that is not all finite.
+NOT_FINITE = -1
+
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 _WEYL = 0x9E3779B1
+
+
+@op
+def checked_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lowest id of each row's largest logit, and the same but NOT_FINITE where a logit of the row is none: [rows] int64 each.
+
+    logits [rows, vocab] float32. The id that is told of a row that is not finite is any of [0, vocab).
+    """
+    chosen = logits.argmax(-1)
+    return chosen, chosen.masked_fill(is_broken(logits), NOT_FINITE)
+
+
+def is_broken(logits: torch.Tensor) -> torch.Tensor:
+    """[rows] bool: whether any logit of the row is infinite or NaN. logits [rows, vocab] float32."""
+    # A sum is finite exactly if its float32 terms are, but for overflow far beyond any logit.
+    return ~logits.sum(-1).isfinite()
 
 
 @op

@@ -26,6 +26,7 @@ _SOURCES = (
     "layers.cpp",
     "checked_copy.cpp",
     "word_sum.cpp",
+    "sampling.cpp",
 )
 _HEADERS = ("calls.h", "simd.h", "stored.h", "attention.h", "attention_many_rows.h")
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -54,6 +55,7 @@ _FUNCTIONS = {
     "baton_checked_gather": _CHECKED_COPY,
     "baton_checked_scatter": _CHECKED_COPY,
     "baton_word_sum": (_POINTER, _LONG, ctypes.c_uint64, _POINTER),
+    "baton_checked_argmax": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT),
     "baton_layers": (_POINTER, _LONG, _LONG, _INT, _INT),
 }
 
