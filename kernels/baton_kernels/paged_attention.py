@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +34,11 @@ TILE_TOKENS = 256
 ALIGN = 16
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionSlice:
-    """One sequence's part: its new tokens are rows [first_row, first_row + num_tokens) of the batch, at `start`."""
+class AttentionSlice(NamedTuple):
+    """One sequence's part: its new tokens are rows [first_row, first_row + num_tokens) of the batch, at `start`.
+
+    Made for each sequence in each step, so it is of the immutable kind that costs least.
+    """
 
     first_row: int
     num_tokens: int

@@ -129,39 +129,45 @@ class NativeLayers:
         self, layers: Sequence[NativeLayer], norm: torch.Tensor, shape: LayerShape
     ) -> None:
         """norm: of the last layer's results, of the type that layers compute in."""
-        self._layers, self._norm, self._shape = tuple(layers), norm, shape
+        self._layers, self._norm = tuple(layers), norm
         self._windows = tuple(dict.fromkeys(layer.window for layer in layers))
         self._table = (_Layer * len(layers))(*(self._entry(layer) for layer in layers))
-        self._scratch_row_bytes = max(
+        scratch_row_bytes = max(
             linear.scratch_row_bytes for layer in layers for linear in layer.linears
         )
+        self._row_bytes = row_bytes(shape, norm.element_size(), scratch_row_bytes)
         self._workspace = torch.empty(0, dtype=torch.uint8)
-
-    def begin(
-        self, hidden: torch.Tensor, mixed: torch.Tensor, step: Step, max_rows: int
-    ) -> RunningLayers:
-        """Start a step over hidden [tokens, hidden_size], which layers change in place. mixed [tokens, heads * head_dim] is what
-        attention gives to the rest of its layer. Both are contiguous. max_rows: most rows that the step goes on with."""
-        shape, scales = self._shape, step.scales
-        for plan in step.plans.values():
-            plan.call.scales = None if scales is None else scales.data_ptr()
-        plans = (_POINTER * len(self._windows))(
-            *(ctypes.addressof(step.plans[window].call) for window in self._windows)
-        )
-        call = _Stages(
+        self._max_rows = 0
+        self._call = _Stages(
             layers=ctypes.addressof(self._table),
-            num_layers=len(self._layers),
-            norm=self._norm.data_ptr(),
+            num_layers=len(layers),
+            norm=norm.data_ptr(),
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,
             heads=shape.num_heads,
             kv_heads=shape.num_kv_heads,
             dim=shape.head_dim,
             eps=shape.rms_norm_eps,
-            plans=ctypes.addressof(plans),
-            write=call_over(step.pool, scales, step.cos, step.sin, step.first_rows, 1),
         )
-        self._place(call, max(max_rows, hidden.shape[0]), hidden.element_size())
+        """What steps have in common, with room for _max_rows."""
+
+    def begin(
+        self, hidden: torch.Tensor, mixed: torch.Tensor, step: Step, max_rows: int
+    ) -> RunningLayers:
+        """Start a step over hidden [tokens, hidden_size], which layers change in place. mixed [tokens, heads * head_dim] is what
+        attention gives to the rest of its layer. Both are contiguous. max_rows: most rows that the step goes on with."""
+        scales = step.scales
+        for plan in step.plans.values():
+            plan.call.scales = None if scales is None else scales.data_ptr()
+        plans = (_POINTER * len(self._windows))(
+            *(ctypes.addressof(step.plans[window].call) for window in self._windows)
+        )
+        max_rows = max(max_rows, hidden.shape[0])
+        if max_rows > self._max_rows:
+            self._make_room(max_rows)
+        call = _Stages.from_buffer_copy(self._call)
+        call.plans = ctypes.addressof(plans)
+        call.write = call_over(step.pool, scales, step.cos, step.sin, step.first_rows, 1)
         running = RunningLayers(call, (self, plans, step), hidden.dtype == torch.bfloat16)
         running.goes_on_with(hidden, mixed)
         return running
@@ -181,17 +187,15 @@ class NativeLayers:
             self._windows.index(layer.window),
         )
 
-    def _place(self, call: _Stages, max_rows: int, itemsize: int) -> None:
+    def _make_room(self, max_rows: int) -> None:
         """Point the call at memory for what its stages need within, each part at a multiple of 64 bytes."""
-        parts = row_bytes(self._shape, itemsize, self._scratch_row_bytes)
-        sizes = {name: -(-max_rows * size // 64) * 64 for name, size in parts.items()}
-        needed = sum(sizes.values())
-        if self._workspace.numel() < needed:
-            self._workspace = torch.empty(needed, dtype=torch.uint8)
+        sizes = {name: -(-max_rows * size // 64) * 64 for name, size in self._row_bytes.items()}
+        self._workspace = torch.empty(sum(sizes.values()), dtype=torch.uint8)
         at = self._workspace.data_ptr()
         for name, size in sizes.items():
-            setattr(call, name, at)
+            setattr(self._call, name, at)
             at += size
+        self._max_rows = max_rows
 
 
 class RunningLayers:

@@ -6,7 +6,7 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import torch
 
@@ -65,23 +65,10 @@ def plan_attention(
     if not is_native(dtype) or stored is None or head_dim > MAX_HEAD_DIM:
         return plan_op.twin(slices, pool, num_heads, scale, window, dtype)
     _, num_layers, _, num_kv_heads, block_size, _ = pool.shape
-    group = num_heads // num_kv_heads
-    tasks = [-(-s.num_tokens * group // _TASK_ROWS) * num_kv_heads for s in slices]
-    columns = (
-        [s.first_row for s in slices],
-        [s.num_tokens for s in slices],
-        [s.start for s in slices],
-        list(accumulate((len(s.block_table) for s in slices[:-1]), initial=0)),
-        list(accumulate(tasks, initial=0)),
-    )
-    numbers = array("q", chain.from_iterable(columns))
-    for part in slices:
-        numbers.extend(part.block_table)
-    address, _ = numbers.buffer_info()
-    ends = accumulate(map(len, columns), initial=0)
-    first_row, num_tokens, start, table_at, task_at, tables = (
-        address + numbers.itemsize * at for at in ends
-    )
+    numbers = _numbers(slices, num_heads // num_kv_heads, num_kv_heads)
+    address, row = numbers.buffer_info()[0], numbers.itemsize * len(slices)
+    first_row, num_tokens, start, table_at, task_at = range(address, address + 5 * row, row)
+    tables = task_at + row + numbers.itemsize
     return AttentionPlan(
         _Call(
             *(None, None, pool.data_ptr(), None),
@@ -92,6 +79,18 @@ def plan_attention(
         ),
         numbers,
     )
+
+
+def _numbers(slices: Sequence[AttentionSlice], group: int, num_kv_heads: int) -> array[int]:
+    """first_row, num_tokens, start, table_at, task_at and tables, one after the other. group: query heads of a KV head."""
+    first_rows, counts, starts, tables = zip(*slices, strict=True)
+    tasks = (-(-count * group // _TASK_ROWS) * num_kv_heads for count in counts)
+    numbers = array("q", (*first_rows, *counts, *starts))
+    numbers.extend(accumulate(map(len, tables[:-1]), initial=0))
+    numbers.extend(accumulate(tasks, initial=0))
+    for table in tables:
+        numbers.extend(table)
+    return numbers
 
 
 def paged_attention(
