@@ -129,7 +129,7 @@ def _check(setting: Setting) -> Result:
         for way, steps in (("eager", replayed.eager), ("graphs", replayed.steps)):
             engines = [replayed.engine_of(steps, depth) for depth in (1, 2)]
             for kind, samplings in (("greedy", [_GREEDY] * len(_MIXED)), ("mixed", _MIXED)):
-                sequences = _Sequences(samplings, 20, setting.pick(20, 4), config.vocab_size)
+                sequences = _Sequences(samplings, 20, setting.pick(20, 3), config.vocab_size)
                 found[f"{way} {kind}"] = _verdict(engines, model, sequences, setting)
     is_right = all(verdict == "right" for verdict in found.values())
     return {**found, "verdict": "right" if is_right else "WRONG"}
