@@ -68,7 +68,7 @@ def int_linear(
     zeros: torch.Tensor | None,
     bits: int,
     bias: torch.Tensor | None,
-    _device: torch.device,
+    *_where: object,
 ) -> IntLinear:
     """What pack_quantized makes for a GPU."""
     return IntLinear(pack_int_weight(levels, scales, zeros, bits), bias)
