@@ -47,7 +47,7 @@ class BatonContender:
         sequences = prompts_of(task, engine.spec.vocab_size)
         started = time.perf_counter()
         for sequence, table in zip(sequences, tables, strict=True):
-            sequence.append(_step(engine, [(sequence, 0, table)])[0])
+            sequence.append(next_tokens(engine, [(sequence, 0, table)])[0])
         prefill_s = time.perf_counter() - started
         times = []
         for _ in range(task.num_tokens - 1):
@@ -56,7 +56,7 @@ class BatonContender:
                 (sequence, len(sequence) - 1, table)
                 for sequence, table in zip(sequences, tables, strict=True)
             ]
-            chosen = _step(engine, parts)
+            chosen = next_tokens(engine, parts)
             times.append(time.perf_counter() - started)
             for sequence, token in zip(sequences, chosen, strict=True):
                 sequence.append(token)
@@ -64,7 +64,9 @@ class BatonContender:
         return Answer(prefill_s, tuple(times), written)
 
 
-def _step(engine: TorchEngine, parts: Sequence[tuple[list[int], int, Sequence[int]]]) -> list[int]:
+def next_tokens(
+    engine: TorchEngine, parts: Sequence[tuple[list[int], int, Sequence[int]]]
+) -> list[int]:
     """(tokens, how many of them are in the KV cache, block table) of each sequence -> the next token of each."""
     sampling = Sampling()
     slices = tuple(

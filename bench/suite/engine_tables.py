@@ -54,6 +54,25 @@ def engine_table(document: Mapping[str, Any]) -> str:
     return "\n\n".join([" ".join(parts), table(headings, rows), "\n".join(goals)])
 
 
+def profile_table(document: Mapping[str, Any]) -> str:
+    """Milliseconds of a decode step's parts, by bench.step_profile."""
+    floors, parts = document["floors_ms"], document["parts_ms"]
+    rows = [_profile_row(part, floors[part], ms) for part, ms in parts.items()]
+    rows.append(_profile_row("All parts", sum(floors.values()), sum(parts.values())))
+    what = (
+        f"{document['model']}, {document['dtype']}, one sequence, context {document['context']} in the mean, "
+        f"{document['num_threads']} threads, roof {document['roof']['read_bytes_per_s'] / 1e9:.1f} GB/s. "
+        f"A step that nobody looks into took {number(document['step_ms'])} ms."
+    )
+    headings = ("Part", "Floor, ms", "Time, ms", "Above its floor, ms")
+    return "\n\n".join([f"{about(document)} {what}", table(headings, rows)])
+
+
+def _profile_row(part: str, floor_ms: float, ms: float) -> list[str]:
+    floor = number(floor_ms) if floor_ms else "-"
+    return [part, floor, number(ms), number(ms - floor_ms)]
+
+
 def _engine_row(figure: Figure, floor: Mapping[str, Any]) -> list[str]:
     prompt_floor = floor["prompt_ms"]
     return [

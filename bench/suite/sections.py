@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bench.suite.engine_tables import engine_table, peers_table
+from bench.suite.engine_tables import engine_table, peers_table, profile_table
 from bench.suite.host_tables import ahead_table, gateway_table, scheduler_table
 from bench.suite.split_tables import split_table, stations_table
 
@@ -69,6 +69,13 @@ SECTIONS = (
         arguments=(),
         quick=("--model", "tiny", "--rounds", "1", "--threads", "1"),
         tables={"engine": engine_table},
+    ),
+    Section(
+        name="step-profile",
+        module="bench.step_profile",
+        arguments=(),
+        quick=("--model", "tiny", "--context", "20", "--steps", "3", "--threads", "1"),
+        tables={"step-profile": profile_table},
     ),
     Section(
         name="peers",
