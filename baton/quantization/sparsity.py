@@ -45,5 +45,5 @@ def prune_by_inputs(weight: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
 def _largest_two(sizes: torch.Tensor) -> torch.Tensor:
     """Of each four of [num_out, num_in] whether it is one of the two largest."""
     order = sizes.view(len(sizes), -1, 4).argsort(dim=-1, descending=True, stable=True)
-    is_kept = torch.zeros(order.shape, dtype=torch.bool).scatter_(-1, order[..., :2], True)
+    is_kept = torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order[..., :2], True)
     return is_kept.view(sizes.shape)
