@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
 from rich.console import Console
 from rich.table import Table
 
+from bench.document import document_of, now
 from bench.host_rig import HostRig
-from bench.machine import describe_commit, describe_machine, describe_versions
 from bench.report import write_json
 from bench.stub_engine import BLOCK_SIZE
 from decode_svc.garbage import look_less_often
@@ -92,23 +90,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    started = now()
     found = [
         measure_ahead(num_seqs, arguments.step_ms, arguments.rounds)
         for num_seqs in arguments.num_seqs
     ]
     Console().print(steps_table(found))
     if arguments.json:
-        document = {
-            "command": ["python", "-m", "bench.ahead", *sys.argv[1:]],
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "git": describe_commit(),
-            "machine": describe_machine(),
-            "versions": describe_versions(),
-            "steps": [
-                {**dataclasses.asdict(one), "hidden_share": one.hidden_share} for one in found
-            ],
-        }
-        write_json(arguments.json, document)
+        steps = [{**dataclasses.asdict(one), "hidden_share": one.hidden_share} for one in found]
+        write_json(arguments.json, document_of("bench.ahead", started, {"steps": steps}))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from baton.model.decoder import Decoder, PackedBatch
 from baton.model.load import load_parameters
 from baton.model.parameters import PARTS, layer_name
 from baton.model.rope import Rope, make_rope
-from baton_kernels.kv_write import block_rows, head_rows
+from baton_kernels.kv_write import first_rows, head_rows
 from baton_kernels.linear import Linear
 from baton_kernels.paged_attention import AttentionSlice, plan_attention
 
@@ -135,6 +135,4 @@ def _batch(ids: Sequence[int], config: ModelConfig, rope: Rope, pool: torch.Tens
         window: plan_attention([part], pool, config.num_heads, scale, window, pool.dtype)
         for window in set(config.windows)
     }
-    blocks, offsets = positions // _BLOCK_TOKENS, positions % _BLOCK_TOKENS
-    first_rows = blocks * block_rows(pool) + offsets
-    return PackedBatch(torch.tensor(ids), cos, sin, first_rows, plans, None)
+    return PackedBatch(torch.tensor(ids), cos, sin, first_rows(positions, pool), plans, None)

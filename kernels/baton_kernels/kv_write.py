@@ -21,9 +21,13 @@ def slot_rows(slots: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
 
     slots [tokens] int64 = block * block_size + offset; -1 for a token without one, whose rows are negative.
     """
+    return head_rows(first_rows(slots, pool), pool)
+
+
+def first_rows(slots: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
+    """Of the first head alone, [tokens]: block * block_rows + offset where a slot is block * block_size + offset."""
     block_size = pool.shape[4]
-    # block * rows of a block + offset, where a slot is block * block_size + offset.
-    return head_rows(slots + slots // block_size * (block_rows(pool) - block_size), pool)
+    return slots + slots // block_size * (block_rows(pool) - block_size)
 
 
 def block_rows(pool: torch.Tensor) -> int:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from baton_kernels.cpu.int_linear import NativeIntLinear, can_pack_integers
 from baton_kernels.cpu.linear import NativeLinear, can_pack
 from baton_kernels.cpu.memory import Allocate, host_memory
+from baton_kernels.epilogue import finish
 from baton_kernels.quantized_linear import (
     Float8Linear,
     IntLinear,
@@ -73,7 +74,7 @@ class PlainLinear:
     ) -> torch.Tensor:
         """See Linear."""
         y = F.linear(x, self.weight, self.bias)
-        return _finish(y, residual, out_dtype)
+        return finish(y, residual, out_dtype)
 
 
 class FusedLinear(PlainLinear):
@@ -87,8 +88,8 @@ class FusedLinear(PlainLinear):
     ) -> torch.Tensor:
         """See Linear."""
         if residual is None or self.bias is not None:
-            return _finish(F.linear(x, self.weight, self.bias), residual, out_dtype)
-        return _finish(torch.addmm(residual, x, self.weight.t()), None, out_dtype)
+            return finish(F.linear(x, self.weight, self.bias), residual, out_dtype)
+        return finish(torch.addmm(residual, x, self.weight.t()), None, out_dtype)
 
 
 class OneDnnLinear:
@@ -107,15 +108,7 @@ class OneDnnLinear:
     ) -> torch.Tensor:
         """See Linear."""
         y = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
-        return _finish(y, residual, out_dtype)
-
-
-def _finish(
-    y: torch.Tensor, residual: torch.Tensor | None, out_dtype: torch.dtype | None
-) -> torch.Tensor:
-    if residual is not None:
-        y = y + residual
-    return y if out_dtype is None else y.to(out_dtype)
+        return finish(y, residual, out_dtype)
 
 
 def pack_linear(

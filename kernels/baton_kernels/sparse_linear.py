@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from baton_kernels.epilogue import finish
+
 _LEAST_CAPABILITY = (8, 0)
 #: What both libraries want outputs and inputs to be multiples of, in 16 bits.
 _TILE = (32, 64)
@@ -42,7 +44,4 @@ class SparseLinear:
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """See Linear."""
-        y = F.linear(x, self._weight, self._bias)
-        if residual is not None:
-            y = y + residual
-        return y if out_dtype is None else y.to(out_dtype)
+        return finish(F.linear(x, self._weight, self._bias), residual, out_dtype)
