@@ -1,6 +1,13 @@
-"""What a decode worker tells the gateway about one sequence. Events of a sequence are ordered; the last one is
+"""What a worker reports to the gateway about one sequence. Events of a sequence are ordered; the last one is
 Deferred, Preempted, HandedOff, Failed, or Tokens with a finish reason, and nothing follows it. Events of a sequence of
-several choices come under its first handle until the choices part, at the first token; each has its own from then on."""
+several choices come under its first handle until the choices are forked, at the first token; each has its own from
+then on.
+
+    OpenSequence ──> Deferred                                      no room now
+                ├──> Offered ──> Committed ──> Tokens ...          the KV comes by the ticket
+                └──> LocalPrefill ──> Prefilled, Tokens ...        it is computed here
+                                        └── with a destination: ──> HandedOff | HandOffFailed
+"""
 
 from __future__ import annotations
 
@@ -14,17 +21,32 @@ from baton.types import FinishReason, Sample, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Room is reserved; `ticket` (a serialised KvTicket) is for the prefill worker, opaque to the gateway."""
+    """Room is reserved; `ticket` (a serialised KvTicket) is for the worker that sends the KV, opaque to the gateway."""
 
     ticket: bytes
     num_cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillsHere:
-    """No ticket is needed: the decode worker computes what it lacks."""
+class LocalPrefill:
+    """No ticket is needed: the worker computes what is missing, or has all of it."""
 
     num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The worker has computed the prompt; the first tokens follow. From a sequence's arrival to its first chunk took
+    queue_ms, from there to the first token compute_ms.
+
+    prompt_logprobs: of the prompt's tokens but the first; empty unless they were asked for.
+    """
+
+    num_cached_tokens: int
+    num_fetched_tokens: int
+    queue_ms: float
+    compute_ms: float
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +72,20 @@ class Preempted:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """As asked, the sequence stands still after the tokens told so far, and keeps its blocks."""
+    """As asked, the sequence stands still after the tokens sent so far, and keeps its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandedOff:
-    """Another decode worker owns the sequence now."""
+    """Another worker owns the sequence now."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandOffFailed:
-    """The sequence could not be moved and is still paused here. `reason` is one of baton.errors.BY_REASON."""
+    """The sequence could not be handed off and is still here, paused. `reason` is one of baton.errors.BY_REASON."""
 
     reason: str
     message: str
-
-
-@dataclass(frozen=True, slots=True)
-class PromptScored:
-    """Log probabilities of the prompt's tokens but the first, when the decode worker computed the prompt."""
-
-    positions: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +113,13 @@ class Tokens(NamedTuple):
     score: float | None = None
 
 
-DecodeEvent = (
+SequenceEvent = (
     Offered
-    | PrefillsHere
+    | LocalPrefill
+    | Prefilled
     | Deferred
     | Committed
     | Preempted
-    | PromptScored
     | Paused
     | HandedOff
     | HandOffFailed
@@ -113,12 +128,12 @@ DecodeEvent = (
 )
 
 #: (handle of the sequence in its stream, what happened to it)
-AddressedEvent = tuple[int, DecodeEvent]
+AddressedEvent = tuple[int, SequenceEvent]
 
 _EventT = TypeVar("_EventT")
 
 
-def is_last(event: DecodeEvent) -> bool:
+def is_last(event: SequenceEvent) -> bool:
     """Whether nothing follows this event for its sequence."""
     if isinstance(event, Tokens):
         return event.finish is not FinishReason.NONE

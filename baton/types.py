@@ -100,15 +100,16 @@ class Sampling:
 
 
 class KvSource(enum.IntEnum):
-    """Where a decode worker gets the KV that a sequence lacks; numbered as in baton.v1.KvSource.
+    """Where a worker gets the KV that a sequence lacks; numbered as in baton.v1.KvSource.
 
-    PREFILL_WORKER: by a ticket, unless so little is missing that it is computed at once. HERE: computed, however much it
-    is. DECODE_WORKER: by a ticket, from another one that ran the sequence and knows the KV of all tokens but the last.
+    PREFILL: by a ticket, from a worker that computes the prompt, unless so little is missing that it is computed
+    at once. LOCAL: computed here, however much it is. HANDOFF: by a ticket, from a worker on which the sequence ran
+    and which holds the KV of all tokens but the last.
     """
 
-    PREFILL_WORKER = 1
-    HERE = 2
-    DECODE_WORKER = 3
+    PREFILL = 1
+    LOCAL = 2
+    HANDOFF = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a decode step did to sequences."""
+"""What a step did to sequences."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from types import MappingProxyType
 from baton.events import (
     AddressedEvent,
     Committed,
-    DecodeEvent,
     Deferred,
     Failed,
     HandedOff,
     HandOffFailed,
+    LocalPrefill,
     Offered,
     Paused,
     Preempted,
-    PrefillsHere,
-    PromptScored,
+    Prefilled,
+    SequenceEvent,
     Tokens,
 )
 from baton.types import FinishReason, Sample
-from baton.v1 import decode_pb2, sampling_pb2
+from baton.v1 import sampling_pb2, sequence_service_pb2
 from baton.wire.sequences import logprobs_from_proto, logprobs_to_proto
 
 #: Stands for "no score" where other entries of a step have one.
 _NO_SCORE = nan
 
 
-def step_to_proto(events: Iterable[AddressedEvent]) -> decode_pb2.DecodeResponse:
+def step_to_proto(events: Iterable[AddressedEvent]) -> sequence_service_pb2.ServeResponse:
     """One message for all that a step did to one gateway's sequences. Changes of state precede the step's tokens."""
-    response = decode_pb2.DecodeResponse()
+    response = sequence_service_pb2.ServeResponse()
     handles: list[int] = []
     entries: list[Tokens] = []
     for handle, event in events:
@@ -46,7 +46,7 @@ def step_to_proto(events: Iterable[AddressedEvent]) -> decode_pb2.DecodeResponse
 
 
 def _fill_columns(
-    columns: decode_pb2.StepTokens, handles: Sequence[int], entries: Sequence[Tokens]
+    columns: sequence_service_pb2.StepTokens, handles: Sequence[int], entries: Sequence[Tokens]
 ) -> None:
     """A whole column at a time: what a call costs would be more than half of what an entry does."""
     columns.handles.extend(handles)
@@ -67,7 +67,7 @@ def _fill_columns(
         columns.scores.extend([_NO_SCORE if e.score is None else e.score for e in entries])
 
 
-def step_from_proto(response: decode_pb2.DecodeResponse) -> Iterator[AddressedEvent]:
+def step_from_proto(response: sequence_service_pb2.ServeResponse) -> Iterator[AddressedEvent]:
     """The inverse of step_to_proto."""
     for message in response.events:
         yield message.handle, _event_from_proto(message)
@@ -75,7 +75,7 @@ def step_from_proto(response: decode_pb2.DecodeResponse) -> Iterator[AddressedEv
         yield from _columns_from_proto(response.tokens)
 
 
-def _columns_from_proto(columns: decode_pb2.StepTokens) -> Iterator[AddressedEvent]:
+def _columns_from_proto(columns: sequence_service_pb2.StepTokens) -> Iterator[AddressedEvent]:
     logprobs = {entry.entry: entry.positions for entry in columns.logprobs}
     nothing = [0] * len(columns.handles)
     scores = [None if isnan(score) else score for score in columns.scores] or [None] * len(nothing)
@@ -108,15 +108,15 @@ def _columns_from_proto(columns: decode_pb2.StepTokens) -> Iterator[AddressedEve
         yield handle, Tokens(token_index, samples, reason, num_drafts, num_accepted, score)
 
 
-def _event_to_proto(handle: int, event: DecodeEvent) -> decode_pb2.SequenceEvent:
-    message = decode_pb2.SequenceEvent(handle=handle)
+def _event_to_proto(handle: int, event: SequenceEvent) -> sequence_service_pb2.SequenceEvent:
+    message = sequence_service_pb2.SequenceEvent(handle=handle)
     match event:
         case Offered(ticket, num_cached_tokens):
             message.offered.ticket = ticket
             message.offered.num_cached_tokens = num_cached_tokens
-        case PrefillsHere(num_cached_tokens):
-            message.prefill_here.num_cached_tokens = num_cached_tokens
-            message.prefill_here.SetInParent()
+        case LocalPrefill(num_cached_tokens):
+            message.local_prefill.num_cached_tokens = num_cached_tokens
+            message.local_prefill.SetInParent()
         case Deferred(reason):
             message.deferred.reason = reason
             message.deferred.SetInParent()
@@ -126,9 +126,13 @@ def _event_to_proto(handle: int, event: DecodeEvent) -> decode_pb2.SequenceEvent
             message.committed.SetInParent()
         case Preempted():
             message.preempted.SetInParent()
-        case PromptScored(positions):
-            message.prompt_scored.positions.extend(map(logprobs_to_proto, positions))
-            message.prompt_scored.SetInParent()
+        case Prefilled(num_cached_tokens, num_fetched_tokens, queue_ms, compute_ms, positions):
+            message.prefilled.num_cached_tokens = num_cached_tokens
+            message.prefilled.num_fetched_tokens = num_fetched_tokens
+            message.prefilled.queue_ms = queue_ms
+            message.prefilled.compute_ms = compute_ms
+            message.prefilled.prompt_logprobs.extend(map(logprobs_to_proto, positions))
+            message.prefilled.SetInParent()
         case Paused():
             message.paused.SetInParent()
         case HandedOff():
@@ -146,7 +150,7 @@ def _event_to_proto(handle: int, event: DecodeEvent) -> decode_pb2.SequenceEvent
     return message
 
 
-def _event_from_proto(message: decode_pb2.SequenceEvent) -> DecodeEvent:
+def _event_from_proto(message: sequence_service_pb2.SequenceEvent) -> SequenceEvent:
     name = message.WhichOneof("event")
     parse = _EVENT_PARSERS.get(name or "")
     if parse is None:
@@ -154,23 +158,29 @@ def _event_from_proto(message: decode_pb2.SequenceEvent) -> DecodeEvent:
     return parse(message)
 
 
-_EVENT_PARSERS: Mapping[str, Callable[[decode_pb2.SequenceEvent], DecodeEvent]] = MappingProxyType(
-    {
-        "offered": lambda m: Offered(m.offered.ticket, m.offered.num_cached_tokens),
-        "prefill_here": lambda m: PrefillsHere(m.prefill_here.num_cached_tokens),
-        "deferred": lambda m: Deferred(m.deferred.reason),
-        "committed": lambda m: Committed(
-            m.committed.transfer_exposed_ms, m.committed.transfer_bytes
-        ),
-        "preempted": lambda _: Preempted(),
-        "prompt_scored": lambda m: PromptScored(
-            tuple(map(logprobs_from_proto, m.prompt_scored.positions))
-        ),
-        "paused": lambda _: Paused(),
-        "handed_off": lambda _: HandedOff(),
-        "hand_off_failed": lambda m: HandOffFailed(
-            m.hand_off_failed.reason, m.hand_off_failed.message
-        ),
-        "failed": lambda m: Failed(m.failed.reason, m.failed.message, m.failed.retriable),
-    }
+_EVENT_PARSERS: Mapping[str, Callable[[sequence_service_pb2.SequenceEvent], SequenceEvent]] = (
+    MappingProxyType(
+        {
+            "offered": lambda m: Offered(m.offered.ticket, m.offered.num_cached_tokens),
+            "local_prefill": lambda m: LocalPrefill(m.local_prefill.num_cached_tokens),
+            "deferred": lambda m: Deferred(m.deferred.reason),
+            "committed": lambda m: Committed(
+                m.committed.transfer_exposed_ms, m.committed.transfer_bytes
+            ),
+            "preempted": lambda _: Preempted(),
+            "prefilled": lambda m: Prefilled(
+                m.prefilled.num_cached_tokens,
+                m.prefilled.num_fetched_tokens,
+                m.prefilled.queue_ms,
+                m.prefilled.compute_ms,
+                tuple(map(logprobs_from_proto, m.prefilled.prompt_logprobs)),
+            ),
+            "paused": lambda _: Paused(),
+            "handed_off": lambda _: HandedOff(),
+            "hand_off_failed": lambda m: HandOffFailed(
+                m.hand_off_failed.reason, m.hand_off_failed.message
+            ),
+            "failed": lambda m: Failed(m.failed.reason, m.failed.message, m.failed.retriable),
+        }
+    )
 )

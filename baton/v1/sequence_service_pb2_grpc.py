@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from baton.v1 import decode_pb2 as baton_dot_v1_dot_decode__pb2
+from baton.v1 import sequence_service_pb2 as baton_dot_v1_dot_sequence__service__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,15 +18,15 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in baton/v1/decode_pb2_grpc.py depends on'
+        + ' but the generated code in baton/v1/sequence_service_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class DecodeServiceStub:
-    """Spoken by decode workers to gateways.
+class SequenceServiceStub:
+    """Spoken by workers to gateways.
     """
 
     def __init__(self, channel):
@@ -35,18 +35,18 @@ class DecodeServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Decode = channel.stream_stream(
-                '/baton.v1.DecodeService/Decode',
-                request_serializer=baton_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
+        self.Serve = channel.stream_stream(
+                '/baton.v1.SequenceService/Serve',
+                request_serializer=baton_dot_v1_dot_sequence__service__pb2.ServeRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_sequence__service__pb2.ServeResponse.FromString,
                 _registered_method=True)
 
 
-class DecodeServiceServicer:
-    """Spoken by decode workers to gateways.
+class SequenceServiceServicer:
+    """Spoken by workers to gateways.
     """
 
-    def Decode(self, request_iterator, context):
+    def Serve(self, request_iterator, context):
         """One stream per gateway and worker, shared by all the gateway's sequences there: what a step produced for them travels in one message.
         The stream's end aborts every sequence opened in it.
         """
@@ -55,27 +55,27 @@ class DecodeServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
 
-def add_DecodeServiceServicer_to_server(servicer, server):
+def add_SequenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Decode': grpc.stream_stream_rpc_method_handler(
-                    servicer.Decode,
-                    request_deserializer=baton_dot_v1_dot_decode__pb2.DecodeRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_decode__pb2.DecodeResponse.SerializeToString,
+            'Serve': grpc.stream_stream_rpc_method_handler(
+                    servicer.Serve,
+                    request_deserializer=baton_dot_v1_dot_sequence__service__pb2.ServeRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_sequence__service__pb2.ServeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'baton.v1.DecodeService', rpc_method_handlers)
+            'baton.v1.SequenceService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('baton.v1.DecodeService', rpc_method_handlers)
+    server.add_registered_method_handlers('baton.v1.SequenceService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class DecodeService:
-    """Spoken by decode workers to gateways.
+class SequenceService:
+    """Spoken by workers to gateways.
     """
 
     @staticmethod
-    def Decode(request_iterator,
+    def Serve(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -88,9 +88,9 @@ class DecodeService:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/baton.v1.DecodeService/Decode',
-            baton_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
-            baton_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
+            '/baton.v1.SequenceService/Serve',
+            baton_dot_v1_dot_sequence__service__pb2.ServeRequest.SerializeToString,
+            baton_dot_v1_dot_sequence__service__pb2.ServeResponse.FromString,
             options,
             channel_credentials,
             insecure,
