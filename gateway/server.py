@@ -31,12 +31,12 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 from gateway.api_keys import read_api_keys
 from gateway.chat import ChatRenderer
 from gateway.dispatcher import Dispatcher
+from gateway.driver import RequestDeps
 from gateway.fleet import Fleet
 from gateway.gauges import observe_gateway
 from gateway.grammars import GrammarCompiler
-from gateway.mover import Mover
+from gateway.migrator import Migrator
 from gateway.recorder import GatewayRecorder
-from gateway.relay import RelayContext
 from gateway.roster import Roster
 from gateway.service import InferenceService, ServiceOptions
 from gateway.tokenizer import Tokenizer, load_tokenizer
@@ -66,9 +66,14 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
     dispatcher = Dispatcher(
         fleet, max_queue_size=options.max_queue_size, key=secrets.token_bytes(32)
     )
-    mover = Mover(fleet, dispatcher)
-    context = RelayContext(
-        fleet, dispatcher, tokenizer.decode, options.client_stall_timeout_s, mover, time.monotonic
+    migrator = Migrator(fleet, dispatcher)
+    deps = RequestDeps(
+        fleet,
+        dispatcher,
+        tokenizer.decode,
+        options.client_stall_timeout_s,
+        migrator,
+        time.monotonic,
     )
     # The exporters' threads, too, come after the chat renderer's fork.
     async with (
@@ -80,7 +85,7 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
         observe_gateway(telemetry.meter, fleet, dispatcher)
         service = InferenceService(
             ServiceOptions(options.model_name, options.request_timeout_s),
-            context,
+            deps,
             tokenizer,
             chat,
             grammars,
@@ -100,7 +105,7 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
             stall_timeout_s=options.worker_stall_timeout_s,
         )
         rosters = (Roster(fleet, connect=connect).follow(r) for r in registries)
-        jobs = [dispatcher.run(), mover.run(), *rosters]
+        jobs = [dispatcher.run(), migrator.run(), *rosters]
         async with _background(jobs):
             fleet.listen(lambda: _set_health(server, fleet))
             try:

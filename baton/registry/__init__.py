@@ -1,8 +1,15 @@
 """Where workers tell that they are there, and gateways learn which are: hints, never the only truth."""
 
-from baton.registry.interface import Joined, Left, Registry
+from baton.registry.interface import Registry, WorkerAdded, WorkerRemoved
 from baton.registry.make import make_registry
 from baton.registry.registration import Registration
 from baton.registry.static import StaticRegistry
 
-__all__ = ["Joined", "Left", "Registration", "Registry", "StaticRegistry", "make_registry"]
+__all__ = [
+    "WorkerAdded",
+    "WorkerRemoved",
+    "Registration",
+    "Registry",
+    "StaticRegistry",
+    "make_registry",
+]
