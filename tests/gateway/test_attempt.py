@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from baton.errors import EngineFault, HandoffFailed, WorkerLost
-from baton.events import Committed, DecodeEvent, Failed, Offered, Preempted, Tokens
+from baton.events import Committed, Failed, Offered, Preempted, SequenceEvent, Tokens
 from baton.types import BeamParams, FinishReason, Sample, SequenceSpec, Tier, WorkerLoad
 from gateway.attempt import Attempt
 from gateway.fleet import Fleet
@@ -60,7 +60,7 @@ class Stage:
         self.attempt = Attempt(placement, spec, Timeline(now_s), now_s + 1e6)
         self.attempt.open()
 
-    async def tell(self, event: DecodeEvent, handle: int = 1) -> None:
+    async def tell(self, event: SequenceEvent, handle: int = 1) -> None:
         self.decode.tell(event, handle)
         await asyncio.sleep(1e-9)
 

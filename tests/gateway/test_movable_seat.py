@@ -11,15 +11,15 @@ import pytest
 from baton.errors import BatonError, HandoffFailed, WorkerLost
 from baton.events import (
     Committed,
-    DecodeEvent,
     Deferred,
     Failed,
     HandedOff,
     HandOffFailed,
+    LocalPrefill,
     Offered,
     Paused,
     Preempted,
-    PrefillsHere,
+    SequenceEvent,
     Tokens,
 )
 from baton.types import FinishReason, KvSource, Rank, Sample, SequenceSpec, Tier, WorkerLoad
@@ -65,7 +65,7 @@ class Bench:
             self.fleet.report(address, WorkerLoad())
         attempt = self.open_at(self.claim("here"), None)
         attempt.open()
-        self.here.tell(PrefillsHere(0))
+        self.here.tell(LocalPrefill(0))
         self.here.tell(tokens(0, 2))
         self.seat = MovableSeat(attempt.seats[0], self)
         self.follower = asyncio.create_task(self.follow())
@@ -122,7 +122,7 @@ class Bench:
         await settle()
         assert not self.seat.is_movable
 
-    async def tell(self, *messages: tuple[str, DecodeEvent]) -> None:
+    async def tell(self, *messages: tuple[str, SequenceEvent]) -> None:
         """Each arrives alone."""
         for address, event in messages:
             (self.here if address == "here" else self.there).tell(event)
@@ -188,12 +188,12 @@ def on_bench(test: Callable[[Bench], Coroutine[None, None, None]]) -> None:
         [("there", COMMITTED), ("there", tokens(5, 6)), ("here", LOST)],
     ],
 )
-def test_it_goes_on_there_once_the_kv_is_there(messages: list[tuple[str, DecodeEvent]]) -> None:
+def test_it_goes_on_there_once_the_kv_is_there(messages: list[tuple[str, SequenceEvent]]) -> None:
     async def test(bench: Bench) -> None:
         await bench.order()
         assert bench.here.commands[-1] == ("pause", 1)
         await bench.tell(("here", tokens(3, 4)), ("here", Paused()))
-        assert bench.there.commands == [("open", KvSource.DECODE_WORKER)]
+        assert bench.there.commands == [("open", KvSource.HANDOFF)]
         assert bench.there.specs[0].output_token_ids == (0, 1, 2, 3, 4)
         await bench.tell(("there", Offered(b"ticket", 0)))
         assert bench.here.commands[-1] == ("hand_off", 1, b"ticket")
@@ -209,7 +209,7 @@ def test_it_goes_on_there_once_the_kv_is_there(messages: list[tuple[str, DecodeE
 def test_a_worker_that_holds_all_its_kv_already_needs_none() -> None:
     async def test(bench: Bench) -> None:
         await bench.reach("paused")
-        await bench.tell(("there", PrefillsHere(7)), ("there", tokens(3, 3)))
+        await bench.tell(("there", LocalPrefill(7)), ("there", tokens(3, 3)))
         bench.check_is("there")
         assert bench.here.commands[-1] == ("abort", 1)
 
@@ -228,7 +228,7 @@ def test_tokens_told_before_the_pause_go_along_however_late_they_are_taken() -> 
 
 
 @pytest.mark.parametrize("event", [Deferred("full"), LOST, Preempted()])
-def test_no_room_there_lets_it_go_on_here_at_once(event: DecodeEvent) -> None:
+def test_no_room_there_lets_it_go_on_here_at_once(event: SequenceEvent) -> None:
     async def test(bench: Bench) -> None:
         await bench.reach("paused")
         await bench.tell(("there", event))
@@ -271,7 +271,7 @@ def test_a_late_answer_to_an_earlier_pause_opens_no_second_place() -> None:
         await asyncio.sleep(movable_seat.PAUSE_TIMEOUT_S + 1)
         await bench.order()
         await bench.tell(("here", Paused()), ("here", tokens(3, 4)), ("here", Paused()))
-        assert bench.there.commands == [("open", KvSource.DECODE_WORKER)]
+        assert bench.there.commands == [("open", KvSource.HANDOFF)]
         # The tokens told since are not in the ticket: it cannot be handed off, and goes on here.
         await bench.tell(("there", Offered(b"ticket", 0)), ("here", NOT_MOVED))
         bench.num_ends -= 1
@@ -314,7 +314,7 @@ def test_a_handoff_that_fails_is_resumed_when_the_worker_here_has_said_so(order:
         [("here", LOST)],
     ],
 )
-def test_what_is_in_neither_place_is_lost_once(messages: list[tuple[str, DecodeEvent]]) -> None:
+def test_what_is_in_neither_place_is_lost_once(messages: list[tuple[str, SequenceEvent]]) -> None:
     async def test(bench: Bench) -> None:
         await bench.reach("offered")
         await bench.tell(*messages)
@@ -368,7 +368,7 @@ def test_only_a_sequence_that_decodes_and_is_waited_for_can_be_moved() -> None:
         await asyncio.gather(bench.follower, return_exceptions=True)
         attempt = bench.open_at(bench.claim("there"), None)
         attempt.open()
-        bench.there.tell(PrefillsHere(0))
+        bench.there.tell(LocalPrefill(0))
         seat = MovableSeat(attempt.seats[0], bench)
         waiting = asyncio.create_task(seat.take_all())
         await settle()

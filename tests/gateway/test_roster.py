@@ -111,7 +111,7 @@ async def test_sequences_of_a_worker_that_leaves_are_told() -> None:
         events: asyncio.Queue[object] = asyncio.Queue()
         link = fleet.workers[d.address].decode_link
         assert link is not None
-        link.open(make_spec("a"), KvSource.HERE, [events.put_nowait])
+        link.open(make_spec("a"), KvSource.LOCAL, [events.put_nowait])
         await events.get()
         listing.tell(Left(d.address))
         await d.stop()

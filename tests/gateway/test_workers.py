@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import WorkerLost
-from baton.events import DecodeEvent, Failed, Offered
+from baton.events import Failed, Offered, SequenceEvent
 from baton.types import KvSource, Tier
 from gateway.fleet import Fleet, WorkerState
 from gateway.workers import keep_connected
@@ -131,12 +131,12 @@ async def test_a_lost_worker_is_out_before_its_sequences_are_told(
         fleet = Fleet([], [d.address])
         async with connected(fleet, stall_timeout_s=0.6):
             await until(fleet, lambda: state(fleet, d.address) is WorkerState.READY)
-            events: asyncio.Queue[tuple[DecodeEvent, WorkerState]] = asyncio.Queue()
+            events: asyncio.Queue[tuple[SequenceEvent, WorkerState]] = asyncio.Queue()
             link = fleet.workers[d.address].decode_link
             assert link is not None
             link.open(
                 make_spec("a"),
-                KvSource.PREFILL_WORKER,
+                KvSource.PREFILL,
                 [lambda e: events.put_nowait((e, state(fleet, d.address)))],
             )
             event, _ = await events.get()
@@ -153,7 +153,7 @@ async def test_a_lost_worker_is_out_before_its_sequences_are_told(
             # A link that was lost tells so itself, and not from within open.
             link.open(
                 make_spec("b"),
-                KvSource.PREFILL_WORKER,
+                KvSource.PREFILL,
                 [lambda e: events.put_nowait((e, seen))],
             )
             assert events.empty()
@@ -189,11 +189,11 @@ async def test_each_choice_has_a_handle_and_is_told_of_a_loss() -> None:
             await until(fleet, lambda: state(fleet, d.address) is WorkerState.READY)
             link = fleet.workers[d.address].decode_link
             assert link is not None
-            inboxes = [asyncio.Queue[DecodeEvent]() for _ in range(3)]
+            inboxes = [asyncio.Queue[SequenceEvent]() for _ in range(3)]
             sinks = [inbox.put_nowait for inbox in inboxes]
-            first = link.open(make_spec("a", num_choices=3), KvSource.PREFILL_WORKER, sinks)
+            first = link.open(make_spec("a", num_choices=3), KvSource.PREFILL, sinks)
             assert isinstance(await inboxes[0].get(), Offered)
-            assert link.open(make_spec("b"), KvSource.PREFILL_WORKER, sinks[:1]) == first + 3
+            assert link.open(make_spec("b"), KvSource.PREFILL, sinks[:1]) == first + 3
             assert isinstance(await inboxes[0].get(), Offered)
             await d.stop()
             for inbox in inboxes:
@@ -208,8 +208,8 @@ async def test_an_abort_reaches_the_worker_and_silences_it() -> None:
             await until(fleet, lambda: state(fleet, d.address) is WorkerState.READY)
             link = fleet.workers[d.address].decode_link
             assert link is not None
-            events: list[DecodeEvent] = []
-            handle = link.open(make_spec("a"), KvSource.HERE, [events.append])
+            events: list[SequenceEvent] = []
+            handle = link.open(make_spec("a"), KvSource.LOCAL, [events.append])
             await worker.wait_until_holding(1)
             link.abort(handle)
             link.abort(handle)
@@ -217,7 +217,7 @@ async def test_an_abort_reaches_the_worker_and_silences_it() -> None:
             num_events = len(events)
             worker.is_holding = False
             worker.produce(handle)
-            second: asyncio.Queue[DecodeEvent] = asyncio.Queue()
-            link.open(make_spec("b"), KvSource.HERE, [second.put_nowait])
+            second: asyncio.Queue[SequenceEvent] = asyncio.Queue()
+            link.open(make_spec("b"), KvSource.LOCAL, [second.put_nowait])
             await second.get()  # the stream is in order: what came before it was dropped
             assert len(events) == num_events

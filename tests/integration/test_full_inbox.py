@@ -15,14 +15,14 @@ from baton.engine.oracle import oracle_tokens
 from baton.errors import Overloaded
 from baton.events import Deferred
 from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
-from baton.v1 import decode_pb2, prefill_pb2
+from baton.v1 import prefill_pb2, sequence_service_pb2
 from baton.wire import sequence_to_proto, step_from_proto
-from decode_svc.commands import Abort, DecodeCommand, HandOff, Known, Pause, Resume, StreamClosed
-from decode_svc.service import DecodeServicer
 from kv_transfer.kv_ticket import KvTicket, encode_ticket
 from prefill_svc.commands import PrefillCommand
 from prefill_svc.service import PrefillServicer
 from tests.support.live_tiers import ONLY_DECODES, has_crossed, live_system
+from worker_core.commands import Abort, Command, HandOff, Known, Pause, Resume, StreamClosed
+from worker_core.service import SequenceServicer
 
 LAYOUT = KvLayout("oracle", 4, 2, 8, "float32", 4)
 SPEC = SequenceSpec("r", (1, 2, 3), Sampling(max_tokens=4))
@@ -54,20 +54,28 @@ class StubContext:
 
 
 async def test_a_stream_whose_worker_is_full_goes_on_and_ends_what_it_has() -> None:
-    told: list[DecodeCommand] = []
-    servicer = DecodeServicer(told.append, never)
+    told: list[Command] = []
+    servicer = SequenceServicer(told.append, never)
     deferred = asyncio.Event()
 
-    async def commands() -> AsyncIterator[decode_pb2.DecodeRequest]:
+    async def commands() -> AsyncIterator[sequence_service_pb2.DecodeRequest]:
         for handle in (3, 4):
-            opening = decode_pb2.OpenSequence(handle=handle, sequence=sequence_to_proto(SPEC))
-            yield decode_pb2.DecodeRequest(open=opening)
+            opening = sequence_service_pb2.OpenSequence(
+                handle=handle, sequence=sequence_to_proto(SPEC)
+            )
+            yield sequence_service_pb2.DecodeRequest(open=opening)
         await deferred.wait()
-        yield decode_pb2.DecodeRequest(pause=decode_pb2.PauseSequence(handle=1))
-        yield decode_pb2.DecodeRequest(resume=decode_pb2.ResumeSequence(handle=1))
-        yield decode_pb2.DecodeRequest(hand_off=decode_pb2.HandOffSequence(handle=1, ticket=b"t"))
-        yield decode_pb2.DecodeRequest(abort=decode_pb2.AbortSequence(handle=2))
-        yield decode_pb2.DecodeRequest(known=decode_pb2.KnownSequences(handles=[1]))
+        yield sequence_service_pb2.DecodeRequest(pause=sequence_service_pb2.PauseSequence(handle=1))
+        yield sequence_service_pb2.DecodeRequest(
+            resume=sequence_service_pb2.ResumeSequence(handle=1)
+        )
+        yield sequence_service_pb2.DecodeRequest(
+            hand_off=sequence_service_pb2.HandOffSequence(handle=1, ticket=b"t")
+        )
+        yield sequence_service_pb2.DecodeRequest(abort=sequence_service_pb2.AbortSequence(handle=2))
+        yield sequence_service_pb2.DecodeRequest(
+            known=sequence_service_pb2.KnownSequences(handles=[1])
+        )
 
     answers: list[Any] = []
     context: Any = StubContext()

@@ -14,15 +14,15 @@ import pytest
 
 from baton.engine.oracle import oracle_tokens
 from baton.errors import InvalidRequest
-from baton.events import AddressedEvent, Committed, DecodeEvent, Failed, Offered, Tokens, is_last
+from baton.events import AddressedEvent, Committed, Failed, Offered, SequenceEvent, Tokens, is_last
 from baton.rpc.channel import aio_channel
 from baton.rpc.status import from_rpc_error
 from baton.types import FinishReason, Sampling, SequenceSpec
 from baton.v1 import (
-    decode_pb2,
-    decode_pb2_grpc,
     prefill_pb2,
     prefill_pb2_grpc,
+    sequence_service_pb2,
+    sequence_service_pb2_grpc,
     worker_pb2,
     worker_pb2_grpc,
 )
@@ -40,21 +40,21 @@ class Stream:
     """One Decode stream, as a gateway holds it."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.call = decode_pb2_grpc.DecodeServiceStub(channel).Decode()
+        self.call = sequence_service_pb2_grpc.DecodeServiceStub(channel).Decode()
         self._handles = itertools.count(1)
         self._events = self._read()
 
     async def open(self, spec: SequenceSpec, handle: int | None = None) -> int:
         handle = handle or next(self._handles)
-        message = decode_pb2.OpenSequence(handle=handle, sequence=sequence_to_proto(spec))
-        await self.call.write(decode_pb2.DecodeRequest(open=message))
+        message = sequence_service_pb2.OpenSequence(handle=handle, sequence=sequence_to_proto(spec))
+        await self.call.write(sequence_service_pb2.DecodeRequest(open=message))
         return handle
 
     async def abort(self, handle: int) -> None:
-        message = decode_pb2.AbortSequence(handle=handle)
-        await self.call.write(decode_pb2.DecodeRequest(abort=message))
+        message = sequence_service_pb2.AbortSequence(handle=handle)
+        await self.call.write(sequence_service_pb2.DecodeRequest(abort=message))
 
-    async def next(self) -> DecodeEvent:
+    async def next(self) -> SequenceEvent:
         return (await anext(self._events))[1]
 
     async def _read(self) -> AsyncIterator[AddressedEvent]:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from baton.events import DecodeEvent, Failed, is_last
+from baton.events import Failed, SequenceEvent, is_last
 from baton.types import KvSource, SequenceSpec
 from gateway.links import Sink
 
@@ -88,7 +88,7 @@ class FakeLink:
     def resume(self, handle: int) -> None:
         self._there.put(self._worker.obey_resume, handle)
 
-    def tell(self, handle: int, event: DecodeEvent) -> None:
+    def tell(self, handle: int, event: SequenceEvent) -> None:
         """The worker tells something."""
         self._back.put(self._deliver, handle, event)
 
@@ -98,7 +98,7 @@ class FakeLink:
         self._there.is_cut = self._back.is_cut = True
         self._loop.call_soon(self._tell_loss)
 
-    def _deliver(self, handle: int, event: DecodeEvent) -> None:
+    def _deliver(self, handle: int, event: SequenceEvent) -> None:
         sink = self._sinks.get(handle)
         if sink is None:
             return

@@ -15,16 +15,16 @@ from dataclasses import dataclass, field, replace
 from baton.errors import WorkerLost
 from baton.events import (
     Committed,
-    DecodeEvent,
     Deferred,
     Failed,
     HandedOff,
     HandOffFailed,
+    LocalPrefill,
     Offered,
     Paused,
     Preempted,
-    PrefillsHere,
     PromptScored,
+    SequenceEvent,
     Tokens,
 )
 from baton.types import (
@@ -267,7 +267,7 @@ class FakeDecode:
             if seat.is_running and seat.spec.choice == choice:
                 self._leave(seat, Preempted())
 
-    def tell_all(self, event: DecodeEvent) -> None:
+    def tell_all(self, event: SequenceEvent) -> None:
         """Send something that this worker would not send by itself."""
         for seat in self._seats.values():
             self._tell(seat.handle, event)
@@ -326,8 +326,8 @@ class FakeDecode:
         self._num_free -= seat.num_blocks
         self._seats[handle] = seat
         is_short = spec.num_tokens <= self.info.max_local_prefill_tokens
-        if source is KvSource.HERE or (is_short and source is KvSource.PREFILL_WORKER):
-            self._tell(handle, PrefillsHere(0))
+        if source is KvSource.LOCAL or (is_short and source is KvSource.PREFILL):
+            self._tell(handle, LocalPrefill(0))
             if spec.sampling.prompt_logprobs >= 0:
                 self._tell(handle, PromptScored(prompt_logprobs_of(spec)))
             self._run(seat, ())
@@ -439,7 +439,7 @@ class FakeDecode:
                 return False
         return True
 
-    def _leave(self, seat: _Seat, event: DecodeEvent) -> None:
+    def _leave(self, seat: _Seat, event: SequenceEvent) -> None:
         if seat.handle in self._seats:
             self._tell(seat.handle, event)
             self._free(seat)
@@ -452,7 +452,7 @@ class FakeDecode:
     def _draw_latency(self) -> float:
         return self.latency()
 
-    def _tell(self, handle: int, event: DecodeEvent) -> None:
+    def _tell(self, handle: int, event: SequenceEvent) -> None:
         self.links[-1].tell(handle, event)
 
     def _report(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc.aio
 
-from baton.events import Committed, DecodeEvent, Deferred, Offered, PrefillsHere, Tokens
+from baton.events import Committed, Deferred, LocalPrefill, Offered, SequenceEvent, Tokens
 from baton.rpc.server import RunningServer, start_server
 from baton.types import (
     BlockCounts,
@@ -26,10 +26,10 @@ from baton.types import (
     WorkerLoad,
 )
 from baton.v1 import (
-    decode_pb2,
-    decode_pb2_grpc,
     prefill_pb2,
     prefill_pb2_grpc,
+    sequence_service_pb2,
+    sequence_service_pb2_grpc,
     worker_pb2,
     worker_pb2_grpc,
 )
@@ -48,7 +48,7 @@ _HEARTBEAT_S = 0.2
 @dataclass(eq=False)
 class GrpcWorker(
     worker_pb2_grpc.WorkerServiceServicer,
-    decode_pb2_grpc.DecodeServiceServicer,
+    sequence_service_pb2_grpc.DecodeServiceServicer,
     prefill_pb2_grpc.PrefillServiceServicer,
 ):
     """Either tier, as `info` says. `is_holding`: sequences stay open without a token until they are aborted."""
@@ -63,7 +63,9 @@ class GrpcWorker(
     open_handles: set[int] = field(default_factory=set)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     num_prefills_running: int = 0
-    responses: dict[int, asyncio.Queue[decode_pb2.DecodeResponse]] = field(default_factory=dict)
+    responses: dict[int, asyncio.Queue[sequence_service_pb2.DecodeResponse]] = field(
+        default_factory=dict
+    )
     specs: dict[int, SequenceSpec] = field(default_factory=dict)
 
     async def wait_until_holding(self, num_sequences: int) -> None:
@@ -104,7 +106,7 @@ class GrpcWorker(
         )
 
     async def Decode(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802, ARG002
-        outgoing: asyncio.Queue[decode_pb2.DecodeResponse] = asyncio.Queue()
+        outgoing: asyncio.Queue[sequence_service_pb2.DecodeResponse] = asyncio.Queue()
         reader = asyncio.create_task(self._read(requests, outgoing))
         try:
             while True:
@@ -133,7 +135,7 @@ class GrpcWorker(
             async with self.changed:
                 self.changed.notify_all()
 
-    def _open(self, request: decode_pb2.OpenSequence, outgoing: Any) -> None:
+    def _open(self, request: sequence_service_pb2.OpenSequence, outgoing: Any) -> None:
         handle = request.handle
         self.num_opened += 1
         self.open_handles.add(handle)
@@ -141,8 +143,8 @@ class GrpcWorker(
         self.specs[handle] = sequence_from_proto(request.sequence)
         if self.info.num_blocks < len(self.open_handles):
             self._send(handle, Deferred("full"))
-        elif request.source == KvSource.HERE:
-            self._send(handle, PrefillsHere(0))
+        elif request.source == KvSource.LOCAL:
+            self._send(handle, LocalPrefill(0))
             self.produce(handle)
         else:
             ticket = f"{self.info.identity.worker_id}/{handle}".encode()
@@ -165,12 +167,12 @@ class GrpcWorker(
             _put(outgoing, own, Tokens(first + middle, tuple(rest[middle:]), FinishReason.LENGTH))
         self.open_handles.discard(handle)
 
-    def _send(self, handle: int, event: DecodeEvent) -> None:
+    def _send(self, handle: int, event: SequenceEvent) -> None:
         _put(self.responses[handle], handle, event)
 
 
 def _put(
-    outgoing: asyncio.Queue[decode_pb2.DecodeResponse], handle: int, event: DecodeEvent
+    outgoing: asyncio.Queue[sequence_service_pb2.DecodeResponse], handle: int, event: SequenceEvent
 ) -> None:
     outgoing.put_nowait(step_to_proto([(handle, event)]))
 
@@ -185,7 +187,7 @@ async def serving(worker: GrpcWorker, port: int = 0) -> AsyncIterator[RunningSer
     def register(server: grpc.aio.Server) -> Sequence[str]:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
         if worker.info.tier is Tier.DECODE:
-            decode_pb2_grpc.add_DecodeServiceServicer_to_server(worker, server)
+            sequence_service_pb2_grpc.add_DecodeServiceServicer_to_server(worker, server)
         else:
             prefill_pb2_grpc.add_PrefillServiceServicer_to_server(worker, server)
         return ("baton.v1.WorkerService",)

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 
 from baton.engine.loop import HEARTBEAT_S
 from baton.errors import WorkerLost
-from baton.events import DecodeEvent, Failed, is_last
+from baton.events import Failed, SequenceEvent, is_last
 from baton.types import KvLayout, KvSource, SequenceSpec, Tier, WorkerIdentity, WorkerInfo
 from baton.v1 import inference_pb2
 from decode_svc import commands as decode
-from decode_svc.speculation.interface import NoSpeculation
 from gateway.dispatcher import Dispatcher
 from gateway.fleet import Fleet, WorkerState
 from gateway.links import First, OnFirst, PrefillResult, Sink
@@ -29,6 +28,7 @@ from kv_transfer.transport.loopback import LoopbackHub
 from prefill_svc import commands as prefill
 from tests.support.random_speculation import RandomSpeculation
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
+from worker_core.speculation.interface import NoSpeculation
 
 
 def info_of(name: str, tier: Tier, shape: SimShape, layout: KvLayout, max_len: int) -> WorkerInfo:
@@ -195,7 +195,7 @@ class DecodeNode(_Node):
         self.system.fleet.report(self.name, step.load)
         return step.is_idle
 
-    def tell(self, handle: int, event: DecodeEvent) -> None:
+    def tell(self, handle: int, event: SequenceEvent) -> None:
         self.system.seen.add(type(event).__name__)
         sink = self.sinks.get(handle)
         if sink is None:

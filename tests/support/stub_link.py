@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.events import DecodeEvent, is_last
+from baton.events import SequenceEvent, is_last
 from baton.types import KvSource, SequenceSpec
 from gateway.links import Sink
 
@@ -39,7 +39,7 @@ class StubLink:
     def resume(self, handle: int) -> None:
         self.commands.append(("resume", handle))
 
-    def tell(self, event: DecodeEvent, handle: int = 1) -> None:
+    def tell(self, event: SequenceEvent, handle: int = 1) -> None:
         """What the worker tells; nothing if nobody listens any more."""
         sink = self._sinks.get(handle)
         if sink is None:

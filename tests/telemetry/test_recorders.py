@@ -18,11 +18,11 @@ from baton.events import Offered, Tokens, is_last
 from baton.telemetry import Telemetry
 from baton.types import KvSource, Sampling, SequenceSpec
 from decode_svc import commands as decode
-from decode_svc.recorder import DecodeRecorder
 from kv_transfer.transport.loopback import LoopbackHub
 from prefill_svc import commands as prefill
 from prefill_svc.recorder import PrefillRecorder
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
+from worker_core.recorder import WorkerRecorder
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
@@ -72,7 +72,7 @@ class Tiers:
     def __post_init__(self) -> None:
         hub = LoopbackHub()
         self.p_recorder = PrefillRecorder(self.exports.telemetry, self.clock)
-        self.d_recorder = DecodeRecorder(self.exports.telemetry, self.clock)
+        self.d_recorder = WorkerRecorder(self.exports.telemetry, self.clock)
         shape = SimShape(num_blocks=24)
         self.prefill = SimPrefill(hub, self.clock, SimShape(num_blocks=48))
         self.decode = SimDecode(hub, self.clock, shape)
@@ -100,9 +100,7 @@ class Tiers:
         )
         self.live[handle] = spec
         self.decode.submit(
-            decode.Open(
-                0, handle, spec, self.rng.choice([KvSource.HERE, *[KvSource.PREFILL_WORKER] * 4])
-            )
+            decode.Open(0, handle, spec, self.rng.choice([KvSource.LOCAL, *[KvSource.PREFILL] * 4]))
         )
 
     def cancel(self, handle: int) -> None:

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.linear_fit import LinearFit
-from decode_svc.costs import Costs, LocalPrefillPolicy
+from worker_core.costs import Costs
+from worker_core.policy import LocalPrefillPolicy
 
 POLICY = LocalPrefillPolicy(
     default_threshold=16, max_threshold=2048, is_pinned=False, max_itl_factor=2.0

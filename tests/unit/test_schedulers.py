@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_svc.scheduler import Budget, plan_step
 from prefill_svc.scheduler import share_budget
+from worker_core.scheduler import Budget, plan_step
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Which sequences a decode step serves, and which must leave for them. Pure: state in, plan out.
+"""Which sequences a step serves, and which must leave for them. Pure: state in, plan out.
 
-Sequences that decode come before sequences that prefill here, so that a prompt never holds up running answers; within
-each, by rank (priority, then arrival). A sequence that needs a block when none is left takes it from the worst-ranked
+On a decode worker sequences that decode come before sequences that prefill, so that a prompt never holds up running
+answers; on a prefill worker it is the other way round, and the first prompt is finished first. Within each, by rank (priority, then arrival). A sequence that needs a block when none is left takes it from the worst-ranked
 sequence, if that one ranks worse than itself; otherwise it waits with its blocks. So the best-ranked sequence always
 goes on, and every sequence becomes the best-ranked one in the end: no livelock.
 """
@@ -57,10 +57,14 @@ class StepPlan(Generic[SequenceT]):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a step may compute. num_prefill_tokens: of sequences that prefill, beside others that decode."""
+    """What a step may compute. num_prefill_tokens: of sequences that prefill, beside others that decode.
+
+    prompts_first: sequences that prefill are served before those that decode.
+    """
 
     num_tokens: int
     num_prefill_tokens: int
+    prompts_first: bool = False
 
 
 def plan_step(
@@ -72,7 +76,10 @@ def plan_step(
     num_left = len(by_rank)  # by_rank[num_left:] are preempted
     grants: list[tuple[SequenceT, int]] = []
     num_tokens = budget.num_tokens
-    for served, most in ((decoding, budget.num_tokens), (prefilling, budget.num_prefill_tokens)):
+    kinds = [(decoding, budget.num_tokens), (prefilling, budget.num_prefill_tokens)]
+    if budget.prompts_first:
+        kinds.reverse()
+    for served, most in kinds:
         num_tokens = min(num_tokens, most)
         for sequence in served:
             if num_left < len(by_rank) and sequence.rank >= by_rank[num_left].rank:

@@ -10,7 +10,7 @@ from baton.engine.interface import SampleRow, SequenceSlice
 from baton.grammar import Matcher
 from baton.sampling.beam_search import BeamSearch, Hypothesis
 from baton.types import Rank, Sample, SequenceSpec
-from decode_svc.sequence import DecodeSequence, Stage
+from worker_core.sequence import Stage, WorkerSequence, width
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class BeamGroup:
     """Takes the place of its root once the root's KV is whole. Owned by the engine loop."""
 
     runs_ahead = False
-    """See DecodeSequence: which beams go on depends on what is drawn."""
+    """See WorkerSequence: which beams go on depends on what is drawn."""
 
     def __init__(
-        self, root: DecodeSequence, first: Sample, pool: BlockPool, max_model_len: int
+        self, root: WorkerSequence, first: Sample, pool: BlockPool, max_model_len: int
     ) -> None:
         """`first`: what follows the root, with the candidates. Takes the root's lease over."""
         self.stream = root.stream
@@ -48,8 +48,13 @@ class BeamGroup:
 
     @property
     def key(self) -> str:
-        """As DecodeSequence.key."""
+        """As WorkerSequence.key."""
         return f"{self.stream}/{self.handle}"
+
+    @property
+    def width(self) -> int:
+        """As WorkerSequence.width."""
+        return width(self.spec)
 
     @property
     def leases(self) -> tuple[BlockLease, ...]:
@@ -91,7 +96,7 @@ class BeamGroup:
         return self._pool.num_blocks_to_write([b.lease for b in self._beams], start, start + 1)
 
     def prepare(self, num_new: int) -> tuple[BlockCopy, ...] | None:
-        """As DecodeSequence.prepare, for all beams or none."""
+        """As WorkerSequence.prepare, for all beams or none."""
         if self.num_blocks_to_write(num_new) > self._pool.counts().available:
             return None
         start = self._num_computed_tokens
@@ -101,7 +106,7 @@ class BeamGroup:
         return tuple(copies)
 
     def follow_grammar(self) -> None:
-        """As DecodeSequence.follow_grammar, for all beams."""
+        """As WorkerSequence.follow_grammar, for all beams."""
         if self.order is None:
             return
         num_prompt_tokens = len(self.spec.prompt_token_ids)

@@ -16,8 +16,8 @@ from baton.engine.guard import forward_guarded
 from baton.engine.interface import Batch, Engine, SampleRow, SequenceSlice
 from baton.errors import BatonError
 from baton.types import Sampling
-from decode_svc.speculation.proposer import NOTHING, DraftRequest, Forecast
-from decode_svc.speculation.step_cost import rounded
+from worker_core.speculation.proposer import NOTHING, DraftRequest, Forecast
+from worker_core.speculation.step_cost import rounded
 
 #: Weight of the latest call in the mean cost of a draft.
 _COST_RATE = 0.1

@@ -10,11 +10,11 @@ from baton.config import DecodeOptions
 from baton.engine.interface import Engine
 from baton.model.checkpoint import resolve_checkpoint
 from baton.worker.build import build_decode_engine
-from decode_svc.speculation.draft_model import DraftModelProposer
-from decode_svc.speculation.interface import NoSpeculation, Speculation
-from decode_svc.speculation.ngram import NgramProposer
-from decode_svc.speculation.pair import check_specs, check_tokenizers
-from decode_svc.speculation.speculator import Speculator
+from worker_core.speculation.draft_model import DraftModelProposer
+from worker_core.speculation.interface import NoSpeculation, Speculation
+from worker_core.speculation.ngram import NgramProposer
+from worker_core.speculation.pair import check_specs, check_tokenizers
+from worker_core.speculation.speculator import Speculator
 
 
 def build_speculation(

@@ -1,4 +1,4 @@
-"""A sequence while a decode worker holds it."""
+"""A sequence while a worker holds it."""
 
 from __future__ import annotations
 
@@ -9,30 +9,51 @@ from typing import ClassVar
 from baton.cache.pool import BlockCopy, BlockLease
 from baton.engine.interface import FOLLOWING, SampleRow, SequenceSlice
 from baton.engine.rows import first_rows, scored_rows, wants_prompt_logprobs
+from baton.events import ChunkTime
 from baton.grammar import Matcher, MatcherOrder
 from baton.types import Rank, SequenceSpec, TokenLogprobs, is_full_length
-from decode_svc.speculation.token_prefix import TokenPrefix
+from worker_core.commands import Destination, sequence_key
+from worker_core.speculation.token_prefix import TokenPrefix
 
 
 class Stage(enum.Enum):
     """Where a sequence is in its life here.
 
-        AWAITING_KV --> RUNNING <--> PAUSED <--> MOVING --> gone
-                         |    ^
-                         v    |
-                         SWAPPED
+        AWAITING_KV --> RUNNING <--> PAUSED <--> HANDING_OFF --> gone
+          FETCHING ---->  |  ^                        ^
+                          |  +--> SWAPPED             |
+                          +---------------------------+  with a destination, at its first tokens
 
-    A sequence that the worker prefills by itself is RUNNING at once. Any of them may end. SWAPPED holds no blocks.
-    ABANDONED: given up, or over, while its ticket or a launch may still write to its blocks, or the sender read them; its
-    blocks wait for the last event of these.
+    AWAITING_KV: all its KV comes by a ticket. FETCHING: a prefix of it comes from its destination. A sequence whose
+    prompt is computed here is RUNNING at once. SWAPPED holds no blocks. Any of them may end. CLOSING: given up, or
+    over, while a ticket or a launch may still write to its blocks, or the sender read them; its blocks wait for the
+    last of these.
     """
 
     AWAITING_KV = enum.auto()
+    FETCHING = enum.auto()
     RUNNING = enum.auto()
     PAUSED = enum.auto()
-    MOVING = enum.auto()
+    HANDING_OFF = enum.auto()
     SWAPPED = enum.auto()
-    ABANDONED = enum.auto()
+    CLOSING = enum.auto()
+
+
+@dataclass(slots=True)
+class LocalPrefillProgress:
+    """How the prompt of a sequence is computed here, until its first tokens. Times in seconds of the engine loop's clock.
+
+    num_sent_layers: layers of the last chunk that were given to the KV sender; a step that runs again skips them.
+    logprobs: of the prompt's tokens but the first, as far as it is computed, if they were asked for.
+    """
+
+    arrived_s: float
+    started_s: float
+    num_cached_tokens: int
+    num_fetched_tokens: int = 0
+    num_sent_layers: int = 0
+    chunks: list[ChunkTime] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +73,14 @@ NO_DRAFT = Draft((), (None,))
 
 
 @dataclass(slots=True, eq=False)
-class DecodeSequence:
+class WorkerSequence:
     """Owned by the engine loop. `stream` and `handle` say to whom its events go.
 
     A sequence of several choices is one until its first tokens; `choices` are those, counted from the first, that were
     not given up until then.
+    prefill: None where the KV comes by a ticket, and from the first tokens on.
+    destination: where it goes after its first tokens; None if it stays.
+    ticket_id: while its blocks may be written by a ticket. is_sending: while the KV sender may read them.
     token_ids and num_computed_tokens are what is known, whatever is in flight: what was launched counts from when it is
     collected. What the scheduler sees, and the next slice, are as they will be then.
     """
@@ -69,9 +93,11 @@ class DecodeSequence:
     lease: BlockLease
     stage: Stage
     num_computed_tokens: int
+    prefill: LocalPrefillProgress | None = None
+    destination: Destination | None = None
+    is_sending: bool = False
     ticket_id: int | None = None
     offered_s: float = 0.0
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     order: MatcherOrder | None = None
     """None without a grammar."""
     matcher: Matcher | None = None
@@ -86,6 +112,8 @@ class DecodeSequence:
     """Names the sequence in this boot of the worker."""
     runs_ahead: bool = field(init=False)
     """Whether its next slice may be launched without knowing the token that it begins with: nothing but KV depends on it."""
+    width: int = field(init=False)
+    """Places in the batch that it takes, or its choices or beams will take here."""
     rank: Rank = field(init=False)
     """Of its spec, as the next two are: asked for in each step, and then from here."""
     num_prompt_tokens: int = field(init=False)
@@ -93,15 +121,17 @@ class DecodeSequence:
     """That it was opened with: its prompt, and output of other workers."""
 
     def __post_init__(self) -> None:
-        self.key = f"{self.stream}/{self.handle}"
+        self.key = sequence_key(self.stream, self.handle)
         self.token_ids = list(self.spec.token_ids)
         self.choices = list(range(self.spec.num_choices))
+        self.width = 1 if self.destination else width(self.spec)
         self.rank = self.spec.rank
         self.num_prompt_tokens = len(self.spec.prompt_token_ids)
         self.num_opened_tokens = len(self.token_ids)
         sampling = self.spec.sampling
         self.runs_ahead = not (
             self.order
+            or self.destination
             or sampling.beam
             or sampling.has_penalties
             or sampling.bad_words
@@ -119,6 +149,11 @@ class DecodeSequence:
     def num_missing_tokens(self) -> int:
         num_tokens = len(self.token_ids) + (self.drawing_row is not None)
         return num_tokens - self.num_computed_tokens - self.num_launched_tokens
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether somebody may still write to its blocks, or read them, whatever becomes of it."""
+        return self.is_sending or self.ticket_id is not None or self.num_launched_tokens > 0
 
     @property
     def leases(self) -> tuple[BlockLease, ...]:
@@ -230,3 +265,8 @@ class DecodeSequence:
             )
             for num_drafts, mask in enumerate(draft.masks[1:], start=1)
         )
+
+
+def width(spec: SequenceSpec) -> int:
+    """Places in the batch that a sequence takes, or its choices or beams will take."""
+    return spec.sampling.beam.width if spec.sampling.beam else spec.num_choices

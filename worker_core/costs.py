@@ -3,48 +3,41 @@
     compute a prompt's missing tokens here, or await them from a prefill worker     local_prefill_threshold
     how much of a prompt to compute beside sequences that decode                    max_prefill_tokens
     keep a preempted sequence's KV in host memory, or have it computed anew         is_swap_cheaper
+    fetch a prefix from a sequence's destination, or compute it                     is_fetch_cheaper
 
 Times are fitted to recent observations, so that the fits follow the machine. Pure but for their state.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from baton.linear_fit import LinearFit
+from worker_core.policy import LocalPrefillPolicy
 
 #: Observations before a fit is believed.
 _MIN_OBSERVATIONS = 4
 #: Assumed until the first copy: both ways together, in bytes a second.
 _ASSUMED_COPY_BYTES_PER_S = 2e9
-
-
-@dataclass(frozen=True, slots=True)
-class LocalPrefillPolicy:
-    """When a decode worker computes prompts by itself.
-
-    default_threshold: missing tokens, before anything is known. max_threshold: most that is ever computed by choice.
-    is_pinned: the threshold is the default, whatever is learned.
-    max_itl_factor: how many times as long as a step of decoding alone one with part of a prompt beside it may take; None
-    for any.
-    """
-
-    default_threshold: int
-    max_threshold: int
-    is_pinned: bool
-    max_itl_factor: float | None
-    min_chunk_tokens: int = 16
+#: Fewer tokens are never fetched: the round trip alone takes longer.
+MIN_FETCHED_TOKENS = 32
+#: Assumed until a prefix was fetched: seconds of a round trip, and bytes a second.
+_ASSUMED_FETCH_S, _ASSUMED_FETCH_BYTES_PER_S = 0.005, 5e8
+#: While computing is estimated to be faster, one chance in so many is fetched all the same, to measure it.
+_TRY_EVERY = 50
 
 
 class Costs:
     """What this worker has learned of its own and its peers' speed. Times in seconds."""
 
-    def __init__(self, policy: LocalPrefillPolicy) -> None:
-        self._policy = policy
+    def __init__(self, policy: LocalPrefillPolicy, token_bytes: int) -> None:
+        """token_bytes: of KV of one token."""
+        self.policy = policy
+        self._token_bytes = token_bytes
         self._handoff = LinearFit()
         self._decode = LinearFit()
         self._prefill = LinearFit()
         self._copy = LinearFit()
+        self._fetch = LinearFit()
+        self._num_fetch_chances = 0
 
     def observe_handoff(self, num_tokens: int, seconds: float) -> None:
         """From a ticket's offer to its commit, all of the prefill tier in between, for so many missing tokens."""
@@ -68,7 +61,7 @@ class Costs:
 
     def local_prefill_threshold(self, num_decoding: int) -> int:
         """Most missing tokens that are better computed here, where each delays all that decode, than awaited."""
-        policy = self._policy
+        policy = self.policy
         known = min(self._handoff.num_observations, self._prefill.num_observations)
         if policy.is_pinned or known < _MIN_OBSERVATIONS:
             return policy.default_threshold
@@ -80,7 +73,7 @@ class Costs:
 
     def max_prefill_tokens(self, num_decoding: int, max_num_batched_tokens: int) -> int:
         """Tokens of prompts that a step may compute beside `num_decoding` sequences, for their next tokens not to wait long."""
-        policy = self._policy
+        policy = self.policy
         # A few short prompts may all have taken the same time, which says nothing of a long one.
         token_s = self._prefill.slope or self._prefill.rate
         is_known = token_s > 0 and self._decode.num_observations > 0
@@ -97,3 +90,18 @@ class Costs:
             copy_s = num_bytes / _ASSUMED_COPY_BYTES_PER_S
         recompute = self._handoff if self._handoff.num_observations else self._prefill
         return not recompute.num_observations or copy_s < recompute.predict(num_tokens)
+
+    def observe_fetch(self, num_tokens: int, seconds: float) -> None:
+        """KV of so many tokens was fetched from a sequence's destination."""
+        self._fetch.observe(num_tokens, seconds)
+
+    def is_fetch_cheaper(self, num_tokens: int) -> bool:
+        """Than to compute so many tokens of a prompt; or worth a try. False before it is known what computing takes."""
+        if num_tokens < MIN_FETCHED_TOKENS or not self._prefill.num_observations:
+            return False
+        fetch_s = _ASSUMED_FETCH_S + num_tokens * self._token_bytes / _ASSUMED_FETCH_BYTES_PER_S
+        if self._fetch.num_observations:
+            fetch_s = self._fetch.predict(num_tokens)
+        self._num_fetch_chances += 1
+        is_try = self._num_fetch_chances % _TRY_EVERY == 0
+        return is_try or fetch_s < self._prefill.predict(num_tokens)

@@ -1,4 +1,4 @@
-"""DecodeService: one stream per gateway, commands in, steps out."""
+"""SequenceService: one stream per gateway, commands in, steps out."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from baton.errors import InvalidRequest
 from baton.events import Deferred
 from baton.rpc.interceptor import send_headers
 from baton.types import KvSource
-from baton.v1 import decode_pb2, decode_pb2_grpc
+from baton.v1 import sequence_service_pb2, sequence_service_pb2_grpc
 from baton.wire import sequence_from_proto, step_to_proto
-from decode_svc.commands import (
+from worker_core.commands import (
     Abort,
-    DecodeCommand,
+    Command,
+    Destination,
     HandOff,
     Known,
     Open,
@@ -26,33 +27,41 @@ from decode_svc.commands import (
     StreamClosed,
     StreamEvent,
 )
-from decode_svc.outbox import Outbox, in_messages
+from worker_core.outbox import Outbox, in_messages
+from worker_core.state import failed
+
+#: Presents a ticket to its owner, under a sequence's key. Raises InvalidRequest if it is none.
+Present = Callable[[str, bytes], None]
 
 
-class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
+class SequenceServicer(sequence_service_pb2_grpc.SequenceServiceServicer):
     """Translates between streams and the core's commands and events."""
 
     def __init__(
-        self, submit: Callable[[DecodeCommand], None], has_room: Callable[[], bool]
+        self,
+        submit: Callable[[Command], None],
+        has_room: Callable[[], bool],
+        present: Present,
     ) -> None:
-        """submit, has_room: the engine loop's."""
+        """submit, has_room: the engine loop's. present: the KV sender's `begin`."""
         self._submit = submit
         self._has_room = has_room
+        self._present = present
         self._outboxes: dict[int, Outbox] = {}
         self._next_stream = itertools.count()
 
     def deliver(self, events: Sequence[StreamEvent]) -> None:
-        """Hand a step's events to the streams they belong to; a stream that is gone wants none."""
+        """Pass a step's events to the streams they belong to; a stream that is gone wants none."""
         for event in events:
             outbox = self._outboxes.get(event.stream)
             if outbox is not None:
                 outbox.put((event.handle, event.event))
 
-    async def Decode(  # noqa: N802
+    async def Serve(  # noqa: N802
         self,
-        request_iterator: AsyncIterator[decode_pb2.DecodeRequest],
+        request_iterator: AsyncIterator[sequence_service_pb2.ServeRequest],
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+    ) -> AsyncIterator[sequence_service_pb2.ServeResponse]:
         stream = next(self._next_stream)
         outbox = self._outboxes[stream] = Outbox()
         await send_headers(context)
@@ -68,9 +77,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             self._submit(StreamClosed(stream))
 
     async def _read(
-        self, stream: int, requests: AsyncIterator[decode_pb2.DecodeRequest], outbox: Outbox
+        self,
+        stream: int,
+        requests: AsyncIterator[sequence_service_pb2.ServeRequest],
+        outbox: Outbox,
     ) -> None:
-        """Pass commands on until the gateway ends the stream. Raises InvalidRequest if a handle is used twice."""
+        """Submit a stream's commands until it ends. Raises InvalidRequest if a handle is used twice."""
         last_handle = -1
         try:
             async for request in requests:
@@ -81,9 +93,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                                 f"open.handle: {request.open.handle} is not above {last_handle}; "
                                 "handles of a stream must rise"
                             )
-                        opened = _open(stream, request.open)
-                        last_handle = opened.handle + opened.spec.num_choices - 1
-                        self._admit(opened, outbox)
+                        num_handles = max(1, request.open.sequence.num_choices)
+                        last_handle = request.open.handle + num_handles - 1
+                        self._open(stream, request.open, outbox)
                     case "abort":
                         self._submit(Abort(stream, request.abort.handle))
                     case "pause":
@@ -98,13 +110,25 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         finally:
             outbox.close()
 
-    def _admit(self, opened: Open, outbox: Outbox) -> None:
-        if self._has_room():
-            self._submit(opened)
+    def _open(
+        self, stream: int, message: sequence_service_pb2.OpenSequence, outbox: Outbox
+    ) -> None:
+        """Submit a sequence, its ticket presented before: a step may take longer than the ticket's owner waits for that."""
+        if not self._has_room():
+            outbox.put((message.handle, Deferred("the engine loop's inbox is full")))
+            return
+        ticket = message.send_to
+        try:
+            opened = Open(
+                stream,
+                message.handle,
+                sequence_from_proto(message.sequence),
+                KvSource(message.source) if message.source else KvSource.PREFILL,
+                Destination.of(ticket) if ticket else None,
+            )
+            if ticket:
+                self._present(opened.key, ticket)
+        except InvalidRequest as error:
+            outbox.put((message.handle, failed(error)))
         else:
-            outbox.put((opened.handle, Deferred("the engine loop's inbox is full")))
-
-
-def _open(stream: int, message: decode_pb2.OpenSequence) -> Open:
-    source = KvSource(message.source) if message.source else KvSource.PREFILL_WORKER
-    return Open(stream, message.handle, sequence_from_proto(message.sequence), source)
+            self._submit(opened)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from baton.cache.pool import BlockCopy
-from decode_svc.sequence import DecodeSequence, Draft
-from decode_svc.speculation.interface import Speculation
-from decode_svc.speculation.proposer import DraftRequest
-from decode_svc.state import DecodeState, Member
+from worker_core.sequence import Draft, WorkerSequence
+from worker_core.speculation.interface import Speculation
+from worker_core.speculation.proposer import DraftRequest
+from worker_core.state import CoreState, SequenceGroup
 
 #: By sequence key.
 Drafts = Mapping[str, Draft]
@@ -24,27 +24,29 @@ class Drafting:
     """The core's side of speculation, step by step: start, then end."""
 
     def __init__(
-        self, state: DecodeState, speculation: Speculation, max_num_batched_tokens: int
+        self, state: CoreState, speculation: Speculation, max_num_batched_tokens: int
     ) -> None:
         self._state = state
         self._speculation = speculation
         self._max_num_batched_tokens = max_num_batched_tokens
         self._num_rows = 0
-        self._asked: list[tuple[DecodeSequence, int]] = []
+        self._asked: list[tuple[WorkerSequence, int]] = []
         """Sequences that drafts were asked for in this step, and how many tokens they had."""
         self._withheld: set[str] = set()
         """Sequences whose last step failed with drafts in it: the next one shows whether it was they."""
 
-    def start(self, granted: Sequence[tuple[Member, int]]) -> tuple[Drafts, tuple[BlockCopy, ...]]:
+    def start(
+        self, granted: Sequence[tuple[SequenceGroup, int]]
+    ) -> tuple[Drafts, tuple[BlockCopy, ...]]:
         """Drafts for a step that computes what was granted, and what must be copied before they are written."""
         self._asked, self._num_rows = [], 0
-        if any(member.is_prefilling for member, _ in granted):
+        if any(group.is_prefilling for group, _ in granted):
             return NO_DRAFTS, ()
         self._num_rows = sum(num_new for _, num_new in granted)
         requests = [
-            self._request(member)
-            for member, _ in granted
-            if isinstance(member, DecodeSequence) and self._may_draft(member)
+            self._request(group)
+            for group, _ in granted
+            if isinstance(group, WorkerSequence) and self._may_draft(group)
         ]
         self._withheld.clear()
         num_spare = self._max_num_batched_tokens - self._num_rows
@@ -67,11 +69,11 @@ class Drafting:
             num_drafts = sum(len(draft.token_ids) for draft in drafts.values())
             self._speculation.made(self._num_rows, num_drafts)
 
-    def withhold(self, sequence: DecodeSequence) -> None:
+    def withhold(self, sequence: WorkerSequence) -> None:
         """A step of this sequence failed with drafts in it: make it again without."""
         self._withheld.add(sequence.key)
 
-    def _may_draft(self, sequence: DecodeSequence) -> bool:
+    def _may_draft(self, sequence: WorkerSequence) -> bool:
         """Not where choices or beams part at the next token, which is the first."""
         return (
             self._speculation.is_due(sequence.key)
@@ -80,7 +82,7 @@ class Drafting:
             and self._max_num_drafts(sequence) > 0
         )
 
-    def _max_num_drafts(self, sequence: DecodeSequence) -> int:
+    def _max_num_drafts(self, sequence: WorkerSequence) -> int:
         """A step gives one token more than drafts: neither past max_tokens nor past the model's length."""
         num_tokens = min(
             sequence.spec.sampling.max_tokens - sequence.num_output_tokens,
@@ -88,7 +90,7 @@ class Drafting:
         )
         return min(self._speculation.max_num_drafts, num_tokens - 1)
 
-    def _request(self, sequence: DecodeSequence) -> DraftRequest:
+    def _request(self, sequence: WorkerSequence) -> DraftRequest:
         self._asked.append((sequence, len(sequence.token_ids)))
         return DraftRequest(
             sequence.key,
@@ -100,9 +102,9 @@ class Drafting:
         )
 
     def _make_room(
-        self, sequence: DecodeSequence, draft: Draft
+        self, sequence: WorkerSequence, draft: Draft
     ) -> tuple[Draft, tuple[BlockCopy, ...]] | None:
-        """As many of the drafts as there are blocks for when every member may still take one; None if that is none."""
+        """As many of the drafts as there are blocks for when every group may still take one; None if that is none."""
         num_spare = self._state.pool.num_available - len(self._state)
         for num_drafts in range(len(draft.token_ids), 0, -1):
             num_needed = sequence.num_blocks_to_write(1 + num_drafts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Protocol
 
-from decode_svc.speculation.proposer import DraftRequest
+from worker_core.speculation.proposer import DraftRequest
 
 
 class Speculation(Protocol):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from decode_svc.speculation.ngram_index import NgramIndex, continuation
-from decode_svc.speculation.proposer import NOTHING, DraftRequest, Forecast
+from worker_core.speculation.ngram_index import NgramIndex, continuation
+from worker_core.speculation.proposer import NOTHING, DraftRequest, Forecast
 
 
 class NgramProposer:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from decode_svc.speculation.acceptance import LATER, Acceptance
-from decode_svc.speculation.policy import Candidate, StepPrices, choose_lengths
-from decode_svc.speculation.proposer import DraftRequest, Forecast, Proposer
-from decode_svc.speculation.step_cost import DraftCurve, StepCost
+from worker_core.speculation.acceptance import LATER, Acceptance
+from worker_core.speculation.policy import Candidate, StepPrices, choose_lengths
+from worker_core.speculation.proposer import DraftRequest, Forecast, Proposer
+from worker_core.speculation.step_cost import DraftCurve, StepCost
 
 #: Steps in a row without drafts after which a few are made all the same, if there are candidates; and what it grows
 #: to, twofold with each probe that changed nothing.
