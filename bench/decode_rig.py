@@ -19,7 +19,7 @@ from kv_transfer.transport.loopback import LoopbackHub
 from worker_core.admission import CoreLimits
 from worker_core.commands import Command, Open
 from worker_core.core import CoreDeps, WorkerCore
-from worker_core.policy import LocalPrefillPolicy
+from worker_core.policy import LocalPrefillPolicy, decode_policy
 from worker_core.speculation.build import build_speculation
 from worker_core.swap import SwapSpace
 
@@ -80,7 +80,7 @@ class DecodeRig:
         self._core = WorkerCore(
             devices,
             CoreLimits(options.max_num_seqs, options.max_num_batched_tokens),
-            LocalPrefillPolicy(most, most, is_pinned=True, max_itl_factor=None),
+            decode_policy(LocalPrefillPolicy(most, most, is_pinned=True, max_itl_factor=None)),
         )
 
     @property

@@ -21,7 +21,7 @@ from kv_transfer.transport.loopback import LoopbackHub
 from worker_core.admission import CoreLimits
 from worker_core.commands import Command, Open
 from worker_core.core import CoreDeps, WorkerCore
-from worker_core.policy import LocalPrefillPolicy
+from worker_core.policy import LocalPrefillPolicy, decode_policy
 from worker_core.swap import SwapSpace
 
 
@@ -91,7 +91,11 @@ class HostRig:
                 clock=time.monotonic,
             ),
             CoreLimits(2 * num_seqs, 2 * num_seqs * num_prompt_tokens, max_num_launches),
-            LocalPrefillPolicy(MAX_MODEL_LEN, MAX_MODEL_LEN, is_pinned=True, max_itl_factor=None),
+            decode_policy(
+                LocalPrefillPolicy(
+                    MAX_MODEL_LEN, MAX_MODEL_LEN, is_pinned=True, max_itl_factor=None
+                )
+            ),
         )
         self.opening = [
             Open(0, handle, draw_spec(handle, num_prompt_tokens), KvSource.LOCAL)

@@ -65,7 +65,7 @@ _log = logging.getLogger("baton.worker")
 class CoreDeps:
     """What the core works with. sender: carries sequences to other workers. clock: monotonic seconds.
 
-    beat: called with a step's number of tokens, before it and at every group of layers within it.
+    costs: None to begin with nothing known. beat: called with a step's number of tokens, before it and at every group of layers within it.
     """
 
     engine: Engine
@@ -74,10 +74,10 @@ class CoreDeps:
     sender: KvSender
     swap: SwapSpace
     matchers: Matchers
-    costs: Costs
     clock: Callable[[], float]
     beat: Callable[[int], None] = lambda _num_tokens: None
     speculation: Speculation = field(default_factory=NoSpeculation)
+    costs: Costs | None = None
 
 
 class WorkerCore:
@@ -86,7 +86,8 @@ class WorkerCore:
     def __init__(self, deps: CoreDeps, limits: CoreLimits, policy: Policy) -> None:
         self._limits = limits
         self._policy = policy
-        self._costs = deps.costs
+        token_bytes = deps.engine.spec.layout.token_bytes
+        self._costs = deps.costs or Costs(policy.local_prefill, token_bytes)
         self._tickets = deps.tickets
         self._state = CoreState(deps.engine.spec, deps.pool, deps.swap, deps.speculation.forget)
         self._handoffs = Handoffs(self._state, deps.sender, deps.clock)

@@ -30,7 +30,6 @@ from kv_transfer.transport.connector import make_connector
 from worker_core.admission import CoreLimits
 from worker_core.commands import Command, Drain, StreamEvent
 from worker_core.core import CoreDeps, WorkerCore
-from worker_core.costs import Costs
 from worker_core.policy import Policy
 from worker_core.recorder import WorkerRecorder
 from worker_core.service import SequenceServicer
@@ -131,7 +130,6 @@ async def serve_worker(
             sender=sender,
             swap=SwapSpace(engine.kv, tier.swap_bytes),
             matchers=matchers,
-            costs=Costs(tier.policy.local_prefill, engine.spec.layout.token_bytes),
             clock=time.monotonic,
             beat=heartbeat.beat,
             speculation=tier.speculation,

@@ -44,7 +44,7 @@ async def test_a_live_worker_lists_its_blocks() -> None:
     ):
         call: Any = sequence_service_pb2_grpc.DecodeServiceStub(channel).Decode()
         await call.write(
-            sequence_service_pb2.DecodeRequest(
+            sequence_service_pb2.ServeRequest(
                 open=sequence_service_pb2.OpenSequence(
                     handle=1,
                     sequence=sequence_to_proto(spec),

@@ -37,12 +37,12 @@ class LateReader:
         self._may_read = may_read
         self.write = call.write
         self.cancel = call.cancel
-        self.messages: list[sequence_service_pb2.DecodeResponse] = []
+        self.messages: list[sequence_service_pb2.ServeResponse] = []
 
     async def read(self) -> Any:
         await self._may_read.wait()
         message = await self._call.read()
-        if isinstance(message, sequence_service_pb2.DecodeResponse):
+        if isinstance(message, sequence_service_pb2.ServeResponse):
             self.messages.append(message)
         return message
 

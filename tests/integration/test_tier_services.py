@@ -47,12 +47,12 @@ class Stream:
     async def open(self, spec: SequenceSpec, handle: int | None = None) -> int:
         handle = handle or next(self._handles)
         message = sequence_service_pb2.OpenSequence(handle=handle, sequence=sequence_to_proto(spec))
-        await self.call.write(sequence_service_pb2.DecodeRequest(open=message))
+        await self.call.write(sequence_service_pb2.ServeRequest(open=message))
         return handle
 
     async def abort(self, handle: int) -> None:
         message = sequence_service_pb2.AbortSequence(handle=handle)
-        await self.call.write(sequence_service_pb2.DecodeRequest(abort=message))
+        await self.call.write(sequence_service_pb2.ServeRequest(abort=message))
 
     async def next(self) -> SequenceEvent:
         return (await anext(self._events))[1]

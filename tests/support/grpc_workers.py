@@ -63,7 +63,7 @@ class GrpcWorker(
     open_handles: set[int] = field(default_factory=set)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     num_prefills_running: int = 0
-    responses: dict[int, asyncio.Queue[sequence_service_pb2.DecodeResponse]] = field(
+    responses: dict[int, asyncio.Queue[sequence_service_pb2.ServeResponse]] = field(
         default_factory=dict
     )
     specs: dict[int, SequenceSpec] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class GrpcWorker(
         )
 
     async def Decode(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802, ARG002
-        outgoing: asyncio.Queue[sequence_service_pb2.DecodeResponse] = asyncio.Queue()
+        outgoing: asyncio.Queue[sequence_service_pb2.ServeResponse] = asyncio.Queue()
         reader = asyncio.create_task(self._read(requests, outgoing))
         try:
             while True:
@@ -172,7 +172,7 @@ class GrpcWorker(
 
 
 def _put(
-    outgoing: asyncio.Queue[sequence_service_pb2.DecodeResponse], handle: int, event: SequenceEvent
+    outgoing: asyncio.Queue[sequence_service_pb2.ServeResponse], handle: int, event: SequenceEvent
 ) -> None:
     outgoing.put_nowait(step_to_proto([(handle, event)]))
 

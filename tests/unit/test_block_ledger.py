@@ -11,9 +11,6 @@ from baton.cache.ledger import BlockOwner, ListBlocks, num_orphan_blocks, take_l
 from baton.cache.pool import BlockLease, BlockPool
 from baton.types import KvSource, Sampling, SequenceSpec
 from kv_transfer.transport.loopback import LoopbackHub
-from prefill_svc.commands import (
-    Submit,
-)
 from tests.support.sim_tiers import SimDecode, SimPrefill
 from worker_core.commands import Abort, Known, Open
 
@@ -75,14 +72,14 @@ def test_a_decode_worker_tells_who_has_its_blocks():
 
 def test_a_prefill_worker_tells_who_has_its_blocks():
     worker, told = SimPrefill(LoopbackHub(), lambda: 0.0), []
-    worker.submit(Submit("k", spec_of("long", 60), b"", 0))
+    worker.open(0, 1, spec_of("long", 60))
     worker.step()
     worker.submit(ListBlocks(told.append))
     step = worker.step()
     assert step.load.num_orphan_blocks == 0
     (ledger,) = told
     (owner,) = ledger.owners
-    assert (owner.request_id, owner.stage) == ("long", "computing")
+    assert (owner.request_id, owner.stage) == ("long", "running")
 
 
 def test_a_lease_that_was_forgotten_shows_in_the_load():

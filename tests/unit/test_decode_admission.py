@@ -9,11 +9,13 @@ from baton.events import LocalPrefill, Offered
 from baton.types import KvSource, Sample, Sampling, SequenceSpec
 from bench.stub_engine import BLOCK_SIZE, StubEngine
 from kv_transfer.ticket import OfferedTicket, TicketCommitted
+from tests.support.recording_sender import RecordingSender
 from tests.support.sim_tiers import sim_matchers
 from worker_core.admission import Admission, CoreLimits
 from worker_core.commands import Open
 from worker_core.costs import Costs
-from worker_core.policy import LocalPrefillPolicy
+from worker_core.handoff import Handoffs
+from worker_core.policy import LocalPrefillPolicy, decode_policy
 from worker_core.state import CoreState
 from worker_core.swap import SwapSpace
 
@@ -31,8 +33,9 @@ class Tickets:
         block_ids: tuple[int, ...],
         num_cached_tokens: int,
         num_tokens: int,
+        lease_s: float = 30.0,
     ) -> OfferedTicket:
-        del spec, block_ids, num_cached_tokens, num_tokens
+        del spec, block_ids, num_cached_tokens, num_tokens, lease_s
         self.num_offered += 1
         return OfferedTicket(self.num_offered, b"")
 
@@ -57,21 +60,23 @@ def test_prompts_that_come_late_from_the_prefill_tier_are_computed_here_from_the
     engine = StubEngine(num_blocks=200)
     pool = BlockPool(200, BLOCK_SIZE, secret=bytes(32), enable_prefix_caching=False)
     state = CoreState(engine.spec, pool, SwapSpace(engine.kv, 0))
-    costs = Costs(LocalPrefillPolicy(0, 2048, is_pinned=False, max_itl_factor=2.0))
+    costs = Costs(LocalPrefillPolicy(0, 2048, is_pinned=False, max_itl_factor=2.0), 128)
     for num_tokens in range(1, 10):
         costs.observe_step(0, num_tokens, 1e-3 * num_tokens)
     limits = CoreLimits(max_num_seqs=16, max_num_batched_tokens=2048, max_num_launches=1)
-    admission = Admission(state, Tickets(), limits, costs, sim_matchers(), lambda: now_s)
+    handoffs = Handoffs(state, RecordingSender(), lambda: now_s)
+    admission = Admission(state, Tickets(), limits, costs, sim_matchers(), handoffs, lambda: now_s)
+    policy = decode_policy(costs.policy)
 
     def open_next(handle: int) -> object:
         spec = SequenceSpec(f"r{handle}", (5,) * NUM_TOKENS, Sampling(), arrival_ns=handle)
-        admission.open(Open(0, handle, spec, KvSource.PREFILL))
+        admission.open(Open(0, handle, spec, KvSource.PREFILL), policy)
         return state.take_events()[-1][-1]
 
     for number in range(1, 9):
         assert isinstance(open_next(number), Offered)
         now_s += 1.0
-        admission.join(TicketCommitted(number, NUM_TOKENS, firsts, 0.0, 0))
+        admission.on_committed(TicketCommitted(number, NUM_TOKENS, firsts, 0.0, 0))
         if number >= 4 and firsts:
             break
     assert isinstance(open_next(10), answer)

@@ -11,7 +11,9 @@ import numpy as np
 from baton.cache.pool import BlockPool
 from baton.engine.oracle import OracleEngine, OracleOptions
 from baton.types import Sampling, SequenceSpec
+from tests.support.recording_sender import RecordingSender
 from worker_core.costs import Costs
+from worker_core.handoff import Handoffs
 from worker_core.policy import LocalPrefillPolicy
 from worker_core.preemption import Preemption
 from worker_core.sequence import Stage, WorkerSequence
@@ -28,7 +30,9 @@ class Worker:
     tick_s: float = 0.0
     num_blocks: int = 12
     costs: Costs = field(
-        default_factory=lambda: Costs(LocalPrefillPolicy(0, 0, is_pinned=False, max_itl_factor=2.0))
+        default_factory=lambda: Costs(
+            LocalPrefillPolicy(0, 0, is_pinned=False, max_itl_factor=2.0), 128
+        )
     )
 
     def __post_init__(self) -> None:
@@ -36,7 +40,8 @@ class Worker:
         self.pool = BlockPool(self.num_blocks, BLOCK_SIZE, secret=bytes(32))
         self.swap = SwapSpace(self.engine.kv, 1 << 20)
         self.state = CoreState(self.engine.spec, self.pool, self.swap)
-        self.preemption = Preemption(self.state, self.costs, self.clock())
+        handoffs = Handoffs(self.state, RecordingSender(), lambda: 0.0)
+        self.preemption = Preemption(self.state, self.costs, handoffs, self.clock())
         self.costs.observe_handoff(NUM_TOKENS, 2.0)
 
     def clock(self) -> Callable[[], float]:

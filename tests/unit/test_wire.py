@@ -38,7 +38,7 @@ def test_a_step_comes_out_as_it_went_in(
     changes: list[AddressedEvent], entries: list[AddressedEvent]
 ) -> None:
     sent = step_to_proto([*changes, *entries]).SerializeToString()
-    assert list(step_from_proto(sequence_service_pb2.DecodeResponse.FromString(sent))) == [
+    assert list(step_from_proto(sequence_service_pb2.ServeResponse.FromString(sent))) == [
         *changes,
         *entries,
     ]
