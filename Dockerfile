@@ -16,6 +16,7 @@ COPY baton baton
 COPY gateway gateway
 COPY prefill_svc prefill_svc
 COPY decode_svc decode_svc
+COPY worker_core worker_core
 COPY kv_transfer kv_transfer
 COPY kernels kernels
 RUN pip install ".[gateway,worker,bench]"

@@ -43,7 +43,7 @@ class _Sequence:
 
 
 class TokenSource(
-    sequence_service_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerServiceServicer
+    sequence_service_pb2_grpc.SequenceServiceServicer, worker_pb2_grpc.WorkerServiceServicer
 ):
     """text: token ids to tell. step_tokens: of each sequence. step_s: between steps, 0 for none."""
 
@@ -66,7 +66,7 @@ class TokenSource(
             yield load_to_proto(load, 0)
             await asyncio.sleep(_REPORT_S)
 
-    async def Decode(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802, ARG002
+    async def Serve(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802, ARG002
         live: dict[int, _Sequence] = {}
         opened: asyncio.Queue[int] = asyncio.Queue()
         reader = asyncio.create_task(_read(request_iterator, live, opened))
@@ -87,12 +87,12 @@ class TokenSource(
 
     def _message(
         self, live: dict[int, _Sequence], news: Sequence[int], num_steps: int
-    ) -> sequence_service_pb2.DecodeResponse:
-        response = sequence_service_pb2.DecodeResponse()
+    ) -> sequence_service_pb2.ServeResponse:
+        response = sequence_service_pb2.ServeResponse()
         for handle in news:
             event = response.events.add(handle=handle)
-            event.prefill_here.num_cached_tokens = 0
-            event.prefill_here.SetInParent()
+            event.local_prefill.num_cached_tokens = 0
+            event.local_prefill.SetInParent()
         columns = response.tokens
         for handle, sequence in list(live.items()):
             begin = sequence.num_told % len(self._text)
@@ -189,7 +189,7 @@ async def serve_source(options: DecodeOptions, stop: asyncio.Event, on_ready: On
 
     def register(server: grpc.aio.Server) -> Sequence[str]:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(source, server)
-        sequence_service_pb2_grpc.add_DecodeServiceServicer_to_server(source, server)
+        sequence_service_pb2_grpc.add_SequenceServiceServicer_to_server(source, server)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(bare, server)
         return ("baton.v1.WorkerService",)
 

@@ -42,7 +42,7 @@ async def test_a_live_worker_lists_its_blocks() -> None:
         decode_worker(max_local_prefill_tokens=0) as address,
         aio_channel(address) as channel,
     ):
-        call: Any = sequence_service_pb2_grpc.DecodeServiceStub(channel).Decode()
+        call: Any = sequence_service_pb2_grpc.SequenceServiceStub(channel).Serve()
         await call.write(
             sequence_service_pb2.ServeRequest(
                 open=sequence_service_pb2.OpenSequence(

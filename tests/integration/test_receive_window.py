@@ -26,11 +26,11 @@ NUM_SEQUENCES = 8
 MAX_TOKENS = 100
 
 
-_Stub = sequence_service_pb2_grpc.DecodeServiceStub
+_Stub = sequence_service_pb2_grpc.SequenceServiceStub
 
 
 class LateReader:
-    """A Decode call that reads nothing until it may. Implements what the gateway uses of it."""
+    """A Serve call that reads nothing until it may. Implements what the gateway uses of it."""
 
     def __init__(self, call: Any, may_read: asyncio.Event) -> None:
         self._call = call
@@ -48,7 +48,7 @@ class LateReader:
 
 
 class Readers:
-    """Makes every Decode call of the gateway a late reader."""
+    """Makes every Serve call of the gateway a late reader."""
 
     def __init__(self) -> None:
         self.may_read = asyncio.Event()
@@ -58,8 +58,8 @@ class Readers:
         self._stub = _Stub(channel)
         return self
 
-    def Decode(self) -> LateReader:  # noqa: N802, the name in the .proto
-        self.calls.append(LateReader(self._stub.Decode(), self.may_read))
+    def Serve(self) -> LateReader:  # noqa: N802, the name in the .proto
+        self.calls.append(LateReader(self._stub.Serve(), self.may_read))
         return self.calls[-1]
 
 
@@ -97,7 +97,7 @@ async def test_steps_that_a_late_gateway_missed_come_as_one(
 ) -> None:
     readers = Readers()
     monkeypatch.setattr(
-        "gateway.grpc_links.sequence_service_pb2_grpc.DecodeServiceStub", readers.stub_over
+        "gateway.grpc_links.sequence_service_pb2_grpc.SequenceServiceStub", readers.stub_over
     )
     told: list[list[SequenceEvent]] = [[] for _ in range(NUM_SEQUENCES)]
     ended = asyncio.Event()

@@ -48,7 +48,7 @@ _HEARTBEAT_S = 0.2
 @dataclass(eq=False)
 class GrpcWorker(
     worker_pb2_grpc.WorkerServiceServicer,
-    sequence_service_pb2_grpc.DecodeServiceServicer,
+    sequence_service_pb2_grpc.SequenceServiceServicer,
     prefill_pb2_grpc.PrefillServiceServicer,
 ):
     """Either tier, as `info` says. `is_holding`: sequences stay open without a token until they are aborted."""
@@ -105,7 +105,7 @@ class GrpcWorker(
             queue_ms=2.0,
         )
 
-    async def Decode(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802, ARG002
+    async def Serve(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802, ARG002
         outgoing: asyncio.Queue[sequence_service_pb2.ServeResponse] = asyncio.Queue()
         reader = asyncio.create_task(self._read(requests, outgoing))
         try:
@@ -187,7 +187,7 @@ async def serving(worker: GrpcWorker, port: int = 0) -> AsyncIterator[RunningSer
     def register(server: grpc.aio.Server) -> Sequence[str]:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
         if worker.info.tier is Tier.DECODE:
-            sequence_service_pb2_grpc.add_DecodeServiceServicer_to_server(worker, server)
+            sequence_service_pb2_grpc.add_SequenceServiceServicer_to_server(worker, server)
         else:
             prefill_pb2_grpc.add_PrefillServiceServicer_to_server(worker, server)
         return ("baton.v1.WorkerService",)
