@@ -36,8 +36,9 @@ if ! [ -x "$venv/bin/python" ] || ! "$venv/bin/python" -m pip --version >/dev/nu
     "$python" -m venv "$venv" || { rm -rf "$venv"; fail "$python -m venv failed"; }
 fi
 
-pip() {
-    "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"
+install() {
+    # Python compiles what it imports, once: a small part of what pip would compile here.
+    "$venv/bin/python" -m pip install --disable-pip-version-check --quiet --no-compile "$@"
 }
 
 # Which index torch comes from: TORCH_INDEX_URL if that is set, else pip's own. That of PyPI brings gigabytes of CUDA along
@@ -54,12 +55,15 @@ torch_index() {
 }
 
 echo "make: installing into $venv what $stage needs (some minutes the first time)"
-if ! pip show torch >/dev/null 2>&1; then
-    # Alone: nothing else may come from that index.
-    pip install $(torch_index) "torch>=2.11,<=2.13.0"
-fi
 case $stage in
-    run) pip install -e ./client -e ".[gateway,worker]" ;;
-    dev) pip install -e ./client -e ".[dev]" ;;
+    run) extras=gateway,worker ;;
+    dev) extras=dev ;;
     *) fail "no stage $stage: run or dev" ;;
 esac
+if ! "$venv/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null; then
+    # Alone: nothing else may come from that index.
+    install $(torch_index) "torch>=2.11,<=2.13.0"
+fi
+# What builds this project's two distributions, here and not in an environment that pip makes for each.
+install "hatchling>=1.27" editables
+install --no-build-isolation -e ./client -e ".[$extras]"
