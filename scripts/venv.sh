@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Make the virtual environment $1 with everything that development needs. Safe to run again.
+# Make the virtual environment $1 with what running needs ($2 = run), or development, too ($2 = dev). Safe to run again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$1
+stage=$2
 
 fail() {
-    echo "make venv: $1" >&2
+    echo "make: $1" >&2
     exit 1
 }
 
@@ -35,7 +36,34 @@ if ! [ -x "$venv/bin/python" ] || ! "$venv/bin/python" -m pip --version >/dev/nu
     "$python" -m venv "$venv" || { rm -rf "$venv"; fail "$python -m venv failed"; }
 fi
 
-# torch first: it is the largest, and what it needs must not be changed by what comes after.
-echo "make venv: installing torch and the rest into $venv (some minutes the first time)"
-"$venv/bin/python" -m pip install --quiet "torch>=2.11,<=2.13.0"
-"$venv/bin/python" -m pip install --quiet -e ".[dev]"
+install() {
+    # Python compiles what it imports, once: a small part of what pip would compile here.
+    "$venv/bin/python" -m pip install --disable-pip-version-check --quiet --no-compile "$@"
+}
+
+# Which index torch comes from: TORCH_INDEX_URL if that is set, else pip's own. That of PyPI brings gigabytes of CUDA along
+# on Linux, so that a machine without an NVIDIA GPU takes the build for CPUs, where its index can be reached.
+torch_index() {
+    local cpu_index=https://download.pytorch.org/whl/cpu
+    local can_reach='import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)'
+    if [ -n "${TORCH_INDEX_URL:-}" ]; then
+        echo "--index-url=$TORCH_INDEX_URL"
+    elif [ "$(uname -s)" = Linux ] && ! [ -e /dev/nvidiactl ] &&
+        "$venv/bin/python" -c "$can_reach" "$cpu_index/torch/" 2>/dev/null; then
+        echo "--index-url=$cpu_index"
+    fi
+}
+
+echo "make: installing into $venv what $stage needs (some minutes the first time)"
+case $stage in
+    run) extras=gateway,worker ;;
+    dev) extras=dev ;;
+    *) fail "no stage $stage: run or dev" ;;
+esac
+if ! "$venv/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null; then
+    # Alone: nothing else may come from that index.
+    install $(torch_index) "torch>=2.11,<=2.13.0"
+fi
+# What builds this project's two distributions, here and not in an environment that pip makes for each.
+install "hatchling>=1.27" editables
+install --no-build-isolation -e ./client -e ".[$extras]"
