@@ -41,16 +41,11 @@ install() {
     "$venv/bin/python" -m pip install --disable-pip-version-check --quiet --no-compile "$@"
 }
 
-# Which index torch comes from: TORCH_INDEX_URL if that is set, else pip's own. That of PyPI brings gigabytes of CUDA along
-# on Linux, so that a machine without an NVIDIA GPU takes the build for CPUs, where its index can be reached.
+# TORCH_INDEX_URL=... names the index that torch comes from, where it is not pip's own: on Linux, that of PyPI brings gigabytes
+# of CUDA along, and torch's own index has builds for CPUs.
 torch_index() {
-    local cpu_index=https://download.pytorch.org/whl/cpu
-    local can_reach='import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)'
     if [ -n "${TORCH_INDEX_URL:-}" ]; then
         echo "--index-url=$TORCH_INDEX_URL"
-    elif [ "$(uname -s)" = Linux ] && ! [ -e /dev/nvidiactl ] &&
-        "$venv/bin/python" -c "$can_reach" "$cpu_index/torch/" 2>/dev/null; then
-        echo "--index-url=$cpu_index"
     fi
 }
 
