@@ -266,6 +266,8 @@ class WorkerLoad:
     """Times that a sequence was sent to host memory, since the start."""
     local_prefill_threshold: int = 0
     """Most missing tokens of a prompt that a decode worker would compute by itself now."""
+    role: Tier | None = None
+    """The tier that it serves now; None before the engine loop's first step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +276,7 @@ class WorkerInfo:
 
     identity: WorkerIdentity
     tier: Tier
+    """That it was started for; WorkerLoad.role is the one that it serves now."""
     model: str
     layout: KvLayout
     vocab_size: int

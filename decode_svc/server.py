@@ -10,8 +10,9 @@ from baton.config import DecodeOptions
 from baton.engine.interface import Engine, EngineSpec
 from baton.errors import ConfigError
 from baton.service import ReadyReport
+from baton.types import Tier
 from baton.worker.build import build_decode_engine
-from worker_core.policy import LocalPrefillPolicy, decode_policy
+from worker_core.policy import LocalPrefillPolicy, decode_policy, prefill_policy
 from worker_core.speculation.build import build_speculation
 from worker_core.worker import TierSetup, serve_worker
 
@@ -26,9 +27,10 @@ async def serve_decode(
 
     def load() -> TierSetup:
         engine = make_engine(options)
+        local_prefill = local_prefill_policy(options, engine)
         return TierSetup(
             engine,
-            decode_policy(local_prefill_policy(options, engine)),
+            lambda role: prefill_policy() if role is Tier.PREFILL else decode_policy(local_prefill),
             build_speculation(options, engine, time.perf_counter),
             max_num_launches(options, engine.spec),
             int(options.swap_space * 2**30),

@@ -1,4 +1,4 @@
-"""The prefill worker's process: the worker core, told to compute prompts."""
+"""The prefill worker's process: the worker core, with the policy of a prefill worker."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from baton.config import PrefillOptions
 from baton.service import ReadyReport
+from baton.types import Tier
 from baton.worker.build import build_engine
-from worker_core.policy import prefill_policy
+from worker_core.policy import Policy, decode_policy, learned_local_prefill, prefill_policy
 from worker_core.worker import TierSetup, serve_worker
 
 
@@ -16,6 +17,16 @@ async def serve_prefill(
     options: PrefillOptions, stop: asyncio.Event, on_ready: Callable[[ReadyReport], None]
 ) -> None:
     """Prefill worker: computes prompts and sends their KV to decode workers."""
-    await serve_worker(
-        options, lambda: TierSetup(build_engine(options), prefill_policy()), stop, on_ready
-    )
+
+    def load() -> TierSetup:
+        engine = build_engine(options)
+
+        def policy_of(role: Tier) -> Policy:
+            if role is Tier.PREFILL:
+                return prefill_policy()
+            block_size = engine.spec.layout.block_size
+            return decode_policy(learned_local_prefill(block_size, options.max_num_batched_tokens))
+
+        return TierSetup(engine, policy_of)
+
+    await serve_worker(options, load, stop, on_ready)

@@ -261,4 +261,5 @@ class WorkerCore:
             is_draining=admission.is_draining,
             num_swaps=state.swap.num_swaps,
             local_prefill_threshold=admission.local_prefill_threshold,
+            role=self._policy.role,
         )

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from baton.types import Tier
 
+#: Maximum slowdown of a decode step caused by prompt tokens beside it, unless an option says otherwise.
+MAX_ITL_FACTOR = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class LocalPrefillPolicy:
@@ -35,6 +38,13 @@ class Policy:
     prompts_first: bool
     queues_prompts: bool
     local_prefill: LocalPrefillPolicy
+
+
+def learned_local_prefill(block_size: int, max_num_batched_tokens: int) -> LocalPrefillPolicy:
+    """Until speeds are known, a missing tail up to a block is taken to cost less to compute here than to send for."""
+    return LocalPrefillPolicy(
+        block_size, max_num_batched_tokens, is_pinned=False, max_itl_factor=MAX_ITL_FACTOR
+    )
 
 
 def prefill_policy() -> Policy:

@@ -15,7 +15,7 @@ from baton.engine.loop import EngineLoop
 from baton.phase_clock import PhaseClock
 from baton.rpc.bind import check_bindable
 from baton.service import ReadyReport
-from baton.types import WorkerLoad
+from baton.types import Tier, WorkerLoad
 from baton.v1 import sequence_service_pb2, sequence_service_pb2_grpc
 from baton.worker.build import build_matchers, build_pool
 from baton.worker.host import WorkerHost, describe, new_identity
@@ -28,7 +28,7 @@ from kv_transfer.running_receiver import open_receiver, transports_of
 from kv_transfer.sender import Sender
 from kv_transfer.transport.connector import make_connector
 from worker_core.admission import CoreLimits
-from worker_core.commands import Command, Drain, StreamEvent
+from worker_core.commands import Command, Drain, SetPolicy, StreamEvent
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.policy import Policy
 from worker_core.recorder import WorkerRecorder
@@ -46,11 +46,11 @@ class TierSetup:
     """What a tier adds to the worker core.
 
     max_num_launches: steps that the engine may have been given at once. swap_bytes: host memory for preempted sequences.
-    wire_dtype: type that KV travels in to this worker.
+    policy_of: how it decides in a role. wire_dtype: type that KV travels in to this worker.
     """
 
     engine: Engine
-    policy: Policy
+    policy_of: Callable[[Tier], Policy]
     speculation: Speculation = field(default_factory=NoSpeculation)
     max_num_launches: int = 1
     swap_bytes: int = 0
@@ -70,7 +70,7 @@ async def serve_worker(
     if options.kv_transport not in ("shm", "cuda_ipc"):
         check_bindable(options.kv_host, options.kv_port, "kv_host", "kv_port")
     tier = await asyncio.to_thread(load_tier)
-    engine = tier.engine
+    engine, policy = tier.engine, tier.policy_of(options.tier)
     clock.lap("load")
     identity = new_identity(options)
     collect_garbage_less_often(options.max_num_seqs)
@@ -138,12 +138,19 @@ async def serve_worker(
             options.max_num_seqs, options.max_num_batched_tokens, tier.max_num_launches
         )
         loop: EngineLoop[Command, StreamEvent] = EngineLoop(
-            WorkerCore(deps, limits, tier.policy), deliver, heartbeat, name="worker-engine"
+            WorkerCore(deps, limits, policy), deliver, heartbeat, name="worker-engine"
         )
         servicer = SequenceServicer(submit, loop.has_room, sender.begin)
-        info = describe(options, identity, engine.spec, tier.policy.local_prefill.max_threshold)
+        info = describe(options, identity, engine.spec, policy.local_prefill.max_threshold)
         host = WorkerHost(options, loop, heartbeat, board, Drain(), info)
-        worker = WorkerServicer(info, board, heartbeat, host.start_draining, loop.submit)
+        worker = WorkerServicer(
+            info,
+            board,
+            heartbeat,
+            host.start_draining,
+            loop.submit,
+            lambda role: loop.submit(SetPolicy(tier.policy_of(role))),
+        )
         register = services(
             worker,
             lambda server: sequence_service_pb2_grpc.add_SequenceServiceServicer_to_server(

@@ -106,7 +106,7 @@ class GetWorkerInfoResponse(message.Message):
     generation: builtins.int
     """Drawn at each start; what carries an older generation is refused."""
     tier: Tier.ValueType
-    """Which tier it serves."""
+    """Which tier it was started for. WatchLoadResponse.role has the one that it serves now."""
     model: builtins.str
     """Name of the model it serves."""
     vocab_size: builtins.int
@@ -191,6 +191,7 @@ class WatchLoadResponse(message.Message):
     NUM_ORPHAN_SEQUENCES_FIELD_NUMBER: builtins.int
     NUM_SWAPS_FIELD_NUMBER: builtins.int
     LOCAL_PREFILL_THRESHOLD_FIELD_NUMBER: builtins.int
+    ROLE_FIELD_NUMBER: builtins.int
     state: WorkerState.ValueType
     """Whether it takes work."""
     num_steps: builtins.int
@@ -223,6 +224,8 @@ class WatchLoadResponse(message.Message):
     """Times that a sequence was sent to host memory, since the start."""
     local_prefill_threshold: builtins.int
     """Most missing tokens of a prompt that a decode worker would compute by itself now, by what it has measured; 0 in a prefill worker."""
+    role: Tier.ValueType
+    """The tier that it serves now."""
     def __init__(
         self,
         *,
@@ -241,10 +244,46 @@ class WatchLoadResponse(message.Message):
         num_orphan_sequences: builtins.int = ...,
         num_swaps: builtins.int = ...,
         local_prefill_threshold: builtins.int = ...,
+        role: Tier.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["heartbeat_age_ms", b"heartbeat_age_ms", "local_prefill_threshold", b"local_prefill_threshold", "max_heartbeat_age_ms", b"max_heartbeat_age_ms", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leased_blocks", b"num_leased_blocks", "num_open_tickets", b"num_open_tickets", "num_orphan_blocks", b"num_orphan_blocks", "num_orphan_sequences", b"num_orphan_sequences", "num_pending_tokens", b"num_pending_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_swaps", b"num_swaps", "num_waiting", b"num_waiting", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["heartbeat_age_ms", b"heartbeat_age_ms", "local_prefill_threshold", b"local_prefill_threshold", "max_heartbeat_age_ms", b"max_heartbeat_age_ms", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leased_blocks", b"num_leased_blocks", "num_open_tickets", b"num_open_tickets", "num_orphan_blocks", b"num_orphan_blocks", "num_orphan_sequences", b"num_orphan_sequences", "num_pending_tokens", b"num_pending_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_swaps", b"num_swaps", "num_waiting", b"num_waiting", "role", b"role", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class SetRoleRequest(message.Message):
+    """Asks a worker to serve another tier."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: builtins.int
+    role: Tier.ValueType
+    """The tier."""
+    def __init__(
+        self,
+        *,
+        role: Tier.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class SetRoleResponse(message.Message):
+    """The role has changed."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

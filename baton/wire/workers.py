@@ -65,6 +65,7 @@ def load_to_proto(
         num_orphan_sequences=load.num_orphan_sequences,
         num_swaps=load.num_swaps,
         local_prefill_threshold=load.local_prefill_threshold,
+        role=worker_pb2.Tier.ValueType(load.role or 0),
     )
 
 
@@ -83,4 +84,5 @@ def load_from_proto(message: worker_pb2.WatchLoadResponse) -> WorkerLoad:
         num_swaps=message.num_swaps,
         is_draining=message.state == worker_pb2.WORKER_STATE_DRAINING,
         local_prefill_threshold=message.local_prefill_threshold,
+        role=Tier(message.role) if message.role else None,
     )

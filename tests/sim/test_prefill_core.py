@@ -129,7 +129,7 @@ def test_blocks_that_a_fetch_may_still_write_stay_leased_after_the_sender_had_it
     assert pool.counts().leased == 0
 
 
-def new_core(sender: RecordingSender) -> PrefillCore:
+def new_core(sender: RecordingSender) -> WorkerCore:
     return core_of(OracleEngine(OracleOptions(num_blocks=64, block_size=4)), sender, 64)
 
 
