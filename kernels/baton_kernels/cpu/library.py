@@ -140,16 +140,27 @@ def chosen_level() -> str:
 def library() -> ctypes.CDLL | None:
     """The chosen level's library, its functions declared; None where it cannot be had. A first call may take seconds to build
     it. Raises LevelError."""
+    found = _load()
+    return None if isinstance(found, str) else found
+
+
+def why_none() -> str:
+    """Why there is no library, by another try to load it; empty if there is one. Raises LevelError."""
+    found = _load()
+    return found if isinstance(found, str) else ""
+
+
+def _load() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
     name = chosen_level()
     if name == NO_LEVEL:
-        return None
+        return f"{LEVEL_VARIABLE}={NO_LEVEL}" if levels_of_machine() else "this CPU has no level"
     try:
         path = _find_or_build(name)
         # Loaded after torch, so that both use one OpenMP runtime: they ask for the same file name.
         found = ctypes.CDLL(str(path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        _log.warning("no native CPU kernels, torch's operations run instead: %s", _reason(error))
-        return None
+        return _reason(error)
     for function_name, arguments in _FUNCTIONS.items():
         if _TO_PORT and not hasattr(found, function_name):
             continue
