@@ -22,7 +22,7 @@ def observe_build(meter: Meter, version: str) -> None:
 
 
 def observe_numerics(meter: Meter, numerics: NumericsClass) -> None:
-    """Have a worker's numerics class observed. The level is "none" where there are no native CPU kernels."""
+    """Have a worker's numerics class observed, and whether it runs on torch's operations for want of native CPU kernels."""
     attributes = {
         "baton.numerics.device": numerics.device,
         "baton.numerics.level": numerics.level,
@@ -30,10 +30,14 @@ def observe_numerics(meter: Meter, numerics: NumericsClass) -> None:
         "baton.numerics.kernels": numerics.kernels,
     }
     _observe(meter, "baton.numerics.info", "The numerics class; always 1.", attributes)
+    text = "1 if there are no native CPU kernels and torch's operations run, else 0."
+    _observe(meter, "baton.kernels.fallback", text, {}, int(numerics.is_fallback))
 
 
-def _observe(meter: Meter, name: str, text: str, attributes: Mapping[str, str]) -> None:
-    def one(options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG001
-        return [Observation(1, attributes)]
+def _observe(
+    meter: Meter, name: str, text: str, attributes: Mapping[str, str], value: int = 1
+) -> None:
+    def constant(options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG001
+        return [Observation(value, attributes)]
 
-    meter.create_observable_gauge(name, [one], description=text)
+    meter.create_observable_gauge(name, [constant], description=text)
