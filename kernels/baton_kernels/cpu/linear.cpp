@@ -5,7 +5,7 @@
 // by one broadcast word of x. Every output is one chain of additions in ascending k, whatever the number of rows, of
 // threads, and whichever rows run together: a row's result does not depend on the batch.
 #include "calls.h"
-#include "simd.h"
+#include "simd_old.h"
 #include <string.h>
 
 // As baton_kernels.cpu.linear describes it to ctypes.

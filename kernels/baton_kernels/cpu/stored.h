@@ -1,6 +1,6 @@
 // Element types that KV is stored in, 16 lanes at a time, and rows of them. Formulas: baton_kernels/quantize_rows.py.
 #pragma once
-#include "simd.h"
+#include "simd_old.h"
 
 namespace {
 
