@@ -8,18 +8,6 @@
 #include "simd_old.h"
 #include <string.h>
 
-// As baton_kernels.cpu.linear describes it to ctypes.
-struct Weights {
-    long num_out, num_in;
-    long format;
-    long group_size;      // values of k that share a scale; integers only
-    const char* data;
-    const float* scales;  // [tiles][groups][64]; integers only
-    const float* zeros;   // like scales, or null where every zero point is `zero`
-    float zero;
-    const float* bias;    // [num_out] or null
-};
-
 namespace {
 
 constexpr long kTile = 64;

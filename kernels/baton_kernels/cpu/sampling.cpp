@@ -1,4 +1,5 @@
 // Each row's largest logit and whether the row is finite, in one pass: see checked_argmax in baton_kernels/sampling.py.
+#include "calls.h"
 #include "simd.h"
 
 namespace {
@@ -48,7 +49,6 @@ void checked_argmax(const float* row, long vocab, int64_t* chosen, int64_t* verd
 
 }  // namespace
 
-// logits [rows][vocab], vocab below 2^31; chosen, verdicts [rows].
 extern "C" void baton_checked_argmax(const float* logits, long rows, long vocab, int64_t* chosen,
                                      int64_t* verdicts, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 1 && rows * vocab > small)
