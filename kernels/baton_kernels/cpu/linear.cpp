@@ -10,18 +10,6 @@
 #include "calls.h"
 #include "simd.h"
 
-// As baton_kernels.cpu.linear describes it to ctypes.
-struct Weights {
-    long num_out, num_in;
-    long format;
-    long group_size;      // values of k that share a scale; integers only
-    const char* data;
-    const float* scales;  // [tiles][groups][64]; integers only
-    const float* zeros;   // like scales, or null where every zero point is `zero`
-    float zero;
-    const float* bias;    // [num_out] or null
-};
-
 namespace {
 
 constexpr long kTile = 64, kWordBytes = kTile * 4;  // of a tile's word of k
@@ -103,10 +91,10 @@ void float_panel(const char* w, long stride, const int32_t* x, long x_stride, lo
                  Ahead& ahead) {
     f32x16 s[R][V];
     const int32_t* row[R];
-#pragma GCC unroll 8
+UNROLLED
     for (int r = 0; r < R; r++) {
         row[r] = x + r * x_stride;
-#pragma GCC unroll 8
+UNROLLED
         for (int j = 0; j < V; j++) s[r][j] = F32::load(sums + r * kTile + j * 16);
     }
     long k = 0;
@@ -114,21 +102,21 @@ void float_panel(const char* w, long stride, const int32_t* x, long x_stride, lo
         for (int i = 0; i < ahead.lines; i++, ahead.line += 64) fetch(ahead.line);
         const long end = k + 8 < words ? k + 8 : words;
         for (; k < end; k++, w += stride) {
-#pragma GCC unroll 8
+UNROLLED
             for (int j = 0; j < V; j++) {
                 i32x16 v[K::steps];
                 K::load(w + j * 64, v);
-#pragma GCC unroll 8
+UNROLLED
                 for (int i = 0; i < K::steps; i++)
-#pragma GCC unroll 8
+UNROLLED
                     for (int r = 0; r < R; r++)
                         s[r][j] = K::Sum::step(s[r][j], v[i], splat(row[r][k * K::steps + i]));
             }
         }
     }
-#pragma GCC unroll 8
+UNROLLED
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
+UNROLLED
         for (int j = 0; j < V; j++) F32::store(sums + r * kTile + j * 16, s[r][j]);
 }
 
@@ -137,29 +125,29 @@ template <bool IsInt4, int R, int V>
 void int_panel(const char* w, const int32_t* x, long stride, long quads, float* sums,
                const float* scale, const float* zero, const float* zero_dot) {
     i32x16 s[R][V];
-#pragma GCC unroll 8
+UNROLLED
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
+UNROLLED
         for (int j = 0; j < V; j++) s[r][j] = splat(0);
     const i32x16 nibbles = splat(0x0F0F0F0F);
     for (long k = 0; k < quads; k += IsInt4 ? 2 : 1, w += kWordBytes) {
-#pragma GCC unroll 8
+UNROLLED
         for (int j = 0; j < V; j++) {
             const i32x16 v = load_words(w + j * 64);
             const Quads low = quads_of(IsInt4 ? v & nibbles : v);
-#pragma GCC unroll 8
+UNROLLED
             for (int r = 0; r < R; r++) s[r][j] = dot(s[r][j], low, x + r * stride + k * kQuadWords);
             if constexpr (IsInt4) {
                 const Quads high = quads_of((v >> 4) & nibbles);
-#pragma GCC unroll 8
+UNROLLED
                 for (int r = 0; r < R; r++)
                     s[r][j] = dot(s[r][j], high, x + r * stride + (k + 1) * kQuadWords);
             }
         }
     }
-#pragma GCC unroll 8
+UNROLLED
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
+UNROLLED
         for (int j = 0; j < V; j++) {
             const f32x16 centred = fnma(F32::load(zero + j * 16), splat(zero_dot[r]), to_float(s[r][j]));
             float* at = sums + r * kTile + j * 16;
@@ -226,11 +214,11 @@ void stream_tile(const Call& c, const char* w, long words, long first, long rows
 template <class K, int V, long kValues>
 void widen_chunk(const char* w, long words, float* out) {
     for (long k = 0; k < words; k++, w += kWordBytes, out += K::steps * V * 16)
-#pragma GCC unroll 4
+UNROLLED
         for (int j = 0; j < kVectors; j++) {
             i32x16 v[K::steps];
             K::load(w + j * 64, v);
-#pragma GCC unroll 2
+UNROLLED
             for (int s = 0; s < K::steps; s++)
                 store_words(out + ((j / V * kValues + s) * V + j % V) * 16, v[s]);
         }

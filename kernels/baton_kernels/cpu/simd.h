@@ -27,8 +27,15 @@ constexpr float kLog2E = 1.44269504f;
 #endif
 
 constexpr int kParts = 16 / kPartLanes;
+#if defined(__AVX512BF16__)
+constexpr bool kHasBf16Dot = true;  // products of pairs of bfloat16, in one instruction
+#else
+constexpr bool kHasBf16Dot = false;
+#endif
 
 #define FOR_PARTS _Pragma("GCC unroll 4") for (int i = 0; i < kParts; i++)
+// Before loops over arrays of vectors that are to stay in registers: compilers must unroll them early for that.
+#define UNROLLED _Pragma("GCC unroll 16")
 
 struct f32x16 {
     PartF part[kParts];
@@ -169,16 +176,16 @@ ALWAYS_INLINE float reduce_max(f32x16 v) {
 
 // Rows of a 16 x 16 matrix of 32-bit words become its columns.
 ALWAYS_INLINE void transpose(i32x16 (&v)[16]) {
-    for (int row = 0; row < kParts; row++)
-        for (int column = 0; column <= row; column++) {
+    UNROLLED for (int row = 0; row < kParts; row++)
+        UNROLLED for (int column = 0; column <= row; column++) {
             PartI a[kPartLanes], b[kPartLanes];
-            for (int k = 0; k < kPartLanes; k++) {
+            UNROLLED for (int k = 0; k < kPartLanes; k++) {
                 a[k] = v[row * kPartLanes + k].part[column];
                 b[k] = v[column * kPartLanes + k].part[row];
             }
             part_transpose(a);
             if (row != column) part_transpose(b);
-            for (int k = 0; k < kPartLanes; k++) {
+            UNROLLED for (int k = 0; k < kPartLanes; k++) {
                 v[column * kPartLanes + k].part[row] = a[k];
                 if (row != column) v[row * kPartLanes + k].part[column] = b[k];
             }
@@ -186,6 +193,7 @@ ALWAYS_INLINE void transpose(i32x16 (&v)[16]) {
 }
 
 // 16 words of 32 bits. Any alignment; `count` of them, the others zero or not written.
+// Part by part: a copy of the whole is split into registers of 16 bytes, which no load of a part can take over.
 ALWAYS_INLINE i32x16 load_words(const void* p) {
     i32x16 v;
     FOR_PARTS v.part[i] = ((const LoosePart*)p)[i];
@@ -241,9 +249,12 @@ ALWAYS_INLINE void store_half(void* p, Half v, long count) {
 // 16 bytes, sign- or zero-extended; stores the low byte of each word.
 ALWAYS_INLINE i32x16 load_i8(const void* p, long count = 16) {
     int8_t bytes[16] = {};
-    memcpy(bytes, p, count >= 16 ? 16 : count > 0 ? count : 0);
+    if (count < 16) {
+        if (count > 0) memcpy(bytes, p, count);
+        p = bytes;
+    }
     i32x16 v;
-    FOR_PARTS v.part[i] = part_load_i8(bytes + i * kPartLanes);
+    FOR_PARTS v.part[i] = part_load_i8((const int8_t*)p + i * kPartLanes);
     return v;
 }
 ALWAYS_INLINE i32x16 load_u8(const void* p, long count = 16) {
@@ -251,11 +262,9 @@ ALWAYS_INLINE i32x16 load_u8(const void* p, long count = 16) {
 }
 ALWAYS_INLINE void store_i8(void* p, i32x16 v, long count = 16) {
     int8_t bytes[16];
-    FOR_PARTS part_store_i8(bytes + i * kPartLanes, v.part[i]);
-    if (count >= 16)
-        memcpy(p, bytes, 16);
-    else if (count > 0)
-        memcpy(p, bytes, count);
+    int8_t* out = count >= 16 ? (int8_t*)p : bytes;
+    FOR_PARTS part_store_i8(out + i * kPartLanes, v.part[i]);
+    if (count < 16 && count > 0) memcpy(p, bytes, count);
 }
 
 // 2^x for x <= 0, by a polynomial of x - floor(x) in [0, 1), the highest power first; the last coefficient is 1, so that
@@ -330,6 +339,9 @@ struct BF16 {
     static f32x16 odd(i32x16 words) { return float_of_bits(words & splat((int32_t)0xFFFF0000)); }
     // Pairs, rounded.
     static i32x16 pairs(f32x16 even, f32x16 odd) {
+#if defined(__AVX512BF16__)
+        return {{part_pairs(even.part[0], odd.part[0])}};
+#endif
         i32x16 v;
         FOR_PARTS v.part[i] = part_shift_right(part_bf16_bits(even.part[i]), 16) |
                               (part_bf16_bits(odd.part[i]) & part_splat((int32_t)0xFFFF0000));
@@ -343,6 +355,17 @@ struct BF16 {
         return fma(odd(a), odd(b), fma(even(a), even(b), sum));
 #endif
     }
+#if defined(__AVX512BF16__)
+    // Pairs of the first `count` of 32 elements of two rows, in an order that costs least; without b, of a and zero.
+    static void load_pairs(const uint16_t* a, const uint16_t* b, long count, bool has_b, i32x16& low,
+                           i32x16& high) {
+        part_load_pairs(a, b, count, has_b, low.part[0], high.part[0]);
+    }
+    // Lanes of low and high as load_pairs orders them -> the first 16 in order, or the last.
+    static f32x16 in_order(f32x16 low, f32x16 high, bool is_last) {
+        return {{part_in_order(low.part[0], high.part[0], is_last)}};
+    }
+#endif
 };
 
 struct F16 {
