@@ -73,7 +73,7 @@ _FLAGS = (
     *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-strict-aliasing"),
     *("-fno-exceptions", "-fno-rtti", "-fopenmp", "-fPIC", "-shared"),
 )
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 300.0
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
 _CHECKED_COPY = (
