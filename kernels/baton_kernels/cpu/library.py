@@ -33,11 +33,9 @@ _SOURCES = (
     "sampling.cpp",
 )
 _HEADERS = (
-    *("calls.h", "simd.h", "simd_avx512.h", "simd_avx2.h", "simd_neon.h"),
-    *("words.h", "stored.h", "attention.h", "attention_many_rows.h", "simd_old.h"),
+    *("calls.h", "simd.h", "simd_avx512.h", "simd_avx2.h", "simd_neon.h", "words.h"),
+    *("stored.h", "attention.h", "attention_many_rows.h"),
 )
-#: Not yet written over simd.h, and so for avx512_bf16 alone.
-_TO_PORT = frozenset(_SOURCES) - {"checked_copy.cpp", "word_sum.cpp"}
 _CPU_INFO = Path("/proc/cpuinfo")
 #: Forces a level that is lower than the machine's best.
 LEVEL_VARIABLE = "BATON_CPU_LEVEL"
@@ -75,7 +73,7 @@ _FLAGS = (
     *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-strict-aliasing"),
     *("-fno-exceptions", "-fno-rtti", "-fopenmp", "-fPIC", "-shared"),
 )
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 300.0
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
 _CHECKED_COPY = (
@@ -85,6 +83,7 @@ _CHECKED_COPY = (
 )
 _FUNCTIONS = {
     "baton_linear": (_POINTER, *(_POINTER,) * 3, _LONG, _INT, _INT, _POINTER, _INT),
+    "baton_linear_scratch": (_POINTER, _POINTER),
     "baton_attention": (_POINTER, _INT, _INT),
     "baton_rms_norm": (_POINTER, _POINTER, ctypes.c_float, _POINTER, _LONG, _LONG, _INT, _INT),
     "baton_swiglu": (_POINTER, _POINTER, _LONG, _LONG, _INT, _INT),
@@ -162,8 +161,6 @@ def _load() -> ctypes.CDLL | str:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return _reason(error)
     for function_name, arguments in _FUNCTIONS.items():
-        if _TO_PORT and not hasattr(found, function_name):
-            continue
         function = getattr(found, function_name)
         function.argtypes, function.restype = arguments, None
     return found
@@ -231,8 +228,7 @@ def build(level_name: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         # Moved into place whole: of two processes that build, each finds a whole file.
         built = Path(scratch) / path.name
-        left_out = _TO_PORT if level_name != "avx512_bf16" else frozenset()
-        sources = [str(_FOLDER / name) for name in _SOURCES if name not in left_out]
+        sources = [str(_FOLDER / name) for name in _SOURCES]
         command = [compiler, *_command(level_name), *sources, "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
         built.replace(path)
