@@ -15,7 +15,7 @@ from baton.engine.loop import EngineLoop
 from baton.phase_clock import PhaseClock
 from baton.rpc.bind import check_bindable
 from baton.service import ReadyReport
-from baton.types import Tier, WorkerLoad
+from baton.types import NumericsRule, Tier, WorkerLoad
 from baton.v1 import sequence_service_pb2, sequence_service_pb2_grpc
 from baton.worker.build import build_matchers, build_pool
 from baton.worker.host import WorkerHost, describe, new_identity
@@ -73,10 +73,11 @@ async def serve_worker(
     engine, policy = tier.engine, tier.policy_of(options.tier)
     clock.lap("load")
     identity = new_identity(options)
+    rule = NumericsRule(engine.spec.numerics, options.numerics == "strict")
     collect_garbage_less_often(options.max_num_seqs)
     board = LoadBoard()
     heartbeat = Heartbeat(options.worker_stall_timeout_s)
-    telemetry = await asyncio.to_thread(open_worker_telemetry, options, board, engine.spec.model)
+    telemetry = await asyncio.to_thread(open_worker_telemetry, options, board, engine.spec)
     recorder = WorkerRecorder(telemetry, time.monotonic) if telemetry.is_on else None
 
     def submit(command: Command) -> None:
@@ -102,6 +103,7 @@ async def serve_worker(
         tcp_port=options.kv_port,
         tcp_advertise_address=options.kv_advertise_address or "",
         kv_secret=kv_secret,
+        rule=rule,
         tls=options.tls,
         peer_names=options.ssl_peer_names,
         wire_dtype=tier.wire_dtype,
@@ -120,6 +122,7 @@ async def serve_worker(
         time.monotonic,
         num_lanes=options.kv_num_lanes,
         secret=kv_secret,
+        rule=rule,
     )
     matchers = build_matchers(options, engine)
     try:
