@@ -35,11 +35,21 @@ class LocalPrefill:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkTime:
+    """When a step computed a chunk of a prompt, in seconds of the worker's clock."""
+
+    begin_s: float
+    end_s: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prefilled:
     """The worker has computed the prompt; the first tokens follow. From a sequence's arrival to its first chunk took
     queue_ms, from there to the first token compute_ms.
 
-    prompt_logprobs: of the prompt's tokens but the first; empty unless they were asked for.
+    prompt_logprobs: of the prompt's tokens but the first; empty unless they were asked for. chunks: for the worker's
+    own telemetry; they do not travel.
     """
 
     num_cached_tokens: int
@@ -47,6 +57,7 @@ class Prefilled:
     queue_ms: float
     compute_ms: float
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    chunks: tuple[ChunkTime, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

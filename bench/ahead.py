@@ -23,7 +23,7 @@ from bench.document import document_of, now
 from bench.host_rig import HostRig
 from bench.report import write_json
 from bench.stub_engine import BLOCK_SIZE
-from decode_svc.garbage import look_less_often
+from worker_core.worker import collect_garbage_less_often
 
 #: Steps in a row of one way, before those of the other: what disturbs the machine meets both.
 _ROUND = 20
@@ -46,7 +46,7 @@ class StepTimes:
 
 def measure_ahead(num_seqs: int, engine_ms: float, num_rounds: int) -> StepTimes:
     """Both ways in turns, in this process."""
-    look_less_often(num_seqs)
+    collect_garbage_less_often(num_seqs)
     num_tokens = 2 * BLOCK_SIZE + (num_rounds + 1) * _ROUND
     num_blocks = num_seqs * (num_tokens // BLOCK_SIZE + 2)
     rigs = [

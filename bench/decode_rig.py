@@ -13,15 +13,15 @@ from baton.engine.interface import Engine
 from baton.events import Tokens
 from baton.types import KvSource, SequenceSpec, WorkerIdentity
 from baton.worker.build import build_decode_engine, build_matchers, build_pool
-from decode_svc.admission import DecodeLimits
-from decode_svc.commands import DecodeCommand, Open
-from decode_svc.core import DecodeCore, DecodeDevices
-from decode_svc.costs import LocalPrefillPolicy
-from decode_svc.speculation.build import build_speculation
-from decode_svc.swap_space import SwapSpace
 from kv_transfer.sender import Sender
 from kv_transfer.ticket_table import TicketTable
 from kv_transfer.transport.loopback import LoopbackHub
+from worker_core.admission import CoreLimits
+from worker_core.commands import Command, Open
+from worker_core.core import CoreDeps, WorkerCore
+from worker_core.policy import LocalPrefillPolicy, decode_policy
+from worker_core.speculation.build import build_speculation
+from worker_core.swap import SwapSpace
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class DecodeRig:
         self.engine: Engine = build_decode_engine(options)
         hub = LoopbackHub()
         identity = WorkerIdentity("bench", 1)
-        self._commands: list[DecodeCommand] = []
+        self._commands: list[Command] = []
         self._handles = itertools.count()
         self._outputs: dict[int, list[int]] = {}
         tickets = TicketTable(
@@ -66,7 +66,7 @@ class DecodeRig:
             time.monotonic,
             is_inline=True,
         )
-        devices = DecodeDevices(
+        devices = CoreDeps(
             engine=self.engine,
             pool=build_pool(options, self.engine),
             tickets=tickets,
@@ -77,10 +77,10 @@ class DecodeRig:
             speculation=build_speculation(options, self.engine, clock),
         )
         most = self.engine.spec.max_model_len
-        self._core = DecodeCore(
+        self._core = WorkerCore(
             devices,
-            DecodeLimits(options.max_num_seqs, options.max_num_batched_tokens),
-            LocalPrefillPolicy(most, most, is_pinned=True, max_itl_factor=None),
+            CoreLimits(options.max_num_seqs, options.max_num_batched_tokens),
+            decode_policy(LocalPrefillPolicy(most, most, is_pinned=True, max_itl_factor=None)),
         )
 
     @property
@@ -92,7 +92,7 @@ class DecodeRig:
         """Opens a sequence in the next step; returns its handle."""
         handle = next(self._handles)
         self._outputs[handle] = []
-        self._commands.append(Open(0, handle, spec, KvSource.HERE))
+        self._commands.append(Open(0, handle, spec, KvSource.LOCAL))
         return handle
 
     def step(self) -> StepResult:

@@ -20,7 +20,7 @@ from baton.rpc.channel import aio_channel
 from baton.supervisor import Cluster
 from baton.supervisor.plan import PROGRAMS, Programs
 from baton.types import KvSource, Sampling, SequenceSpec
-from baton.v1 import decode_pb2, decode_pb2_grpc, inference_pb2
+from baton.v1 import inference_pb2, sequence_service_pb2, sequence_service_pb2_grpc
 from baton.wire import sequence_to_proto
 
 _GENERATE = "/baton.v1.InferenceService/Generate"
@@ -157,7 +157,7 @@ async def measure_added_ttft(model: str, num_requests: int) -> AddedTtft:
             await _read_stream(channel, 1)
             pid = cluster.pid_of("gateway")
             cpu_s = _cpu_seconds(pid)
-            call = decode_pb2_grpc.DecodeServiceStub(source).Decode()
+            call = sequence_service_pb2_grpc.SequenceServiceStub(source).Serve()
             for handle in range(1, num_requests + 1):
                 begin_s = time.perf_counter()
                 await call.write(_opening(handle))
@@ -173,14 +173,14 @@ async def measure_added_ttft(model: str, num_requests: int) -> AddedTtft:
     return AddedTtft(gateway_ms, source_ms, bare_ms, cpu_s / num_requests * 1e3)
 
 
-def _opening(handle: int) -> decode_pb2.DecodeRequest:
+def _opening(handle: int) -> sequence_service_pb2.ServeRequest:
     spec = SequenceSpec(f"r{handle}", _PROMPT, Sampling(max_tokens=1))
-    opening = decode_pb2.OpenSequence(
+    opening = sequence_service_pb2.OpenSequence(
         handle=handle,
         sequence=sequence_to_proto(spec),
-        source=decode_pb2.KvSource.ValueType(KvSource.HERE),
+        source=sequence_service_pb2.KvSource.ValueType(KvSource.LOCAL),
     )
-    return decode_pb2.DecodeRequest(open=opening)
+    return sequence_service_pb2.ServeRequest(open=opening)
 
 
 async def _first_token_s(channel: grpc.aio.Channel) -> float:

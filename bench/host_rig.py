@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from baton.cache.pool import BlockPool
-from baton.events import DecodeEvent
+from baton.events import SequenceEvent
 from baton.grammar import Matchers
 from baton.grammar.vocabulary import GrammarVocabulary
 from baton.types import KvSource, Sampling, SequenceSpec, WorkerIdentity
 from bench.stub_engine import BLOCK_SIZE, MAX_MODEL_LEN, VOCAB_SIZE, StubEngine
-from decode_svc.admission import DecodeLimits
-from decode_svc.commands import DecodeCommand, Open
-from decode_svc.core import DecodeCore, DecodeDevices
-from decode_svc.costs import LocalPrefillPolicy
-from decode_svc.swap_space import SwapSpace
 from kv_transfer.sender import Sender
 from kv_transfer.ticket_table import TicketTable
 from kv_transfer.transport.loopback import LoopbackHub
+from worker_core.admission import CoreLimits
+from worker_core.commands import Command, Open
+from worker_core.core import CoreDeps, WorkerCore
+from worker_core.policy import LocalPrefillPolicy, decode_policy
+from worker_core.swap import SwapSpace
 
 
 def draw_spec(index: int, num_prompt_tokens: int) -> SequenceSpec:
@@ -58,7 +58,7 @@ class HostRig:
         identity = WorkerIdentity("bench", 1)
         hub = LoopbackHub()
         self.pool = BlockPool(num_blocks, BLOCK_SIZE, secret=secrets.token_bytes(32))
-        self._commands: list[DecodeCommand] = []
+        self._commands: list[Command] = []
         ids = itertools.count(1)
         layout = engine.spec.layout
         self.tickets = TicketTable(
@@ -80,8 +80,8 @@ class HostRig:
             time.monotonic,
             is_inline=True,
         )
-        self.core = DecodeCore(
-            DecodeDevices(
+        self.core = WorkerCore(
+            CoreDeps(
                 engine=engine,
                 pool=self.pool,
                 tickets=self.tickets,
@@ -90,14 +90,18 @@ class HostRig:
                 matchers=Matchers(_no_vocabulary, ThreadPoolExecutor(1)),
                 clock=time.monotonic,
             ),
-            DecodeLimits(2 * num_seqs, 2 * num_seqs * num_prompt_tokens, max_num_launches),
-            LocalPrefillPolicy(MAX_MODEL_LEN, MAX_MODEL_LEN, is_pinned=True, max_itl_factor=None),
+            CoreLimits(2 * num_seqs, 2 * num_seqs * num_prompt_tokens, max_num_launches),
+            decode_policy(
+                LocalPrefillPolicy(
+                    MAX_MODEL_LEN, MAX_MODEL_LEN, is_pinned=True, max_itl_factor=None
+                )
+            ),
         )
         self.opening = [
-            Open(0, handle, draw_spec(handle, num_prompt_tokens), KvSource.HERE)
+            Open(0, handle, draw_spec(handle, num_prompt_tokens), KvSource.LOCAL)
             for handle in range(num_seqs)
         ]
 
-    def step(self, commands: Sequence[DecodeCommand] = ()) -> Sequence[DecodeEvent]:
+    def step(self, commands: Sequence[Command] = ()) -> Sequence[SequenceEvent]:
         """One step; what it told, without whom."""
         return [told.event for told in self.core.step(commands).events]

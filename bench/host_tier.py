@@ -10,10 +10,10 @@ from statistics import median
 from baton.cache.pool import BlockLease, BlockPool
 from bench.host_rig import HostRig, draw_spec
 from bench.stub_engine import BLOCK_SIZE
-from decode_svc.commands import Abort
-from decode_svc.garbage import look_less_often
-from decode_svc.scheduler import Budget, plan_step
-from decode_svc.sequence import DecodeSequence, Stage
+from worker_core.commands import Abort
+from worker_core.scheduler import Budget, plan_step
+from worker_core.sequence import Stage, WorkerSequence
+from worker_core.worker import collect_garbage_less_often
 
 #: Blocks of each sequence where blocks are taken, given back, and looked up.
 NUM_LEASED_BLOCKS = 32
@@ -39,7 +39,7 @@ class TierCosts:
 def measure_tier(num_seqs: int, num_blocks: int, num_steps: int) -> TierCosts:
     """All for one number of sequences, in a pool of so many blocks."""
     rig = HostRig(num_seqs, 2 * BLOCK_SIZE, num_blocks)
-    look_less_often(num_seqs)
+    collect_garbage_less_often(num_seqs)
     open_s = _seconds(lambda: rig.step(rig.opening))
     rig.step()
     step_s = _typical(rig.step, num_steps)
@@ -68,7 +68,7 @@ def _plan_seconds(num_seqs: int, num_steps: int) -> float:
         if lease is None:
             raise RuntimeError("the pool is too small")
         num_computed = spec.num_tokens - 1
-        sequences.append(DecodeSequence(0, index, spec, lease, Stage.RUNNING, num_computed))
+        sequences.append(WorkerSequence(0, index, spec, lease, Stage.RUNNING, num_computed))
     budget = Budget(2 * num_seqs, num_seqs)
     available = pool.counts().available
     return _typical(lambda: plan_step(sequences, available, budget), num_steps)

@@ -21,11 +21,11 @@ from baton.rpc.server import start_server
 from baton.service import OnReady, ReadyReport, main
 from baton.types import BlockCounts, KvLayout, Tier, WorkerIdentity, WorkerInfo, WorkerLoad
 from baton.v1 import (
-    decode_pb2,
-    decode_pb2_grpc,
     inference_pb2,
     inference_pb2_grpc,
     sampling_pb2,
+    sequence_service_pb2,
+    sequence_service_pb2_grpc,
     worker_pb2_grpc,
 )
 from baton.wire import info_to_proto, load_to_proto
@@ -42,7 +42,9 @@ class _Sequence:
     num_wanted: int
 
 
-class TokenSource(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerServiceServicer):
+class TokenSource(
+    sequence_service_pb2_grpc.SequenceServiceServicer, worker_pb2_grpc.WorkerServiceServicer
+):
     """text: token ids to tell. step_tokens: of each sequence. step_s: between steps, 0 for none."""
 
     def __init__(
@@ -64,7 +66,7 @@ class TokenSource(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerS
             yield load_to_proto(load, 0)
             await asyncio.sleep(_REPORT_S)
 
-    async def Decode(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802, ARG002
+    async def Serve(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802, ARG002
         live: dict[int, _Sequence] = {}
         opened: asyncio.Queue[int] = asyncio.Queue()
         reader = asyncio.create_task(_read(request_iterator, live, opened))
@@ -85,12 +87,12 @@ class TokenSource(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerS
 
     def _message(
         self, live: dict[int, _Sequence], news: Sequence[int], num_steps: int
-    ) -> decode_pb2.DecodeResponse:
-        response = decode_pb2.DecodeResponse()
+    ) -> sequence_service_pb2.ServeResponse:
+        response = sequence_service_pb2.ServeResponse()
         for handle in news:
             event = response.events.add(handle=handle)
-            event.prefill_here.num_cached_tokens = 0
-            event.prefill_here.SetInParent()
+            event.local_prefill.num_cached_tokens = 0
+            event.local_prefill.SetInParent()
         columns = response.tokens
         for handle, sequence in list(live.items()):
             begin = sequence.num_told % len(self._text)
@@ -187,7 +189,7 @@ async def serve_source(options: DecodeOptions, stop: asyncio.Event, on_ready: On
 
     def register(server: grpc.aio.Server) -> Sequence[str]:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(source, server)
-        decode_pb2_grpc.add_DecodeServiceServicer_to_server(source, server)
+        sequence_service_pb2_grpc.add_SequenceServiceServicer_to_server(source, server)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(bare, server)
         return ("baton.v1.WorkerService",)
 

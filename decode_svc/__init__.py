@@ -1,1 +1,1 @@
-"""The decode tier: continuous batching over sequences that prefill workers hand over."""
+"""The decode tier."""

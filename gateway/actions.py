@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.errors import BatonError
-from baton.types import KvSource, SequenceSpec
+from baton.types import KvSource, NumericsClass, SequenceSpec
 from gateway.fleet import Worker
 from gateway.placement import Outcome, Placement
 
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Find workers for a waiting assignment. is_return: the request had some before. avoid, unreached: see Need."""
+    """Find workers for a waiting assignment. is_return: the request had some before. The rest: see Need."""
 
     assignment: Assignment
     is_return: bool
     avoid: frozenset[str]
     unreached: frozenset[str]
+    numerics: NumericsClass | None
 
 
 @dataclass(frozen=True, slots=True)

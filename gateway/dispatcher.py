@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from baton.errors import BatonError, FieldViolation, InvalidRequest, NoWorkers
-from baton.types import Rank, SequenceSpec, Tier
+from baton.types import NumericsClass, Rank, SequenceSpec, Tier
 from gateway.admission import AdmissionQueue
 from gateway.affinity import Digest, PrefixAffinity, prefix_digests
 from gateway.fleet import Fleet, Worker
@@ -86,18 +86,19 @@ class Dispatcher:
         is_return: bool = False,
         avoid: frozenset[str] = frozenset(),
         unreached: frozenset[str] = frozenset(),
+        numerics: NumericsClass | None = None,
     ) -> Placement | Waiting:
         """A place, which the caller releases; or one in the queue: `on_place` is called then, unless it is cancelled.
 
         is_return: the sequence was placed before, and now keeps its rank and finds room in the queue.
-        avoid, unreached: see Need.
+        avoid, unreached, numerics: see Need; numerics counts in a strict fleet only.
         Raises Overloaded, NoWorkers. on_place may get NoWorkers, or InvalidRequest if no worker could ever hold it.
         """
         if not is_return and not self._fleet.ready(Tier.DECODE):
             raise NoWorkers("no decode worker is ready", tier="decode")
         waiting = Waiting(
             spec,
-            _need_of(spec, avoid, unreached),
+            _need_of(spec, avoid, unreached, numerics if self._fleet.numerics.is_strict else None),
             prefix_digests(spec.token_ids, spec.tenant, self._key),
             on_place,
         )
@@ -218,7 +219,9 @@ class Dispatcher:
             max_num_seqs = max((view.max_num_seqs for view in known), default=0)
             return _never_fits(waiting.need, max_num_seqs)
         if now_s - self._stranded_s.get(waiting.spec.rank, now_s) >= NO_WORKER_GRACE_S:
-            text = f"no worker that can serve this was ready for {NO_WORKER_GRACE_S:g} s"
+            numerics = waiting.need.numerics
+            of_class = f" and is of its numerics class ({numerics})" if numerics else ""
+            text = f"no worker that can serve this{of_class} was ready for {NO_WORKER_GRACE_S:g} s"
             return NoWorkers(text, tier="decode")
         return None
 
@@ -245,6 +248,7 @@ def _need_of(
     spec: SequenceSpec,
     avoid: frozenset[str] = frozenset(),
     unreached: frozenset[str] = frozenset(),
+    numerics: NumericsClass | None = None,
 ) -> Need:
     beam = spec.sampling.beam
     num_left = spec.sampling.max_tokens - len(spec.output_token_ids)
@@ -255,4 +259,5 @@ def _need_of(
         avoid=avoid,
         num_sequences=beam.width if beam else spec.num_choices,
         unreached=unreached,
+        numerics=numerics,
     )

@@ -266,6 +266,7 @@ class RequestDriver:
                 is_return=action.is_return,
                 avoid=action.avoid,
                 unreached=action.unreached,
+                numerics=action.numerics,
             )
         except BatonError as error:
             place = error

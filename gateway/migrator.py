@@ -136,8 +136,7 @@ class Migrator:
         """Order a migration; False if there is no room for it, or there are too many."""
         if self._num_migrating >= MAX_MIGRATIONS:
             return False
-        broken_pairs = self._fleet.broken_pairs
-        reachable = [w for w in among if here not in broken_pairs.barred_from(w.address)]
+        reachable = [w for w in among if here not in self._fleet.barred_from(w.address)]
         placement = self._dispatcher.place_now(choice.spec, reachable)
         if placement is None:
             return False

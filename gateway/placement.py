@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 
-from baton.types import Tier
+from baton.types import NumericsClass, Tier
 from gateway.fleet import Fleet, Worker
 
 _log = logging.getLogger(__name__)
@@ -78,6 +78,12 @@ class Placement:
     def decode_name(self) -> str:
         """The decode worker's id; empty if there is none."""
         return _name_of(self.decode)
+
+    @property
+    def numerics(self) -> NumericsClass | None:
+        """Of the worker that the first token comes from; None if it has reported nothing."""
+        worker = self.source or self.home
+        return worker.info.numerics if worker.info else None
 
     @property
     def is_answered_at_once(self) -> bool:

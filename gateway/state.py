@@ -51,7 +51,7 @@ from baton.events import (
     Tokens,
 )
 from baton.telemetry import Phase, RequestEvent
-from baton.types import KvSource, Rank, SequenceSpec, TokenLogprobs
+from baton.types import KvSource, NumericsClass, Rank, SequenceSpec, TokenLogprobs
 from gateway.actions import (
     Abort,
     AbortSource,
@@ -106,6 +106,8 @@ class RequestState:
         self._assignments: dict[Assignment, None] = {}
         """Those that are not OVER."""
         self._actions: list[Action] = []
+        self._numerics: NumericsClass | None = None
+        """Of the worker that the first tokens came from."""
         self._is_return = False
         self._is_closed = False
 
@@ -342,6 +344,7 @@ class RequestState:
             return
         self._timeline.on_tokens(now_s)
         self._timeline.has_forked = len(self.choices) > 1
+        self._numerics = self._numerics or _placement_of(assignment).numerics
         choice = assignment.choices[number]
         choice.pending.append(event)
         self._actions += choice.deliver
@@ -627,7 +630,8 @@ class RequestState:
         self._timeline.enter(Phase.QUEUE, now_s)
         self._timeline.note(RequestEvent.QUEUED, now_s)
         avoid, unreached = choices[0].avoid, choices[0].unreached
-        self._act(Place(assignment, self._is_return, avoid, unreached))
+        place = Place(assignment, self._is_return, avoid, unreached, self._numerics)
+        self._act(place)
         self._is_return = True
 
     def _open(self, assignment: Assignment, now_s: float) -> None:

@@ -63,7 +63,7 @@ class TicketTable:
         self._lock = threading.Lock()
         self._tickets: dict[int, Ticket] = {}
         self._none_over_before_s = clock()
-        """Deadlines are only ever put off, and new ones are at least `offer_s` away: this bound never needs to come down."""
+        """Deadlines are only ever put off: this bound comes down only for a new ticket."""
 
     # What the owner of the blocks calls.
 
@@ -85,10 +85,12 @@ class TicketTable:
         block_ids: tuple[int, ...],
         num_cached_tokens: int,
         num_tokens: int,
+        lease_s: float = math.inf,
     ) -> OfferedTicket:
-        """Lend the blocks to a sender that will bring tokens [num_cached_tokens, num_tokens).
+        """Let a sender write tokens [num_cached_tokens, num_tokens) into the blocks.
 
-        A commit of fewer tokens is taken if it covers spec.num_tokens at least.
+        A commit of fewer tokens is taken if it covers spec.num_tokens at least. lease_s: if it is to be shorter than
+        the table's own.
         Raises ValueError if the blocks have no such room.
         """
         room = len(block_ids) * self._layout.block_size
@@ -96,7 +98,10 @@ class TicketTable:
             raise ValueError(
                 f"{num_cached_tokens} cached of {num_tokens} tokens in room for {room}"
             )
+        lease_s = min(lease_s, self._lease_s)
+        deadline = self._clock() + min(lease_s, self._offer_s)
         with self._lock:
+            self._none_over_before_s = min(self._none_over_before_s, deadline)
             ticket_id = self._draw_id()
             while ticket_id == 0 or ticket_id in self._tickets:
                 ticket_id = self._draw_id()
@@ -108,8 +113,8 @@ class TicketTable:
                 num_cached_tokens=num_cached_tokens,
                 num_tokens=num_tokens,
                 coverage=Coverage(self._layout.num_layers),
-                lease_s=self._lease_s,
-                deadline=self._clock() + self._offer_s,
+                lease_s=lease_s,
+                deadline=deadline,
             )
         shown = KvTicket(
             owner=self._identity,
@@ -121,7 +126,7 @@ class TicketTable:
             num_tokens=num_tokens,
             layout=self._layout,
             endpoints=self._endpoints,
-            lease_s=self._lease_s,
+            lease_s=lease_s,
             traceparent=spec.traceparent,
         )
         return OfferedTicket(ticket_id, encode_ticket(shown, self._secret))

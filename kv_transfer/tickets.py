@@ -17,6 +17,7 @@ class Tickets(Protocol):
         block_ids: tuple[int, ...],
         num_cached_tokens: int,
         num_tokens: int,
+        lease_s: float = ...,
     ) -> OfferedTicket: ...
 
     def abort(self, ticket_id: int, reason: str, message: str) -> None: ...

@@ -4,6 +4,7 @@ isort:skip_file
 What every worker tells about itself, and how it is told to leave."""
 
 from baton.v1 import kv_pb2 as kv_pb2
+from baton.v1 import numerics_pb2 as numerics_pb2
 from collections import abc as abc
 from google.protobuf import descriptor as descriptor
 from google.protobuf import message as message
@@ -101,12 +102,13 @@ class GetWorkerInfoResponse(message.Message):
     MAX_PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     SOFTWARE_VERSION_FIELD_NUMBER: builtins.int
     MAX_LOCAL_PREFILL_TOKENS_FIELD_NUMBER: builtins.int
+    NUMERICS_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """Unique name among all workers."""
     generation: builtins.int
     """Drawn at each start; what carries an older generation is refused."""
     tier: Tier.ValueType
-    """Which tier it serves."""
+    """Which tier it was started for. WatchLoadResponse.role has the one that it serves now."""
     model: builtins.str
     """Name of the model it serves."""
     vocab_size: builtins.int
@@ -131,6 +133,10 @@ class GetWorkerInfoResponse(message.Message):
     def layout(self) -> kv_pb2.KvLayout:
         """Shape, numerics and identity of its KV."""
 
+    @builtins.property
+    def numerics(self) -> numerics_pb2.NumericsClass:
+        """How it rounds."""
+
     def __init__(
         self,
         *,
@@ -148,10 +154,11 @@ class GetWorkerInfoResponse(message.Message):
         max_protocol_version: builtins.int = ...,
         software_version: builtins.str = ...,
         max_local_prefill_tokens: builtins.int = ...,
+        numerics: numerics_pb2.NumericsClass | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout", "numerics", b"numerics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["generation", b"generation", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_protocol_version", b"max_protocol_version", "min_protocol_version", b"min_protocol_version", "model", b"model", "num_blocks", b"num_blocks", "software_version", b"software_version", "tier", b"tier", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["generation", b"generation", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_protocol_version", b"max_protocol_version", "min_protocol_version", b"min_protocol_version", "model", b"model", "num_blocks", b"num_blocks", "numerics", b"numerics", "software_version", b"software_version", "tier", b"tier", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -191,6 +198,7 @@ class WatchLoadResponse(message.Message):
     NUM_ORPHAN_SEQUENCES_FIELD_NUMBER: builtins.int
     NUM_SWAPS_FIELD_NUMBER: builtins.int
     LOCAL_PREFILL_THRESHOLD_FIELD_NUMBER: builtins.int
+    ROLE_FIELD_NUMBER: builtins.int
     state: WorkerState.ValueType
     """Whether it takes work."""
     num_steps: builtins.int
@@ -223,6 +231,8 @@ class WatchLoadResponse(message.Message):
     """Times that a sequence was sent to host memory, since the start."""
     local_prefill_threshold: builtins.int
     """Most missing tokens of a prompt that a decode worker would compute by itself now, by what it has measured; 0 in a prefill worker."""
+    role: Tier.ValueType
+    """The tier that it serves now."""
     def __init__(
         self,
         *,
@@ -241,10 +251,46 @@ class WatchLoadResponse(message.Message):
         num_orphan_sequences: builtins.int = ...,
         num_swaps: builtins.int = ...,
         local_prefill_threshold: builtins.int = ...,
+        role: Tier.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["heartbeat_age_ms", b"heartbeat_age_ms", "local_prefill_threshold", b"local_prefill_threshold", "max_heartbeat_age_ms", b"max_heartbeat_age_ms", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leased_blocks", b"num_leased_blocks", "num_open_tickets", b"num_open_tickets", "num_orphan_blocks", b"num_orphan_blocks", "num_orphan_sequences", b"num_orphan_sequences", "num_pending_tokens", b"num_pending_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_swaps", b"num_swaps", "num_waiting", b"num_waiting", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["heartbeat_age_ms", b"heartbeat_age_ms", "local_prefill_threshold", b"local_prefill_threshold", "max_heartbeat_age_ms", b"max_heartbeat_age_ms", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leased_blocks", b"num_leased_blocks", "num_open_tickets", b"num_open_tickets", "num_orphan_blocks", b"num_orphan_blocks", "num_orphan_sequences", b"num_orphan_sequences", "num_pending_tokens", b"num_pending_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_swaps", b"num_swaps", "num_waiting", b"num_waiting", "role", b"role", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class SetRoleRequest(message.Message):
+    """Asks a worker to serve another tier."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: builtins.int
+    role: Tier.ValueType
+    """The tier."""
+    def __init__(
+        self,
+        *,
+        role: Tier.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class SetRoleResponse(message.Message):
+    """The role has changed."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -50,6 +50,11 @@ class WorkerServiceStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/baton.v1.WorkerService/SetRole',
+                request_serializer=baton_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
         self.ListBlocks = channel.unary_unary(
                 '/baton.v1.WorkerService/ListBlocks',
                 request_serializer=baton_dot_v1_dot_worker__pb2.ListBlocksRequest.SerializeToString,
@@ -82,6 +87,13 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRole(self, request, context):
+        """Changes the worker's role while it runs. What runs here runs on; gateways place by the new role from the next load report on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListBlocks(self, request, context):
         """Tells who has which KV blocks, between two steps of the engine loop.
         """
@@ -106,6 +118,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.SetRoleRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.SetRoleResponse.SerializeToString,
             ),
             'ListBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.ListBlocks,
@@ -195,6 +212,33 @@ class WorkerService:
             '/baton.v1.WorkerService/Drain',
             baton_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.WorkerService/SetRole',
+            baton_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

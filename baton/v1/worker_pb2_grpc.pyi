@@ -39,6 +39,8 @@ class WorkerServiceStub:
     """Streams the worker's load: at every change worth telling, and at least four times a second."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Stops the intake and answers when the last sequence has ended, or at the call's deadline."""
+    SetRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]
+    """Changes the worker's role while it runs. What runs here runs on; gateways place by the new role from the next load report on."""
     ListBlocks: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListBlocksRequest, _worker_pb2.ListBlocksResponse]
     """Tells who has which KV blocks, between two steps of the engine loop."""
 
@@ -53,6 +55,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Streams the worker's load: at every change worth telling, and at least four times a second."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Stops the intake and answers when the last sequence has ended, or at the call's deadline."""
+    SetRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]  # type: ignore[assignment]
+    """Changes the worker's role while it runs. What runs here runs on; gateways place by the new role from the next load report on."""
     ListBlocks: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListBlocksRequest, _worker_pb2.ListBlocksResponse]  # type: ignore[assignment]
     """Tells who has which KV blocks, between two steps of the engine loop."""
 
@@ -82,6 +86,14 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
         """Stops the intake and answers when the last sequence has ended, or at the call's deadline."""
+
+    @_abc_1.abstractmethod
+    def SetRole(
+        self,
+        request: _worker_pb2.SetRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.SetRoleResponse, _abc.Awaitable[_worker_pb2.SetRoleResponse]]:
+        """Changes the worker's role while it runs. What runs here runs on; gateways place by the new role from the next load report on."""
 
     @_abc_1.abstractmethod
     def ListBlocks(

@@ -126,7 +126,7 @@ def _event_to_proto(handle: int, event: SequenceEvent) -> sequence_service_pb2.S
             message.committed.SetInParent()
         case Preempted():
             message.preempted.SetInParent()
-        case Prefilled(num_cached_tokens, num_fetched_tokens, queue_ms, compute_ms, positions):
+        case Prefilled(num_cached_tokens, num_fetched_tokens, queue_ms, compute_ms, positions, _):
             message.prefilled.num_cached_tokens = num_cached_tokens
             message.prefilled.num_fetched_tokens = num_fetched_tokens
             message.prefilled.queue_ms = queue_ms

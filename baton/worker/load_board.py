@@ -46,6 +46,7 @@ def is_worth_telling(old: WorkerLoad, new: WorkerLoad) -> bool:
         or old.num_waiting != new.num_waiting
         or old.num_open_tickets != new.num_open_tickets
         or old.is_draining != new.is_draining
+        or old.role != new.role
         or old.num_pending_tokens != new.num_pending_tokens
     )
 

@@ -12,8 +12,9 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from baton.cache.ledger import BlockLedger, ListBlocks
 from baton.engine.heartbeat import Heartbeat
+from baton.errors import FieldViolation, InvalidRequest
 from baton.rpc.server import Register
-from baton.types import WorkerInfo, WorkerLoad
+from baton.types import Tier, WorkerInfo, WorkerLoad
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.wire import info_to_proto, load_to_proto
 from baton.worker.load_board import LoadBoard, is_empty
@@ -47,13 +48,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         heartbeat: Heartbeat,
         start_draining: Callable[[], None],
         list_blocks: Callable[[ListBlocks], None],
+        set_role: Callable[[Tier], None],
     ) -> None:
-        """list_blocks: gives the command to the engine loop."""
+        """list_blocks, set_role: give the command to the engine loop."""
         self._info = info_to_proto(info)
         self._board = board
         self._heartbeat = heartbeat
         self._start_draining = start_draining
         self._list_blocks = list_blocks
+        self._set_role = set_role
 
     async def GetWorkerInfo(  # noqa: N802
         self,
@@ -82,6 +85,23 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 await self._board.wait_until(lambda load: load.is_draining and is_empty(load))
         load = self._board.load
         return worker_pb2.DrainResponse(num_remaining=load.num_running + load.num_waiting)
+
+    async def SetRole(  # noqa: N802
+        self,
+        request: worker_pb2.SetRoleRequest,
+        context: _Context,
+    ) -> worker_pb2.SetRoleResponse:
+        if request.role not in tuple(map(int, Tier)):
+            raise InvalidRequest.of(
+                FieldViolation(
+                    "role", f"{request.role} is no tier; give TIER_PREFILL or TIER_DECODE"
+                )
+            )
+        role = Tier(request.role)
+        self._set_role(role)
+        async with asyncio.timeout(context.time_remaining()):
+            await self._board.wait_until(lambda load: load.role is role)
+        return worker_pb2.SetRoleResponse()
 
     async def ListBlocks(  # noqa: N802
         self,

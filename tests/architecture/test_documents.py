@@ -24,6 +24,14 @@ def test_paths_and_links_lead_somewhere(document: Path) -> None:
 
 def test_the_architecture_names_a_file_for_every_step_of_a_request() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
-    folders = ("gateway", "prefill_svc", "decode_svc", "kv_transfer", "baton", "kernels")
+    folders = (
+        "gateway",
+        "prefill_svc",
+        "decode_svc",
+        "worker_core",
+        "kv_transfer",
+        "baton",
+        "kernels",
+    )
     for folder in folders:
         assert f"`{folder}/" in text

@@ -12,6 +12,7 @@ SHIPPED = (
     "gateway",
     "prefill_svc",
     "decode_svc",
+    "worker_core",
     "kv_transfer",
     "kernels/baton_kernels",
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.events import PrefillsHere, Tokens
+from baton.events import LocalPrefill, Tokens
 from bench.ahead import measure_ahead
 from bench.host import steps_for
 from bench.host_gateway import Flow, measure_added_ttft, measure_flow
@@ -22,7 +22,7 @@ MODEL = str(Path(__file__).resolve().parents[2] / "models" / "baton-py-6m")
 def test_every_sequence_gets_a_token_in_every_step() -> None:
     rig = HostRig(5, 2 * BLOCK_SIZE, 200)
     opened = rig.step(rig.opening)
-    assert sum(isinstance(event, PrefillsHere) for event in opened) == 5
+    assert sum(isinstance(event, LocalPrefill) for event in opened) == 5
     for _ in range(2 * BLOCK_SIZE):
         told = rig.step()
         assert [len(event.samples) for event in told if isinstance(event, Tokens)] == [1] * 5

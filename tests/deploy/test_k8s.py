@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import yaml
 
-from baton.v1 import decode_pb2, inference_pb2, prefill_pb2
+from baton.v1 import inference_pb2, sequence_service_pb2
 from tests.support.command_options import options_of
 from tests.support.compose_file import ROOT
 
 K8S = ROOT / "deploy" / "k8s"
 SERVICES = {
     "gateway": inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
-    "prefill": prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name,
-    "decode": decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name,
+    "prefill": sequence_service_pb2.DESCRIPTOR.services_by_name["SequenceService"].full_name,
+    "decode": sequence_service_pb2.DESCRIPTOR.services_by_name["SequenceService"].full_name,
 }
 #: What the cluster would say for a value that it knows only when the pod runs.
 FIELD_VALUES = {"metadata.name": "decode-0", "status.podIP": "10.0.0.7"}

@@ -18,10 +18,10 @@ from baton.distill.training import Progress, learning_rate_scale, sample_batch
 from baton.engine.load_engine import load_engine
 from baton.errors import ConfigError
 from baton.types import Sampling
-from decode_svc.speculation.draft_model import DraftModelProposer
-from decode_svc.speculation.pair import check_specs, check_tokenizers
-from decode_svc.speculation.proposer import DraftRequest
 from tests.support.tiny_models import make_tiny_model
+from worker_core.speculation.draft_model import DraftModelProposer
+from worker_core.speculation.pair import check_specs, check_tokenizers
+from worker_core.speculation.proposer import DraftRequest
 
 
 @pytest.fixture

@@ -12,17 +12,24 @@ import pytest
 from baton.client import SamplingParams
 from baton.engine.loop import EngineLoop
 from baton.engine.oracle import oracle_tokens
-from baton.errors import Overloaded
-from baton.events import Deferred
+from baton.events import Deferred, Failed, LocalPrefill
 from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
-from baton.v1 import decode_pb2, prefill_pb2
+from baton.v1 import sequence_service_pb2
 from baton.wire import sequence_to_proto, step_from_proto
-from decode_svc.commands import Abort, DecodeCommand, HandOff, Known, Pause, Resume, StreamClosed
-from decode_svc.service import DecodeServicer
 from kv_transfer.kv_ticket import KvTicket, encode_ticket
-from prefill_svc.commands import PrefillCommand
-from prefill_svc.service import PrefillServicer
 from tests.support.live_tiers import ONLY_DECODES, has_crossed, live_system
+from worker_core.commands import (
+    Abort,
+    Command,
+    HandOff,
+    Known,
+    Open,
+    Pause,
+    Resume,
+    StreamClosed,
+    StreamEvent,
+)
+from worker_core.service import SequenceServicer
 
 LAYOUT = KvLayout("oracle", 4, 2, 8, "float32", 4)
 SPEC = SequenceSpec("r", (1, 2, 3), Sampling(max_tokens=4))
@@ -32,46 +39,97 @@ def never() -> bool:
     return False
 
 
-async def test_a_prompt_that_is_refused_leaves_its_ticket_alone() -> None:
-    told: list[PrefillCommand] = []
-    presented: list[str] = []
-    servicer = PrefillServicer(told.append, never, lambda key, _ticket: presented.append(key))
-    ticket = encode_ticket(
-        KvTicket(WorkerIdentity("d0", 7), 1, 1, "r", b"", 0, 3, LAYOUT, (), lease_s=30.0), bytes(32)
-    )
-    request = prefill_pb2.PrefillRequest(sequence=sequence_to_proto(SPEC), ticket=ticket)
-    with pytest.raises(Overloaded):
-        async for _ in servicer.Prefill(request, None):  # type: ignore[arg-type]
-            pass
-    assert not told
-    assert not presented
-    assert not servicer._calls
-
-
 class StubContext:
     async def send_initial_metadata(self, metadata: object) -> None:
         """Nobody wants it."""
 
 
-async def test_a_stream_whose_worker_is_full_goes_on_and_ends_what_it_has() -> None:
-    told: list[DecodeCommand] = []
-    servicer = DecodeServicer(told.append, never)
-    deferred = asyncio.Event()
+def nobody(key: str, ticket: bytes) -> None:
+    raise AssertionError(f"{key} presented {ticket!r}")
 
-    async def commands() -> AsyncIterator[decode_pb2.DecodeRequest]:
-        for handle in (3, 4):
-            opening = decode_pb2.OpenSequence(handle=handle, sequence=sequence_to_proto(SPEC))
-            yield decode_pb2.DecodeRequest(open=opening)
-        await deferred.wait()
-        yield decode_pb2.DecodeRequest(pause=decode_pb2.PauseSequence(handle=1))
-        yield decode_pb2.DecodeRequest(resume=decode_pb2.ResumeSequence(handle=1))
-        yield decode_pb2.DecodeRequest(hand_off=decode_pb2.HandOffSequence(handle=1, ticket=b"t"))
-        yield decode_pb2.DecodeRequest(abort=decode_pb2.AbortSequence(handle=2))
-        yield decode_pb2.DecodeRequest(known=decode_pb2.KnownSequences(handles=[1]))
+
+def ticket() -> bytes:
+    owner = WorkerIdentity("d0", 7)
+    return encode_ticket(KvTicket(owner, 1, 1, "r", b"", 0, 3, LAYOUT, (), lease_s=30.0), bytes(32))
+
+
+async def served(
+    servicer: SequenceServicer, *openings: sequence_service_pb2.OpenSequence
+) -> list[Any]:
+    """The first answers to as many openings."""
+    answered = asyncio.Event()
+
+    async def commands() -> AsyncIterator[sequence_service_pb2.ServeRequest]:
+        for opening in openings:
+            yield sequence_service_pb2.ServeRequest(open=opening)
+        await answered.wait()
 
     answers: list[Any] = []
     context: Any = StubContext()
-    async for response in servicer.Decode(commands(), context):
+    async for response in servicer.Serve(commands(), context):
+        answers += step_from_proto(response)
+        if len(answers) == len(openings):
+            answered.set()
+    return answers
+
+
+async def test_a_prompt_that_is_deferred_leaves_its_ticket_alone() -> None:
+    told: list[Command] = []
+    servicer = SequenceServicer(told.append, never, nobody)
+    opening = sequence_service_pb2.OpenSequence(
+        handle=1, sequence=sequence_to_proto(SPEC), send_to=ticket()
+    )
+    ((_, answer),) = await served(servicer, opening)
+    assert isinstance(answer, Deferred)
+    assert told == [StreamClosed(0)]
+
+
+async def test_a_prompt_with_a_broken_ticket_is_refused_alone() -> None:
+    told: list[Command] = []
+    presented: list[str] = []
+    sequence = sequence_to_proto(SPEC)
+    broken = sequence_service_pb2.OpenSequence(handle=1, sequence=sequence, send_to=b"none")
+    whole = sequence_service_pb2.OpenSequence(handle=2, sequence=sequence, send_to=ticket())
+
+    def deliver(command: Command) -> None:
+        told.append(command)
+        if isinstance(command, Open):
+            servicer.deliver([StreamEvent(0, command.handle, LocalPrefill(0))])
+
+    servicer = SequenceServicer(deliver, lambda: True, lambda key, _ticket: presented.append(key))
+    answers = await served(servicer, broken, whole)
+    assert [(handle, type(event)) for handle, event in answers] == [(1, Failed), (2, LocalPrefill)]
+    assert presented == ["0/2"]
+    assert [type(command) for command in told] == [Open, StreamClosed]
+
+
+async def test_a_stream_whose_worker_is_full_goes_on_and_ends_what_it_has() -> None:
+    told: list[Command] = []
+    servicer = SequenceServicer(told.append, never, nobody)
+    deferred = asyncio.Event()
+
+    async def commands() -> AsyncIterator[sequence_service_pb2.ServeRequest]:
+        for handle in (3, 4):
+            opening = sequence_service_pb2.OpenSequence(
+                handle=handle, sequence=sequence_to_proto(SPEC)
+            )
+            yield sequence_service_pb2.ServeRequest(open=opening)
+        await deferred.wait()
+        yield sequence_service_pb2.ServeRequest(pause=sequence_service_pb2.PauseSequence(handle=1))
+        yield sequence_service_pb2.ServeRequest(
+            resume=sequence_service_pb2.ResumeSequence(handle=1)
+        )
+        yield sequence_service_pb2.ServeRequest(
+            hand_off=sequence_service_pb2.HandOffSequence(handle=1, ticket=b"t")
+        )
+        yield sequence_service_pb2.ServeRequest(abort=sequence_service_pb2.AbortSequence(handle=2))
+        yield sequence_service_pb2.ServeRequest(
+            known=sequence_service_pb2.KnownSequences(handles=[1])
+        )
+
+    answers: list[Any] = []
+    context: Any = StubContext()
+    async for response in servicer.Serve(commands(), context):
         answers += step_from_proto(response)
         if len(answers) == 2:
             deferred.set()

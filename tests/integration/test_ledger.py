@@ -13,7 +13,7 @@ from baton.cli.blocks import WorkerBlocks, as_json, blocks_of, print_blocks
 from baton.client import WorkerStatus
 from baton.rpc.channel import aio_channel
 from baton.types import KvSource, Sampling, SequenceSpec
-from baton.v1 import decode_pb2, decode_pb2_grpc
+from baton.v1 import sequence_service_pb2, sequence_service_pb2_grpc
 from baton.wire import sequence_to_proto
 from tests.support.live_tiers import decode_worker
 
@@ -42,13 +42,13 @@ async def test_a_live_worker_lists_its_blocks() -> None:
         decode_worker(max_local_prefill_tokens=0) as address,
         aio_channel(address) as channel,
     ):
-        call: Any = decode_pb2_grpc.DecodeServiceStub(channel).Decode()
+        call: Any = sequence_service_pb2_grpc.SequenceServiceStub(channel).Serve()
         await call.write(
-            decode_pb2.DecodeRequest(
-                open=decode_pb2.OpenSequence(
+            sequence_service_pb2.ServeRequest(
+                open=sequence_service_pb2.OpenSequence(
                     handle=1,
                     sequence=sequence_to_proto(spec),
-                    source=decode_pb2.KvSource.ValueType(KvSource.PREFILL_WORKER),
+                    source=sequence_service_pb2.KvSource.ValueType(KvSource.PREFILL),
                 )
             )
         )

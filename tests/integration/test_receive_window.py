@@ -13,10 +13,10 @@ import grpc.aio
 import pytest
 
 from baton.engine.oracle import oracle_tokens
-from baton.events import DecodeEvent, Tokens
+from baton.events import SequenceEvent, Tokens
 from baton.rpc.channel import aio_channel
 from baton.types import KvSource, Sampling, SequenceSpec, Tier
-from baton.v1 import decode_pb2, decode_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.v1 import sequence_service_pb2, sequence_service_pb2_grpc, worker_pb2, worker_pb2_grpc
 from gateway.fleet import Fleet
 from gateway.links import DecodeLink
 from gateway.workers import RECEIVE_WINDOW_BYTES, keep_connected
@@ -26,29 +26,29 @@ NUM_SEQUENCES = 8
 MAX_TOKENS = 100
 
 
-_Stub = decode_pb2_grpc.DecodeServiceStub
+_Stub = sequence_service_pb2_grpc.SequenceServiceStub
 
 
 class LateReader:
-    """A Decode call that reads nothing until it may. Implements what the gateway uses of it."""
+    """A Serve call that reads nothing until it may. Implements what the gateway uses of it."""
 
     def __init__(self, call: Any, may_read: asyncio.Event) -> None:
         self._call = call
         self._may_read = may_read
         self.write = call.write
         self.cancel = call.cancel
-        self.messages: list[decode_pb2.DecodeResponse] = []
+        self.messages: list[sequence_service_pb2.ServeResponse] = []
 
     async def read(self) -> Any:
         await self._may_read.wait()
         message = await self._call.read()
-        if isinstance(message, decode_pb2.DecodeResponse):
+        if isinstance(message, sequence_service_pb2.ServeResponse):
             self.messages.append(message)
         return message
 
 
 class Readers:
-    """Makes every Decode call of the gateway a late reader."""
+    """Makes every Serve call of the gateway a late reader."""
 
     def __init__(self) -> None:
         self.may_read = asyncio.Event()
@@ -58,8 +58,8 @@ class Readers:
         self._stub = _Stub(channel)
         return self
 
-    def Decode(self) -> LateReader:  # noqa: N802, the name in the .proto
-        self.calls.append(LateReader(self._stub.Decode(), self.may_read))
+    def Serve(self) -> LateReader:  # noqa: N802, the name in the .proto
+        self.calls.append(LateReader(self._stub.Serve(), self.may_read))
         return self.calls[-1]
 
 
@@ -96,11 +96,13 @@ async def test_steps_that_a_late_gateway_missed_come_as_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     readers = Readers()
-    monkeypatch.setattr("gateway.grpc_links.decode_pb2_grpc.DecodeServiceStub", readers.stub_over)
-    told: list[list[DecodeEvent]] = [[] for _ in range(NUM_SEQUENCES)]
+    monkeypatch.setattr(
+        "gateway.grpc_links.sequence_service_pb2_grpc.SequenceServiceStub", readers.stub_over
+    )
+    told: list[list[SequenceEvent]] = [[] for _ in range(NUM_SEQUENCES)]
     ended = asyncio.Event()
 
-    def hear(number: int, event: DecodeEvent) -> None:
+    def hear(number: int, event: SequenceEvent) -> None:
         told[number].append(event)
         if all(e and isinstance(e[-1], Tokens) and e[-1].finish for e in told):
             ended.set()
@@ -110,7 +112,7 @@ async def test_steps_that_a_late_gateway_missed_come_as_one(
     async with decode_worker() as address, connected(address) as link:
         for number, prompt in enumerate(prompts):
             spec = SequenceSpec(f"r{number}", prompt, sampling)
-            link.open(spec, KvSource.HERE, [partial(hear, number)])
+            link.open(spec, KvSource.LOCAL, [partial(hear, number)])
         num_steps = await until_all_ended(address)
         readers.may_read.set()
         await ended.wait()

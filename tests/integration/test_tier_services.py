@@ -14,15 +14,24 @@ import pytest
 
 from baton.engine.oracle import oracle_tokens
 from baton.errors import InvalidRequest
-from baton.events import AddressedEvent, Committed, DecodeEvent, Failed, Offered, Tokens, is_last
+from baton.events import (
+    AddressedEvent,
+    Committed,
+    Failed,
+    HandedOff,
+    LocalPrefill,
+    Offered,
+    Prefilled,
+    SequenceEvent,
+    Tokens,
+    is_last,
+)
 from baton.rpc.channel import aio_channel
 from baton.rpc.status import from_rpc_error
-from baton.types import FinishReason, Sampling, SequenceSpec
+from baton.types import FinishReason, KvSource, Sampling, SequenceSpec
 from baton.v1 import (
-    decode_pb2,
-    decode_pb2_grpc,
-    prefill_pb2,
-    prefill_pb2_grpc,
+    sequence_service_pb2,
+    sequence_service_pb2_grpc,
     worker_pb2,
     worker_pb2_grpc,
 )
@@ -37,24 +46,32 @@ def spec_of(max_tokens: int = 12, **sampling: Any) -> SequenceSpec:
 
 
 class Stream:
-    """One Decode stream, as a gateway holds it."""
+    """One stream, as a gateway holds it."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.call = decode_pb2_grpc.DecodeServiceStub(channel).Decode()
+        self.call = sequence_service_pb2_grpc.SequenceServiceStub(channel).Serve()
         self._handles = itertools.count(1)
         self._events = self._read()
 
-    async def open(self, spec: SequenceSpec, handle: int | None = None) -> int:
+    async def open(
+        self, spec: SequenceSpec, handle: int | None = None, send_to: bytes = b""
+    ) -> int:
         handle = handle or next(self._handles)
-        message = decode_pb2.OpenSequence(handle=handle, sequence=sequence_to_proto(spec))
-        await self.call.write(decode_pb2.DecodeRequest(open=message))
+        source = KvSource.LOCAL if send_to else KvSource.PREFILL
+        message = sequence_service_pb2.OpenSequence(
+            handle=handle,
+            sequence=sequence_to_proto(spec),
+            source=sequence_service_pb2.KvSource.ValueType(source),
+            send_to=send_to,
+        )
+        await self.call.write(sequence_service_pb2.ServeRequest(open=message))
         return handle
 
     async def abort(self, handle: int) -> None:
-        message = decode_pb2.AbortSequence(handle=handle)
-        await self.call.write(decode_pb2.DecodeRequest(abort=message))
+        message = sequence_service_pb2.AbortSequence(handle=handle)
+        await self.call.write(sequence_service_pb2.ServeRequest(abort=message))
 
-    async def next(self) -> DecodeEvent:
+    async def next(self) -> SequenceEvent:
         return (await anext(self._events))[1]
 
     async def _read(self) -> AsyncIterator[AddressedEvent]:
@@ -63,12 +80,17 @@ class Stream:
                 yield addressed
 
 
-async def prefill(channel: grpc.aio.Channel, spec: SequenceSpec, ticket: bytes) -> Any:
-    stub = prefill_pb2_grpc.PrefillServiceStub(channel)
-    request = prefill_pb2.PrefillRequest(sequence=sequence_to_proto(spec), ticket=ticket)
-    """The first tokens, once the KV is delivered."""
-    (response,) = [response async for response in stub.Prefill(request, timeout=30)]
-    return response
+async def prefill(channel: grpc.aio.Channel, spec: SequenceSpec, ticket: bytes) -> int:
+    """The first token, once the KV is delivered."""
+    stream = Stream(channel)
+    await stream.open(spec, send_to=ticket)
+    assert isinstance(await stream.next(), LocalPrefill)
+    assert isinstance(await stream.next(), Prefilled)
+    first = await stream.next()
+    assert isinstance(first, Tokens)
+    assert isinstance(await stream.next(), HandedOff)
+    stream.call.cancel()
+    return first.samples[0].token_id
 
 
 async def until_idle(channel: grpc.aio.Channel) -> worker_pb2.WatchLoadResponse:
@@ -119,7 +141,7 @@ async def test_a_sequence_is_handed_over_and_decoded(
             tokens += [sample.token_id for sample in event.samples]
             finish = event.finish
         assert tokens == oracle_tokens(PROMPT, spec.sampling, 1000)
-        assert tokens[0] == first.first_tokens[0].token.token_id
+        assert tokens[0] == first
         await until_idle(decode_channel)
         await until_idle(prefill_channel)
 
@@ -166,13 +188,14 @@ async def test_a_cancelled_prefill_kills_its_ticket() -> None:
         await stream.open(spec_of())
         offered = await stream.next()
         assert isinstance(offered, Offered)
-        call = asyncio.ensure_future(prefill(channel, spec_of(), offered.ticket))
+        prompt = Stream(channel)
+        await prompt.open(spec_of(), send_to=offered.ticket)
         loads = worker_pb2_grpc.WorkerServiceStub(channel).WatchLoad(worker_pb2.WatchLoadRequest())
         async for load in loads:
             if load.num_running:
                 break
         loads.cancel()
-        call.cancel()
+        await prompt.abort(1)
         failed = await stream.next()
         assert isinstance(failed, Failed)
         assert failed.is_retriable
@@ -182,9 +205,11 @@ async def test_a_cancelled_prefill_kills_its_ticket() -> None:
 
 async def test_bad_calls_are_refused_and_disturb_nothing() -> None:
     async with tiers() as (decode_channel, prefill_channel):
-        with pytest.raises(grpc.RpcError) as refused:
-            await prefill(prefill_channel, spec_of(), b"no ticket")
-        assert isinstance(from_rpc_error(refused.value), InvalidRequest)
+        prompts = Stream(prefill_channel)
+        await prompts.open(spec_of(), send_to=b"no ticket")
+        event = await prompts.next()
+        assert isinstance(event, Failed)
+        assert event.reason == "INVALID_REQUEST"
         stream = Stream(decode_channel)
         await stream.open(SequenceSpec("r", (1, 5000), Sampling()))
         event = await stream.next()

@@ -17,10 +17,10 @@ from baton.engine.load_engine import load_engine
 from baton.engine.torch_engine import TorchEngine
 from baton.errors import ConfigError, EngineFault
 from baton.types import Sampling
-from decode_svc.swap_space import SwapSpace
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.wire_format import agreed_dtype, wire_format
 from tests.support.drive_engine import generate, token_ids
+from worker_core.swap import SwapSpace
 
 MakeEngine = Callable[..., TorchEngine]
 BOX_MODEL = Path(__file__).parents[2] / "models" / "baton-py-6m"

@@ -154,15 +154,15 @@ def test_moves_and_swaps_do_happen() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_next_turn_of_a_conversation_borrows_what_the_decode_worker_kept(seed: int) -> None:
-    borrower = SimShape(block_size=8, min_borrowed_tokens=1)
-    client = make(seed, decode_shape=SimShape(num_blocks=200), prefill_shape=borrower, num=1)
+def test_the_next_turn_of_a_conversation_fetches_what_the_decode_worker_kept(seed: int) -> None:
+    fetcher = SimShape(block_size=8, min_fetched_tokens=1)
+    client = make(seed, decode_shape=SimShape(num_blocks=200), prefill_shape=fetcher, num=1)
     first = draw_spec(client.rng, 0)
     client.waiting.append(replace(first, num_choices=1))
     client.run()
     said = (*first.prompt_token_ids, *client.output_of(Choice("r0", 0)))
     # A prefill worker that was started anew knows nothing of the first turn.
-    client.prefills[0] = SimPrefill(client.prefills[0].hub, lambda: client.now, borrower, "p9")
+    client.prefills[0] = SimPrefill(client.prefills[0].hub, lambda: client.now, fetcher, "p9")
     turn = replace(first, request_id="r1", prompt_token_ids=(*said, *range(50, 90)), num_choices=2)
     client.waiting.append(turn)
     client.run()
@@ -171,7 +171,7 @@ def test_the_next_turn_of_a_conversation_borrows_what_the_decode_worker_kept(see
     num_kept = (
         (len(said) - 1) // 4 * 4
     )  # the last token has no KV, and what is kept are whole blocks
-    assert client.num_borrowed in (num_kept, num_kept - 4)
+    assert client.num_fetched in (num_kept, num_kept - 4)
 
 
 @pytest.mark.parametrize("tier", ["prefill", "decode"])

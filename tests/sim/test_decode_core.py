@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from baton.engine.interface import Batch, LayersDone
-from baton.events import Deferred, Failed, Offered, PrefillsHere
+from baton.events import Deferred, Failed, LocalPrefill, Offered
 from baton.types import BeamParams, KvSource, Sample, Sampling, SequenceSpec
-from decode_svc.commands import Abort, Open
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode, SimShape
+from worker_core.commands import Abort, Open
 
 
 def worker(**shape: int) -> SimDecode:
@@ -25,7 +25,7 @@ def spec_of(name: str, num_tokens: int) -> SequenceSpec:
 
 def test_nothing_is_told_of_a_sequence_after_it_was_given_up() -> None:
     decoder = worker()
-    decoder.submit(Open(0, 1, spec_of("a", 10), KvSource.PREFILL_WORKER))
+    decoder.submit(Open(0, 1, spec_of("a", 10), KvSource.PREFILL))
     (offered,) = decoder.step().events
     assert isinstance(offered.event, Offered)
     decoder.submit(Abort(0, 1))
@@ -39,15 +39,15 @@ def test_a_new_sequence_waits_while_the_running_ones_need_the_blocks_that_are_le
     decoder = worker(num_blocks=10)
     # Two sequences of 4 blocks each leave 2: one block for each of them to grow into, none for a third.
     for handle in (1, 2):
-        decoder.submit(Open(0, handle, spec_of(f"r{handle}", 15), KvSource.HERE))
-    assert all(isinstance(e.event, PrefillsHere) for e in decoder.step().events[:2])
-    decoder.submit(Open(0, 3, SequenceSpec("c", (9,), Sampling()), KvSource.HERE))
+        decoder.submit(Open(0, handle, spec_of(f"r{handle}", 15), KvSource.LOCAL))
+    assert all(isinstance(e.event, LocalPrefill) for e in decoder.step().events[:2])
+    decoder.submit(Open(0, 3, SequenceSpec("c", (9,), Sampling()), KvSource.LOCAL))
     answers = [e.event for e in decoder.step().events if e.handle == 3]
     assert isinstance(answers[0], Deferred)
     decoder.submit(Abort(0, 1))
-    decoder.submit(Open(0, 4, SequenceSpec("d", (9,), Sampling()), KvSource.HERE))
+    decoder.submit(Open(0, 4, SequenceSpec("d", (9,), Sampling()), KvSource.LOCAL))
     answers = [e.event for e in decoder.step().events if e.handle == 4]
-    assert isinstance(answers[0], PrefillsHere)
+    assert isinstance(answers[0], LocalPrefill)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_what_could_never_run_here_is_refused_and_not_put_off(
     spec: SequenceSpec, told: str
 ) -> None:
     decoder = worker(num_blocks=40, max_num_seqs=4)
-    decoder.submit(Open(0, 1, spec, KvSource.HERE))
+    decoder.submit(Open(0, 1, spec, KvSource.LOCAL))
     (answer,) = [e.event for e in decoder.step().events]
     assert isinstance(answer, Failed)
     assert answer.reason == "INVALID_REQUEST"
@@ -79,18 +79,18 @@ def test_nobody_comes_in_before_those_that_were_swapped_out() -> None:
     decoder = SimDecode(LoopbackHub(), lambda: float(next(seconds)), shape)
     for handle in (1, 2):
         spec = SequenceSpec(f"r{handle}", (handle,) * 15, Sampling(max_tokens=50))
-        decoder.submit(Open(0, handle, spec, KvSource.HERE))
+        decoder.submit(Open(0, handle, spec, KvSource.LOCAL))
     while decoder.swap.is_empty:
         assert not decoder.step().is_idle
     small = SequenceSpec("c", (9,), Sampling())
-    decoder.submit(Open(0, 3, small, KvSource.HERE))
+    decoder.submit(Open(0, 3, small, KvSource.LOCAL))
     (answer,) = [e.event for e in decoder.step().events if e.handle == 3]
     assert isinstance(answer, Deferred)
     assert "swapped out" in answer.reason
     decoder.submit(Abort(0, 2))
-    decoder.submit(Open(0, 4, small, KvSource.HERE))
+    decoder.submit(Open(0, 4, small, KvSource.LOCAL))
     answers = [e.event for e in decoder.step().events if e.handle == 4]
-    assert isinstance(answers[0], PrefillsHere)
+    assert isinstance(answers[0], LocalPrefill)
 
 
 def test_beats_before_a_step_and_within_tell_how_many_tokens_it_computes(
@@ -110,7 +110,7 @@ def test_beats_before_a_step_and_within_tell_how_many_tokens_it_computes(
 
     monkeypatch.setattr(decoder.engine, "forward", watched)
     for handle, num_tokens in ((1, 9), (2, 7)):
-        decoder.submit(Open(0, handle, spec_of(f"r{handle}", num_tokens), KvSource.HERE))
+        decoder.submit(Open(0, handle, spec_of(f"r{handle}", num_tokens), KvSource.LOCAL))
     for num_tokens in (9 + 7, 2):
         beats.clear()
         decoder.step()
@@ -139,11 +139,11 @@ def test_a_prompt_is_computed_in_parts_so_small_that_answers_beside_it_do_not_wa
 
     monkeypatch.setattr(decoder.engine, "forward", slow)
     for handle, num_tokens in ((1, 20), (2, 60)):
-        decoder.submit(Open(0, handle, spec_of(f"r{handle}", num_tokens), KvSource.HERE))
+        decoder.submit(Open(0, handle, spec_of(f"r{handle}", num_tokens), KvSource.LOCAL))
     for handle in (3, 4):  # by the second it knows
         steps.clear()
         prompt = SequenceSpec(f"r{handle}", (handle,) * 400, Sampling(max_tokens=50))
-        decoder.submit(Open(0, handle, prompt, KvSource.HERE))
+        decoder.submit(Open(0, handle, prompt, KvSource.LOCAL))
         while not steps or steps[-1][0]:
             decoder.step()
     assert sum(num_prefilled for num_prefilled, _ in steps) == 400

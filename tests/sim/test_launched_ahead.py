@@ -15,9 +15,9 @@ from baton.engine.oracle import OracleEngine, oracle_tokens
 from baton.errors import EngineFault
 from baton.events import Failed, Paused, Tokens
 from baton.types import FinishReason, KvSource, Sample, Sampling, SequenceSpec
-from decode_svc.commands import Abort, DecodeCommand, Open, Pause, Resume, StreamClosed
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode, SimShape
+from worker_core.commands import Abort, Command, Open, Pause, Resume, StreamClosed
 
 VOCAB = 1000
 BLOCK_SIZE = 4
@@ -81,10 +81,10 @@ class World:
     def open(self, spec: SequenceSpec) -> int:
         handle = len(self.specs) + 1
         self.specs[handle], self.told[handle] = spec, []
-        self.submit(Open(0, handle, spec, KvSource.HERE))
+        self.submit(Open(0, handle, spec, KvSource.LOCAL))
         return handle
 
-    def submit(self, command: DecodeCommand) -> None:
+    def submit(self, command: Command) -> None:
         self.decoder.submit(command)
 
     def step(self) -> bool:
@@ -166,7 +166,7 @@ def test_a_step_is_launched_before_the_one_before_is_collected() -> None:
 def test_a_wait_for_a_launch_is_told_with_its_own_tokens() -> None:
     beats: list[int] = []
     decoder = SimDecode(LoopbackHub(), lambda: 0.0, SimShape(), beat=beats.append)
-    decoder.submit(Open(0, 1, plain("a", *range(9)), KvSource.HERE))
+    decoder.submit(Open(0, 1, plain("a", *range(9)), KvSource.LOCAL))
     decoder.step()
     assert beats == [9]
     beats.clear()
@@ -206,7 +206,7 @@ def test_what_was_computed_after_a_stop_token_is_thrown_away() -> None:
 
 @pytest.mark.parametrize("end", [Abort(0, 1), StreamClosed(0)])
 def test_blocks_of_what_is_given_up_are_kept_until_the_launch_that_writes_them_is_collected(
-    end: DecodeCommand,
+    end: Command,
 ) -> None:
     world = World()
     world.open(plain("a", 1, 2, 3))

@@ -12,12 +12,12 @@ import random
 import pytest
 
 from baton.types import FinishReason, SequenceSpec
-from decode_svc.speculation.interface import NoSpeculation, Speculation
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.mixed_requests import draw_request, expected_outputs, num_prompt_logprobs
 from tests.support.random_speculation import RandomSpeculation
 from tests.support.sim_client import SimClient
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
+from worker_core.speculation.interface import NoSpeculation, Speculation
 
 #: Requests of one seed.
 NUM_REQUESTS = 8
@@ -32,7 +32,7 @@ def draw_shape(rng: random.Random) -> SimShape:
         max_local_prefill_tokens=rng.choice([0, 0, 12]),
         enable_prefix_caching=rng.random() < 0.8,
         swap_bytes=rng.choice([0, 5_000, 50_000]),
-        min_borrowed_tokens=rng.choice([1, 1000]),
+        min_fetched_tokens=rng.choice([1, 1000]),
         max_num_launches=rng.choice([1, 2]),
     )
 

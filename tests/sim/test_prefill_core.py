@@ -1,34 +1,29 @@
-"""The prefill core alone: what it sends, and when."""
+"""The core of a prefill worker alone: what it sends, and when."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from baton.cache.pool import BlockPool
 from baton.engine.interface import Batch, LayersDone
 from baton.engine.kv_range import KvRange
-from baton.engine.oracle import OracleEngine, OracleOptions
+from baton.engine.oracle import OracleEngine, OracleOptions, oracle_tokens
 from baton.errors import Cancelled, EngineFault, HandoffFailed, PeerMismatch
-from baton.types import Sample, Sampling, SequenceSpec
+from baton.events import Failed, HandedOff, HandOffFailed, Prefilled, Tokens
+from baton.types import KvSource, Sample, Sampling, SequenceSpec
 from kv_transfer.kv_ticket import KvTicket
 from kv_transfer.sender import SendDone
 from kv_transfer.ticket_table import TicketTable
 from kv_transfer.transport.loopback import LoopbackHub
-from prefill_svc.borrowing import BorrowCosts
-from prefill_svc.commands import (
-    Abort,
-    HandoffEnded,
-    Prefilled,
-    PrefillFailed,
-    Submit,
-)
-from prefill_svc.core import (
-    PrefillCore,
-    PrefillDevices,
-    PrefillLimits,
-)
 from tests.support.recording_sender import RecordingSender
-from tests.support.sim_tiers import EagerBorrower, SimPrefill, sim_matchers
+from tests.support.sim_tiers import EagerFetches, SimPrefill, sim_matchers
+from worker_core.admission import CoreLimits
+from worker_core.commands import Abort, Destination, Open, Resume
+from worker_core.core import CoreDeps, WorkerCore
+from worker_core.costs import Costs
+from worker_core.policy import prefill_policy
+from worker_core.swap import SwapSpace
 
 NUM_LAYERS = 4
 
@@ -56,41 +51,52 @@ def core_of(
     *,
     pool: BlockPool | None = None,
     tickets: TicketTable | None = None,
-    costs: BorrowCosts | None = None,
+    costs: Costs | None = None,
     beat: Callable[[int], None] = lambda _num_tokens: None,
-) -> PrefillCore:
-    pool = pool or BlockPool(64, 4, secret=bytes(32))
-    tickets = tickets or SimPrefill(LoopbackHub(), lambda: 0.0).tickets
-    costs = costs or BorrowCosts(token_bytes=128)
-    devices = PrefillDevices(
-        engine, pool, sender, tickets, costs, sim_matchers(), lambda: 0.0, beat
+) -> WorkerCore:
+    policy = prefill_policy()
+    deps = CoreDeps(
+        engine=engine,
+        pool=pool or BlockPool(64, 4, secret=bytes(32)),
+        tickets=tickets or SimPrefill(LoopbackHub(), lambda: 0.0).tickets,
+        sender=sender,
+        swap=SwapSpace(engine.kv, 0),
+        matchers=sim_matchers(),
+        costs=costs or Costs(policy.local_prefill, token_bytes=128),
+        clock=lambda: 0.0,
+        beat=beat,
     )
-    return PrefillCore(devices, PrefillLimits(8, budget))
+    return WorkerCore(deps, CoreLimits(8, budget), policy)
+
+
+def open_(handle: int, spec: SequenceSpec, num_held_tokens: int = 0) -> Open:
+    """A prompt that is born with a destination."""
+    return Open(0, handle, spec, KvSource.LOCAL, Destination(num_held_tokens))
 
 
 def test_every_token_and_layer_is_sent_once_even_if_a_step_fails_after_it_was_sent() -> None:
     sender = RecordingSender()
     core = core_of(LateFault(OracleOptions(num_blocks=64, block_size=4)), sender, 64)
-    submits = [
-        Submit("a", spec_of("a", 10), b"t", 0),
-        Submit("b", spec_of("b", 9, last=666), b"t", 0),
-        Submit("c", spec_of("c", 6), b"t", 4),
+    opens = [
+        open_(1, spec_of("a", 10)),
+        open_(2, spec_of("b", 9, last=666)),
+        open_(3, spec_of("c", 6), num_held_tokens=4),
     ]
-    events = core.step(submits).events
-    assert {e.key for e in events if isinstance(e, Prefilled)} == {"a", "c"}
-    assert {e.key for e in events if isinstance(e, PrefillFailed)} == {"b"}
-    assert sender.committed == ["a", "c"]
-    assert sender.aborted == ["b"]
-    expected = [("a", token, layer) for token in range(10) for layer in range(NUM_LAYERS)]
-    expected += [("c", token, layer) for token in range(4, 6) for layer in range(NUM_LAYERS)]
-    assert sorted(entry for entry in sender.sent if entry[0] != "b") == sorted(expected)
+    events = core.step(opens).events
+    assert {e.handle for e in events if isinstance(e.event, Prefilled)} == {1, 3}
+    assert {e.handle for e in events if isinstance(e.event, Failed)} == {2}
+    assert sender.committed == ["0/1", "0/3"]
+    assert sender.aborted == ["0/2"]
+    expected = [("0/1", token, layer) for token in range(10) for layer in range(NUM_LAYERS)]
+    expected += [("0/3", token, layer) for token in range(4, 6) for layer in range(NUM_LAYERS)]
+    assert sorted(entry for entry in sender.sent if entry[0] != "0/2") == sorted(expected)
 
 
 def test_chunks_are_sent_as_they_are_computed() -> None:
     sender = RecordingSender()
     core = core_of(OracleEngine(OracleOptions(num_blocks=64, block_size=4)), sender, 4)
     sent_after_step = []
-    commands = [Submit("a", spec_of("a", 10), b"t", 0)]
+    commands = [open_(1, spec_of("a", 10))]
     while not sender.committed:
         core.step(commands)
         commands = []
@@ -98,71 +104,98 @@ def test_chunks_are_sent_as_they_are_computed() -> None:
     assert sent_after_step == [4, 8, 10]
 
 
-def test_blocks_that_a_lender_may_still_write_stay_leased_after_the_sender_had_its_last_word() -> (
+def test_blocks_that_a_fetch_may_still_write_stay_leased_after_the_sender_had_its_last_word() -> (
     None
 ):
     sender, pool = RecordingSender(), BlockPool(64, 4, secret=bytes(32))
-    lender = SimPrefill(LoopbackHub(), lambda: 0.0)
+    worker = SimPrefill(LoopbackHub(), lambda: 0.0)
     engine = OracleEngine(OracleOptions(num_blocks=64, block_size=4))
     core = core_of(
-        engine, sender, 64, pool=pool, tickets=lender.tickets, costs=EagerBorrower(min_tokens=1)
+        engine, sender, 64, pool=pool, tickets=worker.tickets, costs=EagerFetches(min_tokens=1)
     )
-    core.step([Submit("a", spec_of("a", 10), b"t", 8)])
-    ticket = lender.tickets.begin(sender.borrowed[0], connection=1)
+    core.step([open_(1, spec_of("a", 10), num_held_tokens=8)])
+    ticket = worker.tickets.begin(sender.borrowed[0], connection=1)
     assert isinstance(ticket, KvTicket)
     piece = KvRange(0, 8, 0, NUM_LAYERS)
-    assert isinstance(lender.tickets.pin(ticket.ticket_id, ticket.epoch, 1, piece), tuple)
+    assert isinstance(worker.tickets.pin(ticket.ticket_id, ticket.epoch, 1, piece), tuple)
 
-    core.step([Abort("a")])
-    core.step([SendDone("a", Cancelled("given up"), 0)])
+    core.step([Abort(0, 1)])
+    core.step([SendDone("0/1", Cancelled("given up"), 0)])
     assert pool.counts().leased == 3
-    assert not lender.inbox
+    assert not worker.inbox
 
-    lender.tickets.unpin(ticket.ticket_id, checksum=0, num_bytes=0)
-    core.step(lender.inbox)
+    worker.tickets.unpin(ticket.ticket_id, checksum=0, num_bytes=0)
+    core.step(worker.inbox)
     assert pool.counts().leased == 0
 
 
-def new_core(sender: RecordingSender) -> PrefillCore:
+def new_core(sender: RecordingSender) -> WorkerCore:
     return core_of(OracleEngine(OracleOptions(num_blocks=64, block_size=4)), sender, 64)
 
 
-def test_the_end_of_a_handoff_is_told_after_the_first_token() -> None:
+def test_the_end_of_a_handoff_is_reported_after_the_first_token() -> None:
     core = new_core(RecordingSender())
-    names = ("delivered", "lost", "mismatch")
-    assert len(core.step([Submit(name, spec_of(name, 9), b"t", 0) for name in names]).events) == 3
+    events = core.step([open_(handle, spec_of(f"r{handle}", 9)) for handle in (1, 2, 3)]).events
+    assert sum(isinstance(event.event, Prefilled) for event in events) == 3
     ends = core.step(
         [
-            SendDone("delivered", None, 100),
-            SendDone("lost", HandoffFailed("refused"), 0),
-            SendDone("mismatch", PeerMismatch.of("d0", "kv_secret", "this", "that"), 0),
+            SendDone("0/1", None, 100),
+            SendDone("0/2", HandoffFailed("refused"), 0),
+            SendDone("0/3", PeerMismatch.of("d0", "kv_secret", "this", "that"), 0),
         ]
     ).events
-    assert [event.key for event in ends] == list(names)
-    assert all(isinstance(event, HandoffEnded) for event in ends)
-    errors = [event.error for event in ends if isinstance(event, HandoffEnded)]
-    assert errors[0] is None
-    assert all(isinstance(error, HandoffFailed) for error in errors[1:]), "others may do better"
-    assert "kv_secret" in str(errors[2])
+    assert [event.handle for event in ends] == [1, 2, 3]
+    delivered, lost, mismatch = (event.event for event in ends)
+    assert isinstance(delivered, HandedOff)
+    assert isinstance(lost, HandOffFailed)
+    assert isinstance(mismatch, HandOffFailed)
+    assert lost.reason == mismatch.reason == HandoffFailed.reason, "others may do better"
+    assert "kv_secret" in mismatch.message
+
+
+def test_a_sequence_whose_handoff_failed_may_decode_on() -> None:
+    """After its first token it is a sequence as any other, paused."""
+    core = new_core(RecordingSender())
+    spec = spec_of("a", 9)
+    core.step([open_(1, spec)])
+    core.step([SendDone("0/1", HandoffFailed("refused"), 0)])
+    assert not core.step([]).events
+    tokens = [
+        sample.token_id
+        for events in (core.step([Resume(0, 1)]).events, *(core.step([]).events for _ in range(9)))
+        for event in events
+        if isinstance(event.event, Tokens)
+        for sample in event.event.samples
+    ]
+    assert tokens == oracle_tokens(spec.prompt_token_ids, spec.sampling, 1000)[1:]
+
+
+def test_a_sequence_of_several_choices_whose_handoff_failed_is_over() -> None:
+    core = new_core(RecordingSender())
+    core.step([open_(1, replace(spec_of("a", 9), num_choices=2))])
+    (end,) = core.step([SendDone("0/1", HandoffFailed("refused"), 0)]).events
+    assert isinstance(end.event, Failed)
+    assert end.event.is_retriable
 
 
 def test_a_handoff_that_ends_before_its_prompt_is_here() -> None:
     """The ticket is presented first: whom nobody takes it from may know so before the engine's thread knows the prompt."""
     core = new_core(RecordingSender())
-    assert core.step([SendDone("a", HandoffFailed("refused"), 0)]).events == []
-    (event,) = core.step([Submit("a", spec_of("a", 9), b"t", 0)]).events
-    assert isinstance(event, PrefillFailed)
+    assert core.step([SendDone("0/1", HandoffFailed("refused"), 0)]).events == []
+    (event,) = core.step([open_(1, spec_of("a", 9))]).events
+    assert isinstance(event.event, Failed)
     assert core.step([]).load.num_open_tickets == 0
 
 
 def test_a_refused_prompt_gives_its_ticket_up() -> None:
     sender = RecordingSender()
     core = new_core(sender)
-    step = core.step([Submit("a", spec_of("a", 9, last=10**6), b"t", 0)])
-    assert [type(event) for event in step.events] == [PrefillFailed]
-    assert sender.aborted == ["a"]
+    step = core.step([open_(1, spec_of("a", 9, last=10**6))])
+    assert [type(event.event) for event in step.events] == [Failed]
+    assert sender.aborted == ["0/1"]
     assert step.load.num_open_tickets == 1
-    assert core.step([SendDone("a", HandoffFailed("given up"), 0)]).load.num_open_tickets == 0
+    step = core.step([SendDone("0/1", HandoffFailed("given up"), 0)])
+    assert step.load.num_open_tickets == 0
 
 
 def test_beats_before_a_step_and_within_tell_how_many_tokens_it_computes() -> None:
@@ -178,7 +211,7 @@ def test_beats_before_a_step_and_within_tell_how_many_tokens_it_computes() -> No
 
     engine = Watched(OracleOptions(num_blocks=64, block_size=4))
     core = core_of(engine, RecordingSender(), 4, beat=beats.append)
-    commands = [Submit("a", spec_of("a", 10), b"t", 0)]
+    commands = [open_(1, spec_of("a", 10))]
     for num_tokens in (4, 4, 2):
         beats.clear()
         core.step(commands)

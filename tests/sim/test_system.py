@@ -132,7 +132,7 @@ def test_without_prefill_workers_decode_workers_prefill() -> None:
         for spec, history in zip(specs, histories, strict=True):
             assert history.error is None
             history.check(expected(spec))
-        assert "PrefillsHere" in system.seen
+        assert "LocalPrefill" in system.seen
 
     run_virtual(main())
 

@@ -12,8 +12,8 @@ from baton.cache.pool import BlockPool
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.oracle import OracleEngine, OracleOptions, oracle_tokens
 from baton.types import Sampling
-from decode_svc.speculation.draft_model import DraftModelProposer
-from decode_svc.speculation.proposer import DraftRequest
+from worker_core.speculation.draft_model import DraftModelProposer
+from worker_core.speculation.proposer import DraftRequest
 
 VOCAB = 50
 

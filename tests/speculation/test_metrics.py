@@ -9,15 +9,15 @@ from opentelemetry.trace import NoOpTracer
 from baton.events import Tokens
 from baton.telemetry import Telemetry
 from baton.types import Sample
-from decode_svc.commands import StreamEvent
-from decode_svc.recorder import DecodeRecorder
+from worker_core.commands import StreamEvent
+from worker_core.recorder import WorkerRecorder
 
 
 def test_drafts_are_counted() -> None:
     reader = InMemoryMetricReader()
     meters = MeterProvider([reader], shutdown_on_exit=False)
     telemetry = Telemetry(NoOpTracer(), meters.get_meter("test"), False, True, lambda: None)
-    recorder = DecodeRecorder(telemetry, lambda: 0.0)
+    recorder = WorkerRecorder(telemetry, lambda: 0.0)
     told = [
         Tokens(0, (Sample(1),)),
         Tokens(1, (Sample(1), Sample(2), Sample(3)), num_draft_tokens=4, num_accepted_tokens=2),

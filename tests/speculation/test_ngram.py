@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.types import Sampling
-from decode_svc.speculation.ngram import NgramProposer
-from decode_svc.speculation.ngram_index import MAX_NUM_CANDIDATES, Match, NgramIndex, continuation
-from decode_svc.speculation.proposer import DraftRequest
+from worker_core.speculation.ngram import NgramProposer
+from worker_core.speculation.ngram_index import MAX_NUM_CANDIDATES, Match, NgramIndex, continuation
+from worker_core.speculation.proposer import DraftRequest
 
 texts = st.lists(st.integers(0, 2), max_size=40)
 

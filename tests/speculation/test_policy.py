@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_svc.speculation.policy import (
+from worker_core.speculation.policy import (
     CAUTION,
     MIN_CHANCE,
     Candidate,

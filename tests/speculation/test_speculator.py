@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from baton.types import Sampling
-from decode_svc.speculation.proposer import NOTHING, DraftRequest, Forecast
-from decode_svc.speculation.speculator import MAX_PROBE_INTERVAL, PROBE_INTERVAL, Speculator
-from decode_svc.speculation.verify import verify
+from worker_core.speculation.proposer import NOTHING, DraftRequest, Forecast
+from worker_core.speculation.speculator import MAX_PROBE_INTERVAL, PROBE_INTERVAL, Speculator
+from worker_core.speculation.verify import verify
 
 StepTime = Callable[[int, int], float]
 

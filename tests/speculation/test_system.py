@@ -9,14 +9,14 @@ import random
 import pytest
 
 from baton.engine.oracle import oracle_tokens
-from baton.events import PrefillsHere, Tokens
+from baton.events import LocalPrefill, Tokens
 from baton.types import FinishReason, KvSource, Sampling, SequenceSpec
-from decode_svc.commands import Abort, Open
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.random_speculation import RandomSpeculation
 from tests.support.sim_system import History, System
 from tests.support.sim_tiers import SimDecode, SimShape
 from tests.support.virtual_loop import run_virtual
+from worker_core.commands import Abort, Open
 
 VOCAB = 1000
 HANDLES = itertools.count()
@@ -91,11 +91,11 @@ def run_alone(spec: SequenceSpec, shape: SimShape = SimShape()) -> tuple[list[To
 
 
 def run_to_end(worker: SimDecode, spec: SequenceSpec) -> list[Tokens]:
-    worker.submit(Open(0, next(HANDLES), spec, KvSource.HERE))
+    worker.submit(Open(0, next(HANDLES), spec, KvSource.LOCAL))
     told: list[Tokens] = []
     while not (told and told[-1].finish):
         for event in worker.step().events:
-            assert isinstance(event.event, Tokens | PrefillsHere)
+            assert isinstance(event.event, Tokens | LocalPrefill)
             told += [event.event] if isinstance(event.event, Tokens) else []
         worker.pool.check_integrity()
     return told
@@ -160,12 +160,12 @@ def test_drafts_take_no_block_that_another_sequence_needs() -> None:
     )
     specs = [SequenceSpec(f"r{i}", (i, 1, 2), Sampling(max_tokens=28)) for i in range(2)]
     for handle, spec in enumerate(specs):
-        worker.submit(Open(0, handle, spec, KvSource.HERE))
+        worker.submit(Open(0, handle, spec, KvSource.LOCAL))
     outputs: dict[int, list[int]] = {0: [], 1: []}
     num_ended = 0
     while num_ended < 2:
         for event in worker.step().events:
-            assert type(event.event).__name__ in ("PrefillsHere", "Tokens")
+            assert type(event.event).__name__ in ("LocalPrefill", "Tokens")
             if isinstance(event.event, Tokens):
                 outputs[event.handle] += [s.token_id for s in event.event.samples]
                 num_ended += bool(event.event.finish)
@@ -175,7 +175,7 @@ def test_drafts_take_no_block_that_another_sequence_needs() -> None:
 
 def test_an_aborted_sequence_leaves_nothing_behind() -> None:
     worker = SimDecode(LoopbackHub(), lambda: 0.0, SimShape(), speculation=RandomSpeculation(2))
-    worker.submit(Open(0, 1, SequenceSpec("a", (1, 2), Sampling(max_tokens=50)), KvSource.HERE))
+    worker.submit(Open(0, 1, SequenceSpec("a", (1, 2), Sampling(max_tokens=50)), KvSource.LOCAL))
     for _ in range(4):
         worker.step()
     worker.submit(Abort(0, 1))

@@ -15,7 +15,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 OURS = tuple(
     f"{ROOT / folder}/"
-    for folder in ("baton", "gateway", "prefill_svc", "decode_svc", "kv_transfer", "kernels")
+    for folder in (
+        "baton",
+        "gateway",
+        "prefill_svc",
+        "decode_svc",
+        "worker_core",
+        "kv_transfer",
+        "kernels",
+    )
 )
 WATCHED = frozenset({"pickle.find_class", "marshal.loads", "exec", "compile"})
 DONE = "all requests were served"

@@ -6,8 +6,8 @@ import random
 from collections.abc import Hashable, Sequence
 
 from baton.engine.oracle import oracle_tokens
-from decode_svc.speculation.proposer import DraftRequest
 from tests.support.grammar_walks import allowed_after
+from worker_core.speculation.proposer import DraftRequest
 
 
 class RandomSpeculation:

@@ -14,17 +14,16 @@ from baton.events import (
     Deferred,
     Failed,
     HandOffFailed,
+    LocalPrefill,
     Offered,
     Paused,
     Preempted,
-    PrefillsHere,
-    PromptScored,
+    Prefilled,
     Tokens,
 )
 from baton.types import FinishReason, KvSource, SequenceSpec
-from decode_svc import commands as decode
-from prefill_svc import commands as prefill
 from tests.support.sim_tiers import SimDecode, SimPrefill
+from worker_core.commands import Abort, HandOff, Pause, Resume
 
 
 class Choice(NamedTuple):
@@ -68,14 +67,14 @@ class SimClient:
     seen: set[str] = field(default_factory=set)
     num_drafts: int = 0
     num_accepted: int = 0
-    num_borrowed: int = 0
+    num_fetched: int = 0
     next_handle: int = 0
 
     def place(
         self,
         spec: SequenceSpec,
         worker: SimDecode | None = None,
-        source: KvSource = KvSource.PREFILL_WORKER,
+        source: KvSource = KvSource.PREFILL,
         moves_from: int | None = None,
     ) -> None:
         worker = worker or self.rng.choice(self.decodes)
@@ -84,7 +83,7 @@ class SimClient:
         for offset in range(spec.num_choices):
             stay = Stay(spec.choice_alone(offset), worker, first, spec, moves_from=moves_from)
             self.live[first + offset] = stay
-        worker.submit(decode.Open(0, first, spec, source))
+        worker.open(0, first, spec, source)
 
     def cancel(self) -> None:
         """Give up one choice, or a whole beam search."""
@@ -97,17 +96,18 @@ class SimClient:
 
     def abort(self, handle: int) -> None:
         stay = self.live.pop(handle)
-        stay.home.submit(decode.Abort(0, handle))
+        stay.home.submit(Abort(0, handle))
         if not any(other.first == stay.first for other in self.live.values()):
             for worker in self.prefills:
-                worker.submit(prefill.Abort(str(stay.first)))
+                for offset in range(stay.group.num_choices):
+                    worker.submit(Abort(0, stay.first + offset))
 
     def move(self) -> None:
         movable = sorted(h for h, s in self.live.items() if s.has_parted and not s.is_moving)
         if movable:
             handle = self.rng.choice(movable)
             self.live[handle].is_moving = True
-            self.live[handle].home.submit(decode.Pause(0, handle))
+            self.live[handle].home.submit(Pause(0, handle))
 
     def step_decode(self, worker: SimDecode) -> None:
         for addressed in worker.step().events:
@@ -129,10 +129,10 @@ class SimClient:
         match event:
             case Offered(ticket) if stay.moves_from is not None:
                 home = self.live[stay.moves_from].home
-                home.submit(decode.HandOff(0, stay.moves_from, ticket))
-            case Offered(ticket, num_cached):
+                home.submit(HandOff(0, stay.moves_from, ticket))
+            case Offered(ticket):
                 worker = self.rng.choice(self.prefills)
-                worker.accept(prefill.Submit(str(stay.first), stay.group, ticket, num_cached))
+                worker.open(0, stay.first, stay.group, send_to=ticket)
             case Tokens(token_index, samples, finish):
                 stay.has_parted = True
                 self.num_drafts += event.num_draft_tokens
@@ -148,7 +148,7 @@ class SimClient:
             case Paused():
                 others = [worker for worker in self.decodes if worker is not stay.home]
                 target = self.rng.choice(others or self.decodes)
-                source = KvSource.DECODE_WORKER
+                source = KvSource.HANDOFF
                 self.place(self.resumed(stay), target, source, moves_from=handle)
             case Committed() if stay.moves_from is not None:
                 # What is left there is over, though it has not told so yet.
@@ -158,11 +158,11 @@ class SimClient:
                 for other in [h for h, s in self.live.items() if s.moves_from == handle]:
                     self.abort(other)
                 self.resume(handle)
-            case PrefillsHere() if stay.moves_from in self.live and stay.moves_from is not None:
+            case LocalPrefill() if stay.moves_from in self.live and stay.moves_from is not None:
                 self.abort(stay.moves_from)
                 stay.moves_from = None
-            case PromptScored(positions):
-                self.prompt_logprobs[spec.request_id] = len(positions)
+            case Prefilled():
+                self.check_prefilled(spec, event)
             case Failed():
                 del self.live[handle]
                 if stay.moves_from is None:
@@ -174,7 +174,7 @@ class SimClient:
         """The move came to nothing."""
         if stay := self.live.get(handle):
             stay.is_moving = False
-            stay.home.submit(decode.Resume(0, handle))
+            stay.home.submit(Resume(0, handle))
 
     def return_to_queue(self, handle: int) -> None:
         """Its sequence is gone from the worker: what has no tokens goes together, all else alone."""
@@ -197,38 +197,38 @@ class SimClient:
         del self.live[handle]
 
     def step_prefill(self, worker: SimPrefill) -> None:
-        for event in worker.step().events:
+        for addressed in worker.step().events:
+            handle, event = addressed.handle, addressed.event
             self.seen.add(type(event).__name__)
-            first = int(event.key)
-            members = [h for h, s in self.live.items() if s.first == first]
-            if not members:
-                continue
-            if isinstance(event, prefill.PrefillFailed):
-                stay = self.live[members[0]]
-                error = event.error
-                self.failed[stay.spec.request_id] = Failed(error.reason, error.message, False)
-                for handle in members:
-                    self.abort(handle)
-            elif isinstance(event, prefill.Prefilled):
-                self.take_firsts(first, members, event)
+            group = [h for h, s in self.live.items() if s.first == handle]
+            match event:
+                case Failed() if group:
+                    self.failed[self.live[group[0]].spec.request_id] = event
+                    for member in group:
+                        self.abort(member)
+                case HandOffFailed() | Deferred() | Preempted():
+                    raise AssertionError(f"{event} of a prefill worker that nobody disturbs")
+                case Prefilled() if group:
+                    self.num_fetched += event.num_fetched_tokens
+                    self.check_prefilled(self.live[group[0]].group, event)
+                case Tokens(token_index, (sample,), finish) if handle in self.live:
+                    self.take_first(handle, token_index, sample.token_id, finish)
 
-    def take_firsts(self, first: int, members: list[int], event: prefill.Prefilled) -> None:
-        self.num_borrowed += event.num_borrowed_tokens
-        num_known = event.num_cached_tokens + event.num_borrowed_tokens
+    def check_prefilled(self, spec: SequenceSpec, event: Prefilled) -> None:
+        num_known = event.num_cached_tokens + event.num_fetched_tokens
         num_computed = sum(chunk.num_tokens for chunk in event.chunks)
-        assert num_known + num_computed == self.live[members[0]].spec.num_tokens
+        assert num_known + num_computed == spec.num_tokens
         if event.prompt_logprobs:
-            request_id = self.live[members[0]].spec.request_id
-            self.prompt_logprobs[request_id] = len(event.prompt_logprobs)
-        for handle in members:
-            stay = self.live[handle]
-            if stay.spec.sampling.beam:
-                continue
-            told = event.firsts[handle - first]
-            self.put(stay, len(stay.spec.output_token_ids), told.sample.token_id)
-            if told.finish is not FinishReason.NONE:
-                stay.home.submit(decode.Abort(0, handle))
-                self.end(handle, told.finish)
+            self.prompt_logprobs[spec.request_id] = len(event.prompt_logprobs)
+
+    def take_first(
+        self, handle: int, token_index: int, token_id: int, finish: FinishReason
+    ) -> None:
+        stay = self.live[handle]
+        self.put(stay, token_index, token_id)
+        if finish is not FinishReason.NONE:
+            stay.home.submit(Abort(0, handle))
+            self.end(handle, finish)
 
     def put(self, stay: Stay, index: int, token_id: int) -> None:
         assert self.outputs[stay.choice].setdefault(index, token_id) == token_id
@@ -276,5 +276,5 @@ class SimClient:
             assert worker.pool.counts().leased == 0
             worker.pool.check_integrity()
             assert worker.sender.num_open == 0
-        assert all(decoder.tickets.num_open == 0 for decoder in self.decodes)
+            assert worker.tickets.num_open == 0
         assert all(decoder.swap.num_bytes == 0 for decoder in self.decodes)

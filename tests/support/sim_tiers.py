@@ -17,30 +17,20 @@ from baton.engine.loop import Step
 from baton.engine.oracle import OracleEngine, OracleOptions
 from baton.errors import BatonError
 from baton.grammar import Matchers
-from baton.types import WorkerIdentity
-from decode_svc.admission import DecodeLimits
-from decode_svc.commands import DecodeCommand, StreamEvent
-from decode_svc.core import DecodeCore, DecodeDevices
-from decode_svc.costs import LocalPrefillPolicy
-from decode_svc.speculation.interface import NoSpeculation, Speculation
-from decode_svc.swap_space import SwapSpace
+from baton.types import KvSource, SequenceSpec, WorkerIdentity
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import TicketEvent
 from kv_transfer.ticket_table import TicketTable
 from kv_transfer.transport.loopback import LoopbackHub, LoopbackListener
-from prefill_svc.borrowing import BorrowCosts
-from prefill_svc.commands import (
-    PrefillCommand,
-    PrefillEvent,
-    Submit,
-)
-from prefill_svc.core import (
-    PrefillCore,
-    PrefillDevices,
-    PrefillLimits,
-)
 from tests.support.grammar_walks import small_vocabulary
+from worker_core.admission import CoreLimits
+from worker_core.commands import Command, Destination, Open, StreamEvent
+from worker_core.core import CoreDeps, WorkerCore
+from worker_core.costs import Costs
+from worker_core.policy import LocalPrefillPolicy, Policy, decode_policy, prefill_policy
+from worker_core.speculation.interface import NoSpeculation, Speculation
+from worker_core.swap import SwapSpace
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,7 +48,7 @@ class SimShape:
     max_local_prefill_tokens: int = 0
     enable_prefix_caching: bool = True
     poison_token_id: int = -1
-    min_borrowed_tokens: int = 1000
+    min_fetched_tokens: int = 1000
     max_num_launches: int = 2
     swap_bytes: int = 0
     """Room for swapped sequences; a token of the oracle's takes 128 bytes."""
@@ -128,75 +118,30 @@ def _open_tickets(
     return listener, tickets
 
 
-class EagerBorrower(BorrowCosts):
-    """Finds borrowing so many tokens, or more, always worth it."""
+class EagerFetches(Costs):
+    """Finds fetching so many tokens of a prefix, or more, always worth it."""
 
-    def __init__(self, min_tokens: int) -> None:
-        super().__init__(token_bytes=1)
+    def __init__(self, min_tokens: int, policy: LocalPrefillPolicy | None = None) -> None:
+        super().__init__(policy or prefill_policy().local_prefill, token_bytes=1)
         self._min_tokens = min_tokens
 
-    def is_borrowing_faster(self, num_tokens: int) -> bool:
+    def is_fetch_cheaper(self, num_tokens: int) -> bool:
         return num_tokens >= self._min_tokens
 
 
 @dataclass
-class SimPrefill:
-    """A prefill worker: put commands into `inbox`, call step."""
+class SimWorker:
+    """A worker: put commands into `inbox`, call step."""
 
     hub: LoopbackHub
     clock: Clock
     shape: SimShape = SimShape()
-    name: str = "p0"
-    inbox: list[PrefillCommand] = field(default_factory=list)
-    on_command: Callable[[], None] = lambda: None
-
-    def __post_init__(self) -> None:
-        self.engine = _engine(self.shape)
-        self.pool = _pool(self.shape)
-        self.sender = _sender(self.hub, self.name, self.engine, self.submit, self.clock)
-        self.listener, self.tickets = _open_tickets(
-            self.hub, self.name, self.engine, self.submit, self.clock
-        )
-        limits = PrefillLimits(self.shape.max_num_seqs, self.shape.max_num_batched_tokens)
-        devices = PrefillDevices(
-            self.engine,
-            self.pool,
-            self.sender,
-            self.tickets,
-            EagerBorrower(self.shape.min_borrowed_tokens),
-            sim_matchers(),
-            self.clock,
-        )
-        self.core = PrefillCore(devices, limits)
-
-    def submit(self, command: PrefillCommand) -> None:
-        self.inbox.append(command)
-        self.on_command()
-
-    def step(self) -> Step[PrefillEvent]:
-        commands, self.inbox[:] = list(self.inbox), []
-        return self.core.step(commands)
-
-    def accept(self, prompt: Submit) -> None:
-        """As the service does: the ticket is presented at once."""
-        if prompt.ticket:
-            self.sender.begin(prompt.key, prompt.ticket)
-        self.submit(prompt)
-
-
-@dataclass
-class SimDecode:
-    """A decode worker: put commands into `inbox`, call step."""
-
-    hub: LoopbackHub
-    clock: Clock
-    shape: SimShape = SimShape()
-    name: str = "d0"
+    name: str = "w0"
     seed: int = 0
     lease_s: float = 30.0
     speculation: Speculation = field(default_factory=NoSpeculation)
     beat: Callable[[int], None] = lambda _num_tokens: None
-    inbox: list[DecodeCommand] = field(default_factory=list)
+    inbox: list[Command] = field(default_factory=list)
     on_command: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -205,33 +150,69 @@ class SimDecode:
         self.listener, self.tickets = _open_tickets(
             self.hub, self.name, self.engine, self.submit, self.clock, self.lease_s, self.seed
         )
-        limits = DecodeLimits(
-            self.shape.max_num_seqs, self.shape.max_num_batched_tokens, self.shape.max_num_launches
-        )
         self.sender = _sender(self.hub, self.name, self.engine, self.submit, self.clock)
-        self.swap = swap = SwapSpace(self.engine.kv, self.shape.swap_bytes)
-        devices = DecodeDevices(
-            self.engine,
-            self.pool,
-            self.tickets,
-            self.sender,
-            swap,
-            sim_matchers(),
-            self.clock,
-            self.beat,
+        self.swap = SwapSpace(self.engine.kv, self.shape.swap_bytes)
+        policy = self.policy()
+        deps = CoreDeps(
+            engine=self.engine,
+            pool=self.pool,
+            tickets=self.tickets,
+            sender=self.sender,
+            swap=self.swap,
+            matchers=sim_matchers(),
+            costs=EagerFetches(self.shape.min_fetched_tokens, policy.local_prefill),
+            clock=self.clock,
+            beat=self.beat,
             speculation=self.speculation,
         )
-        most = self.shape.max_local_prefill_tokens
-        local_prefill = LocalPrefillPolicy(most, most, is_pinned=True, max_itl_factor=2.0)
-        self.core = DecodeCore(devices, limits, local_prefill)
+        limits = CoreLimits(
+            self.shape.max_num_seqs, self.shape.max_num_batched_tokens, self.shape.max_num_launches
+        )
+        self.core = WorkerCore(deps, limits, policy)
 
-    def submit(self, command: DecodeCommand) -> None:
+    def policy(self) -> Policy:
+        most = self.shape.max_local_prefill_tokens
+        return decode_policy(LocalPrefillPolicy(most, most, is_pinned=True, max_itl_factor=2.0))
+
+    def submit(self, command: Command) -> None:
         self.inbox.append(command)
         self.on_command()
 
     def step(self) -> Step[StreamEvent]:
         commands, self.inbox[:] = list(self.inbox), []
         return self.core.step(commands)
+
+    def open(
+        self,
+        stream: int,
+        handle: int,
+        spec: SequenceSpec,
+        source: KvSource = KvSource.LOCAL,
+        send_to: bytes = b"",
+    ) -> None:
+        """As the service does: the ticket of a destination is presented at once."""
+        destination = Destination.of(send_to) if send_to else None
+        command = Open(stream, handle, spec, source, destination)
+        if send_to:
+            self.sender.begin(command.key, send_to)
+        self.submit(command)
+
+
+@dataclass
+class SimDecode(SimWorker):
+    """A decode worker."""
+
+    name: str = "d0"
+
+
+@dataclass
+class SimPrefill(SimWorker):
+    """A prefill worker."""
+
+    name: str = "p0"
+
+    def policy(self) -> Policy:
+        return prefill_policy()
 
 
 class InlineExecutor(Executor):

@@ -14,15 +14,13 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from baton.events import Offered, Tokens, is_last
+from baton.events import Offered, Prefilled, Tokens, is_last
 from baton.telemetry import Telemetry
 from baton.types import KvSource, Sampling, SequenceSpec
-from decode_svc import commands as decode
-from decode_svc.recorder import DecodeRecorder
 from kv_transfer.transport.loopback import LoopbackHub
-from prefill_svc import commands as prefill
-from prefill_svc.recorder import PrefillRecorder
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
+from worker_core.commands import Abort, Command, StreamEvent
+from worker_core.recorder import WorkerRecorder
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
@@ -67,12 +65,12 @@ class Tiers:
     live: dict[int, SequenceSpec] = field(default_factory=dict)
     ends: Counter[str] = field(default_factory=Counter)
     num_prefilled: int = 0
-    _batches: dict[str, deque[Sequence[object]]] = field(default_factory=dict)
+    _batches: dict[str, deque[Sequence[StreamEvent]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         hub = LoopbackHub()
-        self.p_recorder = PrefillRecorder(self.exports.telemetry, self.clock)
-        self.d_recorder = DecodeRecorder(self.exports.telemetry, self.clock)
+        self.p_recorder = WorkerRecorder(self.exports.telemetry, self.clock)
+        self.d_recorder = WorkerRecorder(self.exports.telemetry, self.clock)
         shape = SimShape(num_blocks=24)
         self.prefill = SimPrefill(hub, self.clock, SimShape(num_blocks=48))
         self.decode = SimDecode(hub, self.clock, shape)
@@ -99,16 +97,13 @@ class Tiers:
             traceparent=f"00-{TRACE}-{handle + 1:016x}-01",
         )
         self.live[handle] = spec
-        self.decode.submit(
-            decode.Open(
-                0, handle, spec, self.rng.choice([KvSource.HERE, *[KvSource.PREFILL_WORKER] * 4])
-            )
-        )
+        source = self.rng.choice([KvSource.LOCAL, *[KvSource.PREFILL] * 4])
+        self.decode.open(0, handle, spec, source)
 
     def cancel(self, handle: int) -> None:
         self.end(handle, "cancelled")
-        self.decode.submit(decode.Abort(0, handle))
-        self.prefill.submit(prefill.Abort(str(handle)))
+        self.decode.submit(Abort(0, handle))
+        self.prefill.submit(Abort(0, handle))
 
     def end(self, handle: int, how: str) -> None:
         del self.live[handle]
@@ -126,42 +121,36 @@ class Tiers:
         if not batches:
             return False
         events = batches.popleft()
-        if which == "p":
-            prefilled = [event for event in events if isinstance(event, prefill.Prefilled)]
-            for event in prefilled:
-                self._prefilled(event)
-            self.p_recorder.on_step(events)  # type: ignore[arg-type]
-        else:
-            for addressed in events:
-                assert isinstance(addressed, decode.StreamEvent)
+        for addressed in events:
+            if which == "p":
+                self._prefilled(addressed)
+            else:
                 self._happened(addressed)
-            self.d_recorder.on_step(events)  # type: ignore[arg-type]
+        recorder = self.p_recorder if which == "p" else self.d_recorder
+        recorder.on_step(events)
         return True
 
-    def _prefilled(self, event: prefill.Prefilled) -> None:
-        handle = int(event.key)
-        self.num_prefilled += 1
-        if handle in self.live and event.is_over:
+    def _prefilled(self, addressed: StreamEvent) -> None:
+        handle, event = addressed.handle, addressed.event
+        self.num_prefilled += isinstance(event, Prefilled)
+        if isinstance(event, Tokens) and event.finish and handle in self.live:
             self.end(handle, "finished on P")
-            self.decode.submit(decode.Abort(0, handle))
+            self.decode.submit(Abort(0, handle))
 
-    def _happened(self, addressed: decode.StreamEvent) -> None:
+    def _happened(self, addressed: StreamEvent) -> None:
         handle, event = addressed.handle, addressed.event
         if handle not in self.live:
             return
         if isinstance(event, Offered):
-            submit = prefill.Submit(
-                str(handle), self.live[handle], event.ticket, event.num_cached_tokens
-            )
-            self.prefill.accept(submit)
+            self.prefill.open(0, handle, self.live[handle], send_to=event.ticket)
         elif is_last(event):
             self.end(handle, "finished" if isinstance(event, Tokens) else type(event).__name__)
 
 
 def _observed(
-    submit: Callable[[object], None], observe: Callable[[object], None]
-) -> Callable[[object], None]:
-    def both(command: object) -> None:
+    submit: Callable[[Command], None], observe: Callable[[Command], None]
+) -> Callable[[Command], None]:
+    def both(command: Command) -> None:
         observe(command)
         submit(command)
 
@@ -195,7 +184,7 @@ def games() -> list[Tiers]:
 
 def test_recorders_forget_every_request_that_is_over(games: list[Tiers]) -> None:
     for tiers in games:
-        assert tiers.p_recorder._prompts == {}
+        assert tiers.p_recorder._sequences == {}
         assert tiers.d_recorder._sequences == {}
         assert tiers.d_recorder._by_ticket == {}
 

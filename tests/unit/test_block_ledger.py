@@ -10,12 +10,9 @@ from hypothesis import strategies as st
 from baton.cache.ledger import BlockOwner, ListBlocks, num_orphan_blocks, take_ledger
 from baton.cache.pool import BlockLease, BlockPool
 from baton.types import KvSource, Sampling, SequenceSpec
-from decode_svc.commands import Abort, Known, Open
 from kv_transfer.transport.loopback import LoopbackHub
-from prefill_svc.commands import (
-    Submit,
-)
 from tests.support.sim_tiers import SimDecode, SimPrefill
+from worker_core.commands import Abort, Known, Open
 
 quick = settings(deadline=None, database=None, max_examples=80)
 NUM_BLOCKS, BLOCK_SIZE = 12, 2
@@ -58,8 +55,8 @@ def spec_of(name: str, num_tokens: int) -> SequenceSpec:
 
 def test_a_decode_worker_tells_who_has_its_blocks():
     worker, told = SimDecode(LoopbackHub(), lambda: 0.0), []
-    worker.submit(Open(0, 1, spec_of("waits", 10), KvSource.PREFILL_WORKER))
-    worker.submit(Open(0, 2, spec_of("runs", 5), KvSource.HERE))
+    worker.submit(Open(0, 1, spec_of("waits", 10), KvSource.PREFILL))
+    worker.submit(Open(0, 2, spec_of("runs", 5), KvSource.LOCAL))
     worker.submit(ListBlocks(told.append))
     worker.step()
     (ledger,) = told
@@ -75,14 +72,14 @@ def test_a_decode_worker_tells_who_has_its_blocks():
 
 def test_a_prefill_worker_tells_who_has_its_blocks():
     worker, told = SimPrefill(LoopbackHub(), lambda: 0.0), []
-    worker.submit(Submit("k", spec_of("long", 60), b"", 0))
+    worker.open(0, 1, spec_of("long", 60))
     worker.step()
     worker.submit(ListBlocks(told.append))
     step = worker.step()
     assert step.load.num_orphan_blocks == 0
     (ledger,) = told
     (owner,) = ledger.owners
-    assert (owner.request_id, owner.stage) == ("long", "computing")
+    assert (owner.request_id, owner.stage) == ("long", "running")
 
 
 def test_a_lease_that_was_forgotten_shows_in_the_load():
@@ -97,9 +94,9 @@ def test_a_lease_that_was_forgotten_shows_in_the_load():
 
 def test_what_a_gateway_has_forgotten_is_ended_and_counted():
     worker = SimDecode(LoopbackHub(), lambda: 0.0)
-    for handle, source in ((1, KvSource.HERE), (2, KvSource.PREFILL_WORKER), (3, KvSource.HERE)):
+    for handle, source in ((1, KvSource.LOCAL), (2, KvSource.PREFILL), (3, KvSource.LOCAL)):
         worker.submit(Open(0, handle, spec_of(f"r{handle}", 10), source))
-    worker.submit(Open(1, 9, spec_of("another gateway's", 10), KvSource.HERE))
+    worker.submit(Open(1, 9, spec_of("another gateway's", 10), KvSource.LOCAL))
     worker.submit(Known(0, frozenset({3})))
     assert worker.step().load.num_orphan_sequences == 2
     told = []
@@ -114,7 +111,7 @@ def test_what_a_gateway_has_forgotten_is_ended_and_counted():
 def test_a_sequence_is_known_by_any_of_its_choices():
     worker = SimDecode(LoopbackHub(), lambda: 0.0)
     spec = replace(spec_of("three", 10), num_choices=3)
-    worker.submit(Open(0, 4, spec, KvSource.PREFILL_WORKER))
+    worker.submit(Open(0, 4, spec, KvSource.PREFILL))
     worker.submit(Known(0, frozenset({6})))
     assert worker.step().load.num_orphan_sequences == 0
     worker.submit(Known(0, frozenset({7})))
@@ -123,7 +120,7 @@ def test_a_sequence_is_known_by_any_of_its_choices():
 
 def test_what_was_given_up_is_no_orphan():
     worker = SimDecode(LoopbackHub(), lambda: 0.0)
-    worker.submit(Open(0, 1, spec_of("waits", 10), KvSource.PREFILL_WORKER))
+    worker.submit(Open(0, 1, spec_of("waits", 10), KvSource.PREFILL))
     worker.step()
     worker.submit(Abort(0, 1))
     worker.submit(Known(0, frozenset()))

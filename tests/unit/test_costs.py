@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.linear_fit import LinearFit
-from decode_svc.costs import Costs, LocalPrefillPolicy
+from worker_core.costs import Costs
+from worker_core.policy import LocalPrefillPolicy
 
 POLICY = LocalPrefillPolicy(
     default_threshold=16, max_threshold=2048, is_pinned=False, max_itl_factor=2.0
@@ -53,7 +54,7 @@ def trained(
 ) -> Costs:
     """A worker that computes a token of a prompt in local_s, and gets one from the prefill tier in remote_s after
     overhead_s; a decode step takes 10 ms."""
-    costs = Costs(policy)
+    costs = Costs(policy, 128)
     for num_tokens in (10, 100, 300, 900, 1500):
         costs.observe_step(4, 0, 0.01)
         costs.observe_step(4, num_tokens, 0.01 + local_s * num_tokens)
@@ -79,7 +80,7 @@ def test_a_worker_that_is_faster_than_the_prefill_tier_computes_all_it_may() -> 
 
 
 def test_before_anything_is_known_and_when_it_is_pinned_the_threshold_is_the_default() -> None:
-    assert Costs(POLICY).local_prefill_threshold(3) == 16
+    assert Costs(POLICY, 128).local_prefill_threshold(3) == 16
     pinned = LocalPrefillPolicy(7, 7, is_pinned=True, max_itl_factor=2.0)
     costs = trained(local_s=1e-4, remote_s=5e-4, overhead_s=0.1, policy=pinned)
     assert costs.local_prefill_threshold(0) == 7
@@ -95,7 +96,7 @@ def test_a_chunk_beside_decoding_sequences_fits_into_the_time_that_is_allowed() 
 def test_short_prompts_whose_times_say_nothing_of_a_token_bound_the_next_chunk_all_the_same() -> (
     None
 ):
-    costs = Costs(POLICY)
+    costs = Costs(POLICY, 128)
     for num_tokens, seconds in ((8, 0.013), (9, 0.012), (10, 0.011)):
         costs.observe_step(4, 0, 0.01)
         costs.observe_step(4, num_tokens, seconds)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import pytest
 
 from baton.cache.pool import BlockPool
-from baton.events import Offered, PrefillsHere
+from baton.events import LocalPrefill, Offered
 from baton.types import KvSource, Sample, Sampling, SequenceSpec
 from bench.stub_engine import BLOCK_SIZE, StubEngine
-from decode_svc.admission import Admission, DecodeLimits
-from decode_svc.commands import Open
-from decode_svc.costs import Costs, LocalPrefillPolicy
-from decode_svc.state import DecodeState
-from decode_svc.swap_space import SwapSpace
 from kv_transfer.ticket import OfferedTicket, TicketCommitted
+from tests.support.recording_sender import RecordingSender
 from tests.support.sim_tiers import sim_matchers
+from worker_core.admission import Admission, CoreLimits
+from worker_core.commands import Open
+from worker_core.costs import Costs
+from worker_core.handoff import Handoffs
+from worker_core.policy import LocalPrefillPolicy, decode_policy
+from worker_core.state import CoreState
+from worker_core.swap import SwapSpace
 
 NUM_TOKENS = 100
 
@@ -30,8 +33,9 @@ class Tickets:
         block_ids: tuple[int, ...],
         num_cached_tokens: int,
         num_tokens: int,
+        lease_s: float = 30.0,
     ) -> OfferedTicket:
-        del spec, block_ids, num_cached_tokens, num_tokens
+        del spec, block_ids, num_cached_tokens, num_tokens, lease_s
         self.num_offered += 1
         return OfferedTicket(self.num_offered, b"")
 
@@ -46,7 +50,7 @@ class Tickets:
 
 
 @pytest.mark.parametrize(
-    ("firsts", "answer"), [((Sample(1),), PrefillsHere), ((), Offered)], ids=["prefills", "moves"]
+    ("firsts", "answer"), [((Sample(1),), LocalPrefill), ((), Offered)], ids=["prefills", "moves"]
 )
 def test_prompts_that_come_late_from_the_prefill_tier_are_computed_here_from_then_on(
     firsts: tuple[Sample, ...], answer: type[object]
@@ -55,22 +59,24 @@ def test_prompts_that_come_late_from_the_prefill_tier_are_computed_here_from_the
     now_s = 0.0
     engine = StubEngine(num_blocks=200)
     pool = BlockPool(200, BLOCK_SIZE, secret=bytes(32), enable_prefix_caching=False)
-    state = DecodeState(engine.spec, pool, SwapSpace(engine.kv, 0))
-    costs = Costs(LocalPrefillPolicy(0, 2048, is_pinned=False, max_itl_factor=2.0))
+    state = CoreState(engine.spec, pool, SwapSpace(engine.kv, 0))
+    costs = Costs(LocalPrefillPolicy(0, 2048, is_pinned=False, max_itl_factor=2.0), 128)
     for num_tokens in range(1, 10):
         costs.observe_step(0, num_tokens, 1e-3 * num_tokens)
-    limits = DecodeLimits(max_num_seqs=16, max_num_batched_tokens=2048, max_num_launches=1)
-    admission = Admission(state, Tickets(), limits, costs, sim_matchers(), lambda: now_s)
+    limits = CoreLimits(max_num_seqs=16, max_num_batched_tokens=2048, max_num_launches=1)
+    handoffs = Handoffs(state, RecordingSender(), lambda: now_s)
+    admission = Admission(state, Tickets(), limits, costs, sim_matchers(), handoffs, lambda: now_s)
+    policy = decode_policy(costs.policy)
 
     def open_next(handle: int) -> object:
         spec = SequenceSpec(f"r{handle}", (5,) * NUM_TOKENS, Sampling(), arrival_ns=handle)
-        admission.open(Open(0, handle, spec, KvSource.PREFILL_WORKER))
+        admission.open(Open(0, handle, spec, KvSource.PREFILL), policy)
         return state.take_events()[-1][-1]
 
     for number in range(1, 9):
         assert isinstance(open_next(number), Offered)
         now_s += 1.0
-        admission.join(TicketCommitted(number, NUM_TOKENS, firsts, 0.0, 0))
+        admission.on_committed(TicketCommitted(number, NUM_TOKENS, firsts, 0.0, 0))
         if number >= 4 and firsts:
             break
     assert isinstance(open_next(10), answer)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from baton.cache.pool import BlockPool
 from baton.types import Sampling, SequenceSpec
 from bench.stub_engine import BLOCK_SIZE, StubEngine
-from decode_svc.sequence import DecodeSequence, Stage
-from decode_svc.state import DecodeState, width
-from decode_svc.swap_space import SwapSpace
+from worker_core.sequence import Stage, WorkerSequence, width
+from worker_core.state import CoreState
+from worker_core.swap import SwapSpace
 
 #: (handle, choices of the sequence that comes; 0: whoever has the handle leaves).
 EVENTS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=20)
@@ -24,14 +24,14 @@ RANKED = st.lists(
 def test_places_are_the_members_widths(events: list[tuple[int, int]]) -> None:
     engine = StubEngine(num_blocks=64)
     pool = BlockPool(64, BLOCK_SIZE, secret=bytes(32))
-    state = DecodeState(engine.spec, pool, SwapSpace(engine.kv, 0))
+    state = CoreState(engine.spec, pool, SwapSpace(engine.kv, 0))
     for handle, num_choices in events:
         before = state.find(0, handle)
         if num_choices:
             spec = SequenceSpec("r", (1, 2, 3), Sampling(), num_choices=num_choices)
             lease = pool.lease(b"", spec.token_ids, 4)
             assert lease is not None
-            state.put(DecodeSequence(0, handle, spec, lease, Stage.RUNNING, 0))
+            state.put(WorkerSequence(0, handle, spec, lease, Stage.RUNNING, 0))
         elif before is not None:
             state.forget(before)
         assert state.num_places == sum(width(member.spec) for member in state)
@@ -41,14 +41,14 @@ def test_places_are_the_members_widths(events: list[tuple[int, int]]) -> None:
 def test_members_are_told_by_rank(events: list[tuple[int, int, int | None]]) -> None:
     engine = StubEngine(num_blocks=64)
     pool = BlockPool(64, BLOCK_SIZE, secret=bytes(32))
-    state = DecodeState(engine.spec, pool, SwapSpace(engine.kv, 0))
-    here: dict[tuple[int, int], DecodeSequence] = {}
+    state = CoreState(engine.spec, pool, SwapSpace(engine.kv, 0))
+    here: dict[tuple[int, int], WorkerSequence] = {}
     for stream, handle, arrival_ns in events:
         if arrival_ns is not None:
             spec = SequenceSpec("r", (1, 2, 3), Sampling(), arrival_ns=arrival_ns)
             lease = pool.lease(b"", spec.token_ids, 4)
             assert lease is not None
-            sequence = DecodeSequence(stream, handle, spec, lease, Stage.RUNNING, 0)
+            sequence = WorkerSequence(stream, handle, spec, lease, Stage.RUNNING, 0)
             here[stream, handle] = sequence
             state.put(sequence)
         elif (stream, handle) in here:

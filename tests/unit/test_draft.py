@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from baton.cache.pool import BlockPool
 from baton.grammar import Matcher
 from baton.types import Sampling, SequenceSpec
-from decode_svc.sequence import DecodeSequence, Stage
+from worker_core.sequence import Stage, WorkerSequence
 
 LIMIT = 3
 
@@ -27,12 +27,12 @@ class SmallTokensAlone(Matcher):
         return tuple(bytes([i]) for i in range(num_allowed + 1))
 
 
-def sequence() -> DecodeSequence:
+def sequence() -> WorkerSequence:
     pool = BlockPool(8, 4, secret=bytes(32))
     spec = SequenceSpec("r", (1, 2, 3), Sampling(), output_token_ids=(7,))
     lease = pool.lease(b"", spec.token_ids, 16)
     assert lease is not None
-    return DecodeSequence(0, 0, spec, lease, Stage.RUNNING, 3)
+    return WorkerSequence(0, 0, spec, lease, Stage.RUNNING, 3)
 
 
 @given(st.lists(st.integers(0, LIMIT), max_size=6), st.integers(0, 6))

@@ -15,13 +15,13 @@ from baton.engine.interface import Batch, LayersDone
 from baton.engine.loop import EngineLoop, Step
 from baton.engine.oracle import OracleEngine, OracleOptions
 from baton.types import KvSource, Sample, Sampling, SequenceSpec, WorkerLoad
-from decode_svc.admission import DecodeLimits
-from decode_svc.commands import Open
-from decode_svc.core import DecodeCore, DecodeDevices
-from decode_svc.costs import LocalPrefillPolicy
-from decode_svc.swap_space import SwapSpace
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode, sim_matchers
+from worker_core.admission import CoreLimits
+from worker_core.commands import Open
+from worker_core.core import CoreDeps, WorkerCore
+from worker_core.policy import LocalPrefillPolicy, decode_policy
+from worker_core.swap import SwapSpace
 
 
 @dataclass
@@ -133,7 +133,7 @@ def test_a_long_step_beats_at_every_group_of_layers() -> None:
     sim = SimDecode(LoopbackHub(), lambda: 0.0)
     pool = BlockPool(16, 16, secret=bytes(32))
     swap = SwapSpace(engine.kv, 0)
-    devices = DecodeDevices(
+    devices = CoreDeps(
         engine,
         pool,
         sim.tickets,
@@ -143,6 +143,8 @@ def test_a_long_step_beats_at_every_group_of_layers() -> None:
         lambda: 0.0,
         beats.append,
     )
-    core = DecodeCore(devices, DecodeLimits(4, 64), LocalPrefillPolicy(0, 0, True, 2.0))
-    core.step([Open(0, 1, SequenceSpec("r", (1, 2, 3), Sampling(max_tokens=2)), KvSource.HERE)])
+    core = WorkerCore(
+        devices, CoreLimits(4, 64), decode_policy(LocalPrefillPolicy(0, 0, True, 2.0))
+    )
+    core.step([Open(0, 1, SequenceSpec("r", (1, 2, 3), Sampling(max_tokens=2)), KvSource.LOCAL)])
     assert engine.num_beats_within == [4]

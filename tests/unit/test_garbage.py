@@ -9,7 +9,7 @@ import pytest
 
 from bench.host_rig import HostRig
 from bench.stub_engine import BLOCK_SIZE
-from decode_svc.garbage import look_less_often
+from worker_core.worker import collect_garbage_less_often
 
 _NUM_SEQS = 500
 
@@ -23,7 +23,7 @@ def threshold() -> Iterator[None]:
 
 @pytest.mark.usefixtures("threshold")
 def test_a_step_makes_fewer_objects_than_are_looked_for() -> None:
-    look_less_often(_NUM_SEQS)
+    collect_garbage_less_often(_NUM_SEQS)
     rig = HostRig(_NUM_SEQS, BLOCK_SIZE, 4 * _NUM_SEQS)
     rig.step(rig.opening)
     rig.step()
@@ -45,5 +45,5 @@ def test_a_step_makes_fewer_objects_than_are_looked_for() -> None:
 @pytest.mark.usefixtures("threshold")
 def test_few_sequences_leave_it_as_it_is() -> None:
     before = gc.get_threshold()
-    look_less_often(1)
+    collect_garbage_less_often(1)
     assert gc.get_threshold() == before

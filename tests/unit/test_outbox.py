@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ClientStalled
-from baton.events import AddressedEvent, Committed, DecodeEvent, Paused, Tokens, joined
+from baton.events import AddressedEvent, Committed, Paused, SequenceEvent, Tokens, joined
 from baton.types import FinishReason, Sample
 from baton.wire import step_from_proto, step_to_proto
-from decode_svc.outbox import Outbox, in_messages
+from worker_core.outbox import Outbox, in_messages
 
 #: Of one sequence: how many tokens a step gave, 0 for a change of state; then how far the next step jumps, 0 as it should.
 STEPS = st.lists(
@@ -22,9 +22,9 @@ STEPS = st.lists(
 )
 
 
-def history(steps: Iterable[tuple[int, int, int]]) -> list[DecodeEvent]:
+def history(steps: Iterable[tuple[int, int, int]]) -> list[SequenceEvent]:
     """Token ids tell their indices, but for those of a jump."""
-    events: list[DecodeEvent] = []
+    events: list[SequenceEvent] = []
     index = 5
     for num_tokens, jump, num_drafts in steps:
         if not num_tokens:
@@ -39,7 +39,7 @@ def history(steps: Iterable[tuple[int, int, int]]) -> list[DecodeEvent]:
     return events
 
 
-def flat(events: Iterable[DecodeEvent]) -> list[object]:
+def flat(events: Iterable[SequenceEvent]) -> list[object]:
     """Each token with its index, and what else happened, in order."""
     told: list[object] = []
     for event in events:
@@ -50,7 +50,7 @@ def flat(events: Iterable[DecodeEvent]) -> list[object]:
     return told
 
 
-def drafts(events: Iterable[DecodeEvent]) -> tuple[int, int]:
+def drafts(events: Iterable[SequenceEvent]) -> tuple[int, int]:
     tokens = [event for event in events if isinstance(event, Tokens)]
     return sum(t.num_draft_tokens for t in tokens), sum(t.num_accepted_tokens for t in tokens)
 
@@ -117,7 +117,7 @@ async def test_a_closed_outbox_gives_what_is_there_and_then_nothing() -> None:
 async def test_a_gateway_that_leaves_too_much_unread_is_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("decode_svc.outbox.MAX_NUM_EVENTS", 3)
+    monkeypatch.setattr("worker_core.outbox.MAX_NUM_EVENTS", 3)
     outbox = Outbox()
     for _ in range(3):
         outbox.put((1, Paused()))

@@ -11,11 +11,14 @@ import numpy as np
 from baton.cache.pool import BlockPool
 from baton.engine.oracle import OracleEngine, OracleOptions
 from baton.types import Sampling, SequenceSpec
-from decode_svc.costs import Costs, LocalPrefillPolicy
-from decode_svc.moves import Preemption
-from decode_svc.sequence import DecodeSequence, Stage
-from decode_svc.state import DecodeState
-from decode_svc.swap_space import SwapSpace
+from tests.support.recording_sender import RecordingSender
+from worker_core.costs import Costs
+from worker_core.handoff import Handoffs
+from worker_core.policy import LocalPrefillPolicy
+from worker_core.preemption import Preemption
+from worker_core.sequence import Stage, WorkerSequence
+from worker_core.state import CoreState
+from worker_core.swap import SwapSpace
 
 BLOCK_SIZE, NUM_TOKENS = 4, 10
 
@@ -27,28 +30,31 @@ class Worker:
     tick_s: float = 0.0
     num_blocks: int = 12
     costs: Costs = field(
-        default_factory=lambda: Costs(LocalPrefillPolicy(0, 0, is_pinned=False, max_itl_factor=2.0))
+        default_factory=lambda: Costs(
+            LocalPrefillPolicy(0, 0, is_pinned=False, max_itl_factor=2.0), 128
+        )
     )
 
     def __post_init__(self) -> None:
         self.engine = OracleEngine(OracleOptions(num_blocks=self.num_blocks, block_size=BLOCK_SIZE))
         self.pool = BlockPool(self.num_blocks, BLOCK_SIZE, secret=bytes(32))
         self.swap = SwapSpace(self.engine.kv, 1 << 20)
-        self.state = DecodeState(self.engine.spec, self.pool, self.swap)
-        self.preemption = Preemption(self.state, self.costs, self.clock())
+        self.state = CoreState(self.engine.spec, self.pool, self.swap)
+        handoffs = Handoffs(self.state, RecordingSender(), lambda: 0.0)
+        self.preemption = Preemption(self.state, self.costs, handoffs, self.clock())
         self.costs.observe_handoff(NUM_TOKENS, 2.0)
 
     def clock(self) -> Callable[[], float]:
         looks = count()
         return lambda: next(looks) * self.tick_s
 
-    def run(self, handle: int) -> DecodeSequence:
+    def run(self, handle: int) -> WorkerSequence:
         """A sequence all of whose KV is here."""
         prompt = tuple(range(100 * handle, 100 * handle + NUM_TOKENS))
         spec = SequenceSpec(f"r{handle}", prompt, Sampling(), arrival_ns=handle)
         lease = self.pool.lease(b"", prompt, NUM_TOKENS)
         assert lease is not None
-        sequence = DecodeSequence(0, handle, spec, lease, Stage.RUNNING, NUM_TOKENS)
+        sequence = WorkerSequence(0, handle, spec, lease, Stage.RUNNING, NUM_TOKENS)
         self.state.put(sequence)
         return sequence
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_svc.scheduler import Budget, plan_step
-from prefill_svc.scheduler import share_budget
+from worker_core.scheduler import Budget, plan_step
 
 
 @dataclass(frozen=True)
@@ -95,9 +94,13 @@ def test_decoding_goes_before_prefilling(sequences: list[Fake], budget: int) -> 
 
 
 @given(fakes(), st.integers(1, 64))
-def test_prefill_shares_the_whole_budget_by_rank(jobs: list[Fake], budget: int) -> None:
-    grants = share_budget(jobs, budget)
-    assert sum(n for _, n in grants) == min(budget, sum(j.num_missing_tokens for j in jobs))
-    in_order = by_rank(jobs)
+def test_prompts_first_share_the_whole_budget_by_rank(jobs: list[Fake], budget: int) -> None:
+    prompts = [job for job in jobs if job.is_prefilling]
+    plan = plan_step(by_rank(jobs), 1000, Budget(budget, budget, prompts_first=True))
+    grants = [(job, n) for job, n in plan.grants if job.is_prefilling]
+    assert sum(n for _, n in grants) == min(budget, sum(j.num_missing_tokens for j in prompts))
+    in_order = by_rank(prompts)
     assert [j for j, _ in grants] == in_order[: len(grants)]
     assert all(n == j.num_missing_tokens for j, n in grants[:-1])
+    num_left = budget - sum(n for _, n in grants)
+    assert len(plan.grants) - len(grants) == min(num_left, len(jobs) - len(prompts))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from baton.events import AddressedEvent, Committed, Failed, Tokens
 from baton.types import FinishReason, Sample, TokenLogprobs
-from baton.v1 import decode_pb2
+from baton.v1 import sequence_service_pb2
 from baton.wire import step_from_proto, step_to_proto
 
 IDS = st.integers(0, 2**32 - 1)
@@ -38,7 +38,7 @@ def test_a_step_comes_out_as_it_went_in(
     changes: list[AddressedEvent], entries: list[AddressedEvent]
 ) -> None:
     sent = step_to_proto([*changes, *entries]).SerializeToString()
-    assert list(step_from_proto(decode_pb2.DecodeResponse.FromString(sent))) == [
+    assert list(step_from_proto(sequence_service_pb2.ServeResponse.FromString(sent))) == [
         *changes,
         *entries,
     ]

@@ -1,0 +1,309 @@
+"""Whether a sequence may come in, and where its KV comes from: by a ticket, or computed here.
+
+open ──> refused: Failed       it could never run here, or the worker drains
+     ├─> no room: Deferred     nothing is kept; or queued, if the policy lets prompts wait here
+     └─> admitted: LocalPrefill, or Offered and a ticket
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+
+from baton.cache.pool import BlockLease
+from baton.engine.admission import refusal
+from baton.engine.rows import wants_prompt_logprobs
+from baton.errors import BatonError, Cancelled, Draining, InvalidRequest
+from baton.events import Committed, Deferred, Failed, LocalPrefill, Offered
+from baton.grammar import Matchers
+from baton.types import KvSource, Rank, SequenceSpec
+from kv_transfer.ticket import TicketCommitted, TicketDead
+from kv_transfer.tickets import Tickets
+from worker_core.commands import Open
+from worker_core.costs import Costs
+from worker_core.handoff import Handoffs
+from worker_core.policy import Policy
+from worker_core.prefix_fetch import PrefixFetches
+from worker_core.sequence import LocalPrefillProgress, Stage, WorkerSequence, width
+from worker_core.state import CoreState, failed
+
+
+@dataclass(frozen=True, slots=True)
+class CoreLimits:
+    """max_num_launches: steps that the engine may have been given at once, 1 or 2; at most what its spec says."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_launches: int = 1
+
+    @property
+    def max_width(self) -> int:
+        """Most choices or beams of one sequence."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """A prompt that waits for blocks. It holds none; its handoff, if it has a destination, has begun."""
+
+    command: Open
+    arrived_s: float
+
+    @property
+    def rank(self) -> Rank:
+        return self.command.spec.rank
+
+
+class Admission:
+    """Owns what is queued, and the tickets of sequences that await KV."""
+
+    def __init__(
+        self,
+        state: CoreState,
+        tickets: Tickets,
+        limits: CoreLimits,
+        costs: Costs,
+        matchers: Matchers,
+        handoffs: Handoffs,
+        clock: Callable[[], float],
+    ) -> None:
+        """clock: monotonic seconds."""
+        self._state = state
+        self._tickets = tickets
+        self._limits = limits
+        self._costs = costs
+        self._matchers = matchers
+        self._handoffs = handoffs
+        self._fetches = PrefixFetches(state, tickets, costs, handoffs, clock)
+        self._clock = clock
+        self._queued: dict[str, _Queued] = {}
+        self._by_ticket: dict[int, WorkerSequence] = {}
+        """Sequences in the stage AWAITING_KV, or CLOSING after it."""
+        self.is_draining = False
+
+    @property
+    def num_awaiting_kv(self) -> int:
+        return len(self._by_ticket)
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queued)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        return sum(queued.command.spec.num_tokens for queued in self._queued.values())
+
+    @property
+    def local_prefill_threshold(self) -> int:
+        """Most missing tokens that are computed here, as things are, rather than awaited by a ticket."""
+        return self._costs.local_prefill_threshold(self._state.num_decoding)
+
+    # Sequences that a gateway opens
+
+    def open(self, command: Open, policy: Policy) -> None:
+        error = self._handoffs.take_early_end(command.key) or self._refusal(command)
+        if error:
+            self._turn_away(command, failed(error))
+        elif policy.queues_prompts and command.source is KvSource.LOCAL:
+            self._queued[command.key] = _Queued(command, self._clock())
+        elif why := self._no_room(command) or self._admit(_Queued(command, self._clock())):
+            self._turn_away(command, why)
+
+    def admit_queued(self) -> bool:
+        """Give blocks to queued prompts, best rank first, until blocks or places run out. Whether any came in."""
+        num_before = len(self._queued)
+        for queued in sorted(self._queued.values(), key=attrgetter("rank")):
+            if self._no_room(queued.command) or self._admit(queued):
+                break
+            del self._queued[queued.command.key]
+        return len(self._queued) < num_before
+
+    def cancel_queued(self, key: str) -> bool:
+        """Take a prompt out of the queue; whether it was there."""
+        queued = self._queued.pop(key, None)
+        if queued and queued.command.destination:
+            self._handoffs.reject(key, Cancelled("the gateway gave the prompt up"))
+        return queued is not None
+
+    def cancel_queued_of(self, stream: int, known_handles: Iterable[int] = ()) -> int:
+        """Take out of the queue what a stream opened, but for `known_handles`. Returns how many."""
+        known = set(known_handles)
+        keys = [
+            key
+            for key, queued in self._queued.items()
+            if queued.command.stream == stream and known.isdisjoint(_handles_of(queued.command))
+        ]
+        return sum(map(self.cancel_queued, keys))
+
+    def fail_queued(self, key: str, error: BatonError) -> bool:
+        """A queued prompt's handoff has failed; whether it was queued."""
+        queued = self._queued.pop(key, None)
+        if queued:
+            self._state.emit_at(queued.command.stream, queued.command.handle, failed(error))
+        return queued is not None
+
+    def _turn_away(self, command: Open, answer: Failed | Deferred) -> None:
+        self._state.emit_at(command.stream, command.handle, answer)
+        if command.destination:
+            self._handoffs.reject(command.key, Cancelled("the prompt was not taken"))
+
+    def _refusal(self, command: Open) -> BatonError | None:
+        if self.is_draining:
+            return Draining("this worker takes no more sequences")
+        error = refusal(command.spec, self._state.spec)
+        return error or (None if command.destination else self._never_fits(command.spec))
+
+    def _never_fits(self, spec: SequenceSpec) -> InvalidRequest | None:
+        """Why the sequence could not run here even if all else were gone; None if it could."""
+        num_wide, most = width(spec), self._limits.max_width
+        if num_wide > most:
+            return InvalidRequest(f"{num_wide} choices or beams; this worker runs at most {most}")
+        if spec.sampling.beam is None:
+            return None
+        pool = self._state.pool
+        longest = min(spec.sampling.max_tokens, self._state.spec.max_model_len - spec.num_tokens)
+        num_own = pool.num_blocks_for(longest) + 1
+        num_blocks = spec.num_tokens // pool.block_size + num_wide * num_own
+        if num_blocks <= pool.num_blocks:
+            return None
+        return InvalidRequest(
+            f"sampling.beam_search: {num_wide} beams of {longest} tokens may take {num_blocks} "
+            f"blocks of {pool.num_blocks}; lower max_tokens or the width"
+        )
+
+    def _no_room(self, command: Open) -> Deferred | None:
+        """Why a sequence cannot come in now, whatever blocks it needs."""
+        state = self._state
+        num_wide = 1 if command.destination else width(command.spec)
+        if state.num_places + num_wide > self._limits.max_num_seqs:
+            most = self._limits.max_num_seqs
+            return Deferred(f"{state.num_places} of {most} places are taken")
+        if not state.swap.is_empty:
+            return Deferred("sequences that were swapped out come back first")
+        return None
+
+    def _admit(self, queued: _Queued) -> Deferred | None:
+        """Take a sequence in, with its blocks; None then, else what it lacks."""
+        state, command = self._state, queued.command
+        lease = self._lease(command)
+        if isinstance(lease, Deferred):
+            return lease
+        sequence = WorkerSequence(
+            command.stream,
+            command.handle,
+            command.spec,
+            lease,
+            Stage.RUNNING,
+            lease.num_cached_tokens,
+            destination=command.destination,
+            is_sending=command.destination is not None,
+            order=self._matchers.order(command.spec.sampling),
+        )
+        state.put(sequence)
+        if self._is_computed_here(command, lease.num_cached_tokens):
+            self._begin_prefill(sequence, command.source, queued.arrived_s)
+        else:
+            self._offer(sequence, command.source)
+        return None
+
+    def _lease(self, command: Open) -> BlockLease | Deferred:
+        state, spec = self._state, command.spec
+        is_scored_here = wants_prompt_logprobs(spec) and command.source is KvSource.LOCAL
+        lease = state.pool.lease(
+            spec.tenant,
+            spec.token_ids,
+            spec.num_tokens + (command.destination is None),
+            shares_prefixes=state.shares_prefixes(spec) and not is_scored_here,
+        )
+        if lease is None:
+            return Deferred("no room for the prompt's blocks")
+        num_growing = state.num_growing_places
+        if not command.destination:
+            num_growing += width(spec) - 1
+        if state.pool.num_available < num_growing:
+            lease.release()  # each sequence here must be able to grow before a new one comes
+            return Deferred("the sequences that run need the blocks that are left")
+        return lease
+
+    def _is_computed_here(self, command: Open, num_cached_tokens: int) -> bool:
+        """Whether what is missing of a sequence is computed here rather than awaited."""
+        num_missing = command.spec.num_tokens - num_cached_tokens
+        match command.source:
+            case KvSource.LOCAL:
+                return True
+            case KvSource.HANDOFF:
+                return num_missing == 1
+            case KvSource.PREFILL:
+                is_short = num_missing <= self.local_prefill_threshold
+                return is_short and not wants_prompt_logprobs(command.spec)
+
+    def _begin_prefill(self, sequence: WorkerSequence, source: KvSource, arrived_s: float) -> None:
+        num_cached = sequence.num_computed_tokens
+        if source is not KvSource.HANDOFF:
+            sequence.prefill = LocalPrefillProgress(arrived_s, self._clock(), num_cached)
+        self._state.emit(sequence, LocalPrefill(num_cached))
+        if sequence.destination:
+            self._fetches.begin(sequence, sequence.destination)
+            self._handoffs.send_computed(sequence, 0, num_cached)
+
+    def _offer(self, sequence: WorkerSequence, source: KvSource) -> None:
+        spec = sequence.spec
+        # The last token of a sequence that ran elsewhere has no KV yet: it is computed here, in the next step.
+        num_tokens = spec.num_tokens - (source is KvSource.HANDOFF)
+        num_cached = sequence.num_computed_tokens
+        block_ids = tuple(sequence.lease.block_ids)
+        offered = self._tickets.offer(spec, block_ids, num_cached, num_tokens)
+        sequence.stage = Stage.AWAITING_KV
+        sequence.ticket_id = offered.ticket_id
+        sequence.offered_s = self._clock()
+        self._by_ticket[offered.ticket_id] = sequence
+        self._state.emit(sequence, Offered(offered.data, num_cached))
+
+    # What becomes of tickets
+
+    def awaiting(self, ticket_id: int) -> WorkerSequence | None:
+        """The sequence whose KV the ticket is for, until the ticket's end."""
+        return self._by_ticket.get(ticket_id)
+
+    def on_committed(self, committed: TicketCommitted) -> WorkerSequence | None:
+        """A sequence whose KV is here as a whole runs now: it is returned. None if nobody wants it, or a prefix came."""
+        sequence = self._release_ticket(committed.ticket_id)
+        if sequence is None:
+            self._fetches.on_committed(committed)
+            return None
+        if sequence.stage is Stage.CLOSING:
+            self._state.leave(sequence)
+            return None
+        num_missing = committed.num_tokens - sequence.num_computed_tokens
+        if committed.firsts:  # of a whole prefill, not only of a transfer
+            self._costs.observe_handoff(num_missing, self._clock() - sequence.offered_s)
+        sequence.stage = Stage.RUNNING
+        sequence.num_computed_tokens = committed.num_tokens
+        sequence.lease.index(sequence.token_ids, committed.num_tokens)
+        event = Committed(committed.transfer_exposed_ms, committed.num_bytes)
+        self._state.emit(sequence, event)
+        return sequence
+
+    def on_aborted(self, aborted: TicketDead) -> None:
+        """A sequence's KV, or a prefix of it, will not come."""
+        sequence = self._release_ticket(aborted.ticket_id)
+        if sequence is None:
+            self._fetches.on_aborted(aborted)
+            return
+        if sequence.stage is not Stage.CLOSING:
+            event = Failed(aborted.reason, aborted.message, is_retriable=True)
+            self._state.emit(sequence, event)
+        self._state.leave(sequence)
+
+    def _release_ticket(self, ticket_id: int) -> WorkerSequence | None:
+        """The ticket has had its last event: its sequence alone owns the blocks now."""
+        self._tickets.release(ticket_id)
+        sequence = self._by_ticket.pop(ticket_id, None)
+        if sequence:
+            sequence.ticket_id = None
+        return sequence
+
+
+def _handles_of(command: Open) -> range:
+    return range(command.handle, command.handle + command.spec.num_choices)

@@ -1,0 +1,170 @@
+"""The beams of one sequence in the decode batch: they step together, and share the blocks of what they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from baton.cache.pool import BlockCopy, BlockLease, BlockPool
+from baton.engine.interface import SampleRow, SequenceSlice
+from baton.grammar import Matcher
+from baton.sampling.beam_search import BeamSearch, Hypothesis
+from baton.types import Rank, Sample, SequenceSpec
+from worker_core.sequence import Stage, WorkerSequence, width
+
+
+@dataclass(frozen=True, slots=True)
+class _Beam:
+    """One running beam. KV of all its tokens but the last is in the lease's blocks.
+
+    matcher: of its parent's tokens, or None, until the grammar is followed; None without a grammar.
+    """
+
+    token_ids: tuple[int, ...]
+    lease: BlockLease
+    matcher: Matcher | None
+
+
+class BeamGroup:
+    """Takes the place of its root once the root's KV is whole. Owned by the engine loop."""
+
+    runs_ahead = False
+    """See WorkerSequence: which beams go on depends on what is drawn."""
+
+    def __init__(
+        self, root: WorkerSequence, first: Sample, pool: BlockPool, max_model_len: int
+    ) -> None:
+        """`first`: what follows the root, with the candidates. Takes the root's lease over."""
+        self.stream = root.stream
+        self.handle = root.handle
+        self.spec: SequenceSpec = root.spec
+        self.stage = Stage.RUNNING
+        self.order = root.order
+        self._pool = pool
+        self._search = BeamSearch(root.spec.sampling, root.spec.num_tokens, max_model_len)
+        self._beams: tuple[_Beam, ...] = (_Beam(root.spec.token_ids, root.lease, root.matcher),)
+        self._num_computed_tokens = root.spec.num_tokens
+        self._step([first])
+
+    @property
+    def key(self) -> str:
+        """As WorkerSequence.key."""
+        return f"{self.stream}/{self.handle}"
+
+    @property
+    def width(self) -> int:
+        """As WorkerSequence.width."""
+        return width(self.spec)
+
+    @property
+    def leases(self) -> tuple[BlockLease, ...]:
+        """One for each running beam."""
+        return tuple(beam.lease for beam in self._beams)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the search has ended; then `outputs` are found, and nothing is left to compute."""
+        return self._search.num_running == 0
+
+    @property
+    def outputs(self) -> tuple[Hypothesis, ...]:
+        """The outputs found, best first; num_returned of them, or fewer if there are no more."""
+        return self._search.best()
+
+    @property
+    def rank(self) -> Rank:
+        return self.spec.rank
+
+    @property
+    def is_prefilling(self) -> bool:
+        return False
+
+    @property
+    def num_missing_tokens(self) -> int:
+        return len(self._beams)
+
+    @property
+    def min_new_tokens(self) -> int:
+        return len(self._beams)
+
+    @property
+    def num_exclusive_blocks(self) -> int:
+        return self._pool.num_exclusive_blocks([beam.lease for beam in self._beams])
+
+    def num_blocks_to_write(self, num_new: int) -> int:  # noqa: ARG002, all beams or none
+        start = self._num_computed_tokens
+        return self._pool.num_blocks_to_write([b.lease for b in self._beams], start, start + 1)
+
+    def prepare(self, num_new: int) -> tuple[BlockCopy, ...] | None:
+        """As WorkerSequence.prepare, for all beams or none."""
+        if self.num_blocks_to_write(num_new) > self._pool.counts().available:
+            return None
+        start = self._num_computed_tokens
+        copies: list[BlockCopy] = []
+        for beam in self._beams:
+            copies += beam.lease.prepare_write(start, start + 1) or ()
+        return tuple(copies)
+
+    def follow_grammar(self) -> None:
+        """As WorkerSequence.follow_grammar, for all beams."""
+        if self.order is None:
+            return
+        num_prompt_tokens = len(self.spec.prompt_token_ids)
+        followed = []
+        for beam in self._beams:
+            matcher = beam.matcher or self.order.matcher()
+            matcher.advance_many(beam.token_ids[num_prompt_tokens + matcher.num_tokens :])
+            matcher.allowed()
+            followed.append(replace(beam, matcher=matcher))
+        self._beams = tuple(followed)
+
+    def slices(self) -> tuple[SequenceSlice, ...]:
+        """The last token of each beam, and a row for its candidates. There are no drafts for beams."""
+        start, num_prompt_tokens = self._num_computed_tokens, len(self.spec.prompt_token_ids)
+        return tuple(
+            SequenceSlice(
+                token_ids=beam.token_ids[start:],
+                start=start,
+                block_table=beam.lease.block_ids,
+                rows=(
+                    SampleRow(
+                        offset=0,
+                        sampling=self.spec.sampling,
+                        token_ids=beam.token_ids,
+                        num_prompt_tokens=num_prompt_tokens,
+                        allowed=beam.matcher.allowed() if beam.matcher else None,
+                    ),
+                ),
+                num_prompt_tokens=num_prompt_tokens,
+            )
+            for beam in self._beams
+        )
+
+    def advance(self, samples: Sequence[Sample]) -> None:
+        """The slices' samples are here: go on to the next beams. Those that nobody follows give their blocks back."""
+        self._num_computed_tokens += 1
+        self._step(samples)
+
+    def release(self) -> None:
+        """Give all blocks back."""
+        for beam in self._beams:
+            beam.lease.release()
+        self._beams = ()
+
+    def _step(self, samples: Sequence[Sample]) -> None:
+        step = self._search.step([s.logprobs.top if s.logprobs else () for s in samples])
+        parents = self._beams
+        self._beams = tuple(
+            _Beam(
+                (*parents[parent].token_ids, token_id),
+                parents[parent].lease.fork(self._num_computed_tokens),
+                _forked(parents[parent].matcher),
+            )
+            for parent, token_id in zip(step.parents, step.token_ids, strict=True)
+        )
+        for beam in parents:
+            beam.lease.release()
+
+
+def _forked(matcher: Matcher | None) -> Matcher | None:
+    return matcher.fork() if matcher else None

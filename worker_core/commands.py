@@ -1,0 +1,141 @@
+"""What the worker core is asked to do, and how its events are addressed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from baton.cache.ledger import ListBlocks
+from baton.events import SequenceEvent
+from baton.types import KvSource, SequenceSpec
+from kv_transfer.kv_ticket import parse_ticket
+from kv_transfer.sender import SendDone
+from kv_transfer.ticket import LendAsked, TicketCommitted, TicketDead
+from worker_core.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a sequence goes after its first tokens. The KV sender knows the ticket, under the sequence's key.
+
+    num_held_tokens: leading tokens whose KV the ticket's owner has already; they are not sent.
+    """
+
+    num_held_tokens: int
+
+    @classmethod
+    def of(cls, ticket: bytes) -> Destination:
+        """Raises InvalidRequest if `ticket` is none."""
+        return cls(parse_ticket(ticket).num_cached_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A gateway asks for room. `stream` names its stream, `handle` the sequence in it.
+
+    A sequence of several choices has as many handles, from `handle` on. destination: the ticket has been presented by
+    then, under the sequence's key, because its owner waits for that no longer than a step may take here; one SendDone
+    is owed to the core from then on.
+    """
+
+    stream: int
+    handle: int
+    spec: SequenceSpec
+    source: KvSource
+    destination: Destination | None = None
+
+    @property
+    def key(self) -> str:
+        return sequence_key(self.stream, self.handle)
+
+
+def sequence_key(stream: int, handle: int) -> str:
+    """Names a sequence in this boot of the worker, to the KV sender too."""
+    return f"{stream}/{handle}"
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """A gateway gives a sequence, or one choice of it, up, in whatever stage it is."""
+
+    stream: int
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A gateway wants a sequence to stand still, to hand it off."""
+
+    stream: int
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandOff:
+    """A gateway wants a paused sequence's KV sent to the owner of `ticket`."""
+
+    stream: int
+    handle: int
+    ticket: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A gateway lets a paused sequence go on here."""
+
+    stream: int
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The handles of all outputs of a stream that its gateway waits for. Streams keep their order: what it opened
+    before this is here, and what it gave up before this is not."""
+
+    stream: int
+    handles: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamClosed:
+    """A gateway is gone, and all its sequences with it."""
+
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Take no more sequences."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetPolicy:
+    """Go on by another policy: the worker changes its role. What runs here runs on."""
+
+    policy: Policy
+
+
+Command = (
+    Open
+    | Abort
+    | Pause
+    | HandOff
+    | Resume
+    | StreamClosed
+    | Drain
+    | SetPolicy
+    | TicketCommitted
+    | TicketDead
+    | LendAsked
+    | SendDone
+    | ListBlocks
+    | Known
+)
+
+
+class StreamEvent(NamedTuple):
+    """An event and the gateway stream it belongs to. As cheap as Tokens, and as many."""
+
+    stream: int
+    handle: int
+    event: SequenceEvent

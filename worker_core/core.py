@@ -1,0 +1,265 @@
+"""The state machine of a worker of either tier: sequences come in as prompts or by tickets, are computed in one continuous
+batch, and end or are handed off. A prefill worker is a worker whose sequences are born with a destination.
+
+One step: apply commands, admit, plan, run, report. Every block is held by a sequence's lease from the moment it is opened;
+it is given back when the sequence has left and nobody can touch it any more: neither a ticket's writer, nor the sender of
+a handoff, nor a launch in flight.
+
+    admission.py  who comes in, and where the KV comes from        scheduler.py   who runs, who must leave
+    handoff.py    to other workers                                 preemption.py  to host memory, or away
+    steps.py      from grants to samples, one step ahead           drafting.py    drafts beside what was granted
+    output.py     from draws to tokens, choices and beams          policy.py      what the worker's role decides
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from baton.cache.ledger import ListBlocks, num_orphan_blocks
+from baton.cache.pool import BlockPool
+from baton.engine.interface import Engine
+from baton.engine.loop import Step
+from baton.errors import Cancelled
+from baton.grammar import Matchers, with_grammar_ready
+from baton.types import WorkerLoad
+from kv_transfer.kv_sender import KvSender
+from kv_transfer.sender import SendDone
+from kv_transfer.ticket import LendAsked, TicketCommitted, TicketDead, TicketEvent
+from kv_transfer.tickets import Tickets
+from worker_core.admission import Admission, CoreLimits
+from worker_core.beam_group import BeamGroup
+from worker_core.commands import (
+    Abort,
+    Command,
+    Drain,
+    HandOff,
+    Known,
+    Open,
+    Pause,
+    Resume,
+    SetPolicy,
+    StreamClosed,
+    StreamEvent,
+    sequence_key,
+)
+from worker_core.costs import Costs
+from worker_core.drafting import Drafting
+from worker_core.handoff import Handoffs, for_gateway
+from worker_core.ledger import ledger_of, orphans_of
+from worker_core.output import Output
+from worker_core.policy import Policy
+from worker_core.preemption import Preemption
+from worker_core.scheduler import Budget, StepPlan, plan_step
+from worker_core.sequence import Stage, WorkerSequence
+from worker_core.speculation.interface import NoSpeculation, Speculation
+from worker_core.state import CoreState, SequenceGroup
+from worker_core.steps import Steps
+from worker_core.swap import SwapSpace
+
+_log = logging.getLogger("baton.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class CoreDeps:
+    """What the core works with. sender: carries sequences to other workers. clock: monotonic seconds.
+
+    costs: None to begin with nothing known. beat: called with a step's number of tokens, before it and at every group of layers within it.
+    """
+
+    engine: Engine
+    pool: BlockPool
+    tickets: Tickets
+    sender: KvSender
+    swap: SwapSpace
+    matchers: Matchers
+    clock: Callable[[], float]
+    beat: Callable[[int], None] = lambda _num_tokens: None
+    speculation: Speculation = field(default_factory=NoSpeculation)
+    costs: Costs | None = None
+
+
+class WorkerCore:
+    """Implements baton.engine.loop.Core."""
+
+    def __init__(self, deps: CoreDeps, limits: CoreLimits, policy: Policy) -> None:
+        self._limits = limits
+        self._policy = policy
+        token_bytes = deps.engine.spec.layout.token_bytes
+        self._costs = deps.costs or Costs(policy.local_prefill, token_bytes)
+        self._tickets = deps.tickets
+        self._state = CoreState(deps.engine.spec, deps.pool, deps.swap, deps.speculation.forget)
+        self._handoffs = Handoffs(self._state, deps.sender, deps.clock)
+        self._output = Output(self._state, self._handoffs, deps.clock)
+        self._steps = Steps(
+            self._state,
+            deps.engine,
+            Drafting(self._state, deps.speculation, limits.max_num_batched_tokens),
+            self._costs,
+            self._handoffs,
+            self._output,
+            deps.clock,
+            deps.beat,
+            # Drafts are found by the tokens known.
+            1 if deps.speculation.max_num_drafts else limits.max_num_launches,
+        )
+        self._admission = Admission(
+            self._state,
+            deps.tickets,
+            limits,
+            self._costs,
+            deps.matchers,
+            self._handoffs,
+            deps.clock,
+        )
+        self._preemption = Preemption(self._state, self._costs, self._handoffs, deps.clock)
+        self._num_orphans = 0
+
+    def step(self, commands: Sequence[Command]) -> Step[StreamEvent]:
+        self._tickets.expire()
+        self._handoffs.heartbeat()
+        for command in commands:
+            self._apply(command)
+        has_come = self._preemption.bring_back() | self._admission.admit_queued()
+        has_run = self._run_ahead() or self._run_alone()
+        return Step(self._state.take_events(), self._load(), is_idle=not (has_come or has_run))
+
+    def _run_ahead(self) -> bool:
+        """Launch the next step before the one in flight is collected, if it may be. Whether there was anything to do."""
+        if not self._steps.may_launch(self._state.in_stage(Stage.RUNNING)):
+            return False
+        plan = self._plan()
+        return not plan.preempted and self._steps.launch(plan.grants)
+
+    def _run_alone(self) -> bool:
+        """Collect the step in flight, then run one. Whether there was anything to do."""
+        has_collected = self._steps.collect()
+        plan = self._plan()
+        for group in plan.preempted:
+            self._preemption.preempt(group)
+        has_run = self._steps.run(plan.grants)
+        return has_collected or bool(plan.preempted) or has_run
+
+    def _plan(self) -> StepPlan[SequenceGroup]:
+        most = self._limits.max_num_batched_tokens
+        running = [g for g in self._state.in_stage(Stage.RUNNING) if not self._is_drawing_last(g)]
+        self._state.num_decoding = sum(not group.is_prefilling for group in running)
+        is_first = self._policy.prompts_first
+        num_prefill = (
+            most if is_first else self._costs.max_prefill_tokens(self._state.num_decoding, most)
+        )
+        return plan_step(
+            with_grammar_ready(running),
+            self._state.pool.num_available,
+            Budget(most, num_prefill, prompts_first=is_first),
+        )
+
+    def _is_drawing_last(self, group: SequenceGroup) -> bool:
+        max_model_len = self._state.spec.max_model_len
+        return isinstance(group, WorkerSequence) and group.is_drawing_last(max_model_len)
+
+    # Commands
+
+    def _apply(self, command: Command) -> None:
+        match command:
+            case Open():
+                self._admission.open(command, self._policy)
+            case Abort(stream, handle):
+                self._give_up(stream, handle)
+            case Pause():
+                self._steps.collect()
+                self._handoffs.apply(command)
+            case HandOff() | Resume():
+                self._handoffs.apply(command)
+            case StreamClosed(stream):
+                self._admission.cancel_queued_of(stream)
+                for group in [group for group in self._state if group.stream == stream]:
+                    self._cancel(group)
+            case TicketCommitted() | TicketDead() | LendAsked():
+                self._on_ticket_event(command)
+            case SendDone():
+                self._on_sent(command)
+            case Drain():
+                self._admission.is_draining = True
+            case SetPolicy(policy):
+                self._policy = policy
+                self._costs.policy = policy.local_prefill
+            case ListBlocks(reply):
+                reply(ledger_of(self._state))
+            case Known():
+                self._end_orphans(command)
+
+    def _on_ticket_event(self, event: TicketEvent) -> None:
+        match event:
+            case TicketCommitted():
+                sequence = self._admission.on_committed(event)
+                if sequence and event.firsts:
+                    self._output.produce_firsts(sequence, event.firsts)
+            case TicketDead():
+                self._admission.on_aborted(event)
+            case LendAsked():
+                if sequence := self._admission.awaiting(event.ticket_id):
+                    self._handoffs.serve_prefix(sequence, event)
+
+    def _on_sent(self, done: SendDone) -> None:
+        """A handoff has ended; perhaps before its prompt had its turn."""
+        if done.error and self._admission.fail_queued(done.key, for_gateway(done.error)):
+            return
+        group = self._state.by_key(done.key)
+        sequence = group if isinstance(group, WorkerSequence) else None
+        if sequence and sequence.stage is Stage.FETCHING and sequence.ticket_id is not None:
+            self._tickets.abort(sequence.ticket_id, Cancelled.reason, "the handoff has ended")
+        self._handoffs.on_done(done, sequence)
+
+    def _end_orphans(self, known: Known) -> None:
+        """Compare what is here with what a gateway knows."""
+        for group in orphans_of(self._state, known):
+            _log.error("sequence %s is unknown to its gateway: ended", group.spec.request_id)
+            self._num_orphans += 1
+            self._cancel(group)
+        self._num_orphans += self._admission.cancel_queued_of(known.stream, known.handles)
+
+    def _give_up(self, stream: int, handle: int) -> None:
+        """End a sequence, or one choice of a sequence that is still one; unknown ones are gone already."""
+        if self._admission.cancel_queued(sequence_key(stream, handle)):
+            return
+        group = self._state.find(stream, handle) or self._state.group_of(stream, handle)
+        if isinstance(group, WorkerSequence) and handle - group.handle in group.choices:
+            group.choices.remove(handle - group.handle)
+            if not group.choices:
+                self._cancel(group)
+        elif isinstance(group, BeamGroup):
+            self._cancel(group)
+
+    def _cancel(self, group: SequenceGroup) -> None:
+        """Nobody wants a sequence any more."""
+        if isinstance(group, WorkerSequence):
+            message = "the gateway gave the request up"
+            if group.ticket_id is not None:
+                self._tickets.abort(group.ticket_id, Cancelled.reason, message)
+            self._handoffs.cancel(group, Cancelled.reason, message)
+        self._state.leave(group)
+
+    def _load(self) -> WorkerLoad:
+        state, admission = self._state, self._admission
+        running = state.in_stage(Stage.RUNNING)
+        num_prefilling_tokens = sum(g.num_missing_tokens for g in running if g.is_prefilling)
+        num_open_tickets = admission.num_awaiting_kv + self._handoffs.num_rejected
+        return WorkerLoad(
+            num_steps=self._steps.num_steps,
+            num_running=len(running),
+            num_waiting=len(state)
+            - len(running)
+            - admission.num_awaiting_kv
+            + admission.num_queued,
+            num_pending_tokens=num_prefilling_tokens + admission.num_queued_tokens,
+            blocks=state.pool.counts(),
+            num_open_tickets=num_open_tickets,
+            num_orphan_sequences=self._num_orphans,
+            num_orphan_blocks=num_orphan_blocks(state.pool, state.leases),
+            is_draining=admission.is_draining,
+            num_swaps=state.swap.num_swaps,
+            local_prefill_threshold=admission.local_prefill_threshold,
+            role=self._policy.role,
+        )

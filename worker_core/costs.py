@@ -1,0 +1,107 @@
+"""What things cost on this worker, learned from what they took: the ground of its choices between two ways.
+
+    compute a prompt's missing tokens here, or await them from a prefill worker     local_prefill_threshold
+    how much of a prompt to compute beside sequences that decode                    max_prefill_tokens
+    keep a preempted sequence's KV in host memory, or have it computed anew         is_swap_cheaper
+    fetch a prefix from a sequence's destination, or compute it                     is_fetch_cheaper
+
+Times are fitted to recent observations, so that the fits follow the machine. Pure but for their state.
+"""
+
+from __future__ import annotations
+
+from baton.linear_fit import LinearFit
+from worker_core.policy import LocalPrefillPolicy
+
+#: Observations before a fit is believed.
+_MIN_OBSERVATIONS = 4
+#: Assumed until the first copy: both ways together, in bytes a second.
+_ASSUMED_COPY_BYTES_PER_S = 2e9
+#: Fewer tokens are never fetched: the round trip alone takes longer.
+MIN_FETCHED_TOKENS = 32
+#: Assumed until a prefix was fetched: seconds of a round trip, and bytes a second.
+_ASSUMED_FETCH_S, _ASSUMED_FETCH_BYTES_PER_S = 0.005, 5e8
+#: While computing is estimated to be faster, one chance in so many is fetched all the same, to measure it.
+_TRY_EVERY = 50
+
+
+class Costs:
+    """What this worker has learned of its own and its peers' speed. Times in seconds."""
+
+    def __init__(self, policy: LocalPrefillPolicy, token_bytes: int) -> None:
+        """token_bytes: of KV of one token."""
+        self.policy = policy
+        self._token_bytes = token_bytes
+        self._handoff = LinearFit()
+        self._decode = LinearFit()
+        self._prefill = LinearFit()
+        self._copy = LinearFit()
+        self._fetch = LinearFit()
+        self._num_fetch_chances = 0
+
+    def observe_handoff(self, num_tokens: int, seconds: float) -> None:
+        """From a ticket's offer to its commit, all of the prefill tier in between, for so many missing tokens."""
+        self._handoff.observe(num_tokens, seconds)
+
+    def observe_step(self, num_decode_tokens: int, num_prefill_tokens: int, seconds: float) -> None:
+        """A step that computed so many tokens of sequences that decode, drafts and beams among them, and so many of prompts.
+
+        Tokens, not sequences, are what a step's time follows; a step with part of a prompt has no drafts, so that beside it
+        each sequence counts as one.
+        """
+        if not num_prefill_tokens:
+            self._decode.observe(num_decode_tokens, seconds)
+            return
+        beside_s = self._decode.predict(num_decode_tokens) if num_decode_tokens else 0.0
+        self._prefill.observe(num_prefill_tokens, max(0.0, seconds - beside_s))
+
+    def observe_copy(self, num_bytes: int, seconds: float) -> None:
+        """KV was copied to host memory, or back."""
+        self._copy.observe(num_bytes, seconds)
+
+    def local_prefill_threshold(self, num_decoding: int) -> int:
+        """Most missing tokens that are better computed here, where each delays all that decode, than awaited."""
+        policy = self.policy
+        known = min(self._handoff.num_observations, self._prefill.num_observations)
+        if policy.is_pinned or known < _MIN_OBSERVATIONS:
+            return policy.default_threshold
+        gain = self._handoff.fixed - self._prefill.fixed
+        loss_per_token = self._prefill.slope * (1 + num_decoding) - self._handoff.slope
+        if loss_per_token <= 0:
+            return policy.max_threshold
+        return min(max(int(gain / loss_per_token), 0), policy.max_threshold)
+
+    def max_prefill_tokens(self, num_decoding: int, max_num_batched_tokens: int) -> int:
+        """Tokens of prompts that a step may compute beside `num_decoding` sequences, for their next tokens not to wait long."""
+        policy = self.policy
+        # A few short prompts may all have taken the same time, which says nothing of a long one.
+        token_s = self._prefill.slope or self._prefill.rate
+        is_known = token_s > 0 and self._decode.num_observations > 0
+        if not num_decoding or not is_known or policy.max_itl_factor is None:
+            return max_num_batched_tokens
+        spare_s = (policy.max_itl_factor - 1) * self._decode.predict(num_decoding)
+        num_tokens = min(spare_s / token_s, max_num_batched_tokens)
+        return max(int(num_tokens), min(policy.min_chunk_tokens, max_num_batched_tokens))
+
+    def is_swap_cheaper(self, num_bytes: int, num_tokens: int) -> bool:
+        """Whether KV is sooner out and back again than computed anew by the prefill tier, as far as is known."""
+        copy_s = self._copy.predict(num_bytes) * 2
+        if not self._copy.num_observations:
+            copy_s = num_bytes / _ASSUMED_COPY_BYTES_PER_S
+        recompute = self._handoff if self._handoff.num_observations else self._prefill
+        return not recompute.num_observations or copy_s < recompute.predict(num_tokens)
+
+    def observe_fetch(self, num_tokens: int, seconds: float) -> None:
+        """KV of so many tokens was fetched from a sequence's destination."""
+        self._fetch.observe(num_tokens, seconds)
+
+    def is_fetch_cheaper(self, num_tokens: int) -> bool:
+        """Than to compute so many tokens of a prompt; or worth a try. False before it is known what computing takes."""
+        if num_tokens < MIN_FETCHED_TOKENS or not self._prefill.num_observations:
+            return False
+        fetch_s = _ASSUMED_FETCH_S + num_tokens * self._token_bytes / _ASSUMED_FETCH_BYTES_PER_S
+        if self._fetch.num_observations:
+            fetch_s = self._fetch.predict(num_tokens)
+        self._num_fetch_chances += 1
+        is_try = self._num_fetch_chances % _TRY_EVERY == 0
+        return is_try or fetch_s < self._prefill.predict(num_tokens)

@@ -1,0 +1,116 @@
+"""Drafts beside what a step was granted: of whom to ask them, and room for them.
+
+They take what is left of the step's tokens and of the blocks: nobody waits or leaves for a draft. A step that prefills has
+none, for it is as large as it may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from baton.cache.pool import BlockCopy
+from worker_core.sequence import Draft, WorkerSequence
+from worker_core.speculation.interface import Speculation
+from worker_core.speculation.proposer import DraftRequest
+from worker_core.state import CoreState, SequenceGroup
+
+#: By sequence key.
+Drafts = Mapping[str, Draft]
+
+NO_DRAFTS: Drafts = {}
+
+
+class Drafting:
+    """The core's side of speculation, step by step: start, then end."""
+
+    def __init__(
+        self, state: CoreState, speculation: Speculation, max_num_batched_tokens: int
+    ) -> None:
+        self._state = state
+        self._speculation = speculation
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._num_rows = 0
+        self._asked: list[tuple[WorkerSequence, int]] = []
+        """Sequences that drafts were asked for in this step, and how many tokens they had."""
+        self._withheld: set[str] = set()
+        """Sequences whose last step failed with drafts in it: the next one shows whether it was they."""
+
+    def start(
+        self, granted: Sequence[tuple[SequenceGroup, int]]
+    ) -> tuple[Drafts, tuple[BlockCopy, ...]]:
+        """Drafts for a step that computes what was granted, and what must be copied before they are written."""
+        self._asked, self._num_rows = [], 0
+        if any(group.is_prefilling for group, _ in granted):
+            return NO_DRAFTS, ()
+        self._num_rows = sum(num_new for _, num_new in granted)
+        requests = [
+            self._request(group)
+            for group, _ in granted
+            if isinstance(group, WorkerSequence) and self._may_draft(group)
+        ]
+        self._withheld.clear()
+        num_spare = self._max_num_batched_tokens - self._num_rows
+        planned = self._speculation.plan(requests, self._num_rows, num_spare)
+        drafts: dict[str, Draft] = {}
+        copies: list[BlockCopy] = []
+        for (sequence, _), wanted in zip(self._asked, planned, strict=True):
+            if not wanted:
+                continue
+            if found := self._make_room(sequence, sequence.draft(wanted)):
+                drafts[sequence.key], copied = found
+                copies += copied
+        return drafts, tuple(copies)
+
+    def end(self, drafts: Drafts) -> None:
+        """The step is over, and sequences have what they got of it."""
+        for sequence, num_known in self._asked:
+            self._speculation.judge(sequence.key, sequence.token_ids[num_known:])
+        if self._num_rows:
+            num_drafts = sum(len(draft.token_ids) for draft in drafts.values())
+            self._speculation.made(self._num_rows, num_drafts)
+
+    def withhold(self, sequence: WorkerSequence) -> None:
+        """A step of this sequence failed with drafts in it: make it again without."""
+        self._withheld.add(sequence.key)
+
+    def _may_draft(self, sequence: WorkerSequence) -> bool:
+        """Not where choices or beams part at the next token, which is the first."""
+        return (
+            self._speculation.is_due(sequence.key)
+            and sequence.key not in self._withheld
+            and sequence.has_begun
+            and self._max_num_drafts(sequence) > 0
+        )
+
+    def _max_num_drafts(self, sequence: WorkerSequence) -> int:
+        """A step gives one token more than drafts: neither past max_tokens nor past the model's length."""
+        num_tokens = min(
+            sequence.spec.sampling.max_tokens - sequence.num_output_tokens,
+            self._state.spec.max_model_len - len(sequence.token_ids),
+        )
+        return min(self._speculation.max_num_drafts, num_tokens - 1)
+
+    def _request(self, sequence: WorkerSequence) -> DraftRequest:
+        self._asked.append((sequence, len(sequence.token_ids)))
+        return DraftRequest(
+            sequence.key,
+            sequence.token_ids,
+            len(sequence.spec.prompt_token_ids),
+            self._max_num_drafts(sequence),
+            sequence.spec.sampling,
+            sequence.spec.choice,
+        )
+
+    def _make_room(
+        self, sequence: WorkerSequence, draft: Draft
+    ) -> tuple[Draft, tuple[BlockCopy, ...]] | None:
+        """As many of the drafts as there are blocks for when every group may still take one; None if that is none."""
+        num_spare = self._state.pool.num_available - len(self._state)
+        for num_drafts in range(len(draft.token_ids), 0, -1):
+            num_needed = sequence.num_blocks_to_write(1 + num_drafts)
+            if num_needed and num_needed > num_spare:
+                continue
+            copies = sequence.prepare(1 + num_drafts)
+            if copies is not None:
+                return draft.first(num_drafts), copies
+        return None

@@ -1,0 +1,205 @@
+"""Handing sequences off: their KV goes to the owner of a ticket. One way, with three callers.
+
+    born with a destination   the KV is sent while it is computed, chunk by chunk, and layer group by layer group within
+                              the last chunk; the commit carries the first tokens
+    hand_off                  a paused sequence's KV is sent as a whole: drain, balance, late handoff
+    serve_prefix              a copy of what a sequence holds is sent to a worker that computes the rest of its prompt
+
+Each begins with a ticket, which the KV sender knows by a key, and ends with one SendDone: until then the sender may read
+the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from baton.cache.pool import BlockLease
+from baton.engine.kv_range import KvRange
+from baton.errors import (
+    BatonError,
+    EngineFault,
+    HandoffFailed,
+    InvalidRequest,
+    RetriableError,
+)
+from baton.events import HandedOff, HandOffFailed, Paused
+from baton.types import Sample
+from kv_transfer.kv_sender import KvSender
+from kv_transfer.sender import SendDone
+from kv_transfer.ticket import LendAsked
+from worker_core.commands import HandOff, Pause, Resume
+from worker_core.sequence import Stage, WorkerSequence
+from worker_core.state import CoreState, SequenceGroup
+
+
+class Handoffs:
+    """What the KV sender is at. Owns the blocks of prefixes that are being served."""
+
+    def __init__(self, state: CoreState, sender: KvSender, clock: Callable[[], float]) -> None:
+        """clock: the sender's."""
+        self._state = state
+        self._sender = sender
+        self._clock = clock
+        self._num_layers = state.spec.layout.num_layers
+        self._rejected: set[str] = set()
+        """Keys whose sequences never had blocks here, and whose SendDone is still to come."""
+        self._early_ends: dict[str, SendDone] = {}
+        """Of sequences that are still on their way here: a ticket is presented before its sequence is opened."""
+
+    @property
+    def num_rejected(self) -> int:
+        return len(self._rejected)
+
+    def heartbeat(self) -> None:
+        """The engine loop is alive: tickets are kept from expiring."""
+        self._sender.heartbeat()
+
+    # Born with a destination
+
+    def take_early_end(self, key: str) -> BatonError | None:
+        """Why a handoff has failed already whose sequence is opened just now."""
+        early = self._early_ends.get(key)
+        return for_gateway(early.error) if early and early.error else None
+
+    def reject(self, key: str, error: BatonError) -> None:
+        """A sequence with a destination is not taken in."""
+        if self._early_ends.pop(key, None) is None:
+            self._rejected.add(key)
+            self._sender.abort(key, error.reason, error.message)
+
+    def fetch(self, sequence: WorkerSequence, ticket: bytes) -> None:
+        """Ask the destination to send what it holds to the owner of `ticket`, which is this worker."""
+        self._sender.borrow(sequence.key, ticket)
+
+    def send_computed(self, sequence: WorkerSequence, start: int, num_new: int) -> None:
+        """KV of these tokens is final: send it to the destination."""
+        self._send(sequence, KvRange(start, num_new, 0, self._num_layers))
+
+    def send_layers(
+        self,
+        last_chunks: Iterable[tuple[WorkerSequence, int]],
+        first_layer: int,
+        num_layers: int,
+    ) -> None:
+        """During a step: KV of some layers is final, of the last so many tokens of each prompt."""
+        for sequence, num_new in last_chunks:
+            progress = sequence.prefill
+            if progress is None or first_layer < progress.num_sent_layers:
+                continue
+            progress.num_sent_layers = first_layer + num_layers
+            start = sequence.num_computed_tokens
+            self._send(sequence, KvRange(start, num_new, first_layer, num_layers))
+
+    def commit(self, sequence: WorkerSequence, firsts: tuple[Sample, ...]) -> None:
+        """The prompt is computed, and `firsts` follow it: it is handed off with them."""
+        sequence.stage = Stage.HANDING_OFF
+        self._sender.commit(sequence.key, sequence.spec.num_tokens, firsts, self._clock())
+
+    def _send(self, sequence: WorkerSequence, piece: KvRange) -> None:
+        """Send what the destination does not hold of a piece."""
+        destination = sequence.destination
+        if destination is None:
+            return
+        start = max(piece.first_token, destination.num_held_tokens)
+        if start < piece.end_token:
+            missing = KvRange(start, piece.end_token - start, piece.first_layer, piece.num_layers)
+            self._sender.send(sequence.key, tuple(sequence.lease.block_ids), missing)
+
+    # Of sequences that run
+
+    def apply(self, command: Pause | HandOff | Resume) -> None:
+        group = self._state.find(command.stream, command.handle)
+        if group is None:
+            return
+        match command:
+            case Pause():
+                self._pause(group)
+            case HandOff(_, _, ticket) if isinstance(group, WorkerSequence):
+                self._hand_off(group, ticket)
+            case Resume() if group.stage is Stage.PAUSED:
+                group.stage = Stage.RUNNING
+
+    def _pause(self, group: SequenceGroup) -> None:
+        if group.stage in (Stage.PAUSED, Stage.HANDING_OFF, Stage.CLOSING):
+            return
+        is_movable = isinstance(group, WorkerSequence) and not group.is_prefilling
+        if group.stage is not Stage.RUNNING or not is_movable:
+            why = HandOffFailed(HandoffFailed.reason, "the sequence does not decode now")
+            self._state.emit(group, why)
+            return
+        group.stage = Stage.PAUSED
+        self._state.emit(group, Paused())
+
+    def _hand_off(self, sequence: WorkerSequence, ticket: bytes) -> None:
+        if sequence.stage is not Stage.PAUSED:
+            return
+        try:
+            self._sender.begin(sequence.key, ticket)
+        except InvalidRequest as error:
+            self._state.emit(sequence, HandOffFailed(error.reason, error.message))
+            return
+        sequence.stage = Stage.HANDING_OFF
+        sequence.is_sending = True
+        self._send_whole(sequence.key, sequence.lease, sequence.num_computed_tokens)
+
+    def cancel(self, sequence: WorkerSequence, reason: str, message: str) -> None:
+        """Nobody wants the sequence any more: its blocks wait for the sender's last word."""
+        if sequence.is_sending:
+            self._sender.abort(sequence.key, reason, message)
+
+    # Prefixes
+
+    def serve_prefix(self, sequence: WorkerSequence, asked: LendAsked) -> None:
+        """Send what is here of a sequence that awaits the rest of its KV. Its blocks stay ours until `on_done`."""
+        state, num_tokens = self._state, sequence.num_computed_tokens
+        key = f"prefix {asked.ticket_id}"
+        if key in state.served_prefixes or not num_tokens:
+            return
+        try:
+            self._sender.begin(key, asked.lend_to)
+        except InvalidRequest:
+            return  # the asking worker's own ticket ends its wait
+        state.served_prefixes[key] = lease = sequence.lease.fork(num_tokens)
+        self._send_whole(key, lease, num_tokens)
+
+    def _send_whole(self, key: str, lease: BlockLease, num_tokens: int) -> None:
+        """Send all there is. The receiver knows the tokens: none comes with the commit."""
+        self._sender.send(key, tuple(lease.block_ids), KvRange(0, num_tokens, 0, self._num_layers))
+        self._sender.commit(key, num_tokens, (), self._clock())
+
+    # Ends
+
+    def on_done(self, done: SendDone, sequence: WorkerSequence | None) -> None:
+        """The sender is done with a key. sequence: the one of that key; None if there is none."""
+        lease = self._state.served_prefixes.pop(done.key, None)
+        if lease:
+            lease.release()
+        elif done.key in self._rejected:
+            self._rejected.remove(done.key)
+        elif sequence is None:
+            self._early_ends[done.key] = done
+        else:
+            self._end(sequence, done.error and for_gateway(done.error))
+
+    def _end(self, sequence: WorkerSequence, error: BatonError | None) -> None:
+        sequence.is_sending = False
+        if sequence.stage is Stage.CLOSING:
+            self._state.leave(sequence)
+        elif sequence.stage is not Stage.HANDING_OFF:
+            # Before its first tokens: another pair of workers may do better.
+            self._state.fail(sequence, error or EngineFault("a handoff ended before its commit"))
+        elif error is None:
+            self._state.emit(sequence, HandedOff())
+            self._state.leave(sequence)
+        elif sequence.spec.num_choices == 1 and not sequence.spec.sampling.beam:
+            sequence.stage = Stage.PAUSED
+            self._state.emit(sequence, HandOffFailed(error.reason, error.message))
+        else:
+            self._state.fail(sequence, error)
+
+
+def for_gateway(error: BatonError) -> BatonError:
+    """What a handoff's failure means to the gateway: but for our own faults, another pair of workers may do better."""
+    if isinstance(error, RetriableError | EngineFault):
+        return error
+    return HandoffFailed(error.message)

@@ -1,0 +1,191 @@
+"""From what a step drew to what sequences become: tokens are emitted, choices and beams fork, prompts are handed off, outputs end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from baton.engine.guard import SliceOutcome
+from baton.engine.rows import num_scored_rows
+from baton.errors import BatonError, Cancelled
+from baton.events import Prefilled, Tokens
+from baton.types import FinishReason, Sample, finish_reason
+from worker_core.beam_group import BeamGroup
+from worker_core.handoff import Handoffs
+from worker_core.sequence import LocalPrefillProgress, Stage, WorkerSequence
+from worker_core.speculation.verify import verify
+from worker_core.state import CoreState
+
+
+class Output:
+    """Takes outcomes of slices to the sequences they are of."""
+
+    def __init__(self, state: CoreState, handoffs: Handoffs, clock: Callable[[], float]) -> None:
+        """clock: monotonic seconds."""
+        self._state = state
+        self._handoffs = handoffs
+        self._clock = clock
+
+    def advance(
+        self,
+        sequence: WorkerSequence,
+        num_new: int,
+        outcome: SliceOutcome,
+        drafts: tuple[int, ...] = (),
+    ) -> None:
+        """A step computed `num_new` more tokens of a sequence, and drew what its slice asked for, also after each draft."""
+        if isinstance(outcome, BatonError):
+            self._handoffs.cancel(sequence, outcome.reason, outcome.message)
+            self._state.fail(sequence, outcome)
+            return
+        if sequence.has_begun:
+            sequence.num_computed_tokens += num_new
+            if drafts:
+                num_accepted = verify(drafts, [sample.token_id for sample in outcome])
+                outcome = outcome[: num_accepted + 1]
+            self._produce(sequence, outcome, len(drafts))
+            return
+        self._advance_prefill(sequence, num_new, outcome)
+
+    def _advance_prefill(
+        self, sequence: WorkerSequence, num_new: int, samples: tuple[Sample, ...]
+    ) -> None:
+        """More of the tokens that a sequence was opened with is computed."""
+        start = sequence.num_computed_tokens
+        num_scored = num_scored_rows(sequence.spec, start, num_new)
+        scored, drawn = samples[:num_scored], samples[num_scored:]
+        sequence.num_computed_tokens += num_new
+        sequence.lease.index(sequence.token_ids, sequence.num_computed_tokens)
+        progress = sequence.prefill
+        if progress:
+            progress.logprobs += [sample.logprobs for sample in scored if sample.logprobs]
+        if not drawn:
+            self._handoffs.send_computed(sequence, start, num_new)
+            return
+        if progress:
+            self._state.emit(sequence, self._prefilled(progress))
+        if sequence.destination:
+            self._hand_off(sequence, drawn)
+        else:
+            self.produce_firsts(sequence, drawn)
+
+    def _prefilled(self, progress: LocalPrefillProgress) -> Prefilled:
+        return Prefilled(
+            progress.num_cached_tokens,
+            progress.num_fetched_tokens,
+            (progress.started_s - progress.arrived_s) * 1e3,
+            (self._clock() - progress.started_s) * 1e3,
+            tuple(progress.logprobs),
+            tuple(progress.chunks),
+        )
+
+    def _hand_off(self, sequence: WorkerSequence, firsts: tuple[Sample, ...]) -> None:
+        """The prompt is computed: its choices' first tokens are emitted, and go with the KV, unless they end all choices."""
+        spec = sequence.spec
+        if spec.sampling.beam:
+            self._handoffs.commit(sequence, firsts)
+            return
+        token_index = len(spec.output_token_ids)
+        goes_on = False
+        for offset, sample in enumerate(firsts):
+            finish = finish_reason(
+                sample.token_id,
+                token_index + 1,
+                spec.num_tokens + 1,
+                spec.sampling,
+                self._state.spec.max_model_len,
+            )
+            goes_on = goes_on or finish is FinishReason.NONE
+            event = Tokens(token_index, (sample,), finish)
+            self._state.emit_at(sequence.stream, sequence.handle + offset, event)
+        if goes_on:
+            self._handoffs.commit(sequence, firsts)
+            if spec.num_choices == 1:
+                sequence.token_ids.append(firsts[0].token_id)
+        else:
+            self._handoffs.cancel(sequence, Cancelled.reason, "the first token ended the output")
+            self._state.leave(sequence)
+
+    def produce_firsts(self, sequence: WorkerSequence, firsts: tuple[Sample, ...]) -> None:
+        """What follows the sequence as it was opened, one sample for each choice. Its choices, or its beams, fork here."""
+        if sequence.spec.sampling.beam:
+            self._start_beams(sequence, firsts[0])
+        elif sequence.spec.num_choices == 1:
+            self._produce(sequence, firsts)
+        else:
+            self._fork(sequence, firsts)
+
+    def advance_beams(self, group: BeamGroup, outcomes: Sequence[SliceOutcome]) -> None:
+        """A step drew the candidates of all beams of a group."""
+        samples: list[Sample] = []
+        for outcome in outcomes:
+            if isinstance(outcome, BatonError):
+                self._state.fail(group, outcome)
+                return
+            samples += outcome
+        group.advance(samples)
+        self._end_if_over(group)
+
+    def _fork(self, group: WorkerSequence, firsts: tuple[Sample, ...]) -> None:
+        """Each choice becomes a sequence of its own, with the group's blocks."""
+        self._state.forget(group)
+        num_computed = group.num_computed_tokens
+        group.lease.index(group.token_ids, num_computed)
+        for offset in group.choices:
+            choice = WorkerSequence(
+                group.stream,
+                group.handle + offset,
+                group.spec.choice_alone(offset),
+                group.lease.fork(num_computed),
+                Stage.RUNNING,
+                num_computed,
+                order=group.order,
+            )
+            self._state.put(choice)
+            self._produce(choice, (firsts[offset],))
+        group.lease.release()
+
+    def _produce(
+        self, sequence: WorkerSequence, samples: tuple[Sample, ...], num_drafts: int = 0
+    ) -> None:
+        """Add tokens, up to the one that ends the output, and emit them. All but the last were computed as drafts."""
+        token_index = sequence.num_output_tokens
+        token_ids, sampling = sequence.token_ids, sequence.spec.sampling
+        num_new, finish = 0, FinishReason.NONE
+        for sample in samples:
+            token_ids.append(sample.token_id)
+            num_new += 1
+            finish = finish_reason(
+                sample.token_id,
+                token_index + num_new,
+                len(token_ids),
+                sampling,
+                self._state.spec.max_model_len,
+            )
+            if finish is not FinishReason.NONE:
+                break
+        num_accepted = num_new - 1
+        sequence.num_computed_tokens += num_accepted
+        tokens = Tokens(token_index, samples[:num_new], finish, num_drafts, num_accepted)
+        self._state.emit(sequence, tokens)
+        if finish is not FinishReason.NONE:
+            self._state.leave(sequence)
+
+    def _start_beams(self, root: WorkerSequence, first: Sample) -> None:
+        root.lease.index(root.token_ids, root.num_computed_tokens)
+        group = BeamGroup(root, first, self._state.pool, self._state.spec.max_model_len)
+        self._state.put(group)
+        self._end_if_over(group)
+
+    def _end_if_over(self, group: BeamGroup) -> None:
+        """Emit the outputs of a search that has ended; of fewer outputs than asked for, the rest is empty."""
+        if not group.is_over:
+            return
+        nothing = Tokens(0, (), FinishReason.STOP, score=float("-inf"))
+        found = [
+            Tokens(0, tuple(map(Sample, output.token_ids)), output.finish, score=output.score)
+            for output in group.outputs
+        ]
+        for place in range(group.spec.num_choices):
+            event = found[place] if place < len(found) else nothing
+            self._state.emit_at(group.stream, group.handle + place, event)
+        self._state.leave(group)

@@ -1,0 +1,111 @@
+"""Which sequences a step serves, and which must leave for them. Pure: state in, plan out.
+
+On a decode worker sequences that decode come before sequences that prefill, so that a prompt never holds up running
+answers; on a prefill worker it is the other way round, and the first prompt is finished first. Within each, by rank (priority, then arrival). A sequence that needs a block when none is left takes it from the worst-ranked
+sequence, if that one ranks worse than itself; otherwise it waits with its blocks. So the best-ranked sequence always
+goes on, and every sequence becomes the best-ranked one in the end: no livelock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from baton.types import Rank
+
+
+class Schedulable(Protocol):
+    """What the scheduler sees of something that holds blocks and awaits no KV: a sequence, or the beams of one."""
+
+    @property
+    def rank(self) -> Rank: ...
+
+    @property
+    def is_prefilling(self) -> bool: ...
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """Tokens known but not computed."""
+        ...
+
+    @property
+    def min_new_tokens(self) -> int:
+        """The fewest tokens that a step may compute of it."""
+        ...
+
+    @property
+    def num_exclusive_blocks(self) -> int:
+        """Blocks that would be available if it left; perhaps too few where others that leave share them."""
+        ...
+
+    def num_blocks_to_write(self, num_new: int) -> int:
+        """Blocks that it takes from the pool to compute `num_new` tokens."""
+        ...
+
+
+SequenceT = TypeVar("SequenceT", bound=Schedulable)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan(Generic[SequenceT]):
+    """grants: who computes how many new tokens. preempted: who leaves before the step."""
+
+    grants: tuple[tuple[SequenceT, int], ...]
+    preempted: tuple[SequenceT, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a step may compute. num_prefill_tokens: of sequences that prefill, beside others that decode.
+
+    prompts_first: sequences that prefill are served before those that decode.
+    """
+
+    num_tokens: int
+    num_prefill_tokens: int
+    prompts_first: bool = False
+
+
+def plan_step(
+    by_rank: Sequence[SequenceT], num_available_blocks: int, budget: Budget
+) -> StepPlan[SequenceT]:
+    """Plan one step over all that may run, best rank first."""
+    prefilling = [sequence for sequence in by_rank if sequence.is_prefilling]
+    decoding = [s for s in by_rank if not s.is_prefilling] if prefilling else by_rank
+    num_left = len(by_rank)  # by_rank[num_left:] are preempted
+    grants: list[tuple[SequenceT, int]] = []
+    num_tokens = budget.num_tokens
+    kinds = [(decoding, budget.num_tokens), (prefilling, budget.num_prefill_tokens)]
+    if budget.prompts_first:
+        kinds.reverse()
+    for served, most in kinds:
+        num_tokens = min(num_tokens, most)
+        for sequence in served:
+            if num_left < len(by_rank) and sequence.rank >= by_rank[num_left].rank:
+                continue
+            num_missing = sequence.num_missing_tokens
+            num_new = num_missing if num_missing < num_tokens else num_tokens
+            if num_new < sequence.min_new_tokens:
+                continue
+            num_needed = sequence.num_blocks_to_write(num_new)
+            while num_needed > num_available_blocks and by_rank[num_left - 1].rank > sequence.rank:
+                num_left -= 1
+                num_available_blocks += by_rank[num_left].num_exclusive_blocks
+            if num_needed > num_available_blocks:
+                continue
+            num_available_blocks -= num_needed
+            num_tokens -= num_new
+            grants.append((sequence, num_new))
+    preempted = tuple(by_rank[num_left:])
+    return StepPlan(tuple(_without(grants, preempted)), preempted)
+
+
+def _without(
+    grants: Sequence[tuple[SequenceT, int]], preempted: Sequence[SequenceT]
+) -> Sequence[tuple[SequenceT, int]]:
+    """A prefilling sequence may take blocks from a worse-ranked one that was granted its step already."""
+    if not preempted:
+        return grants
+    gone = {id(sequence) for sequence in preempted}
+    return [grant for grant in grants if id(grant[0]) not in gone]

@@ -1,0 +1,272 @@
+"""A sequence while a worker holds it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from baton.cache.pool import BlockCopy, BlockLease
+from baton.engine.interface import FOLLOWING, SampleRow, SequenceSlice
+from baton.engine.rows import first_rows, scored_rows, wants_prompt_logprobs
+from baton.events import ChunkTime
+from baton.grammar import Matcher, MatcherOrder
+from baton.types import Rank, SequenceSpec, TokenLogprobs, is_full_length
+from worker_core.commands import Destination, sequence_key
+from worker_core.speculation.token_prefix import TokenPrefix
+
+
+class Stage(enum.Enum):
+    """Where a sequence is in its life here.
+
+        AWAITING_KV --> RUNNING <--> PAUSED <--> HANDING_OFF --> gone
+          FETCHING ---->  |  ^                        ^
+                          |  +--> SWAPPED             |
+                          +---------------------------+  with a destination, at its first tokens
+
+    AWAITING_KV: all its KV comes by a ticket. FETCHING: a prefix of it comes from its destination. A sequence whose
+    prompt is computed here is RUNNING at once. SWAPPED holds no blocks. Any of them may end. CLOSING: given up, or
+    over, while a ticket or a launch may still write to its blocks, or the sender read them; its blocks wait for the
+    last of these.
+    """
+
+    AWAITING_KV = enum.auto()
+    FETCHING = enum.auto()
+    RUNNING = enum.auto()
+    PAUSED = enum.auto()
+    HANDING_OFF = enum.auto()
+    SWAPPED = enum.auto()
+    CLOSING = enum.auto()
+
+
+@dataclass(slots=True)
+class LocalPrefillProgress:
+    """How the prompt of a sequence is computed here, until its first tokens. Times in seconds of the engine loop's clock.
+
+    num_sent_layers: layers of the last chunk that were given to the KV sender; a step that runs again skips them.
+    logprobs: of the prompt's tokens but the first, as far as it is computed, if they were asked for.
+    """
+
+    arrived_s: float
+    started_s: float
+    num_cached_tokens: int
+    num_fetched_tokens: int = 0
+    num_sent_layers: int = 0
+    chunks: list[ChunkTime] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens that may follow a sequence's, to be verified. masks: SampleRow.allowed after the last token known, and after each
+    of the drafts."""
+
+    token_ids: tuple[int, ...]
+    masks: tuple[bytes | None, ...]
+
+    def first(self, num_drafts: int) -> Draft:
+        """The first of them alone."""
+        return Draft(self.token_ids[:num_drafts], self.masks[: num_drafts + 1])
+
+
+NO_DRAFT = Draft((), (None,))
+
+
+@dataclass(slots=True, eq=False)
+class WorkerSequence:
+    """Owned by the engine loop. `stream` and `handle` say to whom its events go.
+
+    A sequence of several choices is one until its first tokens; `choices` are those, counted from the first, that were
+    not given up until then.
+    prefill: None where the KV comes by a ticket, and from the first tokens on.
+    destination: where it goes after its first tokens; None if it stays.
+    ticket_id: while its blocks may be written by a ticket. is_sending: while the KV sender may read them.
+    token_ids and num_computed_tokens are what is known, whatever is in flight: what was launched counts from when it is
+    collected. What the scheduler sees, and the next slice, are as they will be then.
+    """
+
+    min_new_tokens: ClassVar[int] = 1
+
+    stream: int
+    handle: int
+    spec: SequenceSpec
+    lease: BlockLease
+    stage: Stage
+    num_computed_tokens: int
+    prefill: LocalPrefillProgress | None = None
+    destination: Destination | None = None
+    is_sending: bool = False
+    ticket_id: int | None = None
+    offered_s: float = 0.0
+    order: MatcherOrder | None = None
+    """None without a grammar."""
+    matcher: Matcher | None = None
+    """Of the output up to the last step's token; None until the grammar has been followed, and without one."""
+    num_launched_tokens: int = 0
+    """Of launches that are not collected: their KV is being written, after num_computed_tokens."""
+    drawing_row: int | None = None
+    """The row of the last launch, not collected, that draws its next token; None if none does."""
+    token_ids: list[int] = field(init=False)
+    choices: list[int] = field(init=False)
+    key: str = field(init=False)
+    """Names the sequence in this boot of the worker."""
+    runs_ahead: bool = field(init=False)
+    """Whether its next slice may be launched without knowing the token that it begins with: nothing but KV depends on it."""
+    width: int = field(init=False)
+    """Places in the batch that it takes, or its choices or beams will take here."""
+    rank: Rank = field(init=False)
+    """Of its spec, as the next two are: asked for in each step, and then from here."""
+    num_prompt_tokens: int = field(init=False)
+    num_opened_tokens: int = field(init=False)
+    """That it was opened with: its prompt, and output of other workers."""
+
+    def __post_init__(self) -> None:
+        self.key = sequence_key(self.stream, self.handle)
+        self.token_ids = list(self.spec.token_ids)
+        self.choices = list(range(self.spec.num_choices))
+        self.width = 1 if self.destination else width(self.spec)
+        self.rank = self.spec.rank
+        self.num_prompt_tokens = len(self.spec.prompt_token_ids)
+        self.num_opened_tokens = len(self.token_ids)
+        sampling = self.spec.sampling
+        self.runs_ahead = not (
+            self.order
+            or self.destination
+            or sampling.beam
+            or sampling.has_penalties
+            or sampling.bad_words
+            or self.spec.num_choices > 1
+            or wants_prompt_logprobs(self.spec)
+        )
+
+    @property
+    def is_prefilling(self) -> bool:
+        # Asked several times in a step: without a further call.
+        num_tokens = len(self.token_ids) + (self.drawing_row is not None)
+        return num_tokens - self.num_computed_tokens - self.num_launched_tokens > 1
+
+    @property
+    def num_missing_tokens(self) -> int:
+        num_tokens = len(self.token_ids) + (self.drawing_row is not None)
+        return num_tokens - self.num_computed_tokens - self.num_launched_tokens
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether somebody may still write to its blocks, or read them, whatever becomes of it."""
+        return self.is_sending or self.ticket_id is not None or self.num_launched_tokens > 0
+
+    @property
+    def leases(self) -> tuple[BlockLease, ...]:
+        """What it holds now."""
+        return () if self.stage is Stage.SWAPPED else (self.lease,)
+
+    @property
+    def num_exclusive_blocks(self) -> int:
+        return self.lease.num_exclusive_blocks
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has got tokens here."""
+        return len(self.token_ids) > self.num_opened_tokens
+
+    @property
+    def next_position(self) -> int:
+        """Of the first token that is not computed and not launched."""
+        return self.num_computed_tokens + self.num_launched_tokens
+
+    def is_drawing_last(self, max_model_len: int) -> bool:
+        """Whether the token that is being drawn ends the output, whatever it is."""
+        return self.drawing_row is not None and is_full_length(
+            self.num_output_tokens + 1,
+            len(self.token_ids) + 1,
+            self.spec.sampling,
+            max_model_len,
+        )
+
+    def launched(self, num_new: int, drawing_row: int | None) -> None:
+        """The next `num_new` tokens are in flight. drawing_row: of the launch, if it draws the sequence's next token."""
+        self.num_launched_tokens += num_new
+        self.drawing_row = drawing_row
+
+    def landed(self, num_new: int) -> None:
+        """The oldest `num_new` tokens in flight are so no longer."""
+        self.num_launched_tokens -= num_new
+        if not self.num_launched_tokens:
+            self.drawing_row = None
+
+    def num_blocks_to_write(self, num_new: int) -> int:
+        start = self.next_position
+        return self.lease.num_blocks_to_write(start, start + num_new)
+
+    def prepare(self, num_new: int) -> tuple[BlockCopy, ...] | None:
+        """Make room for the next `num_new` tokens: see BlockLease.prepare_write."""
+        start = self.next_position
+        return self.lease.prepare_write(start, start + num_new)
+
+    def follow_grammar(self) -> None:
+        """Bring the matcher up to the last token, and find what may come next. Raises EngineFault if nothing may."""
+        if self.order is None:
+            return
+        self.matcher = self.matcher or self.order.matcher()
+        num_followed = len(self.spec.prompt_token_ids) + self.matcher.num_tokens
+        self.matcher.advance_many(self.token_ids[num_followed:])
+        self.matcher.allowed()
+
+    def draft(self, proposed: tuple[int, ...]) -> Draft:
+        """Those up to the first one that the grammar does not allow, or that ends the output."""
+        if self.matcher is None:
+            return Draft(proposed, (None,) * (len(proposed) + 1))
+        masks = self.matcher.allowed_along(proposed)
+        return Draft(proposed[: len(masks) - 1], masks)
+
+    def slices(self, num_new: int, draft: Draft | None) -> tuple[SequenceSlice]:
+        """One: the next `num_new` tokens, sampled from if they are the last ones known; then after each draft, too.
+
+        What may come next has been found.
+        """
+        start = self.next_position
+        known = tuple(self.token_ids[start : start + num_new])
+        num_undrawn = num_new - len(known)
+        draft = draft or (self.draft(()) if self.matcher else NO_DRAFT)
+        rows: tuple[SampleRow, ...] = ()
+        if num_new == self.num_missing_tokens:
+            mask = draft.masks[0]
+            rows = first_rows(self.spec, num_new - 1, self.token_ids, mask, num_undrawn)
+        if not self.has_begun:
+            rows = scored_rows(self.spec, start, num_new) + rows
+        if draft.token_ids:
+            known, rows = known + draft.token_ids, rows + self._draft_rows(draft)
+        part = SequenceSlice(
+            FOLLOWING if num_undrawn else known,
+            start,
+            self.lease.block_ids,
+            rows,
+            self.num_prompt_tokens,
+            self.drawing_row if num_undrawn else None,
+        )
+        return (part,)
+
+    def _draft_rows(self, draft: Draft) -> tuple[SampleRow, ...]:
+        """One row after each draft, in a slice whose first token is the last known one."""
+        token_ids = [*self.token_ids, *draft.token_ids]
+        num_known = len(self.token_ids)
+        return tuple(
+            SampleRow(
+                offset=num_drafts,
+                sampling=self.spec.sampling,
+                token_ids=TokenPrefix(token_ids, num_known + num_drafts),
+                num_prompt_tokens=self.num_prompt_tokens,
+                choice=self.spec.choice,
+                allowed=mask,
+            )
+            for num_drafts, mask in enumerate(draft.masks[1:], start=1)
+        )
+
+
+def width(spec: SequenceSpec) -> int:
+    """Places in the batch that a sequence takes, or its choices or beams will take."""
+    return spec.sampling.beam.width if spec.sampling.beam else spec.num_choices

@@ -1,0 +1,134 @@
+"""SequenceService: one stream per gateway, commands in, steps out."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc.aio
+
+from baton.errors import InvalidRequest
+from baton.events import Deferred
+from baton.rpc.interceptor import send_headers
+from baton.types import KvSource
+from baton.v1 import sequence_service_pb2, sequence_service_pb2_grpc
+from baton.wire import sequence_from_proto, step_to_proto
+from worker_core.commands import (
+    Abort,
+    Command,
+    Destination,
+    HandOff,
+    Known,
+    Open,
+    Pause,
+    Resume,
+    StreamClosed,
+    StreamEvent,
+)
+from worker_core.outbox import Outbox, in_messages
+from worker_core.state import failed
+
+#: Presents a ticket to its owner, under a sequence's key. Raises InvalidRequest if it is none.
+Present = Callable[[str, bytes], None]
+
+
+class SequenceServicer(sequence_service_pb2_grpc.SequenceServiceServicer):
+    """Translates between streams and the core's commands and events."""
+
+    def __init__(
+        self,
+        submit: Callable[[Command], None],
+        has_room: Callable[[], bool],
+        present: Present,
+    ) -> None:
+        """submit, has_room: the engine loop's. present: the KV sender's `begin`."""
+        self._submit = submit
+        self._has_room = has_room
+        self._present = present
+        self._outboxes: dict[int, Outbox] = {}
+        self._next_stream = itertools.count()
+
+    def deliver(self, events: Sequence[StreamEvent]) -> None:
+        """Pass a step's events to the streams they belong to; a stream that is gone wants none."""
+        for event in events:
+            outbox = self._outboxes.get(event.stream)
+            if outbox is not None:
+                outbox.put((event.handle, event.event))
+
+    async def Serve(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[sequence_service_pb2.ServeRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[sequence_service_pb2.ServeResponse]:
+        stream = next(self._next_stream)
+        outbox = self._outboxes[stream] = Outbox()
+        await send_headers(context)
+        reader = asyncio.create_task(self._read(stream, request_iterator, outbox))
+        try:
+            while events := await outbox.take():
+                for message in in_messages(events):
+                    yield step_to_proto(message)
+            await reader
+        finally:
+            reader.cancel()
+            del self._outboxes[stream]
+            self._submit(StreamClosed(stream))
+
+    async def _read(
+        self,
+        stream: int,
+        requests: AsyncIterator[sequence_service_pb2.ServeRequest],
+        outbox: Outbox,
+    ) -> None:
+        """Submit a stream's commands until it ends. Raises InvalidRequest if a handle is used twice."""
+        last_handle = -1
+        try:
+            async for request in requests:
+                match request.WhichOneof("command"):
+                    case "open":
+                        if request.open.handle <= last_handle:
+                            raise InvalidRequest(
+                                f"open.handle: {request.open.handle} is not above {last_handle}; "
+                                "handles of a stream must rise"
+                            )
+                        num_handles = max(1, request.open.sequence.num_choices)
+                        last_handle = request.open.handle + num_handles - 1
+                        self._open(stream, request.open, outbox)
+                    case "abort":
+                        self._submit(Abort(stream, request.abort.handle))
+                    case "pause":
+                        self._submit(Pause(stream, request.pause.handle))
+                    case "hand_off":
+                        hand_off = request.hand_off
+                        self._submit(HandOff(stream, hand_off.handle, hand_off.ticket))
+                    case "resume":
+                        self._submit(Resume(stream, request.resume.handle))
+                    case "known":
+                        self._submit(Known(stream, frozenset(request.known.handles)))
+        finally:
+            outbox.close()
+
+    def _open(
+        self, stream: int, message: sequence_service_pb2.OpenSequence, outbox: Outbox
+    ) -> None:
+        """Submit a sequence, its ticket presented before: a step may take longer than the ticket's owner waits for that."""
+        if not self._has_room():
+            outbox.put((message.handle, Deferred("the engine loop's inbox is full")))
+            return
+        ticket = message.send_to
+        try:
+            opened = Open(
+                stream,
+                message.handle,
+                sequence_from_proto(message.sequence),
+                KvSource(message.source) if message.source else KvSource.PREFILL,
+                Destination.of(ticket) if ticket else None,
+            )
+            if ticket:
+                self._present(opened.key, ticket)
+        except InvalidRequest as error:
+            outbox.put((message.handle, failed(error)))
+        else:
+            self._submit(opened)

@@ -1,0 +1,201 @@
+"""Drafts by a smaller model, which draws with the target's keys.
+
+The draft model has an engine and blocks of its own. A sequence's KV there lags behind what the target has told, and may hold
+tokens that the target did not draw: before drafting it is cut back to what both agree on and caught up, in the same forward
+that gives the first draft. When blocks run out, the sequence that was drafted for longest ago loses its own.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+
+from baton.cache.pool import BlockLease, BlockPool
+from baton.engine.guard import forward_guarded
+from baton.engine.interface import Batch, Engine, SampleRow, SequenceSlice
+from baton.errors import BatonError
+from baton.types import Sampling
+from worker_core.speculation.proposer import NOTHING, DraftRequest, Forecast
+from worker_core.speculation.step_cost import rounded
+
+#: Weight of the latest call in the mean cost of a draft.
+_COST_RATE = 0.1
+
+
+@dataclass(slots=True, eq=False)
+class _Draft:
+    """A sequence in the draft model. computed: the tokens whose KV is in the lease. num_settled: how many of them the
+    target is known to have."""
+
+    lease: BlockLease
+    sampling: Sampling
+    computed: list[int] = field(default_factory=list)
+    num_settled: int = 0
+
+    def grow(self, num_tokens: int) -> bool:
+        """Make room for `num_tokens` tokens in all, if there is any."""
+        return self.lease.prepare_write(len(self.computed), num_tokens) is not None
+
+    def cut_back(self, token_ids: Sequence[int]) -> None:
+        """Forget what was computed beyond `token_ids`, and the last of them: its logits are needed."""
+        end = min(len(self.computed), len(token_ids) - 1)
+        agreed = min(self.num_settled, end)
+        while agreed < end and self.computed[agreed] == token_ids[agreed]:
+            agreed += 1
+        del self.computed[agreed:]
+        self.num_settled = agreed
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A request while drafts are made for it. token_ids: the sequence's, with the drafts so far. max_num_new: most tokens
+    of it in one forward; one that lags further behind is caught up a piece at a time, and has no drafts until then."""
+
+    request: DraftRequest
+    draft: _Draft
+    token_ids: list[int]
+    max_num_new: int
+
+    @property
+    def num_drafts(self) -> int:
+        return len(self.token_ids) - len(self.request.token_ids)
+
+    @property
+    def num_missing(self) -> int:
+        return len(self.token_ids) - len(self.draft.computed)
+
+    @property
+    def num_new(self) -> int:
+        return min(self.num_missing, self.max_num_new)
+
+    def next_slice(self) -> SequenceSlice:
+        start = len(self.draft.computed)
+        end = start + self.num_new
+        row = SampleRow(
+            offset=self.num_new - 1,
+            sampling=self.draft.sampling,
+            token_ids=self.token_ids,
+            num_prompt_tokens=self.request.num_prompt_tokens,
+            choice=self.request.choice,
+        )
+        return SequenceSlice(
+            self.token_ids[start:end],
+            start,
+            self.draft.lease.block_ids,
+            (row,) if end == len(self.token_ids) else (),
+            self.request.num_prompt_tokens,
+        )
+
+
+class DraftModelProposer:
+    """Implements Proposer."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        pool: BlockPool,
+        max_num_batched_tokens: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """pool: over the engine's blocks. max_num_batched_tokens: of one forward. clock: in seconds."""
+        self._engine = engine
+        self._pool = pool
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._clock = clock
+        self._drafts: OrderedDict[Hashable, _Draft] = OrderedDict()  # used longest ago first
+        self._costs: dict[int, float] = {}
+        """Seconds a draft, by the rounded number of sequences; the mean, for catching up is part of the price."""
+
+    def foresee(self, requests: Sequence[DraftRequest]) -> list[Forecast]:
+        return [self._foresee(request) for request in requests]
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
+        start_s = self._clock()
+        jobs = self._start(requests)
+        working = list(jobs.values())
+        while working:
+            working = self._extend(working)
+        longest = max((request.max_num_drafts for request in requests), default=0)
+        if longest:
+            self._note(len(requests), (self._clock() - start_s) / longest)
+        return [self._result(jobs.get(request.key), request) for request in requests]
+
+    def cost_s(self, num_sequences: int, num_drafts: int) -> float:
+        return num_drafts * self._costs.get(rounded(num_sequences, 3), 0.0)
+
+    def forget(self, key: Hashable) -> None:
+        draft = self._drafts.pop(key, None)
+        if draft is not None:
+            draft.lease.release()
+
+    def _note(self, num_sequences: int, seconds: float) -> None:
+        size = rounded(num_sequences, 3)
+        known = self._costs.get(size, seconds)
+        self._costs[size] = known + _COST_RATE * (seconds - known)
+
+    def _foresee(self, request: DraftRequest) -> Forecast:
+        # The last draft is drawn and not computed.
+        room = self._engine.spec.max_model_len - len(request.token_ids) + 1
+        num_drafts = min(request.max_num_drafts, room)
+        return Forecast(num_drafts) if num_drafts > 0 else NOTHING
+
+    def _start(self, requests: Sequence[DraftRequest]) -> dict[Hashable, _Job]:
+        """Jobs of the requests that there is room for, in blocks and in the first forward."""
+        jobs: dict[Hashable, _Job] = {}
+        budget = self._max_num_batched_tokens
+        for request in requests:
+            draft = self._lease(request, jobs)
+            if draft is None:
+                continue
+            draft.cut_back(request.token_ids)
+            if budget > 0:
+                job = _Job(request, draft, list(request.token_ids), budget)
+                budget -= job.num_new
+                jobs[request.key] = job
+        return jobs
+
+    def _lease(self, request: DraftRequest, busy: dict[Hashable, _Job]) -> _Draft | None:
+        """Blocks for the sequence and its drafts, if need be those of sequences that are not drafted for now."""
+        num_tokens = len(request.token_ids) + request.max_num_drafts - 1
+        if num_tokens > self._engine.spec.max_model_len:
+            return None
+        draft = self._drafts.get(request.key)
+        while not (draft.grow(num_tokens) if draft else self._has_room(num_tokens)):
+            victim = next((k for k in self._drafts if k not in busy and k != request.key), None)
+            if victim is None:
+                return None
+            self.forget(victim)
+        if draft is None:
+            lease = self._pool.lease(b"", (), num_tokens, shares_prefixes=False)
+            if lease is None:
+                return None
+            draft = self._drafts[request.key] = _Draft(lease, _plain(request.sampling))
+        self._drafts.move_to_end(request.key)
+        return draft
+
+    def _has_room(self, num_tokens: int) -> bool:
+        return self._pool.num_blocks_for(num_tokens) <= self._pool.counts().available
+
+    def _extend(self, working: Sequence[_Job]) -> list[_Job]:
+        """One draft more for each job; the jobs that want another."""
+        batch = Batch(tuple(job.next_slice() for job in working))
+        more = []
+        for job, outcome in zip(working, forward_guarded(self._engine, batch), strict=True):
+            if isinstance(outcome, BatonError):
+                self.forget(job.request.key)
+                continue
+            start = len(job.draft.computed)
+            job.draft.computed += job.token_ids[start : start + job.num_new]
+            job.token_ids += [sample.token_id for sample in outcome]
+            if outcome and job.num_drafts < job.request.max_num_drafts:
+                more.append(job)
+        return more
+
+    def _result(self, job: _Job | None, request: DraftRequest) -> tuple[int, ...]:
+        return tuple(job.token_ids[len(request.token_ids) :]) if job else ()
+
+
+def _plain(sampling: Sampling) -> Sampling:
+    """How to draw, without what a draft has no use for."""
+    return replace(sampling, logprobs=-1, prompt_logprobs=-1, grammar=b"")

@@ -1,0 +1,192 @@
+"""Drafts for steps: how many, of whom, learned from what came of them.
+
+Each step: plan() gives drafts, the core verifies them, judge() hears what each sequence got, made() that the step is over.
+Costs and chances are learned from that. Where drafts cost nothing to make they are judged even if the step does not verify
+them, so that a sequence on which they begin to be right is noticed without paying for it; where they cost, a few are made now and then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from worker_core.speculation.acceptance import LATER, Acceptance
+from worker_core.speculation.policy import Candidate, StepPrices, choose_lengths
+from worker_core.speculation.proposer import DraftRequest, Forecast, Proposer
+from worker_core.speculation.step_cost import DraftCurve, StepCost
+
+#: Steps in a row without drafts after which a few are made all the same, if there are candidates; and what it grows
+#: to, twofold with each probe that changed nothing.
+PROBE_INTERVAL = 32
+MAX_PROBE_INTERVAL = 1024
+
+#: A draft that takes as long to make as a step makes that interval longer by this factor.
+_PATIENCE = 16
+
+#: As many drafts are made then as would be worth it if a row cost half of what it does now: a few may cost more apiece than many
+#: do. If none would, one in so many sequences gets one, at least one. Of drafts that cost something, one sequence gets one.
+PROBE_SHARE = 8
+
+#: Steps with drafts in a row after which one has none, to see what they cost.
+REFRESH_INTERVAL = 64
+
+#: A batch of so many sequences lets one rest a step longer that drafts are no use for: looking for them takes time as well.
+_SEQUENCES_PER_REST = 4
+
+#: Steps that one may rest in any batch if its drafts cost something: nothing is learned of them meanwhile.
+_COSTLY_REST = 16
+
+
+@dataclass(slots=True)
+class _Track:
+    """What is remembered of a sequence. `drafts`: the latest, until judged. rest, rest_left: steps it is not looked at."""
+
+    grade: int = 0
+    drafts: tuple[int, ...] = ()
+    rest: int = 0
+    rest_left: int = 0
+
+
+class Speculator:
+    """Implements Speculation."""
+
+    def __init__(self, proposer: Proposer, max_num_drafts: int, clock: Callable[[], float]) -> None:
+        """max_num_drafts: of one sequence in one step. clock: in seconds."""
+        self.max_num_drafts = max_num_drafts
+        self._proposer = proposer
+        self._clock = clock
+        self._acceptance = Acceptance()
+        self._costs = StepCost()
+        self._tracks: dict[Hashable, _Track] = {}
+        self._num_steps = 0
+        self._last_drafted_step = 0
+        self._probe_interval = PROBE_INTERVAL
+        self._start_s = 0.0
+
+    def is_due(self, key: Hashable) -> bool:
+        track = self._tracks.get(key)
+        if track is None or track.rest_left == 0:
+            return True
+        track.rest_left -= 1
+        return False
+
+    def plan(
+        self, requests: Sequence[DraftRequest], num_rows: int, max_num_drafts: int
+    ) -> list[tuple[int, ...]]:
+        """See Speculation.plan. From here to made() is what the step takes, less the drafting."""
+        self._num_steps += 1
+        self._start_s = self._clock()
+        curve = self._costs.curve(num_rows)
+        if curve is None or not requests or curve.num_steps_since_plain >= REFRESH_INTERVAL:
+            return [()] * len(requests)
+        forecasts = self._proposer.foresee(requests)
+        lengths = self._lengths(requests, forecasts, num_rows, max_num_drafts, curve)
+        start_s = self._clock()
+        chosen = self._propose(requests, forecasts, lengths)
+        self._start_s += self._clock() - start_s
+        longest_rest = num_rows // _SEQUENCES_PER_REST
+        for request, forecast, drafts in zip(requests, forecasts, chosen, strict=True):
+            self._remember(request.key, forecast, drafts, longest_rest)
+        return chosen
+
+    def judge(self, key: Hashable, token_ids: Sequence[int]) -> None:
+        track = self._tracks.get(key)
+        if track is not None and track.drafts:
+            self._acceptance.judge(key, track.grade, track.drafts, token_ids)
+            track.drafts = ()
+
+    def made(self, num_rows: int, num_drafts: int) -> None:
+        self._costs.observe(num_rows, num_drafts, self._clock() - self._start_s)
+
+    def forget(self, key: Hashable) -> None:
+        self._tracks.pop(key, None)
+        self._acceptance.forget(key)
+        self._proposer.forget(key)
+
+    def _lengths(
+        self,
+        requests: Sequence[DraftRequest],
+        forecasts: Sequence[Forecast],
+        num_rows: int,
+        max_num_drafts: int,
+        curve: DraftCurve,
+    ) -> list[int]:
+        if not any(forecast.num_drafts for forecast in forecasts):
+            return [0] * len(requests)
+        candidates = [
+            self._candidate(request.key, forecast)
+            for request, forecast in zip(requests, forecasts, strict=True)
+        ]
+        prices = StepPrices(num_rows, max_num_drafts, curve.seconds, self._proposer.cost_s)
+        lengths = choose_lengths(candidates, prices)
+        if any(lengths):
+            self._last_drafted_step, self._probe_interval = self._num_steps, PROBE_INTERVAL
+        else:
+            num_idle_steps = self._num_steps - self._last_drafted_step
+            probe_share = self._proposer.cost_s(1, 1) / curve.seconds(0)
+            if num_idle_steps >= self._probe_interval * (1 + _PATIENCE * probe_share):
+                self._last_drafted_step = self._num_steps
+                self._probe_interval = min(2 * self._probe_interval, MAX_PROBE_INTERVAL)
+                if probe_share:  # a draft model would have to catch up with a whole batch
+                    return _probe(candidates, 1)
+                hopeful = replace(prices, step_s=lambda num_drafts: 1 + num_drafts / num_rows / 2)
+                bold = choose_lengths(candidates, hopeful)
+                return (
+                    bold
+                    if any(bold)
+                    else _probe(candidates, min(max_num_drafts, -(-num_rows // PROBE_SHARE)))
+                )
+        return lengths
+
+    def _candidate(self, key: Hashable, forecast: Forecast) -> Candidate:
+        if forecast.num_drafts == 0:
+            return Candidate(0.0, 0.0, 0)
+        first = self._acceptance.chance(key, forecast.grade)
+        return Candidate(first, self._acceptance.chance(key, LATER), forecast.num_drafts)
+
+    def _propose(
+        self,
+        requests: Sequence[DraftRequest],
+        forecasts: Sequence[Forecast],
+        lengths: Sequence[int],
+    ) -> list[tuple[int, ...]]:
+        """The drafts that are known already; the others are asked for."""
+        chosen = [f.drafts[:length] for f, length in zip(forecasts, lengths, strict=True)]
+        asked = [i for i, length in enumerate(lengths) if length and not chosen[i]]
+        if asked:
+            made = self._proposer.propose([_of_length(requests[i], lengths[i]) for i in asked])
+            for index, drafts in zip(asked, made, strict=True):
+                chosen[index] = drafts
+        return chosen
+
+    def _remember(
+        self, key: Hashable, forecast: Forecast, drafts: tuple[int, ...], longest_rest: int
+    ) -> None:
+        track = self._tracks.get(key)
+        if track is None:
+            track = self._tracks[key] = _Track()
+        track.grade = forecast.grade
+        track.drafts = forecast.drafts or drafts
+        if forecast.num_drafts and not forecast.drafts:
+            longest_rest = max(longest_rest, _COSTLY_REST)
+        track.rest = 0 if drafts else min(2 * track.rest + 1, longest_rest)
+        track.rest_left = track.rest
+
+
+def _of_length(request: DraftRequest, num_drafts: int) -> DraftRequest:
+    return DraftRequest(
+        request.key,
+        request.token_ids,
+        request.num_prompt_tokens,
+        num_drafts,
+        request.sampling,
+        request.choice,
+    )
+
+
+def _probe(candidates: Sequence[Candidate], num_drafts: int) -> list[int]:
+    """One draft for each of the `num_drafts` best candidates."""
+    able = [i for i, candidate in enumerate(candidates) if candidate.max_num_drafts]
+    able.sort(key=lambda i: -candidates[i].first)
+    best = set(able[:num_drafts])
+    return [int(i in best) for i in range(len(candidates))]

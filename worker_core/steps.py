@@ -1,0 +1,283 @@
+"""Steps of a worker: what was granted becomes a batch, the engine computes it, and the samples become tokens.
+
+A step may be launched while the one before it is still computed, so that the device does not wait while tokens are handed
+out. What it begins with then is not known here yet: the device takes it from the launch before (SequenceSlice.follows). This is
+done if nothing but KV depends on those tokens, of any group of the step; every other step begins when the one before is
+collected.
+
+    plan n+1 --> launch n+1 --> collect n --> hand out its tokens --> plan n+2 ...
+
+Between the core's steps at most one launch is in flight. Whoever hands off, swaps or preempts sequences collects it first. What is
+known of a sequence is as of the last collect. A sequence that is over while a launch still writes its blocks keeps them until
+that is collected, and what it drew for it is thrown away. So is a whole launch if it fails, or the one before it does: its sequences
+are as they were, and the next step is run alone, where the fault is charged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.cache.pool import BlockCopy
+from baton.engine.guard import SliceOutcome, forward_guarded, try_collect, try_launch
+from baton.engine.interface import Batch, Engine, Launched, LayersDone, SequenceSlice
+from baton.errors import BatonError, EngineFault
+from baton.events import ChunkTime
+from baton.types import Sample
+from worker_core.beam_group import BeamGroup
+from worker_core.costs import Costs
+from worker_core.drafting import Drafting, Drafts
+from worker_core.handoff import Handoffs
+from worker_core.output import Output
+from worker_core.sequence import Stage, WorkerSequence
+from worker_core.state import CoreState, SequenceGroup
+
+#: Who computes how many new tokens.
+Grants = Sequence[tuple[SequenceGroup, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A launch that is not collected. begin_s: when it was launched."""
+
+    launched: Launched
+    grants: tuple[tuple[WorkerSequence, int], ...]
+    size: _StepSize
+    begin_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _StepSize:
+    """New tokens of a step: of sequences that decode, drafts and beams among them, and of prompts."""
+
+    num_decode_tokens: int
+    num_prefill_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decode_tokens + self.num_prefill_tokens
+
+
+class Steps:
+    """Runs steps on an engine, one or two at a time."""
+
+    def __init__(
+        self,
+        state: CoreState,
+        engine: Engine,
+        drafting: Drafting,
+        costs: Costs,
+        handoffs: Handoffs,
+        output: Output,
+        clock: Callable[[], float],
+        beat: Callable[[int], None],
+        max_num_launches: int,
+    ) -> None:
+        """max_num_launches: 1, or 2 to launch ahead. clock, beat: see CoreDeps."""
+        self._state = state
+        self._engine = engine
+        self._drafting = drafting
+        self._costs = costs
+        self._handoffs = handoffs
+        self._clock = clock
+        self._beat = beat
+        self._launches_ahead = max_num_launches > 1
+        self._output = output
+        self._flight: _Flight | None = None
+        self._has_failed = False
+        """Whether the last launch failed: the next step is run alone."""
+        self._collected_s = 0.0
+        self.num_steps = 0
+        """Steps that were collected."""
+
+    def may_launch(self, running: Sequence[SequenceGroup]) -> bool:
+        """Whether a step of these may be launched before the one before it is collected, and be in flight itself."""
+        return (
+            self._launches_ahead
+            and not self._has_failed
+            and all(group.runs_ahead for group in running)
+        )
+
+    def run(self, granted: Grants) -> bool:
+        """Compute what was granted, as far as there are blocks, when nothing is in flight. Whether there was anything to do."""
+        grants, copies = self._with_room(self._with_grammar(granted))
+        if not grants:
+            return False
+        self._has_failed = False
+        drafts, more_copies = self._drafting.start(grants)
+        self._copy(copies + more_copies)
+        parts = [_slices(group, num_new, drafts) for group, num_new in grants]
+        batch = Batch(tuple(part for own in parts for part in own))
+        size = _size(grants, batch)
+        self._beat(size.num_tokens)
+        begin_s = self._clock()
+        layers_done = self._layers_done(size, grants)
+        outcomes = iter(forward_guarded(self._engine, batch, layers_done))
+        self._note(size, begin_s)
+        self._note_chunks(grants, begin_s)
+        for (group, num_new), own in zip(grants, parts, strict=True):
+            self._advance(group, num_new, [next(outcomes) for _ in own], drafts)
+        self._drafting.end(drafts)
+        return True
+
+    def launch(self, granted: Grants) -> bool:
+        """Launch what was granted, as far as there are blocks; collect what was in flight. Whether there was anything to do."""
+        able, copies = self._with_room(granted)
+        grants = tuple((m, num_new) for m, num_new in able if isinstance(m, WorkerSequence))
+        if not grants:
+            return self.collect()
+        self._copy(copies)
+        parts = [group.slices(num_new, None)[0] for group, num_new in grants]
+        batch = Batch(tuple(parts))
+        size = _size(grants, batch)
+        self._beat(size.num_tokens)
+        begin_s = self._clock()
+        launched = try_launch(self._engine, batch, self._layers_done(size, ()))
+        before, self._flight = self._flight, None
+        if launched is None:
+            self._has_failed = True
+        else:
+            self._flight = _Flight(launched, grants, size, begin_s)
+            _take_off(grants, parts)
+        if before:
+            self._land(before)
+        return True
+
+    def collect(self) -> bool:
+        """Wait for what is in flight, and hand out its tokens. Whether anything was."""
+        flight, self._flight = self._flight, None
+        if flight:
+            self._land(flight)
+        return flight is not None
+
+    def _land(self, flight: _Flight) -> None:
+        """Hand out what a launch drew; or throw it away, and what was launched after it, if it failed."""
+        self._beat(flight.size.num_tokens)
+        outcomes = try_collect(flight.launched)
+        begin_s = max(flight.begin_s, self._collected_s)
+        self._note(flight.size, begin_s)
+        for group, num_new in flight.grants:
+            group.landed(num_new)
+        if outcomes is None:
+            self._throw_away(flight)
+            return
+        self._note_chunks(flight.grants, begin_s)
+        for (group, num_new), samples in zip(flight.grants, outcomes, strict=True):
+            self._settle(group, num_new, samples)
+
+    def _settle(self, group: WorkerSequence, num_new: int, samples: tuple[Sample, ...]) -> None:
+        if group.stage is not Stage.CLOSING:
+            self._output.advance(group, num_new, samples)
+        else:
+            self._state.leave(group)
+
+    def _throw_away(self, failed: _Flight) -> None:
+        """A launch failed, whose sequences have landed: no launch after it counts."""
+        self._has_failed = True
+        over = [group for group, _ in failed.grants]
+        after, self._flight = self._flight, None
+        if after:
+            try_collect(after.launched)
+            for group, num_new in after.grants:
+                group.landed(num_new)
+            over += [group for group, _ in after.grants]
+        for group in dict.fromkeys(over):
+            if group.stage is Stage.CLOSING:
+                self._state.leave(group)
+
+    def _note(self, size: _StepSize, begin_s: float) -> None:
+        """A step is over that the engine was at since `begin_s`."""
+        self.num_steps += 1
+        self._collected_s = self._clock()
+        seconds = self._collected_s - begin_s
+        self._costs.observe_step(size.num_decode_tokens, size.num_prefill_tokens, seconds)
+
+    def _note_chunks(self, grants: Grants, begin_s: float) -> None:
+        for group, num_new in grants:
+            if isinstance(group, WorkerSequence) and group.prefill:
+                group.prefill.chunks.append(ChunkTime(begin_s, self._collected_s, num_new))
+
+    def _layers_done(self, size: _StepSize, grants: Grants) -> LayersDone:
+        """Called within a step: it goes on, and KV of a prompt's last chunk leaves layer group by layer group."""
+        num_tokens = size.num_tokens
+        last_chunks = [
+            (group, num_new)
+            for group, num_new in grants
+            if isinstance(group, WorkerSequence)
+            and group.destination
+            and num_new == group.num_missing_tokens
+        ]
+
+        def layers_done(first_layer: int, num_layers: int) -> None:
+            self._beat(num_tokens)
+            if last_chunks:
+                self._handoffs.heartbeat()
+                self._handoffs.send_layers(last_chunks, first_layer, num_layers)
+
+        return layers_done
+
+    def _with_grammar(self, granted: Grants) -> Grants:
+        """Find what may come next of those that were granted a step. Those that cannot go on fail, and are left out."""
+        able = []
+        for grant in granted:
+            group, _ = grant
+            try:
+                if group.order:
+                    group.follow_grammar()
+            except EngineFault as error:
+                if isinstance(group, WorkerSequence):
+                    self._handoffs.cancel(group, error.reason, error.message)
+                self._state.fail(group, error)
+            else:
+                able.append(grant)
+        return able
+
+    def _with_room(
+        self, granted: Grants
+    ) -> tuple[list[tuple[SequenceGroup, int]], tuple[BlockCopy, ...]]:
+        """The grants whose tokens there are blocks for, and what must be copied before they are written."""
+        grants: list[tuple[SequenceGroup, int]] = []
+        copies: list[BlockCopy] = []
+        for grant in granted:
+            group, num_new = grant
+            prepared = group.prepare(num_new)
+            if prepared is not None:
+                copies += prepared
+                grants.append(grant)
+        return grants, tuple(copies)
+
+    def _copy(self, copies: Sequence[BlockCopy]) -> None:
+        if copies:
+            self._engine.kv.copy_blocks([c.source for c in copies], [c.target for c in copies])
+
+    def _advance(
+        self, group: SequenceGroup, num_new: int, outcomes: Sequence[SliceOutcome], drafts: Drafts
+    ) -> None:
+        """Give a group what its slices came to."""
+        if isinstance(group, BeamGroup):
+            self._output.advance_beams(group, outcomes)
+            return
+        own = drafts.get(group.key) if drafts else None
+        if own and isinstance(outcomes[0], BatonError):
+            self._drafting.withhold(group)
+        else:
+            self._output.advance(group, num_new, outcomes[0], own.token_ids if own else ())
+
+
+def _size(grants: Grants, batch: Batch) -> _StepSize:
+    num_prefill = sum(num_new for group, num_new in grants if group.is_prefilling)
+    return _StepSize(batch.num_tokens - num_prefill, num_prefill)
+
+
+def _take_off(grants: Sequence[tuple[WorkerSequence, int]], parts: Sequence[SequenceSlice]) -> None:
+    """Mark sequences as in flight, with the rows of the launch, over all its slices, that draw for them."""
+    num_rows = 0
+    for (group, num_new), part in zip(grants, parts, strict=True):
+        group.launched(num_new, num_rows if part.rows else None)
+        num_rows += len(part.rows)
+
+
+def _slices(group: SequenceGroup, num_new: int, drafts: Drafts) -> tuple[SequenceSlice, ...]:
+    if isinstance(group, BeamGroup):
+        return group.slices()
+    return group.slices(num_new, drafts.get(group.key) if drafts else None)

@@ -1,0 +1,179 @@
+"""The process of one worker, of either tier: everything it is made of, put together once."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from baton.config import WorkerOptions
+from baton.engine.heartbeat import Heartbeat
+from baton.engine.interface import Engine
+from baton.engine.loop import EngineLoop
+from baton.phase_clock import PhaseClock
+from baton.rpc.bind import check_bindable
+from baton.service import ReadyReport
+from baton.types import NumericsRule, Tier, WorkerLoad
+from baton.v1 import sequence_service_pb2, sequence_service_pb2_grpc
+from baton.worker.build import build_matchers, build_pool
+from baton.worker.host import WorkerHost, describe, new_identity
+from baton.worker.load_board import LoadBoard
+from baton.worker.service import WorkerServicer, services
+from baton.worker.telemetry import open_worker_telemetry
+from kv_transfer.device_memory import device_memory_of
+from kv_transfer.kv_secret import read_kv_secret
+from kv_transfer.running_receiver import open_receiver, transports_of
+from kv_transfer.sender import Sender
+from kv_transfer.transport.connector import make_connector
+from worker_core.admission import CoreLimits
+from worker_core.commands import Command, Drain, SetPolicy, StreamEvent
+from worker_core.core import CoreDeps, WorkerCore
+from worker_core.policy import Policy
+from worker_core.recorder import WorkerRecorder
+from worker_core.service import SequenceServicer
+from worker_core.speculation.interface import NoSpeculation, Speculation
+from worker_core.swap import SwapSpace
+
+#: Objects that a step makes for each of its sequences and that live until it is over, or until the next one is: grant,
+#: slice, row, samples, event, and the tuples around them; and as many again for a step launched ahead.
+_OBJECTS_PER_SEQUENCE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class TierSetup:
+    """What a tier adds to the worker core.
+
+    max_num_launches: steps that the engine may have been given at once. swap_bytes: host memory for preempted sequences.
+    policy_of: how it decides in a role. wire_dtype: type that KV travels in to this worker.
+    """
+
+    engine: Engine
+    policy_of: Callable[[Tier], Policy]
+    speculation: Speculation = field(default_factory=NoSpeculation)
+    max_num_launches: int = 1
+    swap_bytes: int = 0
+    wire_dtype: str = "auto"
+
+
+async def serve_worker(
+    options: WorkerOptions,
+    load_tier: Callable[[], TierSetup],
+    stop: asyncio.Event,
+    on_ready: Callable[[ReadyReport], None],
+) -> None:
+    """Serve until `stop`. load_tier: blocks; it is called in a thread, once the ports are known to be free."""
+    clock = PhaseClock()
+    check_bindable(options.host, options.port)
+    kv_secret = read_kv_secret(options.kv_secret_file)
+    if options.kv_transport not in ("shm", "cuda_ipc"):
+        check_bindable(options.kv_host, options.kv_port, "kv_host", "kv_port")
+    tier = await asyncio.to_thread(load_tier)
+    engine, policy = tier.engine, tier.policy_of(options.tier)
+    clock.lap("load")
+    identity = new_identity(options)
+    rule = NumericsRule(engine.spec.numerics, options.numerics == "strict")
+    collect_garbage_less_often(options.max_num_seqs)
+    board = LoadBoard()
+    heartbeat = Heartbeat(options.worker_stall_timeout_s)
+    telemetry = await asyncio.to_thread(open_worker_telemetry, options, board, engine.spec)
+    recorder = WorkerRecorder(telemetry, time.monotonic) if telemetry.is_on else None
+
+    def submit(command: Command) -> None:
+        if recorder:
+            recorder.on_command(command)
+        loop.submit(command)
+
+    def deliver(events: Sequence[StreamEvent], load: WorkerLoad) -> None:
+        servicer.deliver(events)
+        board.publish(load)
+        if recorder:
+            recorder.on_step(events)
+
+    channel = open_receiver(
+        identity,
+        engine.kv,
+        submit,
+        time.monotonic,
+        transports=transports_of(options.kv_transport, engine.kv),
+        lease_s=options.ticket_lease_s,
+        offer_s=options.ticket_offer_s,
+        tcp_host=options.kv_host,
+        tcp_port=options.kv_port,
+        tcp_advertise_address=options.kv_advertise_address or "",
+        kv_secret=kv_secret,
+        rule=rule,
+        tls=options.tls,
+        peer_names=options.ssl_peer_names,
+        wire_dtype=tier.wire_dtype,
+    )
+    sender = Sender(
+        identity,
+        engine.spec.layout,
+        engine.kv,
+        make_connector(
+            options.kv_transport,
+            tls=options.tls,
+            peer_names=options.ssl_peer_names,
+            memory=device_memory_of(engine.kv),
+        ),
+        submit,
+        time.monotonic,
+        num_lanes=options.kv_num_lanes,
+        secret=kv_secret,
+        rule=rule,
+    )
+    matchers = build_matchers(options, engine)
+    try:
+        deps = CoreDeps(
+            engine=engine,
+            pool=build_pool(options, engine),
+            tickets=channel.tickets,
+            sender=sender,
+            swap=SwapSpace(engine.kv, tier.swap_bytes),
+            matchers=matchers,
+            clock=time.monotonic,
+            beat=heartbeat.beat,
+            speculation=tier.speculation,
+        )
+        limits = CoreLimits(
+            options.max_num_seqs, options.max_num_batched_tokens, tier.max_num_launches
+        )
+        loop: EngineLoop[Command, StreamEvent] = EngineLoop(
+            WorkerCore(deps, limits, policy), deliver, heartbeat, name="worker-engine"
+        )
+        servicer = SequenceServicer(submit, loop.has_room, sender.begin)
+        info = describe(options, identity, engine.spec, policy.local_prefill.max_threshold)
+        host = WorkerHost(options, loop, heartbeat, board, Drain(), info)
+        worker = WorkerServicer(
+            info,
+            board,
+            heartbeat,
+            host.start_draining,
+            loop.submit,
+            lambda role: loop.submit(SetPolicy(tier.policy_of(role))),
+        )
+        register = services(
+            worker,
+            lambda server: sequence_service_pb2_grpc.add_SequenceServiceServicer_to_server(
+                servicer, server
+            ),
+            sequence_service_pb2.DESCRIPTOR.services_by_name["SequenceService"],
+        )
+        await host.serve(register, stop, on_ready, clock)
+    finally:
+        await asyncio.to_thread(sender.close)
+        await asyncio.to_thread(channel.close)
+        matchers.close()
+        await asyncio.to_thread(telemetry.close)
+
+
+def collect_garbage_less_often(max_num_seqs: int) -> None:
+    """Have the youngest generation hold what steps of so many sequences make.
+
+    Python looks at all objects of a generation each time it has grown by so many, 700 by default. A step of thousands of
+    sequences makes tens of thousands, and none of them is garbage before it ends.
+    """
+    youngest, *others = gc.get_threshold()
+    gc.set_threshold(max(youngest, _OBJECTS_PER_SEQUENCE * max_num_seqs), *others)
