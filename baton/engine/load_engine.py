@@ -25,6 +25,7 @@ from baton.model.memory_plan import MemoryPlan, plan_memory
 from baton.model.native_decoder import make_decoder
 from baton.model.rope import make_rope
 from baton.model.weights import ProgressHook
+from baton.start_log import report_choice, report_phase
 from baton.types import FALLBACK_NOTICE, SCALE_BYTES, SCALED_DTYPES, KvLayout
 from baton_kernels.cpu.library import why_none
 
@@ -72,6 +73,7 @@ def load_engine(
         config = read_config(folder)
         find_shards(folder)
     name = _dtype_name(dtype, config)
+    report_choice("dtype", name, "the checkpoint's" if dtype == "auto" else "as asked for")
     kv_name = name if kv_cache_dtype == "auto" else kv_cache_dtype
     longest = _max_len(max_model_len, config)
     if block_size < 1:
@@ -113,6 +115,7 @@ def load_engine(
         dtype=kv_name,
         block_size=block_size,
     )
+    report_phase("loading weights")
     followers = start_followers(size, folder, config, name, sizes, plan.num_blocks, longest)
     shard = followers.ranks.shard
     try:
