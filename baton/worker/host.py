@@ -49,6 +49,7 @@ def describe(
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_local_prefill_tokens=max_local_prefill,
         software_version=__version__,
+        metrics_port=options.metrics_port,
     )
 
 
