@@ -15,11 +15,12 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,16 @@ def require(holds: object, what: str) -> None:
         raise Failed(what)
 
 
+@cache
+def is_reached(url: str) -> bool:
+    """Whether a server answers there."""
+    try:
+        with urllib.request.urlopen(f"{url}/torch/", timeout=10):
+            return True
+    except OSError:
+        return False
+
+
 @dataclass(frozen=True)
 class Images:
     """How images are built. base: the image of Python. arguments: of every build."""
@@ -84,8 +95,8 @@ class Images:
         """Build what compose.yaml's service runs on, or `target` as it would be built; the seconds that it took."""
         told = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"][service]["build"]
         arguments = dict(told.get("args", {}))
-        if is_stand_in(self.base) and "TORCH_INDEX_URL" in arguments:
-            # Who reaches no image registry has the CPU build of torch among wheels of their own, or not at all.
+        if arguments.get("TORCH") == "cpu" and not is_reached(arguments["TORCH_INDEX_URL"]):
+            # Who does not reach the index of the CPU builds has them among wheels of their own, or not at all.
             arguments["TORCH_INDEX_URL"] = "https://pypi.org/simple"
         arguments["PYTHON_IMAGE"] = self.base
         flags = [f"--build-arg={name}={value}" for name, value in arguments.items()]
