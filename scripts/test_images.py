@@ -36,8 +36,9 @@ ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "build" / "test-images"
 PROJECT = "baton-test-images"
 SERVICES = ("gateway", "prefill", "decode", "redis")
-#: Longer than any prompt that a decode worker would compute by itself.
+#: 160 tokens; decode workers would come to compute that much by themselves, as it is faster with so small a model.
 PROMPT = "def walk(path):\n    for name in sorted(os.listdir(path)):\n" * 8
+MAX_LOCAL_PREFILL_TOKENS = "16"
 #: That an engine restarts a container, and the service is ready again, takes at most this.
 RECOVERY_TIMEOUT_S = 120.0
 #: What a gateway may be in all, and what python:3.12-slim is of that, in MB of 10**6 bytes.
@@ -429,10 +430,11 @@ def read_logs(project: Project) -> None:
 def running_project(engine: Engine, redis: str, report: Report) -> Iterator[Project]:
     """compose.yaml with the images that were built, on a free port; taken down at the end, its volumes too."""
     override = OUT / "override.yaml"
-    override.write_text(yaml.safe_dump({"services": {"redis": {"image": redis}}}))
+    own = {"BATON_MAX_LOCAL_PREFILL_TOKENS": MAX_LOCAL_PREFILL_TOKENS}
+    services = {"redis": {"image": redis}, "decode": {"environment": own}}
+    override.write_text(yaml.safe_dump({"services": services}))
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    # The format of the override is that of the file that it changes.
     project = Project(engine, (str(ROOT / "compose.yaml"), str(override)), port, report)
     try:
         yield project
