@@ -33,13 +33,14 @@ FROM build AS package
 RUN pip --python /opt/backend/bin/python install --require-hashes -r /locks/build.txt
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
+COPY client client
 COPY baton baton
 COPY gateway gateway
 COPY prefill_svc prefill_svc
 COPY decode_svc decode_svc
 COPY kv_transfer kv_transfer
 COPY kernels kernels
-RUN pip --python /opt/backend/bin/python wheel --no-build-isolation --wheel-dir /wheels . \
+RUN pip --python /opt/backend/bin/python wheel --no-build-isolation --wheel-dir /wheels ./client . \
     && pip install --prefix /package /wheels/*.whl
 
 FROM build AS gateway-needs

@@ -21,6 +21,8 @@ RESOLVER = "uv==0.13.9"
 _HEAD = "# Made by `make locks`; do not edit.\n"
 #: What only the CUDA build of torch brings.
 _CUDA = re.compile(r"(torch|triton|nvidia-.+|cuda-.+)==")
+#: The distribution beside this one, which is not in any index yet: from its folder, and not in a lock.
+_CLIENT = "baton-serve-client"
 #: Speeds up the Hub's large files; the small ones of a tokenizer come without it.
 _NO_XET = "--no-emit-package=hf-xet"
 _BUILD_BACKEND = "hatchling>=1.27"
@@ -58,15 +60,20 @@ def main() -> None:
     program = resolver()
     LOCKS.mkdir(parents=True, exist_ok=True)
     extras = ("gateway", "worker", "gpu", "bench")
+    client = TOOLS / "client.txt"
+    client.write_text(f"{_CLIENT} @ {(ROOT / 'client').as_uri()}\n")
+    beside = (f"--overrides={client}", f"--no-emit-package={_CLIENT}")
     everything = TOOLS / "everything.txt"
     everything.write_text(
-        "".join(resolved(program, ["pyproject.toml"], *(f"--extra={name}" for name in extras)))
+        "".join(
+            resolved(program, ["pyproject.toml"], *beside, *(f"--extra={name}" for name in extras))
+        )
     )
     agreed = f"--constraints={everything}"
 
     def of(names: Iterable[str], *options: str) -> list[str]:
         extras = [f"--extra={name}" for name in names]
-        return resolved(program, ["pyproject.toml"], agreed, *extras, *options)
+        return resolved(program, ["pyproject.toml"], agreed, *beside, *extras, *options)
 
     write("gateway", of(("gateway",), _NO_XET))
     write("bench", of(("gateway", "bench"), _NO_XET))

@@ -192,9 +192,9 @@ def edit_a_source(images: Images) -> None:
         "git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"
     ).stdout
     for name in files.splitlines():
-        if (ROOT / name).is_file():
-            (context / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, context / name)
+        (context / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).exists():
+            shutil.copy2(ROOT / name, context / name, follow_symlinks=False)
     images.build("prefill", "baton:unedited", context=context)
     with (context / "baton" / "errors.py").open("a") as source:
         source.write(f"# {time.time_ns()}\n")

@@ -19,6 +19,7 @@ LINES = [
 ]
 LOCKS = ROOT / "deploy" / "locks"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CLIENT = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text())["project"]
 #: Extras that each lock answers for.
 EXTRAS = {"gateway": ("gateway",), "bench": ("gateway", "bench"), "worker": ("worker",)}
 _PINNED = re.compile(r"^([a-z0-9-]+)==(\S+)(?: ; ([^\\\n]+))?", re.MULTILINE)
@@ -64,7 +65,7 @@ def test_all_that_the_wheel_is_built_from_is_copied_and_not_ignored() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     needed = {package.split("/")[0] for package in wheel["packages"]}
-    needed |= {"pyproject.toml", PROJECT["readme"], *PROJECT["license-files"]}
+    needed |= {"client", "pyproject.toml", PROJECT["readme"], *PROJECT["license-files"]}
     assert needed <= copied(STAGES["package"])
     ignore = (ROOT / ".dockerignore").read_text().splitlines()
     assert ignore[1] == "*"
@@ -125,12 +126,15 @@ def test_all_that_is_installed_is_locked_with_hashes_but_for_torch_on_a_cpu() ->
 def test_a_lock_answers_what_pyproject_asks(name: str) -> None:
     """If not: `make locks`."""
     extras = PROJECT["optional-dependencies"]
-    asked = [*PROJECT["dependencies"], *(text for extra in EXTRAS[name] for text in extras[extra])]
+    asked = [*CLIENT["dependencies"], *PROJECT["dependencies"]]
+    asked += [text for extra in EXTRAS[name] for text in extras[extra]]
     versions = locked(name)
     if name == "worker":
         versions |= locked("torch-cpu")
     for text in asked:
         requirement = Requirement(text)
+        if requirement.name == CLIENT["name"]:
+            continue  # built beside the rest
         assert requirement.name in versions, requirement.name
         for version in versions[requirement.name]:
             assert requirement.specifier.contains(Version(version)), (text, version)
