@@ -41,9 +41,11 @@ class Engine:
     compose: tuple[str, ...]
     environment: dict[str, str]
 
-    def docker(self, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
-        """Run the client, output captured. Raises subprocess.CalledProcessError."""
-        return run("docker", *arguments, environment=self.environment, **options)
+    def docker(
+        self, *arguments: str, check: bool = True, stdin: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """As `run`, of the client."""
+        return run("docker", *arguments, environment=self.environment, check=check, stdin=stdin)
 
 
 def run(
