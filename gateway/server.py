@@ -31,6 +31,7 @@ from baton.types import Tier
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from gateway.api_keys import read_api_keys
 from gateway.chat import ChatRenderer
+from gateway.discovery import DISCOVERY_PATH, scrape_targets
 from gateway.dispatcher import Dispatcher
 from gateway.fleet import Fleet
 from gateway.gauges import observe_gateway
@@ -76,7 +77,9 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
     async with (
         _chat_renderer(tokenizer) as chat,
         _grammar_compiler(tokenizer) as grammars,
-        running_telemetry(_telemetry_settings(options)) as telemetry,
+        running_telemetry(
+            _telemetry_settings(options), pages={DISCOVERY_PATH: lambda: scrape_targets(fleet)}
+        ) as telemetry,
     ):
         observe_build(telemetry.meter, __version__)
         observe_gateway(telemetry.meter, fleet, dispatcher)
