@@ -81,7 +81,9 @@ struct Stages {
 };
 
 extern "C" {
-// residual, or null, may be `out`. scratch: for weights of integers only, rows * (4 + 4 * groups + num_in) bytes.
+// Bytes of scratch memory that baton_linear needs for each row.
+void baton_linear_scratch(const Weights* w, int64_t* row_bytes);
+// residual, or null, may be `out`.
 void baton_linear(const Weights* w, const void* x, const void* residual, void* out, long rows,
                   int is_bf16, int out_is_f32, void* scratch, int threads);
 void baton_attention(const Attention* call, int is_bf16, int threads);

@@ -34,10 +34,10 @@ _SOURCES = (
 )
 _HEADERS = (
     *("calls.h", "simd.h", "simd_avx512.h", "simd_avx2.h", "simd_neon.h"),
-    *("stored.h", "attention.h", "attention_many_rows.h", "simd_old.h"),
+    *("stored.h", "attention.h", "attention_many_rows.h"),
 )
 #: Not yet written over simd.h, and so for avx512_bf16 alone.
-_TO_PORT = frozenset({"linear.cpp", "layers.cpp", "checked_copy.cpp", "word_sum.cpp"})
+_TO_PORT = frozenset({"checked_copy.cpp", "word_sum.cpp"})
 _CPU_INFO = Path("/proc/cpuinfo")
 #: Forces a level that is lower than the machine's best.
 LEVEL_VARIABLE = "BATON_CPU_LEVEL"
@@ -85,6 +85,7 @@ _CHECKED_COPY = (
 )
 _FUNCTIONS = {
     "baton_linear": (_POINTER, *(_POINTER,) * 3, _LONG, _INT, _INT, _POINTER, _INT),
+    "baton_linear_scratch": (_POINTER, _POINTER),
     "baton_attention": (_POINTER, _INT, _INT),
     "baton_rms_norm": (_POINTER, _POINTER, ctypes.c_float, _POINTER, _LONG, _LONG, _INT, _INT),
     "baton_swiglu": (_POINTER, _POINTER, _LONG, _LONG, _INT, _INT),

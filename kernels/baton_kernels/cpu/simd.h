@@ -47,6 +47,10 @@ struct mask16 {
     PartMask part[kParts];
 };
 
+// In memory: any alignment, whatever type it was written as.
+typedef PartI LoosePart __attribute__((aligned(1), may_alias));
+typedef Half LooseHalf __attribute__((aligned(1), may_alias));
+
 ALWAYS_INLINE f32x16 splat(float x) {
     f32x16 v;
     FOR_PARTS v.part[i] = part_splat(x);
@@ -62,7 +66,7 @@ ALWAYS_INLINE f32x16 zeros() { return splat(0.0f); }
 ALWAYS_INLINE i32x16 lane_numbers() {
     static const int32_t numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     i32x16 v;
-    FOR_PARTS memcpy(&v.part[i], numbers + i * kPartLanes, sizeof(PartI));
+    FOR_PARTS v.part[i] = ((const LoosePart*)numbers)[i];
     return v;
 }
 
@@ -189,22 +193,17 @@ ALWAYS_INLINE void transpose(i32x16 (&v)[16]) {
 }
 
 // 16 words of 32 bits. Any alignment; `count` of them, the others zero or not written.
-// Part by part: a copy of the whole is split into registers of 16 bytes, which no load of a part can take over.
 ALWAYS_INLINE i32x16 load_words(const void* p) {
     i32x16 v;
-    FOR_PARTS memcpy(&v.part[i], (const char*)p + i * sizeof(PartI), sizeof(PartI));
+    FOR_PARTS v.part[i] = ((const LoosePart*)p)[i];
     return v;
 }
 ALWAYS_INLINE void store_words(void* p, i32x16 v) {
-    FOR_PARTS memcpy((char*)p + i * sizeof(PartI), &v.part[i], sizeof(PartI));
+    FOR_PARTS((LoosePart*)p)[i] = v.part[i];
 }
 // The same of 16 bits each.
-ALWAYS_INLINE Half load_half(const void* p) {
-    Half v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-ALWAYS_INLINE void store_half(void* p, Half v) { memcpy(p, &v, sizeof v); }
+ALWAYS_INLINE Half load_half(const void* p) { return *(const LooseHalf*)p; }
+ALWAYS_INLINE void store_half(void* p, Half v) { *(LooseHalf*)p = v; }
 
 #if defined(__AVX512F__)
 ALWAYS_INLINE i32x16 load_words(const void* p, long count) {
@@ -222,27 +221,27 @@ ALWAYS_INLINE void store_half(void* p, Half v, long count) {
 #else
 ALWAYS_INLINE i32x16 load_words(const void* p, long count) {
     if (count >= 16) return load_words(p);
-    i32x16 v = splat(0);
-    if (count > 0) memcpy(&v, p, count * 4);
-    return v;
+    int32_t words[16] = {};
+    if (count > 0) memcpy(words, p, count * 4);
+    return load_words(words);
 }
 ALWAYS_INLINE void store_words(void* p, i32x16 v, long count) {
-    if (count >= 16)
-        memcpy(p, &v, sizeof v);
-    else if (count > 0)
-        memcpy(p, &v, count * 4);
+    if (count >= 16) return store_words(p, v);
+    int32_t words[16];
+    store_words(words, v);
+    if (count > 0) memcpy(p, words, count * 4);
 }
 ALWAYS_INLINE Half load_half(const void* p, long count) {
     if (count >= 16) return load_half(p);
-    Half v = {};
-    if (count > 0) memcpy(&v, p, count * 2);
-    return v;
+    uint16_t halves[16] = {};
+    if (count > 0) memcpy(halves, p, count * 2);
+    return load_half(halves);
 }
 ALWAYS_INLINE void store_half(void* p, Half v, long count) {
-    if (count >= 16)
-        memcpy(p, &v, sizeof v);
-    else if (count > 0)
-        memcpy(p, &v, count * 2);
+    if (count >= 16) return store_half(p, v);
+    uint16_t halves[16];
+    store_half(halves, v);
+    if (count > 0) memcpy(p, halves, count * 2);
 }
 #endif
 
@@ -386,3 +385,44 @@ struct F16 {
     // Relative error as that of F32: less than a thousandth of what rounding to float16 may lose.
     static f32x16 exp2(f32x16 x) { return F32::exp2(x); }
 };
+
+// Products of four unsigned bytes of each lane, `Quads`, and four signed ones, exact. The signed ones are kQuadWords words
+// as `spread_quads` makes them.
+#if defined(__AVX512VNNI__)
+constexpr int kQuadWords = 1;
+#else
+constexpr int kQuadWords = 2;
+#endif
+
+struct Quads {
+    i32x16 word[kQuadWords];
+};
+ALWAYS_INLINE Quads quads_of(i32x16 bytes) {
+#if defined(__AVX512VNNI__)
+    return {{bytes}};
+#else  // bytes 0 and 2, and 1 and 3, as int16
+    return {{bytes & splat(0x00FF00FF), (bytes >> 8) & splat(0x00FF00FF)}};
+#endif
+}
+ALWAYS_INLINE i32x16 dot(i32x16 sum, const Quads& w, const int32_t* x) {
+#if defined(__AVX512VNNI__)
+    return {{part_dot_quads(sum.part[0], w.word[0].part[0], part_splat(x[0]))}};
+#else
+    FOR_PARTS {
+        sum.part[i] = sum.part[i] + part_dot_pairs(w.word[0].part[i], part_splat(x[0]));
+        sum.part[i] = sum.part[i] + part_dot_pairs(w.word[1].part[i], part_splat(x[1]));
+    }
+    return sum;
+#endif
+}
+static inline void spread_quads(const int8_t* bytes, long num_quads, int32_t* words) {
+    if constexpr (kQuadWords == 1) {
+        memcpy(words, bytes, num_quads * 4);
+    } else {
+        int16_t* out = (int16_t*)words;
+        for (long i = 0; i < num_quads; i++, bytes += 4, out += 4) {
+            out[0] = bytes[0], out[1] = bytes[2];
+            out[2] = bytes[1], out[3] = bytes[3];
+        }
+    }
+}

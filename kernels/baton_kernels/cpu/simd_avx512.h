@@ -119,3 +119,15 @@ ALWAYS_INLINE PartF part_in_order(PartF low, PartF high, bool is_last) {
     return _mm512_permutex2var_ps(low, from, high);
 }
 #endif
+
+#if defined(__AVX512VNNI__)
+// sum + the four unsigned bytes of w by the four signed ones of x
+ALWAYS_INLINE PartI part_dot_quads(PartI sum, PartI w, PartI x) {
+    return (PartI)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+}
+#else
+// a0 * b0 + a1 * b1 of the two int16 in each lane
+ALWAYS_INLINE PartI part_dot_pairs(PartI a, PartI b) {
+    return (PartI)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+}
+#endif
