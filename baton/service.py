@@ -8,6 +8,7 @@ cannot start.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import json
 import logging
@@ -27,6 +28,7 @@ from baton.config.load import as_told
 from baton.errors import ConfigError, StartupError
 from baton.logs import configure_logging
 from baton.rpc.tls import check_files
+from baton.types import UNKNOWN_NUMERICS, NumericsClass
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +50,12 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass(frozen=True, slots=True)
 class ReadyReport:
-    """A service takes work. address: host:port it listens on. phases: seconds of each step of the start, in order."""
+    """A service takes work. address: host:port it listens on. phases: seconds of each step of the start, in order.
+    numerics: of a worker."""
 
     address: str
     phases: Mapping[str, float]
+    numerics: NumericsClass = UNKNOWN_NUMERICS
 
 
 OnReady = Callable[[ReadyReport], None]
@@ -70,7 +74,8 @@ class Serve(Protocol[_Options_contra]):
 
 def log_ready(report: ReadyReport) -> None:
     """Tell in the log that the service takes work."""
-    logger.info("ready at %s (%s)", report.address, describe_phases(report.phases))
+    rounding = f"; {report.numerics}" if report.numerics != UNKNOWN_NUMERICS else ""
+    logger.info("ready at %s (%s)%s", report.address, describe_phases(report.phases), rounding)
 
 
 def run_service(
@@ -163,7 +168,10 @@ async def _run(
         gc.collect()
         gc.freeze()
         announce(report)
-        ready.write({"address": report.address, "phases": dict(report.phases)})
+        line: dict[str, object] = {"address": report.address, "phases": dict(report.phases)}
+        if report.numerics != UNKNOWN_NUMERICS:
+            line["numerics"] = dataclasses.asdict(report.numerics)
+        ready.write(line)
 
     for signum in _SIGNALS:
         loop.add_signal_handler(signum, on_signal, signum)

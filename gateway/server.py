@@ -58,7 +58,7 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
     api_keys = read_api_keys(options)
     tokenizer = await asyncio.to_thread(load_tokenizer, options.tokenizer_name, options.revision)
     clock.lap("tokenizer")
-    fleet = Fleet()
+    fleet = Fleet(numerics_policy=options.numerics)
     registries = (
         StaticRegistry(options.prefill_workers, options.decode_workers),
         make_registry(options.registry, options.model_name),

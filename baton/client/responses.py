@@ -20,7 +20,7 @@ from baton.client.results import (
 from baton.errors import BatonError
 from baton.types import FinishReason, TokenLogprobs
 from baton.v1 import inference_pb2
-from baton.wire import logprobs_from_proto
+from baton.wire import logprobs_from_proto, numerics_from_proto
 
 _T = TypeVar("_T", Usage, TimeToFirstToken, Timing, WorkerStatus)
 
@@ -63,8 +63,13 @@ def model_of(model: inference_pb2.Model) -> Model:
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
         has_chat_template=model.has_chat_template,
-        workers=tuple(_same_fields(WorkerStatus, worker) for worker in model.workers),
+        workers=tuple(map(_worker_status, model.workers)),
     )
+
+
+def _worker_status(message: inference_pb2.WorkerStatus) -> WorkerStatus:
+    numerics = numerics_from_proto(message.numerics)
+    return replace(_same_fields(WorkerStatus, message), numerics=numerics)
 
 
 @dataclass(slots=True)

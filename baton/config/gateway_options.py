@@ -10,6 +10,7 @@ from baton.config.fields import SECRET, Addresses, ApiKeys, CertReqs, Count, Non
 from baton.config.options import (
     LivenessOptions,
     ModelOptions,
+    NumericsOptions,
     RegistryOptions,
     ServiceOptions,
     TlsOptions,
@@ -50,7 +51,12 @@ class FrontDoorOptions(TlsOptions):
 
 
 class GatewayOptions(
-    ModelOptions, FrontDoorOptions, RegistryOptions, LivenessOptions, ServiceOptions
+    ModelOptions,
+    FrontDoorOptions,
+    RegistryOptions,
+    LivenessOptions,
+    NumericsOptions,
+    ServiceOptions,
 ):
     """Options of `baton gateway`."""
 

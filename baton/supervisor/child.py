@@ -18,6 +18,7 @@ from typing import Any
 from baton.errors import StartupError
 from baton.service import EXIT_REFUSED, ReadyReport
 from baton.supervisor.plan import ChildSpec
+from baton.types import NumericsClass
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +150,8 @@ class Child:
     async def _report_from(self, line: bytes) -> ReadyReport:
         message = _parse_ready(line)
         if "address" in message:
-            return ReadyReport(str(message["address"]), message.get("phases", {}))
+            numerics = NumericsClass(**message.get("numerics", {}))
+            return ReadyReport(str(message["address"]), message.get("phases", {}), numerics)
         try:
             async with asyncio.timeout(_EXIT_S):
                 await self.wait()

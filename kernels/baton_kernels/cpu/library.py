@@ -33,11 +33,9 @@ _SOURCES = (
     "sampling.cpp",
 )
 _HEADERS = (
-    *("calls.h", "simd.h", "simd_avx512.h", "simd_avx2.h", "simd_neon.h"),
+    *("calls.h", "simd.h", "simd_avx512.h", "simd_avx2.h", "simd_neon.h", "words.h"),
     *("stored.h", "attention.h", "attention_many_rows.h"),
 )
-#: Not yet written over simd.h, and so for avx512_bf16 alone.
-_TO_PORT = frozenset({"checked_copy.cpp", "word_sum.cpp"})
 _CPU_INFO = Path("/proc/cpuinfo")
 #: Forces a level that is lower than the machine's best.
 LEVEL_VARIABLE = "BATON_CPU_LEVEL"
@@ -75,7 +73,7 @@ _FLAGS = (
     *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-strict-aliasing"),
     *("-fno-exceptions", "-fno-rtti", "-fopenmp", "-fPIC", "-shared"),
 )
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 300.0
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
 _CHECKED_COPY = (
@@ -141,19 +139,28 @@ def chosen_level() -> str:
 def library() -> ctypes.CDLL | None:
     """The chosen level's library, its functions declared; None where it cannot be had. A first call may take seconds to build
     it. Raises LevelError."""
+    found = _load()
+    return None if isinstance(found, str) else found
+
+
+def why_none() -> str:
+    """Why there is no library, by another try to load it; empty if there is one. Raises LevelError."""
+    found = _load()
+    return found if isinstance(found, str) else ""
+
+
+def _load() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
     name = chosen_level()
     if name == NO_LEVEL:
-        return None
+        return f"{LEVEL_VARIABLE}={NO_LEVEL}" if levels_of_machine() else "this CPU has no level"
     try:
         path = _find_or_build(name)
         # Loaded after torch, so that both use one OpenMP runtime: they ask for the same file name.
         found = ctypes.CDLL(str(path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        _log.warning("no native CPU kernels, torch's operations run instead: %s", _reason(error))
-        return None
+        return _reason(error)
     for function_name, arguments in _FUNCTIONS.items():
-        if _TO_PORT and not hasattr(found, function_name):
-            continue
         function = getattr(found, function_name)
         function.argtypes, function.restype = arguments, None
     return found
@@ -221,8 +228,7 @@ def build(level_name: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         # Moved into place whole: of two processes that build, each finds a whole file.
         built = Path(scratch) / path.name
-        left_out = _TO_PORT if level_name != "avx512_bf16" else frozenset()
-        sources = [str(_FOLDER / name) for name in _SOURCES if name not in left_out]
+        sources = [str(_FOLDER / name) for name in _SOURCES]
         command = [compiler, *_command(level_name), *sources, "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
         built.replace(path)

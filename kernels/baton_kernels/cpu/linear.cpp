@@ -19,6 +19,7 @@ constexpr long kMaxRows = 6;        // rows of a register tile
 constexpr long kMaxIntRows = 4;     // the same for integers, whose sums compilers copy at every step
 constexpr long kChunkRows = 48;     // rows that a task takes through a tile, so that they find it in the L2 cache
 constexpr long kChunkValues = 256;  // of k that all rows go through before the next
+constexpr long kSmallChunk = 64;    // the same where panels are few, so that it stays in the L1 cache
 constexpr long kRowPad = 16;        // words, so that rows do not fall into the same lines of the cache
 
 enum Format { kF32, kBF16, kF16, kI8, kI4 };
@@ -90,10 +91,10 @@ void float_panel(const char* w, long stride, const int32_t* x, long x_stride, lo
                  Ahead& ahead) {
     f32x16 s[R][V];
     const int32_t* row[R];
-#pragma GCC unroll 8
+UNROLLED
     for (int r = 0; r < R; r++) {
         row[r] = x + r * x_stride;
-#pragma GCC unroll 8
+UNROLLED
         for (int j = 0; j < V; j++) s[r][j] = F32::load(sums + r * kTile + j * 16);
     }
     long k = 0;
@@ -101,21 +102,21 @@ void float_panel(const char* w, long stride, const int32_t* x, long x_stride, lo
         for (int i = 0; i < ahead.lines; i++, ahead.line += 64) fetch(ahead.line);
         const long end = k + 8 < words ? k + 8 : words;
         for (; k < end; k++, w += stride) {
-#pragma GCC unroll 8
+UNROLLED
             for (int j = 0; j < V; j++) {
                 i32x16 v[K::steps];
                 K::load(w + j * 64, v);
-#pragma GCC unroll 8
+UNROLLED
                 for (int i = 0; i < K::steps; i++)
-#pragma GCC unroll 8
+UNROLLED
                     for (int r = 0; r < R; r++)
                         s[r][j] = K::Sum::step(s[r][j], v[i], splat(row[r][k * K::steps + i]));
             }
         }
     }
-#pragma GCC unroll 8
+UNROLLED
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
+UNROLLED
         for (int j = 0; j < V; j++) F32::store(sums + r * kTile + j * 16, s[r][j]);
 }
 
@@ -124,31 +125,29 @@ template <bool IsInt4, int R, int V>
 void int_panel(const char* w, const int32_t* x, long stride, long quads, float* sums,
                const float* scale, const float* zero, const float* zero_dot) {
     i32x16 s[R][V];
-#pragma GCC unroll 8
+UNROLLED
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
+UNROLLED
         for (int j = 0; j < V; j++) s[r][j] = splat(0);
     const i32x16 nibbles = splat(0x0F0F0F0F);
-    // Unrolled, sums are copied between registers once in four steps and not in each.
-#pragma GCC unroll 4
     for (long k = 0; k < quads; k += IsInt4 ? 2 : 1, w += kWordBytes) {
-#pragma GCC unroll 8
+UNROLLED
         for (int j = 0; j < V; j++) {
             const i32x16 v = load_words(w + j * 64);
             const Quads low = quads_of(IsInt4 ? v & nibbles : v);
-#pragma GCC unroll 8
+UNROLLED
             for (int r = 0; r < R; r++) s[r][j] = dot(s[r][j], low, x + r * stride + k * kQuadWords);
             if constexpr (IsInt4) {
                 const Quads high = quads_of((v >> 4) & nibbles);
-#pragma GCC unroll 8
+UNROLLED
                 for (int r = 0; r < R; r++)
                     s[r][j] = dot(s[r][j], high, x + r * stride + (k + 1) * kQuadWords);
             }
         }
     }
-#pragma GCC unroll 8
+UNROLLED
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
+UNROLLED
         for (int j = 0; j < V; j++) {
             const f32x16 centred = fnma(F32::load(zero + j * 16), splat(zero_dot[r]), to_float(s[r][j]));
             float* at = sums + r * kTile + j * 16;
@@ -190,13 +189,15 @@ constexpr int vectors_of(int rows) {
 // A tile's words where they lie, all rows through a chunk before the next.
 template <class K>
 void stream_tile(const Call& c, const char* w, long words, long first, long rows, float* sums) {
-    constexpr long chunk = kChunkValues / K::steps;
-    // One panel alone reads as fast as memory gives. Several pause the reading, unless they fetch what comes next.
     const long panels = num_panels(rows, kMaxRows);
+    const long slices = kVectors / vectors_of(panels == 1 ? rows : kMaxRows);
+    const long calls = panels * slices;
+    const long chunk = (slices > 1 ? kSmallChunk : kChunkValues) / K::steps;
+    // One panel alone reads as fast as memory gives. Several pause the reading, unless they fetch what comes next.
     for (long k = 0; k < words; k += chunk) {
         const long count = words - k < chunk ? words - k : chunk;
         const char* now = w + k * kWordBytes;
-        Ahead ahead{now + count * kWordBytes, panels == 1 ? 0 : (int)((32 + panels - 1) / panels)};
+        Ahead ahead{now + count * kWordBytes, calls == 1 ? 0 : (int)((32 + calls - 1) / calls)};
         for_panels(rows, kMaxRows, [&](long row, auto r) {
             constexpr int R = decltype(r)::value, V = vectors_of(R);
             const int32_t* x = c.x + (first + row) * c.stride + k * K::steps;
@@ -209,23 +210,31 @@ void stream_tile(const Call& c, const char* w, long words, long first, long rows
     }
 }
 
-// The same for many rows: each chunk is widened first, its vectors apart: [slices][values of k][V vectors].
-template <class K>
+// A chunk's words become float32, the vectors of a register tile beside each other: [slices][kValues][V vectors].
+template <class K, int V, long kValues>
+void widen_chunk(const char* w, long words, float* out) {
+    for (long k = 0; k < words; k++, w += kWordBytes, out += K::steps * V * 16)
+UNROLLED
+        for (int j = 0; j < kVectors; j++) {
+            i32x16 v[K::steps];
+            K::load(w + j * 64, v);
+UNROLLED
+            for (int s = 0; s < K::steps; s++)
+                store_words(out + ((j / V * kValues + s) * V + j % V) * 16, v[s]);
+        }
+}
+
+// stream_tile for many rows: each chunk is widened first.
+template <class K, long kValues>
 void widen_tile(const Call& c, const char* w, long words, long first, long rows, float* sums) {
     constexpr int V = vectors_of(kMaxRows), slices = kVectors / V;
-    constexpr long chunk = kChunkValues / K::steps;
-    alignas(64) float widened[slices][kChunkValues][V][16];
+    constexpr long chunk = kValues / K::steps;
+    alignas(64) float widened[slices * kValues * V * 16];
     const long calls = num_panels(rows, kMaxRows) * slices;
     for (long k = 0; k < words; k += chunk) {
         const long count = words - k < chunk ? words - k : chunk;
         const char* now = w + k * kWordBytes;
-        for (long i = 0; i < count; i++)
-            for (int j = 0; j < kVectors; j++) {
-                i32x16 v[K::steps];
-                K::load(now + i * kWordBytes + j * 64, v);
-                for (int s = 0; s < K::steps; s++)
-                    store_words(widened[j / V][i * K::steps + s][j % V], v[s]);
-            }
+        widen_chunk<K, V, kValues>(now, count, widened);
         const long blocks = calls * (count * K::steps / 8);
         Ahead ahead{now + count * kWordBytes, (int)((count * 4 + blocks) / (blocks + 1))};
         for (int j = 0; j < slices; j++)
@@ -233,9 +242,9 @@ void widen_tile(const Call& c, const char* w, long words, long first, long rows,
                 constexpr int R = decltype(r)::value;
                 const int32_t* x = c.x + (first + row) * c.stride + k * K::steps;
                 if (ahead.line >= now + 2 * count * kWordBytes) ahead.lines = 0;
-                float_panel<Factors<F32>, R, V>((const char*)widened[j], V * 64, x, c.stride,
-                                                count * K::steps, sums + row * kTile + j * V * 16,
-                                                ahead);
+                float_panel<Factors<F32>, R, V>((const char*)(widened + j * kValues * V * 16), V * 64, x,
+                                                c.stride, count * K::steps,
+                                                sums + row * kTile + j * V * 16, ahead);
             });
     }
 }
@@ -245,11 +254,13 @@ void float_tile(const Call& c, long tile, long first, long rows, float* sums) {
     using K = Factors<T>;
     const long words = c.w->num_in * sizeof(typename T::element) / 4;
     const char* w = c.w->data + tile * words * kWordBytes;
-    const bool is_plain = K::steps == 1 && kIsWide;
-    if (is_plain || rows <= 3)
+    const long most = kIsWide ? (K::steps == 1 ? c.rows : 2 * kMaxRows) : 3;
+    if (rows <= most)
         stream_tile<K>(c, w, words, first, rows, sums);
+    else if (rows <= 16)
+        widen_tile<K, kSmallChunk>(c, w, words, first, rows, sums);
     else
-        widen_tile<K>(c, w, words, first, rows, sums);
+        widen_tile<K, kChunkValues>(c, w, words, first, rows, sums);
 }
 
 template <bool IsInt4>
