@@ -11,7 +11,7 @@ ENV PATH=/opt/baton/bin:$PATH
 # torch first: it is by far the largest layer, and changes least.
 RUN pip install --index-url "$TORCH_INDEX_URL" "torch>=2.11,<=2.13.0"
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY baton baton
 COPY gateway gateway
 COPY prefill_svc prefill_svc

@@ -16,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -234,11 +235,14 @@ def build(level_name: str, path: Path) -> None:
         built.replace(path)
 
 
-def build_all(folder: Path) -> None:
-    """Every level of this architecture. Raises as `build` does."""
-    for name, found in LEVELS.items():
-        if found.architecture == platform.machine():
-            build(name, folder / file_name(name))
+def build_all(folder: Path) -> list[Path]:
+    """Build what is missing in `folder` of this architecture's levels; the paths of all. Raises as `build` does."""
+    names = [name for name, of in LEVELS.items() if of.architecture == platform.machine()]
+    paths = [folder / file_name(name) for name in names]
+    missing = [(name, path) for name, path in zip(names, paths, strict=True) if not path.is_file()]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(build, *zip(*missing, strict=True)) if missing else ())
+    return paths
 
 
 if __name__ == "__main__":
