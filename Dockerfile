@@ -12,13 +12,14 @@ ENV PATH=/opt/baton/bin:$PATH
 RUN pip install --index-url "$TORCH_INDEX_URL" "torch>=2.11,<=2.13.0"
 WORKDIR /src
 COPY pyproject.toml hatch_build.py README.md LICENSE ./
+COPY client client
 COPY baton baton
 COPY gateway gateway
 COPY prefill_svc prefill_svc
 COPY decode_svc decode_svc
 COPY kv_transfer kv_transfer
 COPY kernels kernels
-RUN pip install ".[gateway,worker,bench]"
+RUN pip install ./client ".[gateway,worker,bench]"
 # Beside its sources, for the file system is read-only where it runs. Away from /src, so that the installed package is meant.
 RUN cd / && python -m baton_kernels.cpu.library
 

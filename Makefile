@@ -2,6 +2,8 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
+# What running needs is installed, and what development needs besides.
+RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
 MODEL ?= models/baton-py-6m
 ARGS ?=
@@ -10,7 +12,7 @@ TRACE ?=
 .PHONY: help venv demo serve test check protos docs bench bench-peers clean
 
 help:
-	@echo "make demo               serve the model in the box, stream a completion, tell each tier's timing"
+	@echo "make demo               serve the bundled model, stream a completion, print each tier's timing"
 	@echo "make serve MODEL=...    start all tiers (ARGS= adds options, see baton serve --help)"
 	@echo "make test               run the tests (ARGS= adds pytest's options)"
 	@echo "make check              lint, formatting, types, import directions, protos"
@@ -18,18 +20,22 @@ help:
 	@echo "make docs               generate docs/cli.md and docs/protocol.md"
 	@echo "make bench              measure for twenty minutes, rewrite docs/performance.md (ARGS=, TRACE=FILE)"
 	@echo "make bench-peers        build llama.cpp and the models that make bench compares"
-	@echo "make venv               only set up .venv"
+	@echo "make venv               set up .venv with all that development needs"
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml scripts/venv.sh
-	@scripts/venv.sh $(VENV)
+$(RUNS): pyproject.toml client/pyproject.toml scripts/venv.sh
+	@scripts/venv.sh $(VENV) run
 	@touch $@
 
-demo: $(STAMP)
+$(STAMP): $(RUNS)
+	@scripts/venv.sh $(VENV) dev
+	@touch $@
+
+demo: $(RUNS)
 	@$(BIN)/python scripts/demo.py --model $(MODEL)
 
-serve: $(STAMP)
+serve: $(RUNS)
 	@$(BIN)/baton serve $(ARGS) -- $(MODEL)
 
 test: $(STAMP)

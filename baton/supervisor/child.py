@@ -151,7 +151,12 @@ class Child:
         message = _parse_ready(line)
         if "address" in message:
             numerics = NumericsClass(**message.get("numerics", {}))
-            return ReadyReport(str(message["address"]), message.get("phases", {}), numerics)
+            return ReadyReport(
+                str(message["address"]),
+                message.get("phases", {}),
+                numerics,
+                message.get("dtype_reason", ""),
+            )
         try:
             async with asyncio.timeout(_EXIT_S):
                 await self.wait()

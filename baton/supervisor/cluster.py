@@ -8,13 +8,14 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 from baton.config import ServeOptions
 from baton.config.load import ENV_PREFIX
 from baton.rpc.bind import check_bindable
-from baton.service import GRPC_ENVIRONMENT
+from baton.service import GRPC_ENVIRONMENT, ReadyReport
 from baton.supervisor.child import Child, ChildFailed, describe_exit
 from baton.supervisor.log_lines import forward_to_stderr
 from baton.supervisor.plan import PROGRAMS, ChildSpec, Programs, plan_gateways, plan_workers
@@ -69,6 +70,13 @@ class Cluster:
     def phases(self) -> Mapping[str, float]:
         """Seconds that each part of the start took: per child from spawn to ready, its own phases, and the whole."""
         return self._phases
+
+    @property
+    def report(self) -> ReadyReport:
+        """Of the whole. Workers of one machine and model compute alike: what one reports of that is true of all."""
+        reports = [child.report for child in self._children.values() if child.report is not None]
+        worker = next((report for report in reports if report.computing), reports[0])
+        return replace(worker, address=self.address, phases=self._phases)
 
     @property
     def names(self) -> tuple[str, ...]:

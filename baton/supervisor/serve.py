@@ -22,7 +22,7 @@ async def serve_cluster(options: ServeOptions, stop: asyncio.Event, on_ready: On
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
-            on_ready(ReadyReport(cluster.address, cluster.phases))
+            on_ready(cluster.report)
             await stopping
     finally:
         for task in (starting, stopping):
@@ -32,8 +32,10 @@ async def serve_cluster(options: ServeOptions, stop: asyncio.Event, on_ready: On
 
 
 def print_ready(report: ReadyReport) -> None:
-    """One line on stdout: where to send requests, and where the time went."""
-    sys.stdout.write(f"Baton is ready at {report.address} ({describe_start(report.phases)})\n")
+    """One line on stdout: where to send requests, where the time went, and what is computed in."""
+    computing = f"; {report.computing}" if report.computing else ""
+    start = describe_start(report.phases)
+    sys.stdout.write(f"Baton is ready at {report.address} ({start}){computing}\n")
     sys.stdout.flush()
 
 

@@ -26,7 +26,12 @@ def test_all_that_the_wheel_is_built_from_is_copied_and_not_ignored() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     needed = {package.split("/")[0] for package in wheel["packages"]}
-    needed |= {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
+    needed |= {
+        "client",
+        "pyproject.toml",
+        project["project"]["readme"],
+        *project["project"]["license-files"],
+    }
     assert needed <= copied()
     ignore = (ROOT / ".dockerignore").read_text().splitlines()
     assert ignore[1] == "*"
