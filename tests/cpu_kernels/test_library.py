@@ -20,6 +20,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     library.cache_clear()
 
 
+@pytest.mark.slow
 def test_it_is_built_once_and_found_again(cache: Path) -> None:
     assert library() is not None
     (built,) = cache.iterdir()
