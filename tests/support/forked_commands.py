@@ -26,9 +26,11 @@ from baton.service import GRPC_ENVIRONMENT
 MODULES = (
     "baton.cli.main",
     "baton.engine.torch_engine",
+    "baton.model.load",
     "gateway.server",
     "prefill_svc.server",
     "decode_svc.server",
+    "transformers.modeling_rope_utils",
 )
 
 
