@@ -30,7 +30,7 @@ ADDRESS = "127.0.0.1:50051"
 VENV_BIN = ".venv/bin/"
 
 #: `make` finds its environment ready, and installs nothing.
-MAKEFLAGS = f"STAMP= BIN={BIN}"
+MAKEFLAGS = f"RUNS= STAMP= BIN={BIN}"
 
 #: `docker compose [--profile NAME]... up|run ...`: the profiles must be there, and the service that `run` names.
 DRY_DOCKER = """
