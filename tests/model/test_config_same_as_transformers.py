@@ -144,9 +144,7 @@ def check_same(ours: ModelConfig, theirs: Any) -> None:
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.is_tied == theirs.tie_word_embeddings
     # Other families have no such biases, whatever a config.json says beside their fields.
-    assert ours.has_output_bias == (
-        ours.family in ("llama", "qwen3") and theirs.attention_bias
-    )
+    assert ours.has_output_bias == (ours.family in ("llama", "qwen3") and theirs.attention_bias)
     assert ours.has_mlp_bias == (ours.family == "llama" and theirs.mlp_bias)
     assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
     assert ours.rope.rope_type == theirs.rope_parameters["rope_type"]

@@ -16,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -155,7 +156,7 @@ def _load() -> ctypes.CDLL | str:
     if name == NO_LEVEL:
         return f"{LEVEL_VARIABLE}={NO_LEVEL}" if levels_of_machine() else "this CPU has no level"
     try:
-        path = _find_or_build(name)
+        path = find_or_build(name)
         # Loaded after torch, so that both use one OpenMP runtime: they ask for the same file name.
         found = ctypes.CDLL(str(path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
@@ -198,7 +199,7 @@ def file_name(level_name: str) -> str:
     return f"kernels-{level_name}-{digest.hexdigest()}.so"
 
 
-def _find_or_build(level_name: str) -> Path:
+def find_or_build(level_name: str) -> Path:
     """A level's library: beside the sources, or in a folder that no one else may write to."""
     name = file_name(level_name)
     if (_FOLDER / name).is_file():
@@ -219,10 +220,10 @@ def _command(level_name: str) -> tuple[str, ...]:
     return *_FLAGS, *LEVELS[level_name].flags
 
 
-def build(level_name: str, path: Path) -> None:
-    """Build a level's library, whatever this CPU has. Raises FileNotFoundError without a compiler, subprocess.SubprocessError if
-    it fails, OSError."""
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+def build(level_name: str, path: Path, compiler: str | None = None) -> None:
+    """Build a level's library, whatever this CPU has. compiler: by default this machine's own. Raises FileNotFoundError without
+    one, subprocess.SubprocessError if it fails, OSError."""
+    compiler = compiler or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise FileNotFoundError("no C++ compiler (c++, g++ or clang++)")
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
@@ -234,11 +235,14 @@ def build(level_name: str, path: Path) -> None:
         built.replace(path)
 
 
-def build_all(folder: Path) -> None:
-    """Every level of this architecture. Raises as `build` does."""
-    for name, found in LEVELS.items():
-        if found.architecture == platform.machine():
-            build(name, folder / file_name(name))
+def build_all(folder: Path) -> list[Path]:
+    """Build what is missing in `folder` of this architecture's levels; the paths of all. Raises as `build` does."""
+    names = [name for name, of in LEVELS.items() if of.architecture == platform.machine()]
+    paths = [folder / file_name(name) for name in names]
+    missing = [(name, path) for name, path in zip(names, paths, strict=True) if not path.is_file()]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(build, *zip(*missing, strict=True)) if missing else ())
+    return paths
 
 
 if __name__ == "__main__":
