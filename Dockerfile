@@ -39,7 +39,6 @@ COPY gateway gateway
 COPY prefill_svc prefill_svc
 COPY decode_svc decode_svc
 COPY worker_core worker_core
-COPY worker_core worker_core
 COPY kv_transfer kv_transfer
 COPY kernels kernels
 RUN pip --python /opt/backend/bin/python wheel --no-build-isolation --wheel-dir /wheels ./client . \
