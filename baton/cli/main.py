@@ -15,6 +15,7 @@ from baton.cli import (
     generate,
     health,
     quantize,
+    role,
     start,
     status,
     version,
@@ -65,4 +66,5 @@ app.command("health")(health.health)
 app.command("check")(check.check)
 app.command("doctor")(doctor.doctor)
 app.command("quantize")(quantize.quantize)
+app.command("set-role")(role.set_role)
 app.command("version")(version.version)
