@@ -45,7 +45,7 @@ def _peak() -> Callable[[int, int], float]:
     """Of bench/peak.cpp, compiled for the level. Raises as library.build does."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "peak.so"
-        build(chosen_level(), path, (_PEAK_SOURCE,))
+        build(chosen_level(), path, sources=(_PEAK_SOURCE,))
         function = ctypes.CDLL(str(path)).baton_peak
     function.argtypes, function.restype = (ctypes.c_long, ctypes.c_int), ctypes.c_double
     found: Callable[[int, int], float] = function

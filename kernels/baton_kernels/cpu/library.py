@@ -146,7 +146,7 @@ def _load() -> ctypes.CDLL | str:
     if name == NO_LEVEL:
         return f"{LEVEL_VARIABLE}={NO_LEVEL}" if levels_of_machine() else "this CPU has no level"
     try:
-        path = _find_or_build(name)
+        path = find_or_build(name)
         # Loaded after torch, so that both use one OpenMP runtime: they ask for the same file name.
         found = ctypes.CDLL(str(path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
@@ -189,7 +189,7 @@ def file_name(level_name: str) -> str:
     return f"kernels-{level_name}-{digest.hexdigest()}.so"
 
 
-def _find_or_build(level_name: str) -> Path:
+def find_or_build(level_name: str) -> Path:
     """A level's library: beside the sources, or in a folder that no one else may write to."""
     name = file_name(level_name)
     if (_FOLDER / name).is_file():
@@ -210,10 +210,12 @@ def _command(level_name: str) -> tuple[str, ...]:
     return *_FLAGS, *LEVELS[level_name].flags
 
 
-def build(level_name: str, path: Path, sources: Sequence[Path] = _SOURCES) -> None:
-    """Build a library for a level, by default that of the kernels, whatever this CPU has. Raises FileNotFoundError without a
-    compiler, subprocess.SubprocessError if it fails, OSError."""
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+def build(
+    level_name: str, path: Path, compiler: str | None = None, sources: Sequence[Path] = _SOURCES
+) -> None:
+    """Build a library for a level, by default that of the kernels, whatever this CPU has. compiler: by default this machine's own.
+    Raises FileNotFoundError without one, subprocess.SubprocessError if it fails, OSError."""
+    compiler = compiler or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise FileNotFoundError("no C++ compiler (c++, g++ or clang++)")
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
