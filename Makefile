@@ -17,7 +17,7 @@ help:
 	@echo "make test               run the tests (ARGS= adds pytest's options)"
 	@echo "make check              lint, formatting, types, import directions, protos"
 	@echo "make protos             generate baton/v1 from protos/"
-	@echo "make docs               generate docs/cli.md and docs/protocol.md"
+	@echo "make docs               generate docs/cli.md and docs/protocol.md, wrap prose"
 	@echo "make bench              measure for twenty minutes, rewrite docs/performance.md (ARGS=, TRACE=FILE)"
 	@echo "make bench-peers        build llama.cpp and the models that make bench compares"
 	@echo "make venv               set up .venv with all that development needs"
@@ -55,6 +55,7 @@ protos: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python scripts/docs.py
+	$(BIN)/python scripts/wrap.py
 
 bench: $(STAMP)
 	$(BIN)/python -m bench.suite $(if $(TRACE),--trace $(TRACE)) $(ARGS)

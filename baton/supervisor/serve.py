@@ -13,7 +13,7 @@ from baton.supervisor.cluster import Cluster
 
 
 async def serve_cluster(options: ServeOptions, stop: asyncio.Event, on_ready: OnReady) -> None:
-    """Start a gateway and workers of both tiers on this machine, and serve until told to stop."""
+    """Start a gateway and workers of both tiers on this machine, and serve until stopped."""
     check_bindable(options.host, options.port)
     cluster = Cluster(options)
     starting = asyncio.create_task(cluster.start(), name="start")
