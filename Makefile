@@ -9,7 +9,7 @@ MODEL ?= models/baton-py-6m
 ARGS ?=
 TRACE ?=
 
-.PHONY: help venv demo serve test check protos docs bench bench-peers clean
+.PHONY: help venv demo serve test check protos docs bench bench-peers locks test-images clean
 
 help:
 	@echo "make demo               serve the bundled model, stream a completion, print each tier's timing"
@@ -20,6 +20,8 @@ help:
 	@echo "make docs               generate docs/cli.md and docs/protocol.md, wrap prose"
 	@echo "make bench              measure for twenty minutes, rewrite docs/performance.md (ARGS=, TRACE=FILE)"
 	@echo "make bench-peers        build llama.cpp and the models that make bench compares"
+	@echo "make test-images        build the images, run and break compose.yaml (ARGS=--install, --cuda, --quick)"
+	@echo "make locks              write deploy/locks: versions and hashes of what the images install"
 	@echo "make venv               set up .venv with all that development needs"
 
 venv: $(STAMP)
@@ -63,6 +65,12 @@ bench: $(STAMP)
 bench-peers: $(STAMP)
 	bench/peers/setup.sh
 	$(BIN)/python -m bench.peers.models
+
+test-images: $(STAMP)
+	@$(BIN)/python -u scripts/test_images.py $(ARGS)
+
+locks: $(STAMP)
+	$(BIN)/python scripts/locks.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

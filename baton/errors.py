@@ -170,6 +170,13 @@ class Cancelled(BatonError):
     code = StatusCode.CANCELLED
 
 
+#: What to do about workers that round differently, where they must not.
+NUMERICS_FIX = (
+    "keep the prefill and decode workers of a class together, level the CPUs with BATON_CPU_LEVEL, "
+    "or give --numerics=mixed"
+)
+
+
 class PeerMismatch(BatonError):
     """Two workers cannot work together."""
 
@@ -177,10 +184,16 @@ class PeerMismatch(BatonError):
     code = StatusCode.FAILED_PRECONDITION
 
     @classmethod
-    def of(cls, peer: str, field: str, expected: str, actual: str) -> PeerMismatch:
+    def of(
+        cls,
+        peer: str,
+        field: str,
+        expected: str,
+        actual: str,
+        fix: str = "give both workers the same model, dtype and version",
+    ) -> PeerMismatch:
         return cls(
-            f"peer {peer}: {field} is {actual!r}, but {expected!r} is needed here; "
-            "give both workers the same model, dtype and version",
+            f"peer {peer}: {field} is {actual!r}, but {expected!r} is needed here; {fix}",
             peer=peer,
             field=field,
             expected=expected,

@@ -21,6 +21,11 @@ SCALE_BYTES = 4
 #: KV of one of these can be handed to a worker that keeps another.
 CONVERTIBLE_DTYPES = frozenset({"float32", "bfloat16", "float16"}) | SCALED_DTYPES
 
+#: NumericsClass.level of a CPU without native kernels.
+NO_LEVEL = "none"
+#: What whoever has such a CPU is told, at the start, by `baton doctor` and by `baton status`.
+FALLBACK_NOTICE = "no native CPU kernels, torch's operations run instead: several times slower, and tokens may depend on the batch"
+
 #: Sort key of service order, total over the sequences of a gateway: see SequenceSpec.rank.
 Rank = tuple[int, int, str, int]
 
@@ -220,6 +225,59 @@ class KvLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class NumericsClass:
+    """What decides how results are rounded. Workers of one class give the same tokens; those of two may choose differently where
+    two tokens are nearly as likely.
+
+    Neither the number of threads or ranks nor the type of KV is part of it: see docs/adr/0004-numerics-and-equality.md.
+    """
+
+    device: str = ""
+    """Kind of device: "cpu", "cuda", or "oracle" for the engine without a model. Empty: not known."""
+    level: str = ""
+    """Of a CPU, the level of its native kernels, NO_LEVEL if torch's operations run instead; of a GPU its compute capability."""
+    dtype: str = ""
+    """Type of weights and activations."""
+    kernels: str = ""
+    """Version of the kernels, and of the torch beside them."""
+
+    def __str__(self) -> str:
+        """For people: "cpu avx512 bfloat16 1+torch2.13.0.avx512"."""
+        return " ".join(filter(None, (self.device, self.level, self.dtype, self.kernels)))
+
+    @property
+    def is_fallback(self) -> bool:
+        """Whether a CPU has no native kernels: results may depend on the batch, and steps take several times as long."""
+        return self.level == NO_LEVEL
+
+    def difference(self, other: NumericsClass) -> tuple[str, str, str] | None:
+        """(field, own value, other's value) of the first field in which the two differ."""
+        for name in ("device", "level", "dtype", "kernels"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                return f"numerics.{name}", ours or "unknown", theirs or "unknown"
+        return None
+
+
+UNKNOWN_NUMERICS = NumericsClass()
+
+
+@dataclass(frozen=True, slots=True)
+class NumericsRule:
+    """How a worker rounds, and whether it works with such as round differently."""
+
+    numerics: NumericsClass = UNKNOWN_NUMERICS
+    is_strict: bool = False
+
+    def refuses(self, peer: NumericsClass) -> tuple[str, str, str] | None:
+        """(field, own value, the peer's) of what keeps the two from exchanging KV."""
+        return self.numerics.difference(peer) if self.is_strict else None
+
+
+ANY_NUMERICS = NumericsRule()
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerIdentity:
     """Who a worker is. `generation` is drawn at each start, so that what an earlier boot left behind is told apart."""
 
@@ -282,9 +340,12 @@ class WorkerInfo:
     max_num_batched_tokens: int
     max_local_prefill_tokens: int = 0
     """Most missing tokens of a prompt that a decode worker ever computes by choice."""
+    numerics: NumericsClass = UNKNOWN_NUMERICS
     min_protocol_version: int = PROTOCOL_VERSION
     max_protocol_version: int = PROTOCOL_VERSION
     software_version: str = ""
+    metrics_port: int = 0
+    """Of its Prometheus page, on the host of its address; 0 if there is none."""
 
 
 def tenant_of(cache_salt: str) -> bytes:

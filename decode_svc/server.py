@@ -14,7 +14,7 @@ from baton.errors import ConfigError
 from baton.phase_clock import PhaseClock
 from baton.rpc.bind import check_bindable
 from baton.service import ReadyReport
-from baton.types import WorkerLoad
+from baton.types import NumericsRule, WorkerLoad
 from baton.v1 import decode_pb2, decode_pb2_grpc
 from baton.worker.build import build_decode_engine, build_matchers, build_pool
 from baton.worker.host import WorkerHost, describe, new_identity
@@ -53,6 +53,7 @@ async def serve_decode(
     speculation = await asyncio.to_thread(build_speculation, options, engine, time.perf_counter)
     clock.lap("load")
     identity = new_identity(options)
+    rule = NumericsRule(engine.spec.numerics, options.numerics == "strict")
     look_less_often(options.max_num_seqs)
     limits = DecodeLimits(
         options.max_num_seqs,
@@ -62,7 +63,7 @@ async def serve_decode(
     local_prefill = local_prefill_policy(options, engine)
     board = LoadBoard()
     heartbeat = Heartbeat(options.worker_stall_timeout_s)
-    telemetry = await asyncio.to_thread(open_worker_telemetry, options, board, engine.spec.model)
+    telemetry = await asyncio.to_thread(open_worker_telemetry, options, board, engine.spec)
     recorder = DecodeRecorder(telemetry, time.monotonic) if telemetry.is_on else None
 
     def submit(command: DecodeCommand) -> None:
@@ -88,6 +89,7 @@ async def serve_decode(
         tcp_port=options.kv_port,
         tcp_advertise_address=options.kv_advertise_address or "",
         kv_secret=kv_secret,
+        rule=rule,
         tls=options.tls,
         peer_names=options.ssl_peer_names,
         wire_dtype=options.kv_transfer_dtype,
@@ -106,6 +108,7 @@ async def serve_decode(
         time.monotonic,
         num_lanes=options.kv_num_lanes,
         secret=kv_secret,
+        rule=rule,
     )
     matchers = build_matchers(options, engine)
     try:

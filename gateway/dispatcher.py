@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from baton.errors import FieldViolation, InvalidRequest, NoWorkers
-from baton.types import Rank, SequenceSpec, Tier
+from baton.types import NumericsClass, Rank, SequenceSpec, Tier
 from gateway.admission import AdmissionQueue
 from gateway.affinity import Digest, PrefixAffinity, prefix_digests
 from gateway.fleet import Fleet, Worker
@@ -74,12 +74,13 @@ class Dispatcher:
         is_return: bool = False,
         avoid: frozenset[str] = frozenset(),
         unreached: frozenset[str] = frozenset(),
+        numerics: NumericsClass | None = None,
     ) -> Placement:
         """Wait for a place. The caller releases it.
 
         on_queued: awaited once the sequence is in the queue; not if it needs not wait.
         is_return: the sequence was placed before, and now keeps its rank and finds room in the queue.
-        avoid, unreached: see Need.
+        avoid, unreached, numerics: see Need; numerics counts in a strict fleet only.
         Raises Overloaded, NoWorkers; InvalidRequest if no worker could ever hold it.
         """
         if not is_return and not self._fleet.ready(Tier.DECODE):
@@ -87,7 +88,7 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         entry = _Entry(
             spec,
-            _need_of(spec, avoid, unreached),
+            _need_of(spec, avoid, unreached, numerics if self._fleet.numerics.is_strict else None),
             prefix_digests(spec.token_ids, spec.tenant, self._key),
             loop.create_future(),
         )
@@ -213,9 +214,11 @@ class Dispatcher:
             entry.placed.set_exception(_never_fits(entry.need, max_num_seqs))
             return False
         if now_s - self._stranded_s.get(entry.spec.rank, now_s) >= NO_WORKER_GRACE_S:
+            numerics = entry.need.numerics
+            of_class = f" and is of its numerics class ({numerics})" if numerics else ""
             entry.placed.set_exception(
                 NoWorkers(
-                    f"no worker that can serve this was ready for {NO_WORKER_GRACE_S:g} s",
+                    f"no worker that can serve this{of_class} was ready for {NO_WORKER_GRACE_S:g} s",
                     tier="decode",
                 )
             )
@@ -245,6 +248,7 @@ def _need_of(
     spec: SequenceSpec,
     avoid: frozenset[str] = frozenset(),
     unreached: frozenset[str] = frozenset(),
+    numerics: NumericsClass | None = None,
 ) -> Need:
     beam = spec.sampling.beam
     num_left = spec.sampling.max_tokens - len(spec.output_token_ids)
@@ -255,4 +259,5 @@ def _need_of(
         avoid=avoid,
         num_sequences=beam.width if beam else spec.num_choices,
         unreached=unreached,
+        numerics=numerics,
     )

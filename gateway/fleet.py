@@ -7,6 +7,7 @@ dispatcher reads snapshots. Whoever listens is told of each change that may make
 from __future__ import annotations
 
 import enum
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 
@@ -14,8 +15,11 @@ from baton.errors import PeerMismatch
 from baton.types import PROTOCOL_VERSION, Tier, WorkerInfo, WorkerLoad
 from gateway.broken_pairs import BrokenPairs
 from gateway.links import DecodeLink, PrefillLink
+from gateway.numerics import NumericsPolicy, NumericsWatch, Rounding
 from gateway.recent_work import RecentWork
 from gateway.router import DecodeView, PrefillView
+
+_log = logging.getLogger(__name__)
 
 #: A prefill worker's own queue is kept this many batches short, but for what its cache saves.
 _PREFILL_QUEUE_BATCHES = 2
@@ -132,7 +136,11 @@ class Fleet:
     """All workers, by address."""
 
     def __init__(
-        self, prefill_addresses: Iterable[str] = (), decode_addresses: Iterable[str] = ()
+        self,
+        prefill_addresses: Iterable[str] = (),
+        decode_addresses: Iterable[str] = (),
+        *,
+        numerics_policy: NumericsPolicy = "mixed",
     ) -> None:
         self._workers: dict[str, Worker] = {}
         self.workers: Mapping[str, Worker] = MappingProxyType(self._workers)
@@ -144,6 +152,8 @@ class Fleet:
         """Of the prefill workers that are ready. Placements tell it."""
         self.broken_pairs = BrokenPairs()
         """Of workers that are here. Placements tell it."""
+        self.numerics = NumericsWatch(numerics_policy)
+        """Of workers that have joined."""
         for address in prefill_addresses:
             self._workers[address] = Worker(address, Tier.PREFILL)
         for address in decode_addresses:
@@ -173,6 +183,14 @@ class Fleet:
             ready = tuple(w for w in self.workers.values() if w.tier is tier and w.is_ready)
             self._ready[tier] = ready
         return ready
+
+    def barred_from(self, receiver: str) -> Set[str]:
+        """Addresses of workers whose KV does not get to the worker at `receiver`, or must not."""
+        resting, strangers = (
+            self.broken_pairs.barred_from(receiver),
+            self.numerics.strangers_of(receiver),
+        )
+        return resting | strangers if strangers else resting
 
     def known(self, tier: Tier) -> tuple[WorkerInfo, ...]:
         """What the known workers of the tier told. The same object as long as nothing of it changes."""
@@ -215,6 +233,10 @@ class Fleet:
         worker.report(load)
         if load.is_draining:
             self._set_state(worker, WorkerState.DRAINING, "draining: finishes what it has")
+        elif (refusal := self.numerics.refusal_of(address)) is not None:
+            if worker.state is not WorkerState.REFUSED:
+                _log.warning("worker at %s is refused: %s", address, refusal.message)
+            self._set_state(worker, WorkerState.REFUSED, refusal.message)
         else:
             self._set_state(worker, WorkerState.READY, "")
         self.changed()
@@ -223,6 +245,7 @@ class Fleet:
         """The worker takes no more work: lost, stalled or refused."""
         worker = self.workers[address]
         was_joined, worker.is_joined = worker.is_joined, False
+        self._update_numerics()
         self._set_state(worker, state, reason)
         worker.load = WorkerLoad()
         self.broken_pairs.drop(address)
@@ -259,7 +282,19 @@ class Fleet:
         self._known[worker.tier] = None
         worker.is_joined = True
         worker.reason = "no load report yet"
+        self._update_numerics()
         return worker
+
+    def _update_numerics(self) -> None:
+        self.numerics.update(
+            {
+                worker.address: Rounding(
+                    worker.info.identity.worker_id, worker.tier, worker.info.numerics
+                )
+                for worker in self.workers.values()
+                if worker.is_joined and worker.info
+            }
+        )
 
     def _check(self, worker: Worker, info: WorkerInfo) -> None:
         peer = f"{info.identity.worker_id} at {worker.address}"

@@ -25,6 +25,14 @@ def observe_gateway(meter: Meter, fleet: Fleet, dispatcher: Dispatcher) -> None:
             for (tier, state), count in counts.items()
         ]
 
+    def classes(options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG001
+        return [Observation(len(fleet.numerics.classes))]
+
+    meter.create_observable_gauge(
+        "baton.gateway.numerics.classes",
+        [classes],
+        description="Numerics classes of the workers here; above 1 tokens may differ between workers.",
+    )
     meter.create_observable_gauge(
         "baton.gateway.queue.length", [queue_length], description="Requests that wait for workers."
     )

@@ -105,8 +105,8 @@ class Mover:
         """Order a move; False if there is no room for it, or there are too many."""
         if self._num_moving >= MAX_MOVES:
             return False
-        here, broken_pairs = _address_of(seat), self._fleet.broken_pairs
-        reachable = [w for w in among if here not in broken_pairs.barred_from(w.address)]
+        here = _address_of(seat)
+        reachable = [w for w in among if here not in self._fleet.barred_from(w.address)]
         placement = self._dispatcher.place_now(seat.passenger.spec_so_far(), reachable)
         if placement is None:
             return False

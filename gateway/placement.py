@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from baton.types import Tier
+from baton.types import NumericsClass, Tier
 from gateway.fleet import Fleet, Worker
 
 _log = logging.getLogger(__name__)
@@ -51,6 +51,12 @@ class Placement:
     def decode_name(self) -> str:
         """The decode worker's id; empty if there is none."""
         return _name_of(self.decode)
+
+    @property
+    def numerics(self) -> NumericsClass | None:
+        """Of the worker that the first token comes from; None if it has told nothing."""
+        worker = self.prefill or self.decode
+        return worker.info.numerics if worker and worker.info else None
 
     def bypasses_split(self, num_missing_tokens: int) -> bool:
         """Whether a decode worker that computes so many tokens does what the prefill workers named should do."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from baton.types import Tier
+from baton.types import NumericsClass, Tier
 from gateway.fleet import Fleet, Worker
 from gateway.router import Need, Plan, Verdict, choose
 
@@ -23,7 +23,8 @@ def plan(need: Need, fleet: Fleet, matched: Mapping[str, int], key: bytes) -> Pl
 
     matched: by address, leading tokens that a worker probably has. key: decides what chance decides.
     """
-    prefills, decodes = fleet.ready(Tier.PREFILL), fleet.ready(Tier.DECODE)
+    prefills = _of_class(fleet.ready(Tier.PREFILL), need.numerics)
+    decodes = _of_class(fleet.ready(Tier.DECODE), need.numerics)
     some_prefills = _some(prefills, fleet, Tier.PREFILL, matched, key)
     some_decodes = _some(decodes, fleet, Tier.DECODE, matched, key)
     choice = _choose(need, fleet, some_prefills, some_decodes, matched, key)
@@ -31,6 +32,13 @@ def plan(need: Need, fleet: Fleet, matched: Mapping[str, int], key: bytes) -> Pl
     if is_all or (isinstance(choice, Plan) and _is_good(choice, need, fleet)):
         return choice
     return _choose(need, fleet, prefills, decodes, matched, key)
+
+
+def _of_class(workers: Sequence[Worker], numerics: NumericsClass | None) -> Sequence[Worker]:
+    """Those that round so; all, if that does not matter."""
+    if numerics is None:
+        return workers
+    return tuple(w for w in workers if w.info is not None and w.info.numerics == numerics)
 
 
 def _is_good(choice: Plan, need: Need, fleet: Fleet) -> bool:
@@ -74,9 +82,7 @@ def _choose(
             for worker in prefills
         ],
         [
-            worker.decode_view(
-                matched.get(worker.address, 0), fleet.broken_pairs.barred_from(worker.address)
-            )
+            worker.decode_view(matched.get(worker.address, 0), fleet.barred_from(worker.address))
             for worker in decodes
         ],
         key,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from baton.errors import BatonError, DeadlineExceeded, NoWorkers, RetriableError
 from baton.events import Preempted
 from baton.telemetry import Phase, RequestEvent
-from baton.types import Rank, SequenceSpec
+from baton.types import NumericsClass, Rank, SequenceSpec
 from gateway.attempt import Attempt
 from gateway.best_of import best
 from gateway.choice import Choice, Left
@@ -82,6 +82,8 @@ class Relay:
         """Those that may be open."""
         self._on_admitted: OnAdmitted | None = None
         """To be called yet."""
+        self._numerics: NumericsClass | None = None
+        """Of the workers that the first tokens came from."""
 
     def _new_output(self) -> Output:
         text = self._request.text
@@ -184,6 +186,7 @@ class Relay:
                 left = error
             if left is None:
                 self._timeline.has_parted = len(self._choices) > 1
+                self._numerics = self._numerics or placement.numerics
                 if self._delivery.prompt_logprobs is None:
                     self._delivery.prompt_logprobs = attempt.prompt_logprobs
                 return attempt.seats
@@ -238,6 +241,7 @@ class Relay:
                 is_return=is_return,
                 avoid=choice.avoid,
                 unreached=choice.unreached,
+                numerics=self._numerics,
             )
         except NoWorkers:
             if choice.failures:

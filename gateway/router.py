@@ -15,6 +15,8 @@ import hashlib
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
+from baton.types import NumericsClass
+
 #: How much more a token computed again weighs than one to wait for: it delays all who come later, too.
 RECOMPUTE_WEIGHT = 2.0
 
@@ -32,6 +34,7 @@ class Need:
     avoid: addresses of workers that failed this sequence; taken only if there are no others.
     num_sequences: how many it will be on the decode worker: choices, or beams, that share the tokens known now.
     unreached: addresses of decode workers that its KV did not get to; they compute the prompt, if it must be them.
+    numerics: class of the workers that its tokens came from, where it must not change; None: any.
     """
 
     num_tokens: int
@@ -40,6 +43,7 @@ class Need:
     avoid: frozenset[str] = frozenset()
     num_sequences: int = 1
     unreached: frozenset[str] = frozenset()
+    numerics: NumericsClass | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from baton.rpc.status import REQUEST_ID_KEY
 from baton.telemetry import no_telemetry
 from baton.types import Tier, WorkerInfo
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from baton.wire import numerics_to_proto
 from gateway.chat import ChatRenderer
 from gateway.fail_at import fail_at
 from gateway.fleet import Fleet, Worker
@@ -278,4 +279,5 @@ def _status_of(worker: Worker) -> inference_pb2.WorkerStatus:
         block_size=info.layout.block_size if info else 0,
         num_in_flight=worker.num_in_flight,
         local_prefill_threshold=load.local_prefill_threshold,
+        numerics=numerics_to_proto(info.numerics) if info else None,
     )

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.engine.interface import KvPool
-from baton.errors import HandoffFailed, PeerMismatch
-from baton.types import KvLayout, WorkerIdentity
+from baton.errors import NUMERICS_FIX, HandoffFailed, PeerMismatch
+from baton.types import ANY_NUMERICS, KvLayout, NumericsRule, WorkerIdentity
 from baton.v1 import kv_pb2
-from baton.wire import layout_from_proto
+from baton.wire import layout_from_proto, numerics_from_proto
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.device_codec import DeviceCodec
 from kv_transfer.device_memory import device_copy_of
@@ -42,9 +42,10 @@ def answer(
     pool: KvPool,
     wire_dtype: str,
     checksum: kv_pb2.KvPayloadChecksum.ValueType = kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED,
+    rule: NumericsRule = ANY_NUMERICS,
 ) -> Terms | kv_pb2.KvRefuse:
     """The receiver's terms, or what forbids any. wire_dtype: what it wants, one of WIRE_DTYPES. checksum: of payloads, as the
-    transport has it."""
+    transport has it. rule: which senders it takes KV of."""
     version = agreed_version(hello.min_version, hello.max_version)
     if version is None:
         return kv_pb2.KvRefuse(
@@ -53,7 +54,9 @@ def answer(
             actual=f"{hello.min_version}..{hello.max_version}",
         )
     ours, theirs = pool.layout, layout_from_proto(hello.layout)
-    difference = _difference(ours, theirs, version)
+    difference = _difference(ours, theirs, version) or rule.refuses(
+        numerics_from_proto(hello.numerics)
+    )
     if difference:
         field, expected, actual = difference
         return kv_pb2.KvRefuse(field=field, expected=expected, actual=actual)
@@ -62,9 +65,11 @@ def answer(
     return Terms(version, codec, device=_device_codec(codec, pool, checksum))
 
 
-def terms_of(accept: kv_pb2.KvAccept, pool: KvPool, peer: WorkerIdentity) -> Terms:
+def terms_of(
+    accept: kv_pb2.KvAccept, pool: KvPool, peer: WorkerIdentity, rule: NumericsRule
+) -> Terms:
     """The sender's, by the answer of `peer`. Raises HandoffFailed if another worker answers, PeerMismatch at what this
-    version cannot keep to."""
+    version cannot keep to, or `rule` forbids."""
     told = WorkerIdentity(accept.worker_id, accept.generation)
     if told != peer:
         raise HandoffFailed(
@@ -74,6 +79,8 @@ def terms_of(accept: kv_pb2.KvAccept, pool: KvPool, peer: WorkerIdentity) -> Ter
     if not MIN_VERSION <= accept.version <= MAX_VERSION:
         ours = f"{MIN_VERSION}..{MAX_VERSION}"
         raise PeerMismatch.of(peer.worker_id, "protocol_version", ours, str(accept.version))
+    if difference := rule.refuses(numerics_from_proto(accept.numerics)):
+        raise PeerMismatch.of(peer.worker_id, *difference, fix=NUMERICS_FIX)
     dtype = pool.layout.dtype if accept.version == 1 else accept.wire_dtype
     try:
         wire = wire_format(dtype, pool.layout)

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from baton.engine.interface import KvPool
-from baton.errors import PeerMismatch
-from baton.types import WorkerIdentity
+from baton.errors import NUMERICS_FIX, PeerMismatch
+from baton.types import NumericsRule, WorkerIdentity
 from baton.v1 import kv_pb2
-from baton.wire import layout_to_proto
+from baton.wire import layout_to_proto, numerics_to_proto
 from kv_transfer.agreement import Terms, answer, terms_of
 from kv_transfer.frame import Frame, FrameError
 from kv_transfer.kv_secret import KvSecret, has_nonce, new_nonce
@@ -40,6 +40,7 @@ class SenderGreeting:
             generation=config.identity.generation,
             layout=layout_to_proto(config.layout),
             nonce=new_nonce() if config.secret else b"",
+            numerics=numerics_to_proto(config.rule.numerics),
         )
 
     def say_hello(self) -> None:
@@ -48,7 +49,7 @@ class SenderGreeting:
 
     def accepted(self, accept: kv_pb2.KvAccept) -> Terms:
         """What both keep to from here on. Raises PeerMismatch if there is nothing such, HandoffFailed if another answers."""
-        terms = terms_of(accept, self._config.pool, self._peer)
+        terms = terms_of(accept, self._config.pool, self._peer, self._config.rule)
         if self._config.secret is None:
             return terms
         key = self._prove(accept, self._config.secret)
@@ -57,7 +58,10 @@ class SenderGreeting:
 
     def refused(self, refuse: kv_pb2.KvRefuse) -> PeerMismatch:
         """Why there will be no KV."""
-        return PeerMismatch.of(self._peer.worker_id, refuse.field, refuse.actual, refuse.expected)
+        told = (self._peer.worker_id, refuse.field, refuse.actual, refuse.expected)
+        if refuse.field.startswith("numerics."):
+            return PeerMismatch.of(*told, fix=NUMERICS_FIX)
+        return PeerMismatch.of(*told)
 
     def _prove(self, accept: kv_pb2.KvAccept, secret: KvSecret) -> bytes:
         """Check the receiver's proof and send ours; the connection's key."""
@@ -79,6 +83,7 @@ class Welcome:
     max_chunk_bytes: int
     wire_dtype: str
     secret: KvSecret | None
+    rule: NumericsRule
 
 
 class ReceiverGreeting:
@@ -128,7 +133,7 @@ class ReceiverGreeting:
         terms = (
             kv_pb2.KvRefuse(field="kv_secret", expected="the one of this worker", actual="none")
             if secret and not has_nonce(hello)
-            else answer(hello, welcome.pool, welcome.wire_dtype, self._checksum)
+            else answer(hello, welcome.pool, welcome.wire_dtype, self._checksum, welcome.rule)
         )
         if isinstance(terms, kv_pb2.KvRefuse):
             self.is_refused = True
@@ -142,6 +147,7 @@ class ReceiverGreeting:
             max_chunk_bytes=welcome.max_chunk_bytes,
             wire_dtype=terms.codec.wire.dtype,
             payload_checksum=self._checksum,
+            numerics=numerics_to_proto(welcome.rule.numerics),
         )
         if secret:
             accept.nonce = new_nonce()

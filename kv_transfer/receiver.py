@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 
 from baton.engine.interface import KvPool
 from baton.errors import BY_REASON, HandoffFailed
-from baton.types import KvLayout, WorkerIdentity
+from baton.types import ANY_NUMERICS, KvLayout, NumericsRule, WorkerIdentity
 from baton.v1 import kv_pb2
 from kv_transfer.agreement import Terms
 from kv_transfer.checksum import chunks_of_commit
@@ -49,15 +49,18 @@ class Receiver:
         max_chunk_bytes: int,
         wire_dtype: str = "auto",
         secret: KvSecret | None = None,
+        rule: NumericsRule = ANY_NUMERICS,
     ) -> None:
         """num_credits: chunks in flight per connection; each has `max_chunk_bytes` of staging here.
 
         wire_dtype: what senders are asked to send, one of WIRE_DTYPES. secret: KV is taken only from workers that have it,
-        too; None: from whoever presents a ticket.
+        too; None: from whoever presents a ticket. rule: which senders it takes KV of.
         """
         if num_credits < 1 or max_chunk_bytes < most_token_layer_bytes(layout):
             raise ValueError("a receiver needs room for one token of one layer at least")
-        self.welcome = Welcome(identity, pool, num_credits, max_chunk_bytes, wire_dtype, secret)
+        self.welcome = Welcome(
+            identity, pool, num_credits, max_chunk_bytes, wire_dtype, secret, rule
+        )
         self.tickets = tickets
         self.num_credits = num_credits
         # Told together, since each telling wakes the sender's thread; the rest keeps it busy meanwhile.

@@ -15,7 +15,7 @@ from baton.engine.interface import KvPool
 from baton.errors import ConfigError, HandoffFailed
 from baton.rpc.bind import bind_fault
 from baton.rpc.tls import TlsFiles
-from baton.types import WorkerIdentity
+from baton.types import ANY_NUMERICS, NumericsRule, WorkerIdentity
 from kv_transfer.device_memory import device_memory_of
 from kv_transfer.endpoint import Endpoint
 from kv_transfer.kv_secret import KvSecret
@@ -101,6 +101,7 @@ def open_receiver(
     wire_dtype: str = "auto",
     secret: bytes = b"",
     kv_secret: KvSecret | None = None,
+    rule: NumericsRule = ANY_NUMERICS,
     tls: TlsFiles | None = None,
     peer_names: Sequence[str] = (),
     draw_id: Callable[[], int] = lambda: secrets.randbits(64),
@@ -109,7 +110,7 @@ def open_receiver(
     (of a pool on a device).
 
     lease_s, offer_s: see TicketTable. secret: of the tickets' digests; drawn anew if none is given. Each connection has num_credits * max_chunk_bytes of
-    shared memory, or max_chunk_bytes of buffer. wire_dtype, kv_secret: see Receiver. tls: of tcp; None for plain text. peer_names: see
+    shared memory, or max_chunk_bytes of buffer. wire_dtype, kv_secret, rule: see Receiver. tls: of tcp; None for plain text. peer_names: see
     listen_tls. Raises ConfigError for an unknown transport, or one that cannot be bound.
     """
     over_tcp: ListenAt = listen_tcp
@@ -144,6 +145,7 @@ def open_receiver(
             max(max_chunk_bytes or _chunk_bytes(pool), most_token_layer_bytes(pool.layout)),
             wire_dtype,
             kv_secret,
+            rule,
         )
         for listener in listeners:
             listener.serve(receiver)

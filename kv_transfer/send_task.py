@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from baton.engine.interface import KvPool
 from baton.engine.kv_range import KvRange
 from baton.errors import BatonError
-from baton.types import KvLayout, Sample, WorkerIdentity
+from baton.types import ANY_NUMERICS, KvLayout, NumericsRule, Sample, WorkerIdentity
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.kv_ticket import KvTicket
 from kv_transfer.transport.base import Connector
@@ -38,6 +38,7 @@ class SenderConfig:
     ack_timeout_s: float
     idle_timeout_s: float
     secret: KvSecret | None = None
+    rule: NumericsRule = ANY_NUMERICS
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from baton.engine.interface import KvPool
 from baton.engine.kv_range import KvRange
 from baton.errors import HandoffFailed, PeerMismatch
-from baton.types import KvLayout, Sample, WorkerIdentity
+from baton.types import ANY_NUMERICS, KvLayout, NumericsRule, Sample, WorkerIdentity
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.kv_ticket import KvTicket, parse_ticket
 from kv_transfer.lane import Lane
@@ -54,10 +54,11 @@ class Sender:
         num_lanes: int = 1,
         is_inline: bool = False,
         secret: KvSecret | None = None,
+        rule: NumericsRule = ANY_NUMERICS,
     ) -> None:
         """clock: monotonic seconds. ack_timeout_s bounds the wait for a credit, and for the answer to a commit.
 
-        secret: KV goes only to workers that have it, too; None: to whoever a ticket names.
+        secret: KV goes only to workers that have it, too; None: to whoever a ticket names. rule: which receivers.
         """
         self._config = SenderConfig(
             identity=identity,
@@ -70,6 +71,7 @@ class Sender:
             ack_timeout_s=ack_timeout_s,
             idle_timeout_s=idle_timeout_s,
             secret=secret,
+            rule=rule,
         )
         self._user_on_done = on_done
         self._run_lane: RunLane = (

@@ -12,7 +12,7 @@ from baton.engine.loop import EngineLoop
 from baton.phase_clock import PhaseClock
 from baton.rpc.bind import check_bindable
 from baton.service import ReadyReport
-from baton.types import WorkerLoad
+from baton.types import NumericsRule, WorkerLoad
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from baton.worker.build import build_engine, build_matchers, build_pool
 from baton.worker.host import WorkerHost, describe, new_identity
@@ -52,9 +52,10 @@ async def serve_prefill(
     engine = await asyncio.to_thread(build_engine, options)
     clock.lap("load")
     identity = new_identity(options)
+    rule = NumericsRule(engine.spec.numerics, options.numerics == "strict")
     board = LoadBoard()
     heartbeat = Heartbeat(options.worker_stall_timeout_s)
-    telemetry = await asyncio.to_thread(open_worker_telemetry, options, board, engine.spec.model)
+    telemetry = await asyncio.to_thread(open_worker_telemetry, options, board, engine.spec)
     recorder = PrefillRecorder(telemetry, time.monotonic) if telemetry.is_on else None
 
     def submit(command: PrefillCommand) -> None:
@@ -76,6 +77,7 @@ async def serve_prefill(
         time.monotonic,
         num_lanes=options.kv_num_lanes,
         secret=kv_secret,
+        rule=rule,
     )
 
     def deliver(events: Sequence[PrefillEvent], load: WorkerLoad) -> None:
@@ -95,6 +97,7 @@ async def serve_prefill(
         tcp_port=options.kv_port,
         tcp_advertise_address=options.kv_advertise_address or "",
         kv_secret=kv_secret,
+        rule=rule,
         tls=options.tls,
         peer_names=options.ssl_peer_names,
     )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from baton.cli import options
 from baton.cli.connection import Connection, connecting
+from baton.types import FALLBACK_NOTICE, UNKNOWN_NUMERICS, NumericsClass
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -83,6 +85,8 @@ def _print_tables(models: tuple[Model, ...]) -> None:
     console = Console()
     for model in models:
         console.print(_table(model))
+        for line in numerics_lines(model.workers):
+            typer.echo(line)
 
 
 def _table(model: Model) -> Table:
@@ -99,6 +103,24 @@ def _table(model: Model) -> Table:
     for worker in model.workers:
         table.add_row(*(escape(cell) for cell in _row(worker)))
     return table
+
+
+def numerics_lines(workers: Sequence[WorkerStatus]) -> Iterator[str]:
+    """How the workers that were reached round, and what to know about it."""
+    names_of: dict[NumericsClass, list[str]] = {}
+    for worker in workers:
+        if worker.numerics != UNKNOWN_NUMERICS:
+            names_of.setdefault(worker.numerics, []).append(worker.worker_id)
+    for numerics, names in names_of.items():
+        whose = f" ({', '.join(names)})" if len(names_of) > 1 else ""
+        yield f"numerics class: {numerics}{whose}"
+        if numerics.is_fallback:
+            yield f"{', '.join(names)}: {FALLBACK_NOTICE}"
+    if len(names_of) > 1:
+        yield (
+            f"{len(names_of)} numerics classes: tokens may differ between workers where two are nearly as likely; "
+            "level the CPUs with BATON_CPU_LEVEL, or give --numerics=strict"
+        )
 
 
 def _row(worker: WorkerStatus) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ from baton.errors import (
     WorkerLost,
 )
 from baton.rpc.tls import TlsFiles
-from baton.types import FinishReason, TokenLogprobs
+from baton.types import FinishReason, NumericsClass, TokenLogprobs
 
 __all__ = [
     "DEFAULT_ADDRESS",
@@ -67,6 +67,7 @@ __all__ = [
     "Model",
     "ModelNotFound",
     "NoWorkers",
+    "NumericsClass",
     "Overloaded",
     "PromptLike",
     "RetriableError",

@@ -18,7 +18,7 @@ from baton.client.results import (
     WorkerStatus,
 )
 from baton.errors import BatonError
-from baton.types import FinishReason, TokenLogprobs
+from baton.types import FinishReason, NumericsClass, TokenLogprobs
 from baton.v1 import inference_pb2, sampling_pb2
 
 _T = TypeVar("_T", Usage, TimeToFirstToken, Timing, WorkerStatus)
@@ -67,8 +67,14 @@ def model_of(model: inference_pb2.Model) -> Model:
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
         has_chat_template=model.has_chat_template,
-        workers=tuple(_same_fields(WorkerStatus, worker) for worker in model.workers),
+        workers=tuple(map(_worker_status, model.workers)),
     )
+
+
+def _worker_status(message: inference_pb2.WorkerStatus) -> WorkerStatus:
+    told = message.numerics
+    numerics = NumericsClass(told.device, told.level, told.dtype, told.kernels)
+    return replace(_same_fields(WorkerStatus, message), numerics=numerics)
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.types import FinishReason, TokenLogprobs
+from baton.types import UNKNOWN_NUMERICS, FinishReason, NumericsClass, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +157,7 @@ class WorkerStatus:
     block_size: int
     num_in_flight: int
     local_prefill_threshold: int = 0
+    numerics: NumericsClass = UNKNOWN_NUMERICS
 
 
 @dataclass(frozen=True, slots=True)

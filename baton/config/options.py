@@ -97,6 +97,15 @@ class LivenessOptions(Options):
     """Silence of a worker, in seconds, after which its work is placed elsewhere. One whose steps take longer allows itself more."""
 
 
+class NumericsOptions(Options):
+    """What becomes of workers that round differently."""
+
+    numerics: Literal["mixed", "strict"] = "mixed"
+    """Whether workers of different numerics classes (device and CPU level, dtype, kernel version) may work on one sequence. mixed: they
+    may, and a warning says so. strict: each sequence stays within one class, and a worker that no other of its class can work with is
+    refused."""
+
+
 class ServiceOptions(TlsOptions):
     """What every process has."""
 

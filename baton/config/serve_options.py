@@ -10,7 +10,7 @@ from baton.config.decode_options import DecodeTierOptions
 from baton.config.engine_options import EngineOptions
 from baton.config.fields import BlockSize, Count, NonEmpty, Port
 from baton.config.gateway_options import FrontDoorOptions
-from baton.config.options import LivenessOptions, ServiceOptions
+from baton.config.options import LivenessOptions, NumericsOptions, ServiceOptions
 from baton.config.worker_options import HandoffOptions, PeerOptions
 
 
@@ -20,6 +20,7 @@ class ServeOptions(
     HandoffOptions,
     FrontDoorOptions,
     LivenessOptions,
+    NumericsOptions,
     PeerOptions,
     ServiceOptions,
 ):

@@ -12,6 +12,7 @@ from baton.config.engine_options import EngineOptions
 from baton.config.fields import Address, NonEmpty, PeerNames, Port, Seconds, Transport
 from baton.config.options import (
     LivenessOptions,
+    NumericsOptions,
     Options,
     RegistryOptions,
     ServiceOptions,
@@ -58,7 +59,13 @@ class HandoffOptions(Options):
 
 
 class WorkerOptions(
-    EngineOptions, HandoffOptions, RegistryOptions, LivenessOptions, PeerOptions, ServiceOptions
+    EngineOptions,
+    HandoffOptions,
+    RegistryOptions,
+    LivenessOptions,
+    NumericsOptions,
+    PeerOptions,
+    ServiceOptions,
 ):
     """What a worker of either tier takes."""
 

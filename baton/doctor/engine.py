@@ -15,6 +15,7 @@ from pathlib import Path
 
 from baton.doctor.finding import Finding, ok, problem, warning
 from baton.errors import StartupError
+from baton.types import NO_LEVEL
 
 
 def main() -> int:
@@ -25,7 +26,7 @@ def main() -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--block-size", type=int, default=16)
     given = parser.parse_args()
-    findings = [check_torch(), check_device(given.device)]
+    findings = [check_torch(), check_kernels(), check_device(given.device)]
     if given.model:
         findings += check_model(given.model, given.dtype, given.block_size)
     sys.stdout.write(json.dumps([dataclasses.asdict(finding) for finding in findings]) + "\n")
@@ -41,6 +42,20 @@ def check_torch() -> Finding:
     if capability in ("DEFAULT", "NO AVX"):
         return warning("torch", found, "a CPU with AVX2 or newer computes several times faster")
     return ok("torch", found)
+
+
+def check_kernels() -> Finding:
+    """The level of the native CPU kernels. Builds them where they have not been yet."""
+    from baton_kernels.cpu.library import LevelError, level, why_none
+
+    try:
+        found = level()
+    except LevelError as error:
+        return problem("CPU kernels", str(error), "leave BATON_CPU_LEVEL out, or give one of these")
+    if found == NO_LEVEL:
+        fix = "install a C++ compiler, or a wheel that has them; see docs/kernels.md"
+        return warning("CPU kernels", f"none ({why_none()}): torch's operations run instead", fix)
+    return ok("CPU kernels", f"level {found}")
 
 
 def check_device(device: str) -> Finding:

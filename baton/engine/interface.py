@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from baton.engine.kv_range import KvRange
-from baton.types import KvLayout, Sample, Sampling
+from baton.types import UNKNOWN_NUMERICS, KvLayout, NumericsClass, Sample, Sampling
 
 #: Called during a forward, in its thread, when layers [first, first + count) of all slices are in the KV pool.
 LayersDone = Callable[[int, int], None]
@@ -98,6 +98,7 @@ class EngineSpec:
     shared_prompt_limit: int | None = None
     max_num_launches: int = 1
     computes_aside: bool = False
+    numerics: NumericsClass = UNKNOWN_NUMERICS
 
     def shares_prefixes(self, num_prompt_tokens: int) -> bool:
         """Whether KV of such a prompt may be found by, and taken from, other prompts that begin alike."""

@@ -12,6 +12,7 @@ import torch
 
 from baton.engine.graph_device import GraphDevice
 from baton.engine.interface import EngineSpec
+from baton.engine.numerics import numerics_of
 from baton.engine.step_runner import EagerSteps, StepModel, StepRunner
 from baton.engine.tensor_parallel.start import check_ranks, start_followers
 from baton.engine.torch_engine import TorchEngine
@@ -24,7 +25,9 @@ from baton.model.memory_plan import MemoryPlan, plan_memory
 from baton.model.native_decoder import make_decoder
 from baton.model.rope import make_rope
 from baton.model.weights import ProgressHook
-from baton.types import SCALE_BYTES, SCALED_DTYPES, KvLayout
+from baton.start_log import report_choice, report_phase
+from baton.types import FALLBACK_NOTICE, SCALE_BYTES, SCALED_DTYPES, KvLayout
+from baton_kernels.cpu.library import why_none
 
 if TYPE_CHECKING:
     from baton.engine.step_graphs import GraphPlan, ReplayedSteps
@@ -70,6 +73,7 @@ def load_engine(
         config = read_config(folder)
         find_shards(folder)
     name = _dtype_name(dtype, config)
+    report_choice("dtype", name, "the checkpoint's" if dtype == "auto" else "as asked for")
     kv_name = name if kv_cache_dtype == "auto" else kv_cache_dtype
     longest = _max_len(max_model_len, config)
     if block_size < 1:
@@ -111,6 +115,7 @@ def load_engine(
         dtype=kv_name,
         block_size=block_size,
     )
+    report_phase("loading weights")
     followers = start_followers(size, folder, config, name, sizes, plan.num_blocks, longest)
     shard = followers.ranks.shard
     try:
@@ -134,7 +139,10 @@ def load_engine(
         # Other ranks know of a step what they are told, and what was drawn stays with this one.
         max_num_launches=1 if size > 1 else 2,
         computes_aside=where.type == "cuda",
+        numerics=numerics_of(where, name),
     )
+    if spec.numerics.is_fallback:
+        _log.warning("%s (%s)", FALLBACK_NOTICE, why_none())
     own = shard.attention_config(config)
     pool = followers.make_pool(layout, plan.num_blocks, where)
     decoder = make_decoder(own, parameters, pool.tensor.dtype, followers.ranks)

@@ -31,7 +31,15 @@ from baton.engine.interface import (
 from baton.engine.oracle_choice import choose, mix
 from baton.errors import EngineFault
 from baton.sampling.beam_search import BeamSearch, Hypothesis
-from baton.types import FinishReason, KvLayout, Sample, Sampling, TokenLogprobs, finish_reason
+from baton.types import (
+    FinishReason,
+    KvLayout,
+    NumericsClass,
+    Sample,
+    Sampling,
+    TokenLogprobs,
+    finish_reason,
+)
 
 #: Longest sequence of the references below.
 _REFERENCE_LEN = 4096
@@ -96,6 +104,7 @@ class OracleEngine(Engine):
             max_model_len=min(options.max_model_len, options.num_blocks * options.block_size),
             max_num_launches=2,
             computes_aside=True,
+            numerics=NumericsClass("oracle", dtype="int64"),
         )
 
     @property

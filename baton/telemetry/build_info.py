@@ -1,13 +1,13 @@
-"""Which build a process runs, as a metric that is always 1."""
+"""Which build a process runs, and how a worker rounds, as metrics that are always 1."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
-from baton.types import PROTOCOL_VERSION
+from baton.types import PROTOCOL_VERSION, NumericsClass
 
 
 def observe_build(meter: Meter, version: str) -> None:
@@ -18,7 +18,26 @@ def observe_build(meter: Meter, version: str) -> None:
         "python.version": platform.python_version(),
     }
 
-    def build(options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG001
-        return [Observation(1, attributes)]
+    _observe(meter, "baton.build.info", "The build; always 1.", attributes)
 
-    meter.create_observable_gauge("baton.build.info", [build], description="The build; always 1.")
+
+def observe_numerics(meter: Meter, numerics: NumericsClass) -> None:
+    """Have a worker's numerics class observed, and whether it runs on torch's operations for want of native CPU kernels."""
+    attributes = {
+        "baton.numerics.device": numerics.device,
+        "baton.numerics.level": numerics.level,
+        "baton.numerics.dtype": numerics.dtype,
+        "baton.numerics.kernels": numerics.kernels,
+    }
+    _observe(meter, "baton.numerics.info", "The numerics class; always 1.", attributes)
+    text = "1 if there are no native CPU kernels and torch's operations run, else 0."
+    _observe(meter, "baton.kernels.fallback", text, {}, int(numerics.is_fallback))
+
+
+def _observe(
+    meter: Meter, name: str, text: str, attributes: Mapping[str, str], value: int = 1
+) -> None:
+    def constant(options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG001
+        return [Observation(value, attributes)]
+
+    meter.create_observable_gauge(name, [constant], description=text)

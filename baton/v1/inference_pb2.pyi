@@ -3,6 +3,7 @@
 isort:skip_file
 The public service: text or tokens in, a stream of tokens and text out."""
 
+from baton.v1 import numerics_pb2 as numerics_pb2
 from baton.v1 import sampling_pb2 as sampling_pb2
 from collections import abc as abc
 from google.protobuf import descriptor as descriptor
@@ -666,6 +667,7 @@ class WorkerStatus(message.Message):
     BLOCK_SIZE_FIELD_NUMBER: builtins.int
     NUM_IN_FLIGHT_FIELD_NUMBER: builtins.int
     LOCAL_PREFILL_THRESHOLD_FIELD_NUMBER: builtins.int
+    NUMERICS_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """Name of the worker; empty until it was first reached."""
     address: builtins.str
@@ -694,6 +696,10 @@ class WorkerStatus(message.Message):
     """Requests that this gateway has in flight on it."""
     local_prefill_threshold: builtins.int
     """Most missing tokens of a prompt that a decode worker would compute by itself now."""
+    @builtins.property
+    def numerics(self) -> numerics_pb2.NumericsClass:
+        """How it rounds; as it was last reached."""
+
     def __init__(
         self,
         *,
@@ -711,9 +717,10 @@ class WorkerStatus(message.Message):
         block_size: builtins.int = ...,
         num_in_flight: builtins.int = ...,
         local_prefill_threshold: builtins.int = ...,
+        numerics: numerics_pb2.NumericsClass | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["numerics", b"numerics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "block_size", b"block_size", "local_prefill_threshold", b"local_prefill_threshold", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_in_flight", b"num_in_flight", "num_leased_blocks", b"num_leased_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "reason", b"reason", "state", b"state", "tier", b"tier", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "block_size", b"block_size", "local_prefill_threshold", b"local_prefill_threshold", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_in_flight", b"num_in_flight", "num_leased_blocks", b"num_leased_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "numerics", b"numerics", "reason", b"reason", "state", b"state", "tier", b"tier", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...

@@ -9,6 +9,7 @@ kv_transfer/frame_seal.py). KvHello, KvAccept and KvRefuse are of version 1 for 
 peers agree on.
 """
 
+from baton.v1 import numerics_pb2 as numerics_pb2
 from baton.v1 import sampling_pb2 as sampling_pb2
 from collections import abc as abc
 from google.protobuf import descriptor as descriptor
@@ -236,6 +237,7 @@ class KvHello(message.Message):
     GENERATION_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
     NONCE_FIELD_NUMBER: builtins.int
+    NUMERICS_FIELD_NUMBER: builtins.int
     min_version: builtins.int
     """Lowest version of the channel's protocol the sender speaks."""
     max_version: builtins.int
@@ -250,6 +252,10 @@ class KvHello(message.Message):
     def layout(self) -> KvLayout:
         """Sender's layout."""
 
+    @builtins.property
+    def numerics(self) -> numerics_pb2.NumericsClass:
+        """How the sender rounds. A receiver with --numerics=strict refuses another class than its own."""
+
     def __init__(
         self,
         *,
@@ -259,10 +265,11 @@ class KvHello(message.Message):
         generation: builtins.int = ...,
         layout: KvLayout | None = ...,
         nonce: builtins.bytes = ...,
+        numerics: numerics_pb2.NumericsClass | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout", "numerics", b"numerics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["generation", b"generation", "layout", b"layout", "max_version", b"max_version", "min_version", b"min_version", "nonce", b"nonce", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["generation", b"generation", "layout", b"layout", "max_version", b"max_version", "min_version", b"min_version", "nonce", b"nonce", "numerics", b"numerics", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -283,6 +290,7 @@ class KvAccept(message.Message):
     PROOF_FIELD_NUMBER: builtins.int
     PAYLOAD_CHECKSUM_FIELD_NUMBER: builtins.int
     DEVICE_MEMORY_FIELD_NUMBER: builtins.int
+    NUMERICS_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Version that both will speak."""
     worker_id: builtins.str
@@ -311,6 +319,10 @@ class KvAccept(message.Message):
     def device_memory(self) -> KvDeviceMemory:
         """Where payloads are written (CUDA_IPC)."""
 
+    @builtins.property
+    def numerics(self) -> numerics_pb2.NumericsClass:
+        """How the receiver rounds. A sender with --numerics=strict leaves if it is another class than its own."""
+
     def __init__(
         self,
         *,
@@ -325,10 +337,11 @@ class KvAccept(message.Message):
         proof: builtins.bytes = ...,
         payload_checksum: KvPayloadChecksum.ValueType = ...,
         device_memory: KvDeviceMemory | None = ...,
+        numerics: numerics_pb2.NumericsClass | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["device_memory", b"device_memory", "remote_memory", b"remote_memory"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["device_memory", b"device_memory", "numerics", b"numerics", "remote_memory", b"remote_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["device_memory", b"device_memory", "generation", b"generation", "max_chunk_bytes", b"max_chunk_bytes", "nonce", b"nonce", "num_credits", b"num_credits", "payload_checksum", b"payload_checksum", "proof", b"proof", "remote_memory", b"remote_memory", "version", b"version", "wire_dtype", b"wire_dtype", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["device_memory", b"device_memory", "generation", b"generation", "max_chunk_bytes", b"max_chunk_bytes", "nonce", b"nonce", "num_credits", b"num_credits", "numerics", b"numerics", "payload_checksum", b"payload_checksum", "proof", b"proof", "remote_memory", b"remote_memory", "version", b"version", "wire_dtype", b"wire_dtype", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,6 +1,7 @@
 """Between the immutable values of baton.types and baton.events and the protobuf messages of baton.v1."""
 
 from baton.wire.layouts import layout_from_proto, layout_to_proto
+from baton.wire.numerics import numerics_from_proto, numerics_to_proto
 from baton.wire.sequences import (
     logprobs_from_proto,
     logprobs_to_proto,
@@ -23,6 +24,8 @@ __all__ = [
     "load_to_proto",
     "logprobs_from_proto",
     "logprobs_to_proto",
+    "numerics_from_proto",
+    "numerics_to_proto",
     "sample_from_proto",
     "sample_to_proto",
     "sampling_from_proto",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from baton.types import BlockCounts, Tier, WorkerIdentity, WorkerInfo, WorkerLoad
 from baton.v1 import worker_pb2
 from baton.wire.layouts import layout_from_proto, layout_to_proto
+from baton.wire.numerics import numerics_from_proto, numerics_to_proto
 
 
 def info_to_proto(info: WorkerInfo) -> worker_pb2.GetWorkerInfoResponse:
@@ -20,9 +21,11 @@ def info_to_proto(info: WorkerInfo) -> worker_pb2.GetWorkerInfoResponse:
         max_num_seqs=info.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
         max_local_prefill_tokens=info.max_local_prefill_tokens,
+        numerics=numerics_to_proto(info.numerics),
         min_protocol_version=info.min_protocol_version,
         max_protocol_version=info.max_protocol_version,
         software_version=info.software_version,
+        metrics_port=info.metrics_port,
     )
 
 
@@ -39,9 +42,11 @@ def info_from_proto(message: worker_pb2.GetWorkerInfoResponse) -> WorkerInfo:
         max_num_seqs=message.max_num_seqs,
         max_num_batched_tokens=message.max_num_batched_tokens,
         max_local_prefill_tokens=message.max_local_prefill_tokens,
+        numerics=numerics_from_proto(message.numerics),
         min_protocol_version=message.min_protocol_version,
         max_protocol_version=message.max_protocol_version,
         software_version=message.software_version,
+        metrics_port=message.metrics_port,
     )
 
 

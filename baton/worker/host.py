@@ -48,7 +48,9 @@ def describe(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_local_prefill_tokens=max_local_prefill,
+        numerics=spec.numerics,
         software_version=__version__,
+        metrics_port=options.metrics_port,
     )
 
 
@@ -102,7 +104,7 @@ class WorkerHost(Generic[CommandT, EventT]):
             interceptors=[PeerNamesInterceptor(peer_names)] if peer_names else [],
         )
         clock.lap("listen")
-        on_ready(ReadyReport(address=server.address, phases=clock.phases))
+        on_ready(ReadyReport(server.address, clock.phases, self._info.numerics))
         health = asyncio.create_task(server.drive_health(self.is_alive))
         announcing = asyncio.create_task(self._announce(server.port))
         waits = {asyncio.create_task(stop.wait()), asyncio.create_task(self._loop.ended.wait())}

@@ -22,10 +22,12 @@ BATON = str(Path(sys.executable).with_name("baton"))
 BOX = Path(__file__).resolve().parents[2] / "models" / "baton-py-6m"
 
 
-def findings(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
+def findings(*arguments: str, **environment: str) -> tuple[int, dict[str, dict[str, str]]]:
     """Exit status, and the findings by check, of the real command."""
     command = [BATON, "doctor", "--json", *arguments]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, env={**os.environ, **environment}
+    )
     return done.returncode, {entry["check"]: entry for entry in json.loads(done.stdout)}
 
 
@@ -85,3 +87,14 @@ def test_a_finding_is_a_line_and_its_fix_another(run: Run, monkeypatch: pytest.M
         "problem  b: broken",
         "         -> mend it",
     ]
+
+
+def test_a_machine_without_native_kernels_is_told() -> None:
+    port = str(free_port())
+    _, found = findings("--port", port, BATON_CPU_LEVEL="none")
+    assert found["CPU kernels"]["level"] == Level.WARNING
+    assert "BATON_CPU_LEVEL=none" in found["CPU kernels"]["found"]
+    status, found = findings("--port", port, BATON_CPU_LEVEL="avx1024")
+    assert status == 1
+    assert found["CPU kernels"]["level"] == Level.PROBLEM
+    assert "avx1024" in found["CPU kernels"]["found"]

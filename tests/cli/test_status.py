@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from baton.client import Model, WorkerStatus
+from baton.client import Model, NumericsClass, WorkerStatus
 from baton.errors import NoWorkers
 
 if TYPE_CHECKING:
@@ -83,3 +84,25 @@ def test_a_gateway_that_is_not_there(run: Run, client: FakeClient) -> None:
     result = run("status")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "not reachable" in result.stderr
+
+
+def test_numerics_classes_are_shown_and_their_mix_is_told(run: Run, client: FakeClient) -> None:
+    cpu = NumericsClass("cpu", "avx512", "bfloat16", "1")
+    prefill = replace(worker("prefill"), numerics=cpu)
+    client.served = (model(prefill, replace(worker("decode"), numerics=cpu)),)
+    told = run("status").stdout
+    assert "numerics class: cpu avx512 bfloat16 1\n" in told
+    assert "BATON_CPU_LEVEL" not in told
+    client.served = (
+        model(prefill, replace(worker("decode"), numerics=replace(cpu, level="avx2"))),
+    )
+    told = run("status").stdout
+    assert "numerics class: cpu avx512 bfloat16 1 (prefill-0)" in told
+    assert "numerics class: cpu avx2 bfloat16 1 (decode-0)" in told
+    assert "2 numerics classes" in told
+
+
+def test_workers_without_native_kernels_are_told(run: Run, client: FakeClient) -> None:
+    slow = NumericsClass("cpu", "none", "bfloat16", "1")
+    client.served = (model(replace(worker("decode"), numerics=slow)),)
+    assert "decode-0: no native CPU kernels" in run("status").stdout

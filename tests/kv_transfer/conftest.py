@@ -14,7 +14,15 @@ import pytest
 from baton.engine.array_kv_pool import ArrayKvPool
 from baton.engine.kv_range import KvRange
 from baton.rpc.tls import TlsFiles
-from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
+from baton.types import (
+    ANY_NUMERICS,
+    KvLayout,
+    NumericsRule,
+    Sample,
+    Sampling,
+    SequenceSpec,
+    WorkerIdentity,
+)
 from kv_transfer.device_memory import device_memory_of
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.running_receiver import RunningReceiver, open_receiver
@@ -105,6 +113,8 @@ def make_rig() -> Iterator[MakeRig]:
         target_secret: KvSecret | None = None,
         source_tls: TlsFiles | None = None,
         target_tls: TlsFiles | None = None,
+        source_rule: NumericsRule = ANY_NUMERICS,
+        target_rule: NumericsRule = ANY_NUMERICS,
         tap: Callable[[Connector], Connector] = lambda connect: connect,
     ) -> Rig:
         make_pool = DeviceArrayPool if transport == "cuda_ipc" else ArrayKvPool
@@ -127,6 +137,7 @@ def make_rig() -> Iterator[MakeRig]:
             max_chunk_bytes=receiver_chunk_bytes,
             wire_dtype=wire_dtype,
             kv_secret=target_secret,
+            rule=target_rule,
             tls=target_tls,
         )
         sender = Sender(
@@ -143,6 +154,7 @@ def make_rig() -> Iterator[MakeRig]:
             num_lanes=num_lanes,
             is_inline=transport == "loopback",
             secret=source_secret,
+            rule=source_rule,
         )
         rig = Rig(source, target, running, sender, events, dones, hub)
         rigs.append(rig)

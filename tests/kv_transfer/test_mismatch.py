@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import ConfigError, HandoffFailed, InvalidRequest, PeerMismatch
-from baton.types import KvLayout, Sample
+from baton.types import KvLayout, NumericsClass, NumericsRule, Sample
 from baton.v1 import kv_pb2
 from kv_transfer.endpoint import Endpoint, TransportKind
 from kv_transfer.transport.connector import make_connector, usable
@@ -56,6 +56,42 @@ def test_a_receiver_refuses_by_name(make_rig, transport, field, monkeypatch):
     theirs, ours = {"fingerprint": ("other", "m"), "protocol_version": ("1..2", "8..9")}[field]
     assert (error.metadata["actual"], error.metadata["expected"]) == (theirs, ours)
     assert rig.events.empty()
+
+
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+@pytest.mark.parametrize("strict", ["sender", "receiver"])
+def test_a_strict_worker_exchanges_no_kv_with_another_numerics_class(make_rig, transport, strict):
+    best = NumericsClass("cpu", "avx512", "bfloat16", "1")
+    other = replace(best, level="avx2")
+    rig = make_rig(
+        transport,
+        source_rule=NumericsRule(best, is_strict=strict == "sender"),
+        target_rule=NumericsRule(other, is_strict=strict == "receiver"),
+    )
+    rig.sender.begin("k", rig.offer((0,), 0, 3).data)
+    rig.sender.commit("k", 3, (Sample(1),), 0.0)
+    error = rig.done().error
+    assert isinstance(error, PeerMismatch)
+    assert error.metadata["field"] == "numerics.level"
+    assert (error.metadata["expected"], error.metadata["actual"]) == ("avx512", "avx2")
+    assert "--numerics" in error.message
+    assert rig.events.empty()
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_numerics_classes_do_not_matter_where_they_are_equal_or_nobody_is_strict(
+    make_rig, is_strict
+):
+    ours = NumericsClass("cpu", "avx512", "bfloat16", "1")
+    theirs = ours if is_strict else replace(ours, device="cuda")
+    rig = make_rig(
+        "loopback",
+        source_rule=NumericsRule(ours, is_strict),
+        target_rule=NumericsRule(theirs, is_strict),
+    )
+    rig.sender.begin("k", rig.offer((0,), 0, 3).data)
+    rig.send_all("k", (0,), 3)
+    assert rig.done().error is None
 
 
 def test_a_worker_of_another_boot_is_not_sent_to(make_rig):

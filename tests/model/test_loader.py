@@ -24,6 +24,7 @@ from baton.errors import (
 from baton.model.checkpoint import find_shards
 from baton.model.memory_plan import MemoryPlan
 from baton.model.weights import ShardProgress
+from baton_kernels.cpu.library import level
 from tests.support.tiny_models import make_tiny_model
 
 MakeModel = Callable[..., Path]
@@ -195,6 +196,25 @@ def test_auto_takes_the_checkpoints_type(tmp_path: Path) -> None:
     path = make_tiny_model(tmp_path, dtype=torch.bfloat16)
     assert load_engine(str(path), num_blocks=1).spec.layout.dtype == "bfloat16"
     assert load_engine(str(path), num_blocks=1, dtype="float32").spec.layout.dtype == "float32"
+
+
+def test_an_engine_knows_its_numerics_class(checkpoint: Path) -> None:
+    numerics = load_engine(str(checkpoint), num_blocks=1, dtype="bfloat16").spec.numerics
+    assert (numerics.device, numerics.level, numerics.dtype) == ("cpu", level(), "bfloat16")
+    assert torch.__version__.partition("+")[0] in numerics.kernels
+
+
+def test_who_has_no_native_kernels_is_told_in_one_line(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("baton.engine.numerics.level", lambda: "none")
+    monkeypatch.setattr("baton.engine.load_engine.why_none", lambda: "no C++ compiler")
+    with caplog.at_level("WARNING"):
+        spec = load_engine(str(checkpoint), num_blocks=1).spec
+    assert spec.numerics.is_fallback
+    assert len(caplog.messages) == 1
+    assert "no native CPU kernels" in caplog.text
+    assert "no C++ compiler" in caplog.text
 
 
 def test_the_plan_comes_before_the_weights(checkpoint: Path) -> None:

@@ -10,23 +10,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.registry.registration import MAX_ENTRY_BYTES, Registration, from_json, to_json
-from baton.types import BlockCounts, Tier, WorkerIdentity, WorkerLoad
+from baton.types import BlockCounts, NumericsClass, Tier, WorkerIdentity, WorkerLoad
 from tests.support.fake_workers import make_info
 
 COUNTS = st.integers(0, 2**31)
 INFOS = st.builds(
-    lambda tier, generation, model, low, high: replace(
+    lambda tier, generation, model, low, high, numerics: replace(
         make_info("w", tier),
         identity=WorkerIdentity("w", generation),
         model=model,
         min_protocol_version=low,
         max_protocol_version=high,
+        numerics=numerics,
     ),
     st.sampled_from(Tier),
     st.integers(0, 2**63 - 1),
     st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
     COUNTS,
     COUNTS,
+    st.builds(NumericsClass, st.sampled_from(["", "cpu"]), st.just("avx2"), st.just("float32")),
 )
 REGISTRATIONS = st.builds(
     Registration,

@@ -28,10 +28,12 @@ from baton.events import (
     Tokens,
 )
 from baton.types import (
+    UNKNOWN_NUMERICS,
     BlockCounts,
     FinishReason,
     KvLayout,
     KvSource,
+    NumericsClass,
     Sample,
     SequenceSpec,
     Tier,
@@ -110,6 +112,7 @@ def make_info(
     max_model_len: int = 200,
     layout: KvLayout = LAYOUT,
     generation: int = 1,
+    numerics: NumericsClass = UNKNOWN_NUMERICS,
 ) -> WorkerInfo:
     return WorkerInfo(
         identity=WorkerIdentity(worker_id, generation),
@@ -122,6 +125,7 @@ def make_info(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_local_prefill_tokens=max_local_prefill_tokens,
+        numerics=numerics,
     )
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from baton.types import Sampling, SequenceSpec, Tier
+from baton.types import UNKNOWN_NUMERICS, NumericsClass, Sampling, SequenceSpec, Tier
 from baton.v1 import inference_pb2
 from gateway.dispatcher import Dispatcher
 from gateway.fleet import Fleet
 from gateway.mover import Mover
+from gateway.numerics import NumericsPolicy
 from gateway.relay import Relay, RelayContext
 from gateway.request import TextOptions, ValidatedRequest
 from tests.support.fake_workers import FakeDecode, FakePrefill, make_info, text_of
@@ -169,20 +171,27 @@ async def gateway_world(
     num_decodes: int = 1,
     max_queue_size: int = 1000,
     client_stall_timeout_s: float = 30.0,
+    numerics_policy: NumericsPolicy = "mixed",
+    prefill_numerics: Sequence[NumericsClass] = (UNKNOWN_NUMERICS,),
+    decode_numerics: Sequence[NumericsClass] = (UNKNOWN_NUMERICS,),
     **decode_options: Any,
 ) -> AsyncIterator[World]:
-    """A gateway over fresh fake workers. At its end no task of the gateway is left."""
+    """A gateway over fresh fake workers. At its end no task of the gateway is left.
+
+    prefill_numerics, decode_numerics: of the workers, over and over."""
     prefill_addresses = [f"p{i}:1" for i in range(num_prefills)]
     decode_addresses = [f"d{i}:1" for i in range(num_decodes)]
-    fleet = Fleet(prefill_addresses, decode_addresses)
+    fleet = Fleet(prefill_addresses, decode_addresses, numerics_policy=numerics_policy)
     dispatcher = Dispatcher(fleet, max_queue_size=max_queue_size, key=b"k" * 16)
     decodes = [
-        FakeDecode(fleet, address, make_info(address, Tier.DECODE, **decode_options))
-        for address in decode_addresses
+        FakeDecode(
+            fleet, address, make_info(address, Tier.DECODE, numerics=numerics, **decode_options)
+        )
+        for address, numerics in zip(decode_addresses, itertools.cycle(decode_numerics))
     ]
     prefills = [
-        FakePrefill(fleet, address, make_info(address, Tier.PREFILL), decodes)
-        for address in prefill_addresses
+        FakePrefill(fleet, address, make_info(address, Tier.PREFILL, numerics=numerics), decodes)
+        for address, numerics in zip(prefill_addresses, itertools.cycle(prefill_numerics))
     ]
     for decode in decodes:
         decode.peers = decodes

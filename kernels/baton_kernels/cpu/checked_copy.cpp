@@ -2,9 +2,7 @@
 // more than 240 bytes) on the way: each byte is read once.
 //
 // Pieces are multiples of 64 bytes, the stripes of the hash; all of a payload have one size.
-#include <immintrin.h>
-#include <stdint.h>
-#include <string.h>
+#include "words.h"
 
 namespace {
 
@@ -32,19 +30,19 @@ constexpr uint8_t default_secret[secret_bytes] = {
 
 // Into memory that will be read again soon, from a cache.
 struct Cached {
-    static void store(char* p, __m512i v) { _mm512_storeu_si512(p, v); }
+    static void store(char* p, u64x8 v) { store_u64(p, v); }
     static void finish() {}
 };
 
 // Past the caches, into memory that nobody reads soon: saves reading what is overwritten. Aligned to 64 bytes.
 struct Streamed {
-    static void store(char* p, __m512i v) { _mm512_stream_si512((__m512i*)p, v); }
-    static void finish() { _mm_sfence(); }
+    static void store(char* p, u64x8 v) { stream_u64(p, v); }
+    static void finish() { end_stream(); }
 };
 
 struct Hash {
     alignas(64) char secret[secret_bytes];
-    __m512i sums;
+    u64x8 sums;
     long stripe = 0;  // within its block
     long num_bytes = 0;
 
@@ -57,24 +55,21 @@ struct Hash {
             memcpy(secret + i, &low, 8);
             memcpy(secret + i + 8, &high, 8);
         }
-        sums = _mm512_set_epi64(prime32_1, prime64_5, prime32_2, prime64_4, prime64_3, prime64_2,
-                                prime64_1, prime32_3);
+        const uint64_t first[8] = {prime32_3, prime64_1, prime64_2, prime64_3,
+                                   prime64_4, prime32_2, prime64_5, prime32_1};
+        sums = load_u64(first);
     }
 
-    __m512i secret_at(long i) const { return _mm512_loadu_si512(secret + i); }
+    u64x8 secret_at(long i) const { return load_u64(secret + i); }
 
     // sums[i ^ 1] += data[i]; sums[i] += low(keyed[i]) * high(keyed[i])
-    void add(__m512i data, __m512i key) {
-        const __m512i keyed = _mm512_xor_si512(data, key);
-        const __m512i product = _mm512_mul_epu32(keyed, _mm512_srli_epi64(keyed, 32));
-        const __m512i swapped = _mm512_shuffle_epi32(data, (_MM_PERM_ENUM)_MM_SHUFFLE(1, 0, 3, 2));
-        sums = _mm512_add_epi64(sums, _mm512_add_epi64(product, swapped));
+    void add(u64x8 data, u64x8 key) {
+        sums = sums + (multiply_halves(data ^ key) + swap_neighbours(data));
     }
 
     void scramble() {
-        const __m512i mixed = _mm512_xor_si512(sums, _mm512_srli_epi64(sums, 47));
-        const __m512i keyed = _mm512_xor_si512(mixed, secret_at(secret_bytes - stripe_bytes));
-        sums = _mm512_mullo_epi64(keyed, _mm512_set1_epi64(prime32_1));
+        const u64x8 mixed = sums ^ (sums >> 47);
+        sums = multiply_by(mixed ^ secret_at(secret_bytes - stripe_bytes), prime32_1);
     }
 
     // Copy stripes that are not the payload's last.
@@ -82,7 +77,7 @@ struct Hash {
     void copy(const char* source, char* target, long num_stripes) {
         num_bytes += num_stripes * stripe_bytes;
         for (long i = 0; i < num_stripes; i++) {
-            const __m512i data = _mm512_loadu_si512(source + i * stripe_bytes);
+            const u64x8 data = load_u64(source + i * stripe_bytes);
             Target::store(target + i * stripe_bytes, data);
             add(data, secret_at(8 * stripe));
             if (++stripe == stripes_per_block) {
@@ -95,13 +90,13 @@ struct Hash {
     // Copy the last stripe; the hash of all.
     template <class Target>
     uint64_t finish(const char* source, char* target) {
-        const __m512i data = _mm512_loadu_si512(source);
+        const u64x8 data = load_u64(source);
         Target::store(target, data);
         Target::finish();
         add(data, secret_at(secret_bytes - stripe_bytes - 7));
         num_bytes += stripe_bytes;
         uint64_t lanes[8], keys[8];
-        _mm512_storeu_si512(lanes, sums);
+        store_u64(lanes, sums);
         memcpy(keys, secret + 11, sizeof keys);
         uint64_t hash = (uint64_t)num_bytes * prime64_1;
         for (int i = 0; i < 8; i += 2) {

@@ -1,7 +1,9 @@
-"""The native library: built from the sources beside this file by the machine's own compiler, once per machine.
+"""The native library: the sources beside this file, built by a C++ compiler once per CPU level, and the best one of this
+machine loaded.
 
-Without a compiler, or on another CPU, there is none, and the torch twins run. An image for machines without a compiler has
-it built beforehand, beside the sources, by `python -m baton_kernels.cpu.library`.
+A wheel and an image have every level of their architecture, built beforehand by `python -m baton_kernels.cpu.library`,
+beside the sources. Where the one that is needed is missing it is built on first use. BATON_CPU_LEVEL forces a lower level,
+or `none`: then, without a compiler, or on a CPU that has no level, the torch twins run.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ import ctypes
 import hashlib
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -28,17 +32,48 @@ _SOURCES = (
     "word_sum.cpp",
     "sampling.cpp",
 )
-_HEADERS = ("calls.h", "simd.h", "stored.h", "attention.h", "attention_many_rows.h")
+_HEADERS = (
+    *("calls.h", "simd.h", "simd_avx512.h", "simd_avx2.h", "simd_neon.h", "words.h"),
+    *("stored.h", "attention.h", "attention_many_rows.h"),
+)
 _CPU_INFO = Path("/proc/cpuinfo")
-_INSTRUCTIONS = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"}
+#: Forces a level that is lower than the machine's best.
+LEVEL_VARIABLE = "BATON_CPU_LEVEL"
+NO_LEVEL = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What the sources are compiled for, and a CPU must have to run it."""
+
+    architecture: str
+    #: As /proc/cpuinfo has them.
+    instructions: frozenset[str]
+    flags: tuple[str, ...]
+
+
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
+_AVX512_BF16 = (*_AVX512, "avx512_bf16", "avx512_vnni")
+
+
+def _x86(names: tuple[str, ...]) -> Level:
+    return Level("x86_64", frozenset(names), tuple(f"-m{name.replace('_', '')}" for name in names))
+
+
+#: By name, the best of each architecture first. AMX would be one more, before these.
+LEVELS = {
+    "avx512_bf16": _x86(_AVX512_BF16),
+    "avx512": _x86(_AVX512),
+    "avx2": _x86(_AVX2),
+    "neon": Level("aarch64", frozenset({"asimd"}), ()),
+}
 #: No contraction: a result must not depend on what a compiler fuses.
 _FLAGS = (
     *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-strict-aliasing"),
     *("-fno-exceptions", "-fno-rtti", "-fopenmp", "-fPIC", "-shared"),
-    *("-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
-    *("-mavx512bf16", "-mavx512vnni"),
 )
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 300.0
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
 _CHECKED_COPY = (
@@ -48,6 +83,7 @@ _CHECKED_COPY = (
 )
 _FUNCTIONS = {
     "baton_linear": (_POINTER, *(_POINTER,) * 3, _LONG, _INT, _INT, _POINTER, _INT),
+    "baton_linear_scratch": (_POINTER, _POINTER),
     "baton_attention": (_POINTER, _INT, _INT),
     "baton_rms_norm": (_POINTER, _POINTER, ctypes.c_float, _POINTER, _LONG, _LONG, _INT, _INT),
     "baton_swiglu": (_POINTER, _POINTER, _LONG, _LONG, _INT, _INT),
@@ -60,22 +96,79 @@ _FUNCTIONS = {
 }
 
 
+class LevelError(ValueError):
+    """BATON_CPU_LEVEL names no level, or one that this machine lacks."""
+
+
+def levels_of_machine(
+    cpu_info: Path = _CPU_INFO, architecture: str | None = None
+) -> tuple[str, ...]:
+    """Levels that this CPU has, as Linux describes it, best first. architecture: by default that of this machine."""
+    if not cpu_info.is_file():
+        return ()
+    lines = cpu_info.read_text().splitlines()
+    described = (line for line in lines if line.startswith(("flags", "Features")))
+    has = set(next(described, "").partition(":")[2].split())
+    architecture = architecture or platform.machine()
+    return tuple(
+        name
+        for name, level in LEVELS.items()
+        if level.architecture == architecture and has >= level.instructions
+    )
+
+
+def choose_level(forced: str | None, available: tuple[str, ...]) -> str:
+    """The level to run at, of those that the machine has, best first. Raises LevelError."""
+    if not forced:
+        return available[0] if available else NO_LEVEL
+    if forced in (*available, NO_LEVEL):
+        return forced
+    known = forced in LEVELS
+    reason = "this machine lacks it" if known else "there is no such level"
+    choices = ", ".join((*available, NO_LEVEL))
+    raise LevelError(f"{LEVEL_VARIABLE}={forced}: {reason}; this machine has {choices}")
+
+
+@cache
+def chosen_level() -> str:
+    """The level that this process is to run at. Raises LevelError."""
+    return choose_level(os.environ.get(LEVEL_VARIABLE), levels_of_machine())
+
+
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library, its functions declared; None where it cannot be had. A first call may take seconds to build it."""
-    if not is_supported():
-        return None
+    """The chosen level's library, its functions declared; None where it cannot be had. A first call may take seconds to build
+    it. Raises LevelError."""
+    found = _load()
+    return None if isinstance(found, str) else found
+
+
+def why_none() -> str:
+    """Why there is no library, by another try to load it; empty if there is one. Raises LevelError."""
+    found = _load()
+    return found if isinstance(found, str) else ""
+
+
+def _load() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    name = chosen_level()
+    if name == NO_LEVEL:
+        return f"{LEVEL_VARIABLE}={NO_LEVEL}" if levels_of_machine() else "this CPU has no level"
     try:
-        path = _find_or_build()
+        path = _find_or_build(name)
         # Loaded after torch, so that both use one OpenMP runtime: they ask for the same file name.
         found = ctypes.CDLL(str(path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        _log.warning("no native CPU kernels, torch's operations run instead: %s", _reason(error))
-        return None
-    for name, arguments in _FUNCTIONS.items():
-        function = getattr(found, name)
+        return _reason(error)
+    for function_name, arguments in _FUNCTIONS.items():
+        function = getattr(found, function_name)
         function.argtypes, function.restype = arguments, None
     return found
+
+
+def level() -> str:
+    """The level that kernels run at; "none" where the torch twins do. Loads the library. Raises LevelError."""
+    return NO_LEVEL if library() is None else chosen_level()
 
 
 def loaded() -> ctypes.CDLL:
@@ -84,15 +177,6 @@ def loaded() -> ctypes.CDLL:
     if found is None:
         raise RuntimeError("there are no native CPU kernels on this machine")
     return found
-
-
-def is_supported(cpu_info: Path = _CPU_INFO) -> bool:
-    """Whether this CPU has the instructions, as Linux tells it."""
-    if not cpu_info.is_file():
-        return False
-    lines = cpu_info.read_text().splitlines()
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    return set(flags.split()) >= _INSTRUCTIONS
 
 
 def _reason(error: Exception) -> str:
@@ -106,9 +190,17 @@ def _cache_folder() -> Path:
     return Path(base) / "baton"
 
 
-def _find_or_build() -> Path:
-    """The library for these very sources: beside them, or in a folder that no one else may write to."""
-    name = f"kernels-{_digest()}.so"
+def file_name(level_name: str) -> str:
+    """Of a level's library, built from these very sources."""
+    digest = hashlib.blake2b("\0".join(_command(level_name)).encode(), digest_size=8)
+    for name in (*_SOURCES, *_HEADERS):
+        digest.update((_FOLDER / name).read_bytes())
+    return f"kernels-{level_name}-{digest.hexdigest()}.so"
+
+
+def _find_or_build(level_name: str) -> Path:
+    """A level's library: beside the sources, or in a folder that no one else may write to."""
+    name = file_name(level_name)
     if (_FOLDER / name).is_file():
         return _FOLDER / name
     folder = _cache_folder()
@@ -117,20 +209,19 @@ def _find_or_build() -> Path:
     if owner.st_uid != os.getuid() or owner.st_mode & 0o022:
         raise PermissionError(f"{folder}: others may write to it")
     if not (folder / name).is_file():
-        _log.info("building the native CPU kernels, once per machine")
-        build(folder / name)
+        _log.info("building the native CPU kernels for %s, once per machine", level_name)
+        build(level_name, folder / name)
     return folder / name
 
 
-def _digest() -> str:
-    digest = hashlib.blake2b("\0".join(_FLAGS).encode(), digest_size=8)
-    for name in (*_SOURCES, *_HEADERS):
-        digest.update((_FOLDER / name).read_bytes())
-    return digest.hexdigest()
+def _command(level_name: str) -> tuple[str, ...]:
+    """What a compiler is asked, but for files."""
+    return *_FLAGS, *LEVELS[level_name].flags
 
 
-def build(path: Path) -> None:
-    """Raises FileNotFoundError without a compiler, subprocess.SubprocessError if it fails, OSError."""
+def build(level_name: str, path: Path) -> None:
+    """Build a level's library, whatever this CPU has. Raises FileNotFoundError without a compiler, subprocess.SubprocessError if
+    it fails, OSError."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise FileNotFoundError("no C++ compiler (c++, g++ or clang++)")
@@ -138,10 +229,17 @@ def build(path: Path) -> None:
         # Moved into place whole: of two processes that build, each finds a whole file.
         built = Path(scratch) / path.name
         sources = [str(_FOLDER / name) for name in _SOURCES]
-        command = [compiler, *_FLAGS, *sources, "-o", str(built)]
+        command = [compiler, *_command(level_name), *sources, "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
         built.replace(path)
 
 
+def build_all(folder: Path) -> None:
+    """Every level of this architecture. Raises as `build` does."""
+    for name, found in LEVELS.items():
+        if found.architecture == platform.machine():
+            build(name, folder / file_name(name))
+
+
 if __name__ == "__main__":
-    build(_FOLDER / f"kernels-{_digest()}.so")
+    build_all(_FOLDER)

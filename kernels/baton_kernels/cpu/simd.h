@@ -1,46 +1,315 @@
-// Vectors of 16 float32 lanes over memory that is float32 or bfloat16. AVX-512 with BF16 and VNNI.
+// Vectors of 16 float32 lanes over memory that is float32, bfloat16 or float16, at every CPU level.
+//
+// A level is what the compiler is told to build for; a vector is held in kParts registers of kPartLanes lanes, so that
+// packed layouts, lanes and the order of sums are the same everywhere. What GCC's vector extension cannot say, or says
+// badly, is in the one file that is included per level: simd_avx512.h, simd_avx2.h or simd_neon.h.
 #pragma once
-#include <immintrin.h>
 #include <stdint.h>
+#include <string.h>
 
 // As baton_kernels.cpu.stored numbers the types that KV is stored in.
 enum Stored : long { kFloat32, kBfloat16, kFloat16, kInt8, kFp8 };
 
 constexpr float kLog2E = 1.44269504f;
 
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+
+// Each level defines: kPartLanes, kNumRegisters, PartF (float), PartI (int32), PartMask, Half (16 values of 16 bits), and
+// operations on these.
+#if defined(__AVX512F__)
+#include "simd_avx512.h"
+#elif defined(__AVX2__)
+#include "simd_avx2.h"
+#elif defined(__aarch64__)
+#include "simd_neon.h"
+#else
+#error "no such level: see baton_kernels/cpu/library.py"
+#endif
+
+constexpr int kParts = 16 / kPartLanes;
+#if defined(__AVX512BF16__)
+constexpr bool kHasBf16Dot = true;  // products of pairs of bfloat16, in one instruction
+#else
+constexpr bool kHasBf16Dot = false;
+#endif
+
+#define FOR_PARTS _Pragma("GCC unroll 4") for (int i = 0; i < kParts; i++)
+// Before loops over arrays of vectors that are to stay in registers: compilers must unroll them early for that.
+#define UNROLLED _Pragma("GCC unroll 16")
+
+struct f32x16 {
+    PartF part[kParts];
+};
+struct i32x16 {  // int32, or 32 bits of anything; >> is logical
+    PartI part[kParts];
+};
+struct mask16 {
+    PartMask part[kParts];
+};
+
+// In memory: any alignment, whatever type it was written as.
+typedef PartI LoosePart __attribute__((aligned(1), may_alias));
+typedef Half LooseHalf __attribute__((aligned(1), may_alias));
+
+ALWAYS_INLINE f32x16 splat(float x) {
+    f32x16 v;
+    FOR_PARTS v.part[i] = part_splat(x);
+    return v;
+}
+ALWAYS_INLINE i32x16 splat(int32_t x) {
+    i32x16 v;
+    FOR_PARTS v.part[i] = part_splat(x);
+    return v;
+}
+ALWAYS_INLINE f32x16 zeros() { return splat(0.0f); }
+// 0, 1, ... 15
+ALWAYS_INLINE i32x16 lane_numbers() {
+    static const int32_t numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    i32x16 v;
+    FOR_PARTS v.part[i] = ((const LoosePart*)numbers)[i];
+    return v;
+}
+
+// Reinterpreting 32 bits, not converting.
+ALWAYS_INLINE i32x16 bits_of(f32x16 v) {
+    i32x16 w;
+    FOR_PARTS w.part[i] = (PartI)v.part[i];
+    return w;
+}
+ALWAYS_INLINE f32x16 float_of_bits(i32x16 v) {
+    f32x16 w;
+    FOR_PARTS w.part[i] = (PartF)v.part[i];
+    return w;
+}
+
+#define BINARY(V, OPERATOR)                                       \
+    ALWAYS_INLINE V operator OPERATOR(V a, V b) {                 \
+        FOR_PARTS a.part[i] = a.part[i] OPERATOR b.part[i];       \
+        return a;                                                 \
+    }
+BINARY(f32x16, +)
+BINARY(f32x16, -)
+BINARY(f32x16, *)
+BINARY(f32x16, /)
+BINARY(i32x16, +)
+BINARY(i32x16, -)
+BINARY(i32x16, &)
+BINARY(i32x16, |)
+BINARY(i32x16, ^)
+BINARY(mask16, &)
+BINARY(mask16, |)
+#undef BINARY
+
+ALWAYS_INLINE i32x16 operator<<(i32x16 v, int count) {
+    FOR_PARTS v.part[i] = v.part[i] << count;
+    return v;
+}
+ALWAYS_INLINE i32x16 operator>>(i32x16 v, int count) {
+    FOR_PARTS v.part[i] = part_shift_right(v.part[i], count);
+    return v;
+}
+
+#define PER_PART(RESULT, NAME, V)                                 \
+    ALWAYS_INLINE RESULT NAME(V a) {                              \
+        RESULT v;                                                 \
+        FOR_PARTS v.part[i] = part_##NAME(a.part[i]);             \
+        return v;                                                 \
+    }
+#define PER_TWO_PARTS(RESULT, NAME, V)                            \
+    ALWAYS_INLINE RESULT NAME(V a, V b) {                         \
+        RESULT v;                                                 \
+        FOR_PARTS v.part[i] = part_##NAME(a.part[i], b.part[i]);  \
+        return v;                                                 \
+    }
+PER_PART(f32x16, abs, f32x16)
+PER_PART(f32x16, floor, f32x16)
+PER_PART(i32x16, to_int, f32x16)      // to the nearest, ties to even
+PER_PART(f32x16, to_float, i32x16)
+PER_TWO_PARTS(f32x16, max, f32x16)    // a > b ? a : b, so that b if either is NaN
+PER_TWO_PARTS(f32x16, min, f32x16)    // a < b ? a : b
+PER_TWO_PARTS(mask16, less, f32x16)   // false if either is NaN
+PER_TWO_PARTS(mask16, equal, f32x16)
+PER_TWO_PARTS(mask16, greater, i32x16)
+PER_TWO_PARTS(mask16, equal, i32x16)
+#undef PER_PART
+#undef PER_TWO_PARTS
+
+// a * b + c, rounded once
+ALWAYS_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+    FOR_PARTS c.part[i] = part_fma(a.part[i], b.part[i], c.part[i]);
+    return c;
+}
+// c - a * b, rounded once
+ALWAYS_INLINE f32x16 fnma(f32x16 a, f32x16 b, f32x16 c) {
+    FOR_PARTS c.part[i] = part_fnma(a.part[i], b.part[i], c.part[i]);
+    return c;
+}
+// m ? a : b
+ALWAYS_INLINE f32x16 select(mask16 m, f32x16 a, f32x16 b) {
+    FOR_PARTS a.part[i] = part_select(m.part[i], a.part[i], b.part[i]);
+    return a;
+}
+ALWAYS_INLINE i32x16 select(mask16 m, i32x16 a, i32x16 b) {
+    return bits_of(select(m, float_of_bits(a), float_of_bits(b)));
+}
+ALWAYS_INLINE bool any(mask16 m) {
+    PartMask all = m.part[0];
+    for (int i = 1; i < kParts; i++) all = all | m.part[i];
+    return part_any(all);
+}
+// Lanes [0, count).
+ALWAYS_INLINE mask16 first_lanes(long count) {
+    return greater(splat((int32_t)(count < 0 ? 0 : count > 16 ? 16 : count)), lane_numbers());
+}
+
+// Of the lanes, halves onto each other: 16 to 8, to 4, to 2, to 1. The same order at every level.
+ALWAYS_INLINE float reduce_add(f32x16 v) {
+    for (int n = kParts / 2; n > 0; n /= 2)
+        for (int i = 0; i < n; i++) v.part[i] = v.part[i] + v.part[i + n];
+    return part_reduce_add(v.part[0]);
+}
+ALWAYS_INLINE float reduce_max(f32x16 v) {
+    for (int n = kParts / 2; n > 0; n /= 2)
+        for (int i = 0; i < n; i++) v.part[i] = part_max(v.part[i], v.part[i + n]);
+    return part_reduce_max(v.part[0]);
+}
+
+// Rows of a 16 x 16 matrix of 32-bit words become its columns.
+ALWAYS_INLINE void transpose(i32x16 (&v)[16]) {
+    UNROLLED for (int row = 0; row < kParts; row++)
+        UNROLLED for (int column = 0; column <= row; column++) {
+            PartI a[kPartLanes], b[kPartLanes];
+            UNROLLED for (int k = 0; k < kPartLanes; k++) {
+                a[k] = v[row * kPartLanes + k].part[column];
+                b[k] = v[column * kPartLanes + k].part[row];
+            }
+            part_transpose(a);
+            if (row != column) part_transpose(b);
+            UNROLLED for (int k = 0; k < kPartLanes; k++) {
+                v[column * kPartLanes + k].part[row] = a[k];
+                if (row != column) v[row * kPartLanes + k].part[column] = b[k];
+            }
+        }
+}
+
+// 16 words of 32 bits. Any alignment; `count` of them, the others zero or not written.
+// Part by part: a copy of the whole is split into registers of 16 bytes, which no load of a part can take over.
+ALWAYS_INLINE i32x16 load_words(const void* p) {
+    i32x16 v;
+    FOR_PARTS v.part[i] = ((const LoosePart*)p)[i];
+    return v;
+}
+ALWAYS_INLINE void store_words(void* p, i32x16 v) {
+    FOR_PARTS((LoosePart*)p)[i] = v.part[i];
+}
+// The same of 16 bits each.
+ALWAYS_INLINE Half load_half(const void* p) { return *(const LooseHalf*)p; }
+ALWAYS_INLINE void store_half(void* p, Half v) { *(LooseHalf*)p = v; }
+
+#if defined(__AVX512F__)
+ALWAYS_INLINE i32x16 load_words(const void* p, long count) {
+    return {{(PartI)_mm512_maskz_loadu_epi32(first_lanes(count).part[0], p)}};
+}
+ALWAYS_INLINE void store_words(void* p, i32x16 v, long count) {
+    _mm512_mask_storeu_epi32(p, first_lanes(count).part[0], (__m512i)v.part[0]);
+}
+ALWAYS_INLINE Half load_half(const void* p, long count) {
+    return _mm256_maskz_loadu_epi16(first_lanes(count).part[0], p);
+}
+ALWAYS_INLINE void store_half(void* p, Half v, long count) {
+    _mm256_mask_storeu_epi16(p, first_lanes(count).part[0], v);
+}
+#else
+ALWAYS_INLINE i32x16 load_words(const void* p, long count) {
+    if (count >= 16) return load_words(p);
+    int32_t words[16] = {};
+    if (count > 0) memcpy(words, p, count * 4);
+    return load_words(words);
+}
+ALWAYS_INLINE void store_words(void* p, i32x16 v, long count) {
+    if (count >= 16) return store_words(p, v);
+    int32_t words[16];
+    store_words(words, v);
+    if (count > 0) memcpy(p, words, count * 4);
+}
+ALWAYS_INLINE Half load_half(const void* p, long count) {
+    if (count >= 16) return load_half(p);
+    uint16_t halves[16] = {};
+    if (count > 0) memcpy(halves, p, count * 2);
+    return load_half(halves);
+}
+ALWAYS_INLINE void store_half(void* p, Half v, long count) {
+    if (count >= 16) return store_half(p, v);
+    uint16_t halves[16];
+    store_half(halves, v);
+    if (count > 0) memcpy(p, halves, count * 2);
+}
+#endif
+
+// 16 bytes, sign- or zero-extended; stores the low byte of each word.
+ALWAYS_INLINE i32x16 load_i8(const void* p, long count = 16) {
+    int8_t bytes[16] = {};
+    if (count < 16) {
+        if (count > 0) memcpy(bytes, p, count);
+        p = bytes;
+    }
+    i32x16 v;
+    FOR_PARTS v.part[i] = part_load_i8((const int8_t*)p + i * kPartLanes);
+    return v;
+}
+ALWAYS_INLINE i32x16 load_u8(const void* p, long count = 16) {
+    return load_i8(p, count) & splat(0xFF);
+}
+ALWAYS_INLINE void store_i8(void* p, i32x16 v, long count = 16) {
+    int8_t bytes[16];
+    int8_t* out = count >= 16 ? (int8_t*)p : bytes;
+    FOR_PARTS part_store_i8(out + i * kPartLanes, v.part[i]);
+    if (count < 16 && count > 0) memcpy(p, bytes, count);
+}
+
 // 2^x for x <= 0, by a polynomial of x - floor(x) in [0, 1), the highest power first; the last coefficient is 1, so that
 // 2^0 = 1. Coefficients: least relative error (Lawson's iteration). -inf gives 0, NaN stays.
 template <int N>
-static inline __m512 exp2_nonpositive(__m512 x, const float (&coefficients)[N]) {
-    const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
-    __m512 p = _mm512_set1_ps(coefficients[0]);
-    for (int i = 1; i < N; i++) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(coefficients[i]));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(p, x);
+ALWAYS_INLINE f32x16 exp2_nonpositive(f32x16 x, const float (&coefficients)[N]) {
+    f32x16 v;
+    FOR_PARTS {
+        const PartF r = part_fraction(x.part[i]);
+        PartF p = part_splat(coefficients[0]);
+        for (int k = 1; k < N; k++) p = part_fma(p, r, part_splat(coefficients[k]));
+        p = part_fma(p, r, part_splat(1.0f));
+        v.part[i] = part_scale(p, x.part[i]);
+    }
+    return v;
 }
 
-// Has a line of memory brought into the L2 cache. In assembly, for GCC 12 takes functions of nothing but
-// _mm_prefetch to do nothing, and drops their calls.
-static inline void fetch(const void* line) { asm volatile("prefetcht1 %0" : : "m"(*(const char*)line)); }
+// Has a line of memory brought into the L2 cache. In assembly, for GCC 12 takes functions of nothing but a prefetch to do
+// nothing, and drops their calls.
+ALWAYS_INLINE void fetch(const void* line) {
+#if defined(__x86_64__)
+    asm volatile("prefetcht1 %0" : : "m"(*(const char*)line));
+#else
+    asm volatile("prfm pldl2keep, %0" : : "Q"(*(const char*)line));
+#endif
+}
 
 struct F32 {
     using element = float;
     static constexpr long stored = kFloat32;
     static constexpr int per_word = 1;  // elements in the 32 bits that one lane multiplies at a time
-    static __m512 load(const float* p) { return _mm512_loadu_ps(p); }
-    static __m512 load(const float* p, __mmask16 m) { return _mm512_maskz_loadu_ps(m, p); }
-    static void store(float* p, __m512 v) { _mm512_storeu_ps(p, v); }
-    static void store(float* p, __m512 v, __mmask16 m) { _mm512_mask_storeu_ps(p, m, v); }
-    static void store(float* p, __m512 v, __m512 w) { store(p, v), store(p + 16, w); }
-    static __m512 round(__m512 v) { return v; }
+    static f32x16 load(const float* p) { return float_of_bits(load_words(p)); }
+    static f32x16 load(const float* p, long count) { return float_of_bits(load_words(p, count)); }
+    static void store(float* p, f32x16 v) { store_words(p, bits_of(v)); }
+    static void store(float* p, f32x16 v, long count) { store_words(p, bits_of(v), count); }
+    static void store(float* p, f32x16 v, f32x16 w) { store(p, v), store(p + 16, w); }
+    static f32x16 round(f32x16 v) { return v; }
     // 2^x for x <= 0, relative error of the polynomial 2e-9
-    static __m512 exp2(__m512 x) {
+    static f32x16 exp2(f32x16 x) {
         return exp2_nonpositive(x, {2.16129176e-4f, 1.24678457e-3f, 9.67545164e-3f, 5.54852806e-2f,
                                     2.40229306e-1f, 6.93147044e-1f});
     }
     // sum + a * b, lane by lane
-    static __m512 step(__m512 sum, __m512i a, __m512i b) {
-        return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
+    static f32x16 step(f32x16 sum, i32x16 a, i32x16 b) {
+        return fma(float_of_bits(a), float_of_bits(b), sum);
     }
 };
 
@@ -48,30 +317,113 @@ struct BF16 {
     using element = uint16_t;
     static constexpr long stored = kBfloat16;
     static constexpr int per_word = 2;
-    static __m512 widen(__m256i v) {
-        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
+    static f32x16 widen(Half v) {
+        f32x16 w;
+        FOR_PARTS w.part[i] = (PartF)(part_of_half(v, i) << 16);
+        return w;
     }
-    static __m256i narrow(__m512 v) { return (__m256i)_mm512_cvtneps_pbh(v); }
-    static __m512 load(const uint16_t* p) { return widen(_mm256_loadu_si256((const __m256i*)p)); }
-    static __m512 load(const uint16_t* p, __mmask16 m) {
-        return widen(_mm256_maskz_loadu_epi16(m, p));
-    }
-    static void store(uint16_t* p, __m512 v) { _mm256_storeu_si256((__m256i*)p, narrow(v)); }
-    static void store(uint16_t* p, __m512 v, __mmask16 m) {
-        _mm256_mask_storeu_epi16(p, m, narrow(v));
-    }
-    static void store(uint16_t* p, __m512 v, __m512 w) {
-        _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(w, v));
-    }
-    static __m512 round(__m512 v) { return widen(narrow(v)); }
+    // To the nearest, ties to even; NaN stays NaN.
+    static Half narrow(f32x16 v) { return half_of_floats(v.part); }
+    static f32x16 load(const uint16_t* p) { return widen(load_half(p)); }
+    static f32x16 load(const uint16_t* p, long count) { return widen(load_half(p, count)); }
+    static void store(uint16_t* p, f32x16 v) { store_half(p, narrow(v)); }
+    static void store(uint16_t* p, f32x16 v, long count) { store_half(p, narrow(v), count); }
+    static void store(uint16_t* p, f32x16 v, f32x16 w) { store(p, v), store(p + 16, w); }
+    static f32x16 round(f32x16 v) { return widen(narrow(v)); }
     // 2^x for x <= 0, relative error 9e-5: a twentieth of what rounding to bfloat16 may lose
-    static __m512 exp2(__m512 x) {
+    static f32x16 exp2(f32x16 x) {
         return exp2_nonpositive(x, {7.70670604e-2f, 2.27644971e-1f, 6.95116791e-1f});
     }
-    // sum + a0 * b0 + a1 * b1, lane by lane, each lane being a pair of bfloat16
-    static __m512 step(__m512 sum, __m512i a, __m512i b) {
-        return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+    // The first and the second of each lane's pair, widened.
+    static f32x16 even(i32x16 words) { return float_of_bits(words << 16); }
+    static f32x16 odd(i32x16 words) { return float_of_bits(words & splat((int32_t)0xFFFF0000)); }
+    // Pairs, rounded.
+    static i32x16 pairs(f32x16 even, f32x16 odd) {
+#if defined(__AVX512BF16__)
+        return {{part_pairs(even.part[0], odd.part[0])}};
+#endif
+        i32x16 v;
+        FOR_PARTS v.part[i] = part_shift_right(part_bf16_bits(even.part[i]), 16) |
+                              (part_bf16_bits(odd.part[i]) & part_splat((int32_t)0xFFFF0000));
+        return v;
     }
+    // sum + a0 * b0 + a1 * b1, lane by lane, each lane being a pair of bfloat16
+    static f32x16 step(f32x16 sum, i32x16 a, i32x16 b) {
+#if defined(__AVX512BF16__)
+        return f32x16{{part_dot_bf16(sum.part[0], a.part[0], b.part[0])}};
+#else
+        return fma(odd(a), odd(b), fma(even(a), even(b), sum));
+#endif
+    }
+#if defined(__AVX512BF16__)
+    // Pairs of the first `count` of 32 elements of two rows, in an order that costs least; without b, of a and zero.
+    static void load_pairs(const uint16_t* a, const uint16_t* b, long count, bool has_b, i32x16& low,
+                           i32x16& high) {
+        part_load_pairs(a, b, count, has_b, low.part[0], high.part[0]);
+    }
+    // Lanes of low and high as load_pairs orders them -> the first 16 in order, or the last.
+    static f32x16 in_order(f32x16 low, f32x16 high, bool is_last) {
+        return {{part_in_order(low.part[0], high.part[0], is_last)}};
+    }
+#endif
 };
 
-static inline __mmask16 first_lanes(long n) { return n >= 16 ? 0xFFFF : (__mmask16)((1u << n) - 1); }
+struct F16 {
+    using element = uint16_t;
+    static constexpr long stored = kFloat16;
+    static f32x16 widen(Half v) {
+        f32x16 w;
+        FOR_PARTS w.part[i] = part_widen_f16(v, i);
+        return w;
+    }
+    static Half narrow(f32x16 v) { return half_of_floats_f16(v.part); }
+    static f32x16 load(const uint16_t* p) { return widen(load_half(p)); }
+    static f32x16 load(const uint16_t* p, long count) { return widen(load_half(p, count)); }
+    static void store(uint16_t* p, f32x16 v) { store_half(p, narrow(v)); }
+    static void store(uint16_t* p, f32x16 v, long count) { store_half(p, narrow(v), count); }
+    static void store(uint16_t* p, f32x16 v, f32x16 w) { store(p, v), store(p + 16, w); }
+    static f32x16 round(f32x16 v) { return widen(narrow(v)); }
+    // Relative error as that of F32: less than a thousandth of what rounding to float16 may lose.
+    static f32x16 exp2(f32x16 x) { return F32::exp2(x); }
+};
+
+// Products of four unsigned bytes of each lane, `Quads`, and four signed ones, exact. The signed ones are kQuadWords words
+// as `spread_quads` makes them.
+#if defined(__AVX512VNNI__)
+constexpr int kQuadWords = 1;
+#else
+constexpr int kQuadWords = 2;
+#endif
+
+struct Quads {
+    i32x16 word[kQuadWords];
+};
+ALWAYS_INLINE Quads quads_of(i32x16 bytes) {
+#if defined(__AVX512VNNI__)
+    return {{bytes}};
+#else  // bytes 0 and 2, and 1 and 3, as int16
+    return {{bytes & splat(0x00FF00FF), (bytes >> 8) & splat(0x00FF00FF)}};
+#endif
+}
+ALWAYS_INLINE i32x16 dot(i32x16 sum, const Quads& w, const int32_t* x) {
+#if defined(__AVX512VNNI__)
+    return {{part_dot_quads(sum.part[0], w.word[0].part[0], part_splat(x[0]))}};
+#else
+    FOR_PARTS {
+        sum.part[i] = sum.part[i] + part_dot_pairs(w.word[0].part[i], part_splat(x[0]));
+        sum.part[i] = sum.part[i] + part_dot_pairs(w.word[1].part[i], part_splat(x[1]));
+    }
+    return sum;
+#endif
+}
+static inline void spread_quads(const int8_t* bytes, long num_quads, int32_t* words) {
+    if constexpr (kQuadWords == 1) {
+        memcpy(words, bytes, num_quads * 4);
+    } else {
+        int16_t* out = (int16_t*)words;
+        for (long i = 0; i < num_quads; i++, bytes += 4, out += 4) {
+            out[0] = bytes[0], out[1] = bytes[2];
+            out[2] = bytes[1], out[3] = bytes[3];
+        }
+    }
+}

@@ -1,0 +1,44 @@
+"""The numerics class of an engine on this machine."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from baton.types import NO_LEVEL, NumericsClass
+from baton_kernels.cpu.library import level
+from baton_kernels.version import NUMERICS_VERSION
+
+#: Flags that oneDNN chooses its products by, besides the capability that torch reports.
+_PRODUCT_FLAGS = frozenset({"avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "bf16"})
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+def numerics_of(device: torch.device, dtype: str) -> NumericsClass:
+    """Of an engine on `device` that computes in `dtype`.
+
+    What torch adds to the kernels (sums of probabilities for top_p and log probabilities) is rounded by its version and by the
+    instructions that it found; without native kernels so are all products, by oneDNN.
+    """
+    torch_version = f"torch{torch.__version__.partition('+')[0]}"
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        beside = f"{torch_version}.triton{metadata.version('triton')}"
+        return NumericsClass("cuda", f"sm_{major}{minor}", dtype, f"{NUMERICS_VERSION}+{beside}")
+    cpu_level = level()
+    capability = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "")
+    beside = f"{torch_version}.{capability}"
+    if cpu_level == NO_LEVEL:
+        beside = ".".join((beside, *sorted(_PRODUCT_FLAGS & _cpu_flags())))
+    return NumericsClass("cpu", cpu_level, dtype, f"{NUMERICS_VERSION}+{beside}")
+
+
+def _cpu_flags() -> frozenset[str]:
+    """Of the first CPU, as Linux names them; none elsewhere."""
+    if not _CPU_INFO.is_file():
+        return frozenset()
+    lines = _CPU_INFO.read_text().splitlines()
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return frozenset(flags.partition(":")[2].split())
