@@ -20,17 +20,15 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Self
 
-from baton.service import GRPC_ENVIRONMENT
+from baton.grpc_environment import GRPC_ENVIRONMENT
 
 #: What commands import when they run.
 MODULES = (
     "baton.cli.main",
     "baton.engine.torch_engine",
-    "baton.model.load",
     "gateway.server",
     "prefill_svc.server",
     "decode_svc.server",
-    "transformers.modeling_rope_utils",
 )
 
 
