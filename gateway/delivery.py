@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 
 from baton.errors import EngineFault
@@ -12,7 +11,7 @@ from baton.v1 import inference_pb2, sampling_pb2
 from baton.wire import logprobs_to_proto
 from gateway.output import Piece
 from gateway.request import ValidatedRequest
-from gateway.stall_watch import StallWatch
+from gateway.stall_detector import StallDetector
 from gateway.timing import Timeline
 
 #: Sends one chunk; returns when the client's window took it. Never called again before it has returned.
@@ -20,7 +19,7 @@ Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 
 
 class Delivery:
-    """Of one request. Several coroutines may send at once."""
+    """Of one request."""
 
     def __init__(
         self,
@@ -28,34 +27,37 @@ class Delivery:
         write: Write,
         timeline: Timeline,
         clock: Callable[[], float],
-        watch: StallWatch,
+        stalls: StallDetector,
     ) -> None:
-        """clock: the timeline's. watch: is told of each write."""
-        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-        """To be set before the first piece if they were asked for."""
+        """clock: the timeline's."""
         self._request = request
         self._write = write
         self._timeline = timeline
         self._clock = clock
-        self._watch = watch
-        self._turn = asyncio.Lock()
+        self._stalls = stalls
         self._num_ended = 0
 
-    async def send(self, index: int, piece: Piece) -> None:
-        """Send the next piece of the output `index`. The piece that ends the last output ends the stream."""
-        async with self._turn:
-            if piece.samples:
-                self._timeline.token_came(self._clock())
-            chunk = self._chunk_of(index, piece)
-            if piece.finish is not FinishReason.NONE:
-                self._num_ended += 1
-                if self._num_ended == self._request.num_returned:
-                    self._complete(chunk, piece.finish)
-            self._watch.began()
-            try:
-                await self._write(chunk)
-            finally:
-                self._watch.ended()
+    async def send(
+        self, index: int, piece: Piece, prompt_logprobs: tuple[TokenLogprobs, ...] | None
+    ) -> None:
+        """Send the next piece of the output `index`. The piece that ends the last output ends the stream.
+
+        prompt_logprobs: known by the first piece, if they were asked for. One piece at a time.
+        """
+        if piece.samples:
+            self._timeline.on_token_sent(self._clock())
+        chunk = self._chunk_of(index, piece)
+        if piece.token_index == 0:
+            self._begin(chunk, index, prompt_logprobs)
+        if piece.finish is not FinishReason.NONE:
+            self._num_ended += 1
+            if self._num_ended == self._request.num_returned:
+                self._complete(chunk, piece.finish)
+        self._stalls.on_write()
+        try:
+            await self._write(chunk)
+        finally:
+            self._stalls.on_written()
 
     def _chunk_of(self, index: int, piece: Piece) -> inference_pb2.GenerateResponse:
         sampling = self._request.spec.sampling
@@ -77,20 +79,23 @@ class Delivery:
             chunk.stop_cause.stop = piece.stop
         elif piece.stop_token_id is not None:
             chunk.stop_cause.stop_token_id = piece.stop_token_id
-        if piece.token_index == 0:
-            self._begin(chunk, index)
         return chunk
 
-    def _begin(self, chunk: inference_pb2.GenerateResponse, index: int) -> None:
+    def _begin(
+        self,
+        chunk: inference_pb2.GenerateResponse,
+        index: int,
+        prompt_logprobs: tuple[TokenLogprobs, ...] | None,
+    ) -> None:
         """Put what was asked of the prompt into an output's first piece."""
         request = self._request
         if request.echo_text is not None:
             chunk.text = request.echo_text + chunk.text
             chunk.prompt_token_ids.extend(request.spec.prompt_token_ids)
         if request.spec.sampling.prompt_logprobs >= 0 and index == 0:
-            if self.prompt_logprobs is None:
+            if prompt_logprobs is None:
                 raise EngineFault("the prompt's log probabilities never came")
-            chunk.prompt_logprobs.extend(map(logprobs_to_proto, self.prompt_logprobs))
+            chunk.prompt_logprobs.extend(map(logprobs_to_proto, prompt_logprobs))
 
     def _complete(self, chunk: inference_pb2.GenerateResponse, finish: FinishReason) -> None:
         timeline = self._timeline

@@ -1,7 +1,7 @@
 """Gives waiting sequences to workers, in order of rank, when there is room: late binding.
 
 A sequence that nobody waits before is placed at once, if there is room. Else by one task, woken by whatever may make
-room: a new entry, a load report, a worker that joins, a placement's end. Strictly in order: while the first cannot be
+room: a new one, a load report, a worker that joins, a placement's end. Strictly in order: while the first cannot be
 placed nobody else is, so that nobody starves. Only what no ready worker could ever serve is passed over, and fails
 when no worker that it waits for comes back.
 """
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from baton.errors import FieldViolation, InvalidRequest, NoWorkers
+from baton.errors import BatonError, FieldViolation, InvalidRequest, NoWorkers
 from baton.types import NumericsClass, Rank, SequenceSpec, Tier
 from gateway.admission import AdmissionQueue
 from gateway.affinity import Digest, PrefixAffinity, prefix_digests
@@ -36,29 +36,41 @@ _MANY_WORKERS, _SEARCH_PAUSE_S = 64, 0.005
 _INTERVAL_WEIGHT = 0.1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Entry:
+#: Called with the place, or with why there will be none; quick, raises nothing.
+OnPlace = Callable[[Placement | BatonError], None]
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A sequence in the queue."""
+
     spec: SequenceSpec
     need: Need
     digests: tuple[Digest, ...]
-    placed: asyncio.Future[Placement]
+    on_place: OnPlace
+    is_over: bool = False
+    """Whether it was answered, or given up."""
+
+    def answer(self, place: Placement | BatonError) -> None:
+        self.is_over = True
+        self.on_place(place)
 
 
 class Dispatcher:
-    """The queue and its task. `run` must be running for `place` to return."""
+    """The queue and its task. `run` must be running for what waits to be placed."""
 
     def __init__(self, fleet: Fleet, *, max_queue_size: int, key: bytes) -> None:
         """`key`: a secret of this process, so that nobody can aim at another's prefixes or at a worker."""
         self._fleet = fleet
         self._key = key
-        self._queue: AdmissionQueue[_Entry] = AdmissionQueue(max_queue_size)
+        self._queue: AdmissionQueue[Waiting] = AdmissionQueue(max_queue_size)
         self._affinity = PrefixAffinity(_MAX_DIGESTS)
         self._wake = asyncio.Event()
         self._num_tries = 0
         self._placed_at_s = 0.0
         self._interval_s = 0.0
         self._stranded_s: dict[Rank, float] = {}
-        """Since when each entry that no ready worker could serve waits."""
+        """Since when each that no ready worker could serve waits."""
         fleet.listen(self._wake.set)
         fleet.listen_leave(self._affinity.forget)
 
@@ -66,46 +78,44 @@ class Dispatcher:
     def num_waiting(self) -> int:
         return len(self._queue)
 
-    async def place(
+    def place(
         self,
         spec: SequenceSpec,
+        on_place: OnPlace,
         *,
-        on_queued: Callable[[], Awaitable[None]] | None = None,
         is_return: bool = False,
         avoid: frozenset[str] = frozenset(),
         unreached: frozenset[str] = frozenset(),
         numerics: NumericsClass | None = None,
-    ) -> Placement:
-        """Wait for a place. The caller releases it.
+    ) -> Placement | Waiting:
+        """A place, which the caller releases; or one in the queue: `on_place` is called then, unless it is cancelled.
 
-        on_queued: awaited once the sequence is in the queue; not if it needs not wait.
         is_return: the sequence was placed before, and now keeps its rank and finds room in the queue.
         avoid, unreached, numerics: see Need; numerics counts in a strict fleet only.
-        Raises Overloaded, NoWorkers; InvalidRequest if no worker could ever hold it.
+        Raises Overloaded, NoWorkers. on_place may get NoWorkers, or InvalidRequest if no worker could ever hold it.
         """
         if not is_return and not self._fleet.ready(Tier.DECODE):
             raise NoWorkers("no decode worker is ready", tier="decode")
-        loop = asyncio.get_running_loop()
-        entry = _Entry(
+        waiting = Waiting(
             spec,
             _need_of(spec, avoid, unreached, numerics if self._fleet.numerics.is_strict else None),
             prefix_digests(spec.token_ids, spec.tenant, self._key),
-            loop.create_future(),
+            on_place,
         )
-        if not self._queue and self._place(entry, loop.time()) is None:
-            return entry.placed.result()
-        self._queue.add(spec.rank, entry, is_return=is_return, seconds_per_item=self._interval_s)
+        if not self._queue:
+            place = self._place(waiting, asyncio.get_running_loop().time())
+            if isinstance(place, Placement):
+                return place
+        self._queue.add(spec.rank, waiting, is_return=is_return, seconds_per_item=self._interval_s)
         self._wake.set()
-        is_taken = False
-        try:
-            if on_queued is not None:
-                await on_queued()
-            placement = await entry.placed
-            is_taken = True
-            return placement
-        finally:
-            if not is_taken:
-                self._give_up(entry)
+        return waiting
+
+    def cancel(self, waiting: Waiting) -> None:
+        """It waits no more. Idempotent."""
+        if not waiting.is_over:
+            waiting.is_over = True
+            self._queue.remove(waiting.spec.rank)
+            self._wake.set()
 
     def place_now(self, spec: SequenceSpec, among: Collection[Worker]) -> Placement | None:
         """Claim room for a running sequence on one of these decode workers; None if none takes it now.
@@ -120,15 +130,6 @@ class Dispatcher:
         key = self._key + self._num_tries.to_bytes(8, "big")
         choice = choose(need, [], views, key)
         return self._claim(need, digests, choice, matched) if isinstance(choice, Plan) else None
-
-    def _give_up(self, entry: _Entry) -> None:
-        """The caller went away, or the entry failed: nothing of it stays."""
-        self._queue.remove(entry.spec.rank)
-        placed = entry.placed
-        if placed.done() and not placed.cancelled() and placed.exception() is None:
-            placed.result().release()
-        placed.cancel()
-        self._wake.set()
 
     def record(self, worker: Worker, spec: SequenceSpec) -> None:
         """Remember that `worker` has the KV of all tokens of `spec`."""
@@ -151,39 +152,44 @@ class Dispatcher:
                     await self._wake.wait()
 
     def _place_all(self, now_s: float) -> bool:
-        """Place from the head on, up to the first that has to wait for room; tell whether there is such a one."""
-        passed_over: list[_Entry] = []
+        """Place from the head on, up to the first that has to wait for room; whether there is such a one."""
+        passed_over: list[Waiting] = []
         is_full = False
-        while (entry := self._queue.pop()) is not None:
-            verdict = self._place(entry, now_s)
-            if verdict is Verdict.NO_WORKER and self._is_worth_waiting(entry, now_s):
-                passed_over.append(entry)
-            elif verdict is Verdict.NOT_NOW:
-                self._queue.restore(entry.spec.rank, entry)
+        while (waiting := self._queue.pop()) is not None:
+            place = self._place(waiting, now_s)
+            if isinstance(place, Placement):
+                waiting.answer(place)
+            elif place is Verdict.NOT_NOW:
+                self._queue.restore(waiting.spec.rank, waiting)
                 is_full = True
                 break
+            elif error := self._why_hopeless(waiting, now_s):
+                waiting.answer(error)
+            else:
+                passed_over.append(waiting)
+        # What was told of its place may have given others up.
+        passed_over = [waiting for waiting in passed_over if not waiting.is_over]
         self._stranded_s = {
-            entry.spec.rank: self._stranded_s.get(entry.spec.rank, now_s) for entry in passed_over
+            waiting.spec.rank: self._stranded_s.get(waiting.spec.rank, now_s)
+            for waiting in passed_over
         }
-        for entry in passed_over:
-            self._queue.restore(entry.spec.rank, entry)
+        for waiting in passed_over:
+            self._queue.restore(waiting.spec.rank, waiting)
         return is_full
 
-    def _place(self, entry: _Entry, now_s: float) -> Verdict | None:
-        """Place one, or tell why not."""
+    def _place(self, waiting: Waiting, now_s: float) -> Placement | Verdict:
+        """Place one, or say why not."""
         self._fleet.broken_pairs.expire(now_s)
-        matched = self._affinity.matched_tokens(entry.digests)
+        matched = self._affinity.matched_tokens(waiting.digests)
         self._num_tries += 1
         key = self._key + self._num_tries.to_bytes(8, "big")
-        choice = plan(entry.need, self._fleet, matched, key)
+        choice = plan(waiting.need, self._fleet, matched, key)
         if isinstance(choice, Verdict):
             return choice
-        if entry.placed.done():
-            return None
-        entry.placed.set_result(self._claim(entry.need, entry.digests, choice, matched))
+        placement = self._claim(waiting.need, waiting.digests, choice, matched)
         self._interval_s += _INTERVAL_WEIGHT * (now_s - self._placed_at_s - self._interval_s)
         self._placed_at_s = now_s
-        return None
+        return placement
 
     def _claim(
         self, need: Need, digests: tuple[Digest, ...], choice: Plan, matched: Mapping[str, int]
@@ -206,24 +212,18 @@ class Dispatcher:
             need.num_sequences,
         )
 
-    def _is_worth_waiting(self, entry: _Entry, now_s: float) -> bool:
-        """Whether a worker that can serve it may yet come; if not, the entry fails."""
+    def _why_hopeless(self, waiting: Waiting, now_s: float) -> BatonError | None:
+        """Why no worker that can serve it will come; None if one may yet."""
         known = [w.decode_view(0) for w in self._fleet.tier(Tier.DECODE) if w.is_known]
-        if self._fleet.ready(Tier.DECODE) and not any(view.fits(entry.need) for view in known):
+        if self._fleet.ready(Tier.DECODE) and not any(view.fits(waiting.need) for view in known):
             max_num_seqs = max((view.max_num_seqs for view in known), default=0)
-            entry.placed.set_exception(_never_fits(entry.need, max_num_seqs))
-            return False
-        if now_s - self._stranded_s.get(entry.spec.rank, now_s) >= NO_WORKER_GRACE_S:
-            numerics = entry.need.numerics
+            return _never_fits(waiting.need, max_num_seqs)
+        if now_s - self._stranded_s.get(waiting.spec.rank, now_s) >= NO_WORKER_GRACE_S:
+            numerics = waiting.need.numerics
             of_class = f" and is of its numerics class ({numerics})" if numerics else ""
-            entry.placed.set_exception(
-                NoWorkers(
-                    f"no worker that can serve this{of_class} was ready for {NO_WORKER_GRACE_S:g} s",
-                    tier="decode",
-                )
-            )
-            return False
-        return True
+            text = f"no worker that can serve this{of_class} was ready for {NO_WORKER_GRACE_S:g} s"
+            return NoWorkers(text, tier="decode")
+        return None
 
 
 def _never_fits(need: Need, max_num_seqs: int) -> InvalidRequest:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from baton.errors import PeerMismatch
 from baton.types import PROTOCOL_VERSION, Tier, WorkerInfo, WorkerLoad
 from gateway.broken_pairs import BrokenPairs
-from gateway.links import DecodeLink, PrefillLink
+from gateway.links import WorkerLink
 from gateway.numerics import NumericsPolicy, NumericsWatch, Rounding
 from gateway.recent_work import RecentWork
 from gateway.router import DecodeView, PrefillView
@@ -45,8 +45,7 @@ class Worker:
         self.reason = "not reached yet"
         self.info: WorkerInfo | None = None
         self.load = WorkerLoad()
-        self.prefill_link: PrefillLink | None = None
-        self.decode_link: DecodeLink | None = None
+        self._link: WorkerLink | None = None
         self.is_joined = False
         """Whether it was accepted and its connection stands."""
         self.num_in_flight = 0
@@ -55,9 +54,29 @@ class Worker:
         self._other_tokens = 0
         """Those that it had beside them at its last report: from other gateways, or more than was thought."""
         self.is_awaiting_report = False
-        """After a deferral: what we believe about its memory is wrong until it reports again."""
+        """After a refusal: what we believe about it is wrong until it reports again."""
         self._unreported: dict[int, int] = {}
         self._settled: set[int] = set()
+
+    @property
+    def link(self) -> WorkerLink:
+        """That of the connection that stands, or stood last. Raises ValueError before there was one."""
+        if self._link is None:
+            raise ValueError(f"{self.address} was never reached")
+        return self._link
+
+    @property
+    def can_prefill(self) -> bool:
+        """Whether it computes prompts for others, and queues what comes."""
+        return self.tier is Tier.PREFILL
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether it runs sequences to their end as one of many."""
+        return self.tier is Tier.DECODE
+
+    def can(self, role: Tier) -> bool:
+        return self.can_prefill if role is Tier.PREFILL else self.can_decode
 
     @property
     def is_ready(self) -> bool:
@@ -72,6 +91,12 @@ class Worker:
     def num_unreported_blocks(self) -> int:
         """Blocks reserved here that its last report does not show yet."""
         return sum(self._unreported.values())
+
+    def join(self, info: WorkerInfo, link: WorkerLink) -> None:
+        """Its connection stands, and it was accepted."""
+        self.info, self._link = info, link
+        self.is_joined = True
+        self.reason = "no load report yet"
 
     def reserve_blocks(self, placement_id: int, num_blocks: int) -> None:
         """Count blocks that the worker's reports do not show yet."""
@@ -106,6 +131,7 @@ class Worker:
             matched_tokens=matched_tokens,
             ahead_tokens=ahead_tokens,
             batch_tokens=info.max_num_batched_tokens,
+            is_awaiting_report=self.is_awaiting_report,
         )
 
     def decode_view(self, matched_tokens: int, unreached_by: Set[str] = frozenset()) -> DecodeView:
@@ -149,9 +175,9 @@ class Fleet:
         self._known: dict[Tier, tuple[WorkerInfo, ...] | None] = dict.fromkeys(Tier)
         """The same of who is known."""
         self.prefill_work = RecentWork()
-        """Of the prefill workers that are ready. Placements tell it."""
+        """Of the prefill workers that are ready. Written by placements."""
         self.broken_pairs = BrokenPairs()
-        """Of workers that are here. Placements tell it."""
+        """Of workers that are here. Written by placements."""
         self.numerics = NumericsWatch(numerics_policy)
         """Of workers that have joined."""
         for address in prefill_addresses:
@@ -174,13 +200,13 @@ class Fleet:
             listener()
 
     def tier(self, tier: Tier) -> list[Worker]:
-        return [worker for worker in self.workers.values() if worker.tier is tier]
+        return [worker for worker in self.workers.values() if worker.can(tier)]
 
     def ready(self, tier: Tier) -> Sequence[Worker]:
         """Workers of the tier that take work."""
         ready = self._ready[tier]
         if ready is None:
-            ready = tuple(w for w in self.workers.values() if w.tier is tier and w.is_ready)
+            ready = tuple(w for w in self.workers.values() if w.can(tier) and w.is_ready)
             self._ready[tier] = ready
         return ready
 
@@ -214,18 +240,20 @@ class Fleet:
         self._known[self._workers.pop(address).tier] = None
         self.changed()
 
-    def join_prefill(self, address: str, info: WorkerInfo, link: PrefillLink) -> None:
-        """Take a prefill worker that was reached. It is used from its first load report on.
+    def join(self, address: str, info: WorkerInfo, link: WorkerLink) -> None:
+        """Take a worker that was reached. It is used from its first load report on.
 
         Raises PeerMismatch if it cannot work with this gateway or with the workers that are here; it is refused then.
         """
-        worker = self._join(address, info)
-        worker.prefill_link = link
-
-    def join_decode(self, address: str, info: WorkerInfo, link: DecodeLink) -> None:
-        """As join_prefill, for a decode worker."""
-        worker = self._join(address, info)
-        worker.decode_link = link
+        worker = self.workers[address]
+        try:
+            self._check(worker, info)
+        except PeerMismatch as error:
+            self.leave(address, WorkerState.REFUSED, error.message)
+            raise
+        worker.join(info, link)
+        self._known[worker.tier] = None
+        self._update_numerics()
 
     def report(self, address: str, load: WorkerLoad) -> None:
         """Take a joined worker's load."""
@@ -254,36 +282,15 @@ class Fleet:
                 listener(address)
         self.changed()
 
-    def suspect(self, address: str) -> None:
-        """A call found the worker gone, maybe before its connection did. Its next load report clears it."""
-        worker = self.workers.get(address)
-        if worker is not None and worker.is_ready:
-            self._set_state(worker, WorkerState.UNREACHABLE, "a call did not reach it")
-            self.changed()
-
     def _set_state(self, worker: Worker, state: WorkerState, reason: str) -> None:
         is_ready = state is WorkerState.READY
         if worker.state is not state:
             self._known[worker.tier] = None
         if worker.is_ready != is_ready:
             self._ready[worker.tier] = None
-            if worker.tier is Tier.PREFILL:
+            if worker.can_prefill:
                 (self.prefill_work.add if is_ready else self.prefill_work.drop)(worker.address)
         worker.state, worker.reason = state, reason
-
-    def _join(self, address: str, info: WorkerInfo) -> Worker:
-        worker = self.workers[address]
-        try:
-            self._check(worker, info)
-        except PeerMismatch as error:
-            self.leave(address, WorkerState.REFUSED, error.message)
-            raise
-        worker.info = info
-        self._known[worker.tier] = None
-        worker.is_joined = True
-        worker.reason = "no load report yet"
-        self._update_numerics()
-        return worker
 
     def _update_numerics(self) -> None:
         self.numerics.update(

@@ -1,72 +1,32 @@
-"""What the gateway needs of a worker, whatever carries it."""
+"""What the gateway needs of a worker, of either tier, whatever carries it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from baton.events import DecodeEvent
-from baton.types import FinishReason, KvSource, Sample, SequenceSpec, TokenLogprobs
+from baton.events import SequenceEvent
+from baton.types import KvSource, SequenceSpec
 
 #: Takes the events of one sequence, in order; called in the event loop, never by `open` itself; quick, raises nothing.
-Sink = Callable[[DecodeEvent], None]
+Sink = Callable[[SequenceEvent], None]
 
 
-@dataclass(frozen=True, slots=True)
-class First:
-    """The first token of one choice. finish: whether it ends the choice."""
+class WorkerLink(Protocol):
+    """A way to one worker.
 
-    sample: Sample
-    finish: FinishReason = FinishReason.NONE
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillResult:
-    """A prefill worker's answer: the first tokens, and how they came about.
-
-    firsts: of each choice in their order; in a beam search one, for the decode worker alone.
-    prompt_logprobs: of the prompt's tokens but the first, if they were asked for.
+    When the worker is lost, its owner takes it out of the fleet first and reports to the sinks then: whoever hears of it
+    looks for another place at once, and must not find this one.
     """
 
-    firsts: tuple[First, ...]
-    num_cached_tokens: int
-    queue_ms: float
-    compute_ms: float
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-#: Takes a prefill worker's answer; as Sink.
-OnFirst = Callable[[PrefillResult], None]
-
-
-class PrefillLink(Protocol):
-    """A way to one prefill worker."""
-
-    async def prefill(
-        self, spec: SequenceSpec, ticket: bytes, timeout_s: float, on_first: OnFirst
-    ) -> None:
-        """Compute the tokens of `spec`, give the next token of each choice to `on_first`, and ship all KV to the ticket's
-        owner (none if `ticket` is empty): returns when the owner has it. Cancelling the coroutine cancels the work.
-
-        Raises BatonError, before `on_first` was called or after it; WorkerLost if the worker went away, HandoffFailed if the
-        KV cannot be delivered.
-        """
-        ...
-
-
-class DecodeLink(Protocol):
-    """A way to one decode worker.
-
-    When the worker is lost, its owner takes it out of the fleet first and tells the sinks then: who is told looks for
-    another place at once, and must not find this one.
-    """
-
-    def open(self, spec: SequenceSpec, source: KvSource, sinks: Sequence[Sink]) -> int:
+    def open(
+        self, spec: SequenceSpec, source: KvSource, sinks: Sequence[Sink], send_to: bytes = b""
+    ) -> int:
         """Ask for room for `spec`. Returns a handle, the first of as many as there are sinks, one for each output.
 
-        Until the outputs part, all that becomes of them goes to the first sink; from then on what becomes of an output
-        goes to its own. Only the loss of the worker is told to all in any case:
+        send_to: a ticket of the worker that the sequence leaves for with its first tokens; it stays here if it is empty.
+        Until the outputs fork, all that becomes of them goes to the first sink; from then on what becomes of an output
+        goes to its own. Only the loss of the worker is reported to all in any case:
         Failed("WORKER_LOST", ..., is_retriable=True).
         """
         ...
@@ -74,8 +34,8 @@ class DecodeLink(Protocol):
     def abort(self, handle: int) -> None:
         """End the sequence in whatever state it is; its sink is called no more. Handles of ended ones are ignored.
 
-        Before the outputs part, the sequence goes on for those that were not aborted, but what becomes of it is told to
-        the first handle's sink alone: abort that one no sooner than they part, or with all the others.
+        Before the outputs fork, the sequence goes on for those that were not aborted, but what becomes of it is reported
+        to the first handle's sink alone: abort that one no sooner than they fork, or with all the others.
         """
         ...
 

@@ -60,7 +60,7 @@ def _some(
     some = {worker.address: worker for worker in drawn}
     for address in matched:
         worker = fleet.workers.get(address)
-        if worker is not None and worker.tier is tier and worker.is_ready:
+        if worker is not None and worker.can(tier) and worker.is_ready:
             some[address] = worker
     return tuple(some.values())
 

@@ -1,4 +1,4 @@
-"""Which running sequences should change decode workers to even out memory. Pure: snapshots in, moves out.
+"""Which running sequences should change decode workers to even out memory. Pure: snapshots in, transfers out.
 
 A worker is short when few of its blocks can be had; then its worst-ranked sequences go, those that it would preempt
 first, until it has some room again. They go where plenty is left even with them. The three levels are apart, so that
@@ -35,7 +35,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Sitting:
+class Running:
     """A running sequence that may be moved, and where it is. key: its number among them."""
 
     key: int
@@ -57,40 +57,40 @@ class Transfer:
 
 
 def rebalance(
-    memories: Sequence[Memory], sittings: Sequence[Sitting], max_moves: int
+    memories: Sequence[Memory], sequences: Sequence[Running], max_transfers: int
 ) -> list[Transfer]:
-    """At most `max_moves` moves, worst-ranked sequences first."""
+    """At most `max_transfers`, worst-ranked sequences first."""
     available = {m.address: m.num_available_blocks for m in memories}
     places = {m.address: m.num_places for m in memories}
     by_address = {m.address: m for m in memories}
     short = {m.address for m in memories if m.is_short}
     transfers: list[Transfer] = []
-    for sitting in sorted(sittings, key=lambda s: s.rank, reverse=True):
-        if len(transfers) == max_moves:
+    for sequence in sorted(sequences, key=lambda s: s.rank, reverse=True):
+        if len(transfers) == max_transfers:
             break
-        home = by_address.get(sitting.address)
+        home = by_address.get(sequence.address)
         if home is None or home.address not in short:
             continue
         if available[home.address] >= RELIEVED * home.num_blocks:
             continue
         others = [m for m in memories if m.address not in short and places[m.address] > 0]
-        target = _roomiest(sitting, others, available)
+        target = _roomiest(sequence, others, available)
         if target is None:
             continue
-        available[target.address] -= sitting.num_blocks_at(target)
-        available[home.address] += sitting.num_blocks_at(home)
+        available[target.address] -= sequence.num_blocks_at(target)
+        available[home.address] += sequence.num_blocks_at(home)
         places[target.address] -= 1
-        transfers.append(Transfer(sitting.key, target.address))
+        transfers.append(Transfer(sequence.key, target.address))
     return transfers
 
 
 def _roomiest(
-    sitting: Sitting, memories: Sequence[Memory], available: dict[str, int]
+    sequence: Running, memories: Sequence[Memory], available: dict[str, int]
 ) -> Memory | None:
     """The worker with the largest share of its blocks left, if plenty is left there with the sequence."""
 
     def share_left(memory: Memory) -> float:
-        return (available[memory.address] - sitting.num_blocks_at(memory)) / memory.num_blocks
+        return (available[memory.address] - sequence.num_blocks_at(memory)) / memory.num_blocks
 
     best = max(memories, key=lambda m: (share_left(m), m.address), default=None)
     return best if best is not None and share_left(best) >= PLENTY else None

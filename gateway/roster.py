@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Protocol
 
-from baton.registry import Joined, Left, Registry
+from baton.registry import Registry, WorkerAdded, WorkerRemoved
 from baton.types import Tier
 from gateway.fleet import Fleet
 from gateway.workers import keep_connected
@@ -39,13 +39,13 @@ class Roster:
             async for change in changes:
                 self._take(change, group)
 
-    def _take(self, change: Joined | Left, group: asyncio.TaskGroup) -> None:
+    def _take(self, change: WorkerAdded | WorkerRemoved, group: asyncio.TaskGroup) -> None:
         match change:
-            case Joined(address, tier):
+            case WorkerAdded(address, tier):
                 self._listed[address] = tier
                 if address not in self._fleet.workers:
                     self._start(address, group)
-            case Left(address):
+            case WorkerRemoved(address):
                 self._listed.pop(address, None)
 
     def _start(self, address: str, group: asyncio.TaskGroup) -> None:

@@ -61,6 +61,7 @@ class PrefillView:
     matched_tokens: int = 0
     ahead_tokens: float = 0.0
     batch_tokens: int = 0
+    is_awaiting_report: bool = False
 
     def has_credit(self) -> bool:
         """One sequence is always taken, however long; further ones while the queue is short.
@@ -68,6 +69,8 @@ class PrefillView:
         What its cache saves makes the queue shorter: else a busy tier gives every sequence to whichever worker has
         credit first, finds nothing in caches, and is busy with that alone.
         """
+        if self.is_awaiting_report:
+            return False
         return self.outstanding_tokens < self.max_outstanding_tokens + self.worth_of_cache()
 
     def cost(self, need: Need) -> float:
@@ -138,7 +141,8 @@ class DecodeView:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Addresses of the workers to use. No prefill worker: the decode worker computes the prompt. Not both are None."""
+    """Addresses of the workers to use. No prefill worker: the decode worker computes the prompt. No decode worker: nothing
+    is wanted after the first token. Not both are None; both the same: a prefill worker runs the sequence itself."""
 
     prefill: str | None
     decode: str | None

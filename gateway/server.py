@@ -33,12 +33,12 @@ from gateway.api_keys import read_api_keys
 from gateway.chat import ChatRenderer
 from gateway.discovery import DISCOVERY_PATH, scrape_targets
 from gateway.dispatcher import Dispatcher
+from gateway.driver import RequestDeps
 from gateway.fleet import Fleet
 from gateway.gauges import observe_gateway
 from gateway.grammars import GrammarCompiler
-from gateway.mover import Mover
+from gateway.migrator import Migrator
 from gateway.recorder import GatewayRecorder
-from gateway.relay import RelayContext
 from gateway.roster import Roster
 from gateway.service import InferenceService, ServiceOptions
 from gateway.tokenizer import Tokenizer, load_tokenizer
@@ -70,9 +70,14 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
     dispatcher = Dispatcher(
         fleet, max_queue_size=options.max_queue_size, key=secrets.token_bytes(32)
     )
-    mover = Mover(fleet, dispatcher)
-    context = RelayContext(
-        fleet, dispatcher, tokenizer.decode, options.client_stall_timeout_s, mover, time.monotonic
+    migrator = Migrator(fleet, dispatcher)
+    deps = RequestDeps(
+        fleet,
+        dispatcher,
+        tokenizer.decode,
+        options.client_stall_timeout_s,
+        migrator,
+        time.monotonic,
     )
     async with (
         _chat_renderer(tokenizer) as chat,
@@ -85,7 +90,7 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
         observe_gateway(telemetry.meter, fleet, dispatcher)
         service = InferenceService(
             ServiceOptions(options.model_name, options.request_timeout_s),
-            context,
+            deps,
             tokenizer,
             chat,
             grammars,
@@ -105,7 +110,7 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
             stall_timeout_s=options.worker_stall_timeout_s,
         )
         rosters = (Roster(fleet, connect=connect).follow(r) for r in registries)
-        jobs = [dispatcher.run(), mover.run(), *rosters]
+        jobs = [dispatcher.run(), migrator.run(), *rosters]
         async with _background(jobs):
             fleet.listen(lambda: _set_health(server, fleet))
             try:

@@ -1,4 +1,4 @@
-"""The public gRPC service: turns calls into validated requests, and relays their output."""
+"""The public gRPC service: turns calls into validated requests, and streams their output."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from baton.types import Tier, WorkerInfo
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from baton.wire import numerics_to_proto
 from gateway.chat import ChatRenderer
+from gateway.driver import RequestDeps, RequestDriver
 from gateway.fail_at import fail_at
 from gateway.fleet import Fleet, Worker
 from gateway.grammars import GrammarCompiler
 from gateway.model_facts import ModelFacts
 from gateway.recorder import GatewayRecorder, RequestRecord
-from gateway.relay import Relay, RelayContext
 from gateway.request import ValidatedRequest
 from gateway.request_id import unique_request_id
 from gateway.sampling_rules import MAX_CHOICES, num_returned
@@ -41,7 +41,7 @@ from gateway.validator import (
 )
 from gateway.violations import given
 
-#: Tokens that any model is taken to have room for until a worker tells.
+#: Tokens that any model is taken to have room for until a worker says.
 _UNKNOWN_LEN = 2**20
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -61,7 +61,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(
         self,
         options: ServiceOptions,
-        relay_context: RelayContext,
+        deps: RequestDeps,
         tokenizer: Tokenizer,
         chat: ChatRenderer | None,
         grammars: GrammarCompiler,
@@ -69,18 +69,18 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         *,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """chat: None if the model has no chat template. recorder: on relay_context's clock; None tells nobody."""
+        """chat: None if the model has no chat template. recorder: on the clock of `deps`; None for none."""
         self._options = options
-        self._relay_context = relay_context
-        self._fleet: Fleet = relay_context.fleet
+        self._deps = deps
+        self._fleet: Fleet = deps.fleet
         self._tokenizer = tokenizer
         self._chat = chat
         self._grammars = grammars
         self._now_ns = now_ns
-        self._told: tuple[WorkerInfo, ...] = ()
-        """By decode workers, when `_known_facts` was made of it."""
-        self._known_facts = self._facts_by(self._told)
-        self._clock = relay_context.clock or time.monotonic
+        self._infos: tuple[WorkerInfo, ...] = ()
+        """Of decode workers, when `_known_facts` was made of it."""
+        self._known_facts = self._facts_by(self._infos)
+        self._clock = deps.clock or time.monotonic
         self._recorder = recorder or GatewayRecorder(
             no_telemetry(), options.model_name, self._clock
         )
@@ -125,8 +125,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             error.request_id = request_id
             raise
         write = functools.partial(write_to, context)
-        relay = Relay(self._relay_context, validated, write, deadline_s, record.timeline)
-        await relay.run(on_admitted)
+        driver = RequestDriver(self._deps, validated, write, deadline_s, record.timeline)
+        await driver.run(on_admitted)
 
     async def Tokenize(  # noqa: N802
         self,
@@ -226,13 +226,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 return tuple(prompt.token_ids.ids)
 
     def _facts(self) -> ModelFacts:
-        told = self._fleet.known(Tier.DECODE)
-        if told is not self._told:
-            self._told, self._known_facts = told, self._facts_by(told)
+        infos = self._fleet.known(Tier.DECODE)
+        if infos is not self._infos:
+            self._infos, self._known_facts = infos, self._facts_by(infos)
         return self._known_facts
 
     def _facts_by(self, infos: Sequence[WorkerInfo]) -> ModelFacts:
-        """By what decode workers told; before any has, by the model's own files."""
+        """By what decode workers reported; before any has, by the model's own files."""
         files = self._tokenizer.facts
         fallback = files.max_model_len or _UNKNOWN_LEN
         return ModelFacts(

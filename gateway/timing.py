@@ -12,7 +12,7 @@ from baton.v1 import inference_pb2
 
 @dataclass(slots=True)
 class Timeline:
-    """Written by the relay and its attempts. Moments are on the event loop's clock, in seconds."""
+    """Written by the reducer of the request's life, and by its delivery. Moments are on the event loop's clock, in seconds."""
 
     arrival_s: float
     tokenize_ms: float = 0.0
@@ -32,7 +32,7 @@ class Timeline:
     decode_cached_tokens: int | None = None
     num_choices: int = 1
     is_streamed: bool = True
-    """Whether tokens are told as they come, not when all have come."""
+    """Whether tokens are sent as they come, not when all have come."""
     num_output_tokens: int = 0
     """Over all choices, as the next two."""
     num_draft_tokens: int = 0
@@ -40,14 +40,14 @@ class Timeline:
     finish: FinishReason = FinishReason.NONE
     num_bypassed_tokens: int = 0
     """Most tokens that a decode worker was made to prefill beyond what it should, for want of prefill workers."""
-    has_parted: bool = False
-    """Whether there are several choices that wait for different things. No phase begins then but by a token told."""
+    has_forked: bool = False
+    """Whether there are several choices that wait for different things. No phase begins then but by a token sent."""
     events: list[tuple[RequestEvent, float]] = field(default_factory=list)
     """What happened, and when."""
     _phases: list[tuple[Phase, float]] = field(default_factory=list)
     """Beginnings; each phase lasts until the next one. The first is TOKENIZE, from the arrival on."""
     _prefill_excess_s: float = 0.0
-    """Of the phases PREFILL before the first token, what the prefill worker does not account for: the way there and back."""
+    """Of the phases PREFILL before the first token, what the worker does not account for: the way there and back."""
 
     @property
     def phase(self) -> Phase:
@@ -56,25 +56,25 @@ class Timeline:
 
     def enter(self, phase: Phase, now_s: float) -> None:
         """From now on the request waits for something else."""
-        if not self.has_parted:
+        if not self.has_forked:
             self._phases.append((phase, now_s))
 
     def note(self, event: RequestEvent, now_s: float) -> None:
         self.events.append((event, now_s))
 
-    def prefills_here(self) -> None:
-        """The decode worker computes the prompt. It tells so with what it computed in the same step, so that asking it
-        was the beginning of the prefill."""
+    def on_local_prefill(self) -> None:
+        """The home computes the prompt. It says so with what it computed in the same step, so that asking it was the
+        beginning of the prefill."""
         if self.phase is Phase.RESERVE:
             self._phases[-1] = (Phase.PREFILL, self._phases[-1][1])
 
-    def prefill_answered(self, told_ms: float, now_s: float) -> None:
-        """The prefill worker's answer came; told_ms: what it says it took, its queue included."""
+    def on_prefilled(self, reported_ms: float, now_s: float) -> None:
+        """The prompt is computed; reported_ms: what the worker says it took, its queue included."""
         if self.first_token_s is None and self.phase is Phase.PREFILL:
             waited_s = now_s - self._phases[-1][1]
-            self._prefill_excess_s += max(0.0, waited_s - told_ms / 1e3)
+            self._prefill_excess_s += max(0.0, waited_s - reported_ms / 1e3)
 
-    def tokens_here(self, now_s: float) -> None:
+    def on_tokens(self, now_s: float) -> None:
         """Tokens came, and go to the client next."""
         if self.first_token_s is None:
             if self.phase is not Phase.FIRST_STEP:
@@ -101,14 +101,14 @@ class Timeline:
         parts[Phase.FIRST_STEP] += excess_ms + parts.pop(Phase.DECODE)
         return parts
 
-    def token_came(self, now_s: float) -> None:
+    def on_token_sent(self, now_s: float) -> None:
         if self.first_token_s is None:
             self.first_token_s = now_s
             self._phases.append((Phase.DECODE, now_s))
         self.last_token_s = now_s
 
     def time_per_token_s(self) -> float | None:
-        """Mean time between the tokens of one choice after its first; None if there is none to tell."""
+        """Mean time between the tokens of one choice after its first; None if there is none."""
         first_s, last_s = self.first_token_s, self.last_token_s
         num_following = self.num_output_tokens / self.num_choices - 1
         if first_s is None or last_s is None or num_following <= 0 or not self.is_streamed:

@@ -19,20 +19,20 @@ import grpc.aio
 from baton.errors import BatonError, PeerMismatch, WorkerLost
 from baton.rpc.channel import aio_channel
 from baton.rpc.tls import TlsFiles
-from baton.types import Tier, WorkerInfo
+from baton.types import WorkerInfo
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.wire import info_from_proto, load_from_proto
 from gateway.backoff import backoff_s
 from gateway.fleet import Fleet, Worker, WorkerState
-from gateway.grpc_links import GrpcDecodeLink, GrpcPrefillLink, worker_error
+from gateway.grpc_links import GrpcWorkerLink, worker_error
 
 _log = logging.getLogger(__name__)
 
 #: In how many parts a worker's silence is measured.
-_NUM_LOOKS = 6
+_NUM_TICKS = 6
 
 #: How far a worker's stream may be ahead of the gateway, in bytes: a few steps of many sequences. A gateway that is further
-#: behind would read old steps one by one; as it is, the worker keeps them and tells them as one.
+#: behind would read old steps one by one; as it is, the worker keeps them and reports them as one.
 RECEIVE_WINDOW_BYTES = 16384
 
 _INFO_TIMEOUT_S = 5.0
@@ -48,7 +48,7 @@ class _Loss:
 
 
 class _Stalled(WorkerLost):
-    """The worker's engine loop stands still, or it tells nothing though its connection stands."""
+    """The worker's engine loop stands still, or it reports nothing though its connection stands."""
 
 
 def _always() -> bool:
@@ -85,7 +85,7 @@ async def _connect_once(
     fleet: Fleet, worker: Worker, tls: TlsFiles | None, stall_timeout_s: float
 ) -> _Loss:
     """One connection, from the first call to its end. With the certificates of the moment: they may be renewed."""
-    link: GrpcPrefillLink | GrpcDecodeLink | None = None
+    link: GrpcWorkerLink | None = None
     was_used = False
     try:
         async with aio_channel(
@@ -93,18 +93,12 @@ async def _connect_once(
         ) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             info = await _get_info(stub, worker)
-            if worker.tier is Tier.PREFILL:
-                link = prefill_link = GrpcPrefillLink(channel, worker.address)
-                fleet.join_prefill(worker.address, info, prefill_link)
-                jobs = []
-            else:
-                link = decode_link = GrpcDecodeLink(channel, worker.address)
-                fleet.join_decode(worker.address, info, decode_link)
-                jobs = [decode_link.run()]
+            link = GrpcWorkerLink(channel, worker.address)
+            fleet.join(worker.address, info, link)
             _log.info("worker %s at %s was reached", info.identity.worker_id, worker.address)
             was_used = True
             silence = _Silence(stall_timeout_s)
-            await _first_to_end([_watch(fleet, stub, worker, silence), silence.run(), *jobs])
+            await _first_to_end([_watch(fleet, stub, worker, silence), silence.run(), link.run()])
             raise WorkerLost(f"worker at {worker.address} ended the connection")
     except PeerMismatch as error:
         state, reason = WorkerState.REFUSED, error.message
@@ -115,10 +109,10 @@ async def _connect_once(
     except ValueError as error:
         state, reason = WorkerState.REFUSED, f"speaks something that is not understood: {error}"
     finally:
-        # First nobody is sent there any more, then those who are there are told.
+        # First nobody is sent there any more, then those who are there hear of it.
         if link is not None:
             fleet.leave(worker.address, WorkerState.UNREACHABLE, "the connection ended")
-            link.lose(f"{worker.tier.name.lower()} worker at {worker.address} was lost")
+            link.lose(f"the worker at {worker.address} was lost")
     fleet.leave(worker.address, state, reason)
     return _Loss(state, reason, was_used)
 
@@ -141,28 +135,28 @@ async def _get_info(stub: worker_pb2_grpc.WorkerServiceAsyncStub, worker: Worker
     try:
         response = await stub.GetWorkerInfo(request, timeout=_INFO_TIMEOUT_S)
     except grpc.aio.AioRpcError as error:
-        raise worker_error(error, worker.tier.name.lower(), worker.address) from error
+        raise worker_error(error, worker.address) from error
     return info_from_proto(response)
 
 
 class _Silence:
-    """Of one worker. It is counted in looks that this process has had, not in seconds: a gateway that stood still itself
-    has heard nobody meanwhile, and no worker is to blame."""
+    """Of one worker. It is counted in ticks of this process, not in seconds: a gateway that stood still itself has heard
+    nobody meanwhile, and no worker is to blame."""
 
     def __init__(self, stall_timeout_s: float) -> None:
         self._stall_timeout_s = stall_timeout_s
-        self._num_looks = 0
+        self._num_ticks = 0
 
     def broken(self) -> None:
-        """The worker has told something."""
-        self._num_looks = 0
+        """The worker has reported something."""
+        self._num_ticks = 0
 
     async def run(self) -> NoReturn:
         """Raises _Stalled when it has lasted for stall_timeout_s, or one part more."""
-        while self._num_looks <= _NUM_LOOKS:
-            await asyncio.sleep(self._stall_timeout_s / _NUM_LOOKS)
-            self._num_looks += 1
-        raise _Stalled(f"it told no load for {self._stall_timeout_s:g} s")
+        while self._num_ticks <= _NUM_TICKS:
+            await asyncio.sleep(self._stall_timeout_s / _NUM_TICKS)
+            self._num_ticks += 1
+        raise _Stalled(f"it reported no load for {self._stall_timeout_s:g} s")
 
 
 async def _watch(
@@ -177,6 +171,6 @@ async def _watch(
                 raise _Stalled(f"its engine loop stands still since {response.heartbeat_age_ms} ms")
             fleet.report(worker.address, load_from_proto(response))
     except grpc.aio.AioRpcError as error:
-        raise worker_error(error, worker.tier.name.lower(), worker.address) from error
+        raise worker_error(error, worker.address) from error
     finally:
         call.cancel()

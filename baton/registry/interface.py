@@ -11,7 +11,7 @@ from baton.types import Tier
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class WorkerAdded:
     """A worker of `tier` is to be found at `address`."""
 
     address: str
@@ -19,13 +19,13 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class WorkerRemoved:
     """`address` is listed no more: its lease ended, or it drains. A connection that stands may well be kept."""
 
     address: str
 
 
-Change = Joined | Left
+Change = WorkerAdded | WorkerRemoved
 
 
 class Registry(Protocol):

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import NoReturn
 
 from baton.errors import ConfigError
-from baton.registry.interface import Change, Joined
+from baton.registry.interface import Change, WorkerAdded
 from baton.registry.registration import Registration
 from baton.types import Tier
 
@@ -37,7 +37,7 @@ class PipeRegistry:
         try:
             while line := await reader.readline():
                 told = json.loads(line)
-                yield Joined(told["address"], Tier[told["tier"].upper()])
+                yield WorkerAdded(told["address"], Tier[told["tier"].upper()])
         finally:
             transport.close()
             self._ended.set()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import NoReturn
 
-from baton.registry.interface import Change, Joined
+from baton.registry.interface import Change, WorkerAdded
 from baton.registry.registration import Registration
 from baton.types import Tier
 
@@ -16,8 +16,8 @@ class StaticRegistry:
 
     def __init__(self, prefills: Sequence[str] = (), decodes: Sequence[str] = ()) -> None:
         self._changes = (
-            *(Joined(address, Tier.PREFILL) for address in prefills),
-            *(Joined(address, Tier.DECODE) for address in decodes),
+            *(WorkerAdded(address, Tier.PREFILL) for address in prefills),
+            *(WorkerAdded(address, Tier.DECODE) for address in decodes),
         )
 
     async def changes(self) -> AsyncGenerator[Change, None]:

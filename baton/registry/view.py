@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from baton.registry.interface import Change, Joined, Left
+from baton.registry.interface import Change, WorkerAdded, WorkerRemoved
 from baton.registry.registration import Registration
 from baton.types import Tier
 
@@ -37,4 +37,7 @@ def changes_between(old: View, new: View) -> tuple[Change, ...]:
     """What leads from `old` to `new`, leaves first. An address whose tier changed leaves and joins."""
     left = sorted(a for a, tier in old.listed.items() if new.listed.get(a) is not tier)
     joined = sorted(a for a, tier in new.listed.items() if old.listed.get(a) is not tier)
-    return (*map(Left, left), *(Joined(address, new.listed[address]) for address in joined))
+    return (
+        *map(WorkerRemoved, left),
+        *(WorkerAdded(address, new.listed[address]) for address in joined),
+    )

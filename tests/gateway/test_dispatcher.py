@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.errors import BatonError, NoWorkers
 from baton.types import Tier
-from gateway.placement import Placement
+from gateway.placement import Outcome, Placement
 from tests.support.fake_workers import expected_output
 from tests.support.gateway_world import Client, World, gateway_world, make_spec
 from tests.support.virtual_loop import run_virtual
@@ -174,7 +174,7 @@ def test_memory_is_reserved_only_when_the_prefill_is_about_to_start() -> None:
 def test_placements_are_counted_until_they_are_released_once() -> None:
     async def main() -> None:
         async with gateway_world() as world:
-            placement = await world.dispatcher.place(make_spec("a"))
+            placement = await world.place(make_spec("a"))
             prefill, decode = world.fleet.workers["p0:1"], world.fleet.workers["d0:1"]
             assert (prefill.outstanding_tokens, prefill.num_in_flight) == (5, 1)
             assert (decode.num_unreported_blocks, decode.num_in_flight) == (2, 1)
@@ -189,10 +189,10 @@ def test_settled_blocks_are_counted_until_the_next_report() -> None:
     async def main() -> None:
         async with gateway_world() as world:
             decode = world.fleet.workers["d0:1"]
-            placement: Placement = await world.dispatcher.place(make_spec("a"))
+            placement: Placement = await world.place(make_spec("a"))
             world.fleet.report("d0:1", decode.load)
             assert decode.num_unreported_blocks == 2, "the worker has not answered yet"
-            placement.settle()
+            placement.record(Outcome.RESERVED)
             assert decode.num_unreported_blocks == 2
             world.fleet.report("d0:1", decode.load)
             assert decode.num_unreported_blocks == 0

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from baton.types import BeamParams, Tier, WorkerLoad
-from gateway import movable_seat, mover
-from gateway.mover import MAX_MOVES
+from gateway import migrator, state
+from gateway.migrator import MAX_MIGRATIONS
 from gateway.request import TextOptions
 from tests.support.fake_workers import expected_outputs, text_of
 from tests.support.gateway_world import Client, World, in_world, make_spec
@@ -37,7 +37,7 @@ def test_a_worker_that_drains_is_emptied_and_nothing_is_computed_again(num_choic
         world.decodes[busy].drain()
         await asyncio.sleep(0.3)
         assert world.decodes[busy].num_sequences == 0
-        assert world.decodes[busy].num_handed_over == num_choices
+        assert world.decodes[busy].num_handed_off == num_choices
         assert world.decodes[idle].num_sequences == num_choices
         in_flight = [worker.num_in_flight for worker in world.fleet.tier(Tier.DECODE)]
         assert sorted(in_flight) == [0, num_choices]
@@ -55,7 +55,7 @@ def test_a_worker_that_drains_is_emptied_and_nothing_is_computed_again(num_choic
 
 def test_few_move_at_once_and_all_get_there() -> None:
     async def test(world: World) -> None:
-        specs = [make_spec(f"r{i}", arrival_ns=i, max_tokens=80) for i in range(3 * MAX_MOVES)]
+        specs = [make_spec(f"r{i}", arrival_ns=i, max_tokens=80) for i in range(3 * MAX_MIGRATIONS)]
         world.decodes[1].is_mute = True  # for a while, so that all are on the first
         world.fleet.report("d1:1", WorkerLoad(is_draining=True))
         requests = [asyncio.create_task(world.generate(spec)) for spec in specs]
@@ -66,10 +66,10 @@ def test_few_move_at_once_and_all_get_there() -> None:
         world.decodes[0].drain()
         most = 0
         while world.decodes[0].num_sequences:
-            moving = sum(seat.is_moving for seat in world.decodes[0]._seats.values())
+            moving = sum(s.is_moving for s in world.decodes[0]._sequences.values())
             most = max(most, moving)
             await asyncio.sleep(0.001)
-        assert 1 < most <= MAX_MOVES
+        assert 1 < most <= MAX_MIGRATIONS
         for spec, request in zip(specs, requests, strict=True):
             assert (await request).outputs() == expected_outputs(spec)
 
@@ -85,7 +85,7 @@ def test_a_move_outlives_the_workers(after_s: float, victim: str, loses_transfer
         busy, idle = busy_and_idle(world)
         world.decodes[busy].loses_transfers = loses_transfers
         world.decodes[busy].drain()
-        while not any(seat.is_paused for seat in world.decodes[busy]._seats.values()):
+        while not any(s.is_paused for s in world.decodes[busy]._sequences.values()):
             await asyncio.sleep(0.001)
         await asyncio.sleep(after_s)
         if victim in ("here", "both"):
@@ -105,7 +105,7 @@ def test_a_request_that_is_given_up_in_mid_move_leaves_nothing(after_s: float) -
         request = await all_on_one(world, 2)
         busy, _ = busy_and_idle(world)
         world.decodes[busy].drain()
-        while not any(seat.is_paused for seat in world.decodes[busy]._seats.values()):
+        while not any(s.is_paused for s in world.decodes[busy]._sequences.values()):
             await asyncio.sleep(0.001)
         await asyncio.sleep(after_s)
         request.cancel()
@@ -118,7 +118,7 @@ def test_a_request_that_is_given_up_in_mid_move_leaves_nothing(after_s: float) -
 
 
 def test_clients_that_do_not_read_hold_no_move_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mover, "MAX_MOVES", 2)
+    monkeypatch.setattr(migrator, "MAX_MIGRATIONS", 2)
 
     async def test(world: World) -> None:
         world.fleet.report("d1:1", WorkerLoad(is_draining=True))
@@ -132,11 +132,8 @@ def test_clients_that_do_not_read_hold_no_move_up(monkeypatch: pytest.MonkeyPatc
         world.decodes[1]._report()
         world.decodes[0].drain()
         await asyncio.sleep(0.5)
-        assert {spec.request_id for spec in world.decodes[1].specs} == {
-            "quick0",
-            "quick1",
-            "quick2",
-        }
+        moved = {spec.request_id for spec in world.decodes[1].specs}
+        assert moved == {spec.request_id for spec in (*slow, *quick)}
         for spec, request in zip((*slow, *quick), requests, strict=True):
             assert (await request).outputs() == expected_outputs(spec)
 
@@ -157,7 +154,7 @@ def test_a_worker_that_does_not_pause_goes_on_with_its_sequence() -> None:
 
 
 def test_a_transfer_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(movable_seat, "HANDOFF_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(state, "HANDOFF_TIMEOUT_S", 1.0)
 
     async def test(world: World) -> None:
         request = await all_on_one(world)
@@ -261,8 +258,8 @@ def test_memory_is_evened_out_before_it_runs_out() -> None:
         world.decodes[1]._report()
         for spec, request in zip(specs, requests, strict=True):
             assert (await request).outputs() == expected_outputs(spec)
-        assert world.decodes[0].num_handed_over > 0
-        assert world.decodes[1].num_handed_over == 0, "nothing is moved back"
+        assert world.decodes[0].num_handed_off > 0
+        assert world.decodes[1].num_handed_off == 0, "nothing is moved back"
         assert world.decodes[0].num_preemptions == 0
 
     in_world(test, num_decodes=2, num_blocks=64)

@@ -16,6 +16,7 @@ from gateway.fleet import Fleet, WorkerState
 from gateway.numerics import NumericsWatch, Rounding
 from tests.support.fake_workers import expected_output, make_info
 from tests.support.gateway_world import Client, World, in_world, make_spec
+from tests.support.stub_link import StubLink
 from tests.support.virtual_loop import run_virtual
 
 A = NumericsClass("cpu", "avx512", "bfloat16", "1")
@@ -62,8 +63,8 @@ def test_a_worker_without_a_partner_is_refused_until_one_comes() -> None:
     async def main() -> None:
         fleet = Fleet(["p:1", "q:1"], ["d:1", "e:1"], numerics_policy="strict")
         for address, numerics in (("d:1", B), ("e:1", A)):
-            fleet.join_decode(address, make_info(address, Tier.DECODE, numerics=numerics), None)  # type: ignore[arg-type]
-        fleet.join_prefill("p:1", make_info("p", Tier.PREFILL, numerics=A), None)  # type: ignore[arg-type]
+            fleet.join(address, make_info(address, Tier.DECODE, numerics=numerics), StubLink())
+        fleet.join("p:1", make_info("p", Tier.PREFILL, numerics=A), StubLink())
 
         def report() -> list[WorkerState]:
             for address in ("p:1", "d:1", "e:1"):
@@ -81,7 +82,7 @@ def test_a_worker_without_a_partner_is_refused_until_one_comes() -> None:
             "--numerics",
         ):
             assert part in reason
-        fleet.join_prefill("q:1", make_info("q", Tier.PREFILL, numerics=B), None)  # type: ignore[arg-type]
+        fleet.join("q:1", make_info("q", Tier.PREFILL, numerics=B), StubLink())
         assert report() == [WorkerState.READY] * 3
         assert fleet.workers["d:1"].reason == ""
 
@@ -92,7 +93,7 @@ def test_a_strict_fleet_pairs_workers_of_one_class_only() -> None:
     async def test(world: World) -> None:
         seen = set()
         for i in range(24):
-            placement = await world.dispatcher.place(make_spec(f"r{i}", [i + 1] * 20))
+            placement = await world.place(make_spec(f"r{i}", [i + 1] * 20))
             prefill, decode = placement.prefill, placement.decode
             assert prefill
             assert decode
@@ -156,7 +157,7 @@ def test_nobody_moves_to_another_class_of_a_strict_fleet(policy: str, is_moved: 
         (at,) = (i for i, decode in enumerate(world.decodes) if decode.num_sequences)
         world.decodes[at].drain()
         assert (await request).token_ids == expected_output(spec)
-        assert world.decodes[at].num_handed_over == is_moved
+        assert world.decodes[at].num_handed_off == is_moved
 
     in_world(test, **(TWO_CLASSES | {"numerics_policy": policy}))
 

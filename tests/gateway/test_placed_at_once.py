@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from gateway.driver import RequestDriver
 from gateway.placement import Placement
-from gateway.relay import Relay
 from gateway.request import TextOptions, ValidatedRequest
 from tests.support.fake_workers import expected_output
 from tests.support.gateway_world import Client, World, gateway_world, in_world, make_spec
@@ -33,7 +33,7 @@ async def run(world: World, request_id: str, notice: Notice, client: Client) -> 
     now_s = asyncio.get_running_loop().time()
     spec = make_spec(request_id)
     request = ValidatedRequest(spec, TextOptions(), arrival_s=now_s)
-    await Relay(world.context, request, client.write, now_s + 60.0).run(notice)
+    await RequestDriver(world.deps, request, client.write, now_s + 60.0).run(notice)
     assert client.token_ids == expected_output(spec)
 
 
@@ -49,7 +49,7 @@ def test_with_room_the_client_hears_of_it_after_its_worker() -> None:
 
 def test_without_room_the_client_hears_of_it_in_the_queue() -> None:
     async def test(world: World) -> None:
-        blocker = await world.dispatcher.place(make_spec("first"))
+        blocker = await world.place(make_spec("first"))
         client = Client()
         notice = Notice(world, client)
         running = asyncio.create_task(run(world, "second", notice, client))
@@ -79,10 +79,10 @@ def test_the_client_hears_of_it_once_however_often_it_is_placed() -> None:
 def test_nobody_overtakes_who_waits_for_room_even_if_there_is_enough_for_him() -> None:
     async def main() -> None:
         async with gateway_world(num_prefills=0, num_blocks=20) as world:
-            blocker = await world.dispatcher.place(make_spec("a", range(40)))
-            large = asyncio.create_task(world.dispatcher.place(make_spec("b", range(50))))
+            blocker = await world.place(make_spec("a", range(40)))
+            large = asyncio.create_task(world.place(make_spec("b", range(50))))
             await asyncio.sleep(0.1)
-            small = asyncio.create_task(world.dispatcher.place(make_spec("c", arrival_ns=1)))
+            small = asyncio.create_task(world.place(make_spec("c", arrival_ns=1)))
             await asyncio.sleep(0.1)
             assert not large.done()
             assert not small.done()
@@ -98,8 +98,8 @@ def test_nobody_overtakes_who_waits_for_room_even_if_there_is_enough_for_him() -
 def test_a_place_given_to_one_who_just_left_is_given_back(num_turns: int) -> None:
     async def main() -> None:
         async with gateway_world(num_prefills=0, max_num_seqs=1) as world:
-            blocker: Placement = await world.dispatcher.place(make_spec("a"))
-            waiting = asyncio.create_task(world.dispatcher.place(make_spec("b", arrival_ns=1)))
+            blocker: Placement = await world.place(make_spec("a"))
+            waiting = asyncio.create_task(world.place(make_spec("b", arrival_ns=1)))
             await asyncio.sleep(0.1)
             blocker.release()
             for _ in range(num_turns):

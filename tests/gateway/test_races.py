@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from gateway import movable_seat
+from gateway import state
 from tests.support.fake_workers import expected_outputs
 from tests.support.gateway_world import Client, World, gateway_world, make_spec
 from tests.support.virtual_loop import run_virtual
@@ -63,8 +63,8 @@ async def serve(world: World, rng: random.Random) -> None:
 def test_streams_are_whole_whatever_overtakes_what(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(movable_seat, "PAUSE_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(movable_seat, "HANDOFF_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(state, "PAUSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(state, "HANDOFF_TIMEOUT_S", 0.3)
     rng = random.Random(seed)
 
     async def main() -> None:

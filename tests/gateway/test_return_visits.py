@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.types import SequenceSpec
-from gateway.placement import Placement
+from gateway.dispatcher import OnPlace
 from tests.support.gateway_world import Client, World, in_world, make_spec
 
 
@@ -35,9 +35,9 @@ def test_who_failed_a_sequence_is_avoided_when_it_is_placed_anew(
         avoided: list[frozenset[str]] = []
         place = world.dispatcher.place
 
-        async def place_and_note(spec: SequenceSpec, **options: Any) -> Placement:
+        def place_and_note(spec: SequenceSpec, on_place: OnPlace, **options: Any) -> object:
             avoided.append(options["avoid"])
-            return await place(spec, **options)
+            return place(spec, on_place, **options)
 
         def fail_all(_chunk: object) -> None:
             if len(client.chunks) == 2:

@@ -18,7 +18,7 @@ import pytest
 from baton.types import BlockCounts, Tier, WorkerLoad
 from gateway.affinity import MAX_MATCHES, PrefixAffinity
 from gateway.fleet import Fleet, Worker
-from gateway.placement import Placement
+from gateway.placement import Outcome, Placement
 from gateway.planner import NUM_DRAWN, plan
 from gateway.router import Need, Plan, Verdict
 from tests.support.fake_workers import make_info
@@ -26,11 +26,12 @@ from tests.support.sim_grid import (
     HASHED_TOKENS,
     Change,
     Grid,
-    Outcome,
+    GridResult,
     TraceRequest,
     read_trace,
     synthetic_trace,
 )
+from tests.support.stub_link import StubLink
 
 NUM_WORKERS = 1000
 NUM_BLOCKS = 50_000
@@ -54,8 +55,7 @@ def fleet_of(num_prefills: int, num_decodes: int, **info: int) -> Fleet:
             },
         )
         facts = replace(facts, layout=replace(facts.layout, block_size=BLOCK_TOKENS))
-        join = fleet.join_prefill if worker.tier is Tier.PREFILL else fleet.join_decode
-        join(address, facts, None)  # type: ignore[arg-type]
+        fleet.join(address, facts, StubLink())
         fleet.report(address, WorkerLoad(blocks=BlockCounts(NUM_BLOCKS, 0, 0)))
     return fleet
 
@@ -82,7 +82,7 @@ class DecodeTier:
         num_blocks = -(-(num_tokens + 1) // BLOCK_TOKENS)
         worker = fleet.workers[choice.decode]
         placement = Placement(fleet, self._num_tries, None, worker, 1, num_blocks)
-        placement.settle()
+        placement.record(Outcome.RESERVED)
         self._add(choice.decode, 1, num_blocks)
 
     def fills(self) -> list[float]:
@@ -189,13 +189,13 @@ def poisson(lengths: Iterator[int], num_requests: int) -> list[TraceRequest]:
     return requests
 
 
-def check_balance(found: Outcome) -> None:
+def check_balance(found: GridResult) -> None:
     """No worker of the prefill tier computes a tenth more, or less, than the mean."""
     assert found.prefill_work[0] >= 0.9
     assert found.prefill_work[-1] <= 1.1
 
 
-def check_prefixes(found: Outcome) -> None:
+def check_prefixes(found: GridResult) -> None:
     """Most of what could be found is found, and it costs no balance."""
     assert found.hit_share >= 0.8 * found.ideal_hit_share
     check_balance(found)

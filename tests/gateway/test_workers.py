@@ -18,6 +18,7 @@ from gateway.workers import keep_connected
 from tests.support.fake_workers import LAYOUT, make_info
 from tests.support.gateway_world import make_spec
 from tests.support.grpc_workers import GrpcWorker, serving
+from tests.support.stub_link import StubLink
 
 DECODE = make_info("d", Tier.DECODE)
 PREFILL = make_info("p", Tier.PREFILL)
@@ -52,7 +53,7 @@ def state(fleet: Fleet, address: str) -> WorkerState:
     return fleet.workers[address].state
 
 
-async def test_workers_join_and_tell_their_load() -> None:
+async def test_workers_join_and_report_their_load() -> None:
     async with serving(GrpcWorker(DECODE)) as d, serving(GrpcWorker(PREFILL)) as p:
         fleet = Fleet([p.address], [d.address])
         async with connected(fleet):
@@ -91,7 +92,7 @@ async def test_a_worker_that_does_not_fit_is_refused_by_name(info: object, field
     odd = GrpcWorker(info)  # type: ignore[arg-type]
     async with serving(GrpcWorker(DECODE)) as d, serving(odd) as p:
         fleet = Fleet([p.address], [d.address])
-        fleet.join_decode(d.address, DECODE, None)  # type: ignore[arg-type]
+        fleet.join(d.address, DECODE, StubLink())
         fleet.report(d.address, fleet.workers[d.address].load)
         async with contextlib.AsyncExitStack() as stack:
             task = asyncio.create_task(keep_connected(fleet, p.address))
@@ -123,7 +124,7 @@ async def test_a_worker_that_drains_takes_no_more_work() -> None:
 
 
 @pytest.mark.parametrize("cause", ["old heartbeat", "silence", "stop"])
-async def test_a_lost_worker_is_out_before_its_sequences_are_told(
+async def test_a_lost_worker_is_out_before_its_sequences_hear_of_it(
     cause: str,
 ) -> None:
     worker = GrpcWorker(DECODE, is_holding=True)
@@ -132,8 +133,7 @@ async def test_a_lost_worker_is_out_before_its_sequences_are_told(
         async with connected(fleet, stall_timeout_s=0.6):
             await until(fleet, lambda: state(fleet, d.address) is WorkerState.READY)
             events: asyncio.Queue[tuple[SequenceEvent, WorkerState]] = asyncio.Queue()
-            link = fleet.workers[d.address].decode_link
-            assert link is not None
+            link = fleet.workers[d.address].link
             link.open(
                 make_spec("a"),
                 KvSource.PREFILL,
@@ -182,13 +182,12 @@ async def test_a_worker_whose_steps_are_long_is_kept() -> None:
             await until(fleet, lambda: state(fleet, d.address) is WorkerState.STALLED)
 
 
-async def test_each_choice_has_a_handle_and_is_told_of_a_loss() -> None:
+async def test_each_choice_has_a_handle_and_hears_of_a_loss() -> None:
     async with serving(GrpcWorker(DECODE)) as d:
         fleet = Fleet([], [d.address])
         async with connected(fleet):
             await until(fleet, lambda: state(fleet, d.address) is WorkerState.READY)
-            link = fleet.workers[d.address].decode_link
-            assert link is not None
+            link = fleet.workers[d.address].link
             inboxes = [asyncio.Queue[SequenceEvent]() for _ in range(3)]
             sinks = [inbox.put_nowait for inbox in inboxes]
             first = link.open(make_spec("a", num_choices=3), KvSource.PREFILL, sinks)
@@ -206,8 +205,7 @@ async def test_an_abort_reaches_the_worker_and_silences_it() -> None:
         fleet = Fleet([], [d.address])
         async with connected(fleet):
             await until(fleet, lambda: state(fleet, d.address) is WorkerState.READY)
-            link = fleet.workers[d.address].decode_link
-            assert link is not None
+            link = fleet.workers[d.address].link
             events: list[SequenceEvent] = []
             handle = link.open(make_spec("a"), KvSource.LOCAL, [events.append])
             await worker.wait_until_holding(1)

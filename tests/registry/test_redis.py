@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from baton.errors import ConfigError
-from baton.registry import Joined, Left, Registration
+from baton.registry import Registration, WorkerAdded, WorkerRemoved
 from baton.registry.interface import Change
 from baton.registry.redis import KEY_PREFIX, RedisRegistry
 from baton.registry.registration import to_json
@@ -57,38 +57,40 @@ async def watched(server: RedisServer) -> AsyncIterator[AsyncGenerator[Change, N
 async def test_workers_join_drain_and_leave(server: RedisServer) -> None:
     entry = DECODE
     async with watched(server) as changes, announced(server, lambda: entry):
-        assert await anext(changes) == Joined("d:1", Tier.DECODE)
+        assert await anext(changes) == WorkerAdded("d:1", Tier.DECODE)
         async with announced(server, lambda: PREFILL):
-            assert await anext(changes) == Joined("p:1", Tier.PREFILL)
-        assert await anext(changes) == Left("p:1"), "taken off at once, not at its lease's end"
+            assert await anext(changes) == WorkerAdded("p:1", Tier.PREFILL)
+        assert await anext(changes) == WorkerRemoved("p:1"), (
+            "taken off at once, not at its lease's end"
+        )
         entry = replace(DECODE, load=WorkerLoad(is_draining=True))
-        assert await anext(changes) == Left("d:1")
+        assert await anext(changes) == WorkerRemoved("d:1")
 
 
 async def test_an_entry_ends_with_its_lease(server: RedisServer) -> None:
     entry: Registration | None = DECODE
     async with watched(server) as changes, announced(server, lambda: entry, lease_s=0.2):
-        assert await anext(changes) == Joined("d:1", Tier.DECODE)
+        assert await anext(changes) == WorkerAdded("d:1", Tier.DECODE)
         entry = None  # its engine loop stands still
-        assert await anext(changes) == Left("d:1")
+        assert await anext(changes) == WorkerRemoved("d:1")
         entry = DECODE
-        assert await anext(changes) == Joined("d:1", Tier.DECODE)
+        assert await anext(changes) == WorkerAdded("d:1", Tier.DECODE)
 
 
 async def test_an_outage_is_no_change_and_an_empty_restart_is_repaired(server: RedisServer) -> None:
     async with announced(server, lambda: DECODE), watched(server) as changes:
-        assert await anext(changes) == Joined("d:1", Tier.DECODE)
+        assert await anext(changes) == WorkerAdded("d:1", Tier.DECODE)
         await server.stop()
         next_change = asyncio.ensure_future(anext(changes))
         async with announced(server, lambda: PREFILL):  # appears while Redis is down
             await server.start()
             seen = [await next_change]
             # The list may be seen before the first worker is back on it; it is told twice then.
-            while Joined("p:1", Tier.PREFILL) not in seen or seen.count(Left("d:1")) > seen.count(
-                Joined("d:1", Tier.DECODE)
-            ):
+            while WorkerAdded("p:1", Tier.PREFILL) not in seen or seen.count(
+                WorkerRemoved("d:1")
+            ) > seen.count(WorkerAdded("d:1", Tier.DECODE)):
                 seen.append(await anext(changes))
-            assert Left("p:1") not in seen
+            assert WorkerRemoved("p:1") not in seen
 
 
 async def test_a_watch_that_begins_in_an_outage_goes_on_after_it(server: RedisServer) -> None:
@@ -96,7 +98,7 @@ async def test_a_watch_that_begins_in_an_outage_goes_on_after_it(server: RedisSe
     async with watched(server) as changes, announced(server, lambda: DECODE):
         first = asyncio.ensure_future(anext(changes))
         await server.start()
-        assert await first == Joined("d:1", Tier.DECODE)
+        assert await first == WorkerAdded("d:1", Tier.DECODE)
 
 
 async def test_a_frozen_server_holds_up_nobody(
@@ -104,7 +106,7 @@ async def test_a_frozen_server_holds_up_nobody(
 ) -> None:
     async with watched(server) as changes:
         async with announced(server, lambda: DECODE) as announcing:
-            assert await anext(changes) == Joined("d:1", Tier.DECODE)
+            assert await anext(changes) == WorkerAdded("d:1", Tier.DECODE)
             server.freeze()
             next_change = asyncio.ensure_future(anext(changes))
             while caplog.text.count("cannot be used") < 2:  # the watch's, and the worker's
@@ -116,7 +118,7 @@ async def test_a_frozen_server_holds_up_nobody(
         server.thaw()
         async with announced(server, lambda: PREFILL):
             # What was sent while it was frozen may have been done by it, or not.
-            while await next_change != Joined("p:1", Tier.PREFILL):
+            while await next_change != WorkerAdded("p:1", Tier.PREFILL):
                 next_change = asyncio.ensure_future(anext(changes))
     assert caplog.text.count("cannot be used") == 2, "an outage is told once by each"
 
@@ -130,7 +132,7 @@ async def test_strange_entries_hide_no_other(server: RedisServer) -> None:
         other = replace(PREFILL, info=replace(PREFILL.info, model="another"))
         await client.set(KEY_PREFIX + "p:1", to_json(other))
     async with watched(server) as changes, announced(server, lambda: DECODE):
-        assert await anext(changes) == Joined("d:1", Tier.DECODE)
+        assert await anext(changes) == WorkerAdded("d:1", Tier.DECODE)
 
 
 async def test_a_worker_takes_off_only_its_own_entry(server: RedisServer) -> None:
@@ -177,7 +179,7 @@ async def test_many_workers_are_all_seen(server: RedisServer) -> None:
         await client.mset(entries)
     async with watched(server) as changes:
         joined = {await anext(changes) for _ in entries}
-        assert joined == {Joined(f"d:{port}", Tier.DECODE) for port in range(1, 1201)}
+        assert joined == {WorkerAdded(f"d:{port}", Tier.DECODE) for port in range(1, 1201)}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.registry import Joined, Left, Registration
+from baton.registry import Registration, WorkerAdded, WorkerRemoved
 from baton.registry.view import View, changes_between
 from baton.types import Tier, WorkerLoad
 from tests.support.fake_workers import make_info
@@ -37,10 +37,10 @@ def test_changes_lead_to_the_list(lists: list[list[Registration]]) -> None:
         new = view.after(entries)
         for change in changes_between(view, new):
             match change:
-                case Joined(address, tier):
+                case WorkerAdded(address, tier):
                     assert address not in known, "it left before it joined as something else"
                     known[address] = tier
-                case Left(address):
+                case WorkerRemoved(address):
                     del known[address]
         view = new
         assert changes_between(view, view) == ()

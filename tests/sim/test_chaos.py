@@ -32,7 +32,7 @@ async def disturb(system: System, rng: random.Random) -> None:
 
 
 async def _lose_prefill(system: System, rng: random.Random, successor: str) -> None:
-    living = [node for node in system.prefills if node.task and not node.task.done()]
+    living = [node for node in system.prefills if not node.is_dead]
     if living:
         await rng.choice(living).kill()
     await asyncio.sleep(rng.uniform(0.0, 1.0))
@@ -72,7 +72,7 @@ def test_no_stream_loses_doubles_or_changes_a_token(chaos_seed: int) -> None:
                 swap_bytes=20_000,
                 max_num_launches=rng.choice([1, 2, 2]),
             ),
-            prefill_shape=SimShape(block_size=8, num_blocks=200, min_borrowed_tokens=1),
+            prefill_shape=SimShape(block_size=8, num_blocks=200, min_fetched_tokens=1),
             hub=FaultyHub(rng, rate=rng.choice([0.0, 0.01, 0.05])),
         )
         plain_share = rng.choice([0.0, 0.95])

@@ -148,7 +148,7 @@ def test_a_worker_with_many_live_streams_is_drained_and_nothing_is_computed_agai
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
         assert second.worker.pool.counts().leased == 0
-        num_prompts = system.prefills[0].num_keys
+        num_prompts = system.prefills[0].num_opened
         system.fleet.add("d2", Tier.DECODE)
         third = DecodeNode(system, "d2")
         system.decodes.append(third)
@@ -158,7 +158,7 @@ def test_a_worker_with_many_live_streams_is_drained_and_nothing_is_computed_agai
             assert history.error is None
             history.check(all_outputs(spec))
         assert "HandedOff" in system.seen
-        assert system.prefills[0].num_keys == num_prompts == len(specs)
+        assert system.prefills[0].num_opened == num_prompts == len(specs)
         resumes = sum(history.chunks[-1].timing.num_resumes for history in histories)
         assert resumes == 0
         await system.close()

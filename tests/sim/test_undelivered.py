@@ -86,15 +86,15 @@ def test_the_pair_is_not_tried_again_for_a_while() -> None:
     async def test(system: System) -> None:
         await ask(system, spec_of("first"))
         assert await ask(system, spec_of("at once")) < 1.5
-        assert system.prefills[0].num_keys == 1
+        assert system.prefills[0].num_opened == 1
         await asyncio.sleep(FIRST_REST_S)
         await ask(system, spec_of("second"))
         for number in range(8):
             assert await ask(system, spec_of(f"then {number}")) < 1.5
-        assert system.prefills[0].num_keys == 2
+        assert system.prefills[0].num_opened == 2
         await asyncio.sleep(REST_S)
         await ask(system, spec_of("last"))
-        assert system.prefills[0].num_keys == 3
+        assert system.prefills[0].num_opened == 3
 
     in_system(test, hub_of=cut("mute", p0="d0"))
 
@@ -128,7 +128,7 @@ def test_a_request_does_not_try_every_prefill_worker() -> None:
 
     async def test(system: System) -> None:
         assert await ask(system, spec_of("a")) < CONNECT_TIMEOUT_S + 1.5
-        assert sum(node.num_keys for node in system.prefills) == 1
+        assert sum(node.num_opened for node in system.prefills) == 1
 
     pairs = {f"p{number}": "d0" for number in range(6)}
     in_system(test, num_prefill=6, hub_of=cut("mute", **pairs))

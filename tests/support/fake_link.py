@@ -1,4 +1,4 @@
-"""A gateway's stream to a fake decode worker: in order both ways, with a delay of its own for each message."""
+"""A gateway's stream to a fake worker: in order both ways, with a delay of its own for each message."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from baton.types import KvSource, SequenceSpec
 from gateway.links import Sink
 
 
-class Obeys(Protocol):
+class Commanded(Protocol):
     """The worker at the other end."""
 
-    def obey_open(
-        self, handle: int, spec: SequenceSpec, source: KvSource, num_handles: int
+    def on_open(
+        self, handle: int, spec: SequenceSpec, source: KvSource, num_handles: int, send_to: bytes
     ) -> None: ...
 
-    def obey_abort(self, handle: int) -> None: ...
+    def on_abort(self, handle: int) -> None: ...
 
-    def obey_pause(self, handle: int) -> None: ...
+    def on_pause(self, handle: int) -> None: ...
 
-    def obey_hand_off(self, handle: int, ticket: bytes) -> None: ...
+    def on_hand_off(self, handle: int, ticket: bytes) -> None: ...
 
-    def obey_resume(self, handle: int) -> None: ...
+    def on_resume(self, handle: int) -> None: ...
 
 
 class _Pipe:
@@ -52,9 +52,11 @@ class _Pipe:
 
 
 class FakeLink:
-    """Implements gateway.links.DecodeLink. What a test wants to know is counted."""
+    """Implements gateway.links.WorkerLink. What a test wants to know is counted."""
 
-    def __init__(self, worker: Obeys, latency: Callable[[], float], last_handle: int = 0) -> None:
+    def __init__(
+        self, worker: Commanded, latency: Callable[[], float], last_handle: int = 0
+    ) -> None:
         """last_handle: the next one is the first to be given."""
         self.specs: list[SequenceSpec] = []
         """All that were ever opened here, in order."""
@@ -65,38 +67,40 @@ class FakeLink:
         self._last_handle = last_handle
         self._is_lost = False
 
-    def open(self, spec: SequenceSpec, source: KvSource, sinks: Sequence[Sink]) -> int:
+    def open(
+        self, spec: SequenceSpec, source: KvSource, sinks: Sequence[Sink], send_to: bytes = b""
+    ) -> int:
         first = self._last_handle + 1
         self._last_handle += len(sinks)
         self.specs.append(spec)
         self._sinks.update(enumerate(sinks, start=first))
         if self._is_lost:
-            self._loop.call_soon(self._tell_loss)
-        self._there.put(self._worker.obey_open, first, spec, source, len(sinks))
+            self._loop.call_soon(self._report_loss)
+        self._there.put(self._worker.on_open, first, spec, source, len(sinks), send_to)
         return first
 
     def abort(self, handle: int) -> None:
         if self._sinks.pop(handle, None) is not None:
-            self._there.put(self._worker.obey_abort, handle)
+            self._there.put(self._worker.on_abort, handle)
 
     def pause(self, handle: int) -> None:
-        self._there.put(self._worker.obey_pause, handle)
+        self._there.put(self._worker.on_pause, handle)
 
     def hand_off(self, handle: int, ticket: bytes) -> None:
-        self._there.put(self._worker.obey_hand_off, handle, ticket)
+        self._there.put(self._worker.on_hand_off, handle, ticket)
 
     def resume(self, handle: int) -> None:
-        self._there.put(self._worker.obey_resume, handle)
+        self._there.put(self._worker.on_resume, handle)
 
-    def tell(self, handle: int, event: SequenceEvent) -> None:
-        """The worker tells something."""
+    def emit(self, handle: int, event: SequenceEvent) -> None:
+        """The worker reports something."""
         self._back.put(self._deliver, handle, event)
 
     def lose(self) -> None:
         """The connection breaks: what is under way is lost, and the gateway sees it."""
         self._is_lost = True
         self._there.is_cut = self._back.is_cut = True
-        self._loop.call_soon(self._tell_loss)
+        self._loop.call_soon(self._report_loss)
 
     def _deliver(self, handle: int, event: SequenceEvent) -> None:
         sink = self._sinks.get(handle)
@@ -106,7 +110,7 @@ class FakeLink:
             del self._sinks[handle]
         sink(event)
 
-    def _tell_loss(self) -> None:
+    def _report_loss(self) -> None:
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
             sink(Failed("WORKER_LOST", "the connection broke", is_retriable=True))

@@ -12,7 +12,6 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from baton.errors import WorkerLost
 from baton.events import (
     Committed,
     Deferred,
@@ -23,7 +22,7 @@ from baton.events import (
     Offered,
     Paused,
     Preempted,
-    PromptScored,
+    Prefilled,
     SequenceEvent,
     Tokens,
 )
@@ -44,7 +43,6 @@ from baton.types import (
     finish_reason,
 )
 from gateway.fleet import Fleet, WorkerState
-from gateway.links import First, OnFirst, PrefillResult
 from tests.support.fake_link import FakeLink
 
 VOCAB_SIZE = 97
@@ -130,7 +128,7 @@ def make_info(
 
 
 @dataclass(slots=True, eq=False)
-class _Seat:
+class _Sequence:
     """A sequence on a fake decode worker: one choice, or several that are one as yet, or a search."""
 
     handle: int
@@ -139,11 +137,13 @@ class _Seat:
     """Those that were not given up, counted from the first."""
     num_blocks: int
     num_shared_blocks: int = 0
-    """Blocks of the prompt that another choice's seat counts."""
+    """Blocks of the prompt that another choice's sequence counts."""
     is_running: bool = False
     is_paused: bool = False
     is_moving: bool = False
     token_ids: list[int] = field(default_factory=list)
+    prefilled: Prefilled | None = None
+    """To be reported before the first token, if the prompt is computed here."""
 
     @property
     def num_sequences(self) -> int:
@@ -168,7 +168,7 @@ class FakeDecode:
         self._fleet = fleet
         self._address = address
         self._loop = asyncio.get_running_loop()
-        self._seats: dict[int, _Seat] = {}
+        self._sequences: dict[int, _Sequence] = {}
         self._num_free = info.num_blocks
         self._timer: asyncio.TimerHandle | None = None
         self._is_up = False
@@ -176,8 +176,8 @@ class FakeDecode:
         """Whether openings get no answer."""
         self.is_draining = False
         self.peers: Sequence[FakeDecode] = ()
-        """All decode workers, to hand sequences over to."""
-        self.num_handed_over = 0
+        """All decode workers, to hand sequences off to."""
+        self.num_handed_off = 0
         self.transfer_s = 0.02
         self.ignores_pauses = False
         self.loses_transfers = False
@@ -185,7 +185,7 @@ class FakeDecode:
 
     @property
     def num_sequences(self) -> int:
-        return sum(seat.num_sequences for seat in self._seats.values())
+        return sum(sequence.num_sequences for sequence in self._sequences.values())
 
     @property
     def num_free_blocks(self) -> int:
@@ -200,90 +200,96 @@ class FakeDecode:
     def num_opens(self) -> int:
         return len(self.specs)
 
-    # What it is told by the link.
+    # Commands of the link.
 
-    def obey_open(
-        self, handle: int, spec: SequenceSpec, source: KvSource, num_handles: int
+    def on_open(
+        self,
+        handle: int,
+        spec: SequenceSpec,
+        source: KvSource,
+        num_handles: int,
+        send_to: bytes,  # noqa: ARG002, this one sends to nobody
     ) -> None:
         if not self.is_mute:
             self._admit(
-                _Seat(handle, spec, set(range(num_handles)), self._num_blocks(spec)), source
+                _Sequence(handle, spec, set(range(num_handles)), self._num_blocks(spec)), source
             )
 
-    def obey_abort(self, handle: int) -> None:
-        for seat in list(self._seats.values()):
-            if handle - seat.handle in seat.choices:
-                seat.choices.remove(handle - seat.handle)
-                if not seat.choices:
-                    self._free(seat)
+    def on_abort(self, handle: int) -> None:
+        for sequence in list(self._sequences.values()):
+            if handle - sequence.handle in sequence.choices:
+                sequence.choices.remove(handle - sequence.handle)
+                if not sequence.choices:
+                    self._free(sequence)
 
-    def obey_pause(self, handle: int) -> None:
-        seat = self._seats.get(handle)
-        if seat is None or self.ignores_pauses:
+    def on_pause(self, handle: int) -> None:
+        sequence = self._sequences.get(handle)
+        if sequence is None or self.ignores_pauses:
             return
-        if seat.is_running and not seat.spec.sampling.beam:
-            seat.is_paused = True
-            self._tell(handle, Paused())
+        if sequence.is_running and not sequence.spec.sampling.beam:
+            sequence.is_paused = True
+            self._emit(handle, Paused())
         else:
-            self._tell(handle, HandOffFailed("HANDOFF_FAILED", "it does not decode"))
+            self._emit(handle, HandOffFailed("HANDOFF_FAILED", "it does not decode"))
 
-    def obey_resume(self, handle: int) -> None:
-        seat = self._seats.get(handle)
-        if seat is not None and not seat.is_moving:
-            seat.is_paused = False
+    def on_resume(self, handle: int) -> None:
+        sequence = self._sequences.get(handle)
+        if sequence is not None and not sequence.is_moving:
+            sequence.is_paused = False
             self._start_steps()
 
-    def obey_hand_off(self, handle: int, ticket: bytes) -> None:
-        seat = self._seats.get(handle)
-        if seat is not None and seat.is_paused:
-            seat.is_moving = True
-            self._loop.call_later(self.transfer_s, self._hand_over, seat, ticket)
+    def on_hand_off(self, handle: int, ticket: bytes) -> None:
+        sequence = self._sequences.get(handle)
+        if sequence is not None and sequence.is_paused:
+            sequence.is_moving = True
+            self._loop.call_later(self.transfer_s, self._hand_off_to, sequence, ticket)
 
     # What the test does to it.
 
     def come_up(self) -> None:
         self._is_up = True
         self.links.append(FakeLink(self, self._draw_latency, 1000 * len(self.links)))
-        self._fleet.join_decode(self._address, self.info, self.links[-1])
+        self._fleet.join(self._address, self.info, self.links[-1])
         self._report()
 
     def go_down(self) -> None:
-        """As a killed worker: all is lost, and the gateway is told by the connection."""
+        """As a killed worker: all is lost, and the gateway sees it by the connection."""
         self._is_up = False
         self._fleet.leave(self._address, WorkerState.UNREACHABLE, "killed by the test")
-        self._seats.clear()
+        self._sequences.clear()
         self._num_free = self.info.num_blocks
         self.links[-1].lose()
 
     def fail(self, reason: str, *, is_retriable: bool, choice: int | None = None) -> None:
         """Fail every sequence that is here, or those that run as this choice of their request."""
-        for seat in list(self._seats.values()):
-            if choice is None or (seat.is_running and seat.spec.choice == choice):
-                self._leave(seat, Failed(reason, "failed by the test", is_retriable))
+        for sequence in list(self._sequences.values()):
+            if choice is None or (sequence.is_running and sequence.spec.choice == choice):
+                self._leave(sequence, Failed(reason, "failed by the test", is_retriable))
 
     def preempt_all(self) -> None:
-        for seat in list(self._seats.values()):
-            self._leave(seat, Preempted())
+        for sequence in list(self._sequences.values()):
+            self._leave(sequence, Preempted())
 
     def preempt(self, choice: int) -> None:
         """Preempt those that run as this choice of their request."""
-        for seat in list(self._seats.values()):
-            if seat.is_running and seat.spec.choice == choice:
-                self._leave(seat, Preempted())
+        for sequence in list(self._sequences.values()):
+            if sequence.is_running and sequence.spec.choice == choice:
+                self._leave(sequence, Preempted())
 
-    def tell_all(self, event: SequenceEvent) -> None:
+    def emit_all(self, event: SequenceEvent) -> None:
         """Send something that this worker would not send by itself."""
-        for seat in self._seats.values():
-            self._tell(seat.handle, event)
+        for sequence in self._sequences.values():
+            self._emit(sequence.handle, event)
 
-    def commit(self, ticket: bytes, samples: Sequence[Sample]) -> None:
-        """A prefill worker's KV has arrived whole."""
+    def commit(self, ticket: bytes, samples: Sequence[Sample]) -> bool:
+        """A prefill worker's KV has arrived whole: whether the ticket is one of this worker's, and alive."""
         address, _, handle = ticket.decode().rpartition("/")
-        seat = self._seats.get(int(handle))
-        if seat is None or address != self._address:
-            return
-        self._tell(seat.handle, Committed(1.0, 100))
-        self._run(seat, samples)
+        sequence = self._sequences.get(int(handle))
+        if sequence is None or address != self._address:
+            return False
+        self._emit(sequence.handle, Committed(1.0, 100))
+        self._run(sequence, samples)
+        return True
 
     def drain(self) -> None:
         self.is_draining = True
@@ -291,85 +297,90 @@ class FakeDecode:
 
     # Inside.
 
-    def _hand_over(self, seat: _Seat, ticket: bytes) -> None:
-        if self._seats.get(seat.handle) is not seat or not self._is_up or self.loses_transfers:
+    def _hand_off_to(self, sequence: _Sequence, ticket: bytes) -> None:
+        if (
+            self._sequences.get(sequence.handle) is not sequence
+            or not self._is_up
+            or self.loses_transfers
+        ):
             return
-        num_tokens = seat.spec.num_tokens + len(seat.token_ids)
+        num_tokens = sequence.spec.num_tokens + len(sequence.token_ids)
         if any(peer.take_over(ticket, num_tokens) for peer in self.peers):
-            self.num_handed_over += 1
-            self._leave(seat, HandedOff())
+            self.num_handed_off += 1
+            self._leave(sequence, HandedOff())
         else:
-            seat.is_moving = False
-            self._tell(seat.handle, HandOffFailed("HANDOFF_FAILED", "nobody took it"))
+            sequence.is_moving = False
+            self._emit(sequence.handle, HandOffFailed("HANDOFF_FAILED", "nobody took it"))
 
     def take_over(self, ticket: bytes, num_tokens: int) -> bool:
         """Whether the ticket is one of this worker's, for a sequence of so many tokens; it runs here then."""
         address, _, handle = ticket.decode().rpartition("/")
-        seat = self._seats.get(int(handle))
-        if seat is None or address != self._address or seat.spec.num_tokens != num_tokens:
+        sequence = self._sequences.get(int(handle))
+        if sequence is None or address != self._address or sequence.spec.num_tokens != num_tokens:
             return False
-        self._tell(seat.handle, Committed(1.0, 100))
-        self._run(seat, ())
+        self._emit(sequence.handle, Committed(1.0, 100))
+        self._run(sequence, ())
         return True
 
     def _num_blocks(self, spec: SequenceSpec) -> int:
         return self.info.layout.num_blocks_for(spec.num_tokens + 1)
 
-    def _admit(self, seat: _Seat, source: KvSource) -> None:
-        handle, spec = seat.handle, seat.spec
+    def _admit(self, sequence: _Sequence, source: KvSource) -> None:
+        handle, spec = sequence.handle, sequence.spec
         if self.is_draining:
-            self._tell(handle, Failed("DRAINING", "takes no more", True))
+            self._emit(handle, Failed("DRAINING", "takes no more", True))
             return
-        num_sequences = self.num_sequences + seat.num_sequences
-        num_blocks = seat.num_blocks + seat.num_sequences - 1
+        num_sequences = self.num_sequences + sequence.num_sequences
+        num_blocks = sequence.num_blocks + sequence.num_sequences - 1
         if num_blocks > self._num_free or num_sequences > self.info.max_num_seqs:
             self.num_deferrals += 1
-            self._tell(handle, Deferred("no room"))
+            self._emit(handle, Deferred("no room"))
             self._report()
             return
-        self._num_free -= seat.num_blocks
-        self._seats[handle] = seat
+        self._num_free -= sequence.num_blocks
+        self._sequences[handle] = sequence
         is_short = spec.num_tokens <= self.info.max_local_prefill_tokens
         if source is KvSource.LOCAL or (is_short and source is KvSource.PREFILL):
-            self._tell(handle, LocalPrefill(0))
-            if spec.sampling.prompt_logprobs >= 0:
-                self._tell(handle, PromptScored(prompt_logprobs_of(spec)))
-            self._run(seat, ())
+            self._emit(handle, LocalPrefill(0))
+            compute_ms = 1e3 * self.step_s
+            sequence.prefilled = Prefilled(0, 0, 0.0, compute_ms, prompt_logprobs_of(spec))
+            self._run(sequence, ())
         else:
-            self._tell(handle, Offered(f"{self._address}/{handle}".encode(), 0))
+            self._emit(handle, Offered(f"{self._address}/{handle}".encode(), 0))
         self._report()
 
-    def _run(self, seat: _Seat, samples: Sequence[Sample]) -> None:
-        """The KV is there, and the first tokens unless they are computed here: the choices part."""
-        if seat.spec.sampling.beam:
-            seat.is_running = True
+    def _run(self, sequence: _Sequence, samples: Sequence[Sample]) -> None:
+        """The KV is there, and the first tokens unless they are computed here: the choices fork."""
+        if sequence.spec.sampling.beam:
+            sequence.is_running = True
         else:
-            self._part(seat, samples)
+            self._fork(sequence, samples)
         self._start_steps()
 
-    def _part(self, group: _Seat, samples: Sequence[Sample]) -> None:
-        del self._seats[group.handle]
+    def _fork(self, group: _Sequence, samples: Sequence[Sample]) -> None:
+        del self._sequences[group.handle]
         first = min(group.choices)
         for number in sorted(group.choices):
-            seat = _Seat(
+            sequence = _Sequence(
                 group.handle + number,
                 group.spec.choice_alone(number),
                 {0},
                 group.num_blocks if number == first else 0,
                 0 if number == first else group.num_blocks - 1,
                 is_running=True,
+                prefilled=group.prefilled if number == first else None,
             )
-            self._seats[seat.handle] = seat
+            self._sequences[sequence.handle] = sequence
             if samples:
                 sample = samples[number]
-                index = len(seat.spec.output_token_ids)
-                seat.token_ids.append(sample.token_id)
-                finish = self._finish_of(seat)
+                index = len(sequence.spec.output_token_ids)
+                sequence.token_ids.append(sample.token_id)
+                finish = self._finish_of(sequence)
                 event = Tokens(index, (sample,), finish)
                 if finish is FinishReason.NONE:
-                    self._tell(seat.handle, event)
+                    self._emit(sequence.handle, event)
                 else:
-                    self._leave(seat, event)
+                    self._leave(sequence, event)
 
     def _start_steps(self) -> None:
         if self._timer is None:
@@ -377,87 +388,96 @@ class FakeDecode:
 
     def _step(self) -> None:
         self._timer = None
-        for seat in sorted(self._seats.values(), key=lambda s: s.spec.rank):
-            if seat.handle in self._seats and seat.is_running and not seat.is_paused:
-                self._produce(seat)
+        for sequence in sorted(self._sequences.values(), key=lambda s: s.spec.rank):
+            if (
+                sequence.handle in self._sequences
+                and sequence.is_running
+                and not sequence.is_paused
+            ):
+                self._produce(sequence)
         self._report()
-        if any(seat.is_running and not seat.is_paused for seat in self._seats.values()):
+        if any(
+            sequence.is_running and not sequence.is_paused for sequence in self._sequences.values()
+        ):
             self._start_steps()
 
-    def _produce(self, seat: _Seat) -> None:
-        if seat.spec.sampling.beam:
-            self._search(seat)
+    def _produce(self, sequence: _Sequence) -> None:
+        if sequence.prefilled is not None:
+            self._emit(sequence.handle, sequence.prefilled)
+            sequence.prefilled = None
+        if sequence.spec.sampling.beam:
+            self._search(sequence)
             return
         samples: list[Sample] = []
-        index = len(seat.spec.output_token_ids) + len(seat.token_ids)
+        index = len(sequence.spec.output_token_ids) + len(sequence.token_ids)
         finish = FinishReason.NONE
         while len(samples) < self.tokens_per_step and finish is FinishReason.NONE:
-            token_ids = [*seat.spec.token_ids, *seat.token_ids]
-            if not self._grow(seat, len(token_ids) + 1):
+            token_ids = [*sequence.spec.token_ids, *sequence.token_ids]
+            if not self._grow(sequence, len(token_ids) + 1):
                 break
-            samples.append(next_sample(seat.spec, token_ids))
-            seat.token_ids.append(samples[-1].token_id)
-            finish = self._finish_of(seat)
+            samples.append(next_sample(sequence.spec, token_ids))
+            sequence.token_ids.append(samples[-1].token_id)
+            finish = self._finish_of(sequence)
         num_drafts = len(samples) - 1
         event = Tokens(index, tuple(samples), finish, 2 * num_drafts, num_drafts)
         if finish is not FinishReason.NONE:
-            self._leave(seat, event)
+            self._leave(sequence, event)
         elif samples:
-            self._tell(seat.handle, event)
+            self._emit(sequence.handle, event)
 
-    def _search(self, seat: _Seat) -> None:
+    def _search(self, sequence: _Sequence) -> None:
         """One step of a search, which takes as many as its longest output has tokens."""
-        outputs = expected_outputs(seat.spec)
-        seat.token_ids.append(0)
-        if not self._grow(seat, seat.spec.num_tokens + len(seat.token_ids)):
+        outputs = expected_outputs(sequence.spec)
+        sequence.token_ids.append(0)
+        if not self._grow(sequence, sequence.spec.num_tokens + len(sequence.token_ids)):
             return
-        if len(seat.token_ids) < max(map(len, outputs)):
+        if len(sequence.token_ids) < max(map(len, outputs)):
             return
-        self._free(seat)
-        found = zip(outputs, scores_of(seat.spec), strict=True)
-        for handle, (output, score) in enumerate(found, start=seat.handle):
+        self._free(sequence)
+        found = zip(outputs, scores_of(sequence.spec), strict=True)
+        for handle, (output, score) in enumerate(found, start=sequence.handle):
             samples = tuple(map(Sample, output))
-            self._tell(handle, Tokens(0, samples, FinishReason.LENGTH, score=score))
+            self._emit(handle, Tokens(0, samples, FinishReason.LENGTH, score=score))
 
-    def _finish_of(self, seat: _Seat) -> FinishReason:
-        num_output_tokens = len(seat.spec.output_token_ids) + len(seat.token_ids)
-        num_tokens = seat.spec.num_tokens + len(seat.token_ids)
-        sampling = seat.spec.sampling
-        token_id = seat.token_ids[-1]
+    def _finish_of(self, sequence: _Sequence) -> FinishReason:
+        num_output_tokens = len(sequence.spec.output_token_ids) + len(sequence.token_ids)
+        num_tokens = sequence.spec.num_tokens + len(sequence.token_ids)
+        sampling = sequence.spec.sampling
+        token_id = sequence.token_ids[-1]
         return finish_reason(
             token_id, num_output_tokens, num_tokens, sampling, self.info.max_model_len
         )
 
-    def _grow(self, seat: _Seat, num_tokens: int) -> bool:
+    def _grow(self, sequence: _Sequence, num_tokens: int) -> bool:
         """Get a block for a sequence that needs one, from the worst-ranked one if there is none."""
-        num_needed = self.info.layout.num_blocks_for(num_tokens) - seat.num_shared_blocks
-        while num_needed > seat.num_blocks:
+        num_needed = self.info.layout.num_blocks_for(num_tokens) - sequence.num_shared_blocks
+        while num_needed > sequence.num_blocks:
             if self._num_free:
                 self._num_free -= 1
-                seat.num_blocks += 1
+                sequence.num_blocks += 1
                 continue
-            worst = max(self._seats.values(), key=lambda s: s.spec.rank)
+            worst = max(self._sequences.values(), key=lambda s: s.spec.rank)
             self.num_preemptions += 1
             self._leave(worst, Preempted())
-            if worst is seat:
+            if worst is sequence:
                 return False
         return True
 
-    def _leave(self, seat: _Seat, event: SequenceEvent) -> None:
-        if seat.handle in self._seats:
-            self._tell(seat.handle, event)
-            self._free(seat)
+    def _leave(self, sequence: _Sequence, event: SequenceEvent) -> None:
+        if sequence.handle in self._sequences:
+            self._emit(sequence.handle, event)
+            self._free(sequence)
 
-    def _free(self, seat: _Seat) -> None:
-        del self._seats[seat.handle]
-        self._num_free += seat.num_blocks
+    def _free(self, sequence: _Sequence) -> None:
+        del self._sequences[sequence.handle]
+        self._num_free += sequence.num_blocks
         self._report()
 
     def _draw_latency(self) -> float:
         return self.latency()
 
-    def _tell(self, handle: int, event: SequenceEvent) -> None:
-        self.links[-1].tell(handle, event)
+    def _emit(self, handle: int, event: SequenceEvent) -> None:
+        self.links[-1].emit(handle, event)
 
     def _report(self) -> None:
         self._loop.call_later(0.001, self._report_now)
@@ -465,20 +485,32 @@ class FakeDecode:
     def _report_now(self) -> None:
         if not self._is_up:
             return
-        num_running = sum(seat.is_running for seat in self._seats.values())
+        num_running = sum(sequence.is_running for sequence in self._sequences.values())
         self._fleet.report(
             self._address,
             WorkerLoad(
                 num_running=num_running,
-                num_waiting=len(self._seats) - num_running,
+                num_waiting=len(self._sequences) - num_running,
                 blocks=BlockCounts(self._num_free, 0, self.info.num_blocks - self._num_free),
                 is_draining=self.is_draining,
             ),
         )
 
 
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """A sequence on a fake prefill worker. choices: those that were not given up, counted from the first."""
+
+    handle: int
+    spec: SequenceSpec
+    choices: set[int]
+    send_to: bytes
+    is_computed: bool = False
+    work: asyncio.Task[None] | None = None
+
+
 class FakePrefill:
-    """A prefill worker and its link in one: one prompt after the other, a token a `token_s`."""
+    """A prefill worker: one prompt after the other, a token a `token_s`."""
 
     def __init__(
         self,
@@ -491,11 +523,13 @@ class FakePrefill:
         commit_delay_s: float = 0.005,
     ) -> None:
         self.info = info
+        self.links: list[FakeLink] = []
+        """One per connection; the last is the one that stands."""
         self.num_prefills = 0
-        self.num_in_flight = 0
         self.max_pending_tokens = 0
         self.answer_delay_s = 0.0
         self.finish_early = False
+        self.is_draining = False
         self._fleet = fleet
         self._address = address
         self._decodes = decodes
@@ -503,63 +537,112 @@ class FakePrefill:
         self._commit_delay_s = commit_delay_s
         self._loop = asyncio.get_running_loop()
         self._engine = asyncio.Lock()
-        self._pending_tokens = 0
-        self._down: asyncio.Future[None] = self._loop.create_future()
+        self._prompts: dict[int, _Prompt] = {}
         self.come_up()
 
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._prompts)
+
     def come_up(self) -> None:
-        self._down = self._loop.create_future()
-        self._fleet.join_prefill(self._address, self.info, self)
+        self.links.append(FakeLink(self, lambda: 0.0, 1000 * len(self.links)))
+        self._fleet.join(self._address, self.info, self.links[-1])
         self._fleet.report(self._address, WorkerLoad())
 
-    def go_down(self, *, is_noticed: bool = True) -> None:
-        if is_noticed:
-            self._fleet.leave(self._address, WorkerState.UNREACHABLE, "killed by the test")
-        self._down.set_result(None)
+    def go_down(self) -> None:
+        """As a killed worker: all is lost, and the gateway sees it by the connection."""
+        self._fleet.leave(self._address, WorkerState.UNREACHABLE, "killed by the test")
+        for prompt in list(self._prompts.values()):
+            self._forget(prompt)
+        self.links[-1].lose()
 
-    async def prefill(
-        self, spec: SequenceSpec, ticket: bytes, timeout_s: float, on_first: OnFirst
+    # Commands of the link.
+
+    def on_open(
+        self,
+        handle: int,
+        spec: SequenceSpec,
+        source: KvSource,
+        num_handles: int,
+        send_to: bytes,
     ) -> None:
+        assert source is KvSource.LOCAL, "nobody sends KV to this one"
+        if self.is_draining:
+            self._emit(handle, Failed("DRAINING", "takes no more", True))
+            return
+        prompt = _Prompt(handle, spec, set(range(num_handles)), send_to)
         self.num_prefills += 1
-        self.num_in_flight += 1
-        self._pending_tokens += spec.num_tokens
-        self.max_pending_tokens = max(self.max_pending_tokens, self._pending_tokens)
-        work = self._loop.create_task(self._work(spec, ticket, timeout_s))
-        try:
-            await asyncio.wait((work, self._down), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise WorkerLost("the prefill worker was killed by the test")
-            on_first(work.result())
-        finally:
-            work.cancel()
-            self.num_in_flight -= 1
-            self._pending_tokens -= spec.num_tokens
+        self._prompts[handle] = prompt
+        pending = sum(p.spec.num_tokens for p in self._prompts.values() if not p.is_computed)
+        self.max_pending_tokens = max(self.max_pending_tokens, pending)
+        prompt.work = self._loop.create_task(self._compute(prompt))
 
-    async def _work(self, spec: SequenceSpec, ticket: bytes, timeout_s: float) -> PrefillResult:
-        asked_s = self._loop.time()
-        async with asyncio.timeout(timeout_s), self._engine:
+    def on_abort(self, handle: int) -> None:
+        for prompt in list(self._prompts.values()):
+            if handle - prompt.handle in prompt.choices:
+                prompt.choices.remove(handle - prompt.handle)
+                if not prompt.choices:
+                    self._forget(prompt)
+
+    def on_pause(self, handle: int) -> None:
+        raise NotImplementedError
+
+    def on_hand_off(self, handle: int, ticket: bytes) -> None:
+        raise NotImplementedError
+
+    def on_resume(self, handle: int) -> None:
+        raise NotImplementedError
+
+    # Inside.
+
+    async def _compute(self, prompt: _Prompt) -> None:
+        asked_s, spec = self._loop.time(), prompt.spec
+        self._emit(prompt.handle, LocalPrefill(0))
+        async with self._engine:
             started_s = self._loop.time()
             await asyncio.sleep(self._token_s * spec.num_tokens)
         firsts = self._firsts(spec)
-        goes_on = any(first.finish is FinishReason.NONE for first in firsts)
-        if ticket and goes_on:
-            samples = tuple(first.sample for first in firsts)
-            for decode in self._decodes:
-                self._loop.call_later(self._commit_delay_s, decode.commit, ticket, samples)
+        goes_on = not all(finish for _, finish in firsts)
+        delivery: asyncio.Future[bool] = self._loop.create_future()
+        if prompt.send_to and goes_on:
+            samples = tuple(sample for sample, _ in firsts)
+            self._loop.call_later(self._commit_delay_s, self._deliver, prompt, samples, delivery)
         if self.answer_delay_s:
             await asyncio.sleep(self.answer_delay_s)
-        now_s = self._loop.time()
-        return PrefillResult(
-            firsts,
-            0,
-            (started_s - asked_s) * 1e3,
-            (now_s - started_s) * 1e3,
-            prompt_logprobs_of(spec),
-        )
+        queue_ms, compute_ms = (started_s - asked_s) * 1e3, (self._loop.time() - started_s) * 1e3
+        scored = prompt_logprobs_of(spec)
+        prompt.is_computed = True
+        self._emit(prompt.handle, Prefilled(0, 0, queue_ms, compute_ms, scored))
+        if not spec.sampling.beam:
+            for handle, (sample, finish) in enumerate(firsts, start=prompt.handle):
+                event = Tokens(len(spec.output_token_ids), (sample,), finish)
+                self._emit(handle, event)
+        if prompt.send_to and goes_on:
+            if await delivery:
+                self._emit(prompt.handle, HandedOff())
+            else:
+                self._emit(prompt.handle, Failed("HANDOFF_FAILED", "nobody took it", True))
+        self._prompts.pop(prompt.handle, None)
 
-    def _firsts(self, spec: SequenceSpec) -> tuple[First, ...]:
+    def _deliver(
+        self, prompt: _Prompt, samples: tuple[Sample, ...], delivery: asyncio.Future[bool]
+    ) -> None:
+        if prompt.handle in self._prompts and not delivery.done():
+            is_taken = any(decode.commit(prompt.send_to, samples) for decode in self._decodes)
+            delivery.set_result(is_taken)
+
+    def _forget(self, prompt: _Prompt) -> None:
+        self._prompts.pop(prompt.handle, None)
+        if prompt.work is not None:
+            prompt.work.cancel()
+
+    def _emit(self, handle: int, event: SequenceEvent) -> None:
+        self.links[-1].emit(handle, event)
+
+    def _firsts(self, spec: SequenceSpec) -> list[tuple[Sample, FinishReason]]:
+        """Of each choice, the first token, and whether it ends the choice; of a search one for the decode worker alone."""
         if spec.sampling.beam:
-            return (First(next_sample(spec, spec.token_ids)),)
+            return [(next_sample(spec, spec.token_ids), FinishReason.NONE)]
         firsts = []
         for number in range(spec.num_choices):
             sample = next_sample(spec.choice_alone(number), spec.token_ids)
@@ -570,8 +653,8 @@ class FakePrefill:
                 spec.sampling,
                 self.info.max_model_len,
             )
-            firsts.append(First(sample, FinishReason.STOP if self.finish_early else finish))
-        return tuple(firsts)
+            firsts.append((sample, FinishReason.STOP if self.finish_early else finish))
+        return firsts
 
 
 def with_block_size(layout: KvLayout, block_size: int) -> KvLayout:

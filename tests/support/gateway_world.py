@@ -1,4 +1,4 @@
-"""A gateway without gRPC over fake workers, and clients of it: what the tests of relay and dispatcher share."""
+"""A gateway without gRPC over fake workers, and clients of it: what the tests of driver and dispatcher share."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from baton.errors import BatonError
 from baton.types import UNKNOWN_NUMERICS, NumericsClass, Sampling, SequenceSpec, Tier
 from baton.v1 import inference_pb2
 from gateway.dispatcher import Dispatcher
+from gateway.driver import RequestDeps, RequestDriver
 from gateway.fleet import Fleet
-from gateway.mover import Mover
+from gateway.migrator import Migrator
 from gateway.numerics import NumericsPolicy
-from gateway.relay import Relay, RelayContext
+from gateway.placement import Placement
 from gateway.request import TextOptions, ValidatedRequest
 from tests.support.fake_workers import FakeDecode, FakePrefill, make_info, text_of
 from tests.support.virtual_loop import run_virtual
@@ -109,7 +111,7 @@ class World:
     dispatcher: Dispatcher
     decodes: list[FakeDecode]
     prefills: list[FakePrefill]
-    context: RelayContext
+    deps: RequestDeps
 
     async def generate(
         self,
@@ -131,8 +133,33 @@ class World:
             num_returned=num_returned or spec.num_choices,
             echo_text=echo_text,
         )
-        await Relay(self.context, request, client.write, now_s + timeout_s).run()
+        await RequestDriver(self.deps, request, client.write, now_s + timeout_s).run()
         return client
+
+    async def place(self, spec: SequenceSpec) -> Placement:
+        """Wait for a place, which the caller releases."""
+        places: list[Placement | BatonError] = []
+        is_placed = asyncio.Event()
+
+        def on_place(place: Placement | BatonError) -> None:
+            places.append(place)
+            is_placed.set()
+
+        place = self.dispatcher.place(spec, on_place)
+        if isinstance(place, Placement):
+            return place
+        try:
+            await is_placed.wait()
+        except asyncio.CancelledError:
+            self.dispatcher.cancel(place)
+            for given in places:
+                assert isinstance(given, Placement)
+                given.release()
+            raise
+        (given,) = places
+        if isinstance(given, BatonError):
+            raise given
+        return given
 
     async def settle(self) -> None:
         """Let whatever is under way come to its end."""
@@ -195,12 +222,12 @@ async def gateway_world(
     ]
     for decode in decodes:
         decode.peers = decodes
-    mover = Mover(fleet, dispatcher)
-    context = RelayContext(fleet, dispatcher, text_of, client_stall_timeout_s, mover)
-    running = [asyncio.create_task(job) for job in (dispatcher.run(), mover.run())]
+    migrator = Migrator(fleet, dispatcher)
+    deps = RequestDeps(fleet, dispatcher, text_of, client_stall_timeout_s, migrator)
+    running = [asyncio.create_task(job) for job in (dispatcher.run(), migrator.run())]
     try:
         await asyncio.sleep(0.1)
-        yield World(fleet, dispatcher, decodes, prefills, context)
+        yield World(fleet, dispatcher, decodes, prefills, deps)
     finally:
         for task in running:
             task.cancel()

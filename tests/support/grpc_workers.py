@@ -13,7 +13,16 @@ from typing import Any
 
 import grpc.aio
 
-from baton.events import Committed, Deferred, LocalPrefill, Offered, SequenceEvent, Tokens
+from baton.events import (
+    Committed,
+    Deferred,
+    HandedOff,
+    LocalPrefill,
+    Offered,
+    Prefilled,
+    SequenceEvent,
+    Tokens,
+)
 from baton.rpc.server import RunningServer, start_server
 from baton.types import (
     BlockCounts,
@@ -21,13 +30,10 @@ from baton.types import (
     KvSource,
     Sample,
     SequenceSpec,
-    Tier,
     WorkerInfo,
     WorkerLoad,
 )
 from baton.v1 import (
-    prefill_pb2,
-    prefill_pb2_grpc,
     sequence_service_pb2,
     sequence_service_pb2_grpc,
     worker_pb2,
@@ -36,7 +42,6 @@ from baton.v1 import (
 from baton.wire import (
     info_to_proto,
     load_to_proto,
-    sample_to_proto,
     sequence_from_proto,
     step_to_proto,
 )
@@ -49,7 +54,6 @@ _HEARTBEAT_S = 0.2
 class GrpcWorker(
     worker_pb2_grpc.WorkerServiceServicer,
     sequence_service_pb2_grpc.SequenceServiceServicer,
-    prefill_pb2_grpc.PrefillServiceServicer,
 ):
     """Either tier, as `info` says. `is_holding`: sequences stay open without a token until they are aborted."""
 
@@ -62,7 +66,6 @@ class GrpcWorker(
     num_opened: int = 0
     open_handles: set[int] = field(default_factory=set)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
-    num_prefills_running: int = 0
     responses: dict[int, asyncio.Queue[sequence_service_pb2.ServeResponse]] = field(
         default_factory=dict
     )
@@ -90,21 +93,6 @@ class GrpcWorker(
                 async with asyncio.timeout(_HEARTBEAT_S), self.changed:
                     await self.changed.wait()
 
-    async def Prefill(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802, ARG002
-        spec = sequence_from_proto(request.sequence)
-        firsts = [
-            next_sample(spec.choice_alone(number), spec.token_ids)
-            for number in range(spec.num_choices)
-        ]
-        if request.ticket:
-            worker, handle = _TICKETS[request.ticket]
-            worker.commit(handle)
-        yield prefill_pb2.PrefillResponse(
-            first_tokens=[prefill_pb2.FirstToken(token=sample_to_proto(s)) for s in firsts],
-            num_cached_tokens=1,
-            queue_ms=2.0,
-        )
-
     async def Serve(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802, ARG002
         outgoing: asyncio.Queue[sequence_service_pb2.ServeResponse] = asyncio.Queue()
         reader = asyncio.create_task(self._read(requests, outgoing))
@@ -122,15 +110,15 @@ class GrpcWorker(
     # What it does.
 
     def commit(self, handle: int) -> None:
-        """KV of a whole prompt has come, and the first tokens, which the gateway has from the sender."""
+        """KV of a whole prompt has come, and the first tokens, which the gateway has from the sender as well."""
         self._send(handle, Committed(1.5, 64))
-        self.produce(handle, num_known=1)
+        self.produce(handle)
 
     async def _read(self, requests: Any, outgoing: Any) -> None:
         async for request in requests:
             if request.HasField("abort"):
                 self.open_handles.discard(request.abort.handle)
-            else:
+            elif request.HasField("open"):
                 self._open(request.open, outgoing)
             async with self.changed:
                 self.changed.notify_all()
@@ -143,22 +131,39 @@ class GrpcWorker(
         self.specs[handle] = sequence_from_proto(request.sequence)
         if self.info.num_blocks < len(self.open_handles):
             self._send(handle, Deferred("full"))
+        elif request.send_to:
+            self._hand_off(handle, request.send_to)
         elif request.source == KvSource.LOCAL:
             self._send(handle, LocalPrefill(0))
+            if not self.is_holding:
+                self._send(handle, Prefilled(0, 0, 0.0, 0.0))
             self.produce(handle)
         else:
             ticket = f"{self.info.identity.worker_id}/{handle}".encode()
             _TICKETS[ticket] = (self, handle)
             self._send(handle, Offered(ticket, 2))
 
-    def produce(self, handle: int, num_known: int = 0) -> None:
+    def _hand_off(self, handle: int, ticket: bytes) -> None:
+        """The prompt is computed, and its KV sent, at once."""
+        group = self.specs[handle]
+        self._send(handle, Prefilled(1, 0, 2.0, 0.0))
+        for number in range(group.num_choices):
+            spec = group.choice_alone(number)
+            first = Tokens(len(spec.output_token_ids), (next_sample(spec, spec.token_ids),))
+            self._send_at(handle, number, first)
+        worker, other = _TICKETS[ticket]
+        worker.commit(other)
+        self._send(handle, HandedOff())
+        self.open_handles.discard(handle)
+
+    def produce(self, handle: int) -> None:
         """All the rest of the output of each choice, in two messages."""
         if self.is_holding:
             return
         group = self.specs[handle]
         for number in range(group.num_choices):
             spec = group.choice_alone(number)
-            first = len(spec.output_token_ids) + num_known
+            first = len(spec.output_token_ids)
             rest = [Sample(token_id) for token_id in expected_output(spec)[first:]]
             middle = len(rest) // 2
             own, outgoing = handle + number, self.responses[handle]
@@ -169,6 +174,9 @@ class GrpcWorker(
 
     def _send(self, handle: int, event: SequenceEvent) -> None:
         _put(self.responses[handle], handle, event)
+
+    def _send_at(self, handle: int, number: int, event: SequenceEvent) -> None:
+        _put(self.responses[handle], handle + number, event)
 
 
 def _put(
@@ -186,10 +194,7 @@ async def serving(worker: GrpcWorker, port: int = 0) -> AsyncIterator[RunningSer
 
     def register(server: grpc.aio.Server) -> Sequence[str]:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
-        if worker.info.tier is Tier.DECODE:
-            sequence_service_pb2_grpc.add_SequenceServiceServicer_to_server(worker, server)
-        else:
-            prefill_pb2_grpc.add_PrefillServiceServicer_to_server(worker, server)
+        sequence_service_pb2_grpc.add_SequenceServiceServicer_to_server(worker, server)
         return ("baton.v1.WorkerService",)
 
     running = await start_server(f"127.0.0.1:{port}", register)

@@ -21,10 +21,11 @@ from pathlib import Path
 from baton.types import BlockCounts, Tier, WorkerLoad
 from gateway.affinity import Digest, PrefixAffinity
 from gateway.fleet import Fleet, Worker, WorkerState
-from gateway.placement import Placement
+from gateway.placement import Outcome, Placement
 from gateway.planner import plan
 from gateway.router import Need, Verdict
 from tests.support.fake_workers import make_info
+from tests.support.stub_link import StubLink
 
 HASHED_TOKENS = 512
 BLOCK_TOKENS = 16
@@ -130,7 +131,7 @@ class Flight:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class GridResult:
     """Loads by worker, each as a share of the tier's mean, prefill work from the last change of the fleet on; hit shares
     in tokens; utilization from the first to the last arrival; waits in seconds of one prompt each."""
 
@@ -190,7 +191,7 @@ class Grid:
 
     def run(
         self, requests: Sequence[TraceRequest], load: float, changes: Iterable[Change] = ()
-    ) -> Outcome:
+    ) -> GridResult:
         """Serve the requests, their arrivals stretched to `load`."""
         num_ideal = sum(_ideal_hits(requests))
         num_tokens = sum(r.num_input_tokens for r in requests)
@@ -216,7 +217,7 @@ class Grid:
         assert not self._flights
         prefills = [n for n in self._nodes.values() if n.worker.tier is Tier.PREFILL]
         decodes = [n for n in self._nodes.values() if n.worker.tier is Tier.DECODE]
-        return Outcome(
+        return GridResult(
             _shares(n.num_computed_tokens for n in prefills),
             _shares(n.sequence_seconds for n in decodes),
             _shares(n.block_seconds for n in decodes),
@@ -238,8 +239,7 @@ class Grid:
                 max_local_prefill_tokens=0,
             )
             info = replace(info, layout=replace(info.layout, block_size=BLOCK_TOKENS))
-            join = fleet.join_prefill if worker.tier is Tier.PREFILL else fleet.join_decode
-            join(address, info, None)  # type: ignore[arg-type]
+            fleet.join(address, info, StubLink())
             fleet.report(address, WorkerLoad(blocks=BlockCounts(self._num_blocks, 0, 0)))
 
     def _change(self, change: Change, now_s: float) -> None:
@@ -313,14 +313,14 @@ class Grid:
         decode.advance(now_s)
         decode.num_sequences += 1
         decode.num_used_blocks += flight.num_blocks
-        flight.placement.settle()
+        flight.placement.record(Outcome.RESERVED)
         self._report(decode, now_s)
         self._report(prefill, now_s)
 
         def prefilled(at_s: float) -> None:
             if number in self._flights:
                 flight.is_prefilled = True
-                flight.placement.release_prefill()
+                flight.placement.record(Outcome.PREFILLED)
                 self._report(prefill, at_s)
 
         self._at(prefill.busy_until_s, prefilled)

@@ -1,4 +1,4 @@
-"""A decode worker that does nothing by itself: commands are recorded, and the test says what is told."""
+"""A worker that does nothing by itself: commands are recorded, and the test says what it reports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gateway.links import Sink
 
 
 class StubLink:
-    """Implements gateway.links.DecodeLink."""
+    """Implements gateway.links.WorkerLink."""
 
     def __init__(self) -> None:
         self.commands: list[tuple[object, ...]] = []
@@ -18,12 +18,19 @@ class StubLink:
         self._sinks: dict[int, Sink] = {}
         self._last_handle = 0
 
-    def open(self, spec: SequenceSpec, source: KvSource, sinks: Sequence[Sink]) -> int:
+    @property
+    def open_handles(self) -> set[int]:
+        """Handles that were neither ended nor aborted."""
+        return set(self._sinks)
+
+    def open(
+        self, spec: SequenceSpec, source: KvSource, sinks: Sequence[Sink], send_to: bytes = b""
+    ) -> int:
         first = self._last_handle + 1
         self._last_handle += len(sinks)
         self._sinks.update(enumerate(sinks, start=first))
         self.specs.append(spec)
-        self.commands.append(("open", source))
+        self.commands.append(("open", source, send_to) if send_to else ("open", source))
         return first
 
     def abort(self, handle: int) -> None:
@@ -39,8 +46,8 @@ class StubLink:
     def resume(self, handle: int) -> None:
         self.commands.append(("resume", handle))
 
-    def tell(self, event: SequenceEvent, handle: int = 1) -> None:
-        """What the worker tells; nothing if nobody listens any more."""
+    def emit(self, event: SequenceEvent, handle: int = 1) -> None:
+        """What the worker reports; nothing if nobody listens any more."""
         sink = self._sinks.get(handle)
         if sink is None:
             return

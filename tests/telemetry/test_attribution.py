@@ -16,9 +16,9 @@ from baton.telemetry import Phase, RequestEvent, no_telemetry
 from baton.telemetry.rate_limit import RateLimit
 from baton.types import FinishReason
 from baton.v1 import inference_pb2
+from gateway.driver import RequestDriver
 from gateway.fleet import WorkerState
 from gateway.recorder import WARN_INTERVAL_S, GatewayRecorder
-from gateway.relay import Relay
 from gateway.request import TextOptions, ValidatedRequest
 from gateway.timing import Timeline
 from tests.support.gateway_world import Client, gateway_world, make_spec
@@ -36,17 +36,17 @@ def parts_of(message: inference_pb2.TimeToFirstToken) -> float:
 
 @given(moments, st.floats(0, 10), st.floats(0, 20_000))
 def test_parts_add_up_whatever_the_phases(
-    steps: list[tuple[Phase, float]], last_s: float, told_ms: float
+    steps: list[tuple[Phase, float]], last_s: float, reported_ms: float
 ) -> None:
     timeline, now_s = Timeline(100.0), 100.0
     for phase, wait_s in steps:
         now_s += wait_s
         timeline.enter(phase, now_s)
     now_s += last_s
-    timeline.prefill_answered(told_ms, now_s)
-    timeline.tokens_here(now_s)
-    timeline.token_came(now_s)
-    timeline.token_came(now_s + 5)
+    timeline.on_prefilled(reported_ms, now_s)
+    timeline.on_tokens(now_s)
+    timeline.on_token_sent(now_s)
+    timeline.on_token_sent(now_s + 5)
     proto = timeline.to_proto(now_s + 5)
     assert parts_of(proto.first_token) == pytest.approx(proto.time_to_first_token_ms, abs=1e-6)
     assert all(value >= -1e-9 for _, value in proto.first_token.ListFields())
@@ -67,7 +67,9 @@ def test_time_per_token_is_that_of_one_choice(num_choices: int) -> None:
                     spec, TextOptions(), arrival_s=now_s, num_returned=num_returned
                 )
                 timeline = Timeline(now_s)
-                await Relay(world.context, request, Client().write, now_s + 600, timeline).run()
+                await RequestDriver(
+                    world.deps, request, Client().write, now_s + 600, timeline
+                ).run()
                 assert timeline.num_output_tokens == 11 * num_choices
                 told_s = timeline.time_per_token_s()
                 assert told_s == (pytest.approx(0.01, rel=0.2) if is_told else None)
@@ -123,8 +125,8 @@ def test_a_prompt_computed_in_the_wrong_tier_is_noticed() -> None:
                 timeline = Timeline(now_s)
                 spec = make_spec(request_id, range(num_tokens))
                 request = ValidatedRequest(spec, TextOptions(), arrival_s=now_s)
-                relay = Relay(world.context, request, Client().write, now_s + 600, timeline)
-                await relay.run()
+                driver = RequestDriver(world.deps, request, Client().write, now_s + 600, timeline)
+                await driver.run()
                 return timeline.num_bypassed_tokens
 
             assert await bypassed("a", 12) == 0, "handed over"

@@ -18,7 +18,7 @@ from baton.errors import (
     WorkerLost,
 )
 from baton.events import Tokens
-from baton.types import Sample
+from baton.types import BlockCounts, Sample, WorkerLoad
 from baton.v1 import sampling_pb2
 from gateway.request import TextOptions
 from tests.support.fake_workers import expected_output, text_of
@@ -196,18 +196,28 @@ def test_a_stream_outlives_a_worker(after_s: float, victim: str) -> None:
     in_world(test, num_prefills=2, num_decodes=2)
 
 
-def test_a_prefill_worker_that_dies_unnoticed_is_not_asked_again_at_once() -> None:
-    async def test(world: World) -> None:
-        spec = make_spec("a")
-        request = asyncio.create_task(world.generate(spec))
-        await asyncio.sleep(0.004)
-        world.prefills[0].go_down(is_noticed=False)
-        client = await request
-        assert client.token_ids == expected_output(spec)
-        assert world.prefills[0].num_prefills == 1
-        assert client.last.timing.num_resumes == 1
+@pytest.mark.parametrize("tier", ["prefill", "decode"])
+def test_refusals_by_workers_that_drain_count_for_nothing(tier: str) -> None:
+    """However many there are: they are no failures. Nobody is asked again before he has reported his load."""
 
-    in_world(test)
+    async def test(world: World) -> None:
+        workers = world.prefills if tier == "prefill" else world.decodes
+        for worker in workers[:-1]:
+            worker.is_draining = True
+        last = f"{'p' if tier == 'prefill' else 'd'}{len(workers) - 1}:1"
+        world.fleet.report(last, WorkerLoad(is_draining=True))
+        client = Client()
+        request = asyncio.create_task(world.generate(make_spec("a"), client))
+        await asyncio.sleep(0.05)
+        assert not client.chunks
+        for number, link in enumerate(worker.links[-1] for worker in workers):
+            assert len(link.specs) == (number < len(workers) - 1), "each was asked once"
+        world.fleet.report(last, WorkerLoad(blocks=BlockCounts(64, 0, 0)))
+        await request
+        assert client.token_ids == expected_output(make_spec("a"))
+        assert client.last.timing.num_resumes == 0
+
+    in_world(test, num_prefills=6, num_decodes=6)
 
 
 def test_the_only_decode_worker_may_come_back() -> None:
@@ -275,7 +285,7 @@ def test_equal_tokens_that_come_twice_are_sent_once() -> None:
         client = Client()
         request = asyncio.create_task(world.generate(spec, client))
         await asyncio.sleep(0.08)
-        world.decodes[0].tell_all(Tokens(1, tuple(map(Sample, output[1:3]))))
+        world.decodes[0].emit_all(Tokens(1, tuple(map(Sample, output[1:3]))))
         await request
         assert client.token_ids == output
 
@@ -288,7 +298,7 @@ def test_a_changed_token_or_a_gap_is_a_fault(event: Tokens) -> None:
         client = Client()
         request = asyncio.create_task(world.generate(make_spec("a", max_tokens=20), client))
         await asyncio.sleep(0.08)
-        world.decodes[0].tell_all(event)
+        world.decodes[0].emit_all(event)
         with pytest.raises(EngineFault):
             await request
         assert (

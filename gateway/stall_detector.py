@@ -1,4 +1,4 @@
-"""Ends a request whose client does not take a piece. One timer that looks again and again: one for each piece would cost
+"""Ends a request whose client does not take a piece. One timer that ticks again and again: one for each piece would cost
 as much as all else that the gateway does about it."""
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from contextlib import asynccontextmanager
 from baton.errors import ClientStalled
 
 
-class StallWatch:
-    """Of one request, whose pieces are written one at a time: `began`, then `ended`."""
+class StallDetector:
+    """Of one request, whose pieces are written one at a time: `on_write`, then `on_written`."""
 
     def __init__(self, timeout_s: float) -> None:
-        """timeout_s: longest time from `began` to `ended`."""
+        """timeout_s: longest time from `on_write` to `on_written`."""
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._began_s: float | None = None
 
-    def began(self) -> None:
+    def on_write(self) -> None:
         self._began_s = self._loop.time()
 
-    def ended(self) -> None:
+    def on_written(self) -> None:
         self._began_s = None
 
     @asynccontextmanager
@@ -31,18 +31,18 @@ class StallWatch:
         scope = asyncio.timeout(None)
         timer: asyncio.TimerHandle | None = None
 
-        def look() -> None:
+        def tick() -> None:
             nonlocal timer
             now_s = self._loop.time()
             due_s = (now_s if self._began_s is None else self._began_s) + self._timeout_s
             if due_s <= now_s:
                 scope.reschedule(now_s)
             else:
-                timer = self._loop.call_at(due_s, look)
+                timer = self._loop.call_at(due_s, tick)
 
         try:
             async with scope:
-                look()
+                tick()
                 yield
         except TimeoutError:
             if not scope.expired():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ClientStalled
-from gateway.stall_watch import StallWatch
+from gateway.stall_detector import StallDetector
 from tests.support.virtual_loop import run_virtual
 
 TIMEOUT_S = 30.0
@@ -22,14 +22,14 @@ PIECES = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 60)), max_size=6)
 @given(PIECES)
 def test_the_first_piece_that_takes_too_long_ends_the_body(pieces: list[tuple[int, int]]) -> None:
     async def deliver() -> None:
-        watch = StallWatch(TIMEOUT_S)
-        async with watch.watching():
+        detector = StallDetector(TIMEOUT_S)
+        async with detector.watching():
             for silence_s, piece_s in pieces:
                 await asyncio.sleep(silence_s)
-                watch.began()
+                detector.on_write()
                 # Not a whole number of seconds, so that no piece ends at the very moment of the limit.
                 await asyncio.sleep(piece_s + 0.5)
-                watch.ended()
+                detector.on_written()
 
     async def test() -> None:
         loop = asyncio.get_running_loop()
@@ -50,7 +50,7 @@ def test_the_first_piece_that_takes_too_long_ends_the_body(pieces: list[tuple[in
 def test_a_timeout_of_the_body_s_own_passes() -> None:
     async def test() -> None:
         with pytest.raises(TimeoutError, match="of the body"):
-            async with StallWatch(TIMEOUT_S).watching():
+            async with StallDetector(TIMEOUT_S).watching():
                 raise TimeoutError("of the body")
 
     run_virtual(test())
@@ -58,7 +58,7 @@ def test_a_timeout_of_the_body_s_own_passes() -> None:
 
 def test_nothing_is_left_of_it() -> None:
     async def test() -> None:
-        async with StallWatch(TIMEOUT_S).watching():
+        async with StallDetector(TIMEOUT_S).watching():
             pass
         before_s = asyncio.get_running_loop().time()
         await asyncio.sleep(10 * TIMEOUT_S)
