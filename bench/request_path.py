@@ -71,9 +71,9 @@ async def serving(
     """Run a service in this process; yields its address."""
     stop = asyncio.Event()
     ready: asyncio.Future[ReadyReport] = asyncio.get_running_loop().create_future()
-    task = asyncio.ensure_future(serve(options, stop, ready.set_result))
+    task: asyncio.Future[None] = asyncio.ensure_future(serve(options, stop, ready.set_result))
     try:
-        await asyncio.wait({task, ready}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             task.result()
         yield ready.result().address

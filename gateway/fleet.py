@@ -40,7 +40,10 @@ class Worker:
 
     def __init__(self, address: str, tier: Tier) -> None:
         self.address = address
+        self.listed_tier = tier
+        """Under which it is to be found, and was started."""
         self.tier = tier
+        """That it serves now, by its last report."""
         self.state = WorkerState.UNREACHABLE
         self.reason = "not reached yet"
         self.info: WorkerInfo | None = None
@@ -259,6 +262,7 @@ class Fleet:
         """Take a joined worker's load."""
         worker = self.workers[address]
         worker.report(load)
+        self._set_tier(worker, load.role or worker.listed_tier)
         if load.is_draining:
             self._set_state(worker, WorkerState.DRAINING, "draining: finishes what it has")
         elif (refusal := self.numerics.refusal_of(address)) is not None:
@@ -275,6 +279,7 @@ class Fleet:
         was_joined, worker.is_joined = worker.is_joined, False
         self._update_numerics()
         self._set_state(worker, state, reason)
+        self._set_tier(worker, worker.listed_tier)
         worker.load = WorkerLoad()
         self.broken_pairs.drop(address)
         if was_joined:
@@ -292,6 +297,18 @@ class Fleet:
                 (self.prefill_work.add if is_ready else self.prefill_work.drop)(worker.address)
         worker.state, worker.reason = state, reason
 
+    def _set_tier(self, worker: Worker, tier: Tier) -> None:
+        """It serves this tier from now on; what is placed on it stays."""
+        if worker.tier is tier:
+            return
+        if worker.is_ready:
+            is_prefill = tier is Tier.PREFILL
+            (self.prefill_work.add if is_prefill else self.prefill_work.drop)(worker.address)
+        worker.tier = tier
+        self._ready = dict.fromkeys(Tier)
+        self._known = dict.fromkeys(Tier)
+        self._update_numerics()
+
     def _update_numerics(self) -> None:
         self.numerics.update(
             {
@@ -308,8 +325,8 @@ class Fleet:
         if not info.min_protocol_version <= PROTOCOL_VERSION <= info.max_protocol_version:
             theirs = f"{info.min_protocol_version}..{info.max_protocol_version}"
             raise PeerMismatch.of(peer, "protocol_version", str(PROTOCOL_VERSION), theirs)
-        if info.tier is not worker.tier:
-            raise PeerMismatch.of(peer, "tier", worker.tier.name, info.tier.name)
+        if info.tier is not worker.listed_tier:
+            raise PeerMismatch.of(peer, "tier", worker.listed_tier.name, info.tier.name)
         for other in self.workers.values():
             if other is worker or not other.is_joined or other.info is None:
                 continue

@@ -145,7 +145,7 @@ async def serve_worker(
         )
         servicer = SequenceServicer(submit, loop.has_room, sender.begin)
         info = describe(options, identity, engine.spec, policy.local_prefill.max_threshold)
-        host = WorkerHost(options, loop, heartbeat, board, Drain(), info)
+        host = WorkerHost(options, loop, heartbeat, board, Drain(), info, engine.spec.dtype_reason)
         worker = WorkerServicer(
             info,
             board,

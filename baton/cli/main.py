@@ -15,12 +15,14 @@ from baton.cli import (
     generate,
     health,
     quantize,
+    role,
     start,
     status,
     version,
 )
 from baton.errors import BatonError, StartupError
-from baton.service import EXIT_REFUSED, quiet_grpc, refuse
+from baton.grpc_environment import quiet_grpc
+from baton.service import EXIT_REFUSED, refuse
 
 #: What typer raises for a command line that does not fit: it has a name only in some versions.
 _UsageError: Any = typer.BadParameter.__base__
@@ -64,4 +66,5 @@ app.command("health")(health.health)
 app.command("check")(check.check)
 app.command("doctor")(doctor.doctor)
 app.command("quantize")(quantize.quantize)
+app.command("set-role")(role.set_role)
 app.command("version")(version.version)

@@ -23,6 +23,8 @@ from worker_core.speculation.draft_model import DraftModelProposer
 from worker_core.speculation.pair import check_specs, check_tokenizers
 from worker_core.speculation.proposer import DraftRequest
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
