@@ -46,7 +46,7 @@ from gateway.actions import (
 from gateway.assignment import Assignment, Choice, State
 from gateway.fleet import Fleet
 from gateway.output import Output
-from gateway.placement import Outcome, Placement
+from gateway.placement import Placement
 from gateway.request import TextOptions
 from gateway.state import RequestState
 from gateway.timing import Timeline
@@ -306,7 +306,9 @@ class Rig:
         report = self.state.on_source_event if opened.is_source else self.state.on_event
         self.perform(report(opened.assignment, number, event, self.now_s))
 
-    def follow(self, opened: Opened, number: int, event: SequenceEvent) -> None:
+    def follow(  # noqa: PLR0912, one arm per event
+        self, opened: Opened, number: int, event: SequenceEvent
+    ) -> None:
         """What a worker that says so has become."""
         match event:
             case Offered():
