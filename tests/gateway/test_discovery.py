@@ -15,6 +15,7 @@ from gateway.fleet import Fleet, WorkerState
 from tests.support.fake_workers import make_info
 from tests.support.live_tiers import decode_worker, gateway, prefill_worker
 from tests.support.metrics_page import fetch_metrics, free_ports
+from tests.support.stub_link import StubLink
 
 
 def fleet_of(**metrics_ports: int) -> Fleet:
@@ -22,7 +23,7 @@ def fleet_of(**metrics_ports: int) -> Fleet:
     fleet = Fleet((), [f"{name}.example:50051" for name in metrics_ports])
     for name, port in metrics_ports.items():
         info = replace(make_info(name, Tier.DECODE), metrics_port=port)
-        fleet.join_decode(f"{name}.example:50051", info, None)  # type: ignore[arg-type]
+        fleet.join(f"{name}.example:50051", info, StubLink())
     return fleet
 
 
@@ -47,7 +48,7 @@ def test_one_that_is_lost_stays_until_nobody_lists_it() -> None:
 def test_an_address_of_version_six_keeps_its_brackets() -> None:
     fleet = Fleet((), ["[fd00::7]:50051"])
     info = replace(make_info("d", Tier.DECODE), metrics_port=9464)
-    fleet.join_decode("[fd00::7]:50051", info, None)  # type: ignore[arg-type]
+    fleet.join("[fd00::7]:50051", info, StubLink())
     assert targets(fleet) == ["[fd00::7]:9464"]
 
 

@@ -18,7 +18,7 @@ from baton.rpc.channel import aio_channel
 from baton.types import KvSource, Sampling, SequenceSpec, Tier
 from baton.v1 import sequence_service_pb2, sequence_service_pb2_grpc, worker_pb2, worker_pb2_grpc
 from gateway.fleet import Fleet
-from gateway.links import DecodeLink
+from gateway.links import WorkerLink
 from gateway.workers import RECEIVE_WINDOW_BYTES, keep_connected
 from tests.support.live_tiers import decode_worker
 
@@ -64,7 +64,7 @@ class Readers:
 
 
 @asynccontextmanager
-async def connected(address: str) -> AsyncIterator[DecodeLink]:
+async def connected(address: str) -> AsyncIterator[WorkerLink]:
     """The link that a gateway has to the worker."""
     fleet = Fleet()
     worker = fleet.add(address, Tier.DECODE)
@@ -75,8 +75,7 @@ async def connected(address: str) -> AsyncIterator[DecodeLink]:
         while not worker.is_ready:
             changed.clear()
             await changed.wait()
-        assert worker.decode_link
-        yield worker.decode_link
+        yield worker.link
     finally:
         keeping.cancel()
         await asyncio.wait((keeping,))
