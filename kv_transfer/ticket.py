@@ -119,10 +119,11 @@ class Ticket:
 
     block_ids: where tokens [num_cached_tokens, num_tokens) are to be written; min_tokens: the fewest that a commit may be of.
     connection: whose ticket it is, once it has been presented; on_death: of that connection.
-    checksum, num_bytes: of all that has been written.
+    checksum, num_bytes: of all that has been written. data: what the sender was given to show.
     """
 
     ticket_id: int
+    data: bytes
     block_ids: tuple[int, ...]
     num_layers: int
     min_tokens: int
