@@ -1,5 +1,8 @@
 """Logging of a process: lines for people on a terminal, JSON lines elsewhere; both name the request they are about.
 
+Formatted here and not by python-json-logger: it writes whatever `extra` holds, and spells levels in capitals; to change both
+takes as many lines.
+
 A message belongs to a request when it is logged with `extra={"request_id": ...}`, and to a trace with "trace_id" there.
 """
 

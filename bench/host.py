@@ -14,14 +14,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from bench.document import document_of, now
 from bench.host_gateway import (
     AddedTtft,
     Flow,
@@ -31,7 +30,6 @@ from bench.host_gateway import (
 )
 from bench.host_service import measure_service
 from bench.host_tier import TierCosts, measure_tier
-from bench.machine import describe_commit, describe_machine, describe_versions
 from bench.report import write_json
 
 MODEL_IN_THE_BOX = str(Path(__file__).resolve().parents[1] / "models" / "baton-py-6m")
@@ -115,6 +113,7 @@ def main() -> None:
     parser.add_argument("--model", default=MODEL_IN_THE_BOX)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    started = now()
     console = Console()
     # Thrown away: the first of all pays for what is done once in a process.
     measure_tier(arguments.num_seqs[0], arguments.num_blocks, steps_for(arguments.num_seqs[0]))
@@ -145,19 +144,14 @@ def main() -> None:
         f"{service.core_ms:.2f} in the decode core alone: a share of {service.share:.2f}"
     )
     if arguments.json:
-        document = {
-            "command": ["python", "-m", "bench.host", *sys.argv[1:]],
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "git": describe_commit(),
-            "machine": describe_machine(),
-            "versions": describe_versions(),
+        data = {
             "num_blocks": arguments.num_blocks,
             "tier": [dataclasses.asdict(one) for one in tier],
             "gateway": [dataclasses.asdict(one) for one in flows],
             "service": {**dataclasses.asdict(service), "share": service.share},
             "added_ttft_ms": {**dataclasses.asdict(ttft), "added_ms": ttft.added_ms},
         }
-        write_json(arguments.json, document)
+        write_json(arguments.json, document_of("bench.host", started, data))
 
 
 def steps_for(num_seqs: int) -> int:

@@ -121,7 +121,7 @@ def main(
     _refuse(any(one <= 0 for one in rate or ()), "--rate: give more than 0")
     _refuse(min(input_scale, output_scale) <= 0, "scales of lengths: give more than 0")
     if plot_path and find_spec("matplotlib") is None:
-        raise typer.BadParameter("--plot needs matplotlib: pip install 'baton[bench]'")
+        raise typer.BadParameter("--plot needs matplotlib: pip install 'baton-serve[bench]'")
     session = Session(
         LoadOptions(
             arrivals=kind,

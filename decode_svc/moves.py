@@ -150,7 +150,7 @@ class Preemption:
             return False
         swapped = [m for m in state.in_stage(Stage.SWAPPED) if isinstance(m, DecodeSequence)]
         num_growing = len(state.in_stage(Stage.RUNNING))
-        for num_back, sequence in enumerate(sorted(swapped, key=lambda s: s.rank)):
+        for num_back, sequence in enumerate(swapped):
             num_needed = state.pool.num_blocks_for(len(sequence.token_ids)) + num_growing + num_back
             if num_needed > state.pool.num_available or not self._bring_back(sequence):
                 return num_back > 0

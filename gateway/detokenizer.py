@@ -1,4 +1,8 @@
-"""Turns the token ids of one output into text, as they come. Pure."""
+"""Turns the token ids of one output into text, as they come. Pure.
+
+Not by tokenizers' DecodeStream: it has no flush, and waits for ever on bytes that never become a character. Both decode
+windows anew, where a ByteFallback decoder turns a whole run of bytes into U+FFFD once one of them is invalid.
+"""
 
 from __future__ import annotations
 

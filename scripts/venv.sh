@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Make the virtual environment $1 with everything that development needs. Safe to run again.
+# Make the virtual environment $1 with what running needs ($2 = run), or development, too ($2 = dev). Safe to run again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$1
+stage=$2
 
 fail() {
-    echo "make venv: $1" >&2
+    echo "make: $1" >&2
     exit 1
 }
 
@@ -35,7 +36,29 @@ if ! [ -x "$venv/bin/python" ] || ! "$venv/bin/python" -m pip --version >/dev/nu
     "$python" -m venv "$venv" || { rm -rf "$venv"; fail "$python -m venv failed"; }
 fi
 
-# torch first: it is the largest, and what it needs must not be changed by what comes after.
-echo "make venv: installing torch and the rest into $venv (some minutes the first time)"
-"$venv/bin/python" -m pip install --quiet "torch>=2.11,<=2.13.0"
-"$venv/bin/python" -m pip install --quiet -e ".[dev]"
+install() {
+    # Python compiles what it imports, once: a small part of what pip would compile here.
+    "$venv/bin/python" -m pip install --disable-pip-version-check --quiet --no-compile "$@"
+}
+
+# TORCH_INDEX_URL=... names the index that torch comes from, where it is not pip's own: on Linux, that of PyPI brings gigabytes
+# of CUDA along, and torch's own index has builds for CPUs.
+torch_index() {
+    if [ -n "${TORCH_INDEX_URL:-}" ]; then
+        echo "--index-url=$TORCH_INDEX_URL"
+    fi
+}
+
+echo "make: installing into $venv what $stage needs (some minutes the first time)"
+case $stage in
+    run) extras=gateway,worker ;;
+    dev) extras=dev ;;
+    *) fail "no stage $stage: run or dev" ;;
+esac
+if ! "$venv/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null; then
+    # Alone: nothing else may come from that index.
+    install $(torch_index) "torch>=2.11,<=2.13.0"
+fi
+# What builds this project's two distributions, here and not in an environment that pip makes for each.
+install "hatchling>=1.27" editables
+install --no-build-isolation -e ./client -e ".[$extras]"

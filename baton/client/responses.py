@@ -18,9 +18,8 @@ from baton.client.results import (
     WorkerStatus,
 )
 from baton.errors import BatonError
-from baton.types import FinishReason, TokenLogprobs
-from baton.v1 import inference_pb2
-from baton.wire import logprobs_from_proto, numerics_from_proto
+from baton.types import FinishReason, NumericsClass, TokenLogprobs
+from baton.v1 import inference_pb2, sampling_pb2
 
 _T = TypeVar("_T", Usage, TimeToFirstToken, Timing, WorkerStatus)
 
@@ -31,7 +30,7 @@ def chunk_of(response: inference_pb2.GenerateResponse) -> Chunk:
         token_index=response.token_index,
         token_ids=tuple(response.token_ids),
         text=response.text,
-        logprobs=tuple(logprobs_from_proto(position) for position in response.logprobs),
+        logprobs=tuple(map(_logprobs, response.logprobs)),
         finish_reason=_finish_reason(response.finish_reason),
         stop=_stop(response),
         usage=_same_fields(Usage, response.usage) if response.HasField("usage") else None,
@@ -40,8 +39,13 @@ def chunk_of(response: inference_pb2.GenerateResponse) -> Chunk:
         request_id=response.request_id,
         score=response.score if response.HasField("score") else None,
         prompt_token_ids=tuple(response.prompt_token_ids),
-        prompt_logprobs=tuple(map(logprobs_from_proto, response.prompt_logprobs)),
+        prompt_logprobs=tuple(map(_logprobs, response.prompt_logprobs)),
     )
+
+
+def _logprobs(message: sampling_pb2.PositionLogprobs) -> TokenLogprobs:
+    top = tuple((entry.token_id, entry.logprob) for entry in message.top)
+    return TokenLogprobs(message.chosen.token_id, message.chosen.logprob, top)
 
 
 def _timing(message: inference_pb2.RequestTiming) -> Timing:
@@ -68,7 +72,8 @@ def model_of(model: inference_pb2.Model) -> Model:
 
 
 def _worker_status(message: inference_pb2.WorkerStatus) -> WorkerStatus:
-    numerics = numerics_from_proto(message.numerics)
+    told = message.numerics
+    numerics = NumericsClass(told.device, told.level, told.dtype, told.kernels)
     return replace(_same_fields(WorkerStatus, message), numerics=numerics)
 
 

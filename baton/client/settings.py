@@ -14,7 +14,6 @@ import grpc
 from baton.client.trace_context import current_trace
 from baton.errors import BatonError, FieldViolation, InvalidRequest, RetriableError
 from baton.redaction import redacted
-from baton.rpc.api_key import METADATA_KEY, authorization
 from baton.rpc.status import REQUEST_ID_KEY, from_rpc_error
 
 MetadataLike: TypeAlias = Mapping[str, str] | Iterable[tuple[str, str]]
@@ -25,6 +24,7 @@ DEFAULT_TIMEOUT_S = 600.0
 MAX_METADATA_BYTES = 8192
 """Servers may refuse more; each entry counts 32 bytes beside its text, as HTTP/2 counts it."""
 
+_AUTHORIZATION = "authorization"
 _ADDRESS = re.compile(r"(?:[^\s:/]+|\[[0-9a-fA-F:.%]+\]):[0-9]{1,5}")
 _KEY = re.compile(r"[0-9a-z_.-]+")
 _VALUE = re.compile(r"[\x20-\x7e]*")
@@ -58,7 +58,7 @@ class Settings:
                 "address", f"{redacted(address)!a:.80}: must be host:port, e.g. {DEFAULT_ADDRESS}"
             )
         entries = (*checked_metadata(metadata), *_authorization(api_key))
-        if [key for key, _ in entries].count(METADATA_KEY) > 1:
+        if [key for key, _ in entries].count(_AUTHORIZATION) > 1:
             raise _wrong(
                 "api_key", "metadata has an authorization of its own; leave one of them out"
             )
@@ -134,7 +134,7 @@ def _authorization(api_key: str | None) -> Metadata:
         return ()
     if not _API_KEY.fullmatch(api_key):
         raise _wrong("api_key", "must be printable ASCII without spaces, and not empty")
-    return (authorization(api_key),)
+    return ((_AUTHORIZATION, f"Bearer {api_key}"),)
 
 
 def _timeout(timeout_s: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+import sys
 
 #: Of a tracestate that is sent; a longer one stays here, where the trace goes on without it.
 MAX_TRACESTATE_CHARS = 512
@@ -10,6 +10,11 @@ MAX_TRACESTATE_CHARS = 512
 
 def current_trace() -> tuple[tuple[str, str], ...]:
     """Metadata for a call that is made now; none outside of a span."""
+    if "opentelemetry.trace" not in sys.modules:
+        # A span exists only where the program has imported OpenTelemetry, which this package does without.
+        return ()
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
     carrier: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(carrier)
     return tuple(

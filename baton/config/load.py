@@ -1,4 +1,8 @@
-"""Reading options: flags, then the environment (BATON_*), then a YAML file, then defaults."""
+"""Reading options: flags, then the environment (BATON_*), then a YAML file, then defaults.
+
+pydantic-settings reads the environment. Its YAML source and its merging of sources are not used: an error names the option
+as the source that set it spells it, and a file may write `block-size` for `block_size`; theirs lose both.
+"""
 
 from __future__ import annotations
 

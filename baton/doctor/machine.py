@@ -45,7 +45,7 @@ def check_packages() -> Finding:
         except metadata.PackageNotFoundError:
             missing.append(name)
     if missing:
-        fix = "install them: pip install 'baton[gateway,worker]'"
+        fix = "install them: pip install 'baton-serve[gateway,worker]'"
         return problem("packages", f"missing: {', '.join(missing)}", fix)
     return ok("packages", ", ".join(versions))
 

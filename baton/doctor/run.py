@@ -50,7 +50,7 @@ def examine_engine(request: DoctorRequest) -> list[Finding]:
         f"--device={request.device}",
         f"--block-size={request.block_size}",
     ]
-    fix = "install torch and the workers' packages: pip install 'baton[worker]'"
+    fix = "install torch and the workers' packages: pip install 'baton-serve[worker]'"
     try:
         done = subprocess.run(
             command, check=False, capture_output=True, text=True, timeout=_ENGINE_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""Rotary frequencies, from transformers' own functions, and which of them a token takes.
+"""Rotary frequencies, bit for bit those that transformers computes, and which of them a token takes.
 
 All types but `dynamic` have one set of frequencies. Dynamic NTK scaling has one per length n above
 max_position_embeddings: in transformers' `generate` a prompt of n tokens is rotated by those of n as a whole, and an output
@@ -10,6 +10,7 @@ token takes the frequencies of its own position, which is the same for prompts u
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -63,32 +64,91 @@ class Rope:
 
 def make_rope(config: ModelConfig, max_model_len: int, device: torch.device) -> Rope:
     """The frequencies for contexts up to `max_model_len` tokens."""
-    longest = config.max_position_embeddings
-    if config.rope.rope_type == "default":
-        return Rope(_default(config).to(device), 1.0, longest)
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    # The functions read these fields alone, for every family.
-    fields: dict[str, Any] = {
-        "hidden_size": config.num_heads * config.head_dim,
-        "num_attention_heads": config.num_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": longest,
-        "rope_parameters": dict(config.rope.parameters),
-    }
-    arguments = LlamaConfig(**fields)
-    compute = ROPE_INIT_FUNCTIONS[config.rope.rope_type]
-    first, scaling = compute(arguments)
-    sets = [first]
-    if config.rope.rope_type == "dynamic":
-        # As a tensor, as in transformers' own update: its arithmetic is float32, a number's is not.
-        lengths = range(longest + 1, max_model_len + 1)
-        sets += [compute(arguments, seq_len=torch.tensor(n))[0] for n in lengths]
-    return Rope(torch.stack(sets).float().to(device), float(scaling), longest)
+    longest, parameters = config.max_position_embeddings, dict(config.rope.parameters)
+    theta, exponent = config.rope.theta, _exponent(config.head_dim)
+    scaling = 1.0
+    match config.rope.rope_type:
+        case "dynamic":
+            # The first set is made in double precision, the others in single, as transformers' are.
+            lengths = [torch.tensor(n) for n in range(longest + 1, max_model_len + 1)]
+            sets = [
+                _inverse(_dynamic_theta(config, length), exponent) for length in (longest, *lengths)
+            ]
+            return Rope(torch.stack(sets).to(device), scaling, longest)
+        case "linear":
+            inv_freq = _inverse(theta, exponent) / parameters["factor"]
+        case "yarn":
+            inv_freq, scaling = _yarn(config, parameters)
+        case "llama3":
+            inv_freq = _llama3(_inverse(theta, exponent), parameters)
+        case _:
+            inv_freq = _inverse(theta, exponent)
+    return Rope(inv_freq[None].to(device), scaling, longest)
 
 
-def _default(config: ModelConfig) -> torch.Tensor:
-    """theta^(-2i / head_dim) as [1, head_dim / 2]."""
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
-    return (1.0 / (config.rope.theta**exponent))[None]
+def _exponent(head_dim: int) -> torch.Tensor:
+    """2i / head_dim as [head_dim / 2] float32."""
+    return torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
+
+
+def _inverse(theta: float | torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    """theta^-exponent."""
+    return 1.0 / (theta**exponent)
+
+
+def _dynamic_theta(config: ModelConfig, length: int | torch.Tensor) -> float | torch.Tensor:
+    """Dynamic NTK scaling: the base grows with the context, so that the lowest frequency spans it."""
+    factor, dim = config.rope.factor, config.head_dim
+    stretch = factor * length / config.max_position_embeddings - (factor - 1)
+    return config.rope.theta * stretch ** (dim / (dim - 2))
+
+
+def _llama3(inv_freq: torch.Tensor, parameters: dict[str, Any]) -> torch.Tensor:
+    """Long wavelengths are stretched by `factor`, short ones kept, and those between blended."""
+    factor, low, high = (
+        parameters[name] for name in ("factor", "low_freq_factor", "high_freq_factor")
+    )
+    length = parameters["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / inv_freq
+    is_long, is_short = wavelength > length / low, wavelength < length / high
+    stretched = torch.where(is_long, inv_freq / factor, inv_freq)
+    share = (length / wavelength - low) / (high - low)
+    blended = (1 - share) * stretched / factor + share * stretched
+    return torch.where(is_long | is_short, stretched, blended)
+
+
+def _yarn(config: ModelConfig, parameters: dict[str, Any]) -> tuple[torch.Tensor, float]:
+    """YaRN: dimensions that turn often keep their frequency, those that turn seldom are interpolated, with a linear ramp
+    between. Returns the frequencies, and what cos and sin are multiplied by."""
+    dim, length = config.head_dim, parameters["original_max_position_embeddings"]
+    factor = parameters["factor"]
+    if factor is None:
+        factor = config.max_position_embeddings / length
+
+    def dimension_of(num_turns: float) -> float:
+        """The dimension that turns so often within the original length."""
+        turns = math.log(length / (num_turns * 2 * math.pi))
+        return dim * turns / (2 * math.log(config.rope.theta))
+
+    first = dimension_of(parameters.get("beta_fast") or 32)
+    last = dimension_of(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    width = last - first if last != first else 0.001
+    steps = torch.arange(dim // 2, dtype=torch.float)
+    kept = 1 - ((steps - first) / width).clamp(0, 1)
+    powers = config.rope.theta ** _exponent(dim)
+    inv_freq = 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept
+    return inv_freq, _yarn_scaling(factor, parameters)
+
+
+def _yarn_scaling(factor: float, parameters: dict[str, Any]) -> float:
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    told = parameters.get("attention_factor")
+    if told is not None:
+        return float(told)
+    own, all_dims = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    return float(scale(own) / scale(all_dims)) if own and all_dims else scale(1)

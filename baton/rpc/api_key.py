@@ -13,14 +13,9 @@ import grpc.aio
 from baton.errors import Unauthenticated
 from baton.rpc import health
 
-METADATA_KEY = "authorization"
+_METADATA_KEY = "authorization"
 _SCHEME = "bearer "
 _OPEN = f"/{health.SERVICE_NAME}/"
-
-
-def authorization(api_key: str) -> tuple[str, str]:
-    """The metadata entry by which a caller shows its key."""
-    return METADATA_KEY, f"Bearer {api_key}"
 
 
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
@@ -47,7 +42,7 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(_refuse)
 
     def _is_known(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
-        told = [value for key, value in metadata or () if key == METADATA_KEY]
+        told = [value for key, value in metadata or () if key == _METADATA_KEY]
         if len(told) != 1 or not isinstance(told[0], str):
             return False
         if not told[0].lower().startswith(_SCHEME):

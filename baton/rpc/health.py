@@ -1,4 +1,8 @@
-"""The standard health service (Check, List, Watch), set by its process and never by the mere fact that it runs."""
+"""The standard health service (Check, List, Watch), set by its process and never by the mere fact that it runs.
+
+Not grpcio-health-checking's own aio servicer: that one has no List, leaves watches open at shutdown, for which a server
+that stops would wait out its grace, and is set by coroutines only.
+"""
 
 from __future__ import annotations
 

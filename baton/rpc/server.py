@@ -9,13 +9,13 @@ from contextlib import suppress
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc  # type: ignore[import-untyped]
-from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 
 from baton.errors import ConfigError
 from baton.rpc import health
 from baton.rpc.bind import bind_fault
 from baton.rpc.channel import KEEPALIVE_MS, Options, common_options
 from baton.rpc.interceptor import ErrorInterceptor
+from baton.rpc.reflection import add_reflection
 
 #: Adds servicers to a server and returns the full names of their services.
 Register = Callable[[grpc.aio.Server], Sequence[str]]
@@ -143,9 +143,7 @@ async def start_server(
     names = tuple(register(server))
     health_service = health.HealthService(names, is_serving=is_serving)
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
-    reflection.enable_server_reflection(
-        (*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-    )
+    add_reflection(server, (*names, health.SERVICE_NAME))
     port = _bind(server, address, credentials)
     await server.start()
     return RunningServer(server, interceptor, health_service, address.rpartition(":")[0], port)

@@ -26,13 +26,14 @@ from baton.v1 import sampling_pb2 as baton_dot_v1_dot_sampling__pb2
 from baton.v1 import sequence_pb2 as baton_dot_v1_dot_sequence__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/sampling.proto\x1a\x17\x62\x61ton/v1/sequence.proto\"K\n\x0ePrefillRequest\x12)\n\x08sequence\x18\x01 \x01(\x0b\x32\x17.baton.v1.SequenceState\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\"b\n\nFirstToken\x12%\n\x05token\x18\x01 \x01(\x0b\x32\x16.baton.v1.SampledToken\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.baton.v1.FinishReason\"\xd0\x01\n\x0fPrefillResponse\x12*\n\x0c\x66irst_tokens\x18\x01 \x03(\x0b\x32\x14.baton.v1.FirstToken\x12\x33\n\x0fprompt_logprobs\x18\x02 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x1b\n\x13num_borrowed_tokens\x18\x07 \x01(\r\x12\x10\n\x08queue_ms\x18\x05 \x01(\x01\x12\x12\n\ncompute_ms\x18\x06 \x01(\x01\x32R\n\x0ePrefillService\x12@\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x19.baton.v1.PrefillResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/sampling.proto\x1a\x17\x62\x61ton/v1/sequence.proto\"K\n\x0ePrefillRequest\x12)\n\x08sequence\x18\x01 \x01(\x0b\x32\x17.baton.v1.SequenceState\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\"b\n\nFirstToken\x12%\n\x05token\x18\x01 \x01(\x0b\x32\x16.baton.v1.SampledToken\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.baton.v1.FinishReason\"\xd0\x01\n\x0fPrefillResponse\x12*\n\x0c\x66irst_tokens\x18\x01 \x03(\x0b\x32\x14.baton.v1.FirstToken\x12\x33\n\x0fprompt_logprobs\x18\x02 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x1b\n\x13num_borrowed_tokens\x18\x07 \x01(\r\x12\x10\n\x08queue_ms\x18\x05 \x01(\x01\x12\x12\n\ncompute_ms\x18\x06 \x01(\x01\x32R\n\x0ePrefillService\x12@\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x19.baton.v1.PrefillResponse0\x01\x42\x12Z\x10\x62\x61ton/v1;batonv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.prefill_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'Z\020baton/v1;batonv1'
   _globals['_PREFILLREQUEST']._serialized_start=86
   _globals['_PREFILLREQUEST']._serialized_end=161
   _globals['_FIRSTTOKEN']._serialized_start=163

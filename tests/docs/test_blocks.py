@@ -20,6 +20,8 @@ from tests.support.doc_services import BIN, ROOT, on_one_host, started
 from tests.support.metrics_page import free_ports
 from tests.support.redis_server import redis_server
 
+pytestmark = pytest.mark.slow
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = [block for page in PAGES for block in blocks_of(page, ROOT)]
 
@@ -28,7 +30,7 @@ ADDRESS = "127.0.0.1:50051"
 VENV_BIN = ".venv/bin/"
 
 #: `make` finds its environment ready, and installs nothing.
-MAKEFLAGS = f"STAMP= BIN={BIN}"
+MAKEFLAGS = f"RUNS= STAMP= BIN={BIN}"
 
 #: `docker compose [--profile NAME]... up|run ...`: the profiles must be there, and the service that `run` names.
 DRY_DOCKER = """

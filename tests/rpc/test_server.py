@@ -10,8 +10,9 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from baton.errors import BY_REASON, BatonError, ConfigError, EngineFault, InvalidRequest
 from baton.rpc.channel import aio_channel
@@ -255,14 +256,34 @@ async def test_stopping_lets_running_calls_finish_and_refuses_new_ones(
     await server.wait_stopped()
 
 
-async def test_reflection_names_every_service(channel: grpc.aio.Channel) -> None:
-    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-    call = stub.ServerReflectionInfo(
-        iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_describes_every_service_that_it_names(
+    channel: grpc.aio.Channel, version: str
+) -> None:
+    """What grpcurl asks for: the services, then the file of each, with all that it imports."""
+    ask = channel.stream_stream(
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
     )
+    call = ask(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
     (answer,) = [response async for response in call]
     names = {service.name for service in answer.list_services_response.service}
-    assert names >= {SERVICE, "grpc.health.v1.Health"}
+    assert names == {
+        SERVICE,
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1.ServerReflection",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
+    wanted = [reflection_pb2.ServerReflectionRequest(file_containing_symbol=name) for name in names]
+    async for described in ask(iter(wanted)):
+        pool = DescriptorPool()
+        for data in reversed(described.file_descriptor_response.file_descriptor_proto):
+            pool.AddSerializedFile(data)
+        name = described.original_request.file_containing_symbol
+        assert pool.FindServiceByName(name).methods
+        names.remove(name)
+    assert not names
 
 
 async def test_handlers_of_every_kind_are_wrapped() -> None:

@@ -21,154 +21,175 @@ constexpr long kTaskRows = 64;
 // Dimensions as sums are kept: see Values.
 constexpr long padded(long dim) { return (dim + 31) / 32 * 32; }
 
-// Products of weights and values, into sums that are kept in the order in which the products come.
-template <class T>
-struct Values;
-
-template <>
-struct Values<F32> {
-    // out[r] [dim] += weight[r][j] * values[j], key by key.
-    template <int R>
-    static void add(float (*out)[kMaxDim], const float (*weight)[kStep], const Step<F32>& step,
-                    const Step<F32>& next, long dim) {
-        for (long d = 0; d < dim; d += 16) {
-            const __mmask16 m = first_lanes(dim - d);
-            __m512 o[R];
-            for (int r = 0; r < R; r++) o[r] = _mm512_load_ps(out[r] + d);
-            for (int g = step.low(); g < step.high(); g++) {
-                const int lane = g * kGroup, end = step.end - lane < kGroup ? step.end - lane : kGroup;
-                const float *value = step.values[g] + d, *ahead = next.values[g] + d;
-                for (int j = 0; j < end; j++, value += dim, ahead += dim) {
-                    const __m512 v = F32::load(value, m);
-                    fetch(ahead);
-                    for (int r = 0; r < R; r++)
-                        o[r] = _mm512_fmadd_ps(_mm512_set1_ps(weight[r][lane + j]), v, o[r]);
-                }
-            }
-            for (int r = 0; r < R; r++) _mm512_store_ps(out[r] + d, o[r]);
-        }
-    }
-    static __m512 sorted(const float* out, long d) { return _mm512_load_ps(out + d); }
-};
-
-template <>
-struct Values<BF16> {
-    // Two keys at a time, weights rounded to bfloat16. Pairs of 32 dimensions of two keys come out of the unpacking in
-    // another order, which the sums keep; `sorted` undoes it.
-    template <int R>
-    static void add(float (*out)[kMaxDim], const float (*weight)[kStep], const Step<BF16>& step,
-                    const Step<BF16>& next, long dim) {
-        alignas(64) uint16_t narrow[R][kStep];
-        for (int r = 0; r < R; r++)
-            for (int j = step.low() * kGroup; j < step.end; j += 16)
-                BF16::store(narrow[r] + j, _mm512_load_ps(weight[r] + j));
-        for (long d = 0; d < dim; d += 32) {
-            const __mmask32 m = dim - d >= 32 ? ~0u : (1u << (dim - d)) - 1;
-            __m512 low[R], high[R];
-            for (int r = 0; r < R; r++) {
-                low[r] = _mm512_load_ps(out[r] + d);
-                high[r] = _mm512_load_ps(out[r] + d + 16);
-            }
-            for (int g = step.low(); g < step.high(); g++) {
-                const int lane = g * kGroup, end = step.end - lane < kGroup ? step.end - lane : kGroup;
-                const uint16_t *value = step.values[g] + d, *ahead = next.values[g] + d;
-                for (int j = 0; j < end; j += 2, value += 2 * dim, ahead += 2 * dim) {
-                    const __m512i a = _mm512_maskz_loadu_epi16(m, value);
-                    // The last key of an odd number has no partner.
-                    const __m512i b = _mm512_maskz_loadu_epi16(j + 1 < end ? m : 0, value + dim);
-                    fetch(ahead);
-                    fetch(ahead + dim);
-                    const __m512i first = _mm512_unpacklo_epi16(a, b), second = _mm512_unpackhi_epi16(a, b);
-                    for (int r = 0; r < R; r++) {
-                        const __m512i w = _mm512_set1_epi32(*(const int32_t*)(narrow[r] + lane + j));
-                        low[r] = BF16::step(low[r], first, w);
-                        high[r] = BF16::step(high[r], second, w);
-                    }
-                }
-            }
-            for (int r = 0; r < R; r++) {
-                _mm512_store_ps(out[r] + d, low[r]);
-                _mm512_store_ps(out[r] + d + 16, high[r]);
-            }
-        }
-    }
-    static __m512 sorted(const float* out, long d) {
-        const float* pair = out + d / 32 * 32;
-        const __m512 low = _mm512_load_ps(pair), high = _mm512_load_ps(pair + 16);
-        const __m512i from = d % 32 == 0
-            ? _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23)
-            : _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-        return _mm512_permutex2var_ps(low, from, high);
-    }
-};
+// At most this many of a task's few rows are multiplied at a time: their sums fit into the registers.
+constexpr int kTileRows = kVectors / 2 < 8 ? kVectors / 2 : 8;
 
 template <class T, int R>
 struct Rows {
-    const int32_t* query[R];  // words
+    alignas(64) int32_t query[R][kMaxDim];  // words of operands
     long position[R];
     float top[R];
-    __m512 sum[R];            // the sum of weights is that of the lanes
+    f32x16 sum[R];            // the sum of weights is that of the lanes
     alignas(64) float out[R][kMaxDim];
     alignas(64) float weight[R][kStep];
 
-    // Scores of 16 keys at positions from `at`; -inf for those that a row does not see.
-    void score(const int32_t* words, long at, int lane, const Attention& c) {
-        __m512 s[R];
-        for (int r = 0; r < R; r++) s[r] = _mm512_setzero_ps();
-        for (long w = 0; w < c.dim / T::per_word; w++) {
-            const __m512i k = _mm512_load_si512(words + w * 16);
-            for (int r = 0; r < R; r++)
-                s[r] = T::step(s[r], k, _mm512_set1_epi32(query[r][w]));
+    // Scores of 16 keys at positions from `at`, of rows [first, first + N); -inf for those that a row does not see.
+    template <int N>
+    void score(const int32_t* words, long at, int lane, const Attention& c, int first) {
+        f32x16 s[N];
+        UNROLLED for (int r = 0; r < N; r++) s[r] = zeros();
+        for (long w = 0; w < c.dim / kPerWord<T>; w++) {
+            const i32x16 k = load_words(words + w * 16);
+            UNROLLED for (int r = 0; r < N; r++) s[r] = Operand<T>::step(s[r], k, splat(query[first + r][w]));
         }
-        const __m512i index = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        for (int r = 0; r < R; r++) {
+        UNROLLED for (int i = 0; i < N; i++) {
             // Lanes in (newest - window, newest]; clamped, which changes no comparison with 0..15.
+            const int r = first + i;
             const long newest = position[r] - at, oldest = c.window ? newest - c.window : -1;
-            __mmask16 seen = _mm512_cmple_epi32_mask(index, _mm512_set1_epi32(clamp(newest)));
-            seen &= _mm512_cmpgt_epi32_mask(index, _mm512_set1_epi32(clamp(oldest)));
-            _mm512_store_ps(weight[r] + lane,
-                            _mm512_mask_mul_ps(_mm512_set1_ps(-__builtin_inff()), seen, s[r],
-                                               _mm512_set1_ps(scale_of(c))));
+            const mask16 seen = greater(splat(clamp(newest + 1)), lane_numbers()) &
+                                greater(lane_numbers(), splat(clamp(oldest)));
+            const f32x16 x = s[i] * splat(scale_of(c));
+            F32::store(weight[r] + lane, select(seen, x, splat(-__builtin_inff())));
         }
     }
 
     // Scores of the keys in lanes [first, end), both divisible by 16, become weights.
     void soften(int first, int end, long dim) {
         for (int r = 0; r < R; r++) {
-            __m512 largest = _mm512_set1_ps(top[r]);
-            for (int j = first; j < end; j += 16)
-                largest = _mm512_max_ps(largest, _mm512_load_ps(weight[r] + j));
-            const float next = _mm512_reduce_max_ps(largest);
+            f32x16 largest = splat(top[r]);
+            for (int j = first; j < end; j += 16) largest = max(largest, F32::load(weight[r] + j));
+            const float next = reduce_max(largest);
             if (next != top[r]) shrink(r, next, dim);
             for (int j = first; j < end; j += 16) {
-                const __m512 x = _mm512_sub_ps(_mm512_load_ps(weight[r] + j), _mm512_set1_ps(top[r]));
-                const __m512 p = T::exp2(x);
-                _mm512_store_ps(weight[r] + j, p);
-                sum[r] = _mm512_add_ps(sum[r], p);
+                const f32x16 p = T::exp2(F32::load(weight[r] + j) - splat(top[r]));
+                F32::store(weight[r] + j, p);
+                sum[r] = sum[r] + p;
             }
         }
     }
 
     void shrink(int r, float next, long dim) {
-        const __m512 by = T::exp2(_mm512_set1_ps(top[r] - next));
-        sum[r] = _mm512_mul_ps(sum[r], by);
-        for (long d = 0; d < padded(dim); d += 16)
-            _mm512_store_ps(out[r] + d, _mm512_mul_ps(_mm512_load_ps(out[r] + d), by));
+        const f32x16 by = T::exp2(splat(top[r] - next));
+        sum[r] = sum[r] * by;
+        for (long d = 0; d < padded(dim); d += 16) F32::store(out[r] + d, F32::load(out[r] + d) * by);
         top[r] = next;
     }
 
     static int clamp(long x) { return x < -1 ? -1 : x > 16 ? 16 : (int)x; }
 };
 
+// Calls f(first row, how many) for tiles of a task's R rows; how many is a constant.
+template <int R, int First = 0, class F>
+void for_tiles(F&& f) {
+    constexpr int N = R - First < kTileRows ? R - First : kTileRows;
+    f(First, std::integral_constant<int, N>());
+    if constexpr (First + N < R) for_tiles<R, First + N>(f);
+}
+
+// out[r] [dim] += weight[r][j] * values[j], key by key, by operands. Sums are kept in the order in which products come.
+template <class P>
+struct Values;
+
+template <>
+struct Values<F32> {
+    template <class T, int R>
+    static void add(Rows<T, R>& rows, const Step<T>& step, const Step<T>& next, long dim) {
+        for_tiles<R>([&](int first, auto n) {
+            // Vectors of dimensions at a time.
+            constexpr int room = kVectors / 2 / n.value, D = room >= 4 ? 4 : room >= 2 ? 2 : 1;
+            long d = 0;
+            if constexpr (D > 1)
+                for (; d + D * 16 <= dim; d += D * 16)
+                    add_tile<T, R, n.value, D>(rows, step, next, dim, first, d);
+            for (; d < dim; d += 16) add_tile<T, R, n.value, 1>(rows, step, next, dim, first, d);
+        });
+    }
+
+    // Rows [first, first + N) and D vectors of dimensions from d on. If there is one it may be cut short.
+    template <class T, int R, int N, int D>
+    static void add_tile(Rows<T, R>& rows, const Step<T>& step, const Step<T>& next, long dim, int first, long d) {
+        using E = typename T::element;
+        f32x16 o[N][D];
+        UNROLLED for (int r = 0; r < N; r++)
+            UNROLLED for (int i = 0; i < D; i++) o[r][i] = F32::load(rows.out[first + r] + d + i * 16);
+        for (int g = step.low(); g < step.high(); g++) {
+            const int lane = g * kGroup, end = step.end - lane < kGroup ? step.end - lane : kGroup;
+            const E *value = step.values[g] + d, *ahead = next.values[g] + d;
+            for (int j = 0; j < end; j++, value += dim, ahead += dim) {
+                f32x16 v[D];
+                UNROLLED for (int i = 0; i < D; i++)
+                    v[i] = D > 1 ? T::load(value + i * 16) : T::load(value, dim - d);
+                for (long i = 0; i < D * 16; i += 64 / sizeof(E)) fetch(ahead + i);
+                UNROLLED for (int r = 0; r < N; r++) {
+                    const f32x16 w = splat(rows.weight[first + r][lane + j]);
+                    UNROLLED for (int i = 0; i < D; i++) o[r][i] = fma(w, v[i], o[r][i]);
+                }
+            }
+        }
+        UNROLLED for (int r = 0; r < N; r++)
+            UNROLLED for (int i = 0; i < D; i++) F32::store(rows.out[first + r] + d + i * 16, o[r][i]);
+    }
+
+    static f32x16 in_order(const float* out, long d) { return F32::load(out + d); }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct Values<BF16> {
+    // Two keys at a time, weights rounded to bfloat16.
+    template <class T, int R>
+    static void add(Rows<T, R>& rows, const Step<T>& step, const Step<T>& next, long dim) {
+        alignas(64) uint16_t narrow[R][kStep];
+        for (int r = 0; r < R; r++)
+            for (int j = step.low() * kGroup; j < step.end; j += 16)
+                BF16::store(narrow[r] + j, F32::load(rows.weight[r] + j));
+        for (long d = 0; d < dim; d += 32) {
+            f32x16 low[R], high[R];
+            UNROLLED for (int r = 0; r < R; r++) {
+                low[r] = F32::load(rows.out[r] + d);
+                high[r] = F32::load(rows.out[r] + d + 16);
+            }
+            for (int g = step.low(); g < step.high(); g++) {
+                const int lane = g * kGroup, end = step.end - lane < kGroup ? step.end - lane : kGroup;
+                const uint16_t *value = step.values[g] + d, *ahead = next.values[g] + d;
+                for (int j = 0; j < end; j += 2, value += 2 * dim, ahead += 2 * dim) {
+                    i32x16 first, second;
+                    // The last key of an odd number has no partner.
+                    BF16::load_pairs(value, value + dim, dim - d, j + 1 < end, first, second);
+                    fetch(ahead);
+                    fetch(ahead + dim);
+                    UNROLLED for (int r = 0; r < R; r++) {
+                        const i32x16 w = splat(*(const int32_t*)(narrow[r] + lane + j));
+                        low[r] = BF16::step(low[r], first, w);
+                        high[r] = BF16::step(high[r], second, w);
+                    }
+                }
+            }
+            UNROLLED for (int r = 0; r < R; r++) {
+                F32::store(rows.out[r] + d, low[r]);
+                F32::store(rows.out[r] + d + 16, high[r]);
+            }
+        }
+    }
+
+    static f32x16 in_order(const float* out, long d) {
+        const float* pair = out + d / 32 * 32;
+        return BF16::in_order(F32::load(pair), F32::load(pair + 16), d % 32 != 0);
+    }
+};
+#endif
+
 template <class T, int R>
 void attend_step(Rows<T, R>& rows, const Step<T>& step, const Step<T>& next, const Attention& c) {
     alignas(64) int32_t words[kMaxDim * 16];
     for (int g = step.low(); g < step.high(); g++) {
         turn_keys<T>(step.keys[g], next.keys[g], c.dim, words);
-        rows.score(words, step.first + g * kGroup, g * kGroup, c);
+        for_tiles<R>([&](int first, auto n) {
+            rows.template score<n.value>(words, step.first + g * kGroup, g * kGroup, c, first);
+        });
     }
     rows.soften(step.low() * kGroup, step.high() * kGroup, c.dim);
-    Values<T>::template add<R>(rows.out, rows.weight, step, next, c.dim);
+    Values<Operand<T>>::add(rows, step, next, c.dim);
 }
 
 template <class T, int R>
@@ -178,21 +199,27 @@ void run_few_rows(const Attention& c, const Task& t, const Task* after) {
     long at[R];
     for (int r = 0; r < R; r++) {
         const Place place(c, t, r);
+        const E* query = (const E*)c.query + place.at;
         at[r] = place.at;
-        rows.query[r] = (const int32_t*)((const E*)c.query + place.at);
+        if constexpr (kPerWord<T> == 2)
+            memcpy(rows.query[r], query, c.dim * sizeof(E));
+        else
+            for (long d = 0; d < c.dim; d += 16)
+                F32::store((float*)rows.query[r] + d, T::load(query + d, c.dim - d));
         rows.position[r] = place.position;
         rows.top[r] = kLowest;
-        rows.sum[r] = _mm512_setzero_ps();
-        for (long d = 0; d < padded(c.dim); d += 16) _mm512_store_ps(rows.out[r] + d, _mm512_setzero_ps());
+        rows.sum[r] = zeros();
+        for (long d = 0; d < padded(c.dim); d += 16) F32::store(rows.out[r] + d, zeros());
     }
     for_steps<T>(c, t, after, [&](const Step<T>& step, const Step<T>& next) {
         attend_step<T, R>(rows, step, next, c);
     });
     for (int r = 0; r < R; r++) {
-        const __m512 sum = _mm512_set1_ps(_mm512_reduce_add_ps(rows.sum[r]));
-        for (long d = 0; d < c.dim; d += 16)
-            T::store((E*)c.out + at[r] + d, _mm512_div_ps(Values<T>::sorted(rows.out[r], d), sum),
-                     first_lanes(c.dim - d));
+        const f32x16 sum = splat(reduce_add(rows.sum[r]));
+        for (long d = 0; d < c.dim; d += 16) {
+            const f32x16 v = Values<Operand<T>>::in_order(rows.out[r], d);
+            T::store((E*)c.out + at[r] + d, v / sum, c.dim - d);
+        }
     }
 }
 

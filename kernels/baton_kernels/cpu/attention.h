@@ -2,7 +2,7 @@
 #pragma once
 #include "calls.h"
 #include "stored.h"
-#include <string.h>
+#include <type_traits>
 
 namespace {
 
@@ -19,52 +19,46 @@ struct Task {
     long first_step() const { return oldest / kStep * kStep; }
 };
 
-// Rows of a 16 x 16 matrix of 32-bit words become its columns.
-inline void transpose(__m512i v[16]) {
-    __m512i t[16];
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        v[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        v[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        v[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        v[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 8; i++) {
-        v[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        v[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-    }
-}
+// What both products of attention multiply, by T: pairs of bfloat16 where the CPU has a product of them. All else is
+// widened to float32 first, when rows are turned, so that products run at the pace of float32.
+template <class T>
+using Operand = std::conditional_t<kHasBf16Dot && std::is_same_v<T, BF16>, BF16, F32>;
 
-// load(j, w, m): up to 16 words of row j from word w on -> words[dim / per_word][16 rows].
+// Elements of a row in one word of an operand.
+template <class T>
+constexpr long kPerWord = Operand<T>::per_word;
+
+// 16 rows -> words[dim / kPerWord][16 rows]. row(j, d): where row j's elements from d on are.
 template <class T, class F>
-void turn(long dim, int32_t* words, F&& load) {
-    const long num_words = dim / T::per_word;
-    for (long w = 0; w < num_words; w += 16) {
-        const __mmask16 m = first_lanes(num_words - w);
-        __m512i v[16];
-        for (int j = 0; j < 16; j++) v[j] = load(j, w, m);
+void turn(long dim, int32_t* words, F&& row) {
+    constexpr bool is_split = std::is_same_v<T, BF16> && kPerWord<T> == 1;
+    constexpr long step = is_split ? 32 : 16 * kPerWord<T>;
+    for (long d = 0; d < dim; d += step, words += step / kPerWord<T> * 16) {
+        i32x16 v[16];
+        UNROLLED for (int j = 0; j < 16; j++) {
+            if constexpr (std::is_same_v<T, F16>)
+                v[j] = bits_of(T::load(row(j, d), dim - d));
+            else
+                v[j] = load_words(row(j, d), (dim - d) * (long)sizeof(typename T::element) / 4);
+        }
         transpose(v);
-        for (int j = 0; j < 16; j++) _mm512_store_si512(words + (w + j) * 16, v[j]);
+        UNROLLED for (int j = 0; j < 16; j++) {
+            if constexpr (is_split) {
+                F32::store((float*)words + j * 32, BF16::even(v[j]));
+                F32::store((float*)words + j * 32 + 16, BF16::odd(v[j]));
+            } else {
+                store_words(words + j * 16, v[j]);
+            }
+        }
     }
 }
 
 // Turns a group of keys, and fetches another.
 template <class T>
 void turn_keys(const typename T::element* keys, const typename T::element* ahead, long dim, int32_t* words) {
-    const long num_words = dim / T::per_word;
-    turn<T>(dim, words, [&](int j, long w, __mmask16 m) {
-        const long at = j * num_words + w;
-        fetch((const int32_t*)ahead + at);
-        return _mm512_maskz_loadu_epi32(m, (const int32_t*)keys + at);
+    turn<T>(dim, words, [&](int j, long d) {
+        fetch(ahead + j * dim + d);
+        return keys + j * dim + d;
     });
 }
 

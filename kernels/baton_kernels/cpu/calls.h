@@ -2,7 +2,17 @@
 #pragma once
 #include <stdint.h>
 
-struct Weights;  // see linear.cpp
+// Weights of a linear layer, packed as linear.cpp reads them. As baton_kernels.cpu.linear describes it to ctypes.
+struct Weights {
+    long num_out, num_in;
+    long format;
+    long group_size;      // values of k that share a scale; integers only
+    const char* data;
+    const float* scales;  // [tiles][groups][64]; integers only
+    const float* zeros;   // like scales, or null where every zero point is `zero`
+    float zero;
+    const float* bias;    // [num_out] or null
+};
 
 // As baton_kernels.cpu.paged_attention describes it to ctypes.
 struct Attention {
@@ -38,8 +48,42 @@ struct RopeKvWrite {
     long tokens, heads, kv_heads, dim, block_size;
 };
 
+// A decoder's layers: see layers.cpp. As baton_kernels.cpu.layers describes it to ctypes.
+struct Layer {
+    const void* input_norm;
+    const Weights* qkv;
+    const void *q_norm, *k_norm;  // or null, both
+    const Weights* output;
+    const void* post_norm;
+    const Weights *gate_up, *down;
+    long plan;                    // which of Stages::plans
+};
+
+struct Stages {
+    const Layer* layers;
+    long num_layers;
+    const void* norm;  // of the last layer's results
+    long hidden_size, intermediate_size, heads, kv_heads, dim;
+    float eps;
+    const Attention* const* plans;  // of this step; all but query, out and layer are filled in
+    long tokens;
+    void* hidden;      // [tokens][hidden_size], in and out
+    void* mixed;       // [tokens][heads][dim]: out of stage 1, into stage 2
+    // What stages need within, for `tokens`:
+    void* normalised;  // like hidden
+    void* qkv;         // [tokens][heads + 2 kv_heads][dim]
+    void* query;       // [tokens][heads][dim]
+    void* key;         // [tokens][kv_heads][dim]
+    void* gate_up;     // [tokens][2][intermediate_size]
+    void* gated;       // [tokens][intermediate_size]
+    void* scratch;     // as baton_linear takes it
+    RopeKvWrite write;  // all is filled in but what is of one layer, tokens and heads
+};
+
 extern "C" {
-// residual, or null, may be `out`. scratch: for weights of integers only, rows * (4 + 4 * groups + num_in) bytes.
+// Bytes of scratch memory that baton_linear needs for each row.
+void baton_linear_scratch(const Weights* w, int64_t* row_bytes);
+// residual, or null, may be `out`.
 void baton_linear(const Weights* w, const void* x, const void* residual, void* out, long rows,
                   int is_bf16, int out_is_f32, void* scratch, int threads);
 void baton_attention(const Attention* call, int is_bf16, int threads);
@@ -48,4 +92,17 @@ void baton_rms_norm(const void* x, const void* weight, float eps, void* out, lon
                     int is_bf16, int threads);
 void baton_swiglu(const void* gate_up, void* out, long rows, long dim, int is_bf16, int threads);
 void baton_rope_kv_write(const RopeKvWrite* call, int is_bf16, int threads);
+// Stages [first, end), counted over all layers; their number is at most 3 num_layers + 1.
+void baton_layers(const Stages* stages, long first, long end, int is_bf16, int threads);
+// logits [rows][vocab], vocab below 2^31; chosen, verdicts [rows].
+void baton_checked_argmax(const float* logits, long rows, long vocab, int64_t* chosen, int64_t* verdicts,
+                          int threads);
+// words [count]; key: that of the first of them.
+void baton_word_sum(const uint64_t* words, long count, uint64_t key, uint64_t* sum);
+// Between blocks of a pool and a payload. pool: the first piece's place in block 0; block_bytes: from one block to the next;
+// ids [count] of blocks.
+void baton_checked_gather(const char* pool, long block_bytes, long piece_bytes, const long* ids, long count,
+                          char* packed, uint64_t seed, uint64_t* checksum);
+void baton_checked_scatter(char* pool, long block_bytes, long piece_bytes, const long* ids, long count,
+                           const char* packed, uint64_t seed, uint64_t* checksum);
 }

@@ -10,7 +10,7 @@ import ctypes
 import torch
 
 from baton_kernels.cpu.library import library
-from baton_kernels.cpu.linear import Format, Weights, run, tiles
+from baton_kernels.cpu.linear import Format, Weights, run, scratch_row_bytes, tiles
 from baton_kernels.cpu.memory import Allocate, host_memory
 
 _FORMATS = {8: Format.INT8, 4: Format.INT4}
@@ -41,8 +41,6 @@ class NativeIntLinear:
         self._scales = tiles(scales, allocate)
         self._zeros = None if zeros is None else tiles(zeros, allocate)
         self._bias = None if bias is None else bias.float().contiguous()
-        #: Per row of the input: its scale, its sums by group, and its int8.
-        self.scratch_row_bytes = 4 + 4 * num_groups + self.num_in
         self._call = Weights(
             num_out=self.num_out,
             num_in=self.num_in,
@@ -54,6 +52,8 @@ class NativeIntLinear:
             zero=float(1 << (bits - 1)),
             bias=None if self._bias is None else self._bias.data_ptr(),
         )
+        #: Of the memory that baton_linear needs within, per row.
+        self.scratch_row_bytes = scratch_row_bytes(self._call)
 
     def __call__(
         self,
@@ -62,7 +62,7 @@ class NativeIntLinear:
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """See Linear."""
-        return run(self._call, x, residual, out_dtype, self.scratch_row_bytes * x.shape[0])
+        return run(self._call, self.scratch_row_bytes, x, residual, out_dtype)
 
     @property
     def address(self) -> int:

@@ -5,39 +5,6 @@
 // After those of the last layer there is one more: the norm of what it gives, in its place.
 // Each stage is the operations of this library, one after the other, as baton.model.decoder calls them one by one.
 #include "calls.h"
-#include <stddef.h>
-
-// As baton_kernels.cpu.layers describes it to ctypes.
-struct Layer {
-    const void* input_norm;
-    const Weights* qkv;
-    const void *q_norm, *k_norm;  // or null, both
-    const Weights* output;
-    const void* post_norm;
-    const Weights *gate_up, *down;
-    long plan;                    // which of Stages::plans
-};
-
-struct Stages {
-    const Layer* layers;
-    long num_layers;
-    const void* norm;  // of the last layer's results
-    long hidden_size, intermediate_size, heads, kv_heads, dim;
-    float eps;
-    const Attention* const* plans;  // of this step; all but query, out and layer are filled in
-    long tokens;
-    void* hidden;      // [tokens][hidden_size], in and out
-    void* mixed;       // [tokens][heads][dim]: out of stage 1, into stage 2
-    // What stages need within, for `tokens`:
-    void* normalised;  // like hidden
-    void* qkv;         // [tokens][heads + 2 kv_heads][dim]
-    void* query;       // [tokens][heads][dim]
-    void* key;         // [tokens][kv_heads][dim]
-    void* gate_up;     // [tokens][2][intermediate_size]
-    void* gated;       // [tokens][intermediate_size]
-    void* scratch;     // as baton_linear takes it
-    RopeKvWrite write;  // all is filled in but what is of one layer, tokens and heads
-};
 
 namespace {
 
@@ -101,7 +68,6 @@ struct Run {
 
 }  // namespace
 
-// Stages [first, end), counted over all layers; their number is at most 3 num_layers + 1.
 extern "C" void baton_layers(const Stages* stages, long first, long end, int is_bf16, int threads) {
     const Run run{*stages, is_bf16, threads};
     for (long stage = first; stage < end; stage++) {

@@ -1,43 +1,38 @@
 // y = x W^T (+ bias) (+ residual), with W packed once and read as one stream.
 //
 // Outputs come in tiles of 64, four vectors of 16 lanes. A packed tile is [words of k][64 outputs][32 bits]: a word holds
-// the 1, 2, 4 or 8 values of k of one output (float32, bfloat16, int8, int4), so that each step multiplies 64 bytes of W
-// by one broadcast word of x. Every output is one chain of additions in ascending k, whatever the number of rows, of
-// threads, and whichever rows run together: a row's result does not depend on the batch.
+// the 1, 2, 4 or 8 values of k of one output (float32, bfloat16 or float16, int8, int4). A word of float16 is two planes:
+// 16 outputs at one k, then the same at the next. Every output is one chain of additions in ascending k, whatever the number
+// of rows, of threads, and whichever rows run together: a row's result does not depend on the batch.
+//
+// Where the CPU has no product of 16-bit floats these are widened in registers, so that a step of a few rows costs what
+// its bytes cost; for many rows a chunk of the tile is widened once, into the cache.
 #include "calls.h"
-#include "simd_old.h"
-#include <string.h>
-
-// As baton_kernels.cpu.linear describes it to ctypes.
-struct Weights {
-    long num_out, num_in;
-    long format;
-    long group_size;      // values of k that share a scale; integers only
-    const char* data;
-    const float* scales;  // [tiles][groups][64]; integers only
-    const float* zeros;   // like scales, or null where every zero point is `zero`
-    float zero;
-    const float* bias;    // [num_out] or null
-};
+#include "simd.h"
 
 namespace {
 
-constexpr long kTile = 64;
-constexpr long kMaxRows = 6;        // rows of a register tile: 6 x 4 sums, 4 weights, 1 broadcast
+constexpr long kTile = 64, kWordBytes = kTile * 4;  // of a tile's word of k
+constexpr int kVectors = kTile / 16;
+constexpr bool kIsWide = kNumRegisters * kPartLanes >= 512;  // 24 vectors of sums fit into registers, and else 6
+constexpr long kMaxRows = 6;        // rows of a register tile
 constexpr long kMaxIntRows = 4;     // the same for integers, whose sums compilers copy at every step
 constexpr long kChunkRows = 48;     // rows that a task takes through a tile, so that they find it in the L2 cache
-constexpr long kChunkWords = 256;   // words of k that all rows go through before the next: 64 KiB
+constexpr long kChunkValues = 256;  // of k that all rows go through before the next
+constexpr long kSmallChunk = 64;    // the same where panels are few, so that it stays in the L1 cache
+constexpr long kRowPad = 16;        // words, so that rows do not fall into the same lines of the cache
+
+enum Format { kF32, kBF16, kF16, kI8, kI4 };
 
 template <int N>
 struct constant {
     static constexpr int value = N;
 };
 
-enum Format { kF32 = 0, kBF16 = 1, kInt8 = 2, kInt4 = 3 };
-
 struct Call {
     const Weights* w;
-    const char* x;  // [rows][num_in]: F32 or BF16, or int8 where the weights are integers
+    const int32_t* x;             // [rows][stride]: words as the weights' product takes them
+    long stride;
     const float* x_scales;        // [rows]; integers only
     const int32_t* x_sums;        // [rows][groups]: sums of the int8; integers only
     const void* residual;         // [rows][num_out] or null
@@ -46,57 +41,117 @@ struct Call {
     bool out_is_f32;
 };
 
-// `ahead`: what is read next; a part of it, `lines` cache lines a step, is fetched meanwhile.
-template <class T, int R>
-void float_panel(const char* w, const int32_t* x, long stride, long words, float* sums,
-                 const char* ahead, int lines) {
-    __m512 s[R][4];
-    for (int r = 0; r < R; r++)
-        for (int j = 0; j < 4; j++) s[r][j] = _mm512_loadu_ps(sums + r * kTile + j * 16);
-    for (long k = 0; k < words; k++, w += 256) {
-        __m512i v[4];
-        for (int j = 0; j < 4; j++) v[j] = _mm512_loadu_si512(w + j * 64);
-        for (int i = 0; i < lines; i++, ahead += 64) fetch(ahead);
-        for (int r = 0; r < R; r++) {
-            const __m512i b = _mm512_set1_epi32(x[r * stride + k]);
-            for (int j = 0; j < 4; j++) s[r][j] = T::step(s[r][j], v[j], b);
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int j = 0; j < 4; j++) _mm512_storeu_ps(sums + r * kTile + j * 16, s[r][j]);
-}
+// How a vector of packed words of 16 outputs is multiplied: as `steps` vectors, each by one broadcast word of x.
+template <class T>
+struct Factors;
 
-// One group of k: sums += scale * (sum of w x - zero * sum of x), the inner sums being exact.
-template <bool IsInt4, int R>
-void int_panel(const char* w, const int32_t* x, long stride, long words, float* sums,
-               const float* scale, const float* zero, const float* zero_dot) {
-    __m512i s[R][4];
-    for (int r = 0; r < R; r++)
-        for (int j = 0; j < 4; j++) s[r][j] = _mm512_setzero_si512();
-    const __m512i nibble = _mm512_set1_epi8(15);
-    // Unrolled, sums are copied between registers once in four steps and not in each.
-#pragma GCC unroll 4
-    for (long k = 0; k < words; k += IsInt4 ? 2 : 1, w += 256) {
-        for (int j = 0; j < 4; j++) {
-            const __m512i v = _mm512_loadu_si512(w + j * 64);
-            const __m512i low = IsInt4 ? _mm512_and_si512(v, nibble) : v;
-            const __m512i high = _mm512_and_si512(_mm512_srli_epi16(v, 4), nibble);
-            for (int r = 0; r < R; r++) {
-                s[r][j] = _mm512_dpbusd_epi32(s[r][j], low, _mm512_set1_epi32(x[r * stride + k]));
-                if (IsInt4)
-                    s[r][j] = _mm512_dpbusd_epi32(s[r][j], high,
-                                                  _mm512_set1_epi32(x[r * stride + k + 1]));
+template <>
+struct Factors<F32> {
+    using Sum = F32;
+    static constexpr int steps = 1;
+    static void load(const char* p, i32x16 (&v)[1]) { v[0] = load_words(p); }
+};
+
+template <>
+struct Factors<BF16> {
+#if defined(__AVX512BF16__)
+    using Sum = BF16;
+    static constexpr int steps = 1;
+    static void load(const char* p, i32x16 (&v)[1]) { v[0] = load_words(p); }
+#else
+    using Sum = F32;
+    static constexpr int steps = 2;
+    static void load(const char* p, i32x16 (&v)[2]) {
+        const i32x16 words = load_words(p);
+        v[0] = bits_of(BF16::even(words));
+        v[1] = bits_of(BF16::odd(words));
+    }
+#endif
+};
+
+template <>
+struct Factors<F16> {
+    using Sum = F32;
+    static constexpr int steps = 2;
+    static void load(const char* p, i32x16 (&v)[2]) {
+        v[0] = bits_of(F16::load((const uint16_t*)p));
+        v[1] = bits_of(F16::load((const uint16_t*)p + 16));
+    }
+};
+
+// Lines of memory that are fetched meanwhile: `lines` of them every 8 words.
+struct Ahead {
+    const char* line;
+    int lines;
+};
+
+// sums[R][V vectors of a tile] += x W over some words of k; `stride` bytes lie between words of W.
+template <class K, int R, int V>
+void float_panel(const char* w, long stride, const int32_t* x, long x_stride, long words, float* sums,
+                 Ahead& ahead) {
+    f32x16 s[R][V];
+    const int32_t* row[R];
+UNROLLED
+    for (int r = 0; r < R; r++) {
+        row[r] = x + r * x_stride;
+UNROLLED
+        for (int j = 0; j < V; j++) s[r][j] = F32::load(sums + r * kTile + j * 16);
+    }
+    long k = 0;
+    while (k < words) {
+        for (int i = 0; i < ahead.lines; i++, ahead.line += 64) fetch(ahead.line);
+        const long end = k + 8 < words ? k + 8 : words;
+        for (; k < end; k++, w += stride) {
+UNROLLED
+            for (int j = 0; j < V; j++) {
+                i32x16 v[K::steps];
+                K::load(w + j * 64, v);
+UNROLLED
+                for (int i = 0; i < K::steps; i++)
+UNROLLED
+                    for (int r = 0; r < R; r++)
+                        s[r][j] = K::Sum::step(s[r][j], v[i], splat(row[r][k * K::steps + i]));
             }
         }
     }
+UNROLLED
     for (int r = 0; r < R; r++)
-        for (int j = 0; j < 4; j++) {
-            const __m512 exact = _mm512_cvtepi32_ps(s[r][j]);
-            const __m512 z = _mm512_loadu_ps(zero + j * 16);
-            const __m512 centred = _mm512_fnmadd_ps(z, _mm512_set1_ps(zero_dot[r]), exact);
+UNROLLED
+        for (int j = 0; j < V; j++) F32::store(sums + r * kTile + j * 16, s[r][j]);
+}
+
+// One group of k: sums += scale * (sum of w x - zero * sum of x), the inner sums being exact.
+template <bool IsInt4, int R, int V>
+void int_panel(const char* w, const int32_t* x, long stride, long quads, float* sums,
+               const float* scale, const float* zero, const float* zero_dot) {
+    i32x16 s[R][V];
+UNROLLED
+    for (int r = 0; r < R; r++)
+UNROLLED
+        for (int j = 0; j < V; j++) s[r][j] = splat(0);
+    const i32x16 nibbles = splat(0x0F0F0F0F);
+    for (long k = 0; k < quads; k += IsInt4 ? 2 : 1, w += kWordBytes) {
+UNROLLED
+        for (int j = 0; j < V; j++) {
+            const i32x16 v = load_words(w + j * 64);
+            const Quads low = quads_of(IsInt4 ? v & nibbles : v);
+UNROLLED
+            for (int r = 0; r < R; r++) s[r][j] = dot(s[r][j], low, x + r * stride + k * kQuadWords);
+            if constexpr (IsInt4) {
+                const Quads high = quads_of((v >> 4) & nibbles);
+UNROLLED
+                for (int r = 0; r < R; r++)
+                    s[r][j] = dot(s[r][j], high, x + r * stride + (k + 1) * kQuadWords);
+            }
+        }
+    }
+UNROLLED
+    for (int r = 0; r < R; r++)
+UNROLLED
+        for (int j = 0; j < V; j++) {
+            const f32x16 centred = fnma(F32::load(zero + j * 16), splat(zero_dot[r]), to_float(s[r][j]));
             float* at = sums + r * kTile + j * 16;
-            _mm512_storeu_ps(at, _mm512_fmadd_ps(centred, _mm512_loadu_ps(scale + j * 16),
-                                                 _mm512_loadu_ps(at)));
+            F32::store(at, fma(centred, F32::load(scale + j * 16), F32::load(at)));
         }
 }
 
@@ -125,33 +180,93 @@ void for_panels(long rows, long most, F&& f) {
     }
 }
 
-template <class T>
-void float_tile(const Call& c, long tile, long first, long rows, float* sums) {
-    const long words = c.w->num_in / T::per_word;
-    const char* w = c.w->data + tile * words * 256;
-    // One panel alone reads as fast as memory gives. Several pause the reading, unless they fetch what comes next.
+// Vectors of outputs of a register tile of R rows.
+constexpr int vectors_of(int rows) {
+    if (kIsWide) return kVectors;
+    return rows == 1 ? 4 : rows <= 3 ? 2 : 1;
+}
+
+// A tile's words where they lie, all rows through a chunk before the next.
+template <class K>
+void stream_tile(const Call& c, const char* w, long words, long first, long rows, float* sums) {
     const long panels = num_panels(rows, kMaxRows);
-    const int lines = panels == 1 ? 0 : (int)((4 + panels - 1) / panels);
-    for (long k = 0; k < words; k += kChunkWords) {
-        const long count = words - k < kChunkWords ? words - k : kChunkWords;
-        const char *now = w + k * 256, *end = now + count * 256;
-        const char* ahead = end;
+    const long slices = kVectors / vectors_of(panels == 1 ? rows : kMaxRows);
+    const long calls = panels * slices;
+    const long chunk = (slices > 1 ? kSmallChunk : kChunkValues) / K::steps;
+    // One panel alone reads as fast as memory gives. Several pause the reading, unless they fetch what comes next.
+    for (long k = 0; k < words; k += chunk) {
+        const long count = words - k < chunk ? words - k : chunk;
+        const char* now = w + k * kWordBytes;
+        Ahead ahead{now + count * kWordBytes, calls == 1 ? 0 : (int)((32 + calls - 1) / calls)};
         for_panels(rows, kMaxRows, [&](long row, auto r) {
-            const int32_t* x = (const int32_t*)c.x + (first + row) * words + k;
+            constexpr int R = decltype(r)::value, V = vectors_of(R);
+            const int32_t* x = c.x + (first + row) * c.stride + k * K::steps;
             // A chunk is followed by one of its size; where this is the last of all, fetching past it does nothing.
-            const bool fetches = ahead < end + count * 256;
-            float_panel<T, decltype(r)::value>(now, x, words, count, sums + row * kTile, ahead,
-                                               fetches ? lines : 0);
-            ahead += lines * count * 64;
+            if (ahead.line >= now + 2 * count * kWordBytes) ahead.lines = 0;
+            for (int j = 0; j < kVectors; j += V)
+                float_panel<K, R, V>(now + j * 64, kWordBytes, x, c.stride, count,
+                                     sums + row * kTile + j * 16, ahead);
         });
     }
 }
 
+// A chunk's words become float32, the vectors of a register tile beside each other: [slices][kValues][V vectors].
+template <class K, int V, long kValues>
+void widen_chunk(const char* w, long words, float* out) {
+    for (long k = 0; k < words; k++, w += kWordBytes, out += K::steps * V * 16)
+UNROLLED
+        for (int j = 0; j < kVectors; j++) {
+            i32x16 v[K::steps];
+            K::load(w + j * 64, v);
+UNROLLED
+            for (int s = 0; s < K::steps; s++)
+                store_words(out + ((j / V * kValues + s) * V + j % V) * 16, v[s]);
+        }
+}
+
+// stream_tile for many rows: each chunk is widened first.
+template <class K, long kValues>
+void widen_tile(const Call& c, const char* w, long words, long first, long rows, float* sums) {
+    constexpr int V = vectors_of(kMaxRows), slices = kVectors / V;
+    constexpr long chunk = kValues / K::steps;
+    alignas(64) float widened[slices * kValues * V * 16];
+    const long calls = num_panels(rows, kMaxRows) * slices;
+    for (long k = 0; k < words; k += chunk) {
+        const long count = words - k < chunk ? words - k : chunk;
+        const char* now = w + k * kWordBytes;
+        widen_chunk<K, V, kValues>(now, count, widened);
+        const long blocks = calls * (count * K::steps / 8);
+        Ahead ahead{now + count * kWordBytes, (int)((count * 4 + blocks) / (blocks + 1))};
+        for (int j = 0; j < slices; j++)
+            for_panels(rows, kMaxRows, [&](long row, auto r) {
+                constexpr int R = decltype(r)::value;
+                const int32_t* x = c.x + (first + row) * c.stride + k * K::steps;
+                if (ahead.line >= now + 2 * count * kWordBytes) ahead.lines = 0;
+                float_panel<Factors<F32>, R, V>((const char*)(widened + j * kValues * V * 16), V * 64, x,
+                                                c.stride, count * K::steps,
+                                                sums + row * kTile + j * V * 16, ahead);
+            });
+    }
+}
+
+template <class T>
+void float_tile(const Call& c, long tile, long first, long rows, float* sums) {
+    using K = Factors<T>;
+    const long words = c.w->num_in * sizeof(typename T::element) / 4;
+    const char* w = c.w->data + tile * words * kWordBytes;
+    const long most = kIsWide ? (K::steps == 1 ? c.rows : 2 * kMaxRows) : 3;
+    if (rows <= most)
+        stream_tile<K>(c, w, words, first, rows, sums);
+    else if (rows <= 16)
+        widen_tile<K, kSmallChunk>(c, w, words, first, rows, sums);
+    else
+        widen_tile<K, kChunkValues>(c, w, words, first, rows, sums);
+}
+
 template <bool IsInt4>
 void int_tile(const Call& c, long tile, long first, long rows, float* sums) {
-    const long words = c.w->num_in / 4, group_words = c.w->group_size / 4;
-    const long groups = words / group_words;
-    const long group_bytes = group_words * (IsInt4 ? 128 : 256);
+    const long group_quads = c.w->group_size / 4, groups = c.w->num_in / c.w->group_size;
+    const long group_bytes = group_quads * (IsInt4 ? kWordBytes / 2 : kWordBytes);
     const char* w = c.w->data + tile * groups * group_bytes;
     float constant_zero[kTile];
     for (float& z : constant_zero) z = c.w->zero;
@@ -159,11 +274,14 @@ void int_tile(const Call& c, long tile, long first, long rows, float* sums) {
         const long at = (tile * groups + g) * kTile;
         const float* zero = c.w->zeros ? c.w->zeros + at : constant_zero;
         for_panels(rows, kMaxIntRows, [&](long row, auto r) {
-            float dots[kMaxRows];
-            for (int i = 0; i < r.value; i++) dots[i] = (float)c.x_sums[(first + row + i) * groups + g];
-            const int32_t* x = (const int32_t*)c.x + (first + row) * words + g * group_words;
-            int_panel<IsInt4, decltype(r)::value>(w + g * group_bytes, x, words, group_words,
-                                                  sums + row * kTile, c.w->scales + at, zero, dots);
+            constexpr int R = decltype(r)::value, V = vectors_of(R);
+            float dots[R];
+            for (int i = 0; i < R; i++) dots[i] = (float)c.x_sums[(first + row + i) * groups + g];
+            const int32_t* x = c.x + (first + row) * c.stride + g * group_quads * kQuadWords;
+            for (int j = 0; j < kVectors; j += V)
+                int_panel<IsInt4, R, V>(w + g * group_bytes + j * 64, x, c.stride, group_quads,
+                                        sums + row * kTile + j * 16, c.w->scales + at + j * 16,
+                                        zero + j * 16, dots);
         });
     }
 }
@@ -172,25 +290,24 @@ template <class T, class Out>
 void finish(const Call& c, long tile, long first, long rows, const float* sums) {
     const long num_out = c.w->num_out;
     for (long r = 0; r < rows; r++) {
-        const __m512 scale = _mm512_set1_ps(c.x_scales ? c.x_scales[first + r] : 1.0f);
+        const f32x16 scale = splat(c.x_scales ? c.x_scales[first + r] : 1.0f);
         for (long n = tile * kTile; n < num_out && n < (tile + 1) * kTile; n += 16) {
-            const __mmask16 m = first_lanes(num_out - n);
-            const long at = (first + r) * num_out + n;
-            __m512 y = _mm512_mul_ps(_mm512_loadu_ps(sums + r * kTile + n % kTile), scale);
-            if (c.w->bias) y = _mm512_add_ps(y, F32::load(c.w->bias + n, m));
-            if (c.residual) y = _mm512_add_ps(y, T::load((const typename T::element*)c.residual + at, m));
-            Out::store((typename Out::element*)c.out + at, y, m);
+            const long count = num_out - n, at = (first + r) * num_out + n;
+            f32x16 y = F32::load(sums + r * kTile + n % kTile) * scale;
+            if (c.w->bias) y = y + F32::load(c.w->bias + n, count);
+            if (c.residual) y = y + T::load((const typename T::element*)c.residual + at, count);
+            Out::store((typename Out::element*)c.out + at, y, count);
         }
     }
 }
 
 template <class T>
 void run_task(const Call& c, long tile, long first, long rows) {
-    float sums[kChunkRows * kTile];
+    alignas(64) float sums[kChunkRows * kTile];
     memset(sums, 0, rows * kTile * sizeof(float));
     switch (c.w->format) {
-        case kInt8: int_tile<false>(c, tile, first, rows, sums); break;
-        case kInt4: int_tile<true>(c, tile, first, rows, sums); break;
+        case kI8: int_tile<false>(c, tile, first, rows, sums); break;
+        case kI4: int_tile<true>(c, tile, first, rows, sums); break;
         default: float_tile<T>(c, tile, first, rows, sums); break;
     }
     if (c.out_is_f32)
@@ -203,17 +320,13 @@ void run_task(const Call& c, long tile, long first, long rows) {
 template <class T>
 void quantize_row(const typename T::element* x, long num_in, long group_size, int8_t* q,
                   float* scale, int32_t* sums) {
-    __m512 top = _mm512_setzero_ps();
-    for (long k = 0; k < num_in; k += 16)
-        top = _mm512_max_ps(top, _mm512_abs_ps(T::load(x + k, first_lanes(num_in - k))));
-    const float largest = _mm512_reduce_max_ps(top);
+    f32x16 top = zeros();
+    for (long k = 0; k < num_in; k += 16) top = max(top, abs(T::load(x + k, num_in - k)));
+    const float largest = reduce_max(top);
     *scale = largest / 127.0f;
-    const __m512 factor = _mm512_set1_ps(largest > 0 ? 127.0f / largest : 0.0f);
-    for (long k = 0; k < num_in; k += 16) {
-        const __mmask16 m = first_lanes(num_in - k);
-        const __m512i v = _mm512_cvtps_epi32(_mm512_mul_ps(T::load(x + k, m), factor));
-        _mm512_mask_cvtsepi32_storeu_epi8(q + k, m, v);
-    }
+    const f32x16 factor = splat(largest > 0 ? 127.0f / largest : 0.0f);
+    for (long k = 0; k < num_in; k += 16)
+        store_i8(q + k, to_int(T::load(x + k, num_in - k) * factor), num_in - k);
     for (long g = 0; g * group_size < num_in; g++) {
         int32_t sum = 0;
         for (long k = g * group_size; k < (g + 1) * group_size; k++) sum += q[k];
@@ -221,22 +334,57 @@ void quantize_row(const typename T::element* x, long num_in, long group_size, in
     }
 }
 
+// Words of x that a row takes in scratch memory, as the product takes them.
+long row_words(const Weights& w) {
+    return (w.format >= kI8 ? w.num_in / 4 * kQuadWords : w.num_in) + kRowPad;
+}
+
+long groups_of(const Weights& w) { return w.group_size ? w.num_in / w.group_size : 0; }
+
 template <class T>
-void linear(Call& c, char* scratch, int threads) {
+void quantize(Call& c, const typename T::element* x, char* scratch, int threads) {
     const Weights& w = *c.w;
-    if (w.format >= kInt8) {
-        const long groups = w.num_in / w.group_size;
-        float* scales = (float*)scratch;
-        int32_t* sums = (int32_t*)(scales + c.rows);
-        int8_t* q = (int8_t*)(sums + c.rows * groups);
-        const auto* x = (const typename T::element*)c.x;
+    const long groups = groups_of(w), stride = row_words(w);
+    int32_t* words = (int32_t*)scratch;
+    float* scales = (float*)(words + c.rows * stride);
+    int32_t* sums = (int32_t*)(scales + c.rows);
+    int8_t* bytes = (int8_t*)(sums + c.rows * groups);
 #pragma omp parallel for num_threads(threads) if (threads > 1 && c.rows > 8)
-        for (long r = 0; r < c.rows; r++)
-            quantize_row<T>(x + r * w.num_in, w.num_in, w.group_size, q + r * w.num_in, scales + r,
-                            sums + r * groups);
-        c.x = (const char*)q;
-        c.x_scales = scales;
-        c.x_sums = sums;
+    for (long r = 0; r < c.rows; r++) {
+        int8_t* q = bytes + r * w.num_in;
+        quantize_row<T>(x + r * w.num_in, w.num_in, w.group_size, q, scales + r, sums + r * groups);
+        spread_quads(q, w.num_in / 4, words + r * stride);
+    }
+    c.x = words;
+    c.stride = stride;
+    c.x_scales = scales;
+    c.x_sums = sums;
+}
+
+// x as float32.
+template <class T>
+void widen(Call& c, const typename T::element* x, char* scratch, int threads) {
+    const long num_in = c.w->num_in, stride = row_words(*c.w);
+    float* words = (float*)scratch;
+#pragma omp parallel for num_threads(threads) if (threads > 1 && c.rows > 32)
+    for (long r = 0; r < c.rows; r++)
+        for (long k = 0; k < num_in; k += 16)
+            F32::store(words + r * stride + k, T::load(x + r * num_in + k, num_in - k), num_in - k);
+    c.x = (const int32_t*)words;
+    c.stride = stride;
+}
+
+template <class T>
+void linear(Call& c, const void* x_, char* scratch, int threads) {
+    const Weights& w = *c.w;
+    const auto* x = (const typename T::element*)x_;
+    if (w.format >= kI8) {
+        quantize<T>(c, x, scratch, threads);
+    } else if (Factors<T>::steps > 1) {
+        widen<T>(c, x, scratch, threads);
+    } else {
+        c.x = (const int32_t*)x;
+        c.stride = w.num_in * sizeof(typename T::element) / 4;
     }
     const long tiles = (w.num_out + kTile - 1) / kTile;
     const long chunks = (c.rows + kChunkRows - 1) / kChunkRows;
@@ -250,11 +398,19 @@ void linear(Call& c, char* scratch, int threads) {
 
 }  // namespace
 
+// Bytes of scratch memory for each row.
+extern "C" void baton_linear_scratch(const Weights* w, int64_t* row_bytes) {
+    const bool is_quantized = w->format >= kI8;
+    const bool is_widened = (w->format == kBF16 && Factors<BF16>::steps > 1) || w->format == kF16;
+    const long quantized = 4 + 4 * groups_of(*w) + w->num_in;
+    *row_bytes = (is_quantized || is_widened ? row_words(*w) * 4 : 0) + (is_quantized ? quantized : 0);
+}
+
 extern "C" void baton_linear(const Weights* w, const void* x, const void* residual, void* out,
                              long rows, int is_bf16, int out_is_f32, void* scratch, int threads) {
-    Call c{w, (const char*)x, nullptr, nullptr, residual, out, rows, out_is_f32 != 0};
+    Call c{w, nullptr, 0, nullptr, nullptr, residual, out, rows, out_is_f32 != 0};
     if (is_bf16)
-        linear<BF16>(c, (char*)scratch, threads);
+        linear<BF16>(c, x, (char*)scratch, threads);
     else
-        linear<F32>(c, (char*)scratch, threads);
+        linear<F32>(c, x, (char*)scratch, threads);
 }

@@ -21,8 +21,9 @@ class Format(IntEnum):
 
     F32 = 0
     BF16 = 1
-    INT8 = 2
-    INT4 = 3
+    F16 = 2
+    INT8 = 3
+    INT4 = 4
 
 
 class Weights(ctypes.Structure):
@@ -45,9 +46,6 @@ def can_pack(weight: torch.Tensor) -> bool:
 class NativeLinear:
     """baton_kernels.linear.Linear, for weights that `can_pack` takes."""
 
-    #: Of the memory that baton_linear needs within, per row.
-    scratch_row_bytes = 0
-
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, allocate: Allocate = host_memory
     ) -> None:
@@ -62,6 +60,8 @@ class NativeLinear:
             data=self._packed.data_ptr(),
             bias=None if self._bias is None else self._bias.data_ptr(),
         )
+        #: Of the memory that baton_linear needs within, per row.
+        self.scratch_row_bytes = scratch_row_bytes(self._call)
 
     def __call__(
         self,
@@ -70,7 +70,7 @@ class NativeLinear:
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """See Linear."""
-        return run(self._call, x, residual, out_dtype, 0)
+        return run(self._call, self.scratch_row_bytes, x, residual, out_dtype)
 
     @property
     def address(self) -> int:
@@ -78,19 +78,26 @@ class NativeLinear:
         return ctypes.addressof(self._call)
 
 
+def scratch_row_bytes(weights: Weights) -> int:
+    """Bytes of scratch memory that baton_linear needs for each row."""
+    found = ctypes.c_int64()
+    loaded().baton_linear_scratch(ctypes.addressof(weights), ctypes.addressof(found))
+    return found.value
+
+
 def run(
     weights: Weights,
+    scratch_row_bytes: int,
     x: torch.Tensor,
     residual: torch.Tensor | None,
     out_dtype: torch.dtype | None,
-    scratch_bytes: int,
 ) -> torch.Tensor:
     """Call baton_linear; see Linear for the tensors."""
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     rows = x.shape[0]
     out = x.new_empty(rows, weights.num_out, dtype=out_dtype or x.dtype)
-    scratch = x.new_empty(scratch_bytes, dtype=torch.uint8) if scratch_bytes else None
+    scratch = x.new_empty(rows * scratch_row_bytes, dtype=torch.uint8)
     loaded().baton_linear(
         ctypes.addressof(weights),
         x.data_ptr(),
@@ -99,7 +106,7 @@ def run(
         rows,
         x.dtype == torch.bfloat16,
         out.dtype == torch.float32,
-        None if scratch is None else scratch.data_ptr(),
+        scratch.data_ptr(),
         torch.get_num_threads(),
     )
     return out

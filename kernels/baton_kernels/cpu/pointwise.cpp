@@ -12,17 +12,16 @@ void rms_norm(const void* x_, const void* weight_, float eps, void* out_, long r
     for (long r = 0; r < rows; r++) {
         const E* x = (const E*)x_ + r * dim;
         E* out = (E*)out_ + r * dim;
-        __m512 squares = _mm512_setzero_ps();
+        f32x16 squares = zeros();
         for (long i = 0; i < dim; i += 16) {
-            const __m512 v = T::load(x + i, first_lanes(dim - i));
-            squares = _mm512_fmadd_ps(v, v, squares);
+            const f32x16 v = T::load(x + i, dim - i);
+            squares = fma(v, v, squares);
         }
-        const float mean = _mm512_reduce_add_ps(squares) / (float)dim;
-        const __m512 scale = _mm512_set1_ps(1.0f / __builtin_sqrtf(mean + eps));
+        const float mean = reduce_add(squares) / (float)dim;
+        const f32x16 scale = splat(1.0f / __builtin_sqrtf(mean + eps));
         for (long i = 0; i < dim; i += 16) {
-            const __mmask16 m = first_lanes(dim - i);
-            const __m512 v = T::round(_mm512_mul_ps(T::load(x + i, m), scale));
-            T::store(out + i, _mm512_mul_ps(v, T::load((const E*)weight_ + i, m)), m);
+            const f32x16 v = T::round(T::load(x + i, dim - i) * scale);
+            T::store(out + i, v * T::load((const E*)weight_ + i, dim - i), dim - i);
         }
     }
 }
@@ -30,20 +29,18 @@ void rms_norm(const void* x_, const void* weight_, float eps, void* out_, long r
 template <class T>
 void swiglu(const void* gate_up_, void* out_, long rows, long dim, int threads) {
     using E = typename T::element;
-    const __m512 one = _mm512_set1_ps(1.0f), zero = _mm512_setzero_ps();
+    const f32x16 one = splat(1.0f);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 32)
     for (long r = 0; r < rows; r++) {
         const E* gate = (const E*)gate_up_ + r * 2 * dim;
         E* out = (E*)out_ + r * dim;
         for (long i = 0; i < dim; i += 16) {
-            const __mmask16 m = first_lanes(dim - i);
-            const __m512 g = T::load(gate + i, m), up = T::load(gate + dim + i, m);
+            const long n = dim - i;
+            const f32x16 g = T::load(gate + i, n), up = T::load(gate + dim + i, n);
             // sigmoid(g) = 1 / (1 + e) for g >= 0 and e / (1 + e) below, with e = exp(-|g|) <= 1.
-            const __m512 e = T::exp2(_mm512_mul_ps(_mm512_abs_ps(g), _mm512_set1_ps(-kLog2E)));
-            const __mmask16 negative = _mm512_cmp_ps_mask(g, zero, _CMP_LT_OQ);
-            const __m512 top = _mm512_mask_mov_ps(one, negative, e);
-            const __m512 silu = _mm512_mul_ps(g, _mm512_div_ps(top, _mm512_add_ps(one, e)));
-            T::store(out + i, _mm512_mul_ps(T::round(silu), up), m);
+            const f32x16 e = T::exp2(abs(g) * splat(-kLog2E));
+            const f32x16 silu = g * (select(less(g, zeros()), e, one) / (one + e));
+            T::store(out + i, T::round(silu) * up, n);
         }
     }
 }
@@ -52,13 +49,11 @@ template <class T>
 void rotate(const typename T::element* x, const typename T::element* cos,
             const typename T::element* sin, typename T::element* out, long half) {
     for (long i = 0; i < half; i += 16) {
-        const __mmask16 m = first_lanes(half - i);
-        const __m512 a = T::load(x + i, m), b = T::load(x + half + i, m);
-        const __m512 c = T::load(cos + i, m), s = T::load(sin + i, m);
-        const __m512 ac = T::round(_mm512_mul_ps(a, c)), bs = T::round(_mm512_mul_ps(b, s));
-        const __m512 bc = T::round(_mm512_mul_ps(b, c)), as = T::round(_mm512_mul_ps(a, s));
-        T::store(out + i, _mm512_sub_ps(ac, bs), m);
-        T::store(out + half + i, _mm512_add_ps(bc, as), m);
+        const long n = half - i;
+        const f32x16 a = T::load(x + i, n), b = T::load(x + half + i, n);
+        const f32x16 c = T::load(cos + i, n), s = T::load(sin + i, n);
+        T::store(out + i, T::round(a * c) - T::round(b * s), n);
+        T::store(out + half + i, T::round(b * c) + T::round(a * s), n);
     }
 }
 

@@ -27,8 +27,15 @@ constexpr float kLog2E = 1.44269504f;
 #endif
 
 constexpr int kParts = 16 / kPartLanes;
+#if defined(__AVX512BF16__)
+constexpr bool kHasBf16Dot = true;  // products of pairs of bfloat16, in one instruction
+#else
+constexpr bool kHasBf16Dot = false;
+#endif
 
 #define FOR_PARTS _Pragma("GCC unroll 4") for (int i = 0; i < kParts; i++)
+// Before loops over arrays of vectors that are to stay in registers: compilers must unroll them early for that.
+#define UNROLLED _Pragma("GCC unroll 16")
 
 struct f32x16 {
     PartF part[kParts];
@@ -39,6 +46,10 @@ struct i32x16 {  // int32, or 32 bits of anything; >> is logical
 struct mask16 {
     PartMask part[kParts];
 };
+
+// In memory: any alignment, whatever type it was written as.
+typedef PartI LoosePart __attribute__((aligned(1), may_alias));
+typedef Half LooseHalf __attribute__((aligned(1), may_alias));
 
 ALWAYS_INLINE f32x16 splat(float x) {
     f32x16 v;
@@ -55,7 +66,7 @@ ALWAYS_INLINE f32x16 zeros() { return splat(0.0f); }
 ALWAYS_INLINE i32x16 lane_numbers() {
     static const int32_t numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     i32x16 v;
-    memcpy(&v, numbers, sizeof v);
+    FOR_PARTS v.part[i] = ((const LoosePart*)numbers)[i];
     return v;
 }
 
@@ -165,16 +176,16 @@ ALWAYS_INLINE float reduce_max(f32x16 v) {
 
 // Rows of a 16 x 16 matrix of 32-bit words become its columns.
 ALWAYS_INLINE void transpose(i32x16 (&v)[16]) {
-    for (int row = 0; row < kParts; row++)
-        for (int column = 0; column <= row; column++) {
+    UNROLLED for (int row = 0; row < kParts; row++)
+        UNROLLED for (int column = 0; column <= row; column++) {
             PartI a[kPartLanes], b[kPartLanes];
-            for (int k = 0; k < kPartLanes; k++) {
+            UNROLLED for (int k = 0; k < kPartLanes; k++) {
                 a[k] = v[row * kPartLanes + k].part[column];
                 b[k] = v[column * kPartLanes + k].part[row];
             }
             part_transpose(a);
             if (row != column) part_transpose(b);
-            for (int k = 0; k < kPartLanes; k++) {
+            UNROLLED for (int k = 0; k < kPartLanes; k++) {
                 v[column * kPartLanes + k].part[row] = a[k];
                 if (row != column) v[row * kPartLanes + k].part[column] = b[k];
             }
@@ -184,17 +195,15 @@ ALWAYS_INLINE void transpose(i32x16 (&v)[16]) {
 // 16 words of 32 bits. Any alignment; `count` of them, the others zero or not written.
 ALWAYS_INLINE i32x16 load_words(const void* p) {
     i32x16 v;
-    memcpy(&v, p, sizeof v);
+    FOR_PARTS v.part[i] = ((const LoosePart*)p)[i];
     return v;
 }
-ALWAYS_INLINE void store_words(void* p, i32x16 v) { memcpy(p, &v, sizeof v); }
+ALWAYS_INLINE void store_words(void* p, i32x16 v) {
+    FOR_PARTS((LoosePart*)p)[i] = v.part[i];
+}
 // The same of 16 bits each.
-ALWAYS_INLINE Half load_half(const void* p) {
-    Half v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-ALWAYS_INLINE void store_half(void* p, Half v) { memcpy(p, &v, sizeof v); }
+ALWAYS_INLINE Half load_half(const void* p) { return *(const LooseHalf*)p; }
+ALWAYS_INLINE void store_half(void* p, Half v) { *(LooseHalf*)p = v; }
 
 #if defined(__AVX512F__)
 ALWAYS_INLINE i32x16 load_words(const void* p, long count) {
@@ -212,36 +221,39 @@ ALWAYS_INLINE void store_half(void* p, Half v, long count) {
 #else
 ALWAYS_INLINE i32x16 load_words(const void* p, long count) {
     if (count >= 16) return load_words(p);
-    i32x16 v = splat(0);
-    if (count > 0) memcpy(&v, p, count * 4);
-    return v;
+    int32_t words[16] = {};
+    if (count > 0) memcpy(words, p, count * 4);
+    return load_words(words);
 }
 ALWAYS_INLINE void store_words(void* p, i32x16 v, long count) {
-    if (count >= 16)
-        memcpy(p, &v, sizeof v);
-    else if (count > 0)
-        memcpy(p, &v, count * 4);
+    if (count >= 16) return store_words(p, v);
+    int32_t words[16];
+    store_words(words, v);
+    if (count > 0) memcpy(p, words, count * 4);
 }
 ALWAYS_INLINE Half load_half(const void* p, long count) {
     if (count >= 16) return load_half(p);
-    Half v = {};
-    if (count > 0) memcpy(&v, p, count * 2);
-    return v;
+    uint16_t halves[16] = {};
+    if (count > 0) memcpy(halves, p, count * 2);
+    return load_half(halves);
 }
 ALWAYS_INLINE void store_half(void* p, Half v, long count) {
-    if (count >= 16)
-        memcpy(p, &v, sizeof v);
-    else if (count > 0)
-        memcpy(p, &v, count * 2);
+    if (count >= 16) return store_half(p, v);
+    uint16_t halves[16];
+    store_half(halves, v);
+    if (count > 0) memcpy(p, halves, count * 2);
 }
 #endif
 
 // 16 bytes, sign- or zero-extended; stores the low byte of each word.
 ALWAYS_INLINE i32x16 load_i8(const void* p, long count = 16) {
     int8_t bytes[16] = {};
-    memcpy(bytes, p, count >= 16 ? 16 : count > 0 ? count : 0);
+    if (count < 16) {
+        if (count > 0) memcpy(bytes, p, count);
+        p = bytes;
+    }
     i32x16 v;
-    FOR_PARTS v.part[i] = part_load_i8(bytes + i * kPartLanes);
+    FOR_PARTS v.part[i] = part_load_i8((const int8_t*)p + i * kPartLanes);
     return v;
 }
 ALWAYS_INLINE i32x16 load_u8(const void* p, long count = 16) {
@@ -249,11 +261,9 @@ ALWAYS_INLINE i32x16 load_u8(const void* p, long count = 16) {
 }
 ALWAYS_INLINE void store_i8(void* p, i32x16 v, long count = 16) {
     int8_t bytes[16];
-    FOR_PARTS part_store_i8(bytes + i * kPartLanes, v.part[i]);
-    if (count >= 16)
-        memcpy(p, bytes, 16);
-    else if (count > 0)
-        memcpy(p, bytes, count);
+    int8_t* out = count >= 16 ? (int8_t*)p : bytes;
+    FOR_PARTS part_store_i8(out + i * kPartLanes, v.part[i]);
+    if (count < 16 && count > 0) memcpy(p, bytes, count);
 }
 
 // 2^x for x <= 0, by a polynomial of x - floor(x) in [0, 1), the highest power first; the last coefficient is 1, so that
@@ -328,6 +338,9 @@ struct BF16 {
     static f32x16 odd(i32x16 words) { return float_of_bits(words & splat((int32_t)0xFFFF0000)); }
     // Pairs, rounded.
     static i32x16 pairs(f32x16 even, f32x16 odd) {
+#if defined(__AVX512BF16__)
+        return {{part_pairs(even.part[0], odd.part[0])}};
+#endif
         i32x16 v;
         FOR_PARTS v.part[i] = part_shift_right(part_bf16_bits(even.part[i]), 16) |
                               (part_bf16_bits(odd.part[i]) & part_splat((int32_t)0xFFFF0000));
@@ -341,6 +354,17 @@ struct BF16 {
         return fma(odd(a), odd(b), fma(even(a), even(b), sum));
 #endif
     }
+#if defined(__AVX512BF16__)
+    // Pairs of the first `count` of 32 elements of two rows, in an order that costs least; without b, of a and zero.
+    static void load_pairs(const uint16_t* a, const uint16_t* b, long count, bool has_b, i32x16& low,
+                           i32x16& high) {
+        part_load_pairs(a, b, count, has_b, low.part[0], high.part[0]);
+    }
+    // Lanes of low and high as load_pairs orders them -> the first 16 in order, or the last.
+    static f32x16 in_order(f32x16 low, f32x16 high, bool is_last) {
+        return {{part_in_order(low.part[0], high.part[0], is_last)}};
+    }
+#endif
 };
 
 struct F16 {
@@ -361,3 +385,44 @@ struct F16 {
     // Relative error as that of F32: less than a thousandth of what rounding to float16 may lose.
     static f32x16 exp2(f32x16 x) { return F32::exp2(x); }
 };
+
+// Products of four unsigned bytes of each lane, `Quads`, and four signed ones, exact. The signed ones are kQuadWords words
+// as `spread_quads` makes them.
+#if defined(__AVX512VNNI__)
+constexpr int kQuadWords = 1;
+#else
+constexpr int kQuadWords = 2;
+#endif
+
+struct Quads {
+    i32x16 word[kQuadWords];
+};
+ALWAYS_INLINE Quads quads_of(i32x16 bytes) {
+#if defined(__AVX512VNNI__)
+    return {{bytes}};
+#else  // bytes 0 and 2, and 1 and 3, as int16
+    return {{bytes & splat(0x00FF00FF), (bytes >> 8) & splat(0x00FF00FF)}};
+#endif
+}
+ALWAYS_INLINE i32x16 dot(i32x16 sum, const Quads& w, const int32_t* x) {
+#if defined(__AVX512VNNI__)
+    return {{part_dot_quads(sum.part[0], w.word[0].part[0], part_splat(x[0]))}};
+#else
+    FOR_PARTS {
+        sum.part[i] = sum.part[i] + part_dot_pairs(w.word[0].part[i], part_splat(x[0]));
+        sum.part[i] = sum.part[i] + part_dot_pairs(w.word[1].part[i], part_splat(x[1]));
+    }
+    return sum;
+#endif
+}
+static inline void spread_quads(const int8_t* bytes, long num_quads, int32_t* words) {
+    if constexpr (kQuadWords == 1) {
+        memcpy(words, bytes, num_quads * 4);
+    } else {
+        int16_t* out = (int16_t*)words;
+        for (long i = 0; i < num_quads; i++, bytes += 4, out += 4) {
+            out[0] = bytes[0], out[1] = bytes[2];
+            out[2] = bytes[1], out[3] = bytes[3];
+        }
+    }
+}

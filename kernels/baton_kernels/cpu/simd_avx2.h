@@ -98,3 +98,8 @@ ALWAYS_INLINE Half half_of_floats_f16(const PartF (&v)[2]) {
     return _mm256_set_m128i(_mm256_cvtps_ph(v[1], _MM_FROUND_TO_NEAREST_INT),
                             _mm256_cvtps_ph(v[0], _MM_FROUND_TO_NEAREST_INT));
 }
+
+// a0 * b0 + a1 * b1 of the two int16 in each lane
+ALWAYS_INLINE PartI part_dot_pairs(PartI a, PartI b) {
+    return (PartI)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+}

@@ -98,4 +98,36 @@ ALWAYS_INLINE Half half_of_floats_f16(const PartF (&v)[1]) {
 ALWAYS_INLINE PartF part_dot_bf16(PartF sum, PartI a, PartI b) {
     return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
 }
+ALWAYS_INLINE PartI part_pairs(PartF even, PartF odd) {
+    alignas(64) static const uint16_t turns[32] = {
+        0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
+    return (PartI)_mm512_permutexvar_epi16(_mm512_load_si512(turns), both);
+}
+ALWAYS_INLINE void part_load_pairs(const void* a, const void* b, long count, bool has_b, PartI& low,
+                                   PartI& high) {
+    const __mmask32 m = count >= 32 ? ~0u : (1u << count) - 1;
+    const __m512i x = _mm512_maskz_loadu_epi16(m, a), y = _mm512_maskz_loadu_epi16(has_b ? m : 0, b);
+    low = (PartI)_mm512_unpacklo_epi16(x, y);
+    high = (PartI)_mm512_unpackhi_epi16(x, y);
+}
+ALWAYS_INLINE PartF part_in_order(PartF low, PartF high, bool is_last) {
+    const __m512i from = is_last
+        ? _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31)
+        : _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    return _mm512_permutex2var_ps(low, from, high);
+}
+#endif
+
+#if defined(__AVX512VNNI__)
+// sum + the four unsigned bytes of w by the four signed ones of x
+ALWAYS_INLINE PartI part_dot_quads(PartI sum, PartI w, PartI x) {
+    return (PartI)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+}
+#else
+// a0 * b0 + a1 * b1 of the two int16 in each lane
+ALWAYS_INLINE PartI part_dot_pairs(PartI a, PartI b) {
+    return (PartI)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+}
 #endif

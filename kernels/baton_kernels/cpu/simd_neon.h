@@ -98,3 +98,10 @@ ALWAYS_INLINE Half half_of_floats_f16(const PartF (&v)[4]) {
     memcpy(&all, parts, sizeof all);
     return all;
 }
+
+// a0 * b0 + a1 * b1 of the two int16 in each lane
+ALWAYS_INLINE PartI part_dot_pairs(PartI a, PartI b) {
+    const int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
+    const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y));
+    return (PartI)vpaddq_s32(low, vmull_high_s16(x, y));
+}

@@ -1,0 +1,203 @@
+"""What we read of config.json, and the frequencies that we make of it, are transformers' own, for every family."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from baton.errors import UnsupportedModel
+from baton.model.config import FAMILIES, ROPE_TYPES, ModelConfig, parse_config
+from baton.model.rope import make_rope
+
+CLASSES = {
+    "llama": transformers.LlamaConfig,
+    "mistral": transformers.MistralConfig,
+    "qwen2": transformers.Qwen2Config,
+    "qwen3": transformers.Qwen3Config,
+}
+
+#: What transformers raises for a config.json that it does not take; it fails by the others, too.
+REFUSALS = (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError)
+
+#: Values that are wrong, or right, for some field or other.
+ODD = st.sampled_from([None, True, 0, 3, 2.0, "x", [], {}])
+
+NUMBERS = {
+    "factor": st.sampled_from([1.0, 2.0, 4, 8.0]),
+    "rope_theta": st.sampled_from([10000, 10000.0, 5e5, 1000000]),
+    "beta_fast": st.sampled_from([16, 32.0]),
+    "beta_slow": st.sampled_from([1, 2.0]),
+    "mscale": st.sampled_from([0.7, 1.0]),
+    "mscale_all_dim": st.sampled_from([0.5, 1.0]),
+    "attention_factor": st.sampled_from([0.9, 1.2]),
+    "truncate": st.booleans(),
+    "low_freq_factor": st.sampled_from([1.0, 2]),
+    "high_freq_factor": st.sampled_from([4.0, 8]),
+    "original_max_position_embeddings": st.sampled_from([16, 64]),
+}
+
+
+@st.composite
+def ropes(draw: st.DrawFn) -> dict[str, Any]:
+    """What a config.json says of rope, in old spelling or new."""
+    rope_type = draw(st.sampled_from(sorted(ROPE_TYPES)))
+    numbers = {
+        name: draw(values)
+        for name, values in NUMBERS.items()
+        if name in ROPE_TYPES[rope_type] or draw(st.booleans())
+    }
+    if draw(st.booleans()):
+        return {"rope_parameters": {"rope_type": rope_type, **numbers}}
+    theta = numbers.pop("rope_theta", None)
+    beside = {} if theta is None else {"rope_theta": theta}
+    spelling = draw(st.sampled_from(["type", "rope_type"]))
+    return {"rope_scaling": {spelling: rope_type, **numbers}, **beside}
+
+
+@st.composite
+def configs(draw: st.DrawFn, *, oddities: int = 0) -> dict[str, Any]:
+    """A config.json: any fields left out, and up to `oddities` of them of a wrong kind, perhaps."""
+    family = draw(st.sampled_from(sorted(FAMILIES)))
+    sizes = {
+        "vocab_size": 100,
+        "hidden_size": draw(st.sampled_from([48 * 8, 64 * 8])),
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": draw(st.sampled_from([1, 2, 4])),
+        "head_dim": draw(st.sampled_from([16, 32])),
+        "max_position_embeddings": draw(st.sampled_from([128, 256])),
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": draw(st.booleans()),
+        "attention_bias": draw(st.booleans()),
+        "mlp_bias": draw(st.booleans()),
+        "use_sliding_window": draw(st.booleans()),
+        "sliding_window": draw(st.sampled_from([None, 8, 32])),
+        "max_window_layers": draw(st.sampled_from([0, 1, 2, 28])),
+        "layer_types": draw(
+            st.lists(
+                st.sampled_from(["full_attention", "sliding_attention"]), min_size=3, max_size=3
+            )
+        ),
+        **draw(ropes()),
+    }
+    kept = {
+        name: value for name, value in sizes.items() if name == "hidden_size" or draw(st.booleans())
+    }
+    for name in draw(st.lists(st.sampled_from(sorted(sizes)), max_size=oddities)):
+        kept[name] = draw(ODD)
+    return {"model_type": family, **kept}
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """transformers warns of each key that it does not need."""
+    caplog.set_level(logging.ERROR, logger="transformers")
+
+
+def theirs_of(raw: dict[str, Any]) -> Any:
+    return CLASSES[raw["model_type"]].from_dict(copy.deepcopy(raw))
+
+
+def frequencies_of(theirs: Any, length: int) -> tuple[torch.Tensor, float]:
+    """As the model's own rotary embedding has them for a context of `length` tokens."""
+    rope_type = theirs.rope_parameters["rope_type"]
+    if rope_type == "default":
+        head_dim = getattr(theirs, "head_dim", None)
+        dim = head_dim or theirs.hidden_size // theirs.num_attention_heads
+        exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+        return 1.0 / (theirs.rope_parameters["rope_theta"] ** exponent), 1.0
+    is_grown = rope_type == "dynamic" and length > theirs.max_position_embeddings
+    return ROPE_INIT_FUNCTIONS[rope_type](
+        _with_head_dim(theirs), seq_len=torch.tensor(length) if is_grown else None
+    )
+
+
+def _with_head_dim(theirs: Any) -> Any:
+    """Some functions of transformers' want a head_dim that is no null, where an attention layer does without."""
+    twin = copy.deepcopy(theirs)
+    twin.head_dim = getattr(theirs, "head_dim", None) or (
+        theirs.hidden_size // theirs.num_attention_heads
+    )
+    return twin
+
+
+def check_same(ours: ModelConfig, theirs: Any) -> None:
+    assert ours.vocab_size == theirs.vocab_size
+    assert ours.hidden_size == theirs.hidden_size
+    assert ours.intermediate_size == theirs.intermediate_size
+    assert ours.num_layers == theirs.num_hidden_layers
+    assert ours.num_heads == theirs.num_attention_heads
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    head_dim = getattr(theirs, "head_dim", None)
+    assert ours.head_dim == (head_dim or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.is_tied == theirs.tie_word_embeddings
+    # Other families have no such biases, whatever a config.json says beside their fields.
+    assert ours.has_output_bias == (ours.family in ("llama", "qwen3") and theirs.attention_bias)
+    assert ours.has_mlp_bias == (ours.family == "llama" and theirs.mlp_bias)
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.rope.rope_type == theirs.rope_parameters["rope_type"]
+    if ours.family in ("qwen2", "qwen3"):
+        kinds = ["full_attention" if w is None else "sliding_attention" for w in ours.windows]
+        wanted = theirs.layer_types if theirs.sliding_window else ["full_attention"] * len(kinds)
+        assert kinds == wanted
+    window = getattr(theirs, "sliding_window", None) if ours.family != "llama" else None
+    assert set(ours.windows) <= {None, window}
+    if ours.family == "mistral":
+        assert ours.windows == (window,) * ours.num_layers
+
+
+def check_frequencies(ours: ModelConfig, theirs: Any) -> None:
+    longest = ours.max_position_embeddings
+    rope = make_rope(ours, longest + 3, torch.device("cpu"))
+    for length in (longest, longest + 3):
+        inv_freq, scaling = frequencies_of(theirs, length)
+        last = rope.inv_freq[-1 if length > longest else 0]
+        assert torch.equal(last, inv_freq), ours.rope
+        assert rope.scaling == scaling
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_defaults_are_the_familys_own(family: str) -> None:
+    raw = {"model_type": family}
+    check_same(parse_config(raw), theirs_of(raw))
+
+
+def test_every_family_that_is_served_is_compared() -> None:
+    assert set(CLASSES) == set(FAMILIES)
+
+
+@settings(deadline=None, max_examples=100)
+@given(raw=configs())
+def test_what_transformers_reads_is_read_the_same(raw: dict[str, Any]) -> None:
+    try:
+        theirs = theirs_of(raw)
+    except REFUSALS:
+        reject()
+    if theirs.num_attention_heads % theirs.num_key_value_heads:
+        reject()  # a model that transformers cannot run, either
+    ours = parse_config(raw)
+    check_same(ours, theirs)
+    check_frequencies(ours, theirs)
+
+
+@settings(deadline=None, max_examples=100)
+@given(raw=configs(oddities=2))
+def test_what_transformers_refuses_is_refused(raw: dict[str, Any]) -> None:
+    try:
+        theirs = theirs_of(raw)
+        frequencies_of(theirs, theirs.max_position_embeddings)
+    except REFUSALS:
+        with pytest.raises(UnsupportedModel):
+            parse_config(raw)
