@@ -123,7 +123,6 @@ class Ticket:
     """
 
     ticket_id: int
-    data: bytes
     block_ids: tuple[int, ...]
     num_layers: int
     min_tokens: int
@@ -141,6 +140,7 @@ class Ticket:
     death: TicketDead | None = None
     reserved_s: float = 0.0
     receiving_s: float = 0.0
+    data: bytes = b""
 
     @property
     def is_open(self) -> bool:
