@@ -17,7 +17,7 @@ _DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
 async def serve_cluster(options: ServeOptions, stop: asyncio.Event, on_ready: OnReady) -> None:
-    """Start a gateway and workers of both tiers on this machine, and serve until told to stop."""
+    """Start a gateway and workers of both tiers on this machine, and serve until stopped."""
     check_bindable(options.host, options.port)
     display = StartDisplay()
     cluster = Cluster(options, on_line=display.on_line, on_phase=display.on_phase)
