@@ -32,7 +32,7 @@ COPY deploy/locks /locks
 FROM build AS package
 RUN pip --python /opt/backend/bin/python install --require-hashes -r /locks/build.txt
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY client client
 COPY baton baton
 COPY gateway gateway
@@ -71,15 +71,20 @@ ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 RUN pip install --index-url "$TORCH_INDEX_URL" -r "/locks/torch-$TORCH.txt"
 RUN pip install --require-hashes -r /locks/worker.txt
 
-# The native kernels lie beside their sources, for the file system is read-only where they run.
-FROM package AS kernels
-WORKDIR /
-RUN PYTHONPATH="$(echo /package/lib/python3*/site-packages)" python -m baton_kernels.cpu.library
+# The native kernels, for every level that a CPU of this architecture may have: they take minutes, and nothing but their own
+# sources. They are to lie beside these, for the file system is read-only where they run.
+FROM build AS kernels
+COPY kernels /kernels
+WORKDIR /kernels
+RUN python -m baton_kernels.cpu.library \
+    && site="/prebuilt/$(python -c 'import sysconfig; print(sysconfig.get_path("purelib", vars={"base": ""}))')" \
+    && mkdir -p "$site/baton_kernels/cpu" && mv baton_kernels/cpu/*.so "$site/baton_kernels/cpu"
 
 FROM runtime AS worker
 RUN apt-get update && apt-get install --yes --no-install-recommends libgomp1 && rm -rf /var/lib/apt/lists/*
 COPY --from=worker-needs /opt/baton /opt/baton
-COPY --from=kernels /package /opt/baton
+COPY --from=kernels /prebuilt /opt/baton
+COPY --from=package /package /opt/baton
 USER 10001:10001
 EXPOSE 50051
 

@@ -22,7 +22,7 @@ help:
 	@echo "make test-fast          run those of them that are not slow: a minute on two cores"
 	@echo "make check              lint, formatting, types, import directions, protos"
 	@echo "make protos             generate baton/v1 from protos/"
-	@echo "make docs               generate docs/cli.md and docs/protocol.md"
+	@echo "make docs               generate docs/cli.md and docs/protocol.md, wrap prose"
 	@echo "make bench              measure for twenty minutes, rewrite docs/performance.md (ARGS=, TRACE=FILE)"
 	@echo "make bench-peers        build llama.cpp and the models that make bench compares"
 	@echo "make test-images        build the images, run and break compose.yaml (ARGS=--install, --cuda, --quick)"
@@ -65,6 +65,7 @@ protos: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python scripts/docs.py
+	$(BIN)/python scripts/wrap.py
 
 bench: $(STAMP)
 	$(BIN)/python -m bench.suite $(if $(TRACE),--trace $(TRACE)) $(ARGS)

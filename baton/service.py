@@ -29,7 +29,7 @@ from baton.grpc_environment import quiet_grpc
 from baton.logs import configure_logging
 from baton.rpc.tls import check_files
 from baton.start_log import StartLogHandler
-from baton.types import UNKNOWN_NUMERICS, NumericsClass
+from baton.types import NO_LEVEL, UNKNOWN_NUMERICS, NumericsClass
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +45,21 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 @dataclass(frozen=True, slots=True)
 class ReadyReport:
     """A service takes work. address: host:port it listens on. phases: seconds of each step of the start, in order.
-    numerics: of a worker."""
+    numerics, dtype_reason: of a worker."""
 
     address: str
     phases: Mapping[str, float]
     numerics: NumericsClass = UNKNOWN_NUMERICS
+    dtype_reason: str = ""
+
+    @property
+    def computing(self) -> str:
+        """In which type, why, and on what: "bfloat16 (the checkpoint's type) on cpu avx512"; empty if not known."""
+        numerics = self.numerics
+        if not self.dtype_reason:
+            return ""
+        level = "no native kernels: slow" if numerics.level == NO_LEVEL else numerics.level
+        return f"{numerics.dtype} ({self.dtype_reason}) on {numerics.device} {level}".rstrip()
 
 
 OnReady = Callable[[ReadyReport], None]
@@ -68,8 +78,9 @@ class Serve(Protocol[_Options_contra]):
 
 def log_ready(report: ReadyReport) -> None:
     """Tell in the log that the service takes work."""
-    rounding = f"; {report.numerics}" if report.numerics != UNKNOWN_NUMERICS else ""
-    logger.info("ready at %s (%s)%s", report.address, describe_phases(report.phases), rounding)
+    computing = report.computing or str(report.numerics)
+    after = f"; {computing}" if computing else ""
+    logger.info("ready at %s (%s)%s", report.address, describe_phases(report.phases), after)
 
 
 def run_service(
@@ -163,6 +174,7 @@ async def _run(
         line: dict[str, object] = {"address": report.address, "phases": dict(report.phases)}
         if report.numerics != UNKNOWN_NUMERICS:
             line["numerics"] = dataclasses.asdict(report.numerics)
+            line["dtype_reason"] = report.dtype_reason
         ready.write(line)
 
     for signum in _SIGNALS:

@@ -1,4 +1,4 @@
-"""What a process tells about its start: the phase it is in, and what it chose. In its log, and on the pipe of its supervisor.
+"""What a process reports of its start: the phase it is in. In its log, and on the pipe of its supervisor.
 
 A start has many places that know something, deep below the service, and no object that all of them share but the log. So
 these are records of one logger, whose handler writes them to the pipe where there is one.
@@ -11,19 +11,13 @@ from collections.abc import Callable, Mapping
 
 _log = logging.getLogger("baton.start")
 
-#: Attribute of a record with what the supervisor is told: {"phase": ...}, or {"choice": ..., "told": ...}.
+#: Attribute of a record with what the supervisor gets: {"phase": ...}.
 _ATTRIBUTE = "start"
 
 
 def report_phase(phase: str) -> None:
     """The start has come to a new phase, such as "loading weights"."""
     _log.info("%s", phase, extra={_ATTRIBUTE: {"phase": phase}})
-
-
-def report_choice(name: str, value: str, reason: str) -> None:
-    """What was chosen where the options leave a choice, and why: "dtype", "bfloat16", "the checkpoint's"."""
-    told = f"{value} ({reason})" if reason else value
-    _log.info("%s: %s", name, told, extra={_ATTRIBUTE: {"choice": name, "told": told}})
 
 
 class StartLogHandler(logging.Handler):

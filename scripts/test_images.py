@@ -162,6 +162,8 @@ def build_images(images: Images) -> None:
     found = images.python("baton:gateway", find.format(GATEWAY_HAS_NOT))
     require(found == "[]", f"the gateway's image has {found}")
     report.add("not in the gateway image", ", ".join(GATEWAY_HAS_NOT))
+    load = ("--workdir=/opt/baton-bench", "--entrypoint=python", "baton:bench", "-m", "bench.load")
+    images.engine.docker("run", "--rm", "--read-only", *load, "--help")
     kernels = (
         "import torch; from baton_kernels.cpu.library import library; print(library() is not None)"
     )

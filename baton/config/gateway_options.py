@@ -35,7 +35,7 @@ class FrontDoorOptions(TlsOptions):
     tokenizer: NonEmpty | None = None
     """Directory or Hub id of the tokenizer; MODEL's own if not given."""
     max_queue_size: Count = 1024
-    """Most requests that wait for workers; further ones are told to come again."""
+    """Most requests that wait for workers; further ones are refused, with when to try again."""
     request_timeout_s: Seconds = 600.0
     """Deadline, in seconds, of requests that come without one."""
     client_stall_timeout_s: Seconds = 30.0

@@ -58,8 +58,6 @@ class Child:
         self._on_phase = on_phase
         self._environment = environment
         self._feed = feed
-        #: What the process chose at its last start, and why, by the name of the choice.
-        self.choices: dict[str, str] = {}
         self._process: Process | None = None
         self._log: asyncio.Task[None] | None = None
         self._last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
@@ -170,8 +168,6 @@ class Child:
                 message = _parse_message(line)
                 if "phase" in message:
                     self._on_phase(self.name, str(message["phase"]))
-                elif "choice" in message:
-                    self.choices[str(message["choice"])] = str(message.get("told", ""))
                 else:
                     return message
         finally:
@@ -181,7 +177,12 @@ class Child:
     async def _report_from(self, message: Mapping[str, Any]) -> ReadyReport:
         if "address" in message:
             numerics = NumericsClass(**message.get("numerics", {}))
-            return ReadyReport(str(message["address"]), message.get("phases", {}), numerics)
+            return ReadyReport(
+                str(message["address"]),
+                message.get("phases", {}),
+                numerics,
+                message.get("dtype_reason", ""),
+            )
         try:
             async with asyncio.timeout(_EXIT_S):
                 await self.wait()

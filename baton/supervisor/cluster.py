@@ -94,10 +94,6 @@ class Cluster:
         """host:port of a child. Raises RuntimeError before it was ready."""
         return self.report_of(name).address
 
-    def choices_of(self, name: str) -> Mapping[str, str]:
-        """What a child chose at its start, and why, by the name of the choice."""
-        return self._children[name].choices
-
     def pid_of(self, name: str) -> int:
         """Process id of a child; another one after a restart."""
         return self._children[name].pid

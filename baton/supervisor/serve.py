@@ -11,14 +11,13 @@ from baton.rpc.bind import check_bindable
 from baton.service import OnReady, ReadyReport, describe_phases
 from baton.supervisor.cluster import Cluster
 from baton.supervisor.display import StartDisplay
-from baton.types import NO_LEVEL, UNKNOWN_NUMERICS
 
 #: Where clients look for a gateway unless they are told.
 _DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
 async def serve_cluster(options: ServeOptions, stop: asyncio.Event, on_ready: OnReady) -> None:
-    """Start a gateway and workers of both tiers on this machine, and serve until told to stop."""
+    """Start a gateway and workers of both tiers on this machine, and serve until stopped."""
     check_bindable(options.host, options.port)
     display = StartDisplay()
     cluster = Cluster(options, on_line=display.on_line, on_phase=display.on_phase)
@@ -55,12 +54,9 @@ def describe_cluster(options: ServeOptions, cluster: Cluster) -> list[str]:
     """Model, dtype and why, level of the CPU's kernels, tiers; only what is known."""
     workers = [name for name in cluster.names if not name.startswith("gateway")]
     parts = [options.served_model_name or options.model]
-    if dtype := cluster.choices_of(workers[-1]).get("dtype"):
-        parts.append(dtype)
-    for numerics in dict.fromkeys(cluster.report_of(name).numerics for name in workers):
-        if numerics != UNKNOWN_NUMERICS and numerics.level:
-            kernels = "no native kernels: slow" if numerics.level == NO_LEVEL else numerics.level
-            parts.append(f"{numerics.device} {kernels}")
+    parts += dict.fromkeys(
+        computing for name in workers if (computing := cluster.report_of(name).computing)
+    )
     tiers = ("prefill", "decode", "gateway")
     counts = {tier: sum(name.startswith(tier) for name in cluster.names) for tier in tiers}
     parts.append(" + ".join(f"{count} {tier}" for tier, count in counts.items() if count))

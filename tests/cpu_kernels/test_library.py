@@ -68,6 +68,7 @@ def test_a_compiler_that_fails_leaves_nothing(
 
 
 def test_another_cpu_has_none(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BATON_CPU_LEVEL", raising=False)
     monkeypatch.setattr(module, "levels_of_machine", lambda: ())
     assert library() is None
     assert module.level() == "none"

@@ -102,11 +102,12 @@ def test_no_source_is_copied_before_what_it_needs_is_installed() -> None:
     for name, lines in STAGES.items():
         if name.endswith("-needs"):
             assert copied(lines) == {"deploy/locks"}, name
-    # Laid over what was installed, in the end: one layer is new after an edit.
+    # Laid over what was installed, in the end: one layer is new after an edit, and the kernels are built for their own alone.
     for name in ("gateway", "worker"):
         copies = [line for line in STAGES[name] if line.startswith("COPY ")]
-        assert [line.split()[-1] for line in copies] == ["/opt/baton"] * 2
-        assert "/package" in copies[1]
+        assert {line.split()[-1] for line in copies} == {"/opt/baton"}
+        assert "/package" in copies[-1]
+    assert copied(STAGES["kernels"]) == {"deploy/locks", "kernels"}
 
 
 def test_all_that_is_installed_is_locked_with_hashes_but_for_torch_on_a_cpu() -> None:
