@@ -32,7 +32,7 @@ COPY deploy/locks /locks
 FROM build AS package
 RUN pip --python /opt/backend/bin/python install --require-hashes -r /locks/build.txt
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY client client
 COPY baton baton
 COPY gateway gateway

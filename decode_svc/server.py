@@ -129,7 +129,7 @@ async def serve_decode(
         )
         servicer = DecodeServicer(submit, loop.has_room)
         info = describe(options, identity, engine.spec, local_prefill.max_threshold)
-        host = WorkerHost(options, loop, heartbeat, board, Drain(), info)
+        host = WorkerHost(options, loop, heartbeat, board, Drain(), info, engine.spec.dtype_reason)
         worker = WorkerServicer(info, board, heartbeat, host.start_draining, loop.submit)
         register = services(
             worker,

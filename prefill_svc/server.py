@@ -119,7 +119,7 @@ async def serve_prefill(
     )
     servicer = PrefillServicer(submit, loop.has_room, sender.begin)
     info = describe(options, identity, engine.spec)
-    host = WorkerHost(options, loop, heartbeat, board, Drain(), info)
+    host = WorkerHost(options, loop, heartbeat, board, Drain(), info, engine.spec.dtype_reason)
     worker = WorkerServicer(info, board, heartbeat, host.start_draining, loop.submit)
     try:
         register = services(

@@ -19,6 +19,7 @@ from google.protobuf.descriptor_pb2 import (
     ServiceDescriptorProto,
 )
 from grpc_tools import protoc
+from wrap import wrapped
 
 from baton.cli.main import app
 
@@ -58,7 +59,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, compare only")
     is_check = parser.parse_args().check
-    pages = {"cli.md": "\n".join(cli_page()), "protocol.md": "\n".join(protocol_page())}
+    pages = {
+        "cli.md": wrapped("\n".join(cli_page())),
+        "protocol.md": wrapped("\n".join(protocol_page())),
+    }
     stale = []
     for name, text in pages.items():
         path = ROOT / "docs" / name

@@ -70,7 +70,7 @@ def generate(
     ] = None,
     seed: options.Seed = None,
     logprobs: Annotated[
-        int | None, typer.Option(help="Alternatives told per position; seen with --json.")
+        int | None, typer.Option(help="Alternatives reported per position; seen with --json.")
     ] = None,
     include_stop_str_in_output: Annotated[
         bool | None, typer.Option(help="Keep the stop text in the output.")
@@ -86,7 +86,7 @@ def generate(
     ] = None,
     prompt_logprobs: Annotated[
         int | None,
-        typer.Option(help="Alternatives told per position of the prompt; seen with --json."),
+        typer.Option(help="Alternatives reported per position of the prompt; seen with --json."),
     ] = None,
     echo: Annotated[bool | None, typer.Option(help="Begin the text with the prompt's.")] = None,
     bad_words: Annotated[

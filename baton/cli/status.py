@@ -45,7 +45,7 @@ def status(
     is_json: options.Json = False,
     shows_blocks: Annotated[
         bool,
-        typer.Option("--blocks", help="Show who has which KV blocks, as the workers tell it."),
+        typer.Option("--blocks", help="Show who has which KV blocks, as the workers report it."),
     ] = False,
 ) -> None:
     """Show models, workers, load and blocks. Exit status 1 if a model lacks a decode worker that is ready; with --blocks,

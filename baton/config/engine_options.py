@@ -20,7 +20,7 @@ class EngineOptions(ModelOptions):
     oracle_token_us: Annotated[float, Field(ge=0)] = 0.0
     """Time each new token of a step adds to it, of the oracle engine, in microseconds."""
     dtype: Dtype = "auto"
-    """Element type of weights and of what is computed; auto takes the checkpoint's."""
+    """Element type of weights and of what is computed; auto takes the checkpoint's, or float32 on a CPU without kernels for that."""
     kv_cache_dtype: KvDtype = "auto"
     """Element type of the KV blocks; auto takes --dtype's. fp8 (e4m3) and int8 hold about twice the tokens of 16 bits, rounded:
     each head of a token has a scale of its own."""

@@ -112,12 +112,12 @@ class ServiceOptions(TlsOptions):
     log_level: LogLevel = "info"
     """Least severe messages to log."""
     drain_timeout_s: Seconds = 60.0
-    """Time, in seconds, that running requests have to end when the process is told to stop."""
+    """Time, in seconds, that running requests have to end when the process is stopped."""
     metrics_port: Port = 0
     """Port of the Prometheus exporter, on --host; 0 for none. With baton serve, the first of consecutive ports: gateways,
     prefill workers, decode workers."""
     metrics_compat: Literal["none", "vllm"] = "none"
-    """vllm: tell metrics on that port under vLLM's names, too, so that boards made for it work."""
+    """vllm: publish metrics on that port under vLLM's names, too, so that boards made for it work."""
     ready_fd: FileDescriptor | None = Field(default=None, json_schema_extra=HIDDEN)
     """File descriptor to write one JSON line to when the process is ready or cannot start."""
     parent_fd: FileDescriptor | None = Field(default=None, json_schema_extra=HIDDEN)

@@ -96,12 +96,16 @@ def _folder_of(model: str) -> Path | None:
 
 
 def _check_weights(folder: Path, dtype: str, block_size: int) -> Iterator[Finding]:
+    import torch
+
+    from baton.engine.dtype import choose_dtype
     from baton.model.checkpoint import find_shards
     from baton.model.config import read_config
 
     try:
         config = read_config(folder)
-        name = config.dtype if dtype == "auto" else dtype
+        where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = choose_dtype(dtype, config.dtype, where).name
         longest = config.derived_max_len
         told = f"{config.family}, {config.num_layers} layers, {longest} tokens, {config.dtype}"
         yield ok("model", told)

@@ -99,6 +99,8 @@ class EngineSpec:
     max_num_launches: int = 1
     computes_aside: bool = False
     numerics: NumericsClass = UNKNOWN_NUMERICS
+    dtype_reason: str = ""
+    """Why it computes in that type, for people."""
 
     def shares_prefixes(self, num_prompt_tokens: int) -> bool:
         """Whether KV of such a prompt may be found by, and taken from, other prompts that begin alike."""

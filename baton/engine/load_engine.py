@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from baton.engine.dtype import choose_dtype
 from baton.engine.graph_device import GraphDevice
 from baton.engine.interface import EngineSpec
 from baton.engine.numerics import numerics_of
@@ -25,6 +26,7 @@ from baton.model.memory_plan import MemoryPlan, plan_memory
 from baton.model.native_decoder import make_decoder
 from baton.model.rope import make_rope
 from baton.model.weights import ProgressHook
+from baton.start_log import report_phase
 from baton.types import FALLBACK_NOTICE, SCALE_BYTES, SCALED_DTYPES, KvLayout
 from baton_kernels.cpu.library import why_none
 
@@ -71,7 +73,8 @@ def load_engine(
         folder = resolve_checkpoint(model, revision)
         config = read_config(folder)
         find_shards(folder)
-    name = _dtype_name(dtype, config)
+    chosen = choose_dtype(dtype, config.dtype, where)
+    name = chosen.name
     kv_name = name if kv_cache_dtype == "auto" else kv_cache_dtype
     longest = _max_len(max_model_len, config)
     if block_size < 1:
@@ -113,6 +116,7 @@ def load_engine(
         dtype=kv_name,
         block_size=block_size,
     )
+    report_phase("loading weights")
     followers = start_followers(size, folder, config, name, sizes, plan.num_blocks, longest)
     shard = followers.ranks.shard
     try:
@@ -137,6 +141,7 @@ def load_engine(
         max_num_launches=1 if size > 1 else 2,
         computes_aside=where.type == "cuda",
         numerics=numerics_of(where, name),
+        dtype_reason=chosen.reason,
     )
     if spec.numerics.is_fallback:
         _log.warning("%s (%s)", FALLBACK_NOTICE, why_none())
@@ -200,13 +205,6 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError.of("device", name, "torch sees no CUDA device here; give cpu or auto")
     return device
-
-
-def _dtype_name(dtype: str, config: ModelConfig) -> str:
-    name = config.dtype if dtype == "auto" else dtype
-    if name not in DTYPES:
-        raise ConfigError.of("dtype", dtype, f"use auto, {', '.join(DTYPES)}")
-    return name
 
 
 def _check_kv_dtype(name: str, head_elements: int, device: torch.device) -> None:

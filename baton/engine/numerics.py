@@ -13,6 +13,7 @@ from baton_kernels.version import NUMERICS_VERSION
 
 #: Flags that oneDNN chooses its products by, besides the capability that torch reports.
 _PRODUCT_FLAGS = frozenset({"avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "bf16"})
+_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -33,6 +34,11 @@ def numerics_of(device: torch.device, dtype: str) -> NumericsClass:
     if cpu_level == NO_LEVEL:
         beside = ".".join((beside, *sorted(_PRODUCT_FLAGS & _cpu_flags())))
     return NumericsClass("cpu", cpu_level, dtype, f"{NUMERICS_VERSION}+{beside}")
+
+
+def has_bfloat16_products() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware, so that torch does so, too."""
+    return not _BFLOAT16_FLAGS.isdisjoint(_cpu_flags())
 
 
 def _cpu_flags() -> frozenset[str]:

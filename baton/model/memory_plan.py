@@ -124,13 +124,14 @@ def weight_bytes(config: ModelConfig, dtype: str, keeps_levels: bool, num_ranks:
 
 def token_bytes(config: ModelConfig, element_bytes: int) -> int:
     """An upper estimate of what a step holds for each of its tokens: its widest layer, operation by operation or within
-    baton_kernels.cpu.layers.NativeLayers, and inputs that are rounded to integers, with sums for groups of 8 or more."""
+    baton_kernels.cpu.layers.NativeLayers, and inputs as its products take them: widened to float32, or rounded to integers with
+    sums for groups of 8 or more."""
     hidden, inter = config.hidden_size, config.intermediate_size
     q = config.num_heads * config.head_dim
     heads = q + config.num_kv_heads * config.head_dim
     width = 3 * inter + max(4 * hidden + 2 * heads, 2 * hidden + 3 * heads)
-    rounded = 2 * max(hidden, inter, q) if config.quantization else 0
-    return element_bytes * width + rounded
+    prepared = 4 * max(hidden, inter, q) + 128
+    return element_bytes * width + prepared
 
 
 def activation_bytes(

@@ -28,7 +28,7 @@ class _KvSource:
 class _KvSourceEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_KvSource.ValueType], builtins.type):
     DESCRIPTOR: descriptor.EnumDescriptor
     KV_SOURCE_UNSPECIFIED: _KvSource.ValueType  # 0
-    """Not told; as PREFILL_WORKER."""
+    """Not set; as PREFILL_WORKER."""
     KV_SOURCE_PREFILL_WORKER: _KvSource.ValueType  # 1
     """A prefill worker, unless so little is missing that the decode worker computes it at once."""
     KV_SOURCE_HERE: _KvSource.ValueType  # 2
@@ -40,7 +40,7 @@ class KvSource(_KvSource, metaclass=_KvSourceEnumTypeWrapper):
     """Where a sequence's missing KV comes from."""
 
 KV_SOURCE_UNSPECIFIED: KvSource.ValueType  # 0
-"""Not told; as PREFILL_WORKER."""
+"""Not set; as PREFILL_WORKER."""
 KV_SOURCE_PREFILL_WORKER: KvSource.ValueType  # 1
 """A prefill worker, unless so little is missing that the decode worker computes it at once."""
 KV_SOURCE_HERE: KvSource.ValueType  # 2
@@ -319,7 +319,7 @@ class SequenceEvent(message.Message):
 
     @builtins.property
     def paused(self) -> Paused:
-        """The sequence stands still, after the tokens told so far, until HandOffSequence, ResumeSequence or AbortSequence."""
+        """The sequence stands still, after the tokens sent so far, until HandOffSequence, ResumeSequence or AbortSequence."""
 
     @builtins.property
     def handed_off(self) -> HandedOff:
@@ -425,7 +425,7 @@ class Committed(message.Message):
     TRANSFER_EXPOSED_MS_FIELD_NUMBER: builtins.int
     TRANSFER_BYTES_FIELD_NUMBER: builtins.int
     transfer_exposed_ms: builtins.float
-    """From the end of the prefill, as the sender told it, to the commit, in milliseconds."""
+    """From the end of the prefill, as the sender measured it, to the commit, in milliseconds."""
     transfer_bytes: builtins.int
     """Bytes of KV received."""
     def __init__(

@@ -3,7 +3,7 @@
 isort:skip_file
 The KV channel: tickets, and the headers of the frames that carry blocks.
 
-A frame is a fixed preamble (see kv_transfer/frame.py), which tells the version, one of these messages, and
+A frame is a fixed preamble (see kv_transfer/frame.py), which has the version, one of these messages, and
 for KvChunk the payload bytes. Between workers with a KV secret a digest stands behind the header of each frame after KvProof (see
 kv_transfer/frame_seal.py). KvHello, KvAccept and KvRefuse are of version 1 for ever; what follows them is of the version that the
 peers agree on.
@@ -34,7 +34,7 @@ class _KvTransport:
 class _KvTransportEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_KvTransport.ValueType], builtins.type):
     DESCRIPTOR: descriptor.EnumDescriptor
     KV_TRANSPORT_UNSPECIFIED: _KvTransport.ValueType  # 0
-    """Not told; refused."""
+    """Not set; refused."""
     KV_TRANSPORT_LOOPBACK: _KvTransport.ValueType  # 1
     """Within one process."""
     KV_TRANSPORT_SHM: _KvTransport.ValueType  # 2
@@ -50,7 +50,7 @@ class KvTransport(_KvTransport, metaclass=_KvTransportEnumTypeWrapper):
     """How bytes reach a worker."""
 
 KV_TRANSPORT_UNSPECIFIED: KvTransport.ValueType  # 0
-"""Not told; refused."""
+"""Not set; refused."""
 KV_TRANSPORT_LOOPBACK: KvTransport.ValueType  # 1
 """Within one process."""
 KV_TRANSPORT_SHM: KvTransport.ValueType  # 2
@@ -69,7 +69,7 @@ class _KvPayloadChecksum:
 class _KvPayloadChecksumEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_KvPayloadChecksum.ValueType], builtins.type):
     DESCRIPTOR: descriptor.EnumDescriptor
     KV_PAYLOAD_CHECKSUM_UNSPECIFIED: _KvPayloadChecksum.ValueType  # 0
-    """Not told: xxh3_64, or keyed blake3 between workers with a KV secret; see KvChunk.checksum."""
+    """Not set: xxh3_64, or keyed blake3 between workers with a KV secret; see KvChunk.checksum."""
     KV_PAYLOAD_CHECKSUM_WORD_SUM: _KvPayloadChecksum.ValueType  # 1
     """The word sum of kernels/baton_kernels/word_sum.py, with place_checksum as its seed, with and without a KV secret: for payloads
     that no host touches.
@@ -79,7 +79,7 @@ class KvPayloadChecksum(_KvPayloadChecksum, metaclass=_KvPayloadChecksumEnumType
     """What the checksums of chunks' payloads are, on one connection."""
 
 KV_PAYLOAD_CHECKSUM_UNSPECIFIED: KvPayloadChecksum.ValueType  # 0
-"""Not told: xxh3_64, or keyed blake3 between workers with a KV secret; see KvChunk.checksum."""
+"""Not set: xxh3_64, or keyed blake3 between workers with a KV secret; see KvChunk.checksum."""
 KV_PAYLOAD_CHECKSUM_WORD_SUM: KvPayloadChecksum.ValueType  # 1
 """The word sum of kernels/baton_kernels/word_sum.py, with place_checksum as its seed, with and without a KV secret: for payloads
 that no host touches.
@@ -516,7 +516,7 @@ class KvChunk(message.Message):
     num_layers: builtins.int
     """Layers of the piece, at least 1."""
     checksum: builtins.int
-    """xxh3_64 of the payload, with place_checksum as its seed, or what KvAccept.payload_checksum tells. Between workers with a KV secret: the first 8 bytes of blake3 under
+    """xxh3_64 of the payload, with place_checksum as its seed, or what KvAccept.payload_checksum names. Between workers with a KV secret: the first 8 bytes of blake3 under
     the connection's key of this message without checksum, and the payload; see kv_transfer/checksum.py.
     """
     payload_bytes: builtins.int

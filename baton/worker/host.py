@@ -65,8 +65,10 @@ class WorkerHost(Generic[CommandT, EventT]):
         board: LoadBoard,
         drain: CommandT,
         info: WorkerInfo,
+        dtype_reason: str,
     ) -> None:
         self._options = options
+        self._dtype_reason = dtype_reason
         self._info = info
         self._registry = make_registry(options.registry)
         self._loop = loop
@@ -104,7 +106,8 @@ class WorkerHost(Generic[CommandT, EventT]):
             interceptors=[PeerNamesInterceptor(peer_names)] if peer_names else [],
         )
         clock.lap("listen")
-        on_ready(ReadyReport(server.address, clock.phases, self._info.numerics))
+        numerics = self._info.numerics
+        on_ready(ReadyReport(server.address, clock.phases, numerics, self._dtype_reason))
         health = asyncio.create_task(server.drive_health(self.is_alive))
         announcing = asyncio.create_task(self._announce(server.port))
         waits = {asyncio.create_task(stop.wait()), asyncio.create_task(self._loop.ended.wait())}

@@ -32,6 +32,7 @@ def _forget() -> None:
     chosen_level.cache_clear()
 
 
+@pytest.mark.slow
 def test_it_is_built_once_and_found_again(cache: Path) -> None:
     assert library() is not None
     (built,) = cache.iterdir()
@@ -67,6 +68,7 @@ def test_a_compiler_that_fails_leaves_nothing(
 
 
 def test_another_cpu_has_none(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BATON_CPU_LEVEL", raising=False)
     monkeypatch.setattr(module, "levels_of_machine", lambda: ())
     assert library() is None
     assert module.level() == "none"

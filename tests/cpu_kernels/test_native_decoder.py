@@ -23,6 +23,7 @@ from baton.quantization.config import parse_quantization
 from baton.quantization.weight import QuantizedWeight
 from baton.types import KvLayout, Sampling
 from baton_kernels.cpu.layers import LayerShape, NativeForm, row_bytes
+from baton_kernels.cpu.library import level
 
 BLOCK_SIZE, NUM_BLOCKS = 5, 40
 CPU = torch.device("cpu")
@@ -188,7 +189,8 @@ def test_what_a_step_takes_is_in_the_memory_plan(num_heads: int, bits: int | Non
     )
     states = config.hidden_size + num_heads * config.head_dim
     taken = 2 * states + sum(row_bytes(shape, 2, scratch).values())
-    assert (scratch > 0) == (bits is not None)
+    is_widened = bits is None and level() != "avx512_bf16"
+    assert (scratch > 0) == (bits is not None or is_widened)
     assert taken <= token_bytes(config, 2)
 
 

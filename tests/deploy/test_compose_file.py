@@ -38,6 +38,7 @@ def service(request: pytest.FixtureRequest) -> Any:
     return baton_services_of(profile)[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profiles", COMBINATIONS, ids="+".join)
 def test_docker_compose_accepts_the_profiles(profiles: tuple[str, ...]) -> None:
     program = shutil.which("docker-compose")

@@ -15,10 +15,12 @@ import pytest
 
 from baton.client import Client
 from baton.errors import BatonError
-from tests.support.doc_blocks import MARKS, Block, blocks_of, commands_of
+from tests.support.doc_blocks import MARKS, SERVER, Block, blocks_of, commands_of
 from tests.support.doc_services import BIN, ROOT, on_one_host, started
 from tests.support.metrics_page import free_ports
 from tests.support.redis_server import redis_server
+
+pytestmark = pytest.mark.slow
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = [block for page in PAGES for block in blocks_of(page, ROOT)]
@@ -49,6 +51,18 @@ assert services
 assert verb == "up" or rest[1] in services, (rest, services)
 """
 
+#: Programs that run a text given as the last argument.
+INTERPRETERS = {"python": (sys.executable, "-c"), "js": ("node", "-e")}
+
+#: What a block may need besides, how to see whether it is here, and how to have it.
+TOOLS = {
+    "grpcurl": (("grpcurl", "-version"), "github.com/fullstorydev/grpcurl"),
+    "Node.js": (
+        ("node", "-e", 'require("@grpc/grpc-js"); require("@grpc/proto-loader")'),
+        "npm install @grpc/grpc-js @grpc/proto-loader, and NODE_PATH if it is elsewhere",
+    ),
+}
+
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -62,8 +76,8 @@ def blocks(kind: str, told: str = "") -> pytest.MarkDecorator:
 def run_block(block: Block, run: Run, address: str) -> None:
     """Run it with this interpreter's environment for .venv, and `address` for the documents' one."""
     text = block.text.replace(VENV_BIN, f"{BIN}/").replace(ADDRESS, address)
-    if block.language == "python":
-        done = run([sys.executable, "-c", text])
+    if block.language in INTERPRETERS:
+        done = run([*INTERPRETERS[block.language], text])
         assert done.returncode == 0, done.stdout
         return
     if block.language != "console":
@@ -107,7 +121,24 @@ def test_a_block_runs(block: Block, run: Run) -> None:
 
 @blocks("needs")
 def test_a_block_runs_beside_a_server(block: Block, run: Run, address: str) -> None:
+    tool = block.told.removeprefix(SERVER).removeprefix(" and ")
+    if tool:
+        probe, remedy = TOOLS[tool]
+        if shutil.which(probe[0]) is None or run([*probe]).returncode:
+            pytest.skip(f"{block.name} needs {tool}: {remedy}")
     run_block(block, run, address)
+
+
+def test_the_first_request_of_the_readme_is_handed_over(address: str) -> None:
+    """What it says about two tiers is seen at once. Another first line, as the test above may have left its prefix."""
+    first = next(
+        block for block in BLOCKS if block.page == "README.md" and "baton generate" in block.text
+    )
+    (file,) = re.findall(r"generate - .* < (\S+)$", first.text, re.MULTILINE)
+    with Client(address) as client:
+        done = client.generate(f"# once more\n{(ROOT / file).read_text()}", max_tokens=4)
+    assert done.timing.transfer_bytes > 0
+    assert done.timing.prefill_worker != done.timing.decode_worker
 
 
 @blocks("runs with")

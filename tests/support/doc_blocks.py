@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 #: Languages of blocks that somebody may copy and run.
-RUNNABLE = ("bash", "sh", "console", "python")
+RUNNABLE = ("bash", "sh", "console", "python", "js")
+
+SERVER = "a running server"
 
 #: What a mark may say, by its kind; a kind without a text here says why, in its own words.
 MARKS = {
-    "needs": frozenset({"a running server"}),
+    "needs": frozenset({SERVER, f"{SERVER} and grpcurl", f"{SERVER} and Node.js"}),
     "serves": frozenset({"each line by itself", "all lines together"}),
     "runs with": None,
     "dry run": None,

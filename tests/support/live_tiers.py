@@ -36,15 +36,19 @@ async def serving(
         await task
 
 
+#: Of tiers that share one interpreter. On a busy machine none of them may run for seconds: none is to be given up for it.
+_COMMON = {"drain_timeout_s": 1.0, "worker_stall_timeout_s": 15.0}
+
+
 def decode_worker(**options: Any) -> Any:
     """A decode worker on an oracle engine; drains for 1 s at most."""
-    defaults = {"model": "oracle", "engine": "oracle", "drain_timeout_s": 1.0, "block_size": 4}
+    defaults = {**_COMMON, "model": "oracle", "engine": "oracle", "block_size": 4}
     return serving(serve_decode, DecodeOptions(**{**defaults, **options}))
 
 
 def prefill_worker(**options: Any) -> Any:
     """A prefill worker on an oracle engine; drains for 1 s at most."""
-    defaults = {"model": "oracle", "engine": "oracle", "drain_timeout_s": 1.0, "block_size": 8}
+    defaults = {**_COMMON, "model": "oracle", "engine": "oracle", "block_size": 8}
     return serving(serve_prefill, PrefillOptions(**{**defaults, **options}))
 
 
@@ -53,12 +57,7 @@ BOX_MODEL = Path(__file__).parents[2] / "models" / "baton-py-6m"
 
 def gateway(prefills: list[str], decodes: list[str], **options: Any) -> Any:
     """A gateway before the workers at these addresses."""
-    defaults = {
-        "model": str(BOX_MODEL),
-        "served_model_name": "oracle",
-        "port": 0,
-        "drain_timeout_s": 1.0,
-    }
+    defaults = {**_COMMON, "model": str(BOX_MODEL), "served_model_name": "oracle", "port": 0}
     workers = {"prefill_workers": tuple(prefills), "decode_workers": tuple(decodes)}
     return serving(serve_gateway, GatewayOptions(**{**defaults, **workers, **options}))
 

@@ -32,6 +32,7 @@ def load(path: Path) -> Any:
     return yaml.safe_load(path.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
 @pytest.mark.parametrize("endpoint", ["", ENDPOINT])
 def test_traces_go_where_one_variable_says_and_else_nowhere(profile: str, endpoint: str) -> None:

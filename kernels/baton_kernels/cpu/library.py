@@ -16,6 +16,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,19 +25,8 @@ from pathlib import Path
 _log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-_SOURCES = (
-    "linear.cpp",
-    "attention.cpp",
-    "pointwise.cpp",
-    "layers.cpp",
-    "checked_copy.cpp",
-    "word_sum.cpp",
-    "sampling.cpp",
-)
-_HEADERS = (
-    *("calls.h", "simd.h", "simd_avx512.h", "simd_avx2.h", "simd_neon.h", "words.h"),
-    *("stored.h", "attention.h", "attention_many_rows.h"),
-)
+_SOURCES = tuple(sorted(_FOLDER.glob("*.cpp")))
+_HEADERS = tuple(sorted(_FOLDER.glob("*.h")))
 _CPU_INFO = Path("/proc/cpuinfo")
 #: Forces a level that is lower than the machine's best.
 LEVEL_VARIABLE = "BATON_CPU_LEVEL"
@@ -155,7 +146,7 @@ def _load() -> ctypes.CDLL | str:
     if name == NO_LEVEL:
         return f"{LEVEL_VARIABLE}={NO_LEVEL}" if levels_of_machine() else "this CPU has no level"
     try:
-        path = _find_or_build(name)
+        path = find_or_build(name)
         # Loaded after torch, so that both use one OpenMP runtime: they ask for the same file name.
         found = ctypes.CDLL(str(path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
@@ -193,12 +184,12 @@ def _cache_folder() -> Path:
 def file_name(level_name: str) -> str:
     """Of a level's library, built from these very sources."""
     digest = hashlib.blake2b("\0".join(_command(level_name)).encode(), digest_size=8)
-    for name in (*_SOURCES, *_HEADERS):
-        digest.update((_FOLDER / name).read_bytes())
+    for path in (*_SOURCES, *_HEADERS):
+        digest.update(path.read_bytes())
     return f"kernels-{level_name}-{digest.hexdigest()}.so"
 
 
-def _find_or_build(level_name: str) -> Path:
+def find_or_build(level_name: str) -> Path:
     """A level's library: beside the sources, or in a folder that no one else may write to."""
     name = file_name(level_name)
     if (_FOLDER / name).is_file():
@@ -219,26 +210,31 @@ def _command(level_name: str) -> tuple[str, ...]:
     return *_FLAGS, *LEVELS[level_name].flags
 
 
-def build(level_name: str, path: Path) -> None:
-    """Build a level's library, whatever this CPU has. Raises FileNotFoundError without a compiler, subprocess.SubprocessError if
-    it fails, OSError."""
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+def build(
+    level_name: str, path: Path, compiler: str | None = None, sources: Sequence[Path] = _SOURCES
+) -> None:
+    """Build a library for a level, by default that of the kernels, whatever this CPU has. compiler: by default this machine's own.
+    Raises FileNotFoundError without one, subprocess.SubprocessError if it fails, OSError."""
+    compiler = compiler or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise FileNotFoundError("no C++ compiler (c++, g++ or clang++)")
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         # Moved into place whole: of two processes that build, each finds a whole file.
         built = Path(scratch) / path.name
-        sources = [str(_FOLDER / name) for name in _SOURCES]
-        command = [compiler, *_command(level_name), *sources, "-o", str(built)]
+        files = [*map(str, sources), "-o", str(built)]
+        command = [compiler, *_command(level_name), f"-I{_FOLDER}", *files]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
         built.replace(path)
 
 
-def build_all(folder: Path) -> None:
-    """Every level of this architecture. Raises as `build` does."""
-    for name, found in LEVELS.items():
-        if found.architecture == platform.machine():
-            build(name, folder / file_name(name))
+def build_all(folder: Path) -> list[Path]:
+    """Build what is missing in `folder` of this architecture's levels; the paths of all. Raises as `build` does."""
+    names = [name for name, of in LEVELS.items() if of.architecture == platform.machine()]
+    paths = [folder / file_name(name) for name in names]
+    missing = [(name, path) for name, path in zip(names, paths, strict=True) if not path.is_file()]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(build, *zip(*missing, strict=True)) if missing else ())
+    return paths
 
 
 if __name__ == "__main__":

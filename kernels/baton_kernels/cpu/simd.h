@@ -193,7 +193,6 @@ ALWAYS_INLINE void transpose(i32x16 (&v)[16]) {
 }
 
 // 16 words of 32 bits. Any alignment; `count` of them, the others zero or not written.
-// Part by part: a copy of the whole is split into registers of 16 bytes, which no load of a part can take over.
 ALWAYS_INLINE i32x16 load_words(const void* p) {
     i32x16 v;
     FOR_PARTS v.part[i] = ((const LoosePart*)p)[i];

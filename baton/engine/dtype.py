@@ -1,0 +1,45 @@
+"""The type that an engine computes in, where nobody names one: as fast as the device has it, without a loss of quality."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from baton.engine.numerics import has_bfloat16_products
+from baton.errors import ConfigError
+from baton.model.config import DTYPES
+from baton_kernels.cpu.calling import is_native
+from baton_kernels.cpu.library import NO_LEVEL, level
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeChoice:
+    """A type's name, and for people why it is this one."""
+
+    name: str
+    reason: str
+
+
+def choose_dtype(asked: str, stored: str, device: torch.device) -> DtypeChoice:
+    """asked: a type, or auto; stored: the checkpoint's. Raises ConfigError.
+
+    On a CPU, auto takes the checkpoint's type where that has kernels of its own, and else float32, which holds all values of the
+    others: native kernels read bfloat16 at 16 bits at every level, but compute in no float16; torch, without them,
+    multiplies bfloat16 several times slower than float32, unless the CPU has instructions for it.
+    """
+    if asked != "auto":
+        if asked not in DTYPES:
+            raise ConfigError.of("dtype", asked, f"use auto, {', '.join(DTYPES)}")
+        return DtypeChoice(asked, "as asked for")
+    own = DtypeChoice(stored, "the checkpoint's type")
+    if device.type != "cpu" or stored == "float32":
+        return own
+    found = level()
+    if found == NO_LEVEL:
+        if stored == "bfloat16" and has_bfloat16_products():
+            return own
+        return DtypeChoice("float32", f"without native kernels {stored} would be slower")
+    if is_native(getattr(torch, stored)):
+        return own
+    return DtypeChoice("float32", f"{stored} has no CPU kernels; bfloat16 is faster, but coarser")
