@@ -224,6 +224,11 @@ def test_every_document_is_in_the_index() -> None:
     assert [name for name in pages if f"({name})" not in index] == []
 
 
+def test_prose_is_wrapped(run: Run) -> None:
+    done = run([sys.executable, "scripts/wrap.py", "--check"])
+    assert done.returncode == 0, done.stdout
+
+
 def test_generated_pages_are_current(run: Run) -> None:
     done = run([sys.executable, "scripts/docs.py", "--check"])
     assert done.returncode == 0, done.stdout
