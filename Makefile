@@ -8,18 +8,25 @@ STAMP := $(VENV)/.installed
 MODEL ?= models/baton-py-6m
 ARGS ?=
 TRACE ?=
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: help venv demo serve test check protos docs bench bench-peers clean
+# Every process that a test or a bench starts would compile the sources anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help venv demo serve test test-fast check protos docs bench bench-peers locks test-images clean
 
 help:
 	@echo "make demo               serve the bundled model, stream a completion, print each tier's timing"
 	@echo "make serve MODEL=...    start all tiers (ARGS= adds options, see baton serve --help)"
-	@echo "make test               run the tests (ARGS= adds pytest's options)"
+	@echo "make test               run the tests, and name the slowest (ARGS= adds pytest's options)"
+	@echo "make test-fast          run those of them that are not slow: a minute on two cores"
 	@echo "make check              lint, formatting, types, import directions, protos"
 	@echo "make protos             generate baton/v1 from protos/"
 	@echo "make docs               generate docs/cli.md and docs/protocol.md"
 	@echo "make bench              measure for twenty minutes, rewrite docs/performance.md (ARGS=, TRACE=FILE)"
 	@echo "make bench-peers        build llama.cpp and the models that make bench compares"
+	@echo "make test-images        build the images, run and break compose.yaml (ARGS=--install, --cuda, --quick)"
+	@echo "make locks              write deploy/locks: versions and hashes of what the images install"
 	@echo "make venv               set up .venv with all that development needs"
 
 venv: $(STAMP)
@@ -39,7 +46,10 @@ serve: $(RUNS)
 	@$(BIN)/baton serve $(ARGS) -- $(MODEL)
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+	@$(PYTEST) --durations=20 --durations-min=1 $(ARGS)
+
+test-fast: $(STAMP)
+	@$(PYTEST) -m "not slow" $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -62,6 +72,12 @@ bench: $(STAMP)
 bench-peers: $(STAMP)
 	bench/peers/setup.sh
 	$(BIN)/python -m bench.peers.models
+
+test-images: $(STAMP)
+	@$(BIN)/python -u scripts/test_images.py $(ARGS)
+
+locks: $(STAMP)
+	$(BIN)/python scripts/locks.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

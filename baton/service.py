@@ -18,7 +18,6 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NoReturn, Protocol, TypeVar
 
 import uvloop
@@ -26,9 +25,11 @@ import uvloop
 from baton.config import ServiceOptions
 from baton.config.load import as_told
 from baton.errors import ConfigError, StartupError
+from baton.grpc_environment import quiet_grpc
 from baton.logs import configure_logging
 from baton.rpc.tls import check_files
-from baton.types import UNKNOWN_NUMERICS, NumericsClass
+from baton.start_log import StartLogHandler
+from baton.types import NO_LEVEL, UNKNOWN_NUMERICS, NumericsClass
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +38,6 @@ EXIT_REFUSED = 2
 
 #: Time, in seconds, that a process has to stop by itself after its supervisor vanished.
 ORPHAN_GRACE_S = 10.0
-
-#: What a process of ours needs in its environment before gRPC is imported. The children it starts are executed at
-#: once: gRPC has nothing to repair in them, and would complain that it cannot.
-#: What goes wrong is told by our own errors, not by lines of the C core.
-GRPC_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
-    {"GRPC_ENABLE_FORK_SUPPORT": "0", "GRPC_VERBOSITY": "NONE"}
-)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -64,7 +58,8 @@ class ReadyReport:
         numerics = self.numerics
         if not self.dtype_reason:
             return ""
-        return f"{numerics.dtype} ({self.dtype_reason}) on {numerics.device} {numerics.level}"
+        level = "no native kernels: slow" if numerics.level == NO_LEVEL else numerics.level
+        return f"{numerics.dtype} ({self.dtype_reason}) on {numerics.device} {level}".rstrip()
 
 
 OnReady = Callable[[ReadyReport], None]
@@ -104,6 +99,9 @@ def run_service(
     except StartupError as error:
         return refuse(name, error)
     ready = _ReadyPipe(options.ready_fd)
+    start_log = StartLogHandler(ready.write)
+    if options.ready_fd is not None:
+        start_log.attach()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(options, serve, ready, announce))
@@ -111,6 +109,7 @@ def run_service(
         ready.write({"error": as_told(error), "reason": error.reason})
         return refuse(name, error)
     finally:
+        start_log.detach()
         ready.close()
     return 0
 
@@ -119,12 +118,6 @@ def refuse(name: str, error: StartupError) -> int:
     """Tell in one line why a process does not start; return its exit status."""
     sys.stderr.write(f"baton {name}: error: {as_told(error)}\n")
     return EXIT_REFUSED
-
-
-def quiet_grpc() -> None:
-    """Give gRPC the environment that our processes need, but for what the user has set. Before its first channel."""
-    for name, value in GRPC_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
 
 
 def check_descriptors(options: ServiceOptions) -> None:
@@ -224,13 +217,13 @@ def _watch_parent(
 
 
 class _ReadyPipe:
-    """Owns options.ready_fd: takes one line, then is closed."""
+    """Owns options.ready_fd: takes a line of each phase and choice of the start, then one of its end, and is closed."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
 
     def write(self, line: Mapping[str, object]) -> None:
-        """Write the line; nothing happens after the first one, or if nobody reads."""
+        """Write the line; nothing happens after the last one, or if nobody reads."""
         if self._fd is None:
             return
         data = json.dumps(line).encode() + b"\n"
@@ -238,7 +231,9 @@ class _ReadyPipe:
             os.write(self._fd, data)
         except BrokenPipeError:
             logger.info("nobody waits for the ready line")
-        self.close()
+            self.close()
+        if "address" in line or "error" in line:
+            self.close()
 
     def close(self) -> None:
         if self._fd is not None:

@@ -344,6 +344,8 @@ class WorkerInfo:
     min_protocol_version: int = PROTOCOL_VERSION
     max_protocol_version: int = PROTOCOL_VERSION
     software_version: str = ""
+    metrics_port: int = 0
+    """Of its Prometheus page, on the host of its address; 0 if there is none."""
 
 
 def tenant_of(cache_salt: str) -> bytes:

@@ -3,7 +3,7 @@
     python -m bench.engine [--model NAME ...] [--dtype NAME ...] [--rounds 5] [--threads N] [--twins] [--json FILE]
 
 The floor is the least time that a step or a prompt can take on this machine by the roof measured in this run: weights and KV
-read once at the read roof, or its operations at the bfloat16 roof, whichever is longer. A model that fits the cache can be
+read once at the read roof, or its operations at the roof of products, which is that of the CPU level, whichever is longer. A model that fits the cache can be
 faster. Rounds alternate with those of the roof; times are medians over all steps of all rounds. Models: see
 bench/peers/models.py. --twins measures Baton without its native kernels beside it. Peers: see bench.peers.
 """
@@ -61,7 +61,7 @@ def floor_s(config: ModelConfig, dtype: str, batch: int, context: int, roof: Roo
         return read_s
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * batch * context
     products = 2 * _used_parameters(config) * batch
-    return max(read_s, (products + attention) / roof.bf16_flops_per_s)
+    return max(read_s, (products + attention) / roof.flops_per_s)
 
 
 def prompt_floor_s(config: ModelConfig, context: int, roof: Roof) -> float:
@@ -69,7 +69,7 @@ def prompt_floor_s(config: ModelConfig, context: int, roof: Roof) -> float:
     embeddings = config.vocab_size * config.hidden_size
     in_layers = _used_parameters(config) - embeddings
     attention = 2 * config.num_layers * config.num_heads * config.head_dim * context**2
-    return (2 * in_layers * context + attention + 2 * embeddings) / roof.bf16_flops_per_s
+    return (2 * in_layers * context + attention + 2 * embeddings) / roof.flops_per_s
 
 
 def _used_parameters(config: ModelConfig) -> int:

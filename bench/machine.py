@@ -9,6 +9,8 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
+from baton_kernels.cpu.library import level
+
 _PACKAGES = ("baton", "torch", "transformers", "grpcio", "protobuf", "uvloop", "numpy", "triton")
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -18,6 +20,7 @@ def describe_machine() -> dict[str, object]:
     return {
         "platform": platform.platform(),
         "cpu": _cpu_name(),
+        "cpu_level": level(),
         "num_cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": list(os.getloadavg()),

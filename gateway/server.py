@@ -19,17 +19,19 @@ import grpc.aio
 from baton import __version__
 from baton.config import GatewayOptions
 from baton.phase_clock import PhaseClock
-from baton.registry import StaticRegistry, make_registry
+from baton.registry import PipeRegistry, StaticRegistry, make_registry
 from baton.rpc.api_key import ApiKeyInterceptor
 from baton.rpc.server import Register, RunningServer, start_server
 from baton.rpc.tls import server_credentials
 from baton.service import OnReady, ReadyReport
+from baton.start_log import report_phase
 from baton.telemetry import TelemetrySettings, running_telemetry
 from baton.telemetry.build_info import observe_build
 from baton.types import Tier
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from gateway.api_keys import read_api_keys
 from gateway.chat import ChatRenderer
+from gateway.discovery import DISCOVERY_PATH, scrape_targets
 from gateway.dispatcher import Dispatcher
 from gateway.fleet import Fleet
 from gateway.gauges import observe_gateway
@@ -56,11 +58,13 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
     # no tokenizer, or if the address is taken.
     clock = PhaseClock()
     api_keys = read_api_keys(options)
+    report_phase("loading tokenizer")
     tokenizer = await asyncio.to_thread(load_tokenizer, options.tokenizer_name, options.revision)
     clock.lap("tokenizer")
     fleet = Fleet(numerics_policy=options.numerics)
+    supervisor = None if options.workers_fd is None else PipeRegistry(options.workers_fd)
     registries = (
-        StaticRegistry(options.prefill_workers, options.decode_workers),
+        supervisor or StaticRegistry(options.prefill_workers, options.decode_workers),
         make_registry(options.registry, options.model_name),
     )
     dispatcher = Dispatcher(
@@ -70,11 +74,12 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
     context = RelayContext(
         fleet, dispatcher, tokenizer.decode, options.client_stall_timeout_s, mover, time.monotonic
     )
-    # The exporters' threads, too, come after the chat renderer's fork.
     async with (
         _chat_renderer(tokenizer) as chat,
         _grammar_compiler(tokenizer) as grammars,
-        running_telemetry(_telemetry_settings(options)) as telemetry,
+        running_telemetry(
+            _telemetry_settings(options), pages={DISCOVERY_PATH: lambda: scrape_targets(fleet)}
+        ) as telemetry,
     ):
         observe_build(telemetry.meter, __version__)
         observe_gateway(telemetry.meter, fleet, dispatcher)
@@ -104,9 +109,15 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
         async with _background(jobs):
             fleet.listen(lambda: _set_health(server, fleet))
             try:
-                await _wait_for_workers(fleet, options)
-                clock.lap("workers")
-                on_ready(ReadyReport(server.address, clock.phases))
+                report_phase("waiting for workers")
+                async with _stopping_at(stop):
+                    if supervisor:
+                        await supervisor.wait_ended()
+                    await _wait_for_workers(fleet, options)
+                    clock.lap("workers")
+                    on_ready(ReadyReport(server.address, clock.phases))
+                    if chat:  # not earlier: its imports would hold up those of workers beside it
+                        await chat.start()
                 await stop.wait()
             finally:
                 await server.stop(options.drain_timeout_s if stop.is_set() else None)
@@ -174,7 +185,6 @@ async def _chat_renderer(tokenizer: Tokenizer) -> AsyncIterator[ChatRenderer | N
         return
     chat = ChatRenderer(facts.chat_template, facts.special_tokens)
     try:
-        await chat.start()  # before any gRPC thread: a fork beside them makes gRPC complain
         yield chat
     finally:
         await chat.close()
@@ -188,6 +198,26 @@ async def _grammar_compiler(tokenizer: Tokenizer) -> AsyncIterator[GrammarCompil
         yield grammars
     finally:
         await grammars.close()
+
+
+@contextlib.asynccontextmanager
+async def _stopping_at(stop: asyncio.Event) -> AsyncIterator[None]:
+    """Run the body until it ends, or until `stop` is set: the rest of it is left out then."""
+    body = asyncio.timeout(None)
+
+    async def interrupt() -> None:
+        await stop.wait()
+        body.reschedule(asyncio.get_running_loop().time())
+
+    waiting = asyncio.create_task(interrupt())
+    try:
+        async with body:
+            yield
+    except TimeoutError:
+        if not body.expired():
+            raise
+    finally:
+        waiting.cancel()
 
 
 @contextlib.asynccontextmanager

@@ -7,5 +7,5 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--num-seeds", type=int, default=40, help="Seeds that the simulated mix of everything runs."
+        "--num-seeds", type=int, default=20, help="Seeds that the simulated mix of everything runs."
     )

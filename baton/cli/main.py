@@ -20,7 +20,8 @@ from baton.cli import (
     version,
 )
 from baton.errors import BatonError, StartupError
-from baton.service import EXIT_REFUSED, quiet_grpc, refuse
+from baton.grpc_environment import quiet_grpc
+from baton.service import EXIT_REFUSED, refuse
 
 #: What typer raises for a command line that does not fit: it has a name only in some versions.
 _UsageError: Any = typer.BadParameter.__base__

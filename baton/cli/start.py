@@ -11,7 +11,7 @@ import typer
 
 from baton.config import DecodeOptions, GatewayOptions, PrefillOptions, ServeOptions, ServiceOptions
 from baton.config.command import option_command, private_environment, to_arguments
-from baton.service import GRPC_ENVIRONMENT
+from baton.grpc_environment import GRPC_ENVIRONMENT
 
 
 def register(app: typer.Typer) -> None:
@@ -35,9 +35,20 @@ def register(app: typer.Typer) -> None:
 def serve(options: ServeOptions) -> None:
     """Run the supervisor until it is told to stop."""
     from baton.service import run_service
-    from baton.supervisor import print_ready, serve_cluster
+    from baton.supervisor import serve_cluster
 
-    raise SystemExit(run_service(options, serve_cluster, "serve", announce=print_ready))
+    if options.engine != "oracle":
+        check_model(options)
+    status = run_service(options, serve_cluster, "serve", announce=lambda _report: None)
+    raise SystemExit(status)
+
+
+def check_model(options: ServeOptions) -> None:
+    """Fetch and look at the checkpoint once, before each process does. Raises ModelError."""
+    from baton.model.checkpoint import check_checkpoint, naming_model
+
+    with naming_model(options.model):
+        check_checkpoint(options.model, options.revision)
 
 
 def _becomes(module: str) -> Callable[[ServiceOptions], NoReturn]:

@@ -6,7 +6,18 @@ from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from baton.config.fields import SECRET, Addresses, ApiKeys, CertReqs, Count, NonEmpty, Port, Seconds
+from baton.config.fields import (
+    HIDDEN,
+    SECRET,
+    Addresses,
+    ApiKeys,
+    CertReqs,
+    Count,
+    FileDescriptor,
+    NonEmpty,
+    Port,
+    Seconds,
+)
 from baton.config.options import (
     LivenessOptions,
     ModelOptions,
@@ -70,6 +81,8 @@ class GatewayOptions(
     """Addresses of prefill workers, host:port; repeat the option or separate with commas."""
     decode_workers: Addresses = ()
     """Addresses of decode workers, host:port; repeat the option or separate with commas."""
+    workers_fd: FileDescriptor | None = Field(default=None, json_schema_extra=HIDDEN)
+    """File descriptor to read addresses of workers from, a JSON object a line, until its end of file."""
 
     _also_needed_for_tls: ClassVar[tuple[str, ...]] = ()
 

@@ -26,6 +26,7 @@ from baton.model.memory_plan import MemoryPlan, plan_memory
 from baton.model.native_decoder import make_decoder
 from baton.model.rope import make_rope
 from baton.model.weights import ProgressHook
+from baton.start_log import report_phase
 from baton.types import FALLBACK_NOTICE, SCALE_BYTES, SCALED_DTYPES, KvLayout
 from baton_kernels.cpu.library import why_none
 
@@ -115,6 +116,7 @@ def load_engine(
         dtype=kv_name,
         block_size=block_size,
     )
+    report_phase("loading weights")
     followers = start_followers(size, folder, config, name, sizes, plan.num_blocks, longest)
     shard = followers.ranks.shard
     try:

@@ -11,6 +11,7 @@ from baton.engine.cuda_memory import cuda_memory
 from baton.engine.device_copy import DeviceCopy
 from baton.engine.kv_range import KvRange
 from baton.engine.packed_pool import PackedPart, PackedPool
+from baton.engine.prefault import prefault
 from baton.types import DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvLayout
 from baton_kernels.cpu.checked_copy import CheckedCopy, checked_copy_of
 from baton_kernels.cpu.memory import host_memory
@@ -132,7 +133,8 @@ class TorchKvPool(PackedPool):
 
 
 def _fresh(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Zeros, uint8, every page touched now, so that no step pays for it."""
+    """Zeros, uint8, whose pages are touched before steps come to them, if possible, so that no step pays for it."""
     if device.type == "cpu":
-        return host_memory(num_bytes).zero_()
+        memory = host_memory(num_bytes)
+        return memory if prefault(memory) else memory.zero_()
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)

@@ -12,6 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from baton.errors import MissingTensor, ModelError, UnsafeCheckpoint
+from baton.model.config import read_config
 
 #: What the hub is asked for: weights as safetensors, and the texts that configure model and tokenizer.
 ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt")
@@ -45,6 +46,18 @@ def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
         ) from error
     _refuse_pickles(model, [name for name in names if any(fnmatch(name, p) for p in _PICKLES)])
     return found
+
+
+def check_checkpoint(model: str, revision: str | None = None) -> Path:
+    """The folder of a checkpoint whose files are there, and are ones that Baton reads. Reads no weights.
+
+    Raises ModelError and its kinds.
+    """
+    folder = resolve_checkpoint(model, revision)
+    if (folder / "config.json").is_file():
+        find_shards(folder)
+    read_config(folder)
+    return folder
 
 
 def _is_path(model: str) -> bool:

@@ -3,7 +3,7 @@
 from baton.supervisor.child import ChildFailed
 from baton.supervisor.cluster import Cluster
 from baton.supervisor.plan import PROGRAMS, ChildSpec, Programs
-from baton.supervisor.serve import describe_start, print_ready, serve_cluster
+from baton.supervisor.serve import describe_start, serve_cluster
 
 __all__ = [
     "PROGRAMS",
@@ -12,6 +12,5 @@ __all__ = [
     "Cluster",
     "Programs",
     "describe_start",
-    "print_ready",
     "serve_cluster",
 ]

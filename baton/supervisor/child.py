@@ -17,6 +17,7 @@ from typing import Any
 
 from baton.errors import StartupError
 from baton.service import EXIT_REFUSED, ReadyReport
+from baton.supervisor.feed import Feed
 from baton.supervisor.plan import ChildSpec
 from baton.types import NumericsClass
 
@@ -43,12 +44,20 @@ class Child:
     """Owns one process at a time. `start` may be called again after the process has ended."""
 
     def __init__(
-        self, spec: ChildSpec, on_line: Callable[[str, str], None], environment: Mapping[str, str]
+        self,
+        spec: ChildSpec,
+        on_line: Callable[[str, str], None],
+        environment: Mapping[str, str],
+        on_phase: Callable[[str, str], None] = lambda _name, _phase: None,
+        feed: Feed | None = None,
     ) -> None:
-        """on_line: takes the child's name and each line of its output."""
+        """on_line: takes the child's name and each line of its output. on_phase: its name and each phase of its start.
+        feed: what the process reads on stdin."""
         self.spec = spec
         self._on_line = on_line
+        self._on_phase = on_phase
         self._environment = environment
+        self._feed = feed
         self._process: Process | None = None
         self._log: asyncio.Task[None] | None = None
         self._last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
@@ -76,10 +85,12 @@ class Child:
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
+                self._on_phase(self.name, "importing")
                 await self._spawn(spec, theirs.fileno(), parent_fd)
-            line = await _read_line(ours)
-        self.report = await self._report_from(line)
+            message = await self._last_message(ours)
+        self.report = await self._report_from(message)
         self.start_s = time.monotonic() - begin
+        self._on_phase(self.name, "ready")
         return self.report
 
     async def wait(self) -> int:
@@ -122,7 +133,7 @@ class Child:
                 f"--ready-fd={child_fd}",
                 f"--parent-fd={parent_fd}",
                 *spec.arguments,
-                stdin=DEVNULL,
+                stdin=PIPE if self._feed else DEVNULL,
                 stdout=PIPE,
                 stderr=STDOUT,
                 pass_fds=(child_fd, parent_fd),
@@ -132,6 +143,8 @@ class Child:
             )
         except OSError as error:
             raise ChildFailed(self.name, "no process", str(error), ()) from error
+        if self._feed and self._process.stdin:
+            self._feed.attach(self._process.stdin)
         self._log = asyncio.create_task(self._forward_log(self._process), name=f"log {self.name}")
 
     async def _forward_log(self, process: Process) -> None:
@@ -147,8 +160,21 @@ class Child:
             self._last_lines.append(line)
             self._on_line(self.name, line)
 
-    async def _report_from(self, line: bytes) -> ReadyReport:
-        message = _parse_ready(line)
+    async def _last_message(self, end: socket.socket) -> Mapping[str, Any]:
+        """What the child tells of the end of its start, nothing if it tells nothing. Closes `end`."""
+        reader, writer = await asyncio.open_connection(sock=end)
+        try:
+            while line := await reader.readline():
+                message = _parse_message(line)
+                if "phase" in message:
+                    self._on_phase(self.name, str(message["phase"]))
+                else:
+                    return message
+        finally:
+            writer.close()
+        return {}
+
+    async def _report_from(self, message: Mapping[str, Any]) -> ReadyReport:
         if "address" in message:
             numerics = NumericsClass(**message.get("numerics", {}))
             return ReadyReport(
@@ -181,8 +207,8 @@ def describe_exit(status: int | None) -> str:
     return "refused" if status == EXIT_REFUSED else f"exit status {status}"
 
 
-def _parse_ready(line: bytes) -> Mapping[str, Any]:
-    """What a child told when its start ended; nothing if it told less than a line, or no JSON object."""
+def _parse_message(line: bytes) -> Mapping[str, Any]:
+    """What a child tells of its start; nothing if it is less than a line, or no JSON object."""
     try:
         message = json.loads(line)
     except ValueError:
@@ -198,12 +224,3 @@ def _kill_group(leader: int) -> None:
 
 def _port_of(report: ReadyReport) -> int:
     return int(report.address.rpartition(":")[2])
-
-
-async def _read_line(end: socket.socket) -> bytes:
-    """The line that the child writes to the other end, or what there was of it when it closed that. Closes `end`."""
-    reader, writer = await asyncio.open_connection(sock=end)
-    try:
-        return await reader.readline()
-    finally:
-        writer.close()

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 from baton.config import ServeOptions
 from baton.config.load import ENV_PREFIX
+from baton.grpc_environment import GRPC_ENVIRONMENT
 from baton.rpc.bind import check_bindable
-from baton.service import GRPC_ENVIRONMENT, ReadyReport
+from baton.service import ReadyReport
 from baton.supervisor.child import Child, ChildFailed, describe_exit
+from baton.supervisor.feed import Feed
 from baton.supervisor.log_lines import forward_to_stderr
 from baton.supervisor.plan import PROGRAMS, ChildSpec, Programs, plan_gateways, plan_workers
 from baton.supervisor.serving import wait_until_serving
@@ -47,13 +49,18 @@ class Cluster:
         *,
         programs: Programs = PROGRAMS,
         on_line: Callable[[str, str], None] = forward_to_stderr,
+        on_phase: Callable[[str, str], None] = lambda _name, _phase: None,
         wait_serving: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
-        """on_line: takes a child's name and each line of its log. wait_serving: returns when a gateway at the
-        address takes requests, or raises StartupError; by its health if not given."""
+        """on_line: takes a child's name and each line of its log. on_phase: takes a child's name and each phase of its start,
+        "ready" at last. wait_serving: returns when a gateway at the address takes requests, or raises StartupError; by its
+        health if not given."""
         self._options = options
         self._programs = programs
         self._on_line = on_line
+        self._on_phase = on_phase
+        #: The workers' addresses, for gateways.
+        self._feed = Feed()
         self._wait_serving = wait_serving or functools.partial(wait_until_serving, tls=options.tls)
         self._children: dict[str, Child] = {}
         self._keepers: list[asyncio.Task[None]] = []
@@ -72,23 +79,20 @@ class Cluster:
         return self._phases
 
     @property
-    def report(self) -> ReadyReport:
-        """Of the whole. Workers of one machine and model compute alike: what one reports of that is true of all."""
-        reports = [child.report for child in self._children.values() if child.report is not None]
-        worker = next((report for report in reports if report.computing), reports[0])
-        return replace(worker, address=self.address, phases=self._phases)
-
-    @property
     def names(self) -> tuple[str, ...]:
         """Names of the children: prefill-N, decode-N, gateway, and gateway-N for further ones."""
         return tuple(self._children)
 
-    def address_of(self, name: str) -> str:
-        """host:port of a child. Raises RuntimeError before it was ready."""
+    def report_of(self, name: str) -> ReadyReport:
+        """What a child told when it was ready. Raises RuntimeError before."""
         report = self._children[name].report
         if report is None:
             raise RuntimeError(f"{name} is not ready")
-        return report.address
+        return report
+
+    def address_of(self, name: str) -> str:
+        """host:port of a child. Raises RuntimeError before it was ready."""
+        return self.report_of(name).address
 
     def pid_of(self, name: str) -> int:
         """Process id of a child; another one after a restart."""
@@ -117,9 +121,11 @@ class Cluster:
         check_bindable(self._options.host, self._options.port)
         self._lifeline = os.pipe()
         workers = plan_workers(self._options, len(os.sched_getaffinity(0)), programs=self._programs)
-        await self._start_all(workers)
-        addresses = {spec.name: self.address_of(spec.name) for spec in workers}
-        await self._start_gateways(addresses)
+        first, *others = plan_gateways(self._options, self._programs)
+        await self._start_all(workers, (first,))
+        if others:  # they share a port that the first one may have chosen
+            port = int(self.address.rpartition(":")[2])
+            await self._start_all((), tuple(other.at_port(port) for other in others))
         before = time.monotonic()
         await self._serving()
         self._phases["serving"] = time.monotonic() - before
@@ -145,22 +151,30 @@ class Cluster:
                 os.close(fd)
         self._lifeline = (-1, -1)
 
-    async def _start_gateways(self, addresses: Mapping[str, str]) -> None:
-        """The first takes the port; the others share it."""
-        first, *others = plan_gateways(self._options, addresses, self._programs)
-        await self._start_all((first,))
-        if others:
-            port = int(self.address.rpartition(":")[2])
-            await self._start_all(tuple(other.at_port(port) for other in others))
-
-    async def _start_all(self, specs: tuple[ChildSpec, ...]) -> None:
+    async def _start_all(
+        self, workers: tuple[ChildSpec, ...], gateways: tuple[ChildSpec, ...]
+    ) -> None:
         """Start the children at once; when one fails, the first failure is raised and the others are left to stop()."""
         environment = child_environment(os.environ)
-        children = [
-            Child(spec, self._on_line, {**environment, **spec.environment}) for spec in specs
-        ]
+
+        def child_of(spec: ChildSpec, feed: Feed | None = None) -> Child:
+            variables = {**environment, **spec.environment}
+            return Child(spec, self._on_line, variables, self._on_phase, feed)
+
+        started = [child_of(spec) for spec in workers]
+        children = [*started, *(child_of(spec, self._feed) for spec in gateways)]
         self._children |= {child.name: child for child in children}
-        tasks = [asyncio.create_task(child.start(self._lifeline[0])) for child in children]
+
+        async def start(child: Child) -> None:
+            report = await child.start(self._lifeline[0])
+            if child not in started:
+                return
+            tier = child.name.partition("-")[0]
+            self._feed.add(json.dumps({"address": report.address, "tier": tier}))
+            if all(worker.report for worker in started):
+                self._feed.end()
+
+        tasks = [asyncio.create_task(start(child)) for child in children]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:

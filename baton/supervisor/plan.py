@@ -115,16 +115,9 @@ def _of_tier(
     }
 
 
-def plan_gateways(
-    options: ServeOptions, addresses: Mapping[str, str], programs: Programs = PROGRAMS
-) -> tuple[ChildSpec, ...]:
-    """The gateways in front of the workers whose addresses are given by name, all on the first one's port."""
-    own = {
-        "host": options.host,
-        "port": options.port,
-        "prefill_workers": _addresses_of("prefill-", addresses),
-        "decode_workers": _addresses_of("decode-", addresses),
-    }
+def plan_gateways(options: ServeOptions, programs: Programs = PROGRAMS) -> tuple[ChildSpec, ...]:
+    """The gateways, all on the first one's port. They start beside the workers, whose addresses they read on stdin."""
+    own: dict[str, Any] = {"host": options.host, "port": options.port, "workers_fd": 0}
     if options.num_gateways > 1:
         own["reuse_port"] = True
     names = ("gateway", *(f"gateway-{i}" for i in range(1, options.num_gateways)))
@@ -143,10 +136,6 @@ def metrics_port(options: ServeOptions, name: str) -> int:
         *(f"decode-{i}" for i in range(options.num_decode_workers)),
     )
     return options.metrics_port + names.index(name) if options.metrics_port else 0
-
-
-def _addresses_of(prefix: str, addresses: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(address for name, address in addresses.items() if name.startswith(prefix))
 
 
 def _worker(

@@ -10,33 +10,66 @@ from baton.config import ServeOptions
 from baton.rpc.bind import check_bindable
 from baton.service import OnReady, ReadyReport, describe_phases
 from baton.supervisor.cluster import Cluster
+from baton.supervisor.display import StartDisplay
+
+#: Where clients look for a gateway unless they are told.
+_DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
 async def serve_cluster(options: ServeOptions, stop: asyncio.Event, on_ready: OnReady) -> None:
     """Start a gateway and workers of both tiers on this machine, and serve until told to stop."""
     check_bindable(options.host, options.port)
-    cluster = Cluster(options)
+    display = StartDisplay()
+    cluster = Cluster(options, on_line=display.on_line, on_phase=display.on_phase)
     starting = asyncio.create_task(cluster.start(), name="start")
     stopping = asyncio.create_task(stop.wait(), name="stop")
     try:
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
-            on_ready(cluster.report)
+            display.end()
+            print_ready(options, cluster)
+            on_ready(ReadyReport(cluster.address, cluster.phases))
             await stopping
     finally:
+        display.end()
         for task in (starting, stopping):
             task.cancel()
         await asyncio.gather(starting, stopping, return_exceptions=True)
         await cluster.stop()
 
 
-def print_ready(report: ReadyReport) -> None:
-    """One line on stdout: where to send requests, where the time went, and what is computed in."""
-    computing = f"; {report.computing}" if report.computing else ""
-    start = describe_start(report.phases)
-    sys.stdout.write(f"Baton is ready at {report.address} ({start}){computing}\n")
+def print_ready(options: ServeOptions, cluster: Cluster) -> None:
+    """On stdout: where requests go and what answers them, where the time went, and what to try."""
+    lines = (
+        f"Baton is ready at {cluster.address}: {'; '.join(describe_cluster(options, cluster))}",
+        f"  started in {describe_start(cluster.phases)}",
+        f"  try: {example_command(options, cluster.address)}",
+    )
+    sys.stdout.write("\n".join((*lines, "")))
     sys.stdout.flush()
+
+
+def describe_cluster(options: ServeOptions, cluster: Cluster) -> list[str]:
+    """Model, dtype and why, level of the CPU's kernels, tiers; only what is known."""
+    workers = [name for name in cluster.names if not name.startswith("gateway")]
+    parts = [options.served_model_name or options.model]
+    parts += dict.fromkeys(
+        computing for name in workers if (computing := cluster.report_of(name).computing)
+    )
+    tiers = ("prefill", "decode", "gateway")
+    counts = {tier: sum(name.startswith(tier) for name in cluster.names) for tier in tiers}
+    parts.append(" + ".join(f"{count} {tier}" for tier, count in counts.items() if count))
+    return parts
+
+
+def example_command(options: ServeOptions, address: str) -> str:
+    """A request that can be typed on this machine as it stands."""
+    host, _, port = address.rpartition(":")
+    reachable = f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]") else address
+    where = "" if reachable == _DEFAULT_ADDRESS else f" --address {reachable}"
+    tls = f" --ssl-ca-certs {options.ssl_ca_certs}" if options.ssl_ca_certs else ""
+    return f"baton generate 'def fibonacci(n):' --timing{where}{tls}"
 
 
 def describe_start(phases: Mapping[str, float]) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 from wsgiref.simple_server import WSGIServer
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
@@ -14,6 +16,9 @@ from prometheus_client import CollectorRegistry, start_http_server
 from baton.errors import ConfigError
 from baton.telemetry import names
 from baton.telemetry.vllm_names import VllmNames
+
+#: By path, what is served as JSON beside /metrics; called by the server's threads, once for each request.
+Pages = Mapping[str, Callable[[], object]]
 
 #: What of the process is a label of all its metrics; Prometheus adds "instance" and "job".
 _LABELS = frozenset({names.TIER})
@@ -27,8 +32,10 @@ class PrometheusPort:
     close: Callable[[], None]
 
 
-def serve_prometheus(host: str, port: int, *, vllm_model: str | None) -> PrometheusPort:
-    """Serve /metrics at host:port from a thread. vllm_model: also under vLLM's names, for this model's name.
+def serve_prometheus(
+    host: str, port: int, *, vllm_model: str | None, pages: Pages
+) -> PrometheusPort:
+    """Serve /metrics, and `pages`, at host:port from a thread. vllm_model: also under vLLM's names, for this model's name.
 
     Raises ConfigError if the port cannot be bound.
     """
@@ -47,6 +54,7 @@ def serve_prometheus(host: str, port: int, *, vllm_model: str | None) -> Prometh
         raise ConfigError.of(
             "metrics_port", str(port), f"cannot be bound ({error.strerror}); give a free port"
         ) from error
+    server.set_app(_with_pages(server.get_app(), pages))
     return PrometheusPort(reader, lambda: _close(server, thread))
 
 
@@ -54,3 +62,21 @@ def _close(server: WSGIServer, thread: threading.Thread) -> None:
     server.shutdown()
     server.server_close()
     thread.join()
+
+
+def _with_pages(metrics: Any, pages: Pages) -> Any:
+    """`metrics`, a WSGI application, with `pages` before it."""
+
+    def application(
+        environ: Mapping[str, Any], start_response: Callable[..., Any]
+    ) -> Iterable[bytes]:
+        page = pages.get(environ["PATH_INFO"])
+        if page is None:
+            answer: Iterable[bytes] = metrics(environ, start_response)
+            return answer
+        body = json.dumps(page()).encode()
+        length = ("Content-Length", str(len(body)))
+        start_response("200 OK", [("Content-Type", "application/json"), length])
+        return [body]
+
+    return application

@@ -11,6 +11,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from opentelemetry.metrics import Meter, NoOpMeter
 from opentelemetry.sdk.metrics import MeterProvider
@@ -23,12 +24,14 @@ from opentelemetry.trace import NoOpTracer, Tracer
 from baton.telemetry import names
 from baton.telemetry.closing import close_within
 from baton.telemetry.otlp import OtlpProtocol, metric_exporter, otlp_protocol, span_exporter
-from baton.telemetry.prometheus import serve_prometheus
+from baton.telemetry.prometheus import Pages, serve_prometheus
 
 _SCOPE = "baton"
 
 #: Time, in seconds, that the last export may take when a process stops.
 CLOSE_TIMEOUT_S = 3.0
+
+_NO_PAGES: Pages = MappingProxyType({})
 
 Closers = list[Callable[[], None]]
 
@@ -71,9 +74,14 @@ def no_telemetry() -> Telemetry:
 
 
 def open_telemetry(
-    settings: TelemetrySettings, environ: Mapping[str, str] | None = None
+    settings: TelemetrySettings,
+    environ: Mapping[str, str] | None = None,
+    *,
+    pages: Pages = _NO_PAGES,
 ) -> Telemetry:
     """Open the exporters that are asked for. The exporters read further OTEL_ variables by themselves.
+
+    pages: served beside the metrics, if there is a port.
 
     Raises ConfigError for an exporter or a protocol that is not here, or a metrics port that is taken.
     """
@@ -84,7 +92,7 @@ def open_telemetry(
     readers: list[MetricReader] = []
     # What may be refused comes first, so that nothing is open then.
     if settings.metrics_port:
-        readers.append(_open_prometheus(settings, closers))
+        readers.append(_open_prometheus(settings, pages, closers))
     if metrics:
         readers.append(PeriodicExportingMetricReader(metric_exporter(metrics)))
     meter = _open_metrics(resource, readers, settings, closers) if readers else None
@@ -99,9 +107,11 @@ def open_telemetry(
 
 
 @asynccontextmanager
-async def running_telemetry(settings: TelemetrySettings) -> AsyncIterator[Telemetry]:
+async def running_telemetry(
+    settings: TelemetrySettings, *, pages: Pages = _NO_PAGES
+) -> AsyncIterator[Telemetry]:
     """Telemetry by this process's environment; at the end what is left is exported, outside of the event loop."""
-    telemetry = open_telemetry(settings)
+    telemetry = open_telemetry(settings, pages=pages)
     try:
         yield telemetry
     finally:
@@ -132,11 +142,12 @@ def _open_traces(
     return provider.get_tracer(_SCOPE, settings.version)
 
 
-def _open_prometheus(settings: TelemetrySettings, closers: Closers) -> MetricReader:
+def _open_prometheus(settings: TelemetrySettings, pages: Pages, closers: Closers) -> MetricReader:
     port = serve_prometheus(
         settings.metrics_host,
         settings.metrics_port,
         vllm_model=settings.model if settings.metrics_compat == "vllm" else None,
+        pages=pages,
     )
     closers.append(port.close)
     return port.reader

@@ -103,6 +103,7 @@ class GetWorkerInfoResponse(message.Message):
     SOFTWARE_VERSION_FIELD_NUMBER: builtins.int
     MAX_LOCAL_PREFILL_TOKENS_FIELD_NUMBER: builtins.int
     NUMERICS_FIELD_NUMBER: builtins.int
+    METRICS_PORT_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """Unique name among all workers."""
     generation: builtins.int
@@ -129,6 +130,8 @@ class GetWorkerInfoResponse(message.Message):
     """Version of the software, for people."""
     max_local_prefill_tokens: builtins.int
     """Most missing prompt tokens that a decode worker ever prefills by choice; 0 in a prefill worker."""
+    metrics_port: builtins.int
+    """Port of its Prometheus page, on the host of its address; 0 if there is none."""
     @builtins.property
     def layout(self) -> kv_pb2.KvLayout:
         """Shape, numerics and identity of its KV."""
@@ -155,10 +158,11 @@ class GetWorkerInfoResponse(message.Message):
         software_version: builtins.str = ...,
         max_local_prefill_tokens: builtins.int = ...,
         numerics: numerics_pb2.NumericsClass | None = ...,
+        metrics_port: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout", "numerics", b"numerics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["generation", b"generation", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_protocol_version", b"max_protocol_version", "min_protocol_version", b"min_protocol_version", "model", b"model", "num_blocks", b"num_blocks", "numerics", b"numerics", "software_version", b"software_version", "tier", b"tier", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["generation", b"generation", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_protocol_version", b"max_protocol_version", "metrics_port", b"metrics_port", "min_protocol_version", b"min_protocol_version", "model", b"model", "num_blocks", b"num_blocks", "numerics", b"numerics", "software_version", b"software_version", "tier", b"tier", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

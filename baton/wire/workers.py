@@ -25,6 +25,7 @@ def info_to_proto(info: WorkerInfo) -> worker_pb2.GetWorkerInfoResponse:
         min_protocol_version=info.min_protocol_version,
         max_protocol_version=info.max_protocol_version,
         software_version=info.software_version,
+        metrics_port=info.metrics_port,
     )
 
 
@@ -45,6 +46,7 @@ def info_from_proto(message: worker_pb2.GetWorkerInfoResponse) -> WorkerInfo:
         min_protocol_version=message.min_protocol_version,
         max_protocol_version=message.max_protocol_version,
         software_version=message.software_version,
+        metrics_port=message.metrics_port,
     )
 
 

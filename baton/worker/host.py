@@ -50,6 +50,7 @@ def describe(
         max_local_prefill_tokens=max_local_prefill,
         numerics=spec.numerics,
         software_version=__version__,
+        metrics_port=options.metrics_port,
     )
 
 

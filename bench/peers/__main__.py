@@ -37,7 +37,7 @@ _TASKS = {
 _DTYPES = {
     "tiny": ("float32", "int8"),
     "box": ("float32", "bfloat16", "int8"),
-    "125m": ("bfloat16", "int8"),
+    "125m": ("float32", "bfloat16", "int8"),
     "1.1b": ("bfloat16", "int8"),
 }
 

@@ -66,7 +66,7 @@ def run_case(case: Case, num_rounds: int, num_threads: int) -> Result:
     ]
     roof = Roof(
         median(roof.read_bytes_per_s for roof in roofs),
-        median(roof.bf16_flops_per_s for roof in roofs),
+        median(roof.flops_per_s for roof in roofs),
     )
     return Result(tuple(_figures(case, asked)), tuple(missing), roof)
 

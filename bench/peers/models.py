@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from baton.model.quantize import quantize_checkpoint
+from bench.cpu_level import forced_level
 
 _ROOT = Path(__file__).resolve().parents[2]
 MADE = Path(__file__).with_name(".models")
-PEERS_PYTHON = Path(__file__).with_name(".venv") / "bin" / "python"
 BOX = _ROOT / "models" / "baton-py-6m"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -67,8 +67,15 @@ def checkpoint(name: str, dtype: str, made: Path = MADE) -> Path:
     return output
 
 
-def gguf_file(name: str, dtype: str, made: Path = MADE, python: Path = PEERS_PYTHON) -> Path:
+def peers_python() -> Path:
+    """Of the peers that setup.sh built: for this machine's CPU, or for a level that is forced."""
+    level = forced_level()
+    return Path(__file__).with_name(f".venv-{level}" if level else ".venv") / "bin" / "python"
+
+
+def gguf_file(name: str, dtype: str, made: Path = MADE, python: Path | None = None) -> Path:
     """The same weights for llama.cpp. Raises PeerMissing."""
+    python = python or peers_python()
     if not python.exists():
         raise PeerMissing("llama.cpp is not built: run bench/peers/setup.sh")
     path = made / f"{name}-{dtype}.gguf"
@@ -82,8 +89,9 @@ def gguf_file(name: str, dtype: str, made: Path = MADE, python: Path = PEERS_PYT
     return path
 
 
-def peer_versions(python: Path = PEERS_PYTHON) -> dict[str, str]:
+def peer_versions(python: Path | None = None) -> dict[str, str]:
     """Of what bench/peers/setup.sh installed; nothing where it did not."""
+    python = python or peers_python()
     if not python.exists():
         return {}
     program = f"from importlib.metadata import version; print(version('{_LLAMA_CPP}'))"

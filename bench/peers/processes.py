@@ -12,7 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
 
-from bench.peers.models import PEERS_PYTHON, checkpoint, gguf_file
+from bench.cpu_level import forced_level, level_environment
+from bench.peers.models import checkpoint, gguf_file, peers_python
 from bench.peers.task import Answer, Task
 
 #: Those that run quantised weights.
@@ -33,7 +34,7 @@ def command_of(contender: str, model: str, dtype: str, num_threads: int) -> list
     threads = str(num_threads)
     if contender == "llama.cpp":
         path = gguf_file(model, dtype)
-        return [str(PEERS_PYTHON), "-m", "bench.peers.llama_cpp", str(path), threads]
+        return [str(peers_python()), "-m", "bench.peers.llama_cpp", str(path), threads]
     folder = str(checkpoint(model, dtype))
     # What is quantised tells its own types; what computes beside it is bfloat16.
     loaded_as = "bfloat16" if dtype == "int8" else dtype
@@ -81,6 +82,7 @@ def contender_process(command: Sequence[str]) -> Iterator[ContenderProcess]:
         subprocess.Popen(
             command,
             cwd=_ROOT,
+            env=level_environment(forced_level()),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -1,9 +1,18 @@
 #!/usr/bin/env bash
 # Build the peers that Baton does not depend on, in an environment of their own beside this file: bench/peers/.venv.
 # llama.cpp is compiled from source for this machine's CPU: it takes a C++ compiler, cmake and some minutes. Safe to run again.
+# BATON_CPU_LEVEL=avx2|avx512 compiles it for that level instead, into bench/peers/.venv-LEVEL.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-venv=bench/peers/.venv
+level=${BATON_CPU_LEVEL:-}
+venv=bench/peers/.venv${level:+-$level}
+avx2="-DGGML_NATIVE=OFF -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON"
+case $level in
+    "") flags=-DGGML_NATIVE=ON ;;
+    avx2) flags=$avx2 ;;
+    avx512) flags="$avx2 -DGGML_AVX512=ON" ;;
+    *) echo "bench/peers/setup.sh: BATON_CPU_LEVEL is avx2, avx512 or not set" >&2; exit 1 ;;
+esac
 llama_cpp=llama-cpp-python==0.3.36
 gguf=gguf==0.19.0
 
@@ -11,7 +20,7 @@ if ! "$venv/bin/python" -c "import llama_cpp, gguf" >/dev/null 2>&1; then
     rm -rf "$venv"
     "${PYTHON:-.venv/bin/python}" -m venv "$venv"
     echo "bench/peers/setup.sh: building $llama_cpp" >&2
-    CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" \
+    CMAKE_ARGS="$flags -DLLAVA_BUILD=OFF" \
         "$venv/bin/python" -m pip install --quiet --no-binary llama-cpp-python "$llama_cpp" "$gguf"
 fi
 "$venv/bin/python" -c "import gguf, llama_cpp; print('llama-cpp-python', llama_cpp.__version__)"

@@ -100,11 +100,11 @@ def _int8_gains(figures: Sequence[Figure]) -> dict[str, float]:
 def _roofs(document: Mapping[str, Any]) -> str:
     """Each model has its own, measured between its rounds."""
     told = [
-        f"{r['read_bytes_per_s'] / 1e9:.1f} GB/s and {r['bf16_flops_per_s'] / 1e9:.0f} GFLOP/s "
+        f"{r['read_bytes_per_s'] / 1e9:.1f} GB/s and {r['flops_per_s'] / 1e9:.0f} GFLOP/s "
         f"({r['model']} {r['dtype']})"
         for r in document["roofs"]
     ]
-    return f"Roofs of reading and of bfloat16 products, measured between the rounds: {', '.join(told)}."
+    return f"Roofs of reading and of products, measured between the rounds: {', '.join(told)}."
 
 
 def peers_table(document: Mapping[str, Any]) -> str:

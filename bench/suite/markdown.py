@@ -27,7 +27,8 @@ def about(document: Mapping[str, Any]) -> str:
         load = f"load average {machine['load_average'][0]:.1f} after"
     commit = document.get("git", {}).get("commit", "")[:10]
     when = document["started"].replace("T", " ").removesuffix("+00:00")
-    where = f"{machine['cpu'].strip()}, {machine['num_cores']} cores"
+    at_level = f", kernels at {machine['cpu_level']}" if "cpu_level" in machine else ""
+    where = f"{machine['cpu'].strip()}, {machine['num_cores']} cores{at_level}"
     told = [where, load, ", ".join(versions), *([f"commit {commit}"] if commit else [])]
     command = " ".join(document["command"])
     return f"Measured on {when} UTC: {'; '.join(told)}. By `{command}`."

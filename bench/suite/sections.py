@@ -67,7 +67,7 @@ SECTIONS = (
         name="engine",
         module="bench.engine",
         arguments=(),
-        quick=("--model", "tiny", "--rounds", "1", "--threads", "1"),
+        quick=("--model", "tiny", "--dtype", "bfloat16", "--rounds", "1", "--threads", "1"),
         tables={"engine": engine_table},
     ),
     Section(

@@ -1,13 +1,19 @@
-"""What a process has in memory after its imports: measured, where import-linter reads."""
+"""What a process has in memory after its imports: measured, where import-linter, which `make check` runs, reads."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-import pytest
-
 HEAVY = ("torch", "transformers", "baton_kernels")
+LIGHT = (
+    "gateway.server",
+    "baton.client",
+    "baton.cli.main",
+    "baton.supervisor",
+    "baton.rpc.server",
+    "baton.service",
+)
 
 
 def modules_after(statement: str) -> set[str]:
@@ -19,25 +25,15 @@ def modules_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "gateway.server",
-        "baton.client",
-        "baton.cli.main",
-        "baton.supervisor",
-        "baton.rpc.server",
-        "baton.service",
-    ],
-)
-def test_no_torch_in_light_processes(module: str) -> None:
-    loaded = modules_after(f"import {module}")
+def test_no_torch_in_light_processes() -> None:
+    """Not even by way of a library of others, which import-linter does not read. In one process: what one brings in, all show."""
+    loaded = modules_after(f"import {', '.join(LIGHT)}")
     assert not loaded.intersection(HEAVY)
     assert "grpc" in loaded
 
 
-def test_the_probe_sees_torch() -> None:
-    assert "torch" in modules_after("import torch")
+def test_the_probe_sees_what_is_there() -> None:
+    assert "numpy" in modules_after("import numpy")
 
 
 def test_the_command_line_starts_without_rich_and_tokenizers() -> None:

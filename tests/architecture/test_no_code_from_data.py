@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.audited_system import DONE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,5 +41,6 @@ def test_the_hook_sees_what_it_is_there_for() -> None:
     assert run("-c", GUILTY) == ["compile exec marshal.loads pickle.find_class"]
 
 
+@pytest.mark.slow
 def test_a_system_that_serves_runs_nothing_that_it_was_given() -> None:
     assert run("-m", "tests.support.audited_system") == [DONE]

@@ -14,7 +14,7 @@ from bench.peers.figures import Figure
 from bench.roof import Roof
 from tests.support.tiny_models import make_tiny_model
 
-ROOF = Roof(read_bytes_per_s=1e9, bf16_flops_per_s=1e10)
+ROOF = Roof(read_bytes_per_s=1e9, flops_per_s=1e10)
 
 
 @pytest.fixture(scope="module")

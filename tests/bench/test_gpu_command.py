@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.slow
+
 
 def test_dry_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.gpu", "--dry-run", "--out", str(tmp_path)]

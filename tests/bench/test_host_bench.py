@@ -50,12 +50,14 @@ def test_fewer_steps_are_measured_of_larger_batches() -> None:
     assert steps[-1] > 1
 
 
+@pytest.mark.slow
 async def test_all_tokens_of_a_source_come_through_the_gateway() -> None:
     costs = await measure_flow(MODEL, Flow(num_streams=2, num_tokens=40, step_tokens=8, step_ms=0))
     assert 8 <= costs.chunk_tokens <= 40
     assert costs.tokens_per_s > 0
 
 
+@pytest.mark.slow
 async def test_a_source_that_waits_for_nobody_tells_all_tokens() -> None:
     flow = Flow(num_streams=2, num_tokens=40, step_tokens=1, step_ms=0.5)
     costs = await measure_flow(MODEL, flow)
@@ -63,12 +65,14 @@ async def test_a_source_that_waits_for_nobody_tells_all_tokens() -> None:
     assert 1 <= costs.chunk_tokens <= 40
 
 
+@pytest.mark.slow
 async def test_tokens_of_a_stub_engine_come_to_clients() -> None:
     share = await measure_service(MODEL, num_streams=2, num_tokens=100, engine_ms=5.0)
     assert share.core_ms > share.engine_ms == 5.0
     assert share.client_ms > 0
 
 
+@pytest.mark.slow
 async def test_the_first_token_is_timed_at_the_gateway_and_at_the_source() -> None:
     ttft = await measure_added_ttft(MODEL, 5)
     assert ttft.source_ms > 0

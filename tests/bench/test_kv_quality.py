@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
+
 from bench.kv_quality import Caches, Handoffs, Subject, measure, table
 from tests.support.tiny_models import make_tiny_model
 
 
+@pytest.mark.slow
 def test_the_quality_of_each_type(tmp_path: Path) -> None:
     rng = random.Random(0)
     windows = [[rng.randrange(64) for _ in range(40)] for _ in range(2)]

@@ -25,6 +25,7 @@ async def load(*arguments: str) -> tuple[int | None, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
+@pytest.mark.slow
 async def test_split_and_colocated_are_compared_on_one_trace(tmp_path: Path) -> None:
     trace, told_path, plot_path = (tmp_path / name for name in ("t.jsonl", "t.json", "t.png"))
     entries = [
@@ -63,6 +64,7 @@ async def test_split_and_colocated_are_compared_on_one_trace(tmp_path: Path) -> 
     assert plot_path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 async def test_a_gateway_that_runs_already_is_measured_and_left_running(tmp_path: Path) -> None:
     told_path = tmp_path / "t.json"
     fake = FakeInference()
@@ -85,6 +87,7 @@ async def test_a_gateway_that_runs_already_is_measured_and_left_running(tmp_path
     assert all(token < 99 for request in generated for token in request.prompt.token_ids.ids)
 
 
+@pytest.mark.slow
 async def test_a_gateway_that_is_not_there_is_told_in_one_line() -> None:
     status, _, err = await load("--address", "127.0.0.1:1", "--rate", "1")
     assert status == 1

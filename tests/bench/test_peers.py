@@ -119,6 +119,7 @@ def test_baton_writes_what_generate_writes_in_float32(model: str) -> None:
     assert len(ours.steps_s) == len(theirs.steps_s) == 4
 
 
+@pytest.mark.slow
 def test_a_contender_of_this_environment_answers(model: str) -> None:
     command = [sys.executable, "-m", "bench.peers.contender", "baton-twins", model, "float32", "1"]
     with contender_process(command) as process:

@@ -14,7 +14,7 @@ from bench.roof import Roof
 from bench.step_profile import PARTS, STAGES, floors_ms, profile_steps
 from tests.support.tiny_models import make_tiny_model
 
-ROOF = Roof(read_bytes_per_s=1e6, bf16_flops_per_s=1e30)
+ROOF = Roof(read_bytes_per_s=1e6, flops_per_s=1e30)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -71,21 +72,22 @@ def test_the_page_shows_the_results_that_are_kept() -> None:
     assert rendered(page, read_results(Places(RESULTS, PAGE))) == page
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules after import of package:RuntimeWarning")
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
-def test_the_programs_know_the_options_that_they_are_given(section: Section) -> None:
-    """Also those before a trace. The last option asks for help, so that nothing is measured."""
+def test_the_programs_know_the_options_that_they_are_given(
+    section: Section, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also those before a trace. A program that is asked for help measures nothing."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "argv", [section.module, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(section.module, run_name="__main__", alter_sys=True)
+    told = capsys.readouterr().out
+    assert not ended.value.code
     for is_quick in (False, True):
         command = section.command("out.json", "some.csv" if section.trace else None, is_quick)
         options = {part for part in command if part.startswith("--")}
-        told = subprocess.run(
-            [sys.executable, "-m", section.module, "--help"],
-            cwd=PAGE.parents[1],
-            env={"COLUMNS": "200", "PATH": ""},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert {option for option in options if option not in told.stdout} == set()
+        assert {option for option in options if option not in told} == set()
 
 
 def fake(name: str, *arguments: str) -> Section:
@@ -139,6 +141,7 @@ def test_a_result_of_this_commit_needs_no_other(
     assert is_of_commit(path, "a") is is_done
 
 
+@pytest.mark.slow
 def test_a_quick_run_measures_and_writes_a_page_of_its_own() -> None:
     before = PAGE.read_text(encoding="utf-8")
     command = [sys.executable, "-m", "bench.suite", "--quick", "--only", "engine"]

@@ -75,7 +75,7 @@ def engine_document(step_ms: float, int8_ms: float, floor_ms: float) -> dict[str
                 "model": "1.1b",
                 "dtype": "bfloat16",
                 "read_bytes_per_s": 5e10,
-                "bf16_flops_per_s": 4e11,
+                "flops_per_s": 4e11,
             }
         ],
     }

@@ -36,6 +36,7 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_all_is_well_with_the_model_in_the_box() -> None:
     status, found = findings(str(BOX), "--port", str(free_port()))
     assert status == 0, found
@@ -43,6 +44,7 @@ def test_all_is_well_with_the_model_in_the_box() -> None:
     assert "11.1 MiB" in found["weights"]["found"]
 
 
+@pytest.mark.slow
 def test_what_prevents_serving_is_told_with_its_fix(tmp_path: Path) -> None:
     shutil.copy(BOX / "config.json", tmp_path)
     (tmp_path / "model.safetensors").write_bytes((BOX / "model.safetensors").read_bytes()[:1000])

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 BATON = str(Path(sys.executable).with_name("baton"))
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "baton-py-6m")
 

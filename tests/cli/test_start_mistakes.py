@@ -1,4 +1,7 @@
-"""Mistakes in starting a process, each on the real command: status 2, and one line with option, value and fix."""
+"""Mistakes in starting a process, each on the real command: status 2, and one line with option, value and fix.
+
+Most run in forks of one process; the last two show that a command of its own does the same.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.support.forked_commands import ForkedCommands
+
+pytestmark = pytest.mark.slow
 
 BATON = str(Path(sys.executable).with_name("baton"))
 BOX = Path(__file__).resolve().parents[2] / "models" / "baton-py-6m"
@@ -130,19 +137,31 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, objec
         }
 
 
-def start(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
-    """The real command, without the Hub; the names of our own variables do not leak into it."""
+def environment(**env: str) -> dict[str, str]:
+    """Without the Hub, and without our own variables of this environment."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
-    environment = {**kept, "HF_HUB_OFFLINE": "1", "BATON_LOG_LEVEL": "warning", **env}
+    return {**kept, "HF_HUB_OFFLINE": "1", "BATON_LOG_LEVEL": "warning", **env}
+
+
+def start(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
+    """The command as users start it."""
     return subprocess.run(
-        [BATON, *command], env=environment, check=False, capture_output=True, text=True
+        [BATON, *command], env=environment(**env), check=False, capture_output=True, text=True
     )
 
 
+@pytest.fixture(scope="module")
+def commands() -> Iterator[ForkedCommands]:
+    with ForkedCommands(environment()) as running:
+        yield running
+
+
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.command)
-def test_a_mistake_is_told_in_one_line(mistake: Mistake, places: dict[str, object]) -> None:
+def test_a_mistake_is_told_in_one_line(
+    mistake: Mistake, places: dict[str, object], commands: ForkedCommands
+) -> None:
     command = [part.format(**places) for part in mistake.command.split()]
-    done = start(command, **dict(mistake.env))
+    done = commands.run(command, environment(**dict(mistake.env)))
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert "Traceback" not in done.stderr
     (line,) = done.stderr.splitlines()

@@ -78,6 +78,7 @@ class Case:
         return torch.stack(rows)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @example([(63, 17)], (1, 1), 16, 1, torch.bfloat16, None)
 @example([(130, 3)], (4, 2), 100, 16, torch.bfloat16, 64)

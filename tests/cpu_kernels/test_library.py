@@ -32,6 +32,7 @@ def _forget() -> None:
     chosen_level.cache_clear()
 
 
+@pytest.mark.slow
 def test_it_is_built_once_and_found_again(cache: Path) -> None:
     assert library() is not None
     (built,) = cache.iterdir()

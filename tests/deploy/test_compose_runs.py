@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from redis.asyncio import Redis
 
 from baton.client import AsyncClient
@@ -20,6 +21,8 @@ from baton.supervisor.serving import wait_until_serving
 from tests.support.compose_file import ROOT, Localhost, entrypoint, services_of
 from tests.support.metrics_page import fetch_metrics, free_ports
 from tests.support.redis_server import redis_executable
+
+pytestmark = pytest.mark.slow
 
 KV_SOCKETS = "/run/baton-kv"
 

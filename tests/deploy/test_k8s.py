@@ -1,26 +1,37 @@
-"""The Kubernetes manifests: their options are ones that the processes take, and their probes ones that they answer."""
+"""The Kubernetes manifests: their options are ones that the processes take, their probes ones that they answer, and the
+chart makes the same of them."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from baton.v1 import decode_pb2, inference_pb2, prefill_pb2
+from baton import __version__
 from tests.support.command_options import options_of
 from tests.support.compose_file import ROOT
 
 K8S = ROOT / "deploy" / "k8s"
-SERVICES = {
-    "gateway": inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
-    "prefill": prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name,
-    "decode": decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name,
+CHART = ROOT / "deploy" / "helm" / "baton"
+TIERS = ("gateway", "prefill", "decode")
+PROMETHEUS = {
+    "namespaceSelector": {},
+    "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
 }
 #: What the cluster would say for a value that it knows only when the pod runs.
 FIELD_VALUES = {"metadata.name": "decode-0", "status.podIP": "10.0.0.7"}
+OVERLAYS = ("base", "gpu", "rdma", "model")
+#: The chart's values for what an overlay is.
+VALUES = {
+    "base": (),
+    "gpu": ("values-gpu.yaml",),
+    "rdma": ("values-gpu.yaml", "values-rdma.yaml"),
+}
 
 
 def manifests(name: str) -> list[Any]:
@@ -52,26 +63,105 @@ def environment(container: Any) -> dict[str, str]:
     return {**shared_environment(), **own}
 
 
-@pytest.mark.parametrize("overlay", ["base", "gpu"])
-def test_kustomize_builds_it_and_its_options_are_accepted(overlay: str) -> None:
+def kustomized(folder: Path) -> list[Any]:
+    """What `kubectl apply -k` would apply."""
     program = shutil.which("kubectl")
     if program is None:
         pytest.skip("no kubectl here")
-    done = subprocess.run(
-        [program, "kustomize", str(K8S / overlay)], capture_output=True, text=True, check=False
-    )
+    command = [program, "kustomize", "--load-restrictor=LoadRestrictionsNone", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    built = [one for one in yaml.safe_load_all(done.stdout) if one["kind"] == "StatefulSet"]
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def charted(*options: str) -> list[Any]:
+    """What `helm install x` would install; names without that x."""
+    done = helm("template", "x", str(CHART), *options)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.replace("x-baton", "baton").replace("name: x-", "name: ")
+    text = text.replace("serviceName: x-", "serviceName: ").replace("//x-redis", "//redis")
+    return [one for one in yaml.safe_load_all(text) if one]
+
+
+def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    program = shutil.which("helm")
+    if program is None:
+        pytest.skip("no helm here")
+    return subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
+
+
+def with_monitoring_and_autoscaling(tmp_path: Path) -> list[Any]:
+    """An overlay of a user's, as deploy/k8s/README.md has it."""
+    own = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": ["../k8s/base"],
+        "components": ["../k8s/monitoring", "../k8s/autoscaling"],
+    }
+    shutil.copytree(K8S, tmp_path / "k8s")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "kustomization.yaml").write_text(yaml.safe_dump(own))
+    return kustomized(tmp_path / "own")
+
+
+def comparable(manifest: Any) -> Any:
+    """What must be alike in a kustomized and a charted manifest: not the order of options, nor labels and names of a release."""
+    text = json.dumps(manifest["spec"] if "spec" in manifest else manifest["data"])
+    spec = json.loads(text)
+    spec.pop("replicas", None)
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, list):
+            return [clean(one) for one in value]
+        if not isinstance(value, dict):
+            return value
+        cleaned = {name: clean(one) for name, one in value.items()}
+        for name in ("labels", "matchLabels", "selector"):
+            if isinstance(cleaned.get(name), dict):
+                cleaned[name].pop("app.kubernetes.io/instance", None)
+                cleaned[name].pop("app.kubernetes.io/part-of", None)
+        if not cleaned.get("matchLabels", True):
+            del cleaned["matchLabels"]
+        cleaned.pop("annotations", None)
+        if "configMapRef" in cleaned:
+            cleaned["configMapRef"] = {"name": "baton"}
+        if "args" in cleaned and cleaned["args"][0] in TIERS:
+            cleaned["args"] = sorted(cleaned["args"])
+        return cleaned
+
+    return clean(spec)
+
+
+@pytest.mark.parametrize("overlay", ["base", "gpu", "rdma"])
+def test_kustomize_builds_it_and_its_options_are_accepted(overlay: str) -> None:
+    built = [one for one in kustomized(K8S / overlay) if one["kind"] == "StatefulSet"]
     assert len(built) == 2
     for one in built:
         (container,) = one["spec"]["template"]["spec"]["containers"]
         options = options_of(container["args"], environment(container))
         limits = container["resources"]["limits"]
-        assert (options.device == "cuda") is ("nvidia.com/gpu" in limits) is (overlay == "gpu")
-        assert container["image"] == ("baton:gpu" if overlay == "gpu" else "baton:cpu")
+        assert (options.device == "cuda") is ("nvidia.com/gpu" in limits) is (overlay != "base")
+        assert (options.kv_transport == "nixl") is (overlay == "rdma")
+        assert any(name.startswith("rdma/") for name in limits) is (overlay == "rdma")
+        kind = {"base": "cpu"}.get(overlay, overlay)
+        assert container["image"] == f"baton-worker:{__version__}-{kind}"
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_manifests_have_the_schema_of_a_cluster(overlay: str) -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    for manifest in kustomized(K8S / overlay):
+        kubernetes_validate.validate(manifest, "1.34", strict=True)
+
+
+def test_the_chart_has_the_schema_of_a_cluster() -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    for manifest in charted("--set=autoscaling.enabled=true"):
+        if "keda" not in manifest["apiVersion"]:
+            kubernetes_validate.validate(manifest, "1.34", strict=True)
+
+
+@pytest.mark.parametrize("name", TIERS)
 def test_a_pod_is_confined_probed_over_grpc_and_may_drain(name: str) -> None:
     spec = workload(name)["spec"]["template"]["spec"]
     (container,) = spec["containers"]
@@ -81,14 +171,19 @@ def test_a_pod_is_confined_probed_over_grpc_and_may_drain(name: str) -> None:
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     # A Service named baton would otherwise set BATON_PORT to something that is no port.
     assert spec["enableServiceLinks"] is False
-    grpc = container["readinessProbe"]["grpc"]
-    assert grpc == {"port": options.port, "service": SERVICES[name]}
+    # Of the whole server, which is that of its services.
+    assert container["readinessProbe"]["grpc"] == {"port": options.port}
     assert {"startupProbe", "livenessProbe"} <= set(container)
+    ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+    assert ports == {"grpc": options.port, "metrics": options.metrics_port}
+    (spread,) = spec["topologySpreadConstraints"]
+    labels = workload(name)["spec"]["template"]["metadata"]["labels"]
+    assert spread["labelSelector"]["matchLabels"].items() <= labels.items()
 
 
 def test_pods_meet_by_the_registry_however_many_they_are() -> None:
     options = {}
-    for name in SERVICES:
+    for name in TIERS:
         (container,) = workload(name)["spec"]["template"]["spec"]["containers"]
         options[name] = options_of(container["args"], environment(container))
     assert (options["gateway"].prefill_workers, options["gateway"].decode_workers) == ((), ())
@@ -117,4 +212,102 @@ def test_redis_is_confined_keeps_nothing_and_only_batons_pods_reach_it() -> None
     assert policy["podSelector"]["matchLabels"].items() <= labels.items()
     (rule,) = policy["ingress"]
     (allowed,) = rule["from"][0]["podSelector"]["matchExpressions"]
-    assert set(allowed["values"]) == set(SERVICES)
+    assert set(allowed["values"]) == set(TIERS)
+
+
+def test_prometheus_reaches_metrics_and_clients_reach_grpc_and_nobody_else_reaches_anything() -> (
+    None
+):
+    baton, metrics = policy_of("workers")["spec"]["ingress"]
+    assert metrics == {"from": [PROMETHEUS], "ports": [{"protocol": "TCP", "port": "metrics"}]}
+    (pods,) = baton["from"]
+    assert set(pods["podSelector"]["matchExpressions"][0]["values"]) == set(TIERS)
+    anyone, metrics = policy_of("gateway")["spec"]["ingress"]
+    assert anyone == {"ports": [{"protocol": "TCP", "port": "grpc"}]}
+    assert metrics["from"] == [PROMETHEUS]
+
+
+def test_one_pod_of_a_tier_is_disrupted_at_a_time() -> None:
+    budgets = {one["metadata"]["name"]: one["spec"] for one in manifests("disruption")}
+    assert budgets.keys() == set(TIERS)
+    for name, budget in budgets.items():
+        labels = workload(name)["spec"]["template"]["metadata"]["labels"]
+        assert budget["selector"]["matchLabels"].items() <= labels.items()
+        assert budget["maxUnavailable"] == 1
+
+
+def test_the_operator_finds_every_pod_that_has_metrics_and_has_the_alerts(tmp_path: Path) -> None:
+    built = with_monitoring_and_autoscaling(tmp_path)
+    (monitor,) = (one for one in built if one["kind"] == "PodMonitor")
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    wanted = monitor["spec"]["selector"]["matchLabels"]
+    found = set()
+    for one in built:
+        if one["kind"] in ("Deployment", "StatefulSet"):
+            pod = one["spec"]["template"]
+            ports = {port["name"] for port in pod["spec"]["containers"][0]["ports"]}
+            if wanted.items() <= pod["metadata"]["labels"].items() and endpoint["port"] in ports:
+                found.add(one["metadata"]["name"])
+    assert found == set(TIERS)
+    (rules,) = (one for one in built if one["kind"] == "PrometheusRule")
+    alerts = yaml.safe_load((ROOT / "deploy" / "otel" / "alerts.yaml").read_text())
+    assert rules["spec"] == alerts
+
+
+def test_what_is_scaled_is_there(tmp_path: Path) -> None:
+    built = with_monitoring_and_autoscaling(tmp_path)
+    names = {(one["kind"], one["metadata"]["name"]) for one in built}
+    scalers = [one for one in built if one["kind"] in ("ScaledObject", "HorizontalPodAutoscaler")]
+    assert {one["metadata"]["name"] for one in scalers} == set(TIERS)
+    for one in scalers:
+        target = one["spec"]["scaleTargetRef"]
+        assert (target["kind"], target["name"]) in names
+    # Their queries: tests/telemetry/test_board.py.
+
+
+def test_the_model_is_fetched_into_the_claim_that_the_pods_mount() -> None:
+    (claim,) = yaml.safe_load_all((K8S / "model" / "claim.yaml").read_text())
+    job = yaml.safe_load((K8S / "model" / "fetch.yaml").read_text())
+    for one in (job, *(workload(name) for name in TIERS)):
+        spec = one["spec"]["template"]["spec"]
+        claims = [
+            volume["persistentVolumeClaim"]["claimName"]
+            for volume in spec["volumes"]
+            if "persistentVolumeClaim" in volume
+        ]
+        assert claims == [claim["metadata"]["name"]]
+        assert spec["securityContext"]["runAsUser"] == 10001
+
+
+@pytest.mark.parametrize("overlay", VALUES)
+def test_the_chart_makes_what_kustomize_makes(overlay: str) -> None:
+    plain = {
+        (one["kind"], one["metadata"]["name"].partition("-t")[0]): one
+        for one in kustomized(K8S / overlay)
+    }
+    values = [f"--values={CHART / name}" for name in VALUES[overlay]]
+    chart = {(one["kind"], one["metadata"]["name"]): one for one in charted(*values)}
+    (config,) = (key for key in plain if key[0] == "ConfigMap")
+    plain["ConfigMap", "baton"] = plain.pop(config)
+    assert chart.keys() == plain.keys()
+    for key, manifest in chart.items():
+        assert comparable(manifest) == comparable(plain[key]), key
+
+
+def test_the_chart_refuses_values_that_it_does_not_have() -> None:
+    for unknown in ("gateway.replica=2", "workers.options=[]", "registri=x"):
+        done = helm("template", "x", str(CHART), f"--set={unknown}")
+        assert done.returncode != 0, unknown
+    assert "name a Redis" in helm("template", "x", str(CHART), "--set=redis.enabled=false").stderr
+
+
+def test_the_charts_workers_may_differ_by_tier() -> None:
+    tiers = {
+        one["metadata"]["name"]: one["spec"]
+        for one in charted("--set=decode.replicas=3,decode.options.max-num-seqs=32")
+        if one["kind"] == "StatefulSet"
+    }
+    assert (tiers["prefill"]["replicas"], tiers["decode"]["replicas"]) == (1, 3)
+    args = {name: spec["template"]["spec"]["containers"][0]["args"] for name, spec in tiers.items()}
+    assert "--max-num-seqs=32" in args["decode"]
+    assert len(args["prefill"]) == len(args["decode"]) - 1

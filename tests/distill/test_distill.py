@@ -23,6 +23,8 @@ from decode_svc.speculation.pair import check_specs, check_tokenizers
 from decode_svc.speculation.proposer import DraftRequest
 from tests.support.tiny_models import make_tiny_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:

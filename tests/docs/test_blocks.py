@@ -20,6 +20,8 @@ from tests.support.doc_services import BIN, ROOT, on_one_host, started
 from tests.support.metrics_page import free_ports
 from tests.support.redis_server import redis_server
 
+pytestmark = pytest.mark.slow
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = [block for page in PAGES for block in blocks_of(page, ROOT)]
 

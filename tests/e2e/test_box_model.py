@@ -18,6 +18,8 @@ from baton.config import ServeOptions
 from baton.supervisor import Cluster
 from baton.types import FinishReason
 
+pytestmark = pytest.mark.slow
+
 MODEL = Path(__file__).parents[2] / "models" / "baton-py-6m"
 PROMPTS = (
     "import os\n\n\ndef walk(path):\n",

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from bench.drain import drain, options_of
 from tests.support.live_tiers import BOX_MODEL
+
+pytestmark = pytest.mark.slow
 
 
 async def test_sequences_of_a_worker_that_drains_go_on_elsewhere_with_their_kv() -> None:

@@ -14,7 +14,7 @@ from bench.proxied_cluster import ProxiedCluster
 from tests.support.certificates import Authority, as_options
 from tests.support.fault_streams import Streams, proxied_cluster, until_quiet
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 SILENT = Weather(is_silent=True)
 FLIPPING = Weather(flip_every=5_000)

@@ -16,7 +16,7 @@ from bench.proxied_cluster import ProxiedCluster
 from gateway.choice import MAX_FAILURES
 from tests.support.fault_streams import Streams, proxied_cluster, until_quiet
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from baton.client import AsyncClient
 from bench.fault_proxy import Weather
 from tests.support.fault_streams import Streams, proxied_cluster, until_quiet
+
+pytestmark = pytest.mark.slow
 
 
 async def test_a_reader_that_stops_is_ended_and_a_slow_one_is_served() -> None:

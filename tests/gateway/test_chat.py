@@ -41,6 +41,7 @@ async def test_conversations_are_rendered_or_refused_and_the_process_outlives_bo
         await renderer.close()
 
 
+@pytest.mark.slow
 async def test_a_template_that_does_not_end_is_killed_and_others_are_served() -> None:
     renderer = ChatRenderer(TEMPLATE, {}, render_timeout_s=1.0)
     try:
@@ -62,6 +63,7 @@ async def test_a_render_that_nobody_is_left_to_kill_ends_by_itself() -> None:
     assert await process.wait() == -signal.SIGALRM
 
 
+@pytest.mark.slow
 async def test_an_answer_never_goes_to_another_after_a_cancel() -> None:
     renderer = ChatRenderer(TEMPLATE, {}, render_timeout_s=30.0)
     try:
@@ -75,6 +77,7 @@ async def test_an_answer_never_goes_to_another_after_a_cancel() -> None:
         await renderer.close()
 
 
+@pytest.mark.slow
 async def test_a_renderer_that_dies_fails_one_request_at_most() -> None:
     renderer = ChatRenderer(TEMPLATE, {}, render_timeout_s=30.0)
     try:

@@ -10,6 +10,7 @@ import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,7 @@ def uneven_lengths(seed: int) -> Iterator[int]:
         yield 1 + min(NUM_BLOCKS * BLOCK_TOKENS // 100, int(rng.lognormvariate(7.8, 0.8)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("max_num_seqs", "num_gateways"), [(64, 1), (4096, 3)])
 def test_decode_workers_are_filled_alike_by_uneven_lengths(
     max_num_seqs: int, num_gateways: int
@@ -199,6 +201,7 @@ def check_prefixes(found: Outcome) -> None:
     check_balance(found)
 
 
+@pytest.mark.slow
 def test_prefill_workers_compute_alike_though_lengths_are_uneven() -> None:
     """At a load at which most queues are empty, and tell nothing."""
     requests = poisson(uneven_lengths(1), 28 * NUM_WORKERS)
@@ -206,17 +209,26 @@ def test_prefill_workers_compute_alike_though_lengths_are_uneven() -> None:
     check_balance(Grid(NUM_WORKERS, 4, **roomy).run(requests, load=0.5))
 
 
+@pytest.mark.slow
 def test_several_gateways_balance_together() -> None:
     """Each knows only what it gave itself, beside the reports of queues."""
     requests = poisson(uneven_lengths(2), 10_000)
     check_balance(Grid(100, 100, num_gateways=3).run(requests, load=0.5))
 
 
+@cache
+def undisturbed(load: float) -> Outcome:
+    """Of a fleet of which nobody comes or goes."""
+    return Grid(25, NUM_WORKERS - 25).run(synthetic_trace(5000, 1), load)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [0.5, 0.8])
 def test_prefixes_are_found_and_the_work_is_even(load: float) -> None:
-    check_prefixes(Grid(25, NUM_WORKERS - 25).run(synthetic_trace(5000, 1), load))
+    check_prefixes(undisturbed(load))
 
 
+@pytest.mark.slow
 def test_prefixes_are_found_by_more_than_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = synthetic_trace(3000, 1)
     found = Grid(100, NUM_WORKERS - 100).run(requests, load=0.3)
@@ -239,6 +251,7 @@ def test_a_recorded_trace() -> None:
     check_prefixes(Grid(40, NUM_WORKERS - 40).run(requests, load=0.4))
 
 
+@pytest.mark.slow
 def test_a_prefix_that_all_share_makes_no_hot_spot() -> None:
     """Three quarters of every prompt are the same: all workers come to have it, and they share the work."""
     rng = random.Random(3)
@@ -269,11 +282,10 @@ def waves_of_loss(num_prefills: int, num_decodes: int) -> Iterator[Change]:
             yield Change(begin + 0.03 + number * 1e-4, address, is_there=True)
 
 
+@pytest.mark.slow
 def test_workers_that_come_and_go_cost_neither_prefixes_nor_balance() -> None:
     """The grid refuses a placement on a worker that is gone; work is measured from the last one's return on."""
-    requests = synthetic_trace(5000, 1)
-    calm = Grid(25, NUM_WORKERS - 25).run(requests, load=0.5)
     changes = waves_of_loss(25, NUM_WORKERS - 25)
-    stormy = Grid(25, NUM_WORKERS - 25).run(requests, load=0.5, changes=changes)
-    assert stormy.hit_share >= 0.95 * calm.hit_share
+    stormy = Grid(25, NUM_WORKERS - 25).run(synthetic_trace(5000, 1), load=0.5, changes=changes)
+    assert stormy.hit_share >= 0.95 * undisturbed(0.5).hit_share
     check_balance(stormy)

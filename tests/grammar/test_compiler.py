@@ -100,6 +100,7 @@ def chain(length: int) -> str:
     return f'start: r0\n{rules}\nr{length}: "x"'
 
 
+@pytest.mark.slow
 async def test_a_grammar_that_kills_the_compiler_is_refused_and_others_are_served(
     compiler: GrammarCompiler,
 ) -> None:

@@ -30,6 +30,8 @@ from tests.support.live_tiers import (
     prefill_worker,
 )
 
+pytestmark = pytest.mark.slow
+
 #: Oracle workers that speak with the tokens that the gateway's tokenizer knows.
 TOKENS = {"model": str(BOX_MODEL), "served_model_name": "oracle"}
 

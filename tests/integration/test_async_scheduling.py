@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from baton.client import AsyncClient, Completion, SamplingParams
 from tests.support.live_tiers import BOX_MODEL, decode_worker, gateway
+
+pytestmark = pytest.mark.slow
 
 PROMPTS = ["import os\n", "def f(x):\n    return", "class A:\n", "for i in range("]
 PARAMS = [

@@ -19,6 +19,8 @@ from tests.support.live_tiers import (
 )
 from tests.support.metrics_page import fetch_metrics, free_ports
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 1000
 
 

@@ -14,6 +14,8 @@ from baton.types import BeamParams, Sampling
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.live_tiers import ONLY_DECODES, has_crossed, live_system
 
+pytestmark = pytest.mark.slow
+
 PROMPT = list(range(40))
 #: Of KV, in an oracle engine.
 TOKEN_BYTES = 4 * 2 * 2 * 8

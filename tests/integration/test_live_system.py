@@ -30,6 +30,8 @@ from tests.support.live_tiers import (
     prefill_worker,
 )
 
+pytestmark = pytest.mark.slow
+
 FOREVER = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
 
 

@@ -12,6 +12,8 @@ from baton.engine.oracle import oracle_tokens
 from baton.types import Sampling
 from tests.support.live_tiers import ONLY_DECODES, has_crossed, live_system
 
+pytestmark = pytest.mark.slow
+
 PARAMS = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]
 ANSWER = tuple(oracle_tokens(PROMPT, Sampling(max_tokens=30), 1000))

@@ -11,6 +11,8 @@ from bench.gpu.case import TINY, Case
 from bench.gpu.cases import all_cases
 from bench.gpu.compile import ARCHS, MAX_SHARED_BYTES, compile_case
 
+pytestmark = pytest.mark.slow
+
 #: A few registers spilled at the edges of a loop; more than that costs more than anything tuned here gains.
 MAX_STACK_BYTES = 64
 

@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).with_name("interpreted")
 
 

@@ -277,6 +277,7 @@ DAMAGES: list[Damage] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wire_dtype", "how"),
     [

@@ -10,6 +10,8 @@ import pytest
 from kv_transfer.ticket import TicketDead, TicketState
 from tests.support.kv_transports import REMOTE
 
+pytestmark = pytest.mark.slow
+
 _SENDER = """
 import sys, time
 from baton.engine.kv_range import KvRange

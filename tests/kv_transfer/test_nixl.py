@@ -28,6 +28,8 @@ from kv_transfer.transport.connector import make_connector
 from kv_transfer.transport.nixl import QUARANTINE_S, Quarantine, has_nixl, listen_nixl
 from kv_transfer.version import MAX_VERSION
 
+pytestmark = pytest.mark.slow
+
 needs_nixl = pytest.mark.skipif(not has_nixl(), reason="the nixl library is not installed")
 LAYOUT = KvLayout("m", 3, 2, 4, "int64", 4)
 PATIENCE_S = 30.0

@@ -124,6 +124,7 @@ def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_another_process_writes_into_an_area(library: str, device: Path) -> None:
     memory = CudaMemory(DEVICE, CudaDriver(library))
     area = memory.allocate(100)

@@ -129,12 +129,14 @@ def test_greedy_tokens_are_those_of_generate(case: Path) -> None:
         assert token_ids(outputs) == wanted, (block_size, chunk_tokens)
 
 
+@pytest.mark.slow
 def test_a_sequence_alone_gives_the_same_tokens(case: Path) -> None:
     engine = load_engine(str(case), block_size=4, num_blocks=64)
     alone = [generate(engine, [p], Sampling(), NUM_TOKENS, chunk_tokens=20)[0] for p in prompts()]
     assert token_ids(alone) == expected(case)
 
 
+@pytest.mark.slow
 def test_logits_are_close_at_every_position(case: Path) -> None:
     engine = load_engine(str(case), block_size=8, num_blocks=64)
     for chunk_tokens in (1 << 20, 19):

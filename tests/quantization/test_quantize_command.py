@@ -53,6 +53,7 @@ def loss(path: Path, ids: list[int], dtype: str) -> float:
     return float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_box_model_keeps_its_likelihood(
     scheme: Scheme, tmp_path: Path, text_ids: list[int]
@@ -175,6 +176,7 @@ def test_the_group_is_the_largest_that_fits() -> None:
     assert choose_group_size([100]) is None
 
 
+@pytest.mark.slow
 def test_the_command(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ["quantize", str(model), "--scheme", "int4", "--output", str(tmp_path / "new")]
     assert CliRunner().invoke(app, arguments).exit_code == 0

@@ -20,6 +20,8 @@ from gateway import server as gateway_module
 from tests.support.live_tiers import decode_worker, gateway, prefill_worker
 from tests.support.redis_server import RedisServer, redis_server
 
+pytestmark = pytest.mark.slow
+
 LEASE_S, PERIOD_S, TIMEOUT_S = 0.5, 0.05, 0.25
 
 #: As long, beside the lease and all else that Redis's users wait for, as 30 s are beside the defaults.

@@ -116,6 +116,7 @@ async def test_other_services_of_the_port_are_behind_the_key_too(version: str) -
         assert await channel.stream_stream(method)().code() is grpc.StatusCode.UNAUTHENTICATED
 
 
+@pytest.mark.slow
 async def test_a_long_prompt_is_refused_for_its_key_like_any_other() -> None:
     """Though the answer comes before all of it is sent."""
     prompt = [100_000] * 1_000_000
@@ -201,6 +202,7 @@ def test_a_client_has_one_authorization() -> None:
         AsyncClient(api_key=KEY, metadata={"authorization": "Bearer other"})
 
 
+@pytest.mark.slow
 async def test_a_gateway_process_has_no_key_on_its_command_line() -> None:
     """`baton gateway` becomes `python -m gateway`: seen as others see it, in /proc."""
     ours, theirs = os.pipe()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from baton.cli.main import app
@@ -28,6 +29,7 @@ def as_variables(files: TlsFiles) -> dict[str, str]:
     return {f"BATON_{name.upper()}": path for name, path in as_options(files).items()}
 
 
+@pytest.mark.slow
 async def test_commands_show_certificate_and_key(own: TlsFiles, authority: Authority) -> None:
     files = as_options(own)
     async with (

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 FAKE = str(Path(__file__).with_name("fake_main.py"))
 
 

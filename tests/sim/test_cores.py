@@ -87,6 +87,7 @@ def check_outputs(client: SimClient, specs: list[SequenceSpec]) -> None:
         assert got == (tokens[: len(got)] if is_cut else tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("decode_shape", "prefill_shape"), SHAPES)
 @pytest.mark.parametrize("seed", range(12))
 def test_two_tiers_give_what_one_request_alone_gives(
@@ -102,6 +103,7 @@ def test_two_tiers_give_what_one_request_alone_gives(
     check_outputs(client, specs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_cancels_at_any_moment_leave_no_block_behind_and_disturb_nobody(seed: int) -> None:
     client = make(
@@ -125,6 +127,7 @@ def test_memory_pressure_preempts() -> None:
     assert {"Preempted", "Deferred", "Committed", "Offered", "Tokens", "Prefilled"} <= seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_sequences_that_move_between_decode_workers_and_are_swapped_lose_nothing(seed: int) -> None:
     shape = SimShape(num_blocks=30, swap_bytes=4000 if seed % 2 else 0)
@@ -174,6 +177,7 @@ def test_the_next_turn_of_a_conversation_borrows_what_the_decode_worker_kept(see
     assert client.num_borrowed in (num_kept, num_kept - 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["prefill", "decode"])
 def test_a_fault_in_a_step_is_charged_to_its_request_alone(tier: str) -> None:
     poison = 777

@@ -87,6 +87,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("decode_shape", "prefill_shape"), SHAPES)
 @pytest.mark.parametrize("seed", range(6))
 def test_streams_are_whole_and_right_with_cancels_and_full_workers(

@@ -97,6 +97,7 @@ async def serve(system: System, wishes: list[Wish], num_cancels: int) -> list[Hi
     return histories
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_blocks", [40, 200])
 @pytest.mark.parametrize("fault", ["none", "drain", "kill", "drain then kill"])
 @pytest.mark.parametrize("seed", range(3))

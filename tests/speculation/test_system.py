@@ -45,6 +45,7 @@ def expected(spec: SequenceSpec) -> list[list[int]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "decode_shape",
     [

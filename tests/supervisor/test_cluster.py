@@ -15,6 +15,8 @@ import pytest
 from baton.errors import ConfigError, StartupError
 from baton.supervisor import ChildFailed, Cluster
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:
     from conftest import Stage
 

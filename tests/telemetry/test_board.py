@@ -22,6 +22,8 @@ from tests.support.promql import Scrape, evaluate, has_data, scrape
 GRAFANA = Path(__file__).parents[2] / "deploy" / "grafana"
 BOARD = GRAFANA / "dashboards" / "baton.json"
 ALERTS = GRAFANA.parent / "otel" / "alerts.yaml"
+AUTOSCALING = ALERTS.parents[1] / "k8s" / "autoscaling"
+WORKERS = ("decode", "prefill")
 
 #: Metrics that vLLM's own example board asks for, and that have a meaning here.
 VLLM_NAMES = {
@@ -57,6 +59,12 @@ def expressions() -> Iterator[tuple[str, str]]:
 def alerts() -> list[str]:
     groups = yaml.safe_load(ALERTS.read_text())["groups"]
     return [rule["expr"] for group in groups for rule in group["rules"]]
+
+
+def scaling_queries() -> list[str]:
+    """What KEDA asks Prometheus for."""
+    scalers = [yaml.safe_load((AUTOSCALING / f"{tier}.yaml").read_text()) for tier in WORKERS]
+    return [one["metadata"]["query"] for told in scalers for one in told["spec"]["triggers"]]
 
 
 async def _load(client: AsyncClient, first: int) -> None:
@@ -115,6 +123,15 @@ def test_each_alert_asks_for_what_there_is_and_is_silent(
     value = evaluate(left, *scrapes)
     assert has_data(value)
     assert all(number <= float(limit) for number in value.values())
+
+
+@pytest.mark.parametrize("query", scaling_queries())
+def test_each_query_that_scales_a_tier_is_one_number(
+    scrapes: tuple[Scrape, Scrape], query: str
+) -> None:
+    value = evaluate(query, *scrapes)
+    assert len(value) == 1
+    assert has_data(value)
 
 
 def test_the_boards_panels_do_not_overlap() -> None:

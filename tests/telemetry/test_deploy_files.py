@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from baton.telemetry.telemetry import TelemetrySettings, open_telemetry
+from gateway.discovery import DISCOVERY_PATH
 from tests.support.compose_file import baton_services_of, load_compose
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +32,7 @@ def load(path: Path) -> Any:
     return yaml.safe_load(path.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
 @pytest.mark.parametrize("endpoint", ["", ENDPOINT])
 def test_traces_go_where_one_variable_says_and_else_nowhere(profile: str, endpoint: str) -> None:
@@ -76,9 +78,12 @@ def test_what_is_mounted_is_there_and_only_viewers_are_published() -> None:
 def test_prometheus_fetches_from_the_port_that_the_services_get() -> None:
     services = {name: told for p in ("cpu", "gpu") for name, told in baton_services_of(p).items()}
     (scrape,) = load(DEPLOY / "otel" / "prometheus.yaml")["scrape_configs"]
-    targets = scrape["static_configs"][0]["targets"]
     (port,) = {told["environment"]["BATON_METRICS_PORT"] for told in services.values()}
-    assert targets == [f"{name}:{port}" for name in ("gateway", "prefill", "decode")]
+    # Of the gateway, which tells of the workers.
+    assert scrape["static_configs"] == [{"targets": [f"gateway:{port}"]}]
+    assert [one["url"] for one in scrape["http_sd_configs"]] == [
+        f"http://gateway:{port}{DISCOVERY_PATH}"
+    ]
 
 
 def test_grafanas_board_is_where_its_provisioning_looks() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +17,8 @@ from baton.engine.tensor_parallel.commands import (
     read_commands,
 )
 from baton.types import Sampling
+
+pytestmark = pytest.mark.slow
 
 IDS = st.lists(st.integers(0, 2**40), max_size=6).map(tuple)
 SLICES = st.builds(

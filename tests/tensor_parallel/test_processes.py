@@ -27,6 +27,8 @@ from baton.types import KvLayout, Sampling
 from tests.support.drive_engine import generate
 from tests.support.tiny_models import make_tiny_model
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [(5, 9, 200), tuple(range(20))]
 
 

@@ -19,6 +19,8 @@ from baton.config import ServeOptions
 from baton.supervisor import Cluster
 from tests.support.tiny_models import make_tiny_model
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[(11 * i + 5 * j) % 250 for i in range(n)] for j, n in enumerate((3, 40, 90, 17))]
 
 

@@ -16,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -24,19 +25,8 @@ from pathlib import Path
 _log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-_SOURCES = (
-    "linear.cpp",
-    "attention.cpp",
-    "pointwise.cpp",
-    "layers.cpp",
-    "checked_copy.cpp",
-    "word_sum.cpp",
-    "sampling.cpp",
-)
-_HEADERS = (
-    *("calls.h", "simd.h", "simd_avx512.h", "simd_avx2.h", "simd_neon.h", "words.h"),
-    *("stored.h", "attention.h", "attention_many_rows.h"),
-)
+_SOURCES = tuple(sorted(_FOLDER.glob("*.cpp")))
+_HEADERS = tuple(sorted(_FOLDER.glob("*.h")))
 _CPU_INFO = Path("/proc/cpuinfo")
 #: Forces a level that is lower than the machine's best.
 LEVEL_VARIABLE = "BATON_CPU_LEVEL"
@@ -194,8 +184,8 @@ def _cache_folder() -> Path:
 def file_name(level_name: str) -> str:
     """Of a level's library, built from these very sources."""
     digest = hashlib.blake2b("\0".join(_command(level_name)).encode(), digest_size=8)
-    for name in (*_SOURCES, *_HEADERS):
-        digest.update((_FOLDER / name).read_bytes())
+    for path in (*_SOURCES, *_HEADERS):
+        digest.update(path.read_bytes())
     return f"kernels-{level_name}-{digest.hexdigest()}.so"
 
 
@@ -220,17 +210,19 @@ def _command(level_name: str) -> tuple[str, ...]:
     return *_FLAGS, *LEVELS[level_name].flags
 
 
-def build(level_name: str, path: Path, compiler: str | None = None) -> None:
-    """Build a level's library, whatever this CPU has. compiler: by default this machine's own. Raises FileNotFoundError without
-    one, subprocess.SubprocessError if it fails, OSError."""
+def build(
+    level_name: str, path: Path, compiler: str | None = None, sources: Sequence[Path] = _SOURCES
+) -> None:
+    """Build a library for a level, by default that of the kernels, whatever this CPU has. compiler: by default this machine's own.
+    Raises FileNotFoundError without one, subprocess.SubprocessError if it fails, OSError."""
     compiler = compiler or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise FileNotFoundError("no C++ compiler (c++, g++ or clang++)")
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         # Moved into place whole: of two processes that build, each finds a whole file.
         built = Path(scratch) / path.name
-        sources = [str(_FOLDER / name) for name in _SOURCES]
-        command = [compiler, *_command(level_name), *sources, "-o", str(built)]
+        files = [*map(str, sources), "-o", str(built)]
+        command = [compiler, *_command(level_name), f"-I{_FOLDER}", *files]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
         built.replace(path)
 

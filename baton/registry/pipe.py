@@ -1,0 +1,52 @@
+"""The registry of `baton serve`: the supervisor names each worker on a pipe when it is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncGenerator, Callable
+from typing import NoReturn
+
+from baton.errors import ConfigError
+from baton.registry.interface import Change, Joined
+from baton.registry.registration import Registration
+from baton.types import Tier
+
+
+class PipeRegistry:
+    """Owns the descriptor. A list that only grows, until the other end is closed."""
+
+    def __init__(self, fd: int) -> None:
+        """Raises ConfigError if there is no such descriptor."""
+        try:
+            os.fstat(fd)
+        except OSError as error:
+            fix = f"{error.strerror}; leave it out, or pass the descriptor on to this process"
+            raise ConfigError.of("workers_fd", fd, fix) from error
+        self._fd = fd
+        self._ended = asyncio.Event()
+
+    async def changes(self) -> AsyncGenerator[Change, None]:
+        """See Registry."""
+        reader = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(self._fd, "rb", 0)
+        )
+        try:
+            while line := await reader.readline():
+                told = json.loads(line)
+                yield Joined(told["address"], Tier[told["tier"].upper()])
+        finally:
+            transport.close()
+            self._ended.set()
+
+    async def wait_ended(self) -> None:
+        """Returns when the list is complete, and `changes` has told all of it."""
+        await self._ended.wait()
+
+    async def announce(self, current: Callable[[], Registration | None]) -> NoReturn:  # noqa: ARG002
+        """See Registry."""
+        await asyncio.get_running_loop().create_future()
+        raise RuntimeError("nobody sets that future")
