@@ -130,8 +130,10 @@ def numerics_lines(workers: Sequence[WorkerStatus]) -> Iterator[str]:
 
 def _row(worker: WorkerStatus) -> tuple[str, ...]:
     state = f"{worker.state}: {worker.reason}" if worker.reason else worker.state
+    # Below each other where people read it; in one line, which a program can look for, elsewhere.
+    separator = "\n" if sys.stdout.isatty() else " "
     return (
-        f"{worker.worker_id or '?'}\n{worker.address}",
+        f"{worker.worker_id or '?'}{separator}{worker.address}",
         worker.tier,
         state,
         str(worker.num_running),
