@@ -144,7 +144,12 @@ def main(
         label = getattr(options, "worker_id", None) or name
         raise SystemExit(run_service(options, serve, label))
 
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app = typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
     app.command(name)(option_command(cls, run, (serve.__doc__ or "").strip()))
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name=f"baton {name}")

@@ -83,6 +83,11 @@ def parse_ticket(data: bytes) -> KvTicket:
     )
 
 
+def ticket_id_of(data: bytes) -> int:
+    """The number of a ticket. Raises InvalidRequest if it is none."""
+    return _parse(data).ticket_id
+
+
 def verify_ticket(data: bytes, owner: WorkerIdentity, secret: bytes) -> KvTicket:
     """The ticket, if `owner` made it under `secret` and not a bit of its meaning was changed.
 

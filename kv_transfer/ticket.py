@@ -119,7 +119,7 @@ class Ticket:
 
     block_ids: where tokens [num_cached_tokens, num_tokens) are to be written; min_tokens: the fewest that a commit may be of.
     connection: whose ticket it is, once it has been presented; on_death: of that connection.
-    checksum, num_bytes: of all that has been written.
+    checksum, num_bytes: of all that has been written. data: what the sender was given to show.
     """
 
     ticket_id: int
@@ -140,6 +140,7 @@ class Ticket:
     death: TicketDead | None = None
     reserved_s: float = 0.0
     receiving_s: float = 0.0
+    data: bytes = b""
 
     @property
     def is_open(self) -> bool:

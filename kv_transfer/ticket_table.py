@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from baton.errors import HandoffFailed, InvalidRequest
 from baton.types import KvLayout, SequenceSpec, WorkerIdentity
 from kv_transfer.coverage import Coverage
 from kv_transfer.endpoint import Endpoint
-from kv_transfer.kv_ticket import KvTicket, encode_ticket, verify_ticket
+from kv_transfer.kv_ticket import KvTicket, encode_ticket, ticket_id_of, verify_ticket
 from kv_transfer.ticket import (
     Commit,
     LendAsked,
@@ -105,8 +106,10 @@ class TicketTable:
             ticket_id = self._draw_id()
             while ticket_id == 0 or ticket_id in self._tickets:
                 ticket_id = self._draw_id()
+            data = self._encoded(ticket_id, spec, num_cached_tokens, num_tokens, lease_s)
             self._tickets[ticket_id] = Ticket(
                 ticket_id=ticket_id,
+                data=data,
                 block_ids=block_ids,
                 num_layers=self._layout.num_layers,
                 min_tokens=min(spec.num_tokens, num_tokens),
@@ -116,20 +119,7 @@ class TicketTable:
                 lease_s=lease_s,
                 deadline=deadline,
             )
-        shown = KvTicket(
-            owner=self._identity,
-            ticket_id=ticket_id,
-            epoch=_EPOCH,
-            request_id=spec.request_id,
-            tenant=spec.tenant,
-            num_cached_tokens=num_cached_tokens,
-            num_tokens=num_tokens,
-            layout=self._layout,
-            endpoints=self._endpoints,
-            lease_s=lease_s,
-            traceparent=spec.traceparent,
-        )
-        return OfferedTicket(ticket_id, encode_ticket(shown, self._secret))
+        return OfferedTicket(ticket_id, data)
 
     def abort(self, ticket_id: int, reason: str, message: str) -> None:
         """Give a ticket up, in whatever state; a second abort, or one after the commit, changes nothing."""
@@ -172,20 +162,25 @@ class TicketTable:
 
     def begin(
         self, data: bytes, connection: int, on_death: OnDeath | None = None
-    ) -> KvTicket | Rejection:
+    ) -> Rejection | None:
         """A sender presents a ticket: genuine, of this boot, live and for the first time, or it is rejected.
 
         on_death: called, in any thread and holding no lock, when the ticket dies by anything but a frame of the connection, or its
         end."""
         try:
-            shown = verify_ticket(data, self._identity, self._secret)
+            # What is to the byte as it was given needs no digest.
+            ticket_id = ticket_id_of(data)
+            with self._lock:
+                ticket = self._tickets.get(ticket_id)
+            if ticket is None or not hmac.compare_digest(ticket.data, data):
+                shown = verify_ticket(data, self._identity, self._secret)
+                if shown.epoch != _EPOCH:
+                    return _UNKNOWN
         except InvalidRequest as error:
             return Rejection(HandoffFailed.reason, error.message)
         with self._lock:
-            ticket = self._tickets.get(shown.ticket_id)
-            if ticket is None or shown.epoch != _EPOCH:
-                return _UNKNOWN
-            return ticket.present(connection, on_death, self._clock()) or shown
+            ticket = self._tickets.get(ticket_id)
+            return ticket.present(connection, on_death, self._clock()) if ticket else _UNKNOWN
 
     def pin(
         self, ticket_id: int, epoch: int, connection: int, piece: KvRange
@@ -264,6 +259,30 @@ class TicketTable:
             yield calls
         for call in calls:
             call()
+
+    def _encoded(
+        self,
+        ticket_id: int,
+        spec: SequenceSpec,
+        num_cached_tokens: int,
+        num_tokens: int,
+        lease_s: float,
+    ) -> bytes:
+        """What a sender is given to show."""
+        shown = KvTicket(
+            owner=self._identity,
+            ticket_id=ticket_id,
+            epoch=_EPOCH,
+            request_id=spec.request_id,
+            tenant=spec.tenant,
+            num_cached_tokens=num_cached_tokens,
+            num_tokens=num_tokens,
+            layout=self._layout,
+            endpoints=self._endpoints,
+            lease_s=lease_s,
+            traceparent=spec.traceparent,
+        )
+        return encode_ticket(shown, self._secret)
 
     # Under the lock.
 

@@ -79,7 +79,9 @@ def cli_page() -> Iterator[str]:
     """Lines of docs/cli.md."""
     yield _CLI_HEAD
     group: Any = typer.main.get_command(app)
-    for name, command in sorted(group.commands.items()):
+    context = typer.Context(group)
+    for name in sorted(group.list_commands(context)):
+        command: Any = group.get_command(context, name)
         shown = [param for param in command.params if not getattr(param, "hidden", False)]
         arguments = [param for param in shown if param.param_type_name == "argument"]
         options = [param for param in shown if param.param_type_name == "option"]

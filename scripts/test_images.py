@@ -40,7 +40,7 @@ SERVICES = ("gateway", "prefill", "decode", "redis")
 PROMPT = "def walk(path):\n    for name in sorted(os.listdir(path)):\n" * 8
 MAX_LOCAL_PREFILL_TOKENS = "16"
 #: That an engine restarts a container, and the service is ready again, takes at most this.
-RECOVERY_TIMEOUT_S = 120.0
+RECOVERY_TIMEOUT_S = 300.0
 #: What a gateway may be in all, and what python:3.12-slim is of that, in MB of 10**6 bytes.
 GATEWAY_MB = 250
 SLIM_MB = 125

@@ -49,12 +49,19 @@ torch_index() {
     fi
 }
 
+# The native CPU kernels of this machine take a compiler as long as the rest takes pip: at the same time, so that the first
+# start finds them. Where they cannot be built, that start says why.
+build_kernels() {
+    PYTHONPATH=kernels "$venv/bin/python" -c 'from baton_kernels.cpu.library import library; library()' 2>/dev/null || true
+}
+
 echo "make: installing into $venv what $stage needs (some minutes the first time)"
 case $stage in
     run) extras=gateway,worker ;;
     dev) extras=dev ;;
     *) fail "no stage $stage: run or dev" ;;
 esac
+build_kernels &
 if ! "$venv/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null; then
     # Alone: nothing else may come from that index.
     install $(torch_index) "torch>=2.11,<=2.13.0"
@@ -62,3 +69,4 @@ fi
 # What builds this project's two distributions, here and not in an environment that pip makes for each.
 install "hatchling>=1.27" editables
 install --no-build-isolation -e ./client -e ".[$extras]"
+wait

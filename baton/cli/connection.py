@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from baton.rpc.tls import TlsFiles
-
 if TYPE_CHECKING:
     from baton.client import Client
+    from baton.rpc.tls import TlsFiles
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
@@ -72,6 +71,8 @@ def _connection_of(
     ssl_keyfile: str,
     ssl_server_name: str,
 ) -> Connection:
+    from baton.rpc.tls import TlsFiles
+
     tls = TlsFiles(ssl_ca_certs, ssl_certfile, ssl_keyfile, ssl_server_name)
     # A gateway's variable may hold several keys, with commas; any of them will do.
     key = api_key.partition(",")[0] if api_key else None

@@ -5,24 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import typer
-
 from baton.config.command import option_command, to_arguments
 from baton.distill.options import DistillOptions
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("distill")(
-        option_command(
-            DistillOptions,
-            distill,
-            "Train a small model to draft for a target (--speculative-model).",
-        )
-    )
 
 
 def distill(options: DistillOptions) -> None:
     """A process of its own: this one stays without torch."""
     command = [sys.executable, "-P", "-m", "baton.distill", *to_arguments(options)]
     raise SystemExit(subprocess.run(command, check=False).returncode)
+
+
+distill_command = option_command(
+    DistillOptions, distill, "Train a small model to draft for a target (--speculative-model)."
+)

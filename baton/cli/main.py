@@ -1,37 +1,99 @@
-"""`baton`: the commands, and how their errors end."""
+"""`baton`: the commands, and how their errors end. Each is imported when it is asked for: what one needs is not all light."""
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from baton.cli import (
-    chat,
-    check,
-    distill,
-    doctor,
-    generate,
-    health,
-    quantize,
-    role,
-    start,
-    status,
-    version,
-)
-from baton.errors import BatonError, StartupError
-from baton.grpc_environment import quiet_grpc
-from baton.service import EXIT_REFUSED, refuse
+from baton import __version__
+
+#: Exit status of a command line that starts nothing.
+EXIT_REFUSED = 2
 
 #: What typer raises for a command line that does not fit: it has a name only in some versions.
 _UsageError: Any = typer.BadParameter.__base__
+
+#: Commands by name: the module that has it, the function there, and a line for the list of commands.
+COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {
+        "serve": (
+            "start",
+            "serve_command",
+            "Start all tiers on this machine and keep them running.",
+        ),
+        "gateway": ("start", "gateway_command", "Start the gateway alone."),
+        "prefill": ("start", "prefill_command", "Start one prefill worker."),
+        "decode": ("start", "decode_command", "Start one decode worker."),
+        "generate": ("generate", "generate", "Complete PROMPT and print the text as it comes."),
+        "chat": ("chat", "chat", "Talk with the model; the conversation is kept."),
+        "status": ("status", "status", "Show models, workers, load and blocks."),
+        "health": ("health", "health", "Ask a gateway or a worker for its health."),
+        "check": ("check", "check", "Compare split with one-process output, token for token."),
+        "doctor": (
+            "doctor",
+            "doctor",
+            "Look at Python, torch, ports, shared memory, clock and a model's files.",
+        ),
+        "quantize": (
+            "quantize",
+            "quantize",
+            "Round or prune the linear layers of MODEL and write a checkpoint.",
+        ),
+        "distill": (
+            "distill",
+            "distill_command",
+            "Train a small model to draft for a target (--speculative-model).",
+        ),
+        "set-role": ("role", "set_role", "Change the tier of a running worker."),
+        "version": (
+            "version",
+            "version",
+            "Print the versions of the software and of its protocol.",
+        ),
+    }
+)
 
 
 class _Commands(TyperGroup):
     """Tells every error in one line: exit status 2 if nothing was started, 1 if a request failed."""
 
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
+        """Imports the command's module."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, function, _ = COMMANDS[cmd_name]
+        command = getattr(importlib.import_module(f"baton.cli.{module}"), function)
+        one = typer.Typer(
+            add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+        )
+        one.command(cmd_name)(command)
+        return typer.main.get_command(one)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Before the imports of `serve` there is a sign of life: on a busy machine they take a second."""
+        if args and args[0] == "serve" and not {"-h", "--help"} & set(args):
+            sys.stdout.write(f"Baton {__version__} is starting\n")
+            sys.stdout.flush()
+        return list(super().parse_args(ctx, args))
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        """The list, without importing what is on it."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, _, line) in COMMANDS.items()])
+
     def invoke(self, ctx: Any) -> Any:
+        from baton.errors import BatonError, StartupError
+        from baton.grpc_environment import quiet_grpc
+
         quiet_grpc()
         try:
             return super().invoke(ctx)
@@ -41,6 +103,8 @@ class _Commands(TyperGroup):
             typer.echo(f"{path}: error: {told.rstrip('.')}; see {path} --help", err=True)
             raise SystemExit(EXIT_REFUSED) from None
         except StartupError as error:
+            from baton.service import refuse
+
             raise SystemExit(refuse(ctx.invoked_subcommand or "", error)) from None
         except BatonError as error:
             told = f" [{error.request_id}]" if error.request_id else ""
@@ -50,21 +114,24 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(
     name="baton",
-    help="Serve Hugging Face language models from two tiers: prefill here, decode there.",
     cls=_Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-start.register(app)
-distill.register(app)
-app.command("generate")(generate.generate)
-app.command("chat")(chat.chat)
-app.command("status")(status.status)
-app.command("health")(health.health)
-app.command("check")(check.check)
-app.command("doctor")(doctor.doctor)
-app.command("quantize")(quantize.quantize)
-app.command("set-role")(role.set_role)
-app.command("version")(version.version)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"baton {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    """Serve Hugging Face language models from two tiers: prefill here, decode there."""

@@ -7,29 +7,9 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-import typer
-
 from baton.config import DecodeOptions, GatewayOptions, PrefillOptions, ServeOptions, ServiceOptions
 from baton.config.command import option_command, private_environment, to_arguments
 from baton.grpc_environment import GRPC_ENVIRONMENT
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands that start something."""
-    app.command("serve")(
-        option_command(
-            ServeOptions, serve, "Start all tiers on this machine and keep them running."
-        )
-    )
-    app.command("gateway")(
-        option_command(GatewayOptions, _becomes("gateway"), "Start the gateway alone.")
-    )
-    app.command("prefill")(
-        option_command(PrefillOptions, _becomes("prefill_svc"), "Start one prefill worker.")
-    )
-    app.command("decode")(
-        option_command(DecodeOptions, _becomes("decode_svc"), "Start one decode worker.")
-    )
 
 
 def serve(options: ServeOptions) -> None:
@@ -61,3 +41,13 @@ def _becomes(module: str) -> Callable[[ServiceOptions], NoReturn]:
         os.execve(sys.executable, command, environment)
 
     return run
+
+
+serve_command = option_command(
+    ServeOptions, serve, "Start all tiers on this machine and keep them running."
+)
+gateway_command = option_command(GatewayOptions, _becomes("gateway"), "Start the gateway alone.")
+prefill_command = option_command(
+    PrefillOptions, _becomes("prefill_svc"), "Start one prefill worker."
+)
+decode_command = option_command(DecodeOptions, _becomes("decode_svc"), "Start one decode worker.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,6 +35,9 @@ _COLUMNS = (
     ("cached", True),
     ("local", True),
 )
+
+#: Characters of a line that goes to no terminal.
+_UNFOLDED_WIDTH = 10_000
 
 #: Text is folded on narrow terminals, down to this many characters; numbers are never cut.
 _MIN_TEXT_WIDTH = 7
@@ -82,7 +86,8 @@ def _is_ready(model: Model) -> bool:
 def _print_tables(models: tuple[Model, ...]) -> None:
     from rich.console import Console
 
-    console = Console()
+    # What goes to another program is not folded: each line is a worker.
+    console = Console() if sys.stdout.isatty() else Console(width=_UNFOLDED_WIDTH)
     for model in models:
         console.print(_table(model))
         for line in numerics_lines(model.workers):
@@ -125,8 +130,10 @@ def numerics_lines(workers: Sequence[WorkerStatus]) -> Iterator[str]:
 
 def _row(worker: WorkerStatus) -> tuple[str, ...]:
     state = f"{worker.state}: {worker.reason}" if worker.reason else worker.state
+    # Below each other where people read it; in one line, which a program can look for, elsewhere.
+    separator = "\n" if sys.stdout.isatty() else " "
     return (
-        f"{worker.worker_id or '?'}\n{worker.address}",
+        f"{worker.worker_id or '?'}{separator}{worker.address}",
         worker.tier,
         state,
         str(worker.num_running),

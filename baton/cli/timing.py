@@ -10,17 +10,13 @@ if TYPE_CHECKING:
 
 def render_timing(timing: Timing, usage: Usage) -> str:
     """One line per tier, one for the handoff between them, one for the whole."""
-    prefill = timing.prefill_worker or timing.decode_worker or "nobody"
     decode = timing.decode_worker or "nobody"
     num_decoded = max(0, usage.completion_tokens - 1)
     per_token = f", {timing.decode_ms / num_decoded:.1f} ms a token" if num_decoded else ""
     lines = (
         f"gateway   tokenize {timing.tokenize_ms:.1f} ms, queue {timing.queue_ms:.1f} ms, "
         f"reserve {timing.reserve_ms:.1f} ms",
-        f"prefill   {usage.prompt_tokens} tokens ({usage.cached_tokens} cached), "
-        f"queue {timing.prefill_queue_ms:.1f} ms, compute {timing.prefill_ms:.1f} ms, on {prefill}",
-        f"handoff   {timing.transfer_bytes / 1024:.0f} KiB, "
-        f"{timing.transfer_exposed_ms:.1f} ms not hidden by compute",
+        *_prefill_lines(timing, usage),
         f"decode    {usage.completion_tokens} tokens, {timing.decode_ms:.1f} ms{per_token}, "
         f"on {decode}",
         f"total     first token after {timing.time_to_first_token_ms:.1f} ms, "
@@ -28,3 +24,22 @@ def render_timing(timing: Timing, usage: Usage) -> str:
     )
     resumes = f"\nresumed   {timing.num_resumes} times" if timing.num_resumes else ""
     return "\n".join(lines) + resumes
+
+
+def _prefill_lines(timing: Timing, usage: Usage) -> tuple[str, ...]:
+    """Where the prompt was computed. A decode worker that does it does so among its steps: there is no handoff then, and the
+    time is what the gateway waited for, the step's other sequences included."""
+    if not timing.prefill_worker:
+        return (
+            f"prefill   {usage.prompt_tokens} tokens ({usage.decode_cached_tokens} cached), "
+            f"computed in a step of the decode worker in {timing.first_token.prefill_ms:.1f} ms, "
+            f"on {timing.decode_worker or 'nobody'}",
+            "handoff   none: the prompt was computed where it is decoded",
+        )
+    return (
+        f"prefill   {usage.prompt_tokens} tokens ({usage.cached_tokens} cached), "
+        f"queue {timing.prefill_queue_ms:.1f} ms, compute {timing.prefill_ms:.1f} ms, "
+        f"on {timing.prefill_worker}",
+        f"handoff   {timing.transfer_bytes / 1024:.0f} KiB, "
+        f"{timing.transfer_exposed_ms:.1f} ms not hidden by compute",
+    )

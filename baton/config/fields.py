@@ -6,7 +6,6 @@ import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
-from pydantic_settings import NoDecode
 
 from baton.config.byte_size import parse_byte_size
 from baton.rpc.address import is_address
@@ -89,7 +88,6 @@ def _check_device(device: str) -> str:
 #: Worker addresses, "host:port", given by repeating the option or with commas.
 Addresses = Annotated[
     tuple[str, ...],
-    NoDecode,
     BeforeValidator(_split_commas),
     AfterValidator(_check_addresses),
 ]
@@ -102,13 +100,12 @@ RegistryUrl = Annotated[str, AfterValidator(_check_registry)]
 #: Keys of callers, given by repeating the option or with commas.
 ApiKeys = Annotated[
     tuple[SecretStr, ...],
-    NoDecode,
     BeforeValidator(_split_commas),
     AfterValidator(_check_api_keys),
 ]
 
 #: Names in certificates, given by repeating the option or with commas.
-PeerNames = Annotated[tuple[NonEmpty, ...], NoDecode, BeforeValidator(_split_commas)]
+PeerNames = Annotated[tuple[NonEmpty, ...], BeforeValidator(_split_commas)]
 
 CertReqs = Annotated[Literal["none", "required"], BeforeValidator(_cert_reqs)]
 

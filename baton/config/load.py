@@ -12,13 +12,12 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
-from pydantic_settings import EnvSettingsSource
 
 from baton.config.options import Options
 from baton.errors import ConfigError, StartupError
@@ -134,7 +133,17 @@ def _from_environment(cls: type[Options]) -> Mapping[str, object]:
         if name != variable and name not in known and variable not in _CLIENT_VARIABLES:
             shown = _HIDDEN_VALUE if _SECRET_NAME.search(name) else value
             raise ConfigError.of(variable, shown, f"no such option{_suggestion(name, known)}")
-    return EnvSettingsSource(cls)()
+    if not any(variable.startswith(ENV_PREFIX) for variable in os.environ):
+        return {}
+    # Imports the readers of every source that it knows: no process waits for that which has no such variable.
+    from pydantic_settings import BaseSettings, EnvSettingsSource
+
+    source = EnvSettingsSource(
+        cast("type[BaseSettings]", cls), case_sensitive=False, env_prefix=ENV_PREFIX
+    )
+    # Lists come as text with commas, which the fields split, and not as JSON.
+    source.config = {**source.config, "enable_decoding": False}
+    return source()
 
 
 def _from_file(path: Path) -> Mapping[str, object]:

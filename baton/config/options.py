@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from baton.config.fields import (
     HIDDEN,
@@ -24,30 +23,17 @@ from baton.config.fields import (
 from baton.rpc.tls import TlsFiles
 
 
-class Options(BaseSettings):
+class Options(BaseModel):
     """Base of all: frozen, and closed to unknown names. Environment and files are read by baton.config.load only."""
 
-    model_config = SettingsConfigDict(
+    model_config = ConfigDict(
         frozen=True,
         extra="forbid",
-        env_prefix="BATON_",
-        case_sensitive=False,
         allow_inf_nan=False,
         use_attribute_docstrings=True,
         protected_namespaces=(),
         validate_default=False,
     )
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],  # noqa: ARG003
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings,)
 
 
 class TlsOptions(Options):

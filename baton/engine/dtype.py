@@ -9,7 +9,6 @@ import torch
 from baton.engine.numerics import has_bfloat16_products
 from baton.errors import ConfigError
 from baton.model.config import DTYPES
-from baton_kernels.cpu.calling import is_native
 from baton_kernels.cpu.library import NO_LEVEL, level
 
 
@@ -25,8 +24,8 @@ def choose_dtype(asked: str, stored: str, device: torch.device) -> DtypeChoice:
     """asked: a type, or auto; stored: the checkpoint's. Raises ConfigError.
 
     On a CPU, auto takes the checkpoint's type where that has kernels of its own, and else float32, which holds all values of the
-    others: native kernels read bfloat16 at 16 bits at every level, but compute in no float16; torch, without them,
-    multiplies bfloat16 several times slower than float32, unless the CPU has instructions for it.
+    others: native kernels read all types at their own size at every level; torch, without them, multiplies those of 16
+    bits several times slower than float32, bfloat16 unless the CPU has instructions for it.
     """
     if asked != "auto":
         if asked not in DTYPES:
@@ -35,11 +34,6 @@ def choose_dtype(asked: str, stored: str, device: torch.device) -> DtypeChoice:
     own = DtypeChoice(stored, "the checkpoint's type")
     if device.type != "cpu" or stored == "float32":
         return own
-    found = level()
-    if found == NO_LEVEL:
-        if stored == "bfloat16" and has_bfloat16_products():
-            return own
-        return DtypeChoice("float32", f"without native kernels {stored} would be slower")
-    if is_native(getattr(torch, stored)):
+    if level() != NO_LEVEL or (stored == "bfloat16" and has_bfloat16_products()):
         return own
-    return DtypeChoice("float32", f"{stored} has no CPU kernels; bfloat16 is faster, but coarser")
+    return DtypeChoice("float32", f"without native kernels {stored} would be slower")

@@ -170,7 +170,8 @@ class Cluster:
             if child not in started:
                 return
             tier = child.name.partition("-")[0]
-            self._feed.add(json.dumps({"address": report.address, "tier": tier}))
+            address = await self._address_for_gateways(child.name, report.address)
+            self._feed.add(json.dumps({"address": address, "tier": tier}))
             if all(worker.report for worker in started):
                 self._feed.end()
 
@@ -187,6 +188,10 @@ class Cluster:
             self._phases[child.name] = child.start_s
             for phase, seconds in (child.report.phases if child.report else {}).items():
                 self._phases[f"{child.name} {phase}"] = seconds
+
+    async def _address_for_gateways(self, name: str, address: str) -> str:  # noqa: ARG002
+        """Under which gateways reach the worker `name`, which listens on `address`."""
+        return address
 
     async def _serving(self) -> None:
         """Wait until the gateway serves; raise ChildFailed if a child ends before."""

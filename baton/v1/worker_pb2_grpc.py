@@ -74,7 +74,7 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchLoad(self, request, context):
-        """Streams the worker's load: at every change worth telling, and at least four times a second.
+        """Streams the worker's load: at every change worth reporting, and at least four times a second.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

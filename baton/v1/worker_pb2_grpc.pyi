@@ -36,7 +36,7 @@ class WorkerServiceStub:
     GetWorkerInfo: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerInfoRequest, _worker_pb2.GetWorkerInfoResponse]
     """Describes the worker; constant for one boot."""
     WatchLoad: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchLoadRequest, _worker_pb2.WatchLoadResponse]
-    """Streams the worker's load: at every change worth telling, and at least four times a second."""
+    """Streams the worker's load: at every change worth reporting, and at least four times a second."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Stops the intake and answers when the last sequence has ended, or at the call's deadline."""
     SetRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]
@@ -52,7 +52,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     GetWorkerInfo: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerInfoRequest, _worker_pb2.GetWorkerInfoResponse]  # type: ignore[assignment]
     """Describes the worker; constant for one boot."""
     WatchLoad: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchLoadRequest, _worker_pb2.WatchLoadResponse]  # type: ignore[assignment]
-    """Streams the worker's load: at every change worth telling, and at least four times a second."""
+    """Streams the worker's load: at every change worth reporting, and at least four times a second."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Stops the intake and answers when the last sequence has ended, or at the call's deadline."""
     SetRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]  # type: ignore[assignment]
@@ -77,7 +77,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.WatchLoadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WatchLoadResponse], _abc.AsyncIterator[_worker_pb2.WatchLoadResponse]]:
-        """Streams the worker's load: at every change worth telling, and at least four times a second."""
+        """Streams the worker's load: at every change worth reporting, and at least four times a second."""
 
     @_abc_1.abstractmethod
     def Drain(

@@ -76,7 +76,7 @@ def _build_torch(options: EngineOptions, max_graph_seqs: int | None) -> Engine:
     with naming_model(options.model):
         check_checkpoint(options.model, options.revision)
     report_phase("importing torch")
-    # Only a process that runs a model pays for importing torch: a sixth less while nothing looks for garbage.
+    # Only a process that runs a model pays for importing torch: less while nothing looks for garbage.
     with _no_collection():
         import torch
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import socket
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from baton.v1 import kv_pb2
 from kv_transfer.device_memory import Payload
@@ -29,8 +32,10 @@ from kv_transfer.transport.stream_connection import send_all, set_socket_timeout
 from kv_transfer.version import HANDSHAKE_VERSION
 
 MAX_CONNECTIONS = 256
-#: A connection that has not said KvHello by then is closed; a reply that the peer does not read ends it.
-HANDSHAKE_TIMEOUT_S = 10.0
+#: Of them, from one address: a stranger leaves places for others.
+MAX_CONNECTIONS_PER_ADDRESS = 64
+#: A connection that may not present tickets by then is closed, whatever it has sent; a reply that the peer does not read ends it.
+GREETING_TIMEOUT_S = 1.0
 REPLY_TIMEOUT_S = 10.0
 #: Pause after a failed accept, so that a full table of file descriptors does not spin the thread.
 _ACCEPT_RETRY_S = 0.1
@@ -59,7 +64,6 @@ class ServerStream(ABC):
     def greet(self) -> None:
         """What must be done before the first frame; in the connection's own thread: who greets slowly holds up nobody. Raises
         OSError."""
-        set_socket_timeout(self.sock, socket.SO_RCVTIMEO, HANDSHAKE_TIMEOUT_S)
         set_socket_timeout(self.sock, socket.SO_SNDTIMEO, REPLY_TIMEOUT_S)
 
     @property
@@ -79,10 +83,12 @@ class ServerStream(ABC):
         if isinstance(frame, kv_pb2.KvAccept):
             self.accept(frame)
             self.agree(frame.version)
-            set_socket_timeout(self.sock, socket.SO_RCVTIMEO, 0.0)
         else:
             outgoing = self._seals.outgoing if self._seals else None
             self.write(encode(frame, version=self._version, seal=outgoing))
+
+    def opened(self) -> None:  # noqa: B027
+        """The peer may present tickets now: what its payloads need is made ready. Not before, for a stranger must not cost memory."""
 
     def agree(self, version: int) -> None:
         """Frames are of that version from here on."""
@@ -150,6 +156,15 @@ class ServerStream(ABC):
         self.sock.close()
 
 
+@dataclass(slots=True)
+class _Guest:
+    """A connection. address: the peer's, empty on a Unix socket. leave_at_s: when it must have greeted; None: it has."""
+
+    sock: socket.socket
+    address: str
+    leave_at_s: float | None
+
+
 class StreamListener:
     """Accepts connections on a bound socket, which it owns, from `serve` to `close`."""
 
@@ -165,7 +180,7 @@ class StreamListener:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._accepting: threading.Thread | None = None
-        self._connections: dict[threading.Thread, socket.socket] = {}
+        self._guests: dict[threading.Thread, _Guest] = {}
 
     def serve(self, receiver: Receiver) -> None:
         """Start to accept connections. Call once."""
@@ -178,12 +193,10 @@ class StreamListener:
         """End all connections; returns when their threads are gone. A second time changes nothing."""
         with self._lock:
             self._closing.set()
-            threads = tuple(self._connections)
-            socks = (self._sock, *self._connections.values())
+            threads = tuple(self._guests)
+            socks = (self._sock, *(guest.sock for guest in self._guests.values()))
         for sock in socks:
-            # Wakes the thread that waits in it. One that is closed already, or was never connected, has none.
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            _hang_up(sock)
         for thread in (self._accepting, *threads):
             if thread:
                 thread.join()
@@ -193,38 +206,61 @@ class StreamListener:
         return f"baton-kv-{self.endpoint.kind.name.lower()}-{what}"
 
     def _accept(self, receiver: Receiver) -> None:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
         while True:
+            next_s = self._send_away(time.monotonic())
+            if not poll.poll(None if next_s is None else math.ceil(next_s * 1000)):
+                continue
             try:
-                sock, _ = self._sock.accept()
+                sock, address = self._sock.accept()
             except OSError as error:
                 if self._closing.is_set() or self._sock.fileno() < 0:
                     return
                 _log.warning("cannot accept a KV connection: %s", error)
                 self._closing.wait(_ACCEPT_RETRY_S)
                 continue
-            if not self._start(sock, receiver):
+            if not self._start(sock, address[0] if address else "", receiver):
                 sock.close()
 
-    def _start(self, sock: socket.socket, receiver: Receiver) -> bool:
+    def _send_away(self, now_s: float) -> float | None:
+        """End the connections that have not greeted in time; seconds until the next of them is late, None if there is none."""
         with self._lock:
-            if self._closing.is_set() or len(self._connections) >= MAX_CONNECTIONS:
+            waiting = [(g.leave_at_s, g) for g in self._guests.values() if g.leave_at_s is not None]
+        for leave_at_s, guest in waiting:
+            if leave_at_s <= now_s:
+                _log.info("a KV connection did not greet within %g s", GREETING_TIMEOUT_S)
+                _hang_up(guest.sock)
+        return min((at_s - now_s for at_s, _ in waiting if at_s > now_s), default=None)
+
+    def _start(self, sock: socket.socket, address: str, receiver: Receiver) -> bool:
+        with self._lock:
+            if self._closing.is_set() or not self._has_place(address):
                 return False
+            guest = _Guest(sock, address, time.monotonic() + GREETING_TIMEOUT_S)
             thread = threading.Thread(
                 target=self._run,
-                args=(sock, receiver),
+                args=(guest, receiver),
                 name=self._thread_name("receive"),
                 daemon=True,
             )
-            self._connections[thread] = sock
+            self._guests[thread] = guest
             thread.start()
             return True
 
-    def _run(self, sock: socket.socket, receiver: Receiver) -> None:
+    def _has_place(self, address: str) -> bool:
+        """Under the lock."""
+        num_alike = sum(guest.address == address for guest in self._guests.values())
+        is_bounded = bool(address) and num_alike >= MAX_CONNECTIONS_PER_ADDRESS
+        return len(self._guests) < MAX_CONNECTIONS and not is_bounded
+
+    def _run(self, guest: _Guest, receiver: Receiver) -> None:
+        sock = guest.sock
         try:
             stream = self._stream(sock, receiver)
             try:
                 stream.greet()
-                _converse(stream, receiver)
+                _converse(stream, receiver, guest)
             finally:
                 stream.close()
         except OSError as error:
@@ -232,35 +268,43 @@ class StreamListener:
         finally:
             sock.close()
             with self._lock:
-                self._connections.pop(threading.current_thread(), None)
+                self._guests.pop(threading.current_thread(), None)
 
 
-def _converse(stream: ServerStream, receiver: Receiver) -> None:
+def _hang_up(sock: socket.socket) -> None:
+    """Wake the thread that waits in it. One that is closed already, or was never connected, has none."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def _converse(stream: ServerStream, receiver: Receiver, guest: _Guest) -> None:
     """From the first frame to the end of the connection's tickets."""
     ending = "the connection's thread has failed"
     session = receiver.session(stream.reply, stream.seal, stream.wake, stream.payload_checksum)
     try:
-        ending = _serve(stream, session)
+        ending = _serve(stream, session, guest)
         _log.debug("KV connection of %s is over: %s", session.peer, ending)
     finally:
         session.on_close(ending)
 
 
-def _serve(stream: ServerStream, session: ReceiverSession) -> str:
+def _serve(stream: ServerStream, session: ReceiverSession, guest: _Guest) -> str:
     """Feed the session until the connection ends; why it did."""
     try:
         while not session.is_refused:
             session.speak()
-            # Until it is open the socket's own timeout bounds the wait.
             if not session.is_open or stream.wait():
                 session.on_frame(*stream.read_frame(session.land))
+            if session.is_open and guest.leave_at_s is not None:
+                guest.leave_at_s = None
+                stream.opened()
     except FrameError as error:
         _log.warning("KV connection of %s ended: %s", session.peer, error.message)
         return error.message
     except EOFError:
         return "the sender has closed the connection"
     except BlockingIOError:
-        return "the sender did not greet, or does not read"
+        return "the sender does not read"
     except OSError as error:
         _log.info("KV connection of %s is lost: %s", session.peer, error)
         return f"the connection is lost: {error}"

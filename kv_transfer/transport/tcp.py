@@ -98,9 +98,8 @@ class TcpServerStream(ServerStream):
     def max_payload_bytes(self) -> int:
         return self._staging.nbytes
 
-    def accept(self, frame: kv_pb2.KvAccept) -> None:
-        self._staging = memoryview(_touched(frame.max_chunk_bytes))
-        super().accept(frame)
+    def opened(self) -> None:
+        self._staging = memoryview(_touched(self.receiver.max_chunk_bytes))
 
     def payload(self, preamble: Preamble, frame: Frame, land: Land) -> memoryview:
         if not isinstance(frame, kv_pb2.KvChunk):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 import socket
@@ -24,6 +26,9 @@ from kv_transfer.transport.stream_listener import ServerStream, StreamListener
 _FD = struct.Struct("@i")
 _NO_PAYLOAD = memoryview(b"")
 _READ_BYTES = 64 * 1024
+#: Directories of sockets, in the one for temporary files: before they are locked, and then.
+_FRESH_PREFIX, _PREFIX = "baton-new-", "baton-kv-"
+_LOCK_NAME = "lock"
 
 
 def connect_unix(path: str, timeout_s: float) -> socket.socket:
@@ -39,28 +44,69 @@ def connect_unix(path: str, timeout_s: float) -> socket.socket:
     return sock
 
 
+class _Folder:
+    """A directory that only this user can enter, with a lock that its process holds for as long as it lives, however it ends."""
+
+    def __init__(self) -> None:
+        """Raises OSError."""
+        # It gets the name that `sweep` looks for once it is locked.
+        fresh = tempfile.mkdtemp(prefix=_FRESH_PREFIX)
+        self._lock = os.open(f"{fresh}/{_LOCK_NAME}", os.O_CREAT | os.O_CLOEXEC | os.O_RDWR, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self.path = Path(fresh).with_name(
+                _PREFIX + Path(fresh).name.removeprefix(_FRESH_PREFIX)
+            )
+            os.rename(fresh, self.path)
+        except OSError:
+            os.close(self._lock)
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
+
+    def remove(self) -> None:
+        """A second time changes nothing."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def sweep(folder: Path) -> None:
+    """Remove the directories in `folder` that workers of this user left behind: those whose lock nobody holds."""
+    for left in folder.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            lock = os.open(left / _LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                if os.fstat(lock).st_uid == os.getuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
 class UnixListener(StreamListener):
-    """Listens in a directory of its own that only this user can enter, and removes it at close."""
+    """Listens in a directory of its own that only this user can enter, and removes it at close. Sweeps those of killed workers."""
 
     def __init__(
         self, kind: TransportKind, stream: Callable[[socket.socket, Receiver], ServerStream]
     ) -> None:
         """Raises OSError."""
-        self._directory = Path(tempfile.mkdtemp(prefix="baton-kv-"))
-        path = str(self._directory / "kv.sock")
+        sweep(Path(tempfile.gettempdir()))
+        self._folder = _Folder()
+        path = str(self._folder.path / "kv.sock")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.bind(path)
             sock.listen(64)
         except OSError:
             sock.close()
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._folder.remove()
             raise
         super().__init__(sock, Endpoint(kind, path, local_host_id()), stream)
 
     def close(self) -> None:
         super().close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._folder.remove()
 
 
 class UnixConnection(SlottedConnection):

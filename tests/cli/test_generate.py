@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from baton.cli.generate import generate
-from baton.client import BeamSearch, ChatMessage, Chunk, SamplingParams, StructuredOutput
+from baton.client import (
+    BeamSearch,
+    ChatMessage,
+    Chunk,
+    SamplingParams,
+    StructuredOutput,
+    TimeToFirstToken,
+)
 from baton.errors import FieldViolation, InvalidRequest, Overloaded
 from baton.types import FinishReason
 
@@ -118,6 +125,20 @@ def test_timing_goes_to_stderr_by_tier(
     assert tiers == ["gateway", "prefill", "handoff", "decode", "total"]
     assert "2 KiB" in result.stderr
     assert "prefill-0" not in result.stdout or flags
+
+
+def test_timing_tells_that_the_decode_worker_computed_the_prompt(
+    run: Run, client: FakeClient
+) -> None:
+    last = client.script[-1]
+    assert isinstance(last, Chunk)
+    assert last.timing
+    parts = TimeToFirstToken(prefill_ms=4.25)
+    timing = dataclasses.replace(last.timing, prefill_worker="", prefill_ms=0.0, first_token=parts)
+    client.script = (*client.script[:-1], dataclasses.replace(last, timing=timing))
+    _, prefill, handoff, *_ = run("generate", "say", "--timing").stderr.splitlines()
+    assert "in a step of the decode worker in 4.2 ms, on decode-0" in prefill
+    assert handoff.split()[1] == "none:"
 
 
 def test_a_dash_reads_stdin_and_chat_makes_a_message(run: Run, client: FakeClient) -> None:

@@ -25,6 +25,14 @@ async def baton(*arguments: str) -> tuple[int | None, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
+async def lines_until_ready(stdout: asyncio.StreamReader) -> AsyncIterator[str]:
+    """What `baton serve` writes, up to the line that says it is ready, or to its end: "" then."""
+    line = "-"
+    while line and not line.startswith("Baton is ready at "):
+        line = (await stdout.readline()).decode()
+        yield line
+
+
 @pytest.fixture
 async def address() -> AsyncIterator[str]:
     """A served oracle; at the end, Ctrl-C must end it in order."""
@@ -35,11 +43,13 @@ async def address() -> AsyncIterator[str]:
     )
     if process.stdout is None:
         pytest.fail("no pipe")
-    line = (await process.stdout.readline()).decode()
-    if not line:
+    told = [line async for line in lines_until_ready(process.stdout)]
+    line = told[-1]
+    assert told[0].startswith("Baton "), told
+    if not line.startswith("Baton is ready at "):
         _, log = await process.communicate()
         pytest.fail(log.decode())
-    yield line.removeprefix("Baton is ready at ").split()[0]
+    yield line.removeprefix("Baton is ready at ").split(": ")[0]
     process.send_signal(signal.SIGINT)
     _, log = await process.communicate()
     assert process.returncode == 0, log.decode()

@@ -54,8 +54,10 @@ def test_serve_runs_the_supervisor(run: Run, monkeypatch: pytest.MonkeyPatch) ->
         return 5
 
     monkeypatch.setattr(baton.service, "run_service", run_service)
-    assert run("serve", "m", "--num-decode-workers", "2").exit_code == 5
-    assert got == [(ServeOptions(model="m", num_decode_workers=2), serve_cluster, "serve")]
+    # The oracle has no checkpoint to look at beforehand.
+    assert run("serve", "m", "--engine", "oracle", "--num-decode-workers", "2").exit_code == 5
+    options = ServeOptions(model="m", engine="oracle", num_decode_workers=2)
+    assert got == [(options, serve_cluster, "serve")]
 
 
 def test_version(run: Run) -> None:

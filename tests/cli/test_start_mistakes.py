@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import baton
 from tests.support.forked_commands import ForkedCommands
 
 pytestmark = pytest.mark.slow
@@ -162,7 +163,8 @@ def test_a_mistake_is_told_in_one_line(
 ) -> None:
     command = [part.format(**places) for part in mistake.command.split()]
     done = commands.run(command, environment(**dict(mistake.env)))
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.returncode == 2, done.stderr
+    assert done.stdout in ("", f"Baton {baton.__version__} is starting\n")
     assert "Traceback" not in done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("baton")
@@ -179,10 +181,9 @@ def test_a_gpu_that_is_not_there(places: dict[str, object]) -> None:
     assert "give cpu or auto" in line
 
 
-def test_serve_passes_on_what_its_child_says(places: dict[str, object]) -> None:
+def test_serve_tells_once_what_each_child_would_say(places: dict[str, object]) -> None:
     done = start(["serve", str(places["alien"]), "--port", "0"])
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "Traceback" not in done.stderr
-    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2
+    (last,) = done.stderr.splitlines()
     assert last.startswith("baton serve: error: ")
     assert f"MODEL={places['alien']}: model_type='gpt2'" in last

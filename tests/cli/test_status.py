@@ -41,8 +41,21 @@ def model(*workers: WorkerStatus) -> Model:
     return Model("m[bold]", 2048, 512, has_chat_template=True, workers=workers)
 
 
-def test_a_table_of_workers(run: Run, client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+def test_a_worker_is_a_line_where_no_terminal_is(
+    run: Run, client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However narrow the last terminal was, and long what there is to tell."""
+    monkeypatch.setenv("COLUMNS", "40")
+    told = "a long reason of many words that any terminal folds" * 3
+    stalled = replace(worker("decode", "stalled", told), address="127.0.0.1:5")
+    client.served = (model(worker("prefill"), stalled),)
+    lines = run("status").stdout.splitlines()
+    (line,) = (line for line in lines if "decode-0" in line)
+    assert "127.0.0.1:5" in line
+    assert told in line
+
+
+def test_a_table_of_workers(run: Run, client: FakeClient) -> None:
     client.served = (model(worker("prefill"), worker("decode")),)
     result = run("status")
     assert result.exit_code == 0
@@ -51,6 +64,7 @@ def test_a_table_of_workers(run: Run, client: FakeClient, monkeypatch: pytest.Mo
     (line,) = (line for line in lines if "decode-0" in line)
     assert line.split() == [
         "decode-0",
+        "127.0.0.1:5",
         "decode",
         "ready",
         "1",
@@ -60,7 +74,6 @@ def test_a_table_of_workers(run: Run, client: FakeClient, monkeypatch: pytest.Mo
         "10",
         "48",
     ]
-    assert lines[lines.index(line) + 1].strip() == "127.0.0.1:5"
 
 
 def test_json_has_every_field(run: Run, client: FakeClient) -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from baton_kernels.cpu.paged_attention import AttentionPlan
 from baton_kernels.paged_attention import AttentionSlice, paged_attention, plan_attention
 
-DTYPES = [torch.float32, torch.bfloat16]
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 LAYER, SCALE = 1, 0.3
 
 Sequences = list[tuple[int, int]]

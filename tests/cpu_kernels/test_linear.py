@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from baton_kernels.cpu.linear import NativeLinear, can_pack
 from baton_kernels.linear import OneDnnLinear, PlainLinear, pack_linear
 
-DTYPES = [torch.float32, torch.bfloat16]
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-3}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 
 
 def randn(seed: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -83,6 +83,6 @@ def test_no_rows() -> None:
 
 def test_what_is_chosen() -> None:
     assert isinstance(pack_linear(randn(1, torch.bfloat16, 8, 8), None), NativeLinear)
-    assert isinstance(pack_linear(randn(1, torch.float16, 8, 8), None), PlainLinear)
+    assert isinstance(pack_linear(randn(1, torch.float16, 8, 8), None), NativeLinear)
     assert not can_pack(randn(1, torch.bfloat16, 8, 7))
     assert isinstance(pack_linear(randn(1, torch.bfloat16, 8, 7), None), OneDnnLinear)

@@ -25,6 +25,7 @@ CASES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", levels_of_machine()[1:])
 def test_core_cases(level: str) -> None:
     if chosen_level() not in levels_of_machine()[:1]:

@@ -127,7 +127,7 @@ def run(
 
 @pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("sampled", ["some", "more", "all"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_bits(family: str, dtype: torch.dtype, sampled: str) -> None:
     config = config_of(family)

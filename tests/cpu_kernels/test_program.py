@@ -42,6 +42,7 @@ def test_natively(level: str, tmp_path: Path) -> None:
     assert run(tmp_path / "program").endswith(" 0 failed\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "level", [name for name, level in LEVELS.items() if level.architecture == "aarch64"]
 )

@@ -13,7 +13,7 @@ from baton_kernels.paged_attention import AttentionSlice, paged_attention, plan_
 from baton_kernels.quantize_rows import dequantize_rows
 from baton_kernels.rope_kv_write import rope_kv_write
 
-COMPUTED = [torch.float32, torch.bfloat16]
+COMPUTED = [torch.float32, torch.bfloat16, torch.float16]
 STORED = ["float32", "bfloat16", "float16", "int8", "fp8"]
 LAYER = 1
 

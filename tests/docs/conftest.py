@@ -26,10 +26,11 @@ def address() -> Iterator[str]:
         stderr=subprocess.PIPE,
         text=True,
     ) as server:
-        line = server.stdout.readline() if server.stdout else ""
-        if not line.startswith("Baton is ready at "):
+        ready = "Baton is ready at "
+        line = next((line for line in server.stdout or () if line.startswith(ready)), "")
+        if not line:
             pytest.fail(server.communicate()[1])
-        yield line.removeprefix("Baton is ready at ").split()[0]
+        yield line.removeprefix(ready).split(": ")[0]
         server.send_signal(signal.SIGINT)
         log = server.communicate()[1]
     assert server.returncode == 0, log

@@ -153,9 +153,8 @@ def test_a_line_serves_until_it_is_stopped(block: Block) -> None:
     for line in block.lines:
         # MAKELEVEL: as if typed by hand, also where `make test` runs this.
         with started(line, BATON_PORT="0", MAKEFLAGS=MAKEFLAGS, MAKELEVEL="0", ARGS="") as service:
-            told = service.first_line()
-            assert told.startswith("Baton is ready at "), (line, told)
-            with Client(told.removeprefix("Baton is ready at ").split()[0]) as client:
+            told = service.ready_line()
+            with Client(told.removeprefix("Baton is ready at ").split(": ")[0]) as client:
                 check_answer(client)
 
 
@@ -222,6 +221,11 @@ def test_every_document_is_in_the_index() -> None:
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     pages = [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md"]
     assert [name for name in pages if f"({name})" not in index] == []
+
+
+def test_prose_is_wrapped(run: Run) -> None:
+    done = run([sys.executable, "scripts/wrap.py", "--check"])
+    assert done.returncode == 0, done.stdout
 
 
 def test_generated_pages_are_current(run: Run) -> None:

@@ -131,7 +131,7 @@ def test_memory_is_not_freed_while_a_sender_has_it_mapped(make_rig):
         select.select([connection.fileno()], [], [])
     # A second greeting ends the connection, at the receiver's end only.
     connection.send(_hello(rig.source.layout))
-    while listener._connections:
+    while listener._guests:
         pass
     assert len(listener.lent) == len(rig.target.memory.allocated) == 1
     listener.lent.sweep()
@@ -147,7 +147,7 @@ def test_a_sender_that_goes_frees_the_memory_at_the_next_connection(make_rig):
     for number in range(3):
         assert hand_over(rig, str(number)) is None
         rig.running.tickets.release(rig.event().ticket_id)
-        while rig.source.memory.opened or rig.running.listeners[0]._connections:
+        while rig.source.memory.opened or rig.running.listeners[0]._guests:
             pass
     rig.running.listeners[0].lent.sweep()
     assert not rig.target.memory.allocated

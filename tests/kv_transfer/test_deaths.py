@@ -114,8 +114,8 @@ def test_a_lane_works_again_after_its_connection_was_lost(make_rig, transport):
                 connection.lose("cut")
             rig.sender.heartbeat()
         else:
-            for sock in tuple(listener._connections.values()):
-                sock.shutdown(socket.SHUT_RDWR)
+            for guest in tuple(listener._guests.values()):
+                guest.sock.shutdown(socket.SHUT_RDWR)
         assert isinstance(rig.done().error, HandoffFailed)
         rig.running.tickets.abort(cut.ticket_id, "CANCELLED", "given up by its owner")
         assert isinstance(rig.event(), TicketDead)

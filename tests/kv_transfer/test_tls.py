@@ -98,7 +98,7 @@ def test_who_does_not_belong_is_kept_out(
 def test_who_greets_slowly_holds_up_nobody(
     make_rig: Any, own: TlsFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_listener, "HANDSHAKE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(stream_listener, "GREETING_TIMEOUT_S", 0.3)
     rig = make_rig("tcp", source_tls=own, target_tls=own)
     host, port = rig.running.endpoints[0].address.split(":")
     with socket.create_connection((host, int(port))) as silent:

@@ -46,7 +46,6 @@ def after(engine: TorchEngine, tokens: tuple[int, ...], table: tuple[int, ...]) 
 def test_chunks_and_stale_blocks_change_nothing(
     tiny_model: Callable[..., Path], dtype: str, kv_cache_dtype: str
 ) -> None:
-    """float16 runs on the twins, float32 on native code where there is any."""
     engine = load_engine(
         str(tiny_model("mistral", sliding_window=20)),
         dtype=dtype,

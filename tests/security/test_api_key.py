@@ -158,7 +158,7 @@ def test_a_file_that_is_not_there_stops_the_gateway(tmp_path: Path) -> None:
 def test_no_command_line_and_no_text_shows_a_key() -> None:
     options = build_options(ServeOptions, {"model": "m", "api_key": f"{KEY},{OTHER}"})
     shown = [repr(options), str(options), *to_arguments(options)]
-    gateways = plan_gateways(options, {"decode-0": "h:1"})
+    gateways = plan_gateways(options)
     workers = plan_workers(options, 2)
     for spec in (*gateways, *workers):
         shown += [repr(spec), *spec.arguments]

@@ -12,12 +12,19 @@ from pathlib import Path
 
 from baton.config import DecodeOptions, GatewayOptions, Options, PrefillOptions
 from baton.errors import ModelError
+from baton.registry import Joined, PipeRegistry
 from baton.service import OnReady, ReadyReport, main
+from baton.start_log import report_phase
 
 
 def _note(folder: Path, text: str) -> None:
     with (folder / "journal").open("a") as journal:
         journal.write(text + "\n")
+
+
+def _journal(folder: Path) -> list[str]:
+    path = folder / "journal"
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def _name(options: Options) -> str:
@@ -43,6 +50,10 @@ async def serve(
         return
     if how == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    report_phase("listening")
+    if how == "after gateway":
+        while not any(line.startswith("gateway started") for line in _journal(folder)):
+            await asyncio.sleep(0.01)
     server = await asyncio.start_server(
         lambda _r, w: w.close(),
         options.host,
@@ -51,6 +62,10 @@ async def serve(
     )
     host, port = server.sockets[0].getsockname()[:2]
     _note(folder, f"{name} started {os.getpid()}")
+    if isinstance(options, GatewayOptions) and options.workers_fd is not None:
+        async for change in PipeRegistry(options.workers_fd).changes():
+            if isinstance(change, Joined):
+                _note(folder, f"gateway heard {change.tier.name} {change.address}")
     on_ready(ReadyReport(f"{host}:{port}", {"load": 0.25}))
     await stop.wait()
     if how == "deaf":

@@ -58,13 +58,36 @@ async def test_all_start_and_the_gateway_stops_first(stage: Stage) -> None:
         pids = [cluster.pid_of(name) for name in cluster.names]
         assert all(map(is_running, pids))
     journal = stage.journal()
-    starts, stops = journal[: len(pids)], journal[len(pids) :]
-    assert starts[-1].startswith("gateway started")
+    stops = journal[len(pids) :]
     assert stops[0] == "gateway stopped"
     assert sorted(stops[1:]) == [
         f"{tier}-{index} stopped" for tier in ("decode", "prefill") for index in (0, 1)
     ]
     assert not any(map(is_running, pids))
+
+
+async def test_the_gateway_starts_beside_the_workers_and_is_given_their_addresses(
+    stage: Stage,
+) -> None:
+    """A worker that is not ready before a gateway has started waits for ever where gateways come last."""
+    stage.misbehave("decode-0", "after gateway")
+    phases: list[tuple[str, str]] = []
+    cluster = stage.cluster()
+    cluster._on_phase = lambda name, phase: phases.append((name, phase))
+    async with cluster:
+        wanted = [
+            f"{tier} {cluster.address_of(f'{tier.lower()}-0')}" for tier in ("PREFILL", "DECODE")
+        ]
+        heard = [line for line in stage.journal() if line.startswith("gateway heard ")]
+        assert sorted(heard) == sorted(f"gateway heard {line}" for line in wanted)
+        os.kill(cluster.pid_of("gateway"), signal.SIGKILL)
+        while len(heard) < 4:  # the one that is started instead hears them again
+            await asyncio.sleep(0)
+            heard = [line for line in stage.journal() if line.startswith("gateway heard ")]
+        assert sorted(heard) == sorted(2 * [f"gateway heard {line}" for line in wanted])
+    for name in ("prefill-0", "decode-0", "gateway"):
+        own = [phase for child, phase in phases if child == name]
+        assert own[:3] == ["importing", "listening", "ready"]
 
 
 async def test_several_gateways_share_one_port_and_stop_before_the_workers(stage: Stage) -> None:
@@ -193,15 +216,18 @@ from baton.service import run_service
 from baton.config import ServeOptions
 import baton.supervisor.serve as serve
 from conftest import FAKES, serves_at_once
-from baton.supervisor import Cluster, print_ready
-serve.Cluster = lambda options: Cluster(options, programs=FAKES, wait_serving=serves_at_once)
+from baton.supervisor import Cluster
+serve.Cluster = lambda options, **told: Cluster(options, programs=FAKES, wait_serving=serves_at_once, **told)
 options = ServeOptions(model={folder!r}, port=0)
-sys.exit(run_service(options, serve.serve_cluster, "serve", announce=print_ready))
+sys.exit(run_service(options, serve.serve_cluster, "serve"))
 """
 
 
 async def start_supervisor(stage: Stage) -> tuple[asyncio.subprocess.Process, bytes]:
-    """`baton serve` with fakes, in a process of its own, and its ready line (or nothing if it did not get there)."""
+    """`baton serve` with fakes, in a process of its own, and its ready line (or nothing if it did not get there).
+
+    What it writes before, and the two lines below the ready line, are lost.
+    """
     script = SUPERVISOR.format(tests=str(Path(__file__).parent), folder=str(stage.folder))
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -212,15 +238,21 @@ async def start_supervisor(stage: Stage) -> tuple[asyncio.subprocess.Process, by
     )
     if process.stdout is None:
         pytest.fail("no pipe")
-    return process, await process.stdout.readline()
+    while (line := await process.stdout.readline()) and not line.startswith(b"Baton is ready"):
+        assert b" s  " in line, line
+    for _ in range(2 if line else 0):
+        line += await process.stdout.readline()
+    return process, line
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-async def test_serve_prints_one_line_and_drains_on_a_signal(
+async def test_serve_tells_that_it_is_ready_and_drains_on_a_signal(
     stage: Stage, signum: signal.Signals
 ) -> None:
     process, line = await start_supervisor(stage)
     assert line.startswith(b"Baton is ready at 127.0.0.1:")
+    assert b"; 1 prefill + 1 decode + 1 gateway\n" in line
+    assert b"  try: baton generate " in line
     assert b" s (load 0.2 s), decode-0 " in line
     process.send_signal(signum)
     rest, log = await process.communicate()

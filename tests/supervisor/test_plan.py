@@ -64,14 +64,13 @@ def test_each_worker_has_its_name_and_its_tiers_block_size() -> None:
 def test_options_of_one_role_go_to_that_role_alone() -> None:
     options = ServeOptions(model="m", max_local_prefill_tokens=3, max_queue_size=9, port=1234)
     prefill, decode = plan_workers(options, 2)
-    (gateway,) = plan_gateways(options, {"prefill-0": "a:1", "decode-0": "b:2"})
+    (gateway,) = plan_gateways(options)
     roles = {"prefill": prefill, "decode": decode, "gateway": gateway}
     for argument, role in {
         "--max-local-prefill-tokens=3": "decode",
         "--max-queue-size=9": "gateway",
         "--port=1234": "gateway",
-        "--prefill-workers=a:1": "gateway",
-        "--decode-workers=b:2": "gateway",
+        "--workers-fd=0": "gateway",
     }.items():
         assert [name for name, spec in roles.items() if argument in spec.arguments] == [role]
 
@@ -84,12 +83,11 @@ def test_colocated_has_no_prefill_workers() -> None:
 
 
 def test_several_gateways_differ_in_name_only_and_share_the_port() -> None:
-    addresses = {"prefill-0": "a:1", "decode-0": "b:2"}
-    first, *others = plan_gateways(ServeOptions(model="m", num_gateways=3), addresses)
+    first, *others = plan_gateways(ServeOptions(model="m", num_gateways=3))
     assert [first.name, *(spec.name for spec in others)] == ["gateway", "gateway-1", "gateway-2"]
     assert all(spec.arguments == first.arguments for spec in others)
     assert "--reuse-port" in first.arguments
-    (only,) = plan_gateways(ServeOptions(model="m"), addresses)
+    (only,) = plan_gateways(ServeOptions(model="m"))
     assert "--reuse-port" not in only.arguments
 
 

@@ -61,9 +61,10 @@ class Service:
             start_new_session=True,
         )
 
-    def first_line(self) -> str:
-        """The first that it prints. Fails with its log if it ends before."""
-        told = self._process.stdout.readline() if self._process.stdout else ""
+    def ready_line(self) -> str:
+        """The line by which it says that it is ready. Fails with its log if it ends before."""
+        lines = iter(self._process.stdout or ())
+        told = next((line for line in lines if line.startswith("Baton is ready at ")), "")
         if not told:
             self.check(self._process.wait())
         return told

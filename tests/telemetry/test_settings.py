@@ -181,7 +181,7 @@ def test_each_child_of_serve_has_a_port_of_its_own() -> None:
     options = ServeOptions(
         model="m", metrics_port=9464, num_gateways=2, num_prefill_workers=2, num_decode_workers=2
     )
-    children = (*plan_gateways(options, {}), *plan_workers(options, 2))
+    children = (*plan_gateways(options), *plan_workers(options, 2))
     ports = [
         next(a for a in child.arguments if a.startswith("--metrics-port=")) for child in children
     ]

@@ -269,9 +269,6 @@ void attend(const Attention& c, int threads) {
 
 }  // namespace
 
-extern "C" void baton_attention(const Attention* call, int is_bf16, int threads) {
-    if (is_bf16)
-        attend<BF16>(*call, threads);
-    else
-        attend<F32>(*call, threads);
+extern "C" void baton_attention(const Attention* call, int dtype, int threads) {
+    with_type(dtype, [=](auto t) { attend<decltype(t)>(*call, threads); });
 }

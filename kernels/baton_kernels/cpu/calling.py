@@ -7,4 +7,4 @@ import torch
 
 def is_native(dtype: torch.dtype) -> bool:
     """Whether the native kernels compute in this type."""
-    return dtype in (torch.bfloat16, torch.float32)
+    return dtype in (torch.float32, torch.bfloat16, torch.float16)

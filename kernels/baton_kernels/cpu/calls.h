@@ -1,4 +1,5 @@
-// What the library offers, as the Python files beside this one describe it to ctypes. is_bf16: bfloat16, or else float32.
+// What the library offers, as the Python files beside this one describe it to ctypes. dtype: what is computed in, float32,
+// bfloat16 or float16, as baton_kernels.cpu.stored numbers types.
 #pragma once
 #include <stdint.h>
 
@@ -85,15 +86,15 @@ extern "C" {
 void baton_linear_scratch(const Weights* w, int64_t* row_bytes);
 // residual, or null, may be `out`.
 void baton_linear(const Weights* w, const void* x, const void* residual, void* out, long rows,
-                  int is_bf16, int out_is_f32, void* scratch, int threads);
-void baton_attention(const Attention* call, int is_bf16, int threads);
+                  int dtype, int out_is_f32, void* scratch, int threads);
+void baton_attention(const Attention* call, int dtype, int threads);
 // out may be x.
 void baton_rms_norm(const void* x, const void* weight, float eps, void* out, long rows, long dim,
-                    int is_bf16, int threads);
-void baton_swiglu(const void* gate_up, void* out, long rows, long dim, int is_bf16, int threads);
-void baton_rope_kv_write(const RopeKvWrite* call, int is_bf16, int threads);
+                    int dtype, int threads);
+void baton_swiglu(const void* gate_up, void* out, long rows, long dim, int dtype, int threads);
+void baton_rope_kv_write(const RopeKvWrite* call, int dtype, int threads);
 // Stages [first, end), counted over all layers; their number is at most 3 num_layers + 1.
-void baton_layers(const Stages* stages, long first, long end, int is_bf16, int threads);
+void baton_layers(const Stages* stages, long first, long end, int dtype, int threads);
 // logits [rows][vocab], vocab below 2^31; chosen, verdicts [rows].
 void baton_checked_argmax(const float* logits, long rows, long vocab, int64_t* chosen, int64_t* verdicts,
                           int threads);

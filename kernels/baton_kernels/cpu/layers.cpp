@@ -10,25 +10,27 @@ namespace {
 
 struct Run {
     const Stages& s;
-    int is_bf16, threads;
+    int dtype, threads;
+
+    bool is_f32() const { return dtype == 0; }
 
     void linear(const Weights* w, const void* x, const void* residual, void* out) const {
-        baton_linear(w, x, residual, out, s.tokens, is_bf16, !is_bf16, s.scratch, threads);
+        baton_linear(w, x, residual, out, s.tokens, dtype, is_f32(), s.scratch, threads);
     }
 
     void norm(const void* x, const void* weight, void* out) const {
-        baton_rms_norm(x, weight, s.eps, out, s.tokens, s.hidden_size, is_bf16, threads);
+        baton_rms_norm(x, weight, s.eps, out, s.tokens, s.hidden_size, dtype, threads);
     }
 
-    char* head(void* x, long at) const { return (char*)x + at * s.dim * (is_bf16 ? 2 : 4); }
+    char* head(void* x, long at) const { return (char*)x + at * s.dim * (is_f32() ? 4 : 2); }
 
     void norm_heads(const Layer& l) const {
         const long all = s.heads + 2 * s.kv_heads;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && s.tokens > 32)
         for (long t = 0; t < s.tokens; t++) {
             char *query = head(s.qkv, t * all), *key = head(s.qkv, t * all + s.heads);
-            baton_rms_norm(query, l.q_norm, s.eps, query, s.heads, s.dim, is_bf16, 1);
-            baton_rms_norm(key, l.k_norm, s.eps, key, s.kv_heads, s.dim, is_bf16, 1);
+            baton_rms_norm(query, l.q_norm, s.eps, query, s.heads, s.dim, dtype, 1);
+            baton_rms_norm(key, l.k_norm, s.eps, key, s.kv_heads, s.dim, dtype, 1);
         }
     }
 
@@ -46,7 +48,7 @@ struct Run {
         write.to_layer = index * 2 * write.to_values;
         write.tokens = s.tokens;
         write.heads = s.heads;
-        baton_rope_kv_write(&write, is_bf16, threads);
+        baton_rope_kv_write(&write, dtype, threads);
     }
 
     void attend(const Layer& l, long index) const {
@@ -54,22 +56,22 @@ struct Run {
         attention.query = s.query;
         attention.out = s.mixed;
         attention.layer = index;
-        baton_attention(&attention, is_bf16, threads);
+        baton_attention(&attention, dtype, threads);
     }
 
     void feed_forward(const Layer& l) const {
         linear(l.output, s.mixed, s.hidden, s.hidden);
         norm(s.hidden, l.post_norm, s.normalised);
         linear(l.gate_up, s.normalised, nullptr, s.gate_up);
-        baton_swiglu(s.gate_up, s.gated, s.tokens, s.intermediate_size, is_bf16, threads);
+        baton_swiglu(s.gate_up, s.gated, s.tokens, s.intermediate_size, dtype, threads);
         linear(l.down, s.gated, s.hidden, s.hidden);
     }
 };
 
 }  // namespace
 
-extern "C" void baton_layers(const Stages* stages, long first, long end, int is_bf16, int threads) {
-    const Run run{*stages, is_bf16, threads};
+extern "C" void baton_layers(const Stages* stages, long first, long end, int dtype, int threads) {
+    const Run run{*stages, dtype, threads};
     for (long stage = first; stage < end; stage++) {
         const long index = stage / 3;
         if (index == stages->num_layers) {

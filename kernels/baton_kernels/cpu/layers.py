@@ -168,7 +168,7 @@ class NativeLayers:
         call = _Stages.from_buffer_copy(self._call)
         call.plans = ctypes.addressof(plans)
         call.write = call_over(step.pool, scales, step.cos, step.sin, step.first_rows, 1)
-        running = RunningLayers(call, (self, plans, step), hidden.dtype == torch.bfloat16)
+        running = RunningLayers(call, (self, plans, step), stored_number(hidden.dtype))
         running.goes_on_with(hidden, mixed)
         return running
 
@@ -201,11 +201,11 @@ class NativeLayers:
 class RunningLayers:
     """A step under way."""
 
-    def __init__(self, call: _Stages, kept: object, is_bf16: bool) -> None:
+    def __init__(self, call: _Stages, kept: object, dtype: int | None) -> None:
         """kept: owns what the call points at."""
         self._call = call
         self._kept = kept
-        self._is_bf16 = is_bf16
+        self._dtype = dtype
         self._tensors: tuple[torch.Tensor, ...] = ()
 
     def goes_on_with(self, hidden: torch.Tensor, mixed: torch.Tensor) -> None:
@@ -217,5 +217,5 @@ class RunningLayers:
     def run(self, first: int, end: int) -> None:
         """Stages [first, end), counted over all layers, and past them one more: the norm of what they give, in its place."""
         loaded().baton_layers(
-            ctypes.addressof(self._call), first, end, self._is_bf16, torch.get_num_threads()
+            ctypes.addressof(self._call), first, end, self._dtype, torch.get_num_threads()
         )

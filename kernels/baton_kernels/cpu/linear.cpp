@@ -407,10 +407,7 @@ extern "C" void baton_linear_scratch(const Weights* w, int64_t* row_bytes) {
 }
 
 extern "C" void baton_linear(const Weights* w, const void* x, const void* residual, void* out,
-                             long rows, int is_bf16, int out_is_f32, void* scratch, int threads) {
+                             long rows, int dtype, int out_is_f32, void* scratch, int threads) {
     Call c{w, nullptr, 0, nullptr, nullptr, residual, out, rows, out_is_f32 != 0};
-    if (is_bf16)
-        linear<BF16>(c, x, (char*)scratch, threads);
-    else
-        linear<F32>(c, x, (char*)scratch, threads);
+    with_type(dtype, [&](auto t) { linear<decltype(t)>(c, x, (char*)scratch, threads); });
 }

@@ -10,6 +10,7 @@ import torch
 from baton_kernels.cpu.calling import is_native
 from baton_kernels.cpu.library import library, loaded
 from baton_kernels.cpu.memory import Allocate, host_memory
+from baton_kernels.cpu.stored import stored_number
 
 #: Outputs of a packed tile.
 TILE = 64
@@ -24,6 +25,13 @@ class Format(IntEnum):
     F16 = 2
     INT8 = 3
     INT4 = 4
+
+
+_FORMATS = {
+    torch.float32: Format.F32,
+    torch.bfloat16: Format.BF16,
+    torch.float16: Format.F16,
+}
 
 
 class Weights(ctypes.Structure):
@@ -51,12 +59,14 @@ class NativeLinear:
     ) -> None:
         """allocate: gives the memory of the packed weight."""
         self.num_out, self.num_in = weight.shape
+        if weight.dtype == torch.float16:
+            weight = _in_planes(weight)
         self._packed = tiles(weight.contiguous().view(torch.int32), allocate)
         self._bias = None if bias is None else bias.float().contiguous()
         self._call = Weights(
             num_out=self.num_out,
             num_in=self.num_in,
-            format=Format.BF16 if weight.dtype == torch.bfloat16 else Format.F32,
+            format=_FORMATS[weight.dtype],
             data=self._packed.data_ptr(),
             bias=None if self._bias is None else self._bias.data_ptr(),
         )
@@ -104,7 +114,7 @@ def run(
         None if residual is None else residual.data_ptr(),
         out.data_ptr(),
         rows,
-        x.dtype == torch.bfloat16,
+        stored_number(x.dtype),
         out.dtype == torch.float32,
         scratch.data_ptr(),
         torch.get_num_threads(),
@@ -118,3 +128,11 @@ def tiles(words: torch.Tensor, allocate: Allocate) -> torch.Tensor:
     padded = torch.nn.functional.pad(words, (0, 0, 0, -num_out % TILE))
     tiled = padded.view(-1, TILE, num_words).transpose(1, 2)
     return allocate(tiled.nbytes).view(tiled.dtype).view(tiled.shape).copy_(tiled)
+
+
+def _in_planes(weight: torch.Tensor) -> torch.Tensor:
+    """float16 [num_out, num_in], padded to whole vectors of 16 outputs and reordered: where tiles() has the words of 16 outputs at
+    two values of k, these are 16 outputs at the one and the same 16 at the other, for CPUs widen them in that order."""
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, -weight.shape[0] % 16))
+    pairs = padded.reshape(-1, 8, 2, weight.shape[1] // 2, 2)
+    return pairs.permute(0, 4, 1, 3, 2).reshape(padded.shape)

@@ -111,6 +111,6 @@ def paged_attention(
     call.query, call.out, call.layer = query.data_ptr(), out.data_ptr(), layer
     call.scales = None if scales is None else scales.data_ptr()
     loaded().baton_attention(
-        ctypes.addressof(call), query.dtype == torch.bfloat16, torch.get_num_threads()
+        ctypes.addressof(call), stored_number(query.dtype), torch.get_num_threads()
     )
     return out

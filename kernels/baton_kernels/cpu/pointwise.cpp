@@ -89,15 +89,15 @@ void rope_kv_write(const RopeKvWrite& c, int threads) {
 }  // namespace
 
 extern "C" void baton_rms_norm(const void* x, const void* weight, float eps, void* out, long rows,
-                               long dim, int is_bf16, int threads) {
-    (is_bf16 ? rms_norm<BF16> : rms_norm<F32>)(x, weight, eps, out, rows, dim, threads);
+                               long dim, int dtype, int threads) {
+    with_type(dtype, [=](auto t) { rms_norm<decltype(t)>(x, weight, eps, out, rows, dim, threads); });
 }
 
-extern "C" void baton_swiglu(const void* gate_up, void* out, long rows, long dim, int is_bf16,
+extern "C" void baton_swiglu(const void* gate_up, void* out, long rows, long dim, int dtype,
                              int threads) {
-    (is_bf16 ? swiglu<BF16> : swiglu<F32>)(gate_up, out, rows, dim, threads);
+    with_type(dtype, [=](auto t) { swiglu<decltype(t)>(gate_up, out, rows, dim, threads); });
 }
 
-extern "C" void baton_rope_kv_write(const RopeKvWrite* call, int is_bf16, int threads) {
-    (is_bf16 ? rope_kv_write<BF16> : rope_kv_write<F32>)(*call, threads);
+extern "C" void baton_rope_kv_write(const RopeKvWrite* call, int dtype, int threads) {
+    with_type(dtype, [=](auto t) { rope_kv_write<decltype(t)>(*call, threads); });
 }

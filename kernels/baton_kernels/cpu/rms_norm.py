@@ -6,6 +6,7 @@ import torch
 
 from baton_kernels.cpu.calling import is_native
 from baton_kernels.cpu.library import loaded
+from baton_kernels.cpu.stored import stored_number
 from baton_kernels.rms_norm import rms_norm as op
 
 
@@ -23,7 +24,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out.data_ptr(),
         x.numel() // dim,
         dim,
-        x.dtype == torch.bfloat16,
+        stored_number(x.dtype),
         torch.get_num_threads(),
     )
     return out

@@ -86,6 +86,7 @@ def rope_kv_write(
     call.out, call.key_out = out.data_ptr(), key_out.data_ptr()
     call.to_layer = layer * 2 * call.to_values
     call.tokens, call.heads = query.shape[:2]
-    is_bf16 = query.dtype == torch.bfloat16
-    loaded().baton_rope_kv_write(ctypes.addressof(call), is_bf16, torch.get_num_threads())
+    loaded().baton_rope_kv_write(
+        ctypes.addressof(call), stored_number(query.dtype), torch.get_num_threads()
+    )
     return out, key_out

@@ -386,6 +386,16 @@ struct F16 {
     static f32x16 exp2(f32x16 x) { return F32::exp2(x); }
 };
 
+// Calls f with an object of the type that a number of `Stored` stands for, of those that are computed in.
+template <class F>
+static inline void with_type(long stored, F&& f) {
+    switch (stored) {
+        case kBfloat16: f(BF16()); break;
+        case kFloat16: f(F16()); break;
+        default: f(F32()); break;
+    }
+}
+
 // Products of four unsigned bytes of each lane, `Quads`, and four signed ones, exact. The signed ones are kQuadWords words
 // as `spread_quads` makes them.
 #if defined(__AVX512VNNI__)

@@ -6,6 +6,7 @@ import torch
 
 from baton_kernels.cpu.calling import is_native
 from baton_kernels.cpu.library import loaded
+from baton_kernels.cpu.stored import stored_number
 from baton_kernels.swiglu import swiglu as op
 
 
@@ -20,7 +21,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
         out.data_ptr(),
         rows,
         dim,
-        gate_up.dtype == torch.bfloat16,
+        stored_number(gate_up.dtype),
         torch.get_num_threads(),
     )
     return out

@@ -19,7 +19,7 @@ enum Type { F32, BF16, F16, I8, FP8 };
 constexpr const char* kNames[] = {"float32", "bfloat16", "float16", "int8", "fp8"};
 constexpr long kSizes[] = {4, 2, 2, 1, 1};
 // What is computed in.
-constexpr Type kComputed[] = {F32, BF16};
+constexpr Type kComputed[] = {F32, BF16, F16};
 // Of a result: half a unit in the last place of the type, and what sums of about 1 lose.
 constexpr double kTolerance[] = {3e-5, 1.2e-2, 2e-3};
 
