@@ -24,10 +24,11 @@ def modules_after(statement: str) -> set[str]:
     [
         "gateway.server",
         "baton.client",
-        "baton.cli.main",
+        "baton.cli.start",
         "baton.supervisor",
         "baton.rpc.server",
         "baton.service",
+        "baton.model.checkpoint",
     ],
 )
 def test_no_torch_in_light_processes(module: str) -> None:
