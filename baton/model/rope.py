@@ -70,10 +70,11 @@ def make_rope(config: ModelConfig, max_model_len: int, device: torch.device) -> 
     match config.rope.rope_type:
         case "dynamic":
             # The first set is made in double precision, the others in single, as transformers' are.
-            lengths = [torch.tensor(n) for n in range(longest + 1, max_model_len + 1)]
-            sets = [
-                _inverse(_dynamic_theta(config, length), exponent) for length in (longest, *lengths)
+            lengths: list[int | torch.Tensor] = [
+                longest,
+                *(torch.tensor(length) for length in range(longest + 1, max_model_len + 1)),
             ]
+            sets = [_inverse(_dynamic_theta(config, length), exponent) for length in lengths]
             return Rope(torch.stack(sets).to(device), scaling, longest)
         case "linear":
             inv_freq = _inverse(theta, exponent) / parameters["factor"]

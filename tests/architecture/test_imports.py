@@ -13,6 +13,7 @@ LIGHT = (
     "baton.supervisor",
     "baton.rpc.server",
     "baton.service",
+    "baton.model.checkpoint",
 )
 
 
