@@ -16,7 +16,8 @@ extern "C" double baton_peak(long steps, int threads) {
 #pragma omp parallel num_threads(threads) reduction(+ : operations)
     {
         f32x16 sums[kChains];
-        UNROLLED for (int i = 0; i < kChains; i++) sums[i] = splat(1.0f);
+        // Of numbers that differ, or compilers compute one chain for all.
+        UNROLLED for (int i = 0; i < kChains; i++) sums[i] = to_float(lane_numbers() + splat(i * 16));
         i32x16 a = splat(0x3F803F80), b = splat(0x30003000);
         for (long k = 0; k < steps; k++) {
             UNROLLED for (int i = 0; i < kChains; i++) sums[i] = Product::step(sums[i], a, b);
