@@ -26,6 +26,7 @@ CASES = (
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("level", levels_of_machine()[1:])
 def test_core_cases(level: str) -> None:
     if chosen_level() not in levels_of_machine()[:1]:
@@ -48,7 +49,6 @@ def test_core_cases(level: str) -> None:
         env=os.environ | {LEVEL_VARIABLE: level},
         capture_output=True,
         text=True,
-        timeout=290,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]

@@ -55,7 +55,7 @@ void turn(long dim, int32_t* words, F&& row) {
 
 // Turns a group of keys, and fetches another.
 template <class T>
-void turn_keys(const typename T::element* keys, const typename T::element* ahead, long dim, int32_t* words) {
+OUTLINED void turn_keys(const typename T::element* keys, const typename T::element* ahead, long dim, int32_t* words) {
     turn<T>(dim, words, [&](int j, long d) {
         fetch(ahead + j * dim + d);
         return keys + j * dim + d;
@@ -105,7 +105,7 @@ struct Step {
     int high() const { return (end + kGroup - 1) / kGroup; }
 
     // Groups lie in the pool, or else will lie in memory [2][kStep][dim].
-    void locate(const Attention& c, const Task& t, long at, E* memory) {
+    OUTLINED void locate(const Attention& c, const Task& t, long at, E* memory) {
         task = &t;
         first = at;
         begin = t.oldest > at ? (int)(t.oldest - at) : 0;
@@ -130,7 +130,7 @@ struct Step {
     }
 
     // Copies the groups that do not lie in the pool as they are wanted, and meanwhile fetches those of the next step.
-    void take(const Attention& c, const Step& next, E* memory) const {
+    OUTLINED void take(const Attention& c, const Step& next, E* memory) const {
         const auto take_row = take_row_of<T>(c.stored);
         const long to_value = c.kv_heads * c.head_bytes;
         for (int g = low(); g < high(); g++) {

@@ -13,6 +13,8 @@ enum Stored : long { kFloat32, kBfloat16, kFloat16, kInt8, kFp8 };
 constexpr float kLog2E = 1.44269504f;
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
+// What many templates call, and compilers would copy into each.
+#define OUTLINED __attribute__((noinline))
 
 // Each level defines: kPartLanes, kNumRegisters, PartF (float), PartI (int32), PartMask, Half (16 values of 16 bits), and
 // operations on these.
