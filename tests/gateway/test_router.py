@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import Overloaded
-from gateway.admission import AdmissionQueue, Rank
-from gateway.affinity import PrefixAffinity, prefix_digests
-from gateway.backoff import MAX_S, backoff_s
-from gateway.router import DecodeView, Need, Plan, PrefillView, Verdict, choose
+from gateway.routing.admission import AdmissionQueue, Rank
+from gateway.routing.affinity import PrefixAffinity, prefix_digests
+from gateway.routing.backoff import MAX_S, backoff_s
+from gateway.routing.router import DecodeView, Need, Plan, PrefillView, Verdict, choose
 
 NEED = Need(num_tokens=40, max_num_tokens=60, needs_decode=True)
 PREFILL = PrefillView("p", 100, outstanding_tokens=0, max_outstanding_tokens=128)
