@@ -22,8 +22,7 @@ from baton.wire import numerics_to_proto
 from gateway.intake.chat import ChatRenderer
 from gateway.intake.grammars import GrammarCompiler
 from gateway.intake.model_facts import ModelFacts
-from gateway.intake.request import ValidatedRequest
-from gateway.intake.request_id import unique_request_id
+from gateway.intake.request import ValidatedRequest, unique_request_id
 from gateway.intake.sampling_rules import MAX_CHOICES, num_returned
 from gateway.intake.tokenizer import Tokenizer
 from gateway.intake.validator import (
@@ -36,7 +35,7 @@ from gateway.intake.validator import (
     resolve,
 )
 from gateway.intake.violations import given
-from gateway.output.fail_at import fail_at
+from gateway.output.time_limits import fail_at
 from gateway.request.driver import RequestDeps, RequestDriver
 from gateway.routing.fleet import Fleet, Worker
 from gateway.telemetry.recorder import GatewayRecorder, RequestRecord

@@ -11,7 +11,7 @@ from baton.v1 import inference_pb2, sampling_pb2
 from baton.wire import logprobs_to_proto
 from gateway.intake.request import ValidatedRequest
 from gateway.output.output import Piece
-from gateway.output.stall_detector import StallDetector
+from gateway.output.time_limits import StallDetector
 from gateway.telemetry.timing import Timeline
 
 #: Sends one chunk; returns when the client's window took it. Never called again before it has returned.

@@ -16,11 +16,9 @@ from baton.events import SequenceEvent
 from baton.types import KvSource, Rank, SequenceSpec
 from gateway.intake.request import ValidatedRequest
 from gateway.links.worker_link import WorkerLink
-from gateway.output.best_of import best
 from gateway.output.delivery import Delivery, Write
-from gateway.output.fail_at import fail_at
-from gateway.output.output import Output
-from gateway.output.stall_detector import StallDetector
+from gateway.output.output import Output, best
+from gateway.output.time_limits import StallDetector, fail_at
 from gateway.request.actions import (
     Abort,
     AbortSource,
@@ -49,7 +47,7 @@ from gateway.routing.migrator import Migrator
 from gateway.routing.placement import Placement
 from gateway.telemetry.timing import Timeline
 
-#: Token ids to text; the flag tells whether special tokens are left out.
+#: Token ids to text; the flag: whether special tokens are left out.
 TextOf = Callable[[Sequence[int], bool], str]
 
 OnAdmitted = Callable[[], Awaitable[None]]
@@ -335,7 +333,7 @@ class RequestDriver:
 
 
 def _with_logprobs(spec: SequenceSpec) -> SequenceSpec:
-    """The same, with the log probabilities that tell which of the choices are the best."""
+    """The same, with the log probabilities by which the best of the choices are found."""
     num_logprobs = max(0, spec.sampling.logprobs)
     return replace(spec, sampling=replace(spec.sampling, logprobs=num_logprobs))
 

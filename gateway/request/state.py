@@ -8,7 +8,7 @@ A sequence comes to the worker that runs it, its home, by one handoff, wherever 
                           the home
 
     the source     a prefill worker, which is opened with the ticket and computes the prompt
-                   a worker that runs the sequence, its origin, and is told to hand it off: a migration begins with PAUSING
+                   a worker that runs the sequence, its origin, and hands it off: a migration begins with PAUSING
 
     refused, preempted, failed, or too late, in any state:
         a migration     it goes on at its origin, if it still is there; RETURNING until the origin has said so
@@ -19,7 +19,7 @@ first tokens, which the source reports at once, earlier than the home: choices f
 outputs of a beam search fork at its end.
 
 What the source and the home report comes on different ways: what the home reports before the source has said that the
-prompt is computed waits for that. Once the home has the KV, its word counts: the source may not have heard of it.
+prompt is computed waits for that. Once the home has the KV, its word counts: the source may not know it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ _GROWTH = 8
 #: Workers remembered per prefix, the latest ones. A prefix that more have is found by chance, too.
 MAX_HOLDERS = 8
 
-#: Workers told per question, those with the longest match first.
+#: Workers per answer, those with the longest match first.
 MAX_MATCHES = 16
 
 

@@ -31,7 +31,7 @@ class BrokenPairs:
     def note(self, sender: str, receiver: str, now_s: float) -> float | None:
         """KV could not be delivered. For how long the pair rests from now on, in seconds; None: it does so already.
 
-        What fails while a pair rests was begun before, and tells nothing new.
+        What fails while a pair rests was begun before, and is no news.
         """
         self.expire(now_s)
         if sender in self.barred_from(receiver):

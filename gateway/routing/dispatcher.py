@@ -167,7 +167,7 @@ class Dispatcher:
                 waiting.answer(error)
             else:
                 passed_over.append(waiting)
-        # What was told of its place may have given others up.
+        # An answer may have led to others being given up.
         passed_over = [waiting for waiting in passed_over if not waiting.is_over]
         self._stranded_s = {
             waiting.spec.rank: self._stranded_s.get(waiting.spec.rank, now_s)

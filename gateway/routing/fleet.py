@@ -1,7 +1,7 @@
-"""The workers as the gateway knows them: what they told, and what the gateway has in flight on them.
+"""The workers as the gateway knows them: what they report, and what the gateway has in flight on them.
 
-All in one event loop. Connections (workers.py) write what workers tell; placements write what is in flight; the
-dispatcher reads snapshots. Whoever listens is told of each change that may make room.
+All in one event loop. Connections (workers.py) write what workers report; placements write what is in flight; the
+dispatcher reads snapshots. Listeners are called at each change that may make room.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Worker:
 
     def _known_info(self) -> WorkerInfo:
         if self.info is None:
-            raise ValueError(f"{self.address} has not told who it is")
+            raise ValueError(f"{self.address} has not said who it is")
         return self.info
 
 
@@ -222,7 +222,7 @@ class Fleet:
         return resting | strangers if strangers else resting
 
     def known(self, tier: Tier) -> tuple[WorkerInfo, ...]:
-        """What the known workers of the tier told. The same object as long as nothing of it changes."""
+        """What the known workers of the tier reported. The same object as long as nothing of it changes."""
         known = self._known[tier]
         if known is None:
             known = tuple(w.info for w in self.tier(tier) if w.info and w.is_known)

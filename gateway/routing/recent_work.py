@@ -1,6 +1,6 @@
 """Who of a tier is ahead: tokens that each worker was given lately, beside the tier's mean. Pure.
 
-Queues do not tell: between two arrivals they are empty, and the worker that did the last thousand prompts looks like the
+Queues do not show it: between two arrivals they are empty, and the worker that did the last thousand prompts looks like the
 one that did none. "Lately" is counted in work, not in time, so it means the same at night and at noon.
 """
 

@@ -125,7 +125,7 @@ class DecodeView:
         """Whether a prefill worker should compute the prompt."""
         return need.num_tokens > self.max_local_prefill_tokens
 
-    def can_hear(self, need: Need, prefills: Sequence[PrefillView]) -> bool:
+    def is_reached_by(self, need: Need, prefills: Sequence[PrefillView]) -> bool:
         """Whether KV of one of these would get here."""
         if self.address in need.unreached:
             return False
@@ -171,10 +171,10 @@ def choose(
     decode = _best_decode(need, able_decodes, able_prefills, tie_key)
     if decode is None:
         return Verdict.NOT_NOW
-    if not decode.wants_prefill(need) or not decode.can_hear(need, able_prefills):
+    if not decode.wants_prefill(need) or not decode.is_reached_by(need, able_prefills):
         return Plan(None, decode.address)
-    heard = [p for p in able_prefills if p.address not in decode.unreached_by]
-    prefill = _best_prefill(need, heard, tie_key)
+    reaching = [p for p in able_prefills if p.address not in decode.unreached_by]
+    prefill = _best_prefill(need, reaching, tie_key)
     return Plan(prefill.address, decode.address) if prefill else Verdict.NOT_NOW
 
 
@@ -195,7 +195,7 @@ def _best_decode(
     views = [view for view in views if view.has_room(need)]
     views = [view for view in views if view.address not in need.avoid] or views
     if prefills:
-        served = [v for v in views if not v.wants_prefill(need) or v.can_hear(need, prefills)]
+        served = [v for v in views if not v.wants_prefill(need) or v.is_reached_by(need, prefills)]
         views = served or views
     return min(views, key=lambda v: (v.cost(need), _tie(tie_key, v.address)), default=None)
 

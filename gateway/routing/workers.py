@@ -23,7 +23,6 @@ from baton.types import WorkerInfo
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.wire import info_from_proto, load_from_proto
 from gateway.links.grpc_link import GrpcWorkerLink, worker_error
-from gateway.routing.backoff import backoff_s
 from gateway.routing.fleet import Fleet, Worker, WorkerState
 
 _log = logging.getLogger(__name__)
@@ -36,6 +35,9 @@ _NUM_TICKS = 6
 RECEIVE_WINDOW_BYTES = 16384
 
 _INFO_TIMEOUT_S = 5.0
+
+#: Between two tries to connect, in seconds: first, at most, and the share of it that chance takes off.
+_FIRST_BACKOFF_S, MAX_BACKOFF_S, _JITTER = 0.2, 2.0, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,3 +176,9 @@ async def _watch(
         raise worker_error(error, worker.address) from error
     finally:
         call.cancel()
+
+
+def backoff_s(num_failures: int, random: float) -> float:
+    """Seconds to wait after `num_failures` in a row, at least 1; `random` in [0, 1) spreads gateways out."""
+    full_s = min(MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(num_failures - 1, 16))
+    return full_s * (1.0 - _JITTER * random)

@@ -82,7 +82,7 @@ class Instruments:
         self._begin()
 
     def _begin(self) -> None:
-        """Counters are there before they first count: what is 0 is told as 0."""
+        """Counters are there before they first count: what is 0 is reported as 0."""
         self.resumes.add(0)
         self.bypassed.add(0)
         for phase in Phase:

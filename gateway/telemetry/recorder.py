@@ -1,6 +1,6 @@
-"""Tells one request's life to telemetry: its span with a child per phase, and the metrics of its end.
+"""Reports one request's life to telemetry: its span with a child per phase, and the metrics of its end.
 
-A request writes its timeline as it goes; everything else happens once, when it is over. What is told are names, counts
+A request writes its timeline as it goes; everything else happens once, when it is over. What is reported are names, counts
 and times: never text of the prompt or the answer, nor messages of errors, which may repeat it.
 """
 
@@ -54,7 +54,7 @@ _FINISH_NAMES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """One request, while it lasts. `timeline` is written by the relay; the rest by the service."""
+    """One request, while it lasts. `timeline` is written by its driver; the rest by the service."""
 
     timeline: Timeline
     span: Span

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ClientStalled
-from gateway.output.stall_detector import StallDetector
+from gateway.output.time_limits import StallDetector
 from tests.support.virtual_loop import run_virtual
 
 TIMEOUT_S = 30.0

@@ -1,17 +1,32 @@
-"""Ends a request whose client does not take a piece. One timer that ticks again and again: one for each piece would cost
-as much as all else that the gateway does about it."""
+"""Time limits of a request: its deadline, and how long its client may take for a piece."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from baton.errors import ClientStalled
+from baton.errors import BatonError, ClientStalled
+
+
+@asynccontextmanager
+async def fail_at(when_s: float, error: Callable[[], BatonError]) -> AsyncIterator[None]:
+    """Cancel the body at `when_s` on the event loop's clock, and raise `error()`; other timeouts pass untouched."""
+    scope = asyncio.timeout_at(when_s)
+    try:
+        async with scope:
+            yield
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        raise error() from None
 
 
 class StallDetector:
-    """Of one request, whose pieces are written one at a time: `on_write`, then `on_written`."""
+    """Of one request, whose pieces are written one at a time: `on_write`, then `on_written`.
+
+    One timer that ticks again and again: one for each piece would cost as much as all else that the gateway does about it.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         """timeout_s: longest time from `on_write` to `on_written`."""
