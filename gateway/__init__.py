@@ -1,1 +1,1 @@
-"""The front door: validate, tokenize, admit, route, relay, resume. No torch."""
+"""The front door: validate, tokenize, admit, route, stream, resume. No torch."""

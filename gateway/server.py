@@ -29,20 +29,20 @@ from baton.telemetry import TelemetrySettings, running_telemetry
 from baton.telemetry.build_info import observe_build
 from baton.types import Tier
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from gateway.api_keys import read_api_keys
-from gateway.chat import ChatRenderer
-from gateway.discovery import DISCOVERY_PATH, scrape_targets
-from gateway.dispatcher import Dispatcher
-from gateway.driver import RequestDeps
-from gateway.fleet import Fleet
-from gateway.gauges import observe_gateway
-from gateway.grammars import GrammarCompiler
-from gateway.migrator import Migrator
-from gateway.recorder import GatewayRecorder
-from gateway.roster import Roster
+from gateway.intake.api_keys import read_api_keys
+from gateway.intake.chat import ChatRenderer
+from gateway.intake.grammars import GrammarCompiler
+from gateway.intake.tokenizer import Tokenizer, load_tokenizer
+from gateway.request.driver import RequestDeps
+from gateway.routing.discovery import DISCOVERY_PATH, scrape_targets
+from gateway.routing.dispatcher import Dispatcher
+from gateway.routing.fleet import Fleet
+from gateway.routing.gauges import observe_gateway
+from gateway.routing.migrator import Migrator
+from gateway.routing.roster import Roster
+from gateway.routing.workers import keep_connected
 from gateway.service import InferenceService, ServiceOptions
-from gateway.tokenizer import Tokenizer, load_tokenizer
-from gateway.workers import keep_connected
+from gateway.telemetry.recorder import GatewayRecorder
 
 _log = logging.getLogger(__name__)
 

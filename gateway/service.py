@@ -19,18 +19,13 @@ from baton.telemetry import no_telemetry
 from baton.types import Tier, WorkerInfo
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from baton.wire import numerics_to_proto
-from gateway.chat import ChatRenderer
-from gateway.driver import RequestDeps, RequestDriver
-from gateway.fail_at import fail_at
-from gateway.fleet import Fleet, Worker
-from gateway.grammars import GrammarCompiler
-from gateway.model_facts import ModelFacts
-from gateway.recorder import GatewayRecorder, RequestRecord
-from gateway.request import ValidatedRequest
-from gateway.request_id import unique_request_id
-from gateway.sampling_rules import MAX_CHOICES, num_returned
-from gateway.tokenizer import Tokenizer
-from gateway.validator import (
+from gateway.intake.chat import ChatRenderer
+from gateway.intake.grammars import GrammarCompiler
+from gateway.intake.model_facts import ModelFacts
+from gateway.intake.request import ValidatedRequest, unique_request_id
+from gateway.intake.sampling_rules import MAX_CHOICES, num_returned
+from gateway.intake.tokenizer import Tokenizer
+from gateway.intake.validator import (
     Ids,
     Tokenized,
     check_detokenize,
@@ -39,7 +34,11 @@ from gateway.validator import (
     check_tokenize,
     resolve,
 )
-from gateway.violations import given
+from gateway.intake.violations import given
+from gateway.output.time_limits import fail_at
+from gateway.request.driver import RequestDeps, RequestDriver
+from gateway.routing.fleet import Fleet, Worker
+from gateway.telemetry.recorder import GatewayRecorder, RequestRecord
 
 #: Tokens that any model is taken to have room for until a worker says.
 _UNKNOWN_LEN = 2**20

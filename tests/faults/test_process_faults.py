@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from baton.client import AsyncClient
 from bench.proxied_cluster import ProxiedCluster
-from gateway.choice import MAX_FAILURES
+from gateway.request.assignment import MAX_FAILURES
 from tests.support.fault_streams import Streams, proxied_cluster, until_quiet
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]

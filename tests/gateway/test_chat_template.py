@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from gateway.chat_renderer import make_answer
+from gateway.intake.chat_renderer import make_answer
 
 MESSAGES = [
     {"role": "system", "content": "  Be <brief> & 'kind'.\n"},

@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import ClientStalled, DeadlineExceeded, EngineFault, HandoffFailed, InvalidRequest
 from baton.types import BeamParams
-from gateway.request import TextOptions
+from gateway.intake.request import TextOptions
 from tests.support.fake_workers import (
     expected_outputs,
     logprobs_of,

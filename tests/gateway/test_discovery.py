@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from baton.types import Tier
-from gateway.discovery import DISCOVERY_PATH, scrape_targets
-from gateway.fleet import Fleet, WorkerState
+from gateway.routing.discovery import DISCOVERY_PATH, scrape_targets
+from gateway.routing.fleet import Fleet, WorkerState
 from tests.support.fake_workers import make_info
 from tests.support.live_tiers import decode_worker, gateway, prefill_worker
 from tests.support.metrics_page import fetch_metrics, free_ports

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.errors import BatonError, NoWorkers
 from baton.types import Tier
-from gateway.placement import Outcome, Placement
+from gateway.routing.placement import Outcome, Placement
 from tests.support.fake_workers import expected_output
 from tests.support.gateway_world import Client, World, gateway_world, make_spec
 from tests.support.virtual_loop import run_virtual

@@ -20,7 +20,7 @@ from baton.errors import (
 from baton.events import Tokens
 from baton.types import BlockCounts, Sample, WorkerLoad
 from baton.v1 import sampling_pb2
-from gateway.request import TextOptions
+from gateway.intake.request import TextOptions
 from tests.support.fake_workers import expected_output, text_of
 from tests.support.gateway_world import Chunk, Client, World, in_world, make_spec
 

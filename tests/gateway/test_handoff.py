@@ -20,8 +20,8 @@ from baton.events import (
     Tokens,
 )
 from baton.types import BeamParams, FinishReason, KvSource, Sample
-from gateway import state
-from gateway.request import TextOptions
+from gateway.intake.request import TextOptions
+from gateway.request import state
 from tests.support.fake_workers import prompt_logprobs_of, text_of
 from tests.support.gateway_world import make_spec
 from tests.support.stub_world import StubWorld, in_stub_world, settle

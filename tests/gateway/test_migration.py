@@ -22,8 +22,8 @@ from baton.events import (
     Tokens,
 )
 from baton.types import FinishReason, KvSource, Sample
-from gateway import state
-from gateway.request import TextOptions
+from gateway.intake.request import TextOptions
+from gateway.request import state
 from tests.support.fake_workers import text_of
 from tests.support.gateway_world import make_spec
 from tests.support.stub_world import StubWorld, in_stub_world, settle
@@ -111,7 +111,7 @@ def on_bench(test: Callable[[Bench], Awaitable[None]], stop: tuple[str, ...] = (
 @pytest.fixture(autouse=True)
 def first_place_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of like workers the one whose name is first."""
-    monkeypatch.setattr("gateway.router._tie", lambda _key, address: address.encode())
+    monkeypatch.setattr("gateway.routing.router._tie", lambda _key, address: address.encode())
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ import asyncio
 import pytest
 
 from baton.types import BeamParams, Tier, WorkerLoad
-from gateway import migrator, state
-from gateway.migrator import MAX_MIGRATIONS
-from gateway.request import TextOptions
+from gateway.intake.request import TextOptions
+from gateway.request import state
+from gateway.routing import migrator
+from gateway.routing.migrator import MAX_MIGRATIONS
 from tests.support.fake_workers import expected_outputs, text_of
 from tests.support.gateway_world import Client, World, in_world, make_spec
 

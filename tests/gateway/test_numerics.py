@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from baton.errors import WorkerLost
 from baton.types import NumericsClass, Tier, WorkerLoad
-from gateway.fleet import Fleet, WorkerState
-from gateway.numerics import NumericsWatch, Rounding
+from gateway.routing.fleet import Fleet, WorkerState
+from gateway.routing.numerics import NumericsWatch, Rounding
 from tests.support.fake_workers import expected_output, make_info
 from tests.support.gateway_world import Client, World, in_world, make_spec
 from tests.support.stub_link import StubLink

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from baton.errors import EngineFault
 from baton.types import FinishReason, Sample
-from gateway.detokenizer import Detokenizer
-from gateway.output import Output
-from gateway.request import TextOptions
-from gateway.stop_strings import StopMatcher
+from gateway.intake.request import TextOptions
+from gateway.output.detokenizer import Detokenizer
+from gateway.output.output import Output
+from gateway.output.stop_strings import StopMatcher
 from tests.support.fake_workers import text_of
 
 

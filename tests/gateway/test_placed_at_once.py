@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from gateway.driver import RequestDriver
-from gateway.placement import Placement
-from gateway.request import TextOptions, ValidatedRequest
+from gateway.intake.request import TextOptions, ValidatedRequest
+from gateway.request.driver import RequestDriver
+from gateway.routing.placement import Placement
 from tests.support.fake_workers import expected_output
 from tests.support.gateway_world import Client, World, gateway_world, in_world, make_spec
 from tests.support.virtual_loop import run_virtual

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from gateway import state
+from gateway.request import state
 from tests.support.fake_workers import expected_outputs
 from tests.support.gateway_world import Client, World, gateway_world, make_spec
 from tests.support.virtual_loop import run_virtual

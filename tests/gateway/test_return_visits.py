@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.types import SequenceSpec
-from gateway.dispatcher import OnPlace
+from gateway.routing.dispatcher import OnPlace
 from tests.support.gateway_world import Client, World, in_world, make_spec
 
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import Overloaded
-from gateway.admission import AdmissionQueue, Rank
-from gateway.affinity import PrefixAffinity, prefix_digests
-from gateway.backoff import MAX_S, backoff_s
-from gateway.router import DecodeView, Need, Plan, PrefillView, Verdict, choose
+from gateway.routing.admission import AdmissionQueue, Rank
+from gateway.routing.affinity import PrefixAffinity, prefix_digests
+from gateway.routing.router import DecodeView, Need, Plan, PrefillView, Verdict, choose
+from gateway.routing.workers import MAX_BACKOFF_S, backoff_s
 
 NEED = Need(num_tokens=40, max_num_tokens=60, needs_decode=True)
 PREFILL = PrefillView("p", 100, outstanding_tokens=0, max_outstanding_tokens=128)
@@ -308,7 +308,7 @@ def test_a_full_queue_refuses_new_ones_only() -> None:
 @given(num_failures=st.integers(1, 10_000), random=st.floats(0, 1, exclude_max=True))
 def test_back_off_grows_to_a_bound(num_failures: int, random: float) -> None:
     wait_s = backoff_s(num_failures, random)
-    assert 0 < wait_s <= MAX_S
+    assert 0 < wait_s <= MAX_BACKOFF_S
     assert backoff_s(num_failures + 1, random) >= wait_s
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from baton.types import BlockCounts, Tier, WorkerLoad
-from gateway.affinity import MAX_MATCHES, PrefixAffinity
-from gateway.fleet import Fleet, Worker
-from gateway.placement import Outcome, Placement
-from gateway.planner import NUM_DRAWN, plan
-from gateway.router import Need, Plan, Verdict
+from gateway.routing.affinity import MAX_MATCHES, PrefixAffinity
+from gateway.routing.fleet import Fleet, Worker
+from gateway.routing.placement import Outcome, Placement
+from gateway.routing.planner import NUM_DRAWN, plan
+from gateway.routing.router import Need, Plan, Verdict
 from tests.support.fake_workers import make_info
 from tests.support.sim_grid import (
     HASHED_TOKENS,

@@ -25,7 +25,9 @@ from baton.events import (
     Tokens,
 )
 from baton.types import BeamParams, BlockCounts, FinishReason, Sample, SequenceSpec, WorkerLoad
-from gateway.actions import (
+from gateway.intake.request import TextOptions
+from gateway.output.output import Output
+from gateway.request.actions import (
     Abort,
     AbortSource,
     Action,
@@ -43,13 +45,11 @@ from gateway.actions import (
     SetTimer,
     Update,
 )
-from gateway.assignment import Assignment, Choice, State
-from gateway.fleet import Fleet
-from gateway.output import Output
-from gateway.placement import Placement
-from gateway.request import TextOptions
-from gateway.state import RequestState
-from gateway.timing import Timeline
+from gateway.request.assignment import Assignment, Choice, State
+from gateway.request.state import RequestState
+from gateway.routing.fleet import Fleet
+from gateway.routing.placement import Placement
+from gateway.telemetry.timing import Timeline
 from tests.support.fake_workers import expected_output, make_info, text_of
 from tests.support.gateway_world import make_spec
 from tests.support.stub_link import StubLink

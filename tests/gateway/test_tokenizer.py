@@ -13,8 +13,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as HfTokenizer
 
 from baton.errors import ConfigError
-from gateway.detokenizer import Detokenizer
-from gateway.tokenizer import Tokenizer, TokenizerFacts, load_tokenizer
+from gateway.intake.tokenizer import Tokenizer, TokenizerFacts, load_tokenizer
+from gateway.output.detokenizer import Detokenizer
 
 FACTS = TokenizerFacts(frozenset(), {}, None, None, Path())
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from baton.errors import InvalidRequest, ModelNotFound
 from baton.types import BeamParams, EarlyStopping, SequenceSpec
 from baton.v1 import inference_pb2, sampling_pb2
-from gateway.model_facts import ModelFacts
-from gateway.request import TextOptions
-from gateway.sampling_rules import num_returned
-from gateway.validator import (
+from gateway.intake.model_facts import ModelFacts
+from gateway.intake.request import TextOptions
+from gateway.intake.sampling_rules import num_returned
+from gateway.intake.validator import (
     Ids,
     Tokenized,
     check_detokenize,

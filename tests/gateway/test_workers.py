@@ -13,8 +13,8 @@ import pytest
 from baton.errors import WorkerLost
 from baton.events import Failed, Offered, SequenceEvent
 from baton.types import KvSource, Tier
-from gateway.fleet import Fleet, WorkerState
-from gateway.workers import keep_connected
+from gateway.routing.fleet import Fleet, WorkerState
+from gateway.routing.workers import keep_connected
 from tests.support.fake_workers import LAYOUT, make_info
 from tests.support.gateway_world import make_spec
 from tests.support.grpc_workers import GrpcWorker, serving

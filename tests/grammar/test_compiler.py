@@ -15,7 +15,7 @@ import pytest
 from baton.errors import EngineFault, InvalidRequest, Overloaded
 from baton.grammar import Grammar
 from baton.v1 import sampling_pb2
-from gateway.grammars import GrammarCompiler
+from gateway.intake.grammars import GrammarCompiler
 
 FOLDER = Path(__file__).parents[2] / "models" / "baton-py-6m"
 

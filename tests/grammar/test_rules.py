@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from baton.v1 import sampling_pb2
-from gateway.model_facts import ModelFacts
-from gateway.structured_rules import structured_violations
+from gateway.intake.model_facts import ModelFacts
+from gateway.intake.structured_rules import structured_violations
 
 FACTS = ModelFacts("m", 100, 64, 48, frozenset((2,)), has_chat_template=True, max_num_seqs=8)
 NO_END = ModelFacts("m", 100, 64, 48, frozenset(), has_chat_template=True, max_num_seqs=8)

@@ -17,9 +17,9 @@ from baton.events import SequenceEvent, Tokens
 from baton.rpc.channel import aio_channel
 from baton.types import KvSource, Sampling, SequenceSpec, Tier
 from baton.v1 import sequence_service_pb2, sequence_service_pb2_grpc, worker_pb2, worker_pb2_grpc
-from gateway.fleet import Fleet
-from gateway.links import WorkerLink
-from gateway.workers import RECEIVE_WINDOW_BYTES, keep_connected
+from gateway.links.worker_link import WorkerLink
+from gateway.routing.fleet import Fleet
+from gateway.routing.workers import RECEIVE_WINDOW_BYTES, keep_connected
 from tests.support.live_tiers import decode_worker
 
 NUM_SEQUENCES = 8
@@ -96,7 +96,7 @@ async def test_steps_that_a_late_gateway_missed_come_as_one(
 ) -> None:
     readers = Readers()
     monkeypatch.setattr(
-        "gateway.grpc_links.sequence_service_pb2_grpc.SequenceServiceStub", readers.stub_over
+        "gateway.links.grpc_link.sequence_service_pb2_grpc.SequenceServiceStub", readers.stub_over
     )
     told: list[list[SequenceEvent]] = [[] for _ in range(NUM_SEQUENCES)]
     ended = asyncio.Event()

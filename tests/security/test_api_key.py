@@ -21,7 +21,7 @@ from baton.config.load import build_options, load_options
 from baton.errors import ConfigError
 from baton.rpc.api_key import ApiKeyInterceptor
 from baton.supervisor.plan import plan_gateways, plan_workers
-from gateway.api_keys import read_api_keys
+from gateway.intake.api_keys import read_api_keys
 from tests.support.live_tiers import decode_worker, gateway
 
 KEY, OTHER = "sk-one-4711", "sk-two-0815"

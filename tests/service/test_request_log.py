@@ -8,7 +8,7 @@ import pytest
 
 from baton.errors import Cancelled, EngineFault
 from baton.telemetry import no_telemetry
-from gateway.recorder import GatewayRecorder
+from gateway.telemetry.recorder import GatewayRecorder
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_one_line_per_request_and_faults_of_ours_are_warnings(
     error: str | None,
     level: int,
 ) -> None:
-    caplog.set_level(logging.DEBUG, "gateway.recorder")
+    caplog.set_level(logging.DEBUG, "gateway.telemetry.recorder")
     record = recorder.begin((), 1.0, is_chat=False)
     record.timeline.first_token_s = 1.5
     record.timeline.num_output_tokens = 7

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from baton.events import Failed, SequenceEvent, is_last
 from baton.types import KvSource, SequenceSpec
-from gateway.links import Sink
+from gateway.links.worker_link import Sink
 
 
 class Commanded(Protocol):
@@ -52,7 +52,7 @@ class _Pipe:
 
 
 class FakeLink:
-    """Implements gateway.links.WorkerLink. What a test wants to know is counted."""
+    """Implements gateway.links.worker_link.WorkerLink. What a test wants to know is counted."""
 
     def __init__(
         self, worker: Commanded, latency: Callable[[], float], last_handle: int = 0

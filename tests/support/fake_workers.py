@@ -42,7 +42,7 @@ from baton.types import (
     WorkerLoad,
     finish_reason,
 )
-from gateway.fleet import Fleet, WorkerState
+from gateway.routing.fleet import Fleet, WorkerState
 from tests.support.fake_link import FakeLink
 
 VOCAB_SIZE = 97

@@ -12,13 +12,13 @@ from typing import Any
 from baton.errors import BatonError
 from baton.types import UNKNOWN_NUMERICS, NumericsClass, Sampling, SequenceSpec, Tier
 from baton.v1 import inference_pb2
-from gateway.dispatcher import Dispatcher
-from gateway.driver import RequestDeps, RequestDriver
-from gateway.fleet import Fleet
-from gateway.migrator import Migrator
-from gateway.numerics import NumericsPolicy
-from gateway.placement import Placement
-from gateway.request import TextOptions, ValidatedRequest
+from gateway.intake.request import TextOptions, ValidatedRequest
+from gateway.request.driver import RequestDeps, RequestDriver
+from gateway.routing.dispatcher import Dispatcher
+from gateway.routing.fleet import Fleet
+from gateway.routing.migrator import Migrator
+from gateway.routing.numerics import NumericsPolicy
+from gateway.routing.placement import Placement
 from tests.support.fake_workers import FakeDecode, FakePrefill, make_info, text_of
 from tests.support.virtual_loop import run_virtual
 

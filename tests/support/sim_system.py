@@ -16,12 +16,12 @@ from baton.engine.loop import HEARTBEAT_S
 from baton.events import Failed, SequenceEvent, is_last
 from baton.types import KvLayout, KvSource, SequenceSpec, Tier, WorkerIdentity, WorkerInfo
 from baton.v1 import inference_pb2
-from gateway.dispatcher import Dispatcher
-from gateway.driver import RequestDeps, RequestDriver
-from gateway.fleet import Fleet, WorkerState
-from gateway.links import Sink
-from gateway.migrator import Migrator
-from gateway.request import TextOptions, ValidatedRequest
+from gateway.intake.request import TextOptions, ValidatedRequest
+from gateway.links.worker_link import Sink
+from gateway.request.driver import RequestDeps, RequestDriver
+from gateway.routing.dispatcher import Dispatcher
+from gateway.routing.fleet import Fleet, WorkerState
+from gateway.routing.migrator import Migrator
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.random_speculation import RandomSpeculation
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape, SimWorker

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from baton.events import SequenceEvent, is_last
 from baton.types import KvSource, SequenceSpec
-from gateway.links import Sink
+from gateway.links.worker_link import Sink
 
 
 class StubLink:
-    """Implements gateway.links.WorkerLink."""
+    """Implements gateway.links.worker_link.WorkerLink."""
 
     def __init__(self) -> None:
         self.commands: list[tuple[object, ...]] = []

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from baton.errors import BatonError
 from baton.events import SequenceEvent
 from baton.types import BlockCounts, SequenceSpec, WorkerLoad
-from gateway.assignment import Choice
-from gateway.dispatcher import Dispatcher
-from gateway.driver import RequestDeps, RequestDriver
-from gateway.fleet import Fleet
-from gateway.migrator import Migrator
-from gateway.placement import Placement
-from gateway.request import TextOptions, ValidatedRequest
-from gateway.timing import Timeline
+from gateway.intake.request import TextOptions, ValidatedRequest
+from gateway.request.assignment import Choice
+from gateway.request.driver import RequestDeps, RequestDriver
+from gateway.routing.dispatcher import Dispatcher
+from gateway.routing.fleet import Fleet
+from gateway.routing.migrator import Migrator
+from gateway.routing.placement import Placement
+from gateway.telemetry.timing import Timeline
 from tests.support.fake_workers import make_info, text_of
 from tests.support.gateway_world import Client
 from tests.support.stub_link import StubLink

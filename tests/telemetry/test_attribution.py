@@ -16,11 +16,11 @@ from baton.telemetry import Phase, RequestEvent, no_telemetry
 from baton.telemetry.rate_limit import RateLimit
 from baton.types import FinishReason
 from baton.v1 import inference_pb2
-from gateway.driver import RequestDriver
-from gateway.fleet import WorkerState
-from gateway.recorder import WARN_INTERVAL_S, GatewayRecorder
-from gateway.request import TextOptions, ValidatedRequest
-from gateway.timing import Timeline
+from gateway.intake.request import TextOptions, ValidatedRequest
+from gateway.request.driver import RequestDriver
+from gateway.routing.fleet import WorkerState
+from gateway.telemetry.recorder import WARN_INTERVAL_S, GatewayRecorder
+from gateway.telemetry.timing import Timeline
 from tests.support.gateway_world import Client, gateway_world, make_spec
 from tests.support.live_tiers import live_system
 from tests.support.virtual_loop import run_virtual

@@ -1,0 +1,132 @@
+"""A process that renders chat templates, so that one which does not end can be killed: python -m gateway.intake.chat_renderer
+
+It is made with {"template": str, "special_tokens": {name: text}}, and answers {"messages": [{"role": str, "content": str}]}
+with {"text": str} or {"error": str}. See gateway.intake.child_main.
+
+Templates are written for transformers, whose rendering this is, without that package: a sandboxed jinja environment and
+what the templates find in it. tests/gateway/test_chat_template.py holds the one to the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from gateway.intake.child_main import Answer, limit_memory, serve
+
+#: Memory that a template may make the process take, in bytes.
+_MAX_MEMORY_BYTES = 4 * 2**30
+
+
+class _Generation(Extension):
+    """{% generation %}: marks for training what the assistant said; its text is that of its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - declared so by jinja
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class _Namespace(Namespace):
+    """namespace(...), but for names that would reach into the interpreter."""
+
+    def __init__(self, /, *args: Any, **kwargs: Any) -> None:
+        attributes = dict(*args, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        super().__init__(attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a template may not set {name!r}: names do not begin with '_'")
+
+
+class _Dict:
+    """dict(...), without the class's own attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja's own escapes what HTML would misread.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)  # noqa: DTZ005 - as templates expect, the machine's own time
+
+
+def make_environment() -> ImmutableSandboxedEnvironment:
+    """What templates are compiled in. They are code of the model's author: nothing in here leads out of it."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals.update(
+        raise_exception=_raise_exception,
+        strftime_now=_strftime_now,
+        dict=_Dict(),
+        namespace=_Namespace,
+    )
+    return environment
+
+
+def make_answer(start: Mapping[str, Any]) -> Answer:
+    """See the module's text."""
+
+    @functools.cache
+    def template() -> Template:
+        return make_environment().from_string(start["template"])
+
+    def answer(question: Mapping[str, Any]) -> Mapping[str, str]:
+        try:
+            rendered = template().render(
+                messages=question["messages"],
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **start["special_tokens"],
+            )
+        except Exception as error:  # noqa: BLE001 - whatever a template raises is the answer
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {"text": rendered}
+
+    return answer
+
+
+if __name__ == "__main__":
+    limit_memory(_MAX_MEMORY_BYTES)
+    serve(make_answer)

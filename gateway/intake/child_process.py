@@ -1,0 +1,145 @@
+"""A helper process that answers one question at a time in JSON lines, and is killed when it takes too long."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from baton.errors import EngineFault
+
+_log = logging.getLogger(__name__)
+
+#: Imports take a while on a busy machine.
+START_TIMEOUT_S = 60.0
+
+#: Longest line either way; a gRPC message is shorter.
+_MAX_LINE_BYTES = 128 * 2**20
+
+
+class ChildDied(EngineFault):
+    """The process ended before it answered. returncode: as of asyncio's processes, -N for signal N."""
+
+    def __init__(self, name: str, returncode: int) -> None:
+        super().__init__(f"the {name} died")
+        self.returncode = returncode
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """name: for logs and errors. module: run with -m, a caller of gateway.intake.child_main. start_line: what it is made with."""
+
+    name: str
+    module: str
+    start_line: dict[str, Any]
+    answer_timeout_s: float
+
+
+class ChildProcess:
+    """Started when first needed and after each kill. Belongs to one event loop."""
+
+    def __init__(self, spec: ChildSpec) -> None:
+        self._spec = spec
+        self._turn = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._is_ready = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, if there is one."""
+        return self._process.pid if self._process else None
+
+    async def ask(self, question: object) -> dict[str, Any]:
+        """The answer to one question.
+
+        Raises TimeoutError if it takes more than answer_timeout_s, not counting the start and those before it, and
+        EngineFault if there is no process to ask, or none any more.
+        """
+        async with self._turn:
+            process = await self._running()
+            try:
+                async with asyncio.timeout(self._spec.answer_timeout_s):
+                    self._write(process, question)
+                    return await self._answer(process)
+            except BaseException:
+                # Late, cancelled or broken in between: the next answer would be this one's.
+                await self._kill()
+                raise
+
+    async def start(self) -> None:
+        """Start the process ahead of the first question, without waiting for it to be ready."""
+        async with self._turn:
+            if self._process is None:
+                await self._spawn()
+
+    async def close(self) -> None:
+        """End the process."""
+        await self._kill()
+
+    async def _running(self) -> asyncio.subprocess.Process:
+        """The process, ready to answer."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            process = await self._spawn()
+        if self._is_ready:
+            return process
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await self._answer(process)
+        except TimeoutError:
+            await self._kill()
+            raise EngineFault(f"the {self._spec.name} did not start in time") from None
+        except BaseException:
+            await self._kill()
+            raise
+        self._is_ready = True
+        return process
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        self._is_ready = False
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            self._spec.module,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            limit=_MAX_LINE_BYTES,
+            env={**os.environ, "TRANSFORMERS_VERBOSITY": "error"},
+            start_new_session=True,  # a Ctrl-C at the terminal is for the gateway
+        )
+        start_line = {**self._spec.start_line, "answer_timeout_s": self._spec.answer_timeout_s}
+        self._write(self._process, start_line)  # it gets ready while nobody waits
+        _log.info("%s started, pid %s", self._spec.name, self._process.pid)
+        return self._process
+
+    async def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+    def _write(self, process: asyncio.subprocess.Process, line: object) -> None:
+        if process.stdin is None:
+            raise EngineFault(f"the {self._spec.name} has no input")
+        process.stdin.write(json.dumps(line).encode() + b"\n")
+
+    async def _answer(self, process: asyncio.subprocess.Process) -> dict[str, Any]:
+        if process.stdin is None or process.stdout is None:
+            raise EngineFault(f"the {self._spec.name} has no pipes")
+        try:
+            await process.stdin.drain()
+            line = await process.stdout.readline()
+        except ConnectionError:
+            line = b""
+        if not line:
+            raise ChildDied(self._spec.name, await process.wait())
+        answer: dict[str, Any] = json.loads(line)
+        return answer

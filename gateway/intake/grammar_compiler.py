@@ -1,0 +1,130 @@
+"""A process that compiles grammars, so that a hostile one harms nothing else: python -m gateway.intake.grammar_compiler
+
+It is made with {"folder": str}, the model's, and answers {"field": str, "value": ...}, a kind of StructuredOutput, with
+{"grammar": str}, its canonical form, or {"error": str}. See gateway.intake.child_main. It dies of a grammar that takes more memory
+or a deeper stack than a worker should spend on it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from baton.errors import BatonError
+from baton.grammar import Grammar, GrammarVocabulary, Matcher, load_vocabulary
+from baton.grammar.matcher import compile_grammar
+from gateway.intake.child_main import Answer, address_space_bytes, limit_memory, serve
+
+#: Address space that compiling may take, in bytes, beyond what the process has when it is ready.
+_MAX_MORE_BYTES = 512 * 2**20
+
+#: A small part of what a worker's threads have: what fits in here fits there with room to spare.
+_STACK_BYTES = 2**20
+
+#: Tokens of a random output that is tried, to find a grammar that cannot be followed.
+_NUM_TRIED_TOKENS = 32
+
+
+def grammar_of(field: str, value: Any) -> Grammar:
+    """The grammar that one field of StructuredOutput means. Raises ValueError, in one line, if it means none."""
+    match field:
+        case "json_schema":
+            return Grammar.json_schema(_parsed(value))
+        case "json_object":
+            return Grammar.json_object()
+        case "regex":
+            return Grammar.regex(value)
+        case "choice":
+            return Grammar.choice(value)
+        case "grammar":
+            return Grammar.lark(value)
+    raise ValueError(f"{field} is unknown here")
+
+
+def try_grammar(grammar: Grammar, vocabulary: GrammarVocabulary) -> None:
+    """Compile it and follow some random output. Raises ValueError or EngineFault, in one line, if that cannot be done."""
+    compiled = compile_grammar(grammar, vocabulary)
+    # Which token ends an output is of no matter here.
+    matcher = Matcher(compiled, vocabulary, (0,))
+    draw = random.Random(0)
+    for _ in range(_NUM_TRIED_TOKENS):
+        token_id = _some_token(matcher.allowed(), draw)
+        matcher.advance(token_id)
+        # As when drafts are rejected: not all that Lark's syntax has can be taken back.
+        matcher.rollback(1)
+        matcher.advance(token_id)
+        if matcher.is_over:
+            return
+
+
+def make_answer(start: Mapping[str, Any]) -> Answer:
+    """See the module's text."""
+    vocabulary: GrammarVocabulary | None = None
+    trouble = ""
+    try:
+        vocabulary = load_vocabulary(Path(start["folder"]))
+    except BatonError as error:
+        trouble = f"not with this model: {error.message}"
+    limit_memory(address_space_bytes() + _MAX_MORE_BYTES)
+    threading.stack_size(_STACK_BYTES)
+
+    def answer(question: Mapping[str, Any]) -> Mapping[str, str]:
+        if vocabulary is None:
+            return {"error": trouble}
+        return _in_thread(question, vocabulary)
+
+    return answer
+
+
+def _in_thread(question: Mapping[str, Any], vocabulary: GrammarVocabulary) -> Mapping[str, str]:
+    """The answer, found on a small stack."""
+    answer: dict[str, str] = {"error": "the compiler failed"}
+
+    def find() -> None:
+        try:
+            grammar = grammar_of(question["field"], question["value"])
+            try_grammar(grammar, vocabulary)
+        except BatonError as error:
+            answer["error"] = error.message
+        except ValueError as error:
+            answer["error"] = str(error)
+        except (RecursionError, MemoryError):
+            answer["error"] = "takes too much memory to compile, or is nested too deep"
+        else:
+            answer.clear()
+            answer["grammar"] = grammar.to_bytes().decode()
+
+    thread = threading.Thread(target=find)
+    thread.start()
+    thread.join()
+    return answer
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("is nested too deep") from None
+    if not isinstance(schema, dict):
+        raise ValueError('must be a JSON object, such as {"type": "object"}')  # noqa: TRY004
+    return schema
+
+
+def _some_token(allowed: bytes, draw: random.Random) -> int:
+    """One of the tokens of a mask, not evenly chosen: the first from a random one on, or else the first of all."""
+    bits = int.from_bytes(allowed, "little")
+    first = draw.randrange(8 * len(allowed))
+    ahead = bits >> first
+    if ahead:
+        return first + (ahead & -ahead).bit_length() - 1
+    return (bits & -bits).bit_length() - 1
+
+
+if __name__ == "__main__":
+    serve(make_answer)

@@ -1,0 +1,149 @@
+"""Structured output as requests ask for it, to grammars as the tiers read them: compiled once, elsewhere, and remembered."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import signal
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.errors import BatonError, EngineFault, FieldViolation, InvalidRequest, Overloaded
+from baton.v1 import sampling_pb2
+from gateway.intake.child_process import ChildDied, ChildProcess, ChildSpec
+
+COMPILE_TIMEOUT_S = 5.0
+
+#: Requests with different grammars that may wait for the compiler.
+MAX_WAITING = 64
+
+#: Grammars remembered, good and bad.
+NUM_KEPT = 1024
+
+_TOO_BIG = "takes too much memory to compile, or is nested too deep"
+
+#: How a process dies of a grammar: no memory, no stack.
+_DEADLY = frozenset({-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS})
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """The canonical form; or what is wrong with it; or why that could not be found out.
+
+    is_lasting: another try would come to the same.
+    """
+
+    grammar: bytes = b""
+    violation: FieldViolation | None = None
+    fault: str = ""
+    is_lasting: bool = True
+
+
+class GrammarCompiler:
+    """One compiler process, started with the first grammar; one grammar at a time. Belongs to one event loop.
+
+    The same grammar is compiled once, however many requests have it, and goes on though they are cancelled: no request's
+    end disturbs another's.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        compile_timeout_s: float = COMPILE_TIMEOUT_S,
+        max_waiting: int = MAX_WAITING,
+        num_kept: int = NUM_KEPT,
+    ) -> None:
+        """folder: with the model's tokenizer.json."""
+        self._timeout_s = compile_timeout_s
+        self._max_waiting = max_waiting
+        self._num_kept = num_kept
+        self._known: OrderedDict[bytes, _Outcome] = OrderedDict()
+        self._compiling: dict[bytes, asyncio.Task[_Outcome]] = {}
+        self.process = ChildProcess(
+            ChildSpec(
+                "grammar compiler",
+                "gateway.intake.grammar_compiler",
+                {"folder": str(folder)},
+                compile_timeout_s,
+            )
+        )
+
+    async def compile(self, output: sampling_pb2.StructuredOutput) -> bytes:
+        """The canonical form of a checked StructuredOutput.
+
+        Raises InvalidRequest, naming the field and what is wrong, and Overloaded while too many others wait.
+        """
+        field, value = _told(output)
+        key = hashlib.blake2b(json.dumps([field, value]).encode(), digest_size=32).digest()
+        outcome = self._known.get(key)
+        if outcome is None:
+            outcome = await self._wait(key, field, value)
+        else:
+            self._known.move_to_end(key)
+        if outcome.violation:
+            raise InvalidRequest.of(outcome.violation)
+        if outcome.fault:
+            raise EngineFault(outcome.fault)
+        return outcome.grammar
+
+    async def close(self) -> None:
+        """End the process, and with it what it compiles."""
+        for task in self._compiling.values():
+            task.cancel()
+        await asyncio.gather(*self._compiling.values(), return_exceptions=True)
+        await self.process.close()
+
+    async def _wait(self, key: bytes, field: str, value: Any) -> _Outcome:
+        task = self._compiling.get(key)
+        if task is None:
+            if len(self._compiling) >= self._max_waiting:
+                raise Overloaded(
+                    f"{len(self._compiling)} grammars wait to be compiled; try again later"
+                )
+            task = asyncio.create_task(self._compile(field, value))
+            self._compiling[key] = task
+            task.add_done_callback(lambda done: self._keep(key, done))
+        return await asyncio.shield(task)
+
+    async def _compile(self, field: str, value: Any) -> _Outcome:
+        """What came of it; a failure as a value, since nobody may be left to take it."""
+        try:
+            answer = await self.process.ask({"field": field, "value": value})
+        except TimeoutError:
+            # Perhaps the machine is to blame.
+            description = f"takes more than {self._timeout_s:g} s to compile; simplify it"
+            return _Outcome(violation=_violation(field, description), is_lasting=False)
+        except ChildDied as death:
+            if death.returncode in _DEADLY:
+                return _Outcome(violation=_violation(field, _TOO_BIG))
+            return _Outcome(fault=death.message, is_lasting=False)
+        except BatonError as error:
+            return _Outcome(fault=error.message, is_lasting=False)
+        if "grammar" in answer:
+            return _Outcome(grammar=str(answer["grammar"]).encode())
+        return _Outcome(violation=_violation(field, str(answer["error"])))
+
+    def _keep(self, key: bytes, task: asyncio.Task[_Outcome]) -> None:
+        del self._compiling[key]
+        if task.cancelled():
+            return
+        outcome = task.result()
+        if outcome.is_lasting:
+            self._known[key] = outcome
+            if len(self._known) > self._num_kept:
+                self._known.popitem(last=False)
+
+
+def _told(output: sampling_pb2.StructuredOutput) -> tuple[str, Any]:
+    field = output.WhichOneof("kind")
+    if field == "choice":
+        return field, list(output.choice.values)
+    return str(field), getattr(output, str(field))
+
+
+def _violation(field: str, description: str) -> FieldViolation:
+    return FieldViolation(f"sampling.structured_output.{field}", description)

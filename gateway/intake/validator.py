@@ -1,0 +1,227 @@
+"""The one validator: every field of a request is checked here, and nowhere else. Pure.
+
+All violations of a request come in one error, each with the field's path, its value, and the fix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.errors import FieldViolation, InvalidRequest, ModelNotFound
+from baton.types import SequenceSpec, tenant_of
+from baton.v1 import inference_pb2, sampling_pb2
+from gateway.intake.model_facts import ModelFacts
+from gateway.intake.request import TextOptions
+from gateway.intake.sampling_rules import (
+    BadWordIds,
+    bad_word_violations,
+    num_choices,
+    prompt_logprobs_violations,
+    sampling_of,
+    sampling_violations,
+)
+from gateway.intake.violations import MAX_TOLD, Violations, given, id_violations, shown
+
+MAX_PRIORITY = 1000
+MAX_SALT_CHARS = 256
+MAX_MESSAGES = 1024
+
+_MAX_NAME_CHARS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Ids:
+    """What is drawn or counted for a request, and not told by it. traceparent, tracestate: of its span; may be empty."""
+
+    request_id: str
+    seed: int
+    arrival_ns: int
+    traceparent: str = ""
+    tracestate: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """A request's texts as the tiers read them. bad_words: one entry per word of sampling.bad_words.
+
+    grammar: that of sampling.structured_output, or empty.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    bad_words: BadWordIds = ()
+    grammar: bytes = b""
+
+
+def check_model(name: str, facts: ModelFacts) -> None:
+    """Raises ModelNotFound unless `name` is the model's, or empty."""
+    if name and name != facts.name:
+        raise ModelNotFound(
+            f"model {shown(name)} is not served here; the model is {facts.name!r}, "
+            "and an empty name means the same",
+            model=name[:_MAX_NAME_CHARS],
+        )
+
+
+def check_request(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> None:
+    """Check all that needs no tokenizer; where the prompt is token ids, its length too.
+
+    Raises ModelNotFound, or InvalidRequest with all violations.
+    """
+    check_model(request.model, facts)
+    violations = [
+        *_prompt_violations(request.prompt, facts),
+        *sampling_violations(request.sampling, facts),
+        *_other_violations(request),
+    ]
+    if request.prompt.WhichOneof("kind") == "token_ids" and request.prompt.token_ids.ids:
+        num_tokens = len(request.prompt.token_ids.ids)
+        violations += _length_violations(num_tokens, request.sampling, facts)
+    if violations:
+        raise InvalidRequest.of(*violations)
+
+
+def check_tokenize(request: inference_pb2.TokenizeRequest, facts: ModelFacts) -> None:
+    """As check_request, for a prompt alone."""
+    check_model(request.model, facts)
+    if violations := tuple(_prompt_violations(request.prompt, facts)):
+        raise InvalidRequest.of(*violations)
+
+
+def check_detokenize(request: inference_pb2.DetokenizeRequest, facts: ModelFacts) -> None:
+    """As check_request, for token ids alone."""
+    check_model(request.model, facts)
+    if violations := tuple(id_violations("token_ids", request.token_ids, facts.vocab_size)):
+        raise InvalidRequest.of(*violations)
+
+
+def resolve(
+    request: inference_pb2.GenerateRequest, tokenized: Tokenized, facts: ModelFacts, ids: Ids
+) -> tuple[SequenceSpec, TextOptions]:
+    """What a checked request, now tokenized, means. Raises InvalidRequest if its tokens, lengths or words do not fit."""
+    params = request.sampling
+    num_prompt_tokens = len(tokenized.prompt_token_ids)
+    if not num_prompt_tokens:
+        raise InvalidRequest.of(FieldViolation("prompt", "no token comes of it; give some text"))
+    violations = [*bad_word_violations(params, tokenized.bad_words, facts)]
+    if request.prompt.WhichOneof("kind") != "token_ids":  # those were checked before
+        violations += _foreign_token_violations(tokenized.prompt_token_ids, facts)
+        violations += _length_violations(num_prompt_tokens, params, facts)
+    if violations:
+        raise InvalidRequest.of(*violations)
+    spec = SequenceSpec(
+        request_id=ids.request_id,
+        prompt_token_ids=tokenized.prompt_token_ids,
+        sampling=sampling_of(
+            params,
+            num_prompt_tokens,
+            facts,
+            ids.seed,
+            bad_words=tokenized.bad_words,
+            grammar=tokenized.grammar,
+        ),
+        tenant=tenant_of(request.cache_salt),
+        priority=request.priority,
+        arrival_ns=ids.arrival_ns,
+        traceparent=ids.traceparent,
+        tracestate=ids.tracestate,
+        num_choices=num_choices(params),
+    )
+    text = TextOptions(
+        stop=tuple(params.stop),
+        is_stop_included=params.include_stop_str_in_output,
+        skip_special_tokens=given(params, "skip_special_tokens", True),
+        user_stop_token_ids=frozenset(params.stop_token_ids),
+    )
+    return spec, text
+
+
+def _prompt_violations(prompt: inference_pb2.Prompt, facts: ModelFacts) -> Violations:
+    """What is wrong with a prompt, its length in tokens apart."""
+    match prompt.WhichOneof("kind"):
+        case "text":
+            if not prompt.text:
+                yield FieldViolation("prompt.text", '"": empty; give at least one character')
+        case "token_ids":
+            if not prompt.token_ids.ids:
+                yield FieldViolation("prompt.token_ids", "[]: empty; give at least one token id")
+            yield from id_violations("prompt.token_ids.ids", prompt.token_ids.ids, facts.vocab_size)
+        case "chat":
+            yield from _chat_violations(prompt.chat, facts)
+        case _:
+            yield FieldViolation("prompt", "unset; give one of text, token_ids or chat")
+
+
+def _foreign_token_violations(token_ids: Sequence[int], facts: ModelFacts) -> Violations:
+    """Tokens that the tokenizer has and the model has not: added ones, if the model was not resized for them."""
+    if max(token_ids) < facts.vocab_size:
+        return
+    foreign = [token_id for token_id in token_ids if token_id >= facts.vocab_size]
+    yield FieldViolation(
+        "prompt",
+        f"{len(foreign)} of its tokens, {foreign[0]} the first, are beyond the model's "
+        f"vocabulary of {facts.vocab_size}; leave out the special tokens of other models",
+    )
+
+
+def _chat_violations(chat: inference_pb2.ChatPrompt, facts: ModelFacts) -> Violations:
+    if not facts.has_chat_template:
+        yield FieldViolation(
+            "prompt.chat", "this model has no chat template; give prompt.text instead"
+        )
+    if not 1 <= len(chat.messages) <= MAX_MESSAGES:
+        yield FieldViolation(
+            "prompt.chat.messages",
+            f"{len(chat.messages)} messages; give at least 1 and at most {MAX_MESSAGES}",
+        )
+    nameless = [i for i, message in enumerate(chat.messages) if not message.role]
+    for index in nameless[:MAX_TOLD]:
+        yield FieldViolation(
+            f"prompt.chat.messages[{index}].role", '"": empty; say who speaks, e.g. "user"'
+        )
+
+
+def _other_violations(request: inference_pb2.GenerateRequest) -> Violations:
+    if abs(request.priority) > MAX_PRIORITY:
+        yield FieldViolation(
+            "priority", f"{request.priority}: must be from {-MAX_PRIORITY} to {MAX_PRIORITY}"
+        )
+    if len(request.cache_salt) > MAX_SALT_CHARS:
+        yield FieldViolation(
+            "cache_salt",
+            f"{shown(request.cache_salt)}, {len(request.cache_salt)} characters: "
+            f"give at most {MAX_SALT_CHARS}",
+        )
+
+
+def _length_violations(
+    num_prompt_tokens: int, params: sampling_pb2.SamplingParams, facts: ModelFacts
+) -> Violations:
+    if num_prompt_tokens > facts.max_model_len - 1:
+        yield FieldViolation(
+            "prompt",
+            f"{num_prompt_tokens} tokens: the model takes {facts.max_model_len} with at least one "
+            f"of output; shorten the prompt to {facts.max_model_len - 1}",
+        )
+        return
+    if num_prompt_tokens > facts.max_prompt_tokens:
+        yield FieldViolation(
+            "prompt",
+            f"{num_prompt_tokens} tokens: the largest decode worker's KV memory holds "
+            f"{facts.max_kv_tokens}; shorten the prompt to {facts.max_prompt_tokens}",
+        )
+        return
+    yield from prompt_logprobs_violations(params, num_prompt_tokens)
+    room = facts.max_model_len - num_prompt_tokens
+    if params.HasField("max_tokens"):
+        if params.max_tokens > room:
+            yield FieldViolation(
+                "sampling.max_tokens",
+                f"{params.max_tokens}: with {num_prompt_tokens} tokens of prompt more than the "
+                f"model's {facts.max_model_len}; lower it to {room}, or leave it unset",
+            )
+    elif params.min_tokens > room:
+        yield FieldViolation(
+            "sampling.min_tokens",
+            f"{params.min_tokens}: the prompt leaves room for {room}; lower it",
+        )

@@ -1,0 +1,1 @@
+"""What goes out: tokens merged, turned into text, and written to the client."""

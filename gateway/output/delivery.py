@@ -1,0 +1,111 @@
+"""Writes the pieces of a request's outputs to its client, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from baton.errors import EngineFault
+from baton.telemetry.names import RequestEvent
+from baton.types import FinishReason, TokenLogprobs
+from baton.v1 import inference_pb2, sampling_pb2
+from baton.wire import logprobs_to_proto
+from gateway.intake.request import ValidatedRequest
+from gateway.output.output import Piece
+from gateway.output.time_limits import StallDetector
+from gateway.telemetry.timing import Timeline
+
+#: Sends one chunk; returns when the client's window took it. Never called again before it has returned.
+Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
+
+
+class Delivery:
+    """Of one request."""
+
+    def __init__(
+        self,
+        request: ValidatedRequest,
+        write: Write,
+        timeline: Timeline,
+        clock: Callable[[], float],
+        stalls: StallDetector,
+    ) -> None:
+        """clock: the timeline's."""
+        self._request = request
+        self._write = write
+        self._timeline = timeline
+        self._clock = clock
+        self._stalls = stalls
+        self._num_ended = 0
+
+    async def send(
+        self, index: int, piece: Piece, prompt_logprobs: tuple[TokenLogprobs, ...] | None
+    ) -> None:
+        """Send the next piece of the output `index`. The piece that ends the last output ends the stream.
+
+        prompt_logprobs: known by the first piece, if they were asked for. One piece at a time.
+        """
+        if piece.samples:
+            self._timeline.on_token_sent(self._clock())
+        chunk = self._chunk_of(index, piece)
+        if piece.token_index == 0:
+            self._begin(chunk, index, prompt_logprobs)
+        if piece.finish is not FinishReason.NONE:
+            self._num_ended += 1
+            if self._num_ended == self._request.num_returned:
+                self._complete(chunk, piece.finish)
+        self._stalls.on_write()
+        try:
+            await self._write(chunk)
+        finally:
+            self._stalls.on_written()
+
+    def _chunk_of(self, index: int, piece: Piece) -> inference_pb2.GenerateResponse:
+        sampling = self._request.spec.sampling
+        chunk = inference_pb2.GenerateResponse(
+            request_id=self._request.spec.request_id,
+            choice=index,
+            token_index=piece.token_index,
+            token_ids=[sample.token_id for sample in piece.samples],
+            text=piece.text,
+            finish_reason=sampling_pb2.FinishReason.ValueType(piece.finish),
+        )
+        if sampling.logprobs >= 0:
+            chunk.logprobs.extend(
+                logprobs_to_proto(s.logprobs) for s in piece.samples if s.logprobs
+            )
+        if piece.score is not None:
+            chunk.score = piece.score
+        if piece.stop is not None:
+            chunk.stop_cause.stop = piece.stop
+        elif piece.stop_token_id is not None:
+            chunk.stop_cause.stop_token_id = piece.stop_token_id
+        return chunk
+
+    def _begin(
+        self,
+        chunk: inference_pb2.GenerateResponse,
+        index: int,
+        prompt_logprobs: tuple[TokenLogprobs, ...] | None,
+    ) -> None:
+        """Put what was asked of the prompt into an output's first piece."""
+        request = self._request
+        if request.echo_text is not None:
+            chunk.text = request.echo_text + chunk.text
+            chunk.prompt_token_ids.extend(request.spec.prompt_token_ids)
+        if request.spec.sampling.prompt_logprobs >= 0 and index == 0:
+            if prompt_logprobs is None:
+                raise EngineFault("the prompt's log probabilities never came")
+            chunk.prompt_logprobs.extend(map(logprobs_to_proto, prompt_logprobs))
+
+    def _complete(self, chunk: inference_pb2.GenerateResponse, finish: FinishReason) -> None:
+        timeline = self._timeline
+        chunk.usage.prompt_tokens = len(self._request.spec.prompt_token_ids)
+        chunk.usage.completion_tokens = timeline.num_output_tokens
+        chunk.usage.cached_tokens = timeline.cached_tokens or 0
+        chunk.usage.decode_cached_tokens = timeline.decode_cached_tokens or 0
+        chunk.usage.draft_tokens = timeline.num_draft_tokens
+        chunk.usage.accepted_tokens = timeline.num_accepted_tokens
+        now_s = self._clock()
+        timeline.finish = finish
+        timeline.note(RequestEvent.FINISHED, now_s)
+        chunk.timing.CopyFrom(timeline.to_proto(now_s))

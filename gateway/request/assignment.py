@@ -1,0 +1,127 @@
+"""The outputs of one request, and the workers that they are given to. Written by the reducer in state.py alone."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from baton.errors import BatonError, HandoffFailed
+from baton.events import Deferred, Preempted, Tokens, joined
+from baton.types import FinishReason, SequenceSpec
+from gateway.output.output import Output
+from gateway.request.actions import Deliver
+from gateway.routing.placement import Placement
+
+#: Why a worker has let go of a sequence: no room after all, others needed it, or an error.
+Released = Deferred | Preempted | BatonError
+
+#: Failures of workers that one choice outlives; preemptions and refusals are not counted.
+MAX_FAILURES = 3
+
+
+class State(enum.Enum):
+    """Of an assignment; drawn in state.py. Each has a deadline: its own, or the request's."""
+
+    WAITING = enum.auto()
+    """In the queue. The request's deadline."""
+    PAUSING = enum.auto()
+    """A migration: the worker that runs the sequence was asked to pause it. PAUSE_TIMEOUT_S."""
+    RESERVING = enum.auto()
+    """Opened at its home. OPEN_TIMEOUT_S; at a home that queues what it cannot take, the request's deadline."""
+    DELIVERING = enum.auto()
+    """The source has the ticket. Once all KV is computed HANDOFF_TIMEOUT_S, until then the request's deadline."""
+    RUNNING = enum.auto()
+    """The home has the KV, or computes it. The request's deadline."""
+    RETURNING = enum.auto()
+    """A migration that failed at its new home; whether the old one still has the sequence is not known yet.
+    What is left of HANDOFF_TIMEOUT_S."""
+    OVER = enum.auto()
+    """Nothing is held on any worker."""
+
+
+class Choice:
+    """One output. index: among the request's."""
+
+    def __init__(self, index: int, output: Output) -> None:
+        self.index = index
+        self.output = output
+        self.pending: list[Tokens] = []
+        """What came and is not in `output` yet: what a piece of text costs, it costs once, however many steps it is of."""
+        self.assignment: Assignment | None = None
+        """Where its tokens come from."""
+        self.migration: Assignment | None = None
+        """Where they will come from, while it is being moved."""
+        self.is_over = False
+        """Whether it has ended, and holds nothing on any worker."""
+        self.failures: list[BatonError] = []
+        self.avoid: frozenset[str] = frozenset()
+        """Addresses of workers that failed it."""
+        self.unreached: frozenset[str] = frozenset()
+        """Addresses of workers that its KV did not get to."""
+        self.deliver = (Deliver(self),)
+        """All that is to be done when a token comes, made once."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.output.finish is not FinishReason.NONE
+
+    def take_pending(self) -> int:
+        """Add what came to the output, up to its end. The number of new tokens.
+
+        Raises EngineFault if they do not follow those known.
+        """
+        num_known = self.output.num_tokens
+        pending, self.pending = self.pending, []
+        for event in pending if len(pending) == 1 else joined(pending):
+            if self.has_ended:
+                break
+            self.output.add(event.token_index, event.samples, event.finish, event.score)
+        return self.output.num_tokens - num_known
+
+    def note_failure(self, error: BatonError, placement: Placement) -> bool:
+        """Count a failure that another try may mend, better elsewhere. Whether it was one too many."""
+        self.failures.append(error)
+        workers = {worker.address for worker in (placement.home, placement.source) if worker}
+        self.avoid |= workers
+        if isinstance(error, HandoffFailed) and placement.source:
+            self.unreached |= {placement.home.address}
+        return len(self.failures) > MAX_FAILURES
+
+
+@dataclass(slots=True, eq=False)
+class Assignment:
+    """Choices that are one sequence until they fork, and the workers that they were given to, or wait for.
+
+    choices: in the order of their handles; a choice's place among them is its number here.
+    spec: what is opened; of a migration, with the tokens so far once it is paused.
+    origin: of a migration, where the one choice runs until its KV is here.
+    """
+
+    choices: tuple[Choice, ...]
+    state: State
+    since_s: float
+    """When it came into its state."""
+    spec: SequenceSpec
+    origin: Assignment | None = None
+    placement: Placement | None = None
+    open_numbers: set[int] = field(default_factory=set)
+    """Numbers of the choices that are here and go on."""
+    is_forked: bool = False
+    """Whether each choice runs under its own handle at the home."""
+    is_prefill_awaited: bool = False
+    """Whether the source has the prompt, and has not said yet that it is computed."""
+    is_streaming: bool = False
+    """Whether tokens pass at once: nothing has to come before them."""
+    held: list[tuple[int, Tokens | Released]] = field(default_factory=list)
+    """By number, what has come from the home and must wait: for the source's word, or for the other outputs of a search."""
+    has_origin_left: bool = False
+    """Whether the origin has handed the sequence off."""
+    failure: Released | None = None
+    """Of a migration that is RETURNING: why it failed."""
+
+    def __post_init__(self) -> None:
+        self.open_numbers.update(range(len(self.choices)))
+
+    @property
+    def is_search(self) -> bool:
+        return self.spec.sampling.beam is not None

@@ -1,0 +1,366 @@
+"""Lives one request: gives the reducer its events, does what it wants done, and writes what comes to the client.
+
+Everything but writing happens in callbacks of links, of the dispatcher and of timers: see state.py for what follows what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from baton.errors import BatonError, DeadlineExceeded
+from baton.events import SequenceEvent
+from baton.types import KvSource, Rank, SequenceSpec
+from gateway.intake.request import ValidatedRequest
+from gateway.links.worker_link import WorkerLink
+from gateway.output.delivery import Delivery, Write
+from gateway.output.output import Output, best
+from gateway.output.time_limits import StallDetector, fail_at
+from gateway.request.actions import (
+    Abort,
+    AbortSource,
+    Action,
+    CancelTimer,
+    Close,
+    Deliver,
+    EndMigration,
+    Fail,
+    HandOff,
+    NoteUndelivered,
+    Open,
+    OpenSource,
+    Pause,
+    Place,
+    Remember,
+    Resume,
+    SetTimer,
+    Update,
+)
+from gateway.request.assignment import Assignment, Choice
+from gateway.request.state import RequestState
+from gateway.routing.dispatcher import Dispatcher, Waiting
+from gateway.routing.fleet import Fleet, Worker
+from gateway.routing.migrator import Migrator
+from gateway.routing.placement import Placement
+from gateway.telemetry.timing import Timeline
+
+#: Token ids to text; the flag: whether special tokens are left out.
+TextOf = Callable[[Sequence[int], bool], str]
+
+OnAdmitted = Callable[[], Awaitable[None]]
+
+#: The worker's link, and the first of the handles there.
+_Opened = tuple[WorkerLink, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDeps:
+    """What all requests share."""
+
+    fleet: Fleet
+    dispatcher: Dispatcher
+    text_of: TextOf
+    client_stall_timeout_s: float
+    migrator: Migrator
+    clock: Callable[[], float] | None = None
+    """Of arrivals and timelines, in seconds; the event loop's own, which may be coarse, if not given."""
+
+
+class RequestDriver:
+    """One request. `deadline_s` is on the event loop's clock, all other times on that of its deps."""
+
+    def __init__(
+        self,
+        deps: RequestDeps,
+        request: ValidatedRequest,
+        write: Write,
+        deadline_s: float,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """timeline: the request's, from its arrival on, for whoever wants to read it; one of its own if not given."""
+        self._deps = deps
+        self._request = request
+        self._deadline_s = deadline_s
+        self._loop = asyncio.get_running_loop()
+        self._clock = deps.clock or self._loop.time
+        timeline = timeline or Timeline(request.arrival_s)
+        timeline.tokenize_ms = request.tokenize_ms
+        timeline.num_choices = request.spec.num_choices
+        timeline.is_streamed = not (request.is_best_of or request.spec.sampling.beam)
+        self._stalls = StallDetector(deps.client_stall_timeout_s)
+        self._delivery = Delivery(request, write, timeline, self._clock, self._stalls)
+        spec = _with_logprobs(request.spec) if request.is_best_of else request.spec
+        outputs = [self._new_output() for _ in range(spec.num_choices)]
+        self._state = RequestState(spec, outputs, timeline)
+        self._error: BatonError | None = None
+        self._news: dict[Choice, None] = {}
+        """Choices that have something new, in the order in which it came."""
+        self._waiter: asyncio.Future[None] | None = None
+        """For news or an error."""
+        self._actions: deque[Action] = deque()
+        """To be done, by the call of `_perform` that began first."""
+        self._is_performing = False
+        self._waiting: dict[Assignment, Waiting] = {}
+        self._homes: dict[Assignment, _Opened] = {}
+        self._sources: dict[Assignment, _Opened] = {}
+        self._timers: dict[Assignment, asyncio.TimerHandle] = {}
+        self._migrations: dict[Choice, Callable[[], None]] = {}
+        """Who ordered those under way, by whom they are of."""
+
+    def _new_output(self) -> Output:
+        text = self._request.text
+        return Output(
+            lambda ids: self._deps.text_of(ids, text.skip_special_tokens),
+            text,
+            self._request.spec.sampling.min_tokens,
+        )
+
+    async def run(self, on_admitted: OnAdmitted | None = None) -> None:
+        """Stream the output. `on_admitted` is awaited once the request is in the queue, or has a place.
+
+        Raises BatonError with the request's id.
+        """
+        running = [_RunningChoice(self, choice) for choice in self._state.choices]
+        try:
+            async with fail_at(self._deadline_s, self._time_is_over), self._stalls.watching():
+                self._deps.migrator.add(running)
+                self._perform(self._state.on_start(self._clock()))
+                if on_admitted is not None and self._error is None:
+                    # What was just put into the workers' streams goes out first: they are at it meanwhile.
+                    await asyncio.sleep(0)
+                    await on_admitted()
+                await self._deliver_all()
+        except BatonError as error:
+            error.request_id = error.request_id or self._request.spec.request_id
+            raise
+        finally:
+            self._deps.migrator.remove(running)
+            self._perform(self._state.on_close())
+
+    def _time_is_over(self) -> DeadlineExceeded:
+        num_tokens = sum(choice.output.num_tokens for choice in self._state.choices)
+        return DeadlineExceeded(f"the request's time was over with {num_tokens} tokens produced")
+
+    async def _deliver_all(self) -> None:
+        """Send what comes, as one piece for all of a choice that is there, until every choice has ended."""
+        while True:
+            while self._news:
+                await self._deliver(next(iter(self._news)))
+            if self._error is not None:
+                raise self._error
+            if not self._state.num_running:
+                break
+            self._waiter = self._loop.create_future()
+            await self._waiter
+            self._waiter = None
+        if self._request.is_best_of:
+            pieces = [piece for c in self._state.choices if (piece := c.output.take())]
+            for index, piece in enumerate(best(pieces, self._request.num_returned)):
+                await self._delivery.send(index, piece, self._state.prompt_logprobs)
+
+    async def _deliver(self, choice: Choice) -> None:
+        self._perform(self._state.on_delivery(choice))
+        del self._news[choice]
+        if self._request.is_best_of:
+            return
+        piece = choice.output.take()
+        if piece is not None:
+            await self._delivery.send(choice.index, piece, self._state.prompt_logprobs)
+
+    # Events
+
+    def _on_event(self, assignment: Assignment, number: int, event: SequenceEvent) -> None:
+        self._perform(self._state.on_event(assignment, number, event, self._clock()))
+
+    def _on_source_event(self, assignment: Assignment, number: int, event: SequenceEvent) -> None:
+        self._perform(self._state.on_source_event(assignment, number, event, self._clock()))
+
+    def _on_place(self, assignment: Assignment, place: Placement | BatonError) -> None:
+        self._waiting.pop(assignment, None)
+        if isinstance(place, Placement):
+            self._perform(self._state.on_placed(assignment, place, self._clock()))
+        else:
+            self._perform(self._state.on_not_placed(assignment, place))
+
+    def _on_timer(self, assignment: Assignment) -> None:
+        self._timers.pop(assignment, None)
+        self._perform(self._state.on_timer(assignment, self._clock()))
+
+    # Actions
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        """Do all of them in order; what they lead to at once comes after them."""
+        self._actions.extend(actions)
+        if self._is_performing:
+            return
+        self._is_performing = True
+        try:
+            while self._actions:
+                action = self._actions.popleft()
+                if type(action) is Deliver:
+                    self._news[action.choice] = None
+                    self._wake()
+                else:
+                    self._perform_one(action)
+        finally:
+            self._is_performing = False
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _perform_one(self, action: Action) -> None:  # noqa: PLR0912, one arm per action
+        match action:
+            case Place():
+                self._place(action)
+            case Open(assignment, source):
+                self._open(assignment, source)
+            case OpenSource(assignment, ticket):
+                self._open_source(assignment, ticket)
+            case Pause(assignment, number):
+                link, first = self._homes[assignment]
+                link.pause(first + number)
+            case HandOff(assignment, number, ticket):
+                link, first = self._homes[assignment]
+                link.hand_off(first + number, ticket)
+            case Resume(assignment, number):
+                link, first = self._homes[assignment]
+                link.resume(first + number)
+            case Abort(assignment, number):
+                link, first = self._homes[assignment]
+                link.abort(first + number)
+            case AbortSource(assignment):
+                self._abort_all(self._sources, assignment)
+            case Close(assignment):
+                self._close(assignment)
+            case SetTimer(assignment, delay_s):
+                self._cancel_timer(assignment)
+                timer = self._loop.call_later(delay_s, self._on_timer, assignment)
+                self._timers[assignment] = timer
+            case CancelTimer(assignment):
+                self._cancel_timer(assignment)
+            case Update(placement, outcome):
+                placement.record(outcome)
+            case NoteUndelivered(placement, sender, why):
+                placement.note_undelivered(sender, why, self._loop.time())
+            case Remember(worker, spec):
+                self._deps.dispatcher.record(worker, spec)
+            case EndMigration(choice):
+                self._migrations.pop(choice)()
+            case Fail(error):
+                self._error = error
+                self._wake()
+
+    def _place(self, action: Place) -> None:
+        assignment = action.assignment
+        place: Placement | BatonError | Waiting
+        try:
+            place = self._deps.dispatcher.place(
+                assignment.spec,
+                partial(self._on_place, assignment),
+                is_return=action.is_return,
+                avoid=action.avoid,
+                unreached=action.unreached,
+                numerics=action.numerics,
+            )
+        except BatonError as error:
+            place = error
+        if isinstance(place, Waiting):
+            self._waiting[assignment] = place
+        else:
+            self._on_place(assignment, place)
+
+    def _open(self, assignment: Assignment, source: KvSource) -> None:
+        placement = assignment.placement
+        if placement is None:
+            raise ValueError("an assignment without a place cannot be opened")
+        numbers = range(len(assignment.choices))
+        sinks = [partial(self._on_event, assignment, number) for number in numbers]
+        link = placement.home_link
+        self._homes[assignment] = link, link.open(assignment.spec, source, sinks)
+
+    def _open_source(self, assignment: Assignment, ticket: bytes) -> None:
+        placement = assignment.placement
+        if placement is None or placement.source_link is None:
+            raise ValueError("an assignment without a source cannot be opened at one")
+        numbers = range(len(assignment.choices))
+        sinks = [partial(self._on_source_event, assignment, number) for number in numbers]
+        link = placement.source_link
+        self._sources[assignment] = (
+            link,
+            link.open(assignment.spec, KvSource.LOCAL, sinks, ticket),
+        )
+
+    def _close(self, assignment: Assignment) -> None:
+        waiting = self._waiting.pop(assignment, None)
+        if waiting is not None:
+            self._deps.dispatcher.cancel(waiting)
+        self._cancel_timer(assignment)
+        self._abort_all(self._sources, assignment)
+        self._abort_all(self._homes, assignment)
+        if assignment.placement is not None:
+            assignment.placement.release()
+
+    @staticmethod
+    def _abort_all(opened: dict[Assignment, _Opened], assignment: Assignment) -> None:
+        if assignment in opened:
+            link, first = opened.pop(assignment)
+            for handle in range(first, first + len(assignment.choices)):
+                link.abort(handle)
+
+    def _cancel_timer(self, assignment: Assignment) -> None:
+        timer = self._timers.pop(assignment, None)
+        if timer is not None:
+            timer.cancel()
+
+    # Migrations
+
+    def is_movable(self, choice: Choice) -> bool:
+        return self._state.is_movable(choice)
+
+    def spec_of(self, choice: Choice) -> SequenceSpec:
+        return self._state.spec_of((choice,))
+
+    def rank_of(self, choice: Choice) -> Rank:
+        return self._state.rank_of(choice)
+
+    def migrate(self, choice: Choice, placement: Placement, on_end: Callable[[], None]) -> None:
+        self._migrations[choice] = on_end
+        self._perform(self._state.on_migration(choice, placement, self._clock()))
+
+
+def _with_logprobs(spec: SequenceSpec) -> SequenceSpec:
+    """The same, with the log probabilities by which the best of the choices are found."""
+    num_logprobs = max(0, spec.sampling.logprobs)
+    return replace(spec, sampling=replace(spec.sampling, logprobs=num_logprobs))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RunningChoice:
+    """One choice of a request, as migrations see it: a migrator.Movable."""
+
+    driver: RequestDriver
+    choice: Choice
+
+    @property
+    def is_movable(self) -> bool:
+        return self.driver.is_movable(self.choice)
+
+    @property
+    def home(self) -> Worker | None:
+        assignment = self.choice.assignment
+        return assignment.placement.home if assignment and assignment.placement else None
+
+    @property
+    def rank(self) -> Rank:
+        return self.driver.rank_of(self.choice)
+
+    @property
+    def spec(self) -> SequenceSpec:
+        return self.driver.spec_of(self.choice)
+
+    def migrate(self, placement: Placement, on_end: Callable[[], None]) -> None:
+        self.driver.migrate(self.choice, placement, on_end)

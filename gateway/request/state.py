@@ -1,0 +1,676 @@
+"""The life of a request, from the queue to its last token. Pure: events and the time in, actions out.
+
+A sequence comes to the worker that runs it, its home, by one handoff, wherever its KV is from:
+
+    WAITING ──placed──┐              ┌─Offered──> DELIVERING ──Committed──┐
+                      ├─> RESERVING ─┤  its source sends KV by the ticket ├─> RUNNING ── tokens ──> OVER
+    PAUSING ──Paused──┘   opened at  └─LocalPrefill───────────────────────┘
+                          the home
+
+    the source     a prefill worker, which is opened with the ticket and computes the prompt
+                   a worker that runs the sequence, its origin, and hands it off: a migration begins with PAUSING
+
+    refused, preempted, failed, or too late, in any state:
+        a migration     it goes on at its origin, if it still is there; RETURNING until the origin has said so
+        else            the assignment is OVER; each choice WAITS for another one, with the tokens so far
+
+Several choices are one sequence up to their first tokens, and each goes its own way from then on. The gateway may know the
+first tokens, which the source reports at once, earlier than the home: choices fork there no sooner than it has the KV. The
+outputs of a beam search fork at its end.
+
+What the source and the home report comes on different ways: what the home reports before the source has said that the
+prompt is computed waits for that. Once the home has the KV, its word counts: the source may not know it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from baton.errors import (
+    BY_REASON,
+    BatonError,
+    Draining,
+    EngineFault,
+    HandoffFailed,
+    NoWorkers,
+    RetriableError,
+)
+from baton.events import (
+    Committed,
+    Deferred,
+    Failed,
+    HandedOff,
+    HandOffFailed,
+    LocalPrefill,
+    Offered,
+    Paused,
+    Preempted,
+    Prefilled,
+    SequenceEvent,
+    Tokens,
+)
+from baton.telemetry.names import Phase, RequestEvent
+from baton.types import KvSource, NumericsClass, Rank, SequenceSpec, TokenLogprobs
+from gateway.output.output import Output
+from gateway.request.actions import (
+    Abort,
+    AbortSource,
+    Action,
+    CancelTimer,
+    Close,
+    EndMigration,
+    Fail,
+    HandOff,
+    NoteUndelivered,
+    Open,
+    OpenSource,
+    Pause,
+    Place,
+    Remember,
+    Resume,
+    SetTimer,
+    Update,
+)
+from gateway.request.assignment import Assignment, Choice, Released, State
+from gateway.routing.placement import Outcome, Placement
+from gateway.telemetry.timing import Timeline
+
+#: How long a worker may take to pause a sequence; it goes on there after that.
+PAUSE_TIMEOUT_S = 10.0
+
+#: How long a worker may take to answer an opening. A frozen one is noticed sooner; this is for lost messages.
+OPEN_TIMEOUT_S = 15.0
+
+#: How long KV may take to the home once it is all computed.
+HANDOFF_TIMEOUT_S = 30.0
+
+_NOTHING: tuple[Action, ...] = ()
+
+#: Nothing is held at the home, whatever of it is still on its way.
+_DEAF = frozenset({State.RETURNING, State.OVER})
+
+
+class RequestState:
+    """One request. Every method but the properties is an event: what it returns is to be done, in order."""
+
+    def __init__(self, spec: SequenceSpec, outputs: Sequence[Output], timeline: Timeline) -> None:
+        """outputs: of each choice, empty. timeline: the request's; all times are on its clock."""
+        self.choices = tuple(Choice(index, output) for index, output in enumerate(outputs))
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        """Once they are known; before the first tokens, if they were asked for."""
+        self.num_running = len(self.choices)
+        """Choices that are not over; none once the request has failed."""
+        self._spec = spec
+        self._timeline = timeline
+        self._assignments: dict[Assignment, None] = {}
+        """Those that are not OVER."""
+        self._actions: list[Action] = []
+        self._numerics: NumericsClass | None = None
+        """Of the worker that the first tokens came from."""
+        self._is_return = False
+        self._is_closed = False
+
+    # What the driver reports
+
+    def on_start(self, now_s: float) -> Sequence[Action]:
+        self._wait(self.choices, now_s)
+        return self._taken_actions()
+
+    def on_placed(
+        self, assignment: Assignment, placement: Placement, now_s: float
+    ) -> Sequence[Action]:
+        """Nobody waits for it any more if the assignment is over: it is given back."""
+        if assignment.state is not State.WAITING:
+            return (Update(placement, Outcome.RELEASED),)
+        assignment.placement = placement
+        self._timeline.queue_ms += (now_s - assignment.since_s) * 1e3
+        self._timeline.note(RequestEvent.PLACED, now_s)
+        self._timeline.name_workers(placement.prefill_name, placement.decode_name)
+        self._open(assignment, now_s)
+        return self._taken_actions()
+
+    def on_not_placed(self, assignment: Assignment, error: BatonError) -> Sequence[Action]:
+        """There will be no place. A worker's failure that led here says more than that."""
+        failures = assignment.choices[0].failures
+        self._fail(failures[-1] if isinstance(error, NoWorkers) and failures else error)
+        return self._taken_actions()
+
+    def on_event(
+        self, assignment: Assignment, number: int, event: SequenceEvent, now_s: float
+    ) -> Sequence[Action]:
+        """The home reports an event of one choice, or of all while they are one."""
+        if assignment.is_streaming and type(event) is Tokens:
+            if number not in assignment.open_numbers:
+                return _NOTHING
+            if event.num_draft_tokens:
+                self._count_drafts(event)
+            choice = assignment.choices[number]
+            choice.pending.append(event)
+            return choice.deliver
+        if assignment.state not in _DEAF:
+            self._on_event(assignment, number, event, now_s)
+        return self._taken_actions()
+
+    def on_source_event(
+        self, assignment: Assignment, number: int, event: SequenceEvent, now_s: float
+    ) -> Sequence[Action]:
+        """A prefill worker that is an assignment's source reports an event."""
+        if assignment.state not in _DEAF:
+            self._on_source_event(assignment, number, event, now_s)
+        return self._taken_actions()
+
+    def on_timer(self, assignment: Assignment, now_s: float) -> Sequence[Action]:
+        match assignment.state:
+            case State.PAUSING:
+                self._stay(assignment)
+            case State.RESERVING:
+                text = f"a worker did not answer an opening within {OPEN_TIMEOUT_S:g} s"
+                self._release_all(assignment, HandoffFailed(text), now_s)
+            case State.DELIVERING | State.RETURNING:
+                late = HandoffFailed(f"a handoff took more than {HANDOFF_TIMEOUT_S:g} s")
+                if assignment.origin is None:
+                    self._release_all(assignment, late, now_s)
+                else:
+                    self._lose_both(assignment, late, now_s)
+        return self._taken_actions()
+
+    def on_migration(self, choice: Choice, placement: Placement, now_s: float) -> Sequence[Action]:
+        """Move a movable choice to a place that was claimed for it. EndMigration follows, in any case."""
+        origin = _assignment_of(choice)
+        spec = self.spec_of((choice,))
+        migration = Assignment((choice,), State.PAUSING, now_s, spec, origin, placement)
+        self._assignments[migration] = None
+        choice.migration = migration
+        self._act(Pause(origin, origin.choices.index(choice)))
+        self._act(SetTimer(migration, PAUSE_TIMEOUT_S))
+        return self._taken_actions()
+
+    def on_delivery(self, choice: Choice) -> Sequence[Action]:
+        """The client can take what came: it is added to the choice's output."""
+        self._take_pending(choice)
+        return self._taken_actions()
+
+    def on_close(self) -> Sequence[Action]:
+        """The request is over, whatever state it is in."""
+        self._close_all()
+        return self._taken_actions()
+
+    # What others ask
+
+    def is_movable(self, choice: Choice) -> bool:
+        """Whether it runs as a sequence of its own, and stays where it is so far."""
+        assignment = choice.assignment
+        return (
+            assignment is not None
+            and assignment.state is State.RUNNING
+            and assignment.is_forked
+            and choice.migration is None
+            and not choice.is_over
+        )
+
+    def rank_of(self, choice: Choice) -> Rank:
+        return self._spec.choice_alone(choice.index).rank
+
+    def spec_of(self, choices: Sequence[Choice]) -> SequenceSpec:
+        """What is to be placed: all choices as one while they have no tokens, else one that has some."""
+        spec = self._spec
+        if self.prompt_logprobs is not None:
+            spec = replace(spec, sampling=replace(spec.sampling, prompt_logprobs=-1))
+        if len(choices) > 1:
+            return spec
+        (choice,) = choices
+        return spec.choice_alone(choice.index).extended(choice.output.token_ids)
+
+    # What the home reports
+
+    def _on_event(
+        self, assignment: Assignment, number: int, event: SequenceEvent, now_s: float
+    ) -> None:
+        match event:
+            case Tokens():
+                self._on_tokens(assignment, number, event, now_s)
+            case Offered(ticket, num_cached_tokens):
+                self._on_offered(assignment, ticket, num_cached_tokens, now_s)
+            case LocalPrefill(num_cached_tokens):
+                self._on_local_prefill(assignment, num_cached_tokens, now_s)
+            case Prefilled():
+                self._on_prefilled(assignment, event, now_s)
+            case Committed(transfer_exposed_ms, transfer_bytes):
+                self._timeline.transfer_exposed_ms += transfer_exposed_ms
+                self._timeline.transfer_bytes += transfer_bytes
+                self._timeline.note(RequestEvent.COMMITTED, now_s)
+                self._on_kv(assignment, now_s)
+                if not assignment.is_search:
+                    self._fork(assignment)
+            case Deferred():
+                self._on_refused(assignment, number, event, now_s)
+            case Preempted():
+                self._timeline.note(RequestEvent.PREEMPTED, now_s)
+                self._on_released(assignment, number, event, now_s)
+            case Failed(Draining.reason, message):
+                self._on_refused(assignment, number, Deferred(message), now_s)
+            case Failed():
+                self._on_released(assignment, number, _error_of(event), now_s)
+            case Paused() | HandedOff() | HandOffFailed():
+                self._on_origin_event(assignment, number, event, now_s)
+
+    def _on_offered(
+        self, assignment: Assignment, ticket: bytes, num_cached_tokens: int, now_s: float
+    ) -> None:
+        placement, origin = _placement_of(assignment), assignment.origin
+        self._timeline.reserve_ms += (now_s - assignment.since_s) * 1e3
+        self._on_answer(assignment, RequestEvent.OFFERED, num_cached_tokens, now_s)
+        self._enter(assignment, State.DELIVERING, now_s)
+        if origin is not None:
+            self._act(HandOff(origin, origin.choices.index(assignment.choices[0]), ticket))
+            self._act(SetTimer(assignment, HANDOFF_TIMEOUT_S))
+        elif placement.source is not None:
+            assignment.is_prefill_awaited = True
+            self._timeline.enter(Phase.PREFILL, now_s)
+            self._act(OpenSource(assignment, ticket))
+        else:
+            text = "a ticket came for a sequence whose home computes its prompt"
+            self._fail(EngineFault(text))
+
+    def _on_local_prefill(
+        self, assignment: Assignment, num_cached_tokens: int, now_s: float
+    ) -> None:
+        """No KV need come: the home computes what it has not."""
+        placement, timeline = _placement_of(assignment), self._timeline
+        self._on_answer(assignment, RequestEvent.PREFILLS_HERE, num_cached_tokens, now_s)
+        timeline.on_local_prefill()
+        if assignment.origin is None:
+            num_missing_tokens = assignment.spec.num_tokens - num_cached_tokens
+            if placement.bypasses_split(num_missing_tokens):
+                num_bypassed_tokens = max(timeline.num_bypassed_tokens, num_missing_tokens)
+                timeline.num_bypassed_tokens = num_bypassed_tokens
+        if placement.source is not None:
+            self._act(Update(placement, Outcome.PREFILLED))
+        self._on_kv(assignment, now_s)
+
+    def _on_answer(
+        self, assignment: Assignment, event: RequestEvent, num_cached_tokens: int, now_s: float
+    ) -> None:
+        placement = _placement_of(assignment)
+        self._act(CancelTimer(assignment))
+        self._act(Update(placement, Outcome.RESERVED))
+        if placement.decode is None:
+            return  # all that is wanted comes from the prefill worker
+        self._timeline.note(event, now_s)
+        if self._timeline.decode_cached_tokens is None:
+            self._timeline.decode_cached_tokens = num_cached_tokens
+
+    def _on_kv(self, assignment: Assignment, now_s: float) -> None:
+        """The home has the KV, or computes it: nobody else has the sequence any more."""
+        origin, assignment.origin = assignment.origin, None
+        self._enter(assignment, State.RUNNING, now_s)
+        self._act(CancelTimer(assignment))
+        if origin is None:
+            return
+        placement, (choice,) = _placement_of(assignment), assignment.choices
+        choice.assignment, choice.migration = assignment, None
+        self._drop(origin, choice)
+        self._timeline.name_workers(placement.prefill_name, placement.decode_name)
+        self._timeline.note(RequestEvent.MOVED, now_s)
+        self._act(EndMigration(choice))
+
+    def _on_tokens(self, assignment: Assignment, number: int, event: Tokens, now_s: float) -> None:
+        self._count_drafts(event)
+        if assignment.state is not State.RUNNING:
+            self._on_kv(assignment, now_s)
+        if not assignment.is_search:
+            self._fork(assignment)
+        assignment.held.append((number, event))
+        if assignment.is_search:
+            if len(assignment.held) == len(assignment.choices):
+                self._release_held(assignment, now_s)
+        elif not assignment.is_prefill_awaited:
+            self._release_held(assignment, now_s)
+            assignment.is_streaming = assignment.state is State.RUNNING
+
+    def _release_held(self, assignment: Assignment, now_s: float) -> None:
+        """What came is wanted now."""
+        held, assignment.held = assignment.held, []
+        for number, event in held:
+            if isinstance(event, Tokens):
+                self._give(assignment, number, event, now_s)
+            else:
+                self._release(assignment, (number,), event, now_s)
+
+    def _give(self, assignment: Assignment, number: int, event: Tokens, now_s: float) -> None:
+        """Tokens for the client."""
+        if number not in assignment.open_numbers:
+            return
+        self._timeline.on_tokens(now_s)
+        self._timeline.has_forked = len(self.choices) > 1
+        self._numerics = self._numerics or _placement_of(assignment).numerics
+        choice = assignment.choices[number]
+        choice.pending.append(event)
+        self._actions += choice.deliver
+
+    def _count_drafts(self, event: Tokens) -> None:
+        self._timeline.num_draft_tokens += event.num_draft_tokens
+        self._timeline.num_accepted_tokens += event.num_accepted_tokens
+
+    def _fork(self, assignment: Assignment) -> None:
+        """Each choice has its handle at the home. Those that ended earlier are ended there now."""
+        if assignment.is_forked:
+            return
+        assignment.is_forked = True
+        for number in range(len(assignment.choices)):
+            if number not in assignment.open_numbers:
+                self._end_one(assignment, number)
+
+    # What the source reports
+
+    def _on_source_event(
+        self, assignment: Assignment, number: int, event: SequenceEvent, now_s: float
+    ) -> None:
+        match event:
+            case Prefilled():
+                self._on_prefilled(assignment, event, now_s)
+                self._on_source_prefilled(assignment, now_s)
+            case Tokens():
+                self._give(assignment, number, event, now_s)
+            case HandedOff() if assignment.is_prefill_awaited:
+                text = "a sequence was handed off before its prompt was reported as computed"
+                self._fail(EngineFault(text))
+            case HandOffFailed(reason, message):
+                self._act(AbortSource(assignment))
+                error = _error_of(Failed(reason, message, is_retriable=True))
+                self._on_source_failed(assignment, error, now_s)
+            case Failed(Draining.reason) if assignment.state is State.DELIVERING:
+                self._timeline.note(RequestEvent.DEFERRED, now_s)
+                self._act(Update(_placement_of(assignment), Outcome.REFUSED_BY_SOURCE))
+                self._release_all(assignment, Deferred(event.message), now_s)
+            case Failed():
+                self._on_source_failed(assignment, _error_of(event), now_s)
+            case Deferred() if assignment.state is State.DELIVERING:
+                self._timeline.note(RequestEvent.DEFERRED, now_s)
+                self._act(Update(_placement_of(assignment), Outcome.REFUSED_BY_SOURCE))
+                self._release_all(assignment, event, now_s)
+            case Preempted() if assignment.state is State.DELIVERING:
+                self._timeline.note(RequestEvent.PREEMPTED, now_s)
+                self._release_all(assignment, event, now_s)
+
+    def _on_prefilled(self, assignment: Assignment, event: Prefilled, now_s: float) -> None:
+        timeline = self._timeline
+        timeline.note(RequestEvent.PREFILLED, now_s)
+        timeline.on_prefilled(event.queue_ms + event.compute_ms, now_s)
+        timeline.prefill_queue_ms += event.queue_ms
+        timeline.prefill_ms += event.compute_ms
+        if timeline.cached_tokens is None:
+            timeline.cached_tokens = event.num_cached_tokens
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = event.prompt_logprobs
+        self._act(Update(_placement_of(assignment), Outcome.PREFILLED))
+
+    def _on_source_prefilled(self, assignment: Assignment, now_s: float) -> None:
+        """Its first tokens follow; what the home has reported since may go."""
+        assignment.is_prefill_awaited = False
+        if assignment.state is State.DELIVERING:
+            self._act(SetTimer(assignment, HANDOFF_TIMEOUT_S))
+        if assignment.is_search:
+            self._timeline.on_tokens(now_s)
+        elif assignment.held:
+            self._release_held(assignment, now_s)
+
+    def _on_source_failed(self, assignment: Assignment, error: BatonError, now_s: float) -> None:
+        """The KV will not come, or nobody knows what came with it."""
+        if assignment.state is State.RUNNING and not assignment.is_prefill_awaited:
+            return
+        placement = _placement_of(assignment)
+        if isinstance(error, HandoffFailed) and placement.source is not None:
+            self._act(NoteUndelivered(placement, placement.source, error.message))
+        self._release_all(assignment, error, now_s)
+
+    # What the origin of a migration reports
+
+    def _on_origin_event(
+        self,
+        origin: Assignment,
+        number: int,
+        event: Paused | HandedOff | HandOffFailed,
+        now_s: float,
+    ) -> None:
+        if number not in origin.open_numbers:
+            return
+        migration = origin.choices[number].migration
+        match event:
+            case Paused():
+                if migration is not None and migration.state is State.PAUSING:
+                    self._act(CancelTimer(migration))
+                    self._open_migration(migration, now_s)
+            case HandedOff():
+                if migration is None:
+                    text = "a sequence was handed off without an order"
+                    self._release(origin, (number,), HandoffFailed(text), now_s)
+                elif migration.failure is not None:
+                    self._lose_both(migration, migration.failure, now_s)
+                else:
+                    migration.has_origin_left = True
+            case HandOffFailed(_, message):
+                if migration is None:
+                    self._act(Resume(origin, number))
+                    return
+                if migration.state is State.DELIVERING:
+                    sender, placement = _placement_of(origin).home, _placement_of(migration)
+                    self._act(NoteUndelivered(placement, sender, message))
+                self._stay(migration)
+
+    def _open_migration(self, migration: Assignment, now_s: float) -> None:
+        """The origin has reported all tokens that go along."""
+        (choice,) = migration.choices
+        self._take_pending(choice)
+        if migration.state is not State.OVER:
+            migration.spec = self.spec_of((choice,))
+            self._open(migration, now_s)
+
+    def _stay(self, migration: Assignment) -> None:
+        """It goes on at its origin."""
+        origin, (choice,) = migration.origin, migration.choices
+        self._end_migration(migration)
+        if origin is not None:
+            self._act(Resume(origin, origin.choices.index(choice)))
+
+    def _lose_both(self, migration: Assignment, cause: Released, now_s: float) -> None:
+        """It is in neither place, or nobody knows in which."""
+        origin, (choice,) = migration.origin, migration.choices
+        self._end_migration(migration)
+        if origin is not None:
+            self._release(origin, (origin.choices.index(choice),), cause, now_s)
+
+    def _end_migration(self, migration: Assignment) -> None:
+        """Whatever state it is in."""
+        (choice,) = migration.choices
+        self._close(migration)
+        choice.migration = None
+        self._act(EndMigration(choice))
+
+    # How an assignment ends
+
+    def _on_refused(
+        self, assignment: Assignment, number: int, cause: Deferred, now_s: float
+    ) -> None:
+        """There was no room after all, or the worker drains: no failure."""
+        self._timeline.note(RequestEvent.DEFERRED, now_s)
+        self._act(Update(_placement_of(assignment), Outcome.REFUSED))
+        self._on_released(assignment, number, cause, now_s)
+
+    def _on_released(
+        self, assignment: Assignment, number: int, cause: Released, now_s: float
+    ) -> None:
+        """The home has let go of a choice; of all of them while they are one."""
+        if not assignment.is_forked:
+            self._release_all(assignment, cause, now_s)
+        elif assignment.is_prefill_awaited:
+            assignment.held.append((number, cause))
+        else:
+            self._release(assignment, (number,), cause, now_s)
+
+    def _release_all(self, assignment: Assignment, cause: Released, now_s: float) -> None:
+        if assignment.origin is None:
+            self._release(assignment, tuple(assignment.open_numbers), cause, now_s)
+        elif assignment.has_origin_left:
+            self._lose_both(assignment, cause, now_s)
+        elif assignment.state is State.DELIVERING:
+            # The origin is sending, and would not listen: it will say if it still has the sequence.
+            assignment.failure = cause
+            self._enter(assignment, State.RETURNING, now_s)
+            self._act(Close(assignment))
+            self._act(SetTimer(assignment, HANDOFF_TIMEOUT_S))
+        else:
+            self._stay(assignment)
+
+    def _release(
+        self, assignment: Assignment, numbers: Iterable[int], cause: Released, now_s: float
+    ) -> None:
+        """Some choices have lost their place, if they had it: each needs another one, unless it has come to its end."""
+        placement = _placement_of(assignment)
+        choices = [assignment.choices[n] for n in numbers if n in assignment.open_numbers]
+        for choice in choices:
+            if choice.migration is not None:
+                self._end_migration(choice.migration)
+            self._take_pending(choice)
+        choices = [choice for choice in choices if not choice.is_over]
+        if not choices or self._is_closed:
+            return
+        if isinstance(cause, BatonError) and not isinstance(cause, RetriableError):
+            self._fail(cause)
+            return
+        for choice in choices:
+            self._drop(assignment, choice)
+        if isinstance(cause, BatonError):
+            self._timeline.note(RequestEvent.FAILED, now_s)
+            num_fatal = sum(choice.note_failure(cause, placement) for choice in choices)
+            if num_fatal:
+                self._fail(cause)
+                return
+        is_one = len(choices) == len(self.choices) and not any(c.output.num_tokens for c in choices)
+        for group in (choices,) if is_one else [(choice,) for choice in choices]:
+            if not isinstance(cause, Deferred):
+                self._timeline.num_resumes += 1
+                self._timeline.note(RequestEvent.RESUMED, now_s)
+            self._wait(group, now_s)
+
+    def _take_pending(self, choice: Choice) -> None:
+        """Add what came to a choice's output, and end the choice with it."""
+        if choice.is_over:
+            return
+        try:
+            self._timeline.num_output_tokens += choice.take_pending()
+        except EngineFault as fault:
+            self._fail(fault)
+            return
+        if choice.has_ended and not self._is_closed:
+            self._end(choice)
+
+    def _end(self, choice: Choice) -> None:
+        choice.is_over = True
+        self.num_running -= 1
+        if choice.migration is not None:
+            self._end_migration(choice.migration)
+        assignment = choice.assignment
+        if assignment is None or assignment.placement is None:
+            return
+        if assignment.placement.decode is not None:
+            self._act(Remember(assignment.placement.decode, self.spec_of((choice,))))
+        self._drop(assignment, choice)
+        self._actions += choice.deliver
+
+    def _drop(self, assignment: Assignment, choice: Choice) -> None:
+        """A choice is here no more. The last one ends the assignment; others, at the home, no sooner than they fork."""
+        number = assignment.choices.index(choice)
+        if number not in assignment.open_numbers:
+            return
+        assignment.open_numbers.remove(number)
+        if not assignment.open_numbers:
+            self._close(assignment)
+        elif assignment.is_forked:
+            self._end_one(assignment, number)
+
+    def _end_one(self, assignment: Assignment, number: int) -> None:
+        self._act(Abort(assignment, number))
+        self._act(Update(_placement_of(assignment), Outcome.ONE_ENDED))
+
+    def _close(self, assignment: Assignment) -> None:
+        if assignment.state is State.OVER:
+            return
+        assignment.state = State.OVER
+        assignment.is_streaming = False
+        assignment.held.clear()
+        del self._assignments[assignment]
+        self._act(Close(assignment))
+
+    def _close_all(self) -> None:
+        self._is_closed = True
+        self.num_running = 0
+        for assignment in tuple(self._assignments):
+            if assignment.origin is not None:
+                self._end_migration(assignment)
+            else:
+                self._close(assignment)
+
+    def _fail(self, error: BatonError) -> None:
+        """The request ends with an error; what is on workers is given back at once."""
+        if not self._is_closed:
+            self._close_all()
+            self._act(Fail(error))
+
+    # Places
+
+    def _wait(self, choices: Sequence[Choice], now_s: float) -> None:
+        """Queue choices that know the same tokens for a place."""
+        spec = self.spec_of(choices)
+        assignment = Assignment(tuple(choices), State.WAITING, now_s, spec)
+        self._assignments[assignment] = None
+        for choice in choices:
+            choice.assignment = assignment
+        self._timeline.enter(Phase.QUEUE, now_s)
+        self._timeline.note(RequestEvent.QUEUED, now_s)
+        avoid, unreached = choices[0].avoid, choices[0].unreached
+        place = Place(assignment, self._is_return, avoid, unreached, self._numerics)
+        self._act(place)
+        self._is_return = True
+
+    def _open(self, assignment: Assignment, now_s: float) -> None:
+        """Open an assignment that has a placement at its home."""
+        placement = _placement_of(assignment)
+        self._enter(assignment, State.RESERVING, now_s)
+        self._timeline.enter(Phase.RESERVE, now_s)
+        source = KvSource.PREFILL if placement.source is not None else KvSource.LOCAL
+        self._act(Open(assignment, KvSource.HANDOFF if assignment.origin else source))
+        if placement.is_answered_at_once:
+            self._act(SetTimer(assignment, OPEN_TIMEOUT_S))
+
+    @staticmethod
+    def _enter(assignment: Assignment, state: State, now_s: float) -> None:
+        assignment.state, assignment.since_s = state, now_s
+
+    def _act(self, action: Action) -> None:
+        self._actions.append(action)
+
+    def _taken_actions(self) -> Sequence[Action]:
+        actions, self._actions = self._actions, []
+        return actions
+
+
+def _placement_of(assignment: Assignment) -> Placement:
+    if assignment.placement is None:
+        raise ValueError("the assignment has no place yet")
+    return assignment.placement
+
+
+def _assignment_of(choice: Choice) -> Assignment:
+    if choice.assignment is None:
+        raise ValueError("the choice has no place")
+    return choice.assignment
+
+
+def _error_of(event: Failed) -> BatonError:
+    """What a worker's failure means here: a RetriableError exactly if it said so."""
+    kind = BY_REASON.get(event.reason, EngineFault)
+    if event.is_retriable != issubclass(kind, RetriableError):
+        kind = HandoffFailed if event.is_retriable else EngineFault
+    return kind(event.message)

@@ -1,0 +1,1 @@
+"""Which workers a sequence goes to: who there is, who has room, and who waits."""

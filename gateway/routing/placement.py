@@ -1,0 +1,157 @@
+"""A sequence's claim on the workers it was given to."""
+
+from __future__ import annotations
+
+import enum
+import logging
+
+from baton.types import NumericsClass, Tier
+from gateway.routing.fleet import Fleet, Worker
+
+_log = logging.getLogger(__name__)
+
+
+class Outcome(enum.Enum):
+    """What became of a placement."""
+
+    RESERVED = enum.auto()
+    """The home has reserved what it needs; its reports count it from now on."""
+    REFUSED = enum.auto()
+    """The home had no room after all, or takes no more."""
+    REFUSED_BY_SOURCE = enum.auto()
+    """The source takes no more."""
+    PREFILLED = enum.auto()
+    """The prompt is computed, or need not be."""
+    ONE_ENDED = enum.auto()
+    """One of several sequences has left the home."""
+    RELEASED = enum.auto()
+    """Nothing is left on either worker."""
+
+
+class Placement:
+    """A sequence's claim on workers, counted in the fleet from the start until it is released. Release is idempotent.
+
+    The sequence runs at its home. A worker that only computes its prompt is its source; without one the home does it.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        placement_id: int,
+        prefill: Worker | None,
+        decode: Worker | None,
+        num_prefill_tokens: int,
+        num_blocks: int,
+        num_sequences: int = 1,
+    ) -> None:
+        """prefill: computes the prompt as one of its many. decode: runs the sequence beyond its first tokens. One of them, both,
+        or both in one. num_prefill_tokens: those that the prefill worker probably has to compute, at least 1.
+        num_sequences: those that it will be on the decode worker."""
+        home = decode or prefill
+        if home is None:
+            raise ValueError("a placement without a worker")
+        self.prefill = prefill
+        self.decode = decode
+        self.home = home
+        self.source = prefill if prefill is not home else None
+        # Those of now: after a loss the same address gets another link.
+        self.home_link = home.link
+        self.source_link = self.source.link if self.source else None
+        self._fleet = fleet
+        self._id = placement_id
+        self._prefill_tokens = num_prefill_tokens if prefill else 0
+        self._num_sequences = num_sequences if decode else 0
+        if prefill:
+            prefill.num_in_flight += prefill is not decode
+            prefill.outstanding_tokens += num_prefill_tokens
+            fleet.prefill_work.give(prefill.address, num_prefill_tokens)
+        if decode:
+            decode.num_in_flight += num_sequences
+            decode.reserve_blocks(placement_id, num_blocks)
+
+    @property
+    def prefill_name(self) -> str:
+        """The prefill worker's id; empty if there is none."""
+        return _name_of(self.prefill)
+
+    @property
+    def decode_name(self) -> str:
+        """The decode worker's id; empty if there is none."""
+        return _name_of(self.decode)
+
+    @property
+    def numerics(self) -> NumericsClass | None:
+        """Of the worker that the first token comes from; None if it has reported nothing."""
+        worker = self.source or self.home
+        return worker.info.numerics if worker.info else None
+
+    @property
+    def is_answered_at_once(self) -> bool:
+        """Whether the home says at once if it has room. Workers that prefill keep a queue."""
+        return not self.home.can_prefill
+
+    def bypasses_split(self, num_missing_tokens: int) -> bool:
+        """Whether a decode worker that computes so many tokens does what the prefill workers named should do."""
+        info = self.decode.info if self.decode else None
+        if info is None or self.home.can_prefill:
+            return False
+        if num_missing_tokens <= info.max_local_prefill_tokens:
+            return False
+        return bool(self._fleet.tier(Tier.PREFILL))
+
+    def record(self, outcome: Outcome) -> None:
+        match outcome:
+            case Outcome.RESERVED:
+                if self._num_sequences:
+                    self.home.settle(self._id)
+            case Outcome.REFUSED:
+                self.home.is_awaiting_report = True
+            case Outcome.REFUSED_BY_SOURCE:
+                if self.source:
+                    self.source.is_awaiting_report = True
+            case Outcome.PREFILLED:
+                self._release_prefill()
+            case Outcome.ONE_ENDED:
+                self._release_one()
+            case Outcome.RELEASED:
+                self.release()
+
+    def note_undelivered(self, sender: Worker, why: str, now_s: float) -> None:
+        """A worker could not deliver KV to the home."""
+        if not (sender.is_joined and self.home.is_joined):
+            return
+        rest_s = self._fleet.broken_pairs.note(sender.address, self.home.address, now_s)
+        if rest_s is not None:
+            _log.warning(
+                "worker %s could not deliver KV to %s, and is not paired with it for %g s: %s",
+                _name_of(sender),
+                _name_of(self.home),
+                rest_s,
+                why,
+            )
+
+    def release(self) -> None:
+        """Nothing is left on either worker."""
+        self._release_prefill()
+        if self.decode and self._num_sequences:
+            self.decode.num_in_flight -= self._num_sequences
+            self._num_sequences = 0
+            self.decode.drop_blocks(self._id)
+            self._fleet.changed()
+
+    def _release_prefill(self) -> None:
+        if self.prefill and self._prefill_tokens:
+            self.prefill.num_in_flight -= self.prefill is not self.decode
+            self.prefill.outstanding_tokens -= self._prefill_tokens
+            self._prefill_tokens = 0
+            self._fleet.changed()
+
+    def _release_one(self) -> None:
+        if self.decode and self._num_sequences > 1:
+            self._num_sequences -= 1
+            self.decode.num_in_flight -= 1
+            self._fleet.changed()
+
+
+def _name_of(worker: Worker | None) -> str:
+    return worker.info.identity.worker_id if worker and worker.info else ""

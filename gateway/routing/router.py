@@ -1,0 +1,204 @@
+"""Which workers a sequence goes to. Pure: need and snapshots in, a plan or a reason to wait out.
+
+A prefill worker is charged in tokens: those it has yet to compute, plus those of this sequence that its cache probably
+lacks, which weigh more. So a cached prefix wins as long as it saves enough to outweigh the difference of the queues. It
+counts for less the more its worker did lately above the mean of the tier and a batch, so that a prefix which many ask
+for spreads before it makes a hot spot; and of like workers the one that did least is taken. A decode worker is charged
+by how full it is, batch or memory, and a cached prefix decides only between like ones. One that KV does not get to from any
+prefill worker is the last choice, and computes the prompt itself.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+from baton.types import NumericsClass
+
+#: How much more a token computed again weighs than one to wait for: it delays all who come later, too.
+RECOMPUTE_WEIGHT = 2.0
+
+#: Difference of two decode workers' fill (0..1) that a wholly cached prompt outweighs: of the fill itself, and at least.
+AFFINITY_SHARE, MIN_AFFINITY = 0.05, 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a sequence asks for.
+
+    num_tokens: known now, prompt and output; their KV is to be computed or sent.
+    max_num_tokens: the most it can come to.
+    needs_decode: whether more than the prefill's token is wanted.
+    avoid: addresses of workers that failed this sequence; taken only if there are no others.
+    num_sequences: how many it will be on the decode worker: choices, or beams, that share the tokens known now.
+    unreached: addresses of decode workers that its KV did not get to; they compute the prompt, if it must be them.
+    numerics: class of the workers that its tokens came from, where it must not change; None: any.
+    """
+
+    num_tokens: int
+    max_num_tokens: int
+    needs_decode: bool
+    avoid: frozenset[str] = frozenset()
+    num_sequences: int = 1
+    unreached: frozenset[str] = frozenset()
+    numerics: NumericsClass | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillView:
+    """A prefill worker that takes work.
+
+    ahead_tokens: how much more it was given lately than the mean of its tier; negative if less.
+    batch_tokens: the most that it computes in one step; a lead by less is none.
+    """
+
+    address: str
+    max_model_len: int
+    outstanding_tokens: int
+    max_outstanding_tokens: int
+    matched_tokens: int = 0
+    ahead_tokens: float = 0.0
+    batch_tokens: int = 0
+    is_awaiting_report: bool = False
+
+    def has_credit(self) -> bool:
+        """One sequence is always taken, however long; further ones while the queue is short.
+
+        What its cache saves makes the queue shorter: else a busy tier gives every sequence to whichever worker has
+        credit first, finds nothing in caches, and is busy with that alone.
+        """
+        if self.is_awaiting_report:
+            return False
+        return self.outstanding_tokens < self.max_outstanding_tokens + self.worth_of_cache()
+
+    def cost(self, need: Need) -> float:
+        return self.outstanding_tokens + RECOMPUTE_WEIGHT * need.num_tokens - self.worth_of_cache()
+
+    def worth_of_cache(self) -> float:
+        """Tokens of queue that its cached prefix outweighs."""
+        lead = max(0.0, self.ahead_tokens - self.batch_tokens)
+        return max(0.0, RECOMPUTE_WEIGHT * self.matched_tokens - lead)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeView:
+    """A decode worker that takes work.
+
+    num_available_blocks: free or given up on demand, as last reported, less what was reserved since.
+    num_sequences: running, waiting, and on their way there.
+    unreached_by: addresses of prefill workers whose KV does not get here.
+    """
+
+    address: str
+    max_model_len: int
+    max_local_prefill_tokens: int
+    block_size: int
+    num_blocks: int
+    num_available_blocks: int
+    num_sequences: int
+    max_num_seqs: int
+    is_awaiting_report: bool = False
+    matched_tokens: int = 0
+    unreached_by: Set[str] = frozenset()
+
+    def num_blocks_for(self, need: Need) -> int:
+        """Those that they share, and one more for each but the first to write into."""
+        return -(-(need.num_tokens + 1) // self.block_size) + need.num_sequences - 1
+
+    def fits(self, need: Need) -> bool:
+        """Whether the sequence fits here when nothing else does."""
+        if self.max_model_len < need.max_num_tokens or self.max_num_seqs < need.num_sequences:
+            return False
+        return self.num_blocks_for(need) <= self.num_blocks
+
+    def has_room(self, need: Need) -> bool:
+        """Whether it fits now, with a block left for each running sequence's growth."""
+        num_sequences = self.num_sequences + need.num_sequences
+        if self.is_awaiting_report or num_sequences > self.max_num_seqs:
+            return False
+        watermark = min(self.num_sequences, self.num_blocks // 8)
+        return self.num_blocks_for(need) + watermark <= self.num_available_blocks
+
+    def wants_prefill(self, need: Need) -> bool:
+        """Whether a prefill worker should compute the prompt."""
+        return need.num_tokens > self.max_local_prefill_tokens
+
+    def is_reached_by(self, need: Need, prefills: Sequence[PrefillView]) -> bool:
+        """Whether KV of one of these would get here."""
+        if self.address in need.unreached:
+            return False
+        return any(prefill.address not in self.unreached_by for prefill in prefills)
+
+    def cost(self, need: Need) -> float:
+        batch = self.num_sequences / self.max_num_seqs
+        memory = 1.0 - self.num_available_blocks / self.num_blocks
+        fill = max(batch, memory)
+        matched = min(1.0, self.matched_tokens / need.num_tokens)
+        return fill - matched * (MIN_AFFINITY + AFFINITY_SHARE * fill)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Addresses of the workers to use. No prefill worker: the decode worker computes the prompt. No decode worker: nothing
+    is wanted after the first token. Not both are None; both the same: a prefill worker runs the sequence itself."""
+
+    prefill: str | None
+    decode: str | None
+
+
+class Verdict(enum.Enum):
+    """Why there is no plan."""
+
+    NOT_NOW = enum.auto()
+    """Some worker that takes work will have room."""
+    NO_WORKER = enum.auto()
+    """None of the workers that take work could ever serve it."""
+
+
+def choose(
+    need: Need, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView], tie_key: bytes
+) -> Plan | Verdict:
+    """Place one sequence. `tie_key` decides between equal workers, evenly over many keys."""
+    able_prefills = [p for p in prefills if p.max_model_len >= need.max_num_tokens]
+    if able_prefills and not need.needs_decode:
+        prefill = _best_prefill(need, able_prefills, tie_key)
+        return Plan(prefill.address, None) if prefill else Verdict.NOT_NOW
+    able_decodes = [d for d in decodes if d.fits(need)]
+    if not able_decodes:
+        return Verdict.NO_WORKER
+    decode = _best_decode(need, able_decodes, able_prefills, tie_key)
+    if decode is None:
+        return Verdict.NOT_NOW
+    if not decode.wants_prefill(need) or not decode.is_reached_by(need, able_prefills):
+        return Plan(None, decode.address)
+    reaching = [p for p in able_prefills if p.address not in decode.unreached_by]
+    prefill = _best_prefill(need, reaching, tie_key)
+    return Plan(prefill.address, decode.address) if prefill else Verdict.NOT_NOW
+
+
+def _best_prefill(need: Need, views: Sequence[PrefillView], tie_key: bytes) -> PrefillView | None:
+    views = [view for view in views if view.has_credit()]
+    views = [view for view in views if view.address not in need.avoid] or views
+    return min(
+        views,
+        key=lambda v: (v.cost(need), v.ahead_tokens, _tie(tie_key, v.address)),
+        default=None,
+    )
+
+
+def _best_decode(
+    need: Need, views: Sequence[DecodeView], prefills: Sequence[PrefillView], tie_key: bytes
+) -> DecodeView | None:
+    """prefills: those that could compute the prompt."""
+    views = [view for view in views if view.has_room(need)]
+    views = [view for view in views if view.address not in need.avoid] or views
+    if prefills:
+        served = [v for v in views if not v.wants_prefill(need) or v.is_reached_by(need, prefills)]
+        views = served or views
+    return min(views, key=lambda v: (v.cost(need), _tie(tie_key, v.address)), default=None)
+
+
+def _tie(tie_key: bytes, address: str) -> bytes:
+    return hashlib.blake2b(address.encode(), key=tie_key, digest_size=8).digest()

@@ -1,0 +1,294 @@
+"""Reports one request's life to telemetry: its span with a child per phase, and the metrics of its end.
+
+A request writes its timeline as it goes; everything else happens once, when it is over. What is reported are names, counts
+and times: never text of the prompt or the answer, nor messages of errors, which may repeat it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.trace import Span, SpanKind, set_span_in_context
+
+from baton.errors import (
+    Cancelled,
+    EngineFault,
+    HandoffFailed,
+    WorkerLost,
+)
+from baton.telemetry import Phase, RequestEvent, Telemetry, names
+from baton.telemetry.context import context_of_metadata, traceparent_of, tracestate_of
+from baton.telemetry.names import SpanName
+from baton.telemetry.rate_limit import RateLimit
+from baton.telemetry.spans import SpanWriter, set_error
+from baton.telemetry.wall_clock import WallClock
+from baton.types import FinishReason, SequenceSpec
+from gateway.telemetry.instruments import Instruments
+from gateway.telemetry.timing import Timeline
+
+_log = logging.getLogger(__name__)
+
+#: Longest time between two warnings of one kind, in seconds.
+WARN_INTERVAL_S = 10.0
+
+_SPAN_NAMES: Mapping[Phase, SpanName] = {
+    Phase.TOKENIZE: SpanName.TOKENIZE,
+    Phase.QUEUE: SpanName.QUEUE,
+    Phase.RESERVE: SpanName.RESERVE,
+    Phase.PREFILL: SpanName.AWAIT_PREFILL,
+    Phase.FIRST_STEP: SpanName.STREAM,
+    Phase.DECODE: SpanName.STREAM,
+}
+#: Phases that wait for another process.
+_REMOTE = frozenset({Phase.RESERVE, Phase.PREFILL})
+#: What the parts of the time to the first token are called in metrics.
+_PARTS = (Phase.QUEUE, Phase.TOKENIZE, Phase.RESERVE, Phase.PREFILL, Phase.FIRST_STEP)
+_EXPOSED = "transfer_exposed"
+#: Ends that somebody should look into.
+_SERVER_FAULTS = frozenset({EngineFault.reason, WorkerLost.reason, HandoffFailed.reason})
+_FINISH_NAMES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    """One request, while it lasts. `timeline` is written by its driver; the rest by the service."""
+
+    timeline: Timeline
+    span: Span
+    wall: WallClock
+    operation: str
+    spec: SequenceSpec | None = None
+
+    @property
+    def traceparent(self) -> str:
+        """For the tiers; empty if there is no trace."""
+        return traceparent_of(self.span.get_span_context())
+
+    @property
+    def tracestate(self) -> str:
+        """Beside traceparent."""
+        return tracestate_of(self.span.get_span_context())
+
+
+class GatewayRecorder:
+    """Belongs to one event loop. clock: of the timelines, in seconds."""
+
+    def __init__(self, telemetry: Telemetry, model: str, clock: Callable[[], float]) -> None:
+        self._telemetry = telemetry
+        self._model = model
+        self._clock = clock
+        self._instruments = Instruments(telemetry.meter)
+        self._num_active = 0
+        self._bypass_warnings = RateLimit(WARN_INTERVAL_S, clock)
+        telemetry.meter.create_observable_gauge(
+            "baton.requests.active", [self._observe_active], description="Requests under way."
+        )
+
+    def begin(
+        self, metadata: Iterable[tuple[str, str | bytes]] | None, arrival_s: float, *, is_chat: bool
+    ) -> RequestRecord:
+        """A request arrived. `end` must follow."""
+        wall = WallClock.of(self._clock)
+        operation = "chat" if is_chat else "text_completion"
+        span = self._telemetry.tracer.start_span(
+            f"{operation} {self._model}",
+            context_of_metadata(metadata),
+            kind=SpanKind.SERVER,
+            attributes=self._common(operation),
+            start_time=wall.ns(arrival_s),
+        )
+        self._num_active += 1
+        return RequestRecord(Timeline(arrival_s), span, wall, operation)
+
+    def end(self, record: RequestRecord, error: str | None) -> None:
+        """The request is over. error: the reason of its failure, one of baton.errors.BY_REASON; None if it ended well."""
+        self._num_active -= 1
+        now_s = self._clock()
+        if error == Cancelled.reason:
+            record.timeline.note(RequestEvent.CANCELLED, now_s)
+        if self._telemetry.has_metrics:
+            self._measure(record, error, now_s)
+        if record.span.is_recording():
+            self._trace(record, error, now_s)
+        self._log_events(record)
+        _log_end(record, error, now_s)
+        self._warn_of_bypass(record)
+
+    def _common(self, operation: str) -> dict[str, str]:
+        return {
+            names.OPERATION_NAME: operation,
+            names.PROVIDER_NAME: names.PROVIDER,
+            names.REQUEST_MODEL: self._model,
+            names.RESPONSE_MODEL: self._model,
+        }
+
+    # Spans
+
+    def _trace(self, record: RequestRecord, error: str | None, now_s: float) -> None:
+        span, timeline, wall = record.span, record.timeline, record.wall
+        if record.spec is not None:
+            span.set_attributes(_request_attributes(record.spec))
+        span.set_attributes(_response_attributes(timeline))
+        for event, at_s in timeline.events:
+            span.add_event(event.value, timestamp=wall.ns(at_s))
+        if error:
+            set_error(span, error)
+        writer = SpanWriter(self._telemetry.tracer, wall)
+        parent = set_span_in_context(span)
+        for name, phase, start_s, end_s in _joined(timeline, now_s):
+            kind = SpanKind.CLIENT if phase in _REMOTE else SpanKind.INTERNAL
+            writer.write(name, parent, start_s, end_s, kind=kind)
+        span.end(wall.ns(now_s))
+
+    # Metrics
+
+    def _measure(self, record: RequestRecord, error: str | None, now_s: float) -> None:
+        timeline, own = record.timeline, self._instruments
+        common = self._common(record.operation)
+        failure = {names.ERROR_TYPE: error} if error else {}
+        own.duration.record(now_s - timeline.arrival_s, {**common, **failure})
+        for event, _ in timeline.events:
+            own.events.add(1, {names.EVENT: event.value})
+        if timeline.num_resumes:
+            own.resumes.add(timeline.num_resumes)
+        if timeline.num_bypassed_tokens:
+            own.bypassed.add(1)
+        if record.spec is not None:
+            num_prompt_tokens = len(record.spec.prompt_token_ids)
+            own.tokens.add(num_prompt_tokens, {names.TOKEN_TYPE: "input"})
+        own.tokens.add(timeline.num_output_tokens, {names.TOKEN_TYPE: "output"})
+        self._count_end(timeline, error)
+        if error is None:
+            self._measure_times(timeline, common)
+
+    def _count_end(self, timeline: Timeline, error: str | None) -> None:
+        own = self._instruments
+        if error is None:
+            finish = _FINISH_NAMES.get(timeline.finish, "unknown")
+            own.finished.add(1, {"gen_ai.response.finish_reason": finish})
+        elif error == Cancelled.reason:
+            own.cancelled.add(1, {names.STATE: timeline.phase.value})
+        elif any(event is RequestEvent.PLACED for event, _ in timeline.events):
+            own.failed.add(1, {names.REASON: error})
+        else:
+            own.refused.add(1, {names.REASON: error})
+
+    def _measure_times(self, timeline: Timeline, common: Mapping[str, str]) -> None:
+        first_s, last_s = timeline.first_token_s, timeline.last_token_s
+        if first_s is None or last_s is None:
+            return
+        own = self._instruments
+        own.first_token.record(first_s - timeline.arrival_s, common)
+        own.decode.record(last_s - first_s)
+        per_token_s = timeline.time_per_token_s()
+        if per_token_s is not None:
+            own.per_token.record(per_token_s, common)
+        parts = timeline.first_token_parts_ms()
+        for part in _PARTS:
+            own.phase.record(parts[part] / 1e3, {names.PHASE: part.value})
+        # The first token does not wait for the transfer: see TimeToFirstToken in inference.proto.
+        own.phase.record(0.0, {names.PHASE: _EXPOSED})
+
+    def _observe_active(self, options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG002
+        yield Observation(self._num_active)
+
+    # Logs
+
+    def _log_events(self, record: RequestRecord) -> None:
+        if not _log.isEnabledFor(logging.DEBUG):
+            return
+        for event, at_s in record.timeline.events:
+            after_ms = (at_s - record.timeline.arrival_s) * 1e3
+            _log.debug("%s after %.1f ms", event.value, after_ms, extra=_log_ids(record))
+
+    def _warn_of_bypass(self, record: RequestRecord) -> None:
+        num_tokens = record.timeline.num_bypassed_tokens
+        if not num_tokens:
+            return
+        num_requests = self._bypass_warnings.take()
+        if num_requests is not None:
+            _log.warning(
+                "%d requests were prefilled by decode workers, the last one with %d tokens, although "
+                "prefill workers were named: none of them was ready for it (see `baton status`)",
+                num_requests,
+                num_tokens,
+                extra=_log_ids(record),
+            )
+
+
+def _joined(timeline: Timeline, end_s: float) -> list[tuple[SpanName, Phase, float, float]]:
+    """The timeline's intervals as spans; neighbours of one name are one."""
+    spans: list[tuple[SpanName, Phase, float, float]] = []
+    for phase, start_s, stop_s in timeline.intervals(end_s):
+        name = _SPAN_NAMES[phase]
+        if spans and spans[-1][0] is name:
+            spans[-1] = (name, phase, spans[-1][2], stop_s)
+        elif stop_s > start_s:
+            spans.append((name, phase, start_s, stop_s))
+    return spans
+
+
+def _log_end(record: RequestRecord, error: str | None, now_s: float) -> None:
+    """One line per request, without any text of it: a warning if the servers are at fault, else for debugging."""
+    level = logging.WARNING if error in _SERVER_FAULTS else logging.DEBUG
+    if not _log.isEnabledFor(level):
+        return
+    timeline = record.timeline
+    first_s = timeline.first_token_s
+    first = "never" if first_s is None else f"{(first_s - timeline.arrival_s) * 1e3:.1f} ms"
+    _log.log(
+        level,
+        "request over: %s, %d tokens of output, the first after %s, %.1f ms in all, placed anew %d times, by %s and %s",
+        error or _FINISH_NAMES.get(timeline.finish, "no finish"),
+        timeline.num_output_tokens,
+        first,
+        (now_s - timeline.arrival_s) * 1e3,
+        timeline.num_resumes,
+        timeline.prefill_worker or "no prefill worker",
+        timeline.decode_worker or "no decode worker",
+        extra=_log_ids(record),
+    )
+
+
+def _log_ids(record: RequestRecord) -> dict[str, str]:
+    ids = {"request_id": record.spec.request_id if record.spec else ""}
+    context = record.span.get_span_context()
+    return {**ids, "trace_id": f"{context.trace_id:032x}"} if context.is_valid else ids
+
+
+def _request_attributes(spec: SequenceSpec) -> dict[str, str | int | float | bool]:
+    sampling = spec.sampling
+    return {
+        names.REQUEST_ID: spec.request_id,
+        names.RESPONSE_ID: spec.request_id,
+        names.REQUEST_STREAM: True,
+        names.REQUEST_MAX_TOKENS: sampling.max_tokens,
+        names.REQUEST_TEMPERATURE: sampling.temperature,
+        names.REQUEST_TOP_K: sampling.top_k,
+        names.REQUEST_TOP_P: sampling.top_p,
+        names.REQUEST_PRESENCE_PENALTY: sampling.presence_penalty,
+        names.REQUEST_FREQUENCY_PENALTY: sampling.frequency_penalty,
+        names.USAGE_INPUT_TOKENS: len(spec.prompt_token_ids),
+    }
+
+
+def _response_attributes(timeline: Timeline) -> dict[str, str | int | float | tuple[str, ...]]:
+    attributes: dict[str, str | int | float | tuple[str, ...]] = {
+        names.USAGE_OUTPUT_TOKENS: timeline.num_output_tokens,
+        names.USAGE_CACHE_READ_INPUT_TOKENS: max(
+            timeline.cached_tokens or 0, timeline.decode_cached_tokens or 0
+        ),
+        names.TRANSFER_BYTES: timeline.transfer_bytes,
+        names.TRANSFER_EXPOSED_MS: timeline.transfer_exposed_ms,
+        names.PREFILL_WORKER: timeline.prefill_worker,
+        names.DECODE_WORKER: timeline.decode_worker,
+    }
+    if timeline.first_token_s is not None:
+        first_s = timeline.first_token_s - timeline.arrival_s
+        attributes[names.RESPONSE_TIME_TO_FIRST_CHUNK] = first_s
+    if timeline.finish is not FinishReason.NONE:
+        attributes[names.RESPONSE_FINISH_REASONS] = (_FINISH_NAMES[timeline.finish],)
+    return attributes

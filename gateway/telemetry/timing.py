@@ -1,0 +1,151 @@
+"""Where the time of one request went. Durations add up over its placements, and over its choices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from baton.telemetry.names import Phase, RequestEvent
+from baton.types import FinishReason
+from baton.v1 import inference_pb2
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Written by the reducer of the request's life, and by its delivery. Moments are on the event loop's clock, in seconds."""
+
+    arrival_s: float
+    tokenize_ms: float = 0.0
+    queue_ms: float = 0.0
+    reserve_ms: float = 0.0
+    prefill_queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    transfer_exposed_ms: float = 0.0
+    transfer_bytes: int = 0
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    num_resumes: int = 0
+    cached_tokens: int | None = None
+    """Of the first prefill, once it is known; later ones find our own tokens."""
+    decode_cached_tokens: int | None = None
+    num_choices: int = 1
+    is_streamed: bool = True
+    """Whether tokens are sent as they come, not when all have come."""
+    num_output_tokens: int = 0
+    """Over all choices, as the next two."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    finish: FinishReason = FinishReason.NONE
+    num_bypassed_tokens: int = 0
+    """Most tokens that a decode worker was made to prefill beyond what it should, for want of prefill workers."""
+    has_forked: bool = False
+    """Whether there are several choices that wait for different things. No phase begins then but by a token sent."""
+    events: list[tuple[RequestEvent, float]] = field(default_factory=list)
+    """What happened, and when."""
+    _phases: list[tuple[Phase, float]] = field(default_factory=list)
+    """Beginnings; each phase lasts until the next one. The first is TOKENIZE, from the arrival on."""
+    _prefill_excess_s: float = 0.0
+    """Of the phases PREFILL before the first token, what the worker does not account for: the way there and back."""
+
+    @property
+    def phase(self) -> Phase:
+        """What the request waits for now."""
+        return self._phases[-1][0] if self._phases else Phase.TOKENIZE
+
+    def enter(self, phase: Phase, now_s: float) -> None:
+        """From now on the request waits for something else."""
+        if not self.has_forked:
+            self._phases.append((phase, now_s))
+
+    def note(self, event: RequestEvent, now_s: float) -> None:
+        self.events.append((event, now_s))
+
+    def on_local_prefill(self) -> None:
+        """The home computes the prompt. It says so with what it computed in the same step, so that asking it was the
+        beginning of the prefill."""
+        if self.phase is Phase.RESERVE:
+            self._phases[-1] = (Phase.PREFILL, self._phases[-1][1])
+
+    def on_prefilled(self, reported_ms: float, now_s: float) -> None:
+        """The prompt is computed; reported_ms: what the worker says it took, its queue included."""
+        if self.first_token_s is None and self.phase is Phase.PREFILL:
+            waited_s = now_s - self._phases[-1][1]
+            self._prefill_excess_s += max(0.0, waited_s - reported_ms / 1e3)
+
+    def on_tokens(self, now_s: float) -> None:
+        """Tokens came, and go to the client next."""
+        if self.first_token_s is None:
+            if self.phase is not Phase.FIRST_STEP:
+                self.enter(Phase.FIRST_STEP, now_s)
+        elif self.phase is not Phase.DECODE:
+            self.enter(Phase.DECODE, now_s)
+
+    def intervals(self, end_s: float) -> Iterator[tuple[Phase, float, float]]:
+        """All phases with their beginnings and ends, without gap from the arrival to `end_s`."""
+        phase, start_s = Phase.TOKENIZE, self.arrival_s
+        for following, next_s in (*self._phases, (Phase.DECODE, end_s)):
+            yield phase, start_s, max(start_s, next_s)
+            phase, start_s = following, max(start_s, next_s)
+
+    def first_token_parts_ms(self) -> dict[Phase, float]:
+        """What the time to the first token was spent on, in milliseconds; all of it, and 0 before there is one."""
+        parts = dict.fromkeys(Phase, 0.0)
+        if self.first_token_s is None:
+            return parts
+        for phase, start_s, end_s in self.intervals(self.first_token_s):
+            parts[phase] += max(0.0, min(end_s, self.first_token_s) - start_s) * 1e3
+        excess_ms = self._prefill_excess_s * 1e3
+        parts[Phase.PREFILL] -= excess_ms
+        parts[Phase.FIRST_STEP] += excess_ms + parts.pop(Phase.DECODE)
+        return parts
+
+    def on_token_sent(self, now_s: float) -> None:
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+            self._phases.append((Phase.DECODE, now_s))
+        self.last_token_s = now_s
+
+    def time_per_token_s(self) -> float | None:
+        """Mean time between the tokens of one choice after its first; None if there is none."""
+        first_s, last_s = self.first_token_s, self.last_token_s
+        num_following = self.num_output_tokens / self.num_choices - 1
+        if first_s is None or last_s is None or num_following <= 0 or not self.is_streamed:
+            return None
+        return (last_s - first_s) / num_following
+
+    def name_workers(self, prefill: str, decode: str) -> None:
+        """Who serves it now; the last ones count."""
+        self.prefill_worker = prefill or self.prefill_worker
+        self.decode_worker = decode or self.decode_worker
+
+    def to_proto(self, now_s: float) -> inference_pb2.RequestTiming:
+        first_s = self.first_token_s if self.first_token_s is not None else now_s
+        last_s = self.last_token_s if self.last_token_s is not None else first_s
+        return inference_pb2.RequestTiming(
+            tokenize_ms=self.tokenize_ms,
+            queue_ms=self.queue_ms,
+            reserve_ms=self.reserve_ms,
+            prefill_queue_ms=self.prefill_queue_ms,
+            prefill_ms=self.prefill_ms,
+            transfer_exposed_ms=self.transfer_exposed_ms,
+            time_to_first_token_ms=(first_s - self.arrival_s) * 1e3,
+            decode_ms=(last_s - first_s) * 1e3,
+            total_ms=(last_s - self.arrival_s) * 1e3,
+            transfer_bytes=self.transfer_bytes,
+            prefill_worker=self.prefill_worker,
+            decode_worker=self.decode_worker,
+            num_resumes=self.num_resumes,
+            first_token=self._first_token_to_proto(),
+        )
+
+    def _first_token_to_proto(self) -> inference_pb2.TimeToFirstToken:
+        parts = self.first_token_parts_ms()
+        return inference_pb2.TimeToFirstToken(
+            tokenize_ms=parts[Phase.TOKENIZE],
+            queue_ms=parts[Phase.QUEUE],
+            reserve_ms=parts[Phase.RESERVE],
+            prefill_ms=parts[Phase.PREFILL],
+            first_step_ms=parts[Phase.FIRST_STEP],
+        )
