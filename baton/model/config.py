@@ -269,7 +269,9 @@ def _windows(
     family: str, raw: Mapping[str, Any], fields: Mapping[str, Any]
 ) -> tuple[int | None, ...]:
     num_layers: int = fields["num_hidden_layers"]
-    window: int | None = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
+    window: int | None = (
+        fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
+    )
     if window is not None and window < 1:
         raise UnsupportedModel(f"sliding_window={window}: must be positive or null")
     layer_types = raw.get("layer_types")
