@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
@@ -43,19 +42,17 @@ class ProxiedCluster(Cluster):
         self.log_lines.append(line)
         forward_to_stderr(name, line)
 
-    async def _start_all(self, specs: tuple[ChildSpec, ...]) -> None:
-        await super()._start_all(tuple([await self._with_kv_link(spec) for spec in specs]))
+    async def _start_all(
+        self, workers: tuple[ChildSpec, ...], gateways: tuple[ChildSpec, ...]
+    ) -> None:
+        linked = tuple([await self._with_kv_link(spec) for spec in workers])
+        await super()._start_all(linked, gateways)
 
-    async def _start_gateways(self, addresses: Mapping[str, str]) -> None:
-        for name, address in addresses.items():
-            await self._link(name, int(address.rpartition(":")[2]))
-        await super()._start_gateways(
-            {name: f"127.0.0.1:{self.links[name].port}" for name in addresses}
-        )
+    async def _way_to(self, name: str, address: str) -> str:
+        proxy = await self._link(name, int(address.rpartition(":")[2]))
+        return f"127.0.0.1:{proxy.port}"
 
     async def _with_kv_link(self, spec: ChildSpec) -> ChildSpec:
-        if spec.name.startswith("gateway"):
-            return spec
         port = _free_port()
         proxy = await self._link(f"kv {spec.name}", port)
         told = (f"--kv-port={port}", f"--kv-advertise-address=127.0.0.1:{proxy.port}")

@@ -70,9 +70,10 @@ def make_rope(config: ModelConfig, max_model_len: int, device: torch.device) -> 
     match config.rope.rope_type:
         case "dynamic":
             # The first set is made in double precision, the others in single, as transformers' are.
-            lengths = [torch.tensor(n) for n in range(longest + 1, max_model_len + 1)]
-            sets = [
-                _inverse(_dynamic_theta(config, length), exponent) for length in (longest, *lengths)
+            sets = [_inverse(_dynamic_theta(config, longest), exponent)]
+            sets += [
+                _inverse(_dynamic_theta(config, torch.tensor(length)), exponent)
+                for length in range(longest + 1, max_model_len + 1)
             ]
             return Rope(torch.stack(sets).to(device), scaling, longest)
         case "linear":

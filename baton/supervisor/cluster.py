@@ -142,6 +142,7 @@ class Cluster:
     async def stop(self) -> None:
         """Drain and stop all children: the gateway, then the workers. No process is left. May be called again."""
         self._stopping.set()
+        self._feed.end()  # a gateway that still waits for workers waits no longer
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
@@ -169,13 +170,17 @@ class Cluster:
         children = [*started, *(child_of(spec, self._feed) for spec in gateways)]
         self._children |= {child.name: child for child in children}
 
+        named: set[str] = set()
+
         async def start(child: Child) -> None:
             report = await child.start(self._lifeline[0])
             if child not in started:
                 return
             tier = child.name.partition("-")[0]
-            self._feed.add(json.dumps({"address": report.address, "tier": tier}))
-            if all(worker.report for worker in started):
+            address = await self._way_to(child.name, report.address)
+            self._feed.add(json.dumps({"address": address, "tier": tier}))
+            named.add(child.name)
+            if len(named) == len(started):
                 self._feed.end()
 
         tasks = [asyncio.create_task(start(child)) for child in children]
@@ -191,6 +196,10 @@ class Cluster:
             self._phases[child.name] = child.start_s
             for phase, seconds in (child.report.phases if child.report else {}).items():
                 self._phases[f"{child.name} {phase}"] = seconds
+
+    async def _way_to(self, name: str, address: str) -> str:  # noqa: ARG002
+        """host:port by which gateways call the worker of that name; where it listens."""
+        return address
 
     async def _serving(self) -> None:
         """Wait until the gateway serves; raise ChildFailed if a child ends before."""
