@@ -278,17 +278,17 @@ def _windows(
     if layer_types is None:
         first = fields.get("max_window_layers", 0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
-    known = {"full_attention": None, "sliding_attention": window}
+    known = ("full_attention", "sliding_attention")
     if not isinstance(layer_types, list):
         raise UnsupportedModel(f"layer_types={layer_types!r}: must be a list")
-    unknown = sorted({str(kind) for kind in layer_types} - known.keys())
+    unknown = sorted({str(kind) for kind in layer_types} - set(known))
     if unknown or len(layer_types) != num_layers:
         raise UnsupportedModel(
             f"layer_types with {unknown or len(layer_types)}: one of {list(known)} per layer is known"
         )
     if family == "mistral":  # all of its layers are alike, whatever the list says
         return (window,) * num_layers
-    return tuple(known[kind] for kind in layer_types)
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
 def _dtype(raw: Mapping[str, Any]) -> str:

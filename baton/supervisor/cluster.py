@@ -138,6 +138,7 @@ class Cluster:
     async def stop(self) -> None:
         """Drain and stop all children: the gateway, then the workers. No process is left. May be called again."""
         self._stopping.set()
+        self._feed.end()  # a gateway that still waits for workers waits no longer
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
@@ -165,6 +166,8 @@ class Cluster:
         children = [*started, *(child_of(spec, self._feed) for spec in gateways)]
         self._children |= {child.name: child for child in children}
 
+        named: set[str] = set()
+
         async def start(child: Child) -> None:
             report = await child.start(self._lifeline[0])
             if child not in started:
@@ -172,7 +175,8 @@ class Cluster:
             tier = child.name.partition("-")[0]
             address = await self._address_for_gateways(child.name, report.address)
             self._feed.add(json.dumps({"address": address, "tier": tier}))
-            if all(worker.report for worker in started):
+            named.add(child.name)
+            if len(named) == len(started):
                 self._feed.end()
 
         tasks = [asyncio.create_task(start(child)) for child in children]
@@ -190,7 +194,7 @@ class Cluster:
                 self._phases[f"{child.name} {phase}"] = seconds
 
     async def _address_for_gateways(self, name: str, address: str) -> str:  # noqa: ARG002
-        """Under which gateways reach the worker `name`, which listens on `address`."""
+        """host:port by which gateways call the worker of that name; where it listens."""
         return address
 
     async def _serving(self) -> None:
