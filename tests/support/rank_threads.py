@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from baton.engine.tensor_parallel.rank import follow
 from baton.engine.tensor_parallel.rank_spec import RankSpec
-from baton.engine.tensor_parallel.team import SequenceGroup
+from baton.engine.tensor_parallel.team import Member
 
 
-def start_thread(spec: RankSpec) -> SequenceGroup:
+def start_thread(spec: RankSpec) -> Member:
     """See baton.engine.tensor_parallel.team.start_process."""
     ours, theirs = socket.socketpair()
     own = replace(spec, kv_fd=os.dup(spec.kv_fd), meeting_fd=os.dup(spec.meeting_fd))
@@ -33,4 +33,4 @@ def start_thread(spec: RankSpec) -> SequenceGroup:
         thread.join()
         return 0
 
-    return SequenceGroup(thread.name, ours, wait)
+    return Member(thread.name, ours, wait)
