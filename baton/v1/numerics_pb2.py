@@ -24,13 +24,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/numerics.proto\x12\x08\x62\x61ton.v1\"N\n\rNumericsClass\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\r\n\x05level\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0f\n\x07kernels\x18\x04 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/numerics.proto\x12\x08\x62\x61ton.v1\"N\n\rNumericsClass\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\r\n\x05level\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0f\n\x07kernels\x18\x04 \x01(\tB\x12Z\x10\x62\x61ton/v1;batonv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.numerics_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'Z\020baton/v1;batonv1'
   _globals['_NUMERICSCLASS']._serialized_start=37
   _globals['_NUMERICSCLASS']._serialized_end=115
 # @@protoc_insertion_point(module_scope)
