@@ -1,4 +1,5 @@
-"""A wheel has the native CPU kernels of every level of the architecture that it is built on: see baton_kernels.cpu.library.
+"""A wheel has the native CPU kernels of every level of the architecture that it is built on: see
+baton_kernels.cpu.library.
 
 Without a compiler it has none, and is for any machine: there they are compiled on first use.
 """
@@ -43,7 +44,8 @@ class NativeKernels(BuildHookInterface[Any]):
 
 
 def _library(root: Path) -> ModuleType:
-    """baton_kernels.cpu.library, which imports the standard library alone, from its file: nothing is installed yet."""
+    """baton_kernels.cpu.library, which imports the standard library alone, from its file: nothing
+    is installed yet."""
     path = root / "kernels" / _PACKAGE_FOLDER / "library.py"
     spec = importlib.util.spec_from_file_location("baton_kernels_library", path)
     if spec is None or spec.loader is None:

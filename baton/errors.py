@@ -1,4 +1,5 @@
-"""Every error of Baton. A leaf has one reason and one gRPC code, and travels as ErrorInfo with rich details.
+"""Every error of Baton. A leaf has one reason and one gRPC code, and travels as ErrorInfo with rich
+details.
 
 BatonError
 ├── InvalidRequest        INVALID_ARGUMENT     the caller must change a field; names it, its value and the fix
@@ -39,14 +40,16 @@ DOMAIN = "baton"
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """One wrong field of a request: its path, and what is wrong and how to mend it, the value included."""
+    """One wrong field of a request: its path, and what is wrong and how to mend it, the value
+    included."""
 
     field: str
     description: str
 
 
 class BatonError(Exception):
-    """Base of all. `request_id` is set where the error belongs to one request and is known there."""
+    """Base of all. `request_id` is set where the error belongs to one request and is known
+    there."""
 
     reason: ClassVar[str] = "UNKNOWN"
     code: ClassVar[StatusCode] = StatusCode.UNKNOWN

@@ -1,7 +1,7 @@
-"""What a worker reports to the gateway about one sequence. Events of a sequence are ordered; the last one is
-Deferred, Preempted, HandedOff, Failed, or Tokens with a finish reason, and nothing follows it. Events of a sequence of
-several choices come under its first handle until the choices are forked, at the first token; each has its own from
-then on.
+"""What a worker reports to the gateway about one sequence. Events of a sequence are ordered; the
+last one is Deferred, Preempted, HandedOff, Failed, or Tokens with a finish reason, and nothing
+follows it. Events of a sequence of several choices come under its first handle until the choices
+are forked, at the first token; each has its own from then on.
 
     OpenSequence ──> Deferred                                      no room now
                 ├──> Offered ──> Committed ──> Tokens ...          the KV comes by the ticket
@@ -21,7 +21,8 @@ from baton.types import FinishReason, Sample, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Room is reserved; `ticket` (a serialised KvTicket) is for the worker that sends the KV, opaque to the gateway."""
+    """Room is reserved; `ticket` (a serialised KvTicket) is for the worker that sends the KV,
+    opaque to the gateway."""
 
     ticket: bytes
     num_cached_tokens: int
@@ -45,11 +46,11 @@ class ChunkTime:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """The worker has computed the prompt; the first tokens follow. From a sequence's arrival to its first chunk took
-    queue_ms, from there to the first token compute_ms.
+    """The worker has computed the prompt; the first tokens follow. From a sequence's arrival to its
+    first chunk took queue_ms, from there to the first token compute_ms.
 
-    prompt_logprobs: of the prompt's tokens but the first; empty unless they were asked for. chunks: for the worker's
-    own telemetry; they do not travel.
+    prompt_logprobs: of the prompt's tokens but the first; empty unless they were asked for. chunks:
+    for the worker's own telemetry; they do not travel.
     """
 
     num_cached_tokens: int
@@ -69,8 +70,10 @@ class Deferred:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The KV arrived whole, and the sequence runs. From a prefill worker, Tokens with each choice's first token follow at
-    once: the gateway has them from the prefill worker as well, whichever is faster, and merges by index."""
+    """The KV arrived whole, and the sequence runs. From a prefill worker, Tokens with each choice's
+    first token follow at
+    once: the gateway has them from the prefill worker as well, whichever is faster, and merges by
+    index."""
 
     transfer_exposed_ms: float
     transfer_bytes: int
@@ -78,7 +81,8 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """Others needed the memory: the sequence is gone from the worker and may be placed anew with its tokens so far."""
+    """Others needed the memory: the sequence is gone from the worker and may be placed anew with
+    its tokens so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,8 @@ class HandedOff:
 
 @dataclass(frozen=True, slots=True)
 class HandOffFailed:
-    """The sequence could not be handed off and is still here, paused. `reason` is one of baton.errors.BY_REASON."""
+    """The sequence could not be handed off and is still here, paused. `reason` is one of
+    baton.errors.BY_REASON."""
 
     reason: str
     message: str
@@ -109,10 +114,11 @@ class Failed:
 
 
 class Tokens(NamedTuple):
-    """Tokens at output indices token_index, token_index + 1, ... One is made for each sequence in each step, so it is of the
-    immutable kind that costs least.
+    """Tokens at output indices token_index, token_index + 1, ... One is made for each sequence in
+    each step, so it is of the immutable kind that costs least.
 
-    num_draft_tokens: proposed by speculation to the step that gave these; num_accepted_tokens: confirmed by it.
+    num_draft_tokens: proposed by speculation to the step that gave these; num_accepted_tokens:
+    confirmed by it.
     score: of an output that a beam search found.
     """
 
@@ -152,7 +158,8 @@ def is_last(event: SequenceEvent) -> bool:
 
 
 def joined(events: Iterable[_EventT]) -> Iterator[_EventT | Tokens]:
-    """The events of one sequence, with tokens that follow each other in one event, as if one step had given them."""
+    """The events of one sequence, with tokens that follow each other in one event, as if one step
+    had given them."""
     run: list[Tokens] = []
     end = 0
     for event in events:

@@ -1,4 +1,5 @@
-"""What gRPC reads from the environment when it is imported, as our processes need it. Imports nothing."""
+"""What gRPC reads from the environment when it is imported, as our processes need it. Imports
+nothing."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ import os
 from collections.abc import Mapping
 from types import MappingProxyType
 
-#: The children that a process of ours starts are executed at once: gRPC has nothing to repair in them, and would complain
-#: that it cannot. What goes wrong is told by our own errors, not by lines of the C core.
+#: The children that a process of ours starts are executed at once: gRPC has nothing to repair in
+#: them, and would complain that it cannot. What goes wrong is told by our own errors, not by lines
+#: of the C core.
 GRPC_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     {"GRPC_ENABLE_FORK_SUPPORT": "0", "GRPC_VERBOSITY": "NONE"}
 )

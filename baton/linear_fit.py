@@ -27,7 +27,8 @@ class LinearFit:
 
     @property
     def rate(self) -> float:
-        """Seconds per unit of amount if all time is put down to the amount: the most that `slope` can be."""
+        """Seconds per unit of amount if all time is put down to the amount: the most that `slope`
+        can be."""
         return self._seconds / self._amount if self._amount else 0.0
 
     @property

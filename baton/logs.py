@@ -1,9 +1,11 @@
-"""Logging of a process: lines for people on a terminal, JSON lines elsewhere; both name the request they are about.
+"""Logging of a process: lines for people on a terminal, JSON lines elsewhere; both name the request
+they are about.
 
-Formatted here and not by python-json-logger: it writes whatever `extra` holds, and spells levels in capitals; to change both
-takes as many lines.
+Formatted here and not by python-json-logger: it writes whatever `extra` holds, and spells levels in
+capitals; to change both takes as many lines.
 
-A message belongs to a request when it is logged with `extra={"request_id": ...}`, and to a trace with "trace_id" there.
+A message belongs to a request when it is logged with `extra={"request_id": ...}`, and to a trace
+with "trace_id" there.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ _PLAIN = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
 def configure_logging(level: LogLevel, process: str, stream: IO[str] | None = None) -> None:
-    """Send the root logger's messages from `level` on to `stream` (stderr), in place of what it had before.
+    """Send the root logger's messages from `level` on to `stream` (stderr), in place of what it had
+    before.
 
     process: name of this process, told with each line.
     """
@@ -48,8 +51,8 @@ class PlainFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per record: time (UTC, ISO 8601), level, process, logger, message, request_id, trace_id,
-    exception. The last three only where they are known.
+    """One JSON object per record: time (UTC, ISO 8601), level, process, logger, message,
+    request_id, trace_id, exception. The last three only where they are known.
     """
 
     def __init__(self, process: str) -> None:

@@ -13,7 +13,8 @@ _IN_QUERY = re.compile(
 
 
 def redacted(text: str) -> str:
-    """`text` with *** for users and passwords of URLs, also of malformed ones. Rather too much is hidden than too little."""
+    """`text` with *** for users and passwords of URLs, also of malformed ones. Rather too much is
+    hidden than too little."""
     text = _IN_URL.sub(r"\1***@", text)
     text = _WITHOUT_SCHEME.sub("***@", text) if "***@" not in text else text
     return _IN_QUERY.sub(r"\1***", text)

@@ -1,8 +1,9 @@
-"""The life of one process of Baton around its service: options, logging, signals, readiness, exit status.
+"""The life of one process of Baton around its service: options, logging, signals, readiness, exit
+status.
 
-A service is one coroutine function, `serve(options, stop, on_ready)`: it starts, calls on_ready once when it can take
-work, serves until `stop` is set, drains within options.drain_timeout_s, and returns. It raises StartupError if it
-cannot start.
+A service is one coroutine function, `serve(options, stop, on_ready)`: it starts, calls on_ready
+once when it can take work, serves until `stop` is set, drains within options.drain_timeout_s, and
+returns. It raises StartupError if it cannot start.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass(frozen=True, slots=True)
 class ReadyReport:
-    """A service takes work. address: host:port it listens on. phases: seconds of each step of the start, in order.
+    """A service takes work. address: host:port it listens on. phases: seconds of each step of the
+    start, in order.
     numerics, dtype_reason: of a worker."""
 
     address: str
@@ -54,7 +56,8 @@ class ReadyReport:
 
     @property
     def computing(self) -> str:
-        """In which type, why, and on what: "bfloat16 (the checkpoint's type) on cpu avx512"; empty if not known."""
+        """In which type, why, and on what: "bfloat16 (the checkpoint's type) on cpu avx512"; empty
+        if not known."""
         numerics = self.numerics
         if not self.dtype_reason:
             return ""
@@ -86,10 +89,13 @@ def log_ready(report: ReadyReport) -> None:
 def run_service(
     options: _Options, serve: Serve[_Options], name: str, announce: OnReady = log_ready
 ) -> int:
-    """Run `serve` until SIGTERM, SIGINT, or the end of file of options.parent_fd; return the exit status.
+    """Run `serve` until SIGTERM, SIGINT, or the end of file of options.parent_fd; return the exit
+    status.
 
-    A second signal ends the process at once. StartupError is told in one line, and is exit status 2.
-    name: the process's name in its log and messages. announce: tells people that the service is ready.
+    A second signal ends the process at once. StartupError is told in one line, and is exit status
+    2.
+    name: the process's name in its log and messages. announce: tells people that the service is
+    ready.
     """
     quiet_grpc()
     configure_logging(options.log_level, name)
@@ -172,7 +178,8 @@ async def _run(
         stop.set()
 
     def on_ready(report: ReadyReport) -> None:
-        # What was loaded stays: a collection, which stops every thread, is to look at what requests left only.
+        # What was loaded stays: a collection, which stops every thread, is to look at what requests
+        # left only.
         gc.collect()
         gc.freeze()
         announce(report)
@@ -203,7 +210,8 @@ def describe_phases(phases: Mapping[str, float]) -> str:
 def _watch_parent(
     parent_fd: int, loop: asyncio.AbstractEventLoop, stop: asyncio.Event, ended: threading.Event
 ) -> None:
-    """Set `stop` when the supervisor's end of the pipe closes, and end the process if it does not stop in time.
+    """Set `stop` when the supervisor's end of the pipe closes, and end the process if it does not
+    stop in time.
 
     It is a thread so that a loop that is busy, loading a model say, is watched too.
     """
@@ -222,7 +230,8 @@ def _watch_parent(
 
 
 class _ReadyPipe:
-    """Owns options.ready_fd: takes a line of each phase and choice of the start, then one of its end, and is closed."""
+    """Owns options.ready_fd: takes a line of each phase and choice of the start, then one of its
+    end, and is closed."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd

@@ -1,7 +1,9 @@
-"""What a process reports of its start: the phase it is in. In its log, and on the pipe of its supervisor.
+"""What a process reports of its start: the phase it is in. In its log, and on the pipe of its
+supervisor.
 
-A start has many places that know something, deep below the service, and no object that all of them share but the log. So
-these are records of one logger, whose handler writes them to the pipe where there is one.
+A start has many places that know something, deep below the service, and no object that all of them
+share but the log. So these are records of one logger, whose handler writes them to the pipe where
+there is one.
 """
 
 from __future__ import annotations

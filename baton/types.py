@@ -1,4 +1,5 @@
-"""Values that cross the borders between Baton's processes and layers. All are immutable; none needs torch or gRPC."""
+"""Values that cross the borders between Baton's processes and layers. All are immutable; none needs
+torch or gRPC."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class Tier(enum.IntEnum):
 
 
 class EarlyStopping(enum.IntEnum):
-    """When a beam search with as many finished outputs as it is wide may end; numbered as in baton.v1.EarlyStopping."""
+    """When a beam search with as many finished outputs as it is wide may end; numbered as in
+    baton.v1.EarlyStopping."""
 
     HEURISTIC = 0
     ALWAYS = 1
@@ -67,7 +69,8 @@ class BeamParams:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a sequence's tokens are chosen: baton.v1.TokenSampling, resolved and validated by the gateway."""
+    """How a sequence's tokens are chosen: baton.v1.TokenSampling, resolved and validated by the
+    gateway."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -107,9 +110,9 @@ class Sampling:
 class KvSource(enum.IntEnum):
     """Where a worker gets the KV that a sequence lacks; numbered as in baton.v1.KvSource.
 
-    PREFILL: by a ticket, from a worker that computes the prompt, unless so little is missing that it is computed
-    at once. LOCAL: computed here, however much it is. HANDOFF: by a ticket, from a worker on which the sequence ran
-    and which holds the KV of all tokens but the last.
+    PREFILL: by a ticket, from a worker that computes the prompt, unless so little is missing that
+    it is computed at once. LOCAL: computed here, however much it is. HANDOFF: by a ticket, from a
+    worker on which the sequence ran and which holds the KV of all tokens but the last.
     """
 
     PREFILL = 1
@@ -119,7 +122,8 @@ class KvSource(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities at one position: of the chosen token, and of the best ones, best first."""
+    """Natural-log probabilities at one position: of the chosen token, and of the best ones, best
+    first."""
 
     token_id: int
     logprob: float
@@ -127,7 +131,8 @@ class TokenLogprobs:
 
 
 class Sample(NamedTuple):
-    """One chosen token. Made for each token at each border, so it is of the immutable kind that costs least."""
+    """One chosen token. Made for each token at each border, so it is of the immutable kind that
+    costs least."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
@@ -146,11 +151,13 @@ class SequenceSpec:
     priority: int = 0
     arrival_ns: int = 0
     traceparent: str = ""
-    """W3C trace context of the request's span at the gateway; empty if there is none. Changes nothing but telemetry."""
+    """W3C trace context of the request's span at the gateway; empty if there is none. Changes
+    nothing but telemetry."""
     tracestate: str = ""
     """W3C tracestate beside it; empty if there is none."""
     num_choices: int = 1
-    """Choices that share the prompt and part at the first token: choice, choice + 1, ...; 1 once there is output."""
+    """Choices that share the prompt and part at the first token: choice, choice + 1, ...; 1 once
+    there is output."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -162,7 +169,8 @@ class SequenceSpec:
 
     @property
     def rank(self) -> Rank:
-        """Sort key of service order: priority, then arrival, then tie-breakers that make it total."""
+        """Sort key of service order: priority, then arrival, then tie-breakers that make it
+        total."""
         return (self.priority, self.arrival_ns, self.request_id, self.choice)
 
     def choice_alone(self, offset: int) -> SequenceSpec:
@@ -182,10 +190,11 @@ class SequenceSpec:
 class KvLayout:
     """Shape, numerics and identity of a worker's KV pool.
 
-    A pool is one tensor [blocks, num_layers, 2, num_kv_heads, block_size, head_dim] of `dtype`. If that is one of SCALED_DTYPES,
-    each row of head_dim elements has a scale, and a block's scales [block_size] of a layer, kind and head lie behind its rows: a
-    block is still one piece of memory, and so are its layers and its heads within a layer.
-    `fingerprint` digests the weights and every setting that changes what KV means; block size is not among them.
+    A pool is one tensor [blocks, num_layers, 2, num_kv_heads, block_size, head_dim] of `dtype`. If
+    that is one of SCALED_DTYPES, each row of head_dim elements has a scale, and a block's scales
+    [block_size] of a layer, kind and head lie behind its rows: a block is still one piece of
+    memory, and so are its layers and its heads within a layer. `fingerprint` digests the weights
+    and every setting that changes what KV means; block size is not among them.
     """
 
     fingerprint: str
@@ -215,7 +224,8 @@ class KvLayout:
         return -(-num_tokens // self.block_size)
 
     def difference(self, other: KvLayout) -> tuple[str, str, str] | None:
-        """(field, own value, other's value) of the first field that forbids sending KV between the two."""
+        """(field, own value, other's value) of the first field that forbids sending KV between the
+        two."""
         for name in ("fingerprint", "num_layers", "num_kv_heads", "head_dim"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
@@ -227,16 +237,19 @@ class KvLayout:
 
 @dataclass(frozen=True, slots=True)
 class NumericsClass:
-    """What decides how results are rounded. Workers of one class give the same tokens; those of two may choose differently where
-    two tokens are nearly as likely.
+    """What decides how results are rounded. Workers of one class give the same tokens; those of two
+    may choose differently where two tokens are nearly as likely.
 
-    Neither the number of threads or ranks nor the type of KV is part of it: see docs/adr/0004-numerics-and-equality.md.
+    Neither the number of threads or ranks nor the type of KV is part of it: see
+    docs/adr/0004-numerics-and-equality.md.
     """
 
     device: str = ""
-    """Kind of device: "cpu", "cuda", or "oracle" for the engine without a model. Empty: not known."""
+    """Kind of device: "cpu", "cuda", or "oracle" for the engine without a model. Empty: not
+    known."""
     level: str = ""
-    """Of a CPU, the level of its native kernels, NO_LEVEL if torch's operations run instead; of a GPU its compute capability."""
+    """Of a CPU, the level of its native kernels, NO_LEVEL if torch's operations run instead; of a
+    GPU its compute capability."""
     dtype: str = ""
     """Type of weights and activations."""
     kernels: str = ""
@@ -248,7 +261,8 @@ class NumericsClass:
 
     @property
     def is_fallback(self) -> bool:
-        """Whether a CPU has no native kernels: results may depend on the batch, and steps take several times as long."""
+        """Whether a CPU has no native kernels: results may depend on the batch, and steps take
+        several times as long."""
         return self.level == NO_LEVEL
 
     def difference(self, other: NumericsClass) -> tuple[str, str, str] | None:
@@ -280,7 +294,8 @@ ANY_NUMERICS = NumericsRule()
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Who a worker is. `generation` is drawn at each start, so that what an earlier boot left behind is told apart."""
+    """Who a worker is. `generation` is drawn at each start, so that what an earlier boot left
+    behind is told apart."""
 
     worker_id: str
     generation: int
@@ -316,9 +331,11 @@ class WorkerLoad:
     blocks: BlockCounts = BlockCounts(0, 0, 0)
     num_open_tickets: int = 0
     num_orphan_sequences: int = 0
-    """Sequences ended since the start because their gateway did not know them any more. 0, or a fault."""
+    """Sequences ended since the start because their gateway did not know them any more. 0, or a
+    fault."""
     num_orphan_blocks: int = 0
-    """Leased blocks that belong to no sequence, prompt or ticket: lost until the worker starts anew. 0, or a fault."""
+    """Leased blocks that belong to no sequence, prompt or ticket: lost until the worker starts
+    anew. 0, or a fault."""
     is_draining: bool = False
     num_swaps: int = 0
     """Times that a sequence was sent to host memory, since the start."""
@@ -360,7 +377,8 @@ def tenant_of(cache_salt: str) -> bytes:
 def finish_reason(
     token_id: int, num_output_tokens: int, num_tokens: int, sampling: Sampling, max_model_len: int
 ) -> FinishReason:
-    """Whether an output ends with `token_id`, its `num_output_tokens`-th token, at `num_tokens` in all."""
+    """Whether an output ends with `token_id`, its `num_output_tokens`-th token, at `num_tokens` in
+    all."""
     if token_id in sampling.stop_token_ids and num_output_tokens > sampling.min_tokens:
         return FinishReason.STOP
     if is_full_length(num_output_tokens, num_tokens, sampling, max_model_len):
@@ -371,5 +389,6 @@ def finish_reason(
 def is_full_length(
     num_output_tokens: int, num_tokens: int, sampling: Sampling, max_model_len: int
 ) -> bool:
-    """Whether an output ends with its `num_output_tokens`-th token, at `num_tokens` in all, whatever token it is."""
+    """Whether an output ends with its `num_output_tokens`-th token, at `num_tokens` in all,
+    whatever token it is."""
     return num_output_tokens >= sampling.max_tokens or num_tokens >= max_model_len

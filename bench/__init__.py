@@ -1,1 +1,2 @@
-"""Measuring tools. They stand outside the package, use it as users do, and are run from a checkout."""
+"""Measuring tools. They stand outside the package, use it as users do, and are run from a
+checkout."""

@@ -1,9 +1,11 @@
-"""What of the host's work for a decode step is hidden behind the device, where steps are launched ahead. See bench/README.md.
+"""What of the host's work for a decode step is hidden behind the device, where steps are launched
+ahead. See bench/README.md.
 
     python -m bench.ahead [--num-seqs 64 ...] [--step-ms 6] [--json FILE]
 
-A decode core over an engine whose steps take --step-ms and no processor, as a device's do: milliseconds from step to step when each
-waits for the tokens of the one before, and when it is launched before they are there.
+A decode core over an engine whose steps take --step-ms and no processor, as a device's do:
+milliseconds from step to step when each waits for the tokens of the one before, and when it is
+launched before they are there.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ class ArrivalsError(ValueError):
 
 
 def poisson(num_requests: int, rate: float, rng: Random) -> tuple[float, ...]:
-    """Independent arrivals at `rate` requests/s: gaps are exponential. Raises ArrivalsError for rate <= 0."""
+    """Independent arrivals at `rate` requests/s: gaps are exponential. Raises ArrivalsError for
+    rate <= 0."""
     _check(num_requests, rate)
     gaps = (rng.expovariate(rate) for _ in range(num_requests - 1))
     return tuple(accumulate(gaps, initial=0.0))
@@ -35,10 +36,11 @@ def burst(num_requests: int, rate: float, burst_size: int, rng: Random) -> tuple
 
 
 def replay(times_s: Sequence[float], rate: float | None = None) -> tuple[float, ...]:
-    """Recorded arrivals, moved to begin at 0 and, if a rate is given, stretched to `rate` requests/s in the mean.
+    """Recorded arrivals, moved to begin at 0 and, if a rate is given, stretched to `rate`
+    requests/s in the mean.
 
-    Their pattern stays: every gap is multiplied by the same number. Raises ArrivalsError for times that do not ascend,
-    and for a rate where all times are equal.
+    Their pattern stays: every gap is multiplied by the same number. Raises ArrivalsError for times
+    that do not ascend, and for a rate where all times are equal.
     """
     if any(later < earlier for earlier, later in pairwise(times_s)):
         raise ArrivalsError("arrival times must ascend")

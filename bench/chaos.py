@@ -1,17 +1,20 @@
-"""Faults on real processes and their links under load: what each costs, and that no stream loses, doubles or changes a token.
+"""Faults on real processes and their links under load: what each costs, and that no stream loses,
+doubles or changes a token.
 
     python -m bench.chaos [--num-streams 500] [--seed N] [--only TEXT] [--json FILE]
 
-Starts prefill and decode workers on oracle engines, whose right output is known, and a gateway, with a proxy on every link
-between them and to the clients. Streams come without end, `--concurrency` at once, each of 1 or 2 choices, greedy or
-seeded; some clients stop reading for a while, and some give up. One fault after the other is inflicted, and the next one
-not before all that lived through the last one have ended, until enough have lived through one: they ran at some time
-between the fault and the moment when all workers were ready again. At the end, no block may be held 10 s after the last
-stream.
+Starts prefill and decode workers on oracle engines, whose right output is known, and a gateway,
+with a proxy on every link between them and to the clients. Streams come without end,
+`--concurrency` at once, each of 1 or 2 choices, greedy or seeded; some clients stop reading for a
+while, and some give up. One fault after the other is inflicted, and the next one not before all
+that lived through the last one have ended, until enough have lived through one: they ran at some
+time between the fault and the moment when all workers were ready again. At the end, no block may be
+held 10 s after the last stream.
 
-Told per fault: streams that lived through it; of them resumed, ended by an error, and wrong (a token lost, doubled or not
-the oracle's, something after the end, or a wrong charge); and of the resumed, but for those whose readers stopped, the
-longest silence between two tokens (the resume gap); and the longest silence of any, resumed or not.
+Told per fault: streams that lived through it; of them resumed, ended by an error, and wrong (a
+token lost, doubled or not the oracle's, something after the end, or a wrong charge); and of the
+resumed, but for those whose readers stopped, the longest silence between two tokens (the resume
+gap); and the longest silence of any, resumed or not.
 """
 
 from __future__ import annotations
@@ -175,7 +178,8 @@ def result_of(fault: str, num_faults: int, records: Sequence[StreamRecord]) -> F
 
 
 async def until_healed(cluster: ProxiedCluster, client: AsyncClient) -> None:
-    """All workers are ready again, and clients can see it, once the gateway has had time to notice that they were not."""
+    """All workers are ready again, and clients can see it, once the gateway has had time to notice
+    that they were not."""
     await asyncio.sleep(NOTICED_S)
     num_workers = sum(not name.startswith("gateway") for name in cluster.names)
     while True:
@@ -242,7 +246,8 @@ async def chaos(
 
 
 def judge(records: Sequence[StreamRecord]) -> None:
-    """Compare all with the oracle. Afterwards, and beside this process: it takes longer than a stream's steps do."""
+    """Compare all with the oracle. Afterwards, and beside this process: it takes longer than a
+    stream's steps do."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(mp_context=context) as pool:
         for record, wrong in zip(records, pool.map(_verdict, records, chunksize=8), strict=True):

@@ -20,14 +20,16 @@ LASTS_S = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a fault is inflicted on. first, second: the two workers' numbers, the other way round in the next round."""
+    """What a fault is inflicted on. first, second: the two workers' numbers, the other way round in
+    the next round."""
 
     cluster: ProxiedCluster
     first: int
     second: int
 
     def name_of(self, victim: str) -> str:
-        """ "decode" is one of the decode workers, "other decode" the other; "kv decode" the way of KV to the first."""
+        """ "decode" is one of the decode workers, "other decode" the other; "kv decode" the way of
+        KV to the first."""
         if victim == "gateway":
             return victim
         if victim.startswith("other "):

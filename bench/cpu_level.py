@@ -1,4 +1,5 @@
-"""A CPU level that is forced holds for whatever is measured beside Baton, too: torch by its own settings, llama.cpp by another build."""
+"""A CPU level that is forced holds for whatever is measured beside Baton, too: torch by its own
+settings, llama.cpp by another build."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from types import MappingProxyType
 
 from baton_kernels.cpu.library import LEVEL_VARIABLE
 
-#: What makes torch take no instructions above a level's. oneDNN knows no level between VNNI and BF16: its products of
-#: bfloat16 may use VNNI at avx512, which ours do not.
+#: What makes torch take no instructions above a level's. oneDNN knows no level between VNNI and
+#: BF16: its products of bfloat16 may use VNNI at avx512, which ours do not.
 _TORCH: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},

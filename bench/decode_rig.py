@@ -1,4 +1,5 @@
-"""A decode core that is stepped by hand, on a real engine and the real clock, and computes its prompts itself."""
+"""A decode core that is stepped by hand, on a real engine and the real clock, and computes its
+prompts itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A result as it is kept: what was measured, with the command, the time, the machine, the versions and the commit."""
+"""A result as it is kept: what was measured, with the command, the time, the machine, the versions
+and the commit."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def now() -> str:
 
 
 def document_of(module: str, started: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Made when the measurement ends: its load average is that of the machine then, this measurement's own included."""
+    """Made when the measurement ends: its load average is that of the machine then, this
+    measurement's own included."""
     return {
         "command": ["python", "-m", module, *map(shown, sys.argv[1:])],
         "started": started,

@@ -2,10 +2,10 @@
 
     python -m bench.drain [--num-streams 200] [--engine oracle|torch] [--model DIR] [--json FILE]
 
-Two decode workers, one prefill worker. The same requests run twice: undisturbed, and with the busier decode worker told
-to terminate (SIGTERM, as any orchestrator does) once every stream has a token. Told are: streams that finished with the
-undisturbed run's tokens, those that had to be computed anew, and the longest silence between two tokens of a stream in
-each run.
+Two decode workers, one prefill worker. The same requests run twice: undisturbed, and with the
+busier decode worker told to terminate (SIGTERM, as any orchestrator does) once every stream has a
+token. Told are: streams that finished with the undisturbed run's tokens, those that had to be
+computed anew, and the longest silence between two tokens of a stream in each run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class StreamResult:
 
 @dataclass(frozen=True, slots=True)
 class DrainResult:
-    """num_moved_at: streams that were live on the worker when it was told to drain. Gaps in seconds."""
+    """num_moved_at: streams that were live on the worker when it was told to drain. Gaps in
+    seconds."""
 
     num_streams: int
     num_moved_at: int

@@ -29,7 +29,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class DriveOptions:
-    """cache_salt: requests of loads with different salts share no cached prefix. timeout_s: deadline of a request."""
+    """cache_salt: requests of loads with different salts share no cached prefix. timeout_s:
+    deadline of a request."""
 
     model: str = ""
     cache_salt: str = ""
@@ -43,7 +44,8 @@ async def drive(
     options: DriveOptions,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> tuple[Record, ...]:
-    """Send all requests, each at its time, and measure them; in their order. A failed one is a record, too.
+    """Send all requests, each at its time, and measure them; in their order. A failed one is a
+    record, too.
 
     on_progress: called at each change, with one and the same object.
     """

@@ -2,10 +2,12 @@
 
     python -m bench.engine [--model NAME ...] [--dtype NAME ...] [--rounds 5] [--threads N] [--twins] [--json FILE]
 
-The floor is the least time that a step or a prompt can take on this machine by the roof measured in this run: weights and KV
-read once at the read roof, or its operations at the roof of products, which is that of the CPU level, whichever is longer. A model that fits the cache can be
-faster. Rounds alternate with those of the roof; times are medians over all steps of all rounds. Models: see
-bench/peers/models.py. --twins measures Baton without its native kernels beside it. Peers: see bench.peers.
+The floor is the least time that a step or a prompt can take on this machine by the roof measured in
+this run: weights and KV read once at the read roof, or its operations at the roof of products,
+which is that of the CPU level, whichever is longer. A model that fits the cache can be faster.
+Rounds alternate with those of the roof; times are medians over all steps of all rounds. Models: see
+bench/peers/models.py. --twins measures Baton without its native kernels beside it. Peers: see
+bench.peers.
 """
 
 from __future__ import annotations
@@ -37,13 +39,15 @@ _TASKS = {
     "125m": (Task(1, 512, _TOKENS), Task(8, 128, _TOKENS)),
     "1.1b": (Task(1, 512, _TOKENS), Task(8, 16, _TOKENS)),
 }
-#: The operations that a float32 product of bfloat16 takes are not known by a roof: no floors for it.
+#: The operations that a float32 product of bfloat16 takes are not known by a roof: no floors for
+#: it.
 _DTYPES = ("bfloat16", "int8")
 
 
 @dataclass(frozen=True, slots=True)
 class Floors:
-    """Milliseconds, for the figure in the same place. prompt_ms: None where operations have no roof here (int8)."""
+    """Milliseconds, for the figure in the same place. prompt_ms: None where operations have no roof
+    here (int8)."""
 
     step_ms: float
     prompt_ms: float | None
@@ -65,7 +69,8 @@ def floor_s(config: ModelConfig, dtype: str, batch: int, context: int, roof: Roo
 
 
 def prompt_floor_s(config: ModelConfig, context: int, roof: Roof) -> float:
-    """The least time of a prompt by its operations: causal attention, and logits of the last token alone."""
+    """The least time of a prompt by its operations: causal attention, and logits of the last token
+    alone."""
     embeddings = config.vocab_size * config.hidden_size
     in_layers = _used_parameters(config) - embeddings
     attention = 2 * config.num_layers * config.num_heads * config.head_dim * context**2

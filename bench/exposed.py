@@ -1,8 +1,10 @@
-"""What of a handoff a request sees: from the end of its prefill to the writing of the commit, in two processes.
+"""What of a handoff a request sees: from the end of its prefill to the writing of the commit, in
+two processes.
 
     python -m bench.exposed [--lengths 600,1000,1900] [--num-requests 12] [--json FILE] [--doc docs/kv_transfer.md]
 
-Random prompts, one at a time, prefix caches off: all KV is moved. --doc puts the table into a page, where its part "exposed" is.
+Random prompts, one at a time, prefix caches off: all KV is moved. --doc puts the table into a page,
+where its part "exposed" is.
 """
 
 from __future__ import annotations

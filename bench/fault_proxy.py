@@ -1,7 +1,8 @@
-"""A TCP proxy that does to a link what networks do: cuts, refusals, delays, little bandwidth, silence, flipped bits.
+"""A TCP proxy that does to a link what networks do: cuts, refusals, delays, little bandwidth,
+silence, flipped bits.
 
-All in the event loop that runs it. What a link does may be changed at any time, and concerns the connections that stand
-as well as those to come.
+All in the event loop that runs it. What a link does may be changed at any time, and concerns the
+connections that stand as well as those to come.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class Way(enum.Enum):
 class Weather:
     """What becomes of bytes that go one way.
 
-    delay_s: how long each is kept back. bytes_per_s: the most that pass. flip_every: bytes from one flipped bit to the
-    next, in the mean. is_silent: nothing passes and nobody is told; what came is passed on when it is over, as by a
-    network that was partitioned.
+    delay_s: how long each is kept back. bytes_per_s: the most that pass. flip_every: bytes from one
+    flipped bit to the next, in the mean. is_silent: nothing passes and nobody is told; what came is
+    passed on when it is over, as by a network that was partitioned.
     """
 
     delay_s: float = 0.0
@@ -95,7 +96,8 @@ class FaultProxy:
             pair.reset()
 
     def half_close(self, way: Way) -> None:
-        """FIN to the end that `way` leads to; what comes for it later is lost. The other direction goes on."""
+        """FIN to the end that `way` leads to; what comes for it later is lost. The other direction
+        goes on."""
         for pair in tuple(self._pairs):
             pair.half_close(way)
 
@@ -130,7 +132,8 @@ class FaultProxy:
             pair.ended.set()
 
     async def _pass(self, reader: asyncio.StreamReader, pair: _Pair, way: Way) -> None:
-        """One direction of one connection, until its end was passed on. Raises OSError when either side has broken."""
+        """One direction of one connection, until its end was passed on. Raises OSError when either
+        side has broken."""
         pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_MAX_PIECES)
         filling = asyncio.create_task(self._fill(reader, pieces, way))
         try:

@@ -2,10 +2,11 @@
 
     python -m bench.fork [--model DIR] [--rounds 5] [--prompt-tokens 512] [--output-tokens 64] [--json FILE]
 
-One prefill worker, one decode worker. For each n, by turns in each round: one request of n choices, and n requests of
-one choice at once, of the same prompt under a cache salt of their own, so that no request finds another's prefix but
-those that run beside it. Told are medians over the rounds: KV bytes that were sent, the most KV blocks that the decode
-worker held at a time, and tokens a second from the request to the last token.
+One prefill worker, one decode worker. For each n, by turns in each round: one request of n choices,
+and n requests of one choice at once, of the same prompt under a cache salt of their own, so that no
+request finds another's prefix but those that run beside it. Told are medians over the rounds: KV
+bytes that were sent, the most KV blocks that the decode worker held at a time, and tokens a second
+from the request to the last token.
 """
 
 from __future__ import annotations

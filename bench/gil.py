@@ -1,8 +1,11 @@
-"""Whether the engine keeps others from Python's lock: `python -m bench.gil [MODEL] [--batch N] [--seconds S]`.
+"""Whether the engine keeps others from Python's lock: `python -m bench.gil [MODEL] [--batch N]
+[--seconds S]`.
 
-A worker's engine loop is a thread beside the asyncio loop that serves gRPC. Here an engine decodes in one thread while another does what
-an event loop does: it wakes from a socket, over and over. Told are the times from writing to the socket to having run in
-Python, with the engine idle and decoding, in turns; what they differ by is waiting for the lock, and for a core if there are too few.
+A worker's engine loop is a thread beside the asyncio loop that serves gRPC. Here an engine decodes
+in one thread while another does what an event loop does: it wakes from a socket, over and over.
+Told are the times from writing to the socket to having run in Python, with the engine idle and
+decoding, in turns; what they differ by is waiting for the lock, and for a core if there are too
+few.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""What the host itself costs, without any engine: the decode tier's step, and the gateway. See bench/README.md.
+"""What the host itself costs, without any engine: the decode tier's step, and the gateway. See
+bench/README.md.
 
     python -m bench.host [--num-seqs 16 ...] [--json FILE]
 
-Tier: a decode core over an engine that computes nothing, for several numbers of sequences, in a pool of --num-blocks.
-What is told per sequence, block or ticket should not grow with their number. Gateway: its process between a source of
-tokens and raw gRPC streams of this process; tokens a second of its CPU time, by the source's pace, beside a bare gRPC server
-that writes chunks of its steps, and what it adds to the time to the first token. Service: what clients get of the tokens of
+Tier: a decode core over an engine that computes nothing, for several numbers of sequences, in a
+pool of --num-blocks. What is told per sequence, block or ticket should not grow with their number.
+Gateway: its process between a source of tokens and raw gRPC streams of this process; tokens a
+second of its CPU time, by the source's pace, beside a bare gRPC server that writes chunks of its
+steps, and what it adds to the time to the first token. Service: what clients get of the tokens of
 an engine whose steps take --step-ms, and no processor.
 """
 
@@ -42,7 +44,8 @@ _NUM_SERVED_TOKENS = 200
 
 
 def flows_of(num_streams: int) -> tuple[Flow, ...]:
-    """Steps as those of a large model, with one token and with several; then ever shorter ones, more than a core takes."""
+    """Steps as those of a large model, with one token and with several; then ever shorter ones,
+    more than a core takes."""
     return (
         Flow(num_streams, 100, 1, 20.0),
         Flow(num_streams, 800, 8, 20.0),

@@ -1,4 +1,5 @@
-"""What the gateway costs: tokens of a source that computes nothing, through its process, to raw gRPC streams."""
+"""What the gateway costs: tokens of a source that computes nothing, through its process, to raw
+gRPC streams."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ SOURCE = (sys.executable, "-m", "bench.token_source")
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What the source tells, of each stream. step_tokens: in a step. step_ms: between steps, which do not wait for who is slow
-    to take them; 0: each step ends when the one before was taken."""
+    """What the source tells, of each stream. step_tokens: in a step. step_ms: between steps, which
+    do not wait for who is slow to take them; 0: each step ends when the one before was taken."""
 
     num_streams: int
     num_tokens: int
@@ -53,9 +54,10 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class GatewayCosts:
-    """tokens_per_core_s: over the CPU time of all threads of the gateway's process, which others on the machine hardly
-    add to. chunk_tokens: in the mean, as clients get them. chunk_cpu_us: of the gateway, for each chunk. bare_cpu_us: of a
-    server that writes chunks of a step's tokens and does nothing else, in the same run."""
+    """tokens_per_core_s: over the CPU time of all threads of the gateway's process, which others on
+    the machine hardly add to. chunk_tokens: in the mean, as clients get them. chunk_cpu_us: of the
+    gateway, for each chunk. bare_cpu_us: of a server that writes chunks of a step's tokens and does
+    nothing else, in the same run."""
 
     flow: Flow
     tokens_per_s: float
@@ -67,11 +69,14 @@ class GatewayCosts:
 
 @dataclass(frozen=True, slots=True)
 class AddedTtft:
-    """Milliseconds of one request at a time, in the median: to its first token at the gateway, and at the source itself.
+    """Milliseconds of one request at a time, in the median: to its first token at the gateway, and
+    at the source itself.
 
-    bare_ms: to the first chunk of a gRPC server that does nothing but answer. No gateway adds less than such a call takes.
-    cpu_ms: of the gateway's process, for a whole request. On a busy machine it is the figure to go by: what is added
-    cannot be less than a part of it, and is more when each wake-up waits for a core.
+    bare_ms: to the first chunk of a gRPC server that does nothing but answer. No gateway adds less
+    than such a call takes.
+    cpu_ms: of the gateway's process, for a whole request. On a busy machine it is the figure to go
+    by: what is added cannot be less than a part of it, and is more when each wake-up waits for a
+    core.
     """
 
     gateway_ms: float
@@ -138,7 +143,8 @@ async def measure_flow(model: str, flow: Flow) -> GatewayCosts:
 
 
 async def _run_streams(channel: grpc.aio.Channel, flow: Flow, pid: int) -> tuple[int, float, float]:
-    """All streams at once: chunks, seconds, and seconds of CPU time of the process that serves them."""
+    """All streams at once: chunks, seconds, and seconds of CPU time of the process that serves
+    them."""
     await _read_stream(channel, flow.step_tokens)
     cpu_s, begin_s = _cpu_seconds(pid), time.monotonic()
     streams = [_read_stream(channel, flow.num_tokens) for _ in range(flow.num_streams)]

@@ -1,4 +1,5 @@
-"""A decode core over an engine that computes nothing, so that only the host's own work takes time."""
+"""A decode core over an engine that computes nothing, so that only the host's own work takes
+time."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class HostRig:
         step_s: float = 0.0,
         max_num_launches: int = 1,
     ) -> None:
-        """step_s: what the engine takes for a step, in seconds. max_num_launches: 2 to launch steps ahead."""
+        """step_s: what the engine takes for a step, in seconds. max_num_launches: 2 to launch steps
+        ahead."""
         self.num_seqs = num_seqs
         engine = StubEngine(num_blocks, step_s)
         identity = WorkerIdentity("bench", 1)

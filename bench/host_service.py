@@ -1,4 +1,5 @@
-"""What is left of an engine's speed at the clients: steps of a set length, with all of the service around them."""
+"""What is left of an engine's speed at the clients: steps of a set length, with all of the service
+around them."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ _PROMPT = (17, 18, 19, 20)
 
 @dataclass(frozen=True, slots=True)
 class ServiceShare:
-    """Milliseconds, in the mean. engine_ms: a step of the engine. core_ms: one of the decode core around it, alone in its
-    process, half of them before and half after what clients see. client_ms: between the tokens of a stream."""
+    """Milliseconds, in the mean. engine_ms: a step of the engine. core_ms: one of the decode core
+    around it, alone in its process, half of them before and half after what clients see. client_ms:
+    between the tokens of a stream."""
 
     num_streams: int
     engine_ms: float

@@ -21,7 +21,8 @@ NUM_LEASED_BLOCKS = 32
 
 @dataclass(frozen=True, slots=True)
 class TierCosts:
-    """Microseconds of one core. step, plan: per sequence and step. take, find: per block. open, abort: per sequence.
+    """Microseconds of one core. step, plan: per sequence and step. take, find: per block. open,
+    abort: per sequence.
 
     expire: per open ticket and step.
     """

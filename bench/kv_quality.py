@@ -1,10 +1,12 @@
-"""What the types that KV travels in, and is kept in, cost in quality: perplexity and logits of a model.
+"""What the types that KV travels in, and is kept in, cost in quality: perplexity and logits of a
+model.
 
     python -m bench.kv_quality models/baton-py-6m --windows 24
 
-Text is cut into windows. The first half of each is prefilled, its KV packed, sent as each type, and unpacked into other
-blocks; the model then foretells the second half on top of it. Then the same with nothing sent, but with all KV of the window kept in each
-type (--kv-cache-dtype). Text: the files of the Python standard library that the shipped models have not been trained on.
+Text is cut into windows. The first half of each is prefilled, its KV packed, sent as each type, and
+unpacked into other blocks; the model then foretells the second half on top of it. Then the same
+with nothing sent, but with all KV of the window kept in each type (--kv-cache-dtype). Text: the
+files of the Python standard library that the shipped models have not been trained on.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ _BLOCK_SIZE = 16
 class Quality:
     """Of one type. Logits are compared with those on top of KV of the engine's own type.
 
-    bytes_share: next to bfloat16's. divergence: mean KL, in nats. same_top: share of positions whose
-    likeliest token is the same.
+    bytes_share: next to bfloat16's. divergence: mean KL, in nats. same_top: share of positions
+    whose likeliest token is the same.
     """
 
     dtype: str
@@ -59,7 +61,8 @@ class Subject(Protocol):
         ...
 
     def logits_after(self, dtype: str, window: Sequence[int], num_sent: int) -> torch.Tensor:
-        """Of all tokens of `window` after the first `num_sent`, over KV that was of `dtype`: [tokens, vocab]."""
+        """Of all tokens of `window` after the first `num_sent`, over KV that was of `dtype`:
+        [tokens, vocab]."""
         ...
 
     def num_bytes(self, dtype: str, num_tokens: int) -> int:
@@ -82,7 +85,8 @@ class Handoffs:
         self._engine.logits(Batch((SequenceSlice(prompt, 0, self._source),)))
 
     def logits_after(self, dtype: str, window: Sequence[int], num_sent: int) -> torch.Tensor:
-        """Of all tokens of `window` after the first `num_sent`, whose KV has travelled as `dtype`: [tokens, vocab]."""
+        """Of all tokens of `window` after the first `num_sent`, whose KV has travelled as `dtype`:
+        [tokens, vocab]."""
         self._send(dtype, num_sent)
         rest = window[num_sent:]
         rows = tuple(SampleRow(i, Sampling(), window, num_sent) for i in range(len(rest)))
@@ -169,7 +173,8 @@ def measure(
 def _figures(
     logits: torch.Tensor, exact: torch.Tensor, expected: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Sums over positions: nats of the expected tokens, mean error of the logits, divergence, same likeliest token."""
+    """Sums over positions: nats of the expected tokens, mean error of the logits, divergence, same
+    likeliest token."""
     scores, exact_scores = logits.log_softmax(-1), exact.log_softmax(-1)
     return (
         -scores.gather(1, expected[:, None]).sum(),

@@ -1,10 +1,12 @@
-"""What a handoff's bytes cost: the KV channel between two processes, next to memcpy, a bare socket and grpc.aio.
+"""What a handoff's bytes cost: the KV channel between two processes, next to memcpy, a bare socket
+and grpc.aio.
 
     python -m bench.kv_transfer [--sizes 64KiB,1MiB,64MiB] [--rounds 9] [--json FILE] [--doc docs/kv_transfer.md]
 
-Every way moves the same number of bytes between the same two processes of one run; ways take turns within a round, and
-medians over the rounds are told. A handoff's time runs from `begin` to the peer's confirmation that it owns the blocks:
-it holds ticket, packing, checksums, unpacking and commit. The others only move bytes into memory that is ready.
+Every way moves the same number of bytes between the same two processes of one run; ways take turns
+within a round, and medians over the rounds are told. A handoff's time runs from `begin` to the
+peer's confirmation that it owns the blocks: it holds ticket, packing, checksums, unpacking and
+commit. The others only move bytes into memory that is ready.
 
 --doc puts the tables into a page, where its part "kv-transfer" is.
 """
@@ -65,7 +67,8 @@ def num_bytes_of(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one transfer, in seconds: by the clock, and on the CPU of the side that needs more of it."""
+    """Of one transfer, in seconds: by the clock, and on the CPU of the side that needs more of
+    it."""
 
     wall_s: float
     cpu_s: float
@@ -73,7 +76,8 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of many. On a machine with other work the best is nearer to what a transfer costs than the median."""
+    """Of many. On a machine with other work the best is nearer to what a transfer costs than the
+    median."""
 
     median_s: float
     best_s: float
@@ -153,8 +157,9 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class ChecksumCost:
-    """Seconds of one side per byte. copied: what computing it adds to a copy between blocks and a chunk; negative where the one
-    pass that does both is faster than the plain copy. alone: over what was just written."""
+    """Seconds of one side per byte. copied: what computing it adds to a copy between blocks and a
+    chunk; negative where the one pass that does both is faster than the plain copy. alone: over
+    what was just written."""
 
     copied: float
     alone: float
@@ -216,8 +221,9 @@ def table(sizes: Sequence[str], found: dict[str, list[Summary]]) -> str:
 def ratios(
     sizes: Sequence[str], found: dict[str, list[Summary]], checksum: ChecksumCost
 ) -> dict[str, dict[str, float]]:
-    """Per size, of plain handoffs: their rate next to their roof's and grpc.aio's (medians, bests, and by the CPU of the busier
-    side), and the share of the time by which checksums lengthen one side's work."""
+    """Per size, of plain handoffs: their rate next to their roof's and grpc.aio's (medians, bests,
+    and by the CPU of the busier side), and the share of the time by which checksums lengthen one
+    side's work."""
 
     def of(index: int) -> dict[str, float]:
         summary_by = {name: summaries[index] for name, summaries in found.items()}

@@ -48,8 +48,9 @@ Transfer = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """One way through the KV channel. wire_dtype: what bfloat16 travels as. num_handoffs: that share the bytes out and run at the
-    same time. certificates: folder of a certificate for both ends, for TLS; empty for none."""
+    """One way through the KV channel. wire_dtype: what bfloat16 travels as. num_handoffs: that
+    share the bytes out and run at the same time. certificates: folder of a certificate for both
+    ends, for TLS; empty for none."""
 
     transport: str
     wire_dtype: str = "auto"
@@ -231,7 +232,8 @@ def peer(kind: str, max_bytes: int) -> Iterator[Peer]:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How bytes can go. prepare: makes the transfer of so many. peer_pid: the process that takes them, if it is another."""
+    """How bytes can go. prepare: makes the transfer of so many. peer_pid: the process that takes
+    them, if it is another."""
 
     prepare: Callable[[int], Transfer]
     peer_pid: int | None = None
@@ -239,7 +241,8 @@ class Way:
 
 @contextmanager
 def memcpy(max_bytes: int) -> Iterator[Way]:
-    """One thread, from warm memory to warm memory. Above the cache's size the C library streams past the cache."""
+    """One thread, from warm memory to warm memory. Above the cache's size the C library streams
+    past the cache."""
     source, target = np.ones(max_bytes, np.uint8), np.ones(max_bytes, np.uint8)
     yield Way(lambda num_bytes: lambda: np.copyto(target[:num_bytes], source[:num_bytes]))
 

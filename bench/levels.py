@@ -1,9 +1,11 @@
-"""The engine at every CPU level of this machine, on one thread and in CPU time, so that others may use the machine meanwhile.
+"""The engine at every CPU level of this machine, on one thread and in CPU time, so that others may
+use the machine meanwhile.
 
     python -m bench.levels [--level NAME ...]
 
-A decode step of one sequence of the 125m shape after 256 tokens, and its prompt, beside the level's roofs (of reading, and of products:
-see bench.roof) and beside transformers, whose torch is held to the same level. The best of some.
+A decode step of one sequence of the 125m shape after 256 tokens, and its prompt, beside the level's
+roofs (of reading, and of products: see bench.roof) and beside transformers, whose torch is held to
+the same level. The best of some.
 """
 
 from __future__ import annotations

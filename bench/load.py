@@ -40,7 +40,8 @@ MODEL_IN_THE_BOX = str(Path(__file__).resolve().parents[1] / "models" / "baton-p
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What is made of the points. wanted: share of requests inside the SLO that counts for goodput."""
+    """What is made of the points. wanted: share of requests inside the SLO that counts for
+    goodput."""
 
     wanted: float
     json_path: Path | None
@@ -110,7 +111,8 @@ def main(
         Path | None, typer.Option("--plot", help="Write latency against rate as a PNG.")
     ] = None,
 ) -> None:
-    """Send requests at given rates, whatever becomes of them, and measure what their senders see."""
+    """Send requests at given rates, whatever becomes of them, and measure what their senders
+    see."""
     kind: Arrivals = arrivals or ("trace" if trace else "poisson")
     _refuse(
         compare and address is not None, "--compare starts its own clusters: leave out --address"

@@ -1,7 +1,7 @@
 """What is measured of one request, and of many. Pure.
 
-All times of a record are in seconds from the start of the load. Latency counts from when a request was due, not from
-when it was sent: a client that lags does not make the server look better.
+All times of a record are in seconds from the start of the load. Latency counts from when a request
+was due, not from when it was sent: a client that lags does not make the server look better.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from statistics import fmean
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One request. pieces: arrival time and number of tokens of each piece that had tokens, in order.
+    """One request. pieces: arrival time and number of tokens of each piece that had tokens, in
+    order.
 
     error: the reason if it failed, else empty. The rest is what the server told about it.
     """
@@ -45,7 +46,8 @@ class Record:
 
     @property
     def tpot_ms(self) -> float | None:
-        """Time per output token after the first piece: over what came after it. None if nothing did."""
+        """Time per output token after the first piece: over what came after it. None if nothing
+        did."""
         num_later = self.num_output_tokens - (self.pieces[0][1] if self.pieces else 0)
         if num_later < 1:
             return None
@@ -53,7 +55,8 @@ class Record:
 
     @property
     def itl_ms(self) -> tuple[float, ...]:
-        """Inter-token latency as a reader of the stream sees it: the time between a piece and the next."""
+        """Inter-token latency as a reader of the stream sees it: the time between a piece and the
+        next."""
         times = [time for time, _ in self.pieces]
         return tuple((after - before) * 1000 for before, after in pairwise(times))
 
@@ -78,7 +81,8 @@ class Slo:
     tpot_ms: float | None = None
 
     def is_met_by(self, record: Record) -> bool:
-        """A request that failed is outside; one of a single piece has no TPOT that could be too long."""
+        """A request that failed is outside; one of a single piece has no TPOT that could be too
+        long."""
         if not record.is_complete or record.ttft_ms is None:
             return False
         is_early = self.ttft_ms is None or record.ttft_ms <= self.ttft_ms
@@ -89,8 +93,8 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One load, measured. Latencies in milliseconds, of complete requests; rates per second of `duration_s`, which goes
-    from the first request due to the last one's end."""
+    """One load, measured. Latencies in milliseconds, of complete requests; rates per second of
+    `duration_s`, which goes from the first request due to the last one's end."""
 
     num_requests: int
     num_complete: int
@@ -117,7 +121,8 @@ class Summary:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The value below which `share` (0..1) of the ascending values lie, between neighbours in proportion.
+    """The value below which `share` (0..1) of the ascending values lie, between neighbours in
+    proportion.
 
     Raises ValueError for no values or a share outside 0..1.
     """
@@ -183,10 +188,12 @@ def summarise(records: Sequence[Record], slo: Slo) -> Summary:
 
 
 def goodput(attainment_by_rate: Sequence[tuple[float, float]], wanted: float = 0.9) -> float | None:
-    """The highest measured rate up to which every measured rate has at least `wanted` of its requests inside the SLO.
+    """The highest measured rate up to which every measured rate has at least `wanted` of its
+    requests inside the SLO.
 
-    attainment_by_rate: (requests/s, share inside), in any order; a rate measured several times counts by its mean.
-    None if the lowest rate already fails: the answer is below what was measured.
+    attainment_by_rate: (requests/s, share inside), in any order; a rate measured several times
+    counts by its mean. None if the lowest rate already fails: the answer is below what was
+    measured.
     """
     shares: dict[float, list[float]] = {}
     for rate, share in attainment_by_rate:

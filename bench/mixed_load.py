@@ -1,4 +1,5 @@
-"""A mixed load: answers that are written all the time, and bursts of long prompts that come among them. Pure."""
+"""A mixed load: answers that are written all the time, and bursts of long prompts that come among
+them. Pure."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ class MixedLoad:
 
 @dataclass(frozen=True, slots=True)
 class MixedSummary:
-    """Latencies in milliseconds. itl_ms, tpot_ms: of the steady requests. attainment: of all requests, the share that is
-    complete and inside the SLO."""
+    """Latencies in milliseconds. itl_ms, tpot_ms: of the steady requests. attainment: of all
+    requests, the share that is complete and inside the SLO."""
 
     num_steady: int
     num_bursts: int
@@ -52,8 +53,8 @@ def mixed_load(
     vocab_size: int,
     seed: int,
 ) -> MixedLoad:
-    """Long prompts come at `rate` requests/s in the mean, for as long as it takes; steady ones from before the first of
-    them until after the last. Raises ArrivalsError."""
+    """Long prompts come at `rate` requests/s in the mean, for as long as it takes; steady ones from
+    before the first of them until after the last. Raises ArrivalsError."""
     lead_s = 2 / steady.rate
     rng = Random(f"{seed}/bursts/{rate}")
     times = [lead_s + time_s for time_s in burst(len(long_entries), rate, burst_size, rng)]

@@ -19,7 +19,8 @@ Arrivals = Literal["poisson", "burst", "trace"]
 class LoadOptions:
     """One kind of load. Lengths are in tokens; rates in requests/s.
 
-    trace: where lengths and shared prefixes come from, and arrivals too if they are "trace"; else lengths are drawn.
+    trace: where lengths and shared prefixes come from, and arrivals too if they are "trace"; else
+    lengths are drawn.
     max_model_len: the model's own if None.
     """
 
@@ -48,8 +49,8 @@ class Run:
 def runs_of(
     targets: Sequence[str], rates: Sequence[float | None], num_repetitions: int
 ) -> tuple[Run, ...]:
-    """Every rate, ascending, as often as asked, on every target. Targets take turns, and so does who goes first: what
-    disturbs the machine for a while disturbs all of them."""
+    """Every rate, ascending, as often as asked, on every target. Targets take turns, and so does
+    who goes first: what disturbs the machine for a while disturbs all of them."""
     runs: list[Run] = []
     num_rounds = 0
     for rate in sorted(rates, key=lambda rate: rate or 0.0):
@@ -61,7 +62,8 @@ def runs_of(
 
 
 def entries_of(options: LoadOptions, max_model_len: int) -> tuple[TraceEntry, ...]:
-    """The load's requests without their times: the same for every rate. Raises TraceError, OSError."""
+    """The load's requests without their times: the same for every rate. Raises TraceError,
+    OSError."""
     limit = min(max_model_len, options.max_model_len or max_model_len)
     if options.trace is not None:
         entries = read_trace(options.trace, options.num_requests)
@@ -79,7 +81,8 @@ def entries_of(options: LoadOptions, max_model_len: int) -> tuple[TraceEntry, ..
 def due_times(
     options: LoadOptions, entries: Sequence[TraceEntry], run: Run
 ) -> tuple[tuple[float, ...], float]:
-    """When each request is sent, in seconds, and the mean rate: equal for all targets. Raises ArrivalsError."""
+    """When each request is sent, in seconds, and the mean rate: equal for all targets. Raises
+    ArrivalsError."""
     rng = Random(f"{options.seed}/arrivals/{run.rate}/{run.repetition}")
     if options.arrivals == "trace":
         times = replay([entry.arrival_s for entry in entries], run.rate)

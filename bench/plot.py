@@ -16,7 +16,8 @@ _SHARES = (("p50", "-"), ("p90", "--"), ("p99", ":"))
 
 
 def plot(points: Sequence[Point], slo: Slo, title: str, path: Path) -> None:
-    """Write a PNG with TTFT and TPOT (p50, p90, p99) against the offered rate, one colour per target.
+    """Write a PNG with TTFT and TPOT (p50, p90, p99) against the offered rate, one colour per
+    target.
 
     Repetitions of a rate are drawn by their median. Raises OSError; ImportError without matplotlib.
     """
@@ -38,7 +39,8 @@ def plot(points: Sequence[Point], slo: Slo, title: str, path: Path) -> None:
 def series(
     points: Sequence[Point], target: str, name: str, share: str
 ) -> tuple[list[float], list[float]]:
-    """Rates, ascending, and the median over repetitions of one percentile of one latency, where it was measured."""
+    """Rates, ascending, and the median over repetitions of one percentile of one latency, where it
+    was measured."""
     by_rate: dict[float, list[float]] = {}
     for point in points:
         told: Distribution = getattr(point.summary, name)

@@ -1,4 +1,5 @@
-"""A cluster of real processes with a fault proxy on every link between them, and before the gateway."""
+"""A cluster of real processes with a fault proxy on every link between them, and before the
+gateway."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from bench.fault_proxy import FaultProxy
 
 
 class ProxiedCluster(Cluster):
-    """Links are named by who is called: a worker's name for the gateway's way to it, "kv " and its name for other workers'
-    way to its KV channel, "gateway" for the clients' way in. --kv-transport must be tcp."""
+    """Links are named by who is called: a worker's name for the gateway's way to it, "kv " and its
+    name for other workers' way to its KV channel, "gateway" for the clients' way in. --kv-transport
+    must be tcp."""
 
     def __init__(self, options: ServeOptions) -> None:
         super().__init__(options, on_line=self._take_line)

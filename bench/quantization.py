@@ -1,9 +1,11 @@
-"""What rounding weights costs and gains: `python -m bench.quantization [MODEL] [--tokens N] [--rounds N]`.
+"""What rounding weights costs and gains: `python -m bench.quantization [MODEL] [--tokens N]
+[--rounds N]`.
 
-Writes each scheme of `baton quantize` to a temporary folder and tells, for each and for the original: bytes of weights, perplexity on
-held-out text as served (bfloat16) and with the weights' rounding alone (float32), and the time of decode steps, in which the
-schemes take turns. The text is what models.corpus holds out: files of this interpreter's standard library. Schemes that
-gain from `--calibration` are told with it, too, on the beginnings of other files.
+Writes each scheme of `baton quantize` to a temporary folder and tells, for each and for the
+original: bytes of weights, perplexity on held-out text as served (bfloat16) and with the weights'
+rounding alone (float32), and the time of decode steps, in which the schemes take turns. The text is
+what models.corpus holds out: files of this interpreter's standard library. Schemes that gain from
+`--calibration` are told with it, too, on the beginnings of other files.
 """
 
 from __future__ import annotations

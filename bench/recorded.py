@@ -1,4 +1,5 @@
-"""Recorded loads: when requests came, how long they were, and which prefixes they shared. No text, no token ids."""
+"""Recorded loads: when requests came, how long they were, and which prefixes they shared. No text,
+no token ids."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ _CSV_COLUMNS = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"}
 
 @dataclass(frozen=True, slots=True)
 class TraceEntry:
-    """One request. hash_ids: names of its prompt's blocks of `block_tokens` tokens each, the last one maybe not full;
-    two prompts that begin with the same names begin with the same tokens. Empty if nothing is known of them."""
+    """One request. hash_ids: names of its prompt's blocks of `block_tokens` tokens each, the last
+    one maybe not full; two prompts that begin with the same names begin with the same tokens. Empty
+    if nothing is known of them."""
 
     arrival_s: float
     num_input_tokens: int
@@ -33,10 +35,12 @@ class TraceError(ValueError):
 
 
 def read_trace(path: Path, limit: int | None = None) -> tuple[TraceEntry, ...]:
-    """The first `limit` requests of a file, in order of arrival; times begin at the file's own zero.
+    """The first `limit` requests of a file, in order of arrival; times begin at the file's own
+    zero.
 
-    The name tells the format. .csv: columns TIMESTAMP (date and time), ContextTokens, GeneratedTokens. .jsonl: one
-    object per line with timestamp (ms), input_length, output_length, and hash_ids. Raises TraceError; OSError.
+    The name tells the format. .csv: columns TIMESTAMP (date and time), ContextTokens,
+    GeneratedTokens. .jsonl: one object per line with timestamp (ms), input_length, output_length,
+    and hash_ids. Raises TraceError; OSError.
     """
     readers = {".csv": _read_csv, ".jsonl": _read_jsonl}
     reader = readers.get(path.suffix)
@@ -50,8 +54,9 @@ def read_trace(path: Path, limit: int | None = None) -> tuple[TraceEntry, ...]:
 
 
 def scaled(entry: TraceEntry, input_scale: float, output_scale: float) -> TraceEntry:
-    """The request with its lengths multiplied, each at least 1; blocks shrink as the prompt does, so that what was
-    shared of a prompt is the same share of it. Raises ValueError for scales <= 0."""
+    """The request with its lengths multiplied, each at least 1; blocks shrink as the prompt
+    does, so that what was shared of a prompt is the same share of it. Raises ValueError for
+    scales <= 0."""
     if not (input_scale > 0 and output_scale > 0):
         raise ValueError("scales of lengths must be more than 0")
     return replace(
@@ -63,7 +68,8 @@ def scaled(entry: TraceEntry, input_scale: float, output_scale: float) -> TraceE
 
 
 def capped(entry: TraceEntry, max_model_len: int) -> TraceEntry:
-    """The request cut to what a model takes: the output to half of its length, the prompt to what is left then.
+    """The request cut to what a model takes: the output to half of its length, the prompt to what
+    is left then.
 
     Raises ValueError for max_model_len < 2.
     """
@@ -97,7 +103,8 @@ def _read_jsonl(path: Path, lines: Iterable[str]) -> Iterator[TraceEntry]:
 
 
 def _checked(path: Path, entries: Iterator[TraceEntry]) -> Iterator[TraceEntry]:
-    """The entries, with TraceError for what a reader cannot read and for lengths that no request has."""
+    """The entries, with TraceError for what a reader cannot read and for lengths that no request
+    has."""
     number = 0
     while True:
         number += 1

@@ -1,8 +1,9 @@
 """What one plain request crosses, from SDK to SDK: files, functions and threads of this project.
 
 python -m bench.request_path [--list]: gateway, prefill and decode worker run in this process, with a
-profile function in every thread. A first request warms them up; the next one is watched, and is handed over. What also runs
-without a request, such as heartbeats and load reports, is watched for a second beside it and counted apart.
+profile function in every thread. A first request warms them up; the next one is watched, and is
+handed over. What also runs without a request, such as heartbeats and load reports, is watched for a
+second beside it and counted apart.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ async def serving(
 
 
 async def watch_request(watch: Watch) -> tuple[set[Function], set[str], int]:
-    """Functions and threads of one request; and how many functions of those run without one, too."""
+    """Functions and threads of one request; and how many functions of those run without one,
+    too."""
     options: dict[str, Any] = {
         "model": BUNDLED_MODEL,
         "max_model_len": 256,

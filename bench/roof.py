@@ -1,4 +1,5 @@
-"""What this machine can do at best, measured: reading memory, and products at the level that the kernels run at."""
+"""What this machine can do at best, measured: reading memory, and products at the level that the
+kernels run at."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _PEAK_STEPS = 4_000_000
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """Bytes read and floating point operations, per second: of products of bfloat16 where the level has them, and else of float32."""
+    """Bytes read and floating point operations, per second: of products of bfloat16 where the level
+    has them, and else of float32."""
 
     read_bytes_per_s: float
     flops_per_s: float

@@ -35,7 +35,8 @@ class Session:
 async def measure(
     session: Session, targets: Targets, show: Callable[[Run, Progress], None]
 ) -> tuple[Point, ...]:
-    """Run all of a session. show: called at each change within a run. Raises BatonError, TraceError, ArrivalsError."""
+    """Run all of a session. show: called at each change within a run. Raises BatonError,
+    TraceError, ArrivalsError."""
     async with targets as clients:
         models = {name: await client.model() for name, client in clients.items()}
         max_model_len = min(model.max_model_len for model in models.values())

@@ -1,15 +1,17 @@
-"""What speculation gains: tokens a second of a decode worker with and without, step by step in turn.
+"""What speculation gains: tokens a second of a decode worker with and without, step by step in
+turn.
 
     python -m bench.speculation [--model DIR] [--draft DIR] [--seconds 45] [--batch 48] [--clock wall|cpu] [--json FILE]
 
-One decode core for each method (none, none again as a control, ngram, draft) in this process, each with an engine of its own:
-the control's ratio is what the measurement errs by. They take turns at every
-step, so that whatever else the machine does falls on all of them alike; with --clock cpu and one thread, the seconds are those
-that the process computed, which hardly depend on others at all. As soon as a sequence ends the next one is opened, the
-same for each method: the batch is always full. Told are tokens over the seconds of a core's own steps, prompts and drafting
-included; the ratio to none, median and quartiles over ten stretches of the run; how many drafts were right; and the share of
-sequences that have the same tokens as without speculation (numerics: all of them in float32, in bfloat16 where the
-engine's result does not depend on how many rows a step has).
+One decode core for each method (none, none again as a control, ngram, draft) in this process, each
+with an engine of its own: the control's ratio is what the measurement errs by. They take turns at
+every step, so that whatever else the machine does falls on all of them alike; with --clock cpu and
+one thread, the seconds are those that the process computed, which hardly depend on others at all.
+As soon as a sequence ends the next one is opened, the same for each method: the batch is always
+full. Told are tokens over the seconds of a core's own steps, prompts and drafting included; the
+ratio to none, median and quartiles over ten stretches of the run; how many drafts were right; and
+the share of sequences that have the same tokens as without speculation (numerics: all of them in
+float32, in bfloat16 where the engine's result does not depend on how many rows a step has).
 
 Workloads, each with one sequence at a time and with --batch of them:
     copy     Prompts are functions of this Python's standard library; answers are greedy. A model as small as the one in the
@@ -74,7 +76,8 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one method and workload. ratio: to the same without speculation, median over the stretches; low and high: quartiles."""
+    """Of one method and workload. ratio: to the same without speculation, median over the
+    stretches; low and high: quartiles."""
 
     tokens_per_s: float
     ratio: float

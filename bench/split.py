@@ -2,13 +2,15 @@
 
     python -m bench.split [MODEL] [--trace FILE] [--oracle-step-ms N --oracle-token-us N] [--json FILE]
 
-MODEL is a folder, or a name of bench/peers/models.py. With --oracle-step-ms or --oracle-token-us engines compute nothing: their
-steps take the time given, and no core, so that what is measured is the schedule and not the cores that workers share.
+MODEL is a folder, or a name of bench/peers/models.py. With --oracle-step-ms or --oracle-token-us
+engines compute nothing: their steps take the time given, and no core, so that what is measured is
+the schedule and not the cores that workers share.
 
-Three clusters of two workers take turns with the same requests: split (one prefill, one decode worker); colocated (both do
-both, with as large chunks of prompts as by default); and colocated-tuned, with chunks of --tuned-tokens, the fair rival.
-Told are the gaps in the steady answers (ITL), the time to the first token of the long prompts, and the highest rate of
-them at which the share --slo-attainment of all requests is inside the SLO. See bench/README.md.
+Three clusters of two workers take turns with the same requests: split (one prefill, one decode
+worker); colocated (both do both, with as large chunks of prompts as by default); and
+colocated-tuned, with chunks of --tuned-tokens, the fair rival. Told are the gaps in the steady
+answers (ITL), the time to the first token of the long prompts, and the highest rate of them at
+which the share --slo-attainment of all requests is inside the SLO. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -130,7 +132,8 @@ def _load(
 
 
 async def warm_up(client: AsyncClient, load: MixedLoad) -> None:
-    """A few of a load's requests, one after the other, and not measured: workers learn what things cost."""
+    """A few of a load's requests, one after the other, and not measured: workers learn what things
+    cost."""
     for request in (*load.steady[:_WARM_UP], *load.bursts[:_WARM_UP]):
         await drive(client, (dataclasses.replace(request, due_s=0.0),), run_options())
 
@@ -147,7 +150,8 @@ def run_options() -> DriveOptions:
 
 
 def table_of(points: Sequence[Point]) -> Table:
-    """One row per run, latencies in milliseconds: ITL of the steady answers, then TTFT of long prompts and of short ones."""
+    """One row per run, latencies in milliseconds: ITL of the steady answers, then TTFT of long
+    prompts and of short ones."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("target", no_wrap=True)
     headings = ("long/s", "ITL p50", "p99", "max", "TTFT p50", "p99", "short", "in SLO", "lost")

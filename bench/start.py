@@ -1,9 +1,10 @@
-"""A new user's clock: from `baton serve` to its first line, to each process's phases, to ready, to a first token.
+"""A new user's clock: from `baton serve` to its first line, to each process's phases, to ready, to
+a first token.
 
     python -m bench.start [MODEL] [--runs N]
 
-Each run starts the command as a user does, reads its stdout as it comes, and sends a request when it is ready. The first run is
-not counted: it warms the files, and writes Python's bytecode.
+Each run starts the command as a user does, reads its stdout as it comes, and sends a request when
+it is ready. The first run is not counted: it warms the files, and writes Python's bytecode.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Where the gaps of steady answers are made, on their way from the engine of a decode worker to the client.
+"""Where the gaps of steady answers are made, on their way from the engine of a decode worker to the
+client.
 
     python -m bench.stations [MODEL] [--trace FILE] [--json FILE]
 
-One cluster of two tiers, as in bench.split with --oracle-step-ms: the engine computes nothing, and its step is asked to take a time
-that is known. Compared are what was asked for; how long a process of its own sleeps that asks for as long, at the same time,
-which tells what the machine adds; the engine's step; the time from the end of a step to that of the next; and the gaps at the client.
+One cluster of two tiers, as in bench.split with --oracle-step-ms: the engine computes nothing, and
+its step is asked to take a time that is known. Compared are what was asked for; how long a process
+of its own sleeps that asks for as long, at the same time, which tells what the machine adds; the
+engine's step; the time from the end of a step to that of the next; and the gaps at the client.
 """
 
 from __future__ import annotations
@@ -51,8 +53,9 @@ _WORKER = (sys.executable, "-m", "bench.timed_worker")
 class Stations:
     """Milliseconds; of the steady answers' tokens, or of steps, each as often as it has sequences.
 
-    late: how much longer than asked for the process slept. asked, engine: a step of the engine. worker: from the end of a step to
-    the end of the next. client: gaps. first: the first of them in each answer, in which its KV is handed over.
+    late: how much longer than asked for the process slept. asked, engine: a step of the engine.
+    worker: from the end of a step to the end of the next. client: gaps. first: the first of them in
+    each answer, in which its KV is handed over.
     """
 
     late: Distribution
@@ -132,7 +135,8 @@ async def measure(options: ServeOptions, plan: Plan) -> Stations:
 
 @contextmanager
 def _sleeper(asked_s: float) -> Iterator[list[float]]:
-    """A process that sleeps for `asked_s` again and again; at the end, how many milliseconds longer it did."""
+    """A process that sleeps for `asked_s` again and again; at the end, how many milliseconds longer
+    it did."""
     late_ms: list[float] = []
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_sleep, args=(asked_s, theirs))

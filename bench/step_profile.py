@@ -1,9 +1,11 @@
-"""Where a decode step of one sequence spends its time on a CPU: its parts beside their floors. See bench/README.md.
+"""Where a decode step of one sequence spends its time on a CPU: its parts beside their floors. See
+bench/README.md.
 
     python -m bench.step_profile [--model 125m] [--dtype bfloat16] [--context 512] [--steps 60] [--threads N] [--json FILE]
 
-Parts are timed from outside, one call for each stage of each layer, which makes a step a little longer: steps that nobody looks into
-take turns with those. The floor of a part is reading its weights, or its KV, once at the roof measured before.
+Parts are timed from outside, one call for each stage of each layer, which makes a step a little
+longer: steps that nobody looks into take turns with those. The floor of a part is reading its
+weights, or its KV, once at the roof measured before.
 """
 
 from __future__ import annotations
@@ -97,14 +99,16 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Milliseconds, medians. step_ms: of steps that nobody looked into; parts_ms: of those that were, by PARTS."""
+    """Milliseconds, medians. step_ms: of steps that nobody looked into; parts_ms: of those that
+    were, by PARTS."""
 
     step_ms: float
     parts_ms: Mapping[str, float]
 
 
 def profile_steps(engine: TorchEngine, context: int, num_steps: int) -> Profile:
-    """Of one sequence with `context` tokens and more, in shuffled blocks: num_steps of each kind, by turns."""
+    """Of one sequence with `context` tokens and more, in shuffled blocks: num_steps of each kind,
+    by turns."""
     num_blocks = -(-(context + 2 * num_steps + 3) // engine.spec.layout.block_size)
     table = random.Random(0).sample(range(num_blocks), num_blocks)
     tokens = [random.Random(context).randrange(10, engine.spec.vocab_size) for _ in range(context)]
@@ -129,7 +133,8 @@ def profile_steps(engine: TorchEngine, context: int, num_steps: int) -> Profile:
 
 
 def floors_ms(config: ModelConfig, dtype: str, context: int, roof: Roof) -> dict[str, float]:
-    """Of each part, for one sequence with KV in bfloat16; 0 for what reads next to nothing. dtype: of weights, bfloat16 or int8."""
+    """Of each part, for one sequence with KV in bfloat16; 0 for what reads next to nothing. dtype:
+    of weights, bfloat16 or int8."""
     hidden, dim = config.hidden_size, config.head_dim
     weight_bytes = 1 if dtype == "int8" else 2
     num_qkv = hidden * (config.num_heads + 2 * config.num_kv_heads) * dim

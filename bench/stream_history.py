@@ -1,4 +1,5 @@
-"""What one client saw of one stream, and whether it may be so: the promises about streams, checked from outside."""
+"""What one client saw of one stream, and whether it may be so: the promises about streams, checked
+from outside."""
 
 from __future__ import annotations
 
@@ -53,8 +54,9 @@ def draw_request(rng: random.Random, max_prompt_tokens: int, num_tokens: int) ->
 
 
 class StreamHistory:
-    """Of a request to oracle engines, whose right output is known: each token of each choice once, in order and with the
-    right value; one end of each choice, one of the stream, and nothing after either."""
+    """Of a request to oracle engines, whose right output is known: each token of each choice once,
+    in order and with the right value; one end of each choice, one of the stream, and nothing after
+    either."""
 
     def __init__(self, request: StreamRequest) -> None:
         self._request = request
@@ -79,7 +81,8 @@ class StreamHistory:
             self._usage = chunk.usage
 
     def verdict(self, *, is_whole: bool) -> str:
-        """What is wrong with it; empty if nothing is. is_whole: whether it ended well, not by an error or a cancel."""
+        """What is wrong with it; empty if nothing is. is_whole: whether it ended well, not by an
+        error or a cancel."""
         wrong = list(self._wrong)
         for choice, tokens in enumerate(self._tokens):
             num_tokens = self._request.num_tokens if is_whole else len(tokens)

@@ -36,7 +36,8 @@ class NoKv:
 
 @dataclass(frozen=True, slots=True)
 class _StubLaunch:
-    """Implements baton.engine.interface.Launched. end_s: when a device would be done with it, of time.perf_counter."""
+    """Implements baton.engine.interface.Launched. end_s: when a device would be done with it, of
+    time.perf_counter."""
 
     found: tuple[tuple[Sample, ...], ...]
     end_s: float
@@ -51,7 +52,8 @@ class StubEngine(Engine):
     """Every row gets the same token."""
 
     def __init__(self, num_blocks: int, step_s: float = 0.0) -> None:
-        """step_s: what a step takes, in seconds; as on a device, the processor and Python's lock are free meanwhile."""
+        """step_s: what a step takes, in seconds; as on a device, the processor and Python's lock
+        are free meanwhile."""
         layout = KvLayout("host-bench", 1, 1, 8, "float32", BLOCK_SIZE)
         self._spec = EngineSpec(
             "stub",

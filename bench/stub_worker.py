@@ -1,4 +1,5 @@
-"""A decode worker whose engine computes nothing, for --oracle-step-ms a step: all that it costs is the worker's own.
+"""A decode worker whose engine computes nothing, for --oracle-step-ms a step: all that it costs is
+the worker's own.
 
 Run as a child of `bench.host`, in place of decode_svc, with its options.
 """

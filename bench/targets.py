@@ -1,4 +1,5 @@
-"""What is measured: a gateway that runs already, or clusters of this machine started for the purpose."""
+"""What is measured: a gateway that runs already, or clusters of this machine started for the
+purpose."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ def cluster_options(
 ) -> dict[str, ServeOptions]:
     """Options of `baton serve` for each target, by its name. Raises ConfigError.
 
-    settings: options by field name, as a YAML file of `baton serve` holds them. compares: whether the same number of
-    workers is measured colocated, too.
+    settings: options by field name, as a YAML file of `baton serve` holds them. compares: whether
+    the same number of workers is measured colocated, too.
     """
     base: dict[str, object] = {"log_level": "warning", **settings, "model": model, "port": 0}
     if not compares:
@@ -37,7 +38,8 @@ def cluster_options(
 
 @asynccontextmanager
 async def started(clusters: Mapping[str, ServeOptions]) -> AsyncIterator[dict[str, AsyncClient]]:
-    """Start the clusters, one after the other, and yield a client of each, by name. Raises StartupError."""
+    """Start the clusters, one after the other, and yield a client of each, by name. Raises
+    StartupError."""
     async with AsyncExitStack() as stack:
         clients = {}
         for name, options in clusters.items():

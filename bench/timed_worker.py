@@ -1,4 +1,5 @@
-"""A decode worker that notes when its engine's steps begin and end, and leaves the times in the file $STEP_TIMES.
+"""A decode worker that notes when its engine's steps begin and end, and leaves the times in the
+file $STEP_TIMES.
 
 Run as a child of `bench.stations`, in place of decode_svc, with its options.
 """
@@ -23,8 +24,8 @@ from decode_svc.server import serve_decode
 #: Names the file.
 STEP_TIMES = "STEP_TIMES"
 
-#: Of a step: begin and end in seconds of the machine's monotonic clock; its new tokens; and the sequences that got one of them, each
-#: by its first block and the token's position.
+#: Of a step: begin and end in seconds of the machine's monotonic clock; its new tokens; and the
+#: sequences that got one of them, each by its first block and the token's position.
 StepTimes = tuple[float, float, int, Sequence[tuple[int, int]]]
 
 

@@ -1,7 +1,9 @@
-"""A decode worker without an engine: each of its sequences gets more tokens in every step, whoever takes them or not.
+"""A decode worker without an engine: each of its sequences gets more tokens in every step, whoever
+takes them or not.
 
-Run as a child of `bench.host`, in place of decode_svc, with its options: --oracle-step-ms paces the steps, and a sequence
-gets --num-speculative-tokens of them in each. The tokens are those of a text, over and over.
+Run as a child of `bench.host`, in place of decode_svc, with its options: --oracle-step-ms paces the
+steps, and a sequence gets --num-speculative-tokens of them in each. The tokens are those of a text,
+over and over.
 """
 
 from __future__ import annotations
@@ -111,8 +113,9 @@ class TokenSource(
 
 
 class _Pace:
-    """Of an engine that waits for nobody: steps that ended while a message was on its way are told together in the next
-    one, as a decode worker does. Without a step time each message is a step."""
+    """Of an engine that waits for nobody: steps that ended while a message was on its way are
+    told together in the next one, as a decode worker does. Without a step time each message is a
+    step."""
 
     def __init__(self, step_s: float, clock: Callable[[], float]) -> None:
         self._step_s = step_s
@@ -137,7 +140,8 @@ class _Pace:
 
 
 class BareInference(inference_pb2_grpc.InferenceServiceServicer):
-    """The floor under a gateway: chunks like its own, of one text, with nothing but gRPC around them."""
+    """The floor under a gateway: chunks like its own, of one text, with nothing but gRPC around
+    them."""
 
     def __init__(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> None:
         self._token_ids = tuple(token_ids)

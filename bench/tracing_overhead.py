@@ -1,12 +1,14 @@
-"""What telemetry costs: throughput of one set of services with everything on, and of one with it off, by turns.
+"""What telemetry costs: throughput of one set of services with everything on, and of one with it
+off, by turns.
 
     python -m bench.tracing_overhead [--model DIR] [--rounds 20] [--num-requests 24] [--concurrency 8]
 
-Both sets run all the time, one of them idle, so that whatever else the machine does falls on both. Each round drives
-the same requests through one and then the other, in alternating order. On: every request traced, spans and metrics
-exported by OTLP to a sink in this process (a real collector is elsewhere; the sink only takes bytes), and metrics served
-on Prometheus ports. Told are medians over the rounds of the ratio on : off, of tokens a second, and of CPU seconds of
-the services a token, which hardly depend on what else runs and bound the loss of throughput of a machine that is full.
+Both sets run all the time, one of them idle, so that whatever else the machine does falls on both.
+Each round drives the same requests through one and then the other, in alternating order. On: every
+request traced, spans and metrics exported by OTLP to a sink in this process (a real collector is
+elsewhere; the sink only takes bytes), and metrics served on Prometheus ports. Told are medians over
+the rounds of the ratio on : off, of tokens a second, and of CPU seconds of the services a token,
+which hardly depend on what else runs and bound the loss of throughput of a machine that is full.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What is sent: requests with token ids, made from lengths. Pure, and the same for the same seed."""
+"""What is sent: requests with token ids, made from lengths. Pure, and the same for the same
+seed."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class LoadRequest:
 def synthetic_entries(
     num_requests: int, num_input_tokens: int, num_output_tokens: int, spread: float, rng: Random
 ) -> tuple[TraceEntry, ...]:
-    """Requests whose lengths are uniform within `spread` (0..1, as a share) around the means, each at least 1."""
+    """Requests whose lengths are uniform within `spread` (0..1, as a share) around the means, each
+    at least 1."""
     if not 0 <= spread <= 1:
         raise ValueError(f"spread {spread}: give 0 to 1")
 
@@ -55,7 +57,8 @@ def requests_of(
 
 
 def prompt_of(entry: TraceEntry, index: int, vocab_size: int, seed: int) -> tuple[int, ...]:
-    """Token ids below `vocab_size`: those of its blocks, and from where it has none, its own (by `index`).
+    """Token ids below `vocab_size`: those of its blocks, and from where it has none, its own (by
+    `index`).
 
     They depend on nothing else, so prompts share tokens exactly as far as their hash_ids agree.
     """

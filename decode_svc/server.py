@@ -41,7 +41,8 @@ async def serve_decode(
 
 
 def max_num_launches(options: DecodeOptions, spec: EngineSpec) -> int:
-    """Steps that are under way at once. Raises ConfigError if more are asked for than the engine can have."""
+    """Steps that are under way at once. Raises ConfigError if more are asked for than the engine
+    can have."""
     if options.async_scheduling and spec.max_num_launches == 1:
         raise ConfigError.of(
             "async_scheduling",
@@ -54,7 +55,8 @@ def max_num_launches(options: DecodeOptions, spec: EngineSpec) -> int:
 
 
 def local_prefill_policy(options: DecodeOptions, engine: Engine) -> LocalPrefillPolicy:
-    """Until speeds are known, a missing tail up to a block is taken to cost less to compute here than to send for."""
+    """Until speeds are known, a missing tail up to a block is taken to cost less to compute here
+    than to send for."""
     pinned = engine.spec.max_model_len if options.colocated else options.max_local_prefill_tokens
     default = engine.spec.layout.block_size if pinned is None else pinned
     return LocalPrefillPolicy(

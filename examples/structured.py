@@ -1,4 +1,5 @@
-"""Make a model answer in a given form: by a JSON Schema, a regular expression, and a list of choices.
+"""Make a model answer in a given form: by a JSON Schema, a regular expression, and a list of
+choices.
 
 python examples/structured.py
 """

@@ -53,9 +53,10 @@ SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].ful
 
 
 async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: OnReady) -> None:
-    """Gateway: takes requests, passes each from a prefill to a decode worker, and streams the answer."""
-    # The docstring is the command's help. Serves at once, whatever workers are there; raises StartupError if there is
-    # no tokenizer, or if the address is taken.
+    """Gateway: takes requests, passes each from a prefill to a decode worker, and streams the
+    answer."""
+    # The docstring is the command's help. Serves at once, whatever workers are there; raises
+    # StartupError if there is no tokenizer, or if the address is taken.
     clock = PhaseClock()
     api_keys = read_api_keys(options)
     report_phase("loading tokenizer")
@@ -162,7 +163,8 @@ def _set_health(server: RunningServer, fleet: Fleet) -> None:
 
 
 async def _wait_for_workers(fleet: Fleet, options: GatewayOptions) -> None:
-    """Until every worker named is ready, and all that a registry lists, but not for long: who is missing may join later.
+    """Until every worker named is ready, and all that a registry lists, but not for long: who is
+    missing may join later.
 
     With a registry, a decode worker is waited for, too: without one nothing can be served.
     """

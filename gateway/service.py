@@ -48,7 +48,8 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class ServiceOptions:
-    """model_name: what requests call the model. request_timeout_s: for requests without a deadline."""
+    """model_name: what requests call the model. request_timeout_s: for requests without a
+    deadline."""
 
     model_name: str
     request_timeout_s: float
@@ -68,7 +69,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         *,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """chat: None if the model has no chat template. recorder: on the clock of `deps`; None for none."""
+        """chat: None if the model has no chat template. recorder: on the clock of `deps`; None for
+        none."""
         self._options = options
         self._deps = deps
         self._fleet: Fleet = deps.fleet

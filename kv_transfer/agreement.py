@@ -1,6 +1,8 @@
-"""How the two ends of a connection come to terms: the receiver answers a KvHello, the sender takes the answer or leaves.
+"""How the two ends of a connection come to terms: the receiver answers a KvHello, the sender takes
+the answer or leaves.
 
-The version is the highest that both speak. Since version 2 the receiver chooses the type that KV travels in.
+The version is the highest that both speak. Since version 2 the receiver chooses the type that KV
+travels in.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from kv_transfer.wire_format import agreed_dtype, wire_format
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What both have agreed on. `codec` is this end's; it belongs to the connection. key: of its digests; empty if the
-    workers have no secret. device: where payloads are in a device's memory; their checksums know no key."""
+    """What both have agreed on. `codec` is this end's; it belongs to the connection. key: of its
+    digests; empty if the workers have no secret. device: where payloads are in a device's memory;
+    their checksums know no key."""
 
     version: int
     codec: ChunkCodec
@@ -31,7 +34,8 @@ class Terms:
 
     @property
     def on_device(self) -> DeviceCodec:
-        """What payloads in a device's memory go through. Raises ValueError where none can be there."""
+        """What payloads in a device's memory go through. Raises ValueError where none can be
+        there."""
         if self.device is None:
             raise ValueError("a payload in a device's memory, where none was agreed on")
         return self.device
@@ -44,8 +48,8 @@ def answer(
     checksum: kv_pb2.KvPayloadChecksum.ValueType = kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED,
     rule: NumericsRule = ANY_NUMERICS,
 ) -> Terms | kv_pb2.KvRefuse:
-    """The receiver's terms, or what forbids any. wire_dtype: what it wants, one of WIRE_DTYPES. checksum: of payloads, as the
-    transport has it. rule: which senders it takes KV of."""
+    """The receiver's terms, or what forbids any. wire_dtype: what it wants, one of WIRE_DTYPES.
+    checksum: of payloads, as the transport has it. rule: which senders it takes KV of."""
     version = agreed_version(hello.min_version, hello.max_version)
     if version is None:
         return kv_pb2.KvRefuse(
@@ -68,8 +72,8 @@ def answer(
 def terms_of(
     accept: kv_pb2.KvAccept, pool: KvPool, peer: WorkerIdentity, rule: NumericsRule
 ) -> Terms:
-    """The sender's, by the answer of `peer`. Raises HandoffFailed if another worker answers, PeerMismatch at what this
-    version cannot keep to, or `rule` forbids."""
+    """The sender's, by the answer of `peer`. Raises HandoffFailed if another worker answers,
+    PeerMismatch at what this version cannot keep to, or `rule` forbids."""
     told = WorkerIdentity(accept.worker_id, accept.generation)
     if told != peer:
         raise HandoffFailed(

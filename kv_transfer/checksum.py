@@ -1,11 +1,14 @@
-"""Checksums of the KV channel: xxh3_64, against faults of hardware and software, not against forgers.
+"""Checksums of the KV channel: xxh3_64, against faults of hardware and software, not against
+forgers.
 
-Between workers that share a secret (kv_secret.py) they are the first 64 bits of blake3 under the connection's key, over
-whole header and payload: against forgers, too. A guess is right once in 2^64, and a wrong one ends its handoff.
+Between workers that share a secret (kv_secret.py) they are the first 64 bits of blake3 under the
+connection's key, over whole header and payload: against forgers, too. A guess is right once in
+2^64, and a wrong one ends its handoff.
 
-In version 1 a chunk's covers its payload. Since version 2 it covers the header, too, and a commit's covers the commit:
-a payload that is told to be another's, or a token that is changed on the way, does not pass. What a header says about its
-chunk's place has a checksum of its own besides, so that it can be trusted before the payload has come.
+In version 1 a chunk's covers its payload. Since version 2 it covers the header, too, and a commit's
+covers the commit: a payload that is told to be another's, or a token that is changed on the way,
+does not pass. What a header says about its chunk's place has a checksum of its own besides, so that
+it can be trusted before the payload has come.
 """
 
 from __future__ import annotations
@@ -32,8 +35,9 @@ def place_checksum(chunk: kv_pb2.KvChunk) -> int:
 
 
 def chunk_checksum(chunk: kv_pb2.KvChunk, payload: Sequence[memoryview], key: bytes = b"") -> int:
-    """Of a chunk whose payload is these pieces, one after the other. Without a key it is the payload's xxh3_64, with
-    chunk.place_checksum as its seed. key: the connection's, 32 bytes, or none."""
+    """Of a chunk whose payload is these pieces, one after the other. Without a key it is the
+    payload's xxh3_64, with chunk.place_checksum as its seed. key: the connection's, 32 bytes, or
+    none."""
     if key:
         return _keyed(chunk, payload, key)
     if len(payload) == 1:
@@ -50,7 +54,8 @@ def commit_checksum(commit: kv_pb2.KvCommit, chunks: int, version: int, key: byt
 
 
 def chunks_of_commit(commit: kv_pb2.KvCommit, version: int, key: bytes = b"") -> int:
-    """The sum of the chunks' checksums that a commit tells; a wrong one if the commit is not as it was sent."""
+    """The sum of the chunks' checksums that a commit tells; a wrong one if the commit is not as it
+    was sent."""
     return (commit.checksum - _commit_digest(commit, version, key)) & _MASK
 
 
@@ -67,7 +72,8 @@ def _commit_digest(commit: kv_pb2.KvCommit, version: int, key: bytes) -> int:
 def _keyed(
     header: kv_pb2.KvChunk | kv_pb2.KvCommit, payload: Sequence[memoryview], key: bytes
 ) -> int:
-    """Fields of later versions count, too: they are serialised behind those known here, as their sender did."""
+    """Fields of later versions count, too: they are serialised behind those known here, as their
+    sender did."""
     bare = type(header)()
     bare.MergeFrom(header)  # type: ignore[arg-type]
     bare.ClearField("checksum")

@@ -12,10 +12,11 @@ def chunks(
 ) -> Iterator[KvRange]:
     """Cut `piece` into ranges of at most `max_chunk_bytes` bytes, in order of tokens, then layers.
 
-    A chunk is as many whole blocks of `block_size` tokens as fit, over all layers of `piece`; where not even one fits,
-    one block over as many layers as fit; where not even that does, as many tokens of one layer as fit. A pool keeps all
-    layers of a block side by side, so the fewer layers a chunk has, the shorter the pieces that packing copies.
-    Raises ValueError if one token of one layer does not fit.
+    A chunk is as many whole blocks of `block_size` tokens as fit, over all layers of `piece`; where
+    not even one fits, one block over as many layers as fit; where not even that does, as many
+    tokens of one layer as fit. A pool keeps all layers of a block side by side, so the fewer layers
+    a chunk has, the shorter the pieces that packing copies. Raises ValueError if one token of one
+    layer does not fit.
     """
     if max_chunk_bytes < token_layer_bytes:
         raise ValueError(
@@ -35,7 +36,8 @@ def chunks(
 def runs(
     first_token: int, num_tokens: int, step: int, block_size: int
 ) -> Iterator[tuple[int, int]]:
-    """Cut tokens into (first token, count) of `step` at most, with cuts at multiples of block_size or within a block.
+    """Cut tokens into (first token, count) of `step` at most, with cuts at multiples of block_size
+    or within a block.
 
     step: a multiple of block_size, or less than it.
     """

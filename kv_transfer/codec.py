@@ -1,8 +1,9 @@
 """A chunk's bytes: how they are read from, and written to, the blocks of a pool.
 
-A payload is runs: of each of the sender's blocks that the chunk's tokens lie in, those tokens; see WireFormat. So a sender
-copies each block in one piece, and so does a receiver whose blocks have the same size; others take the runs apart. Where a peer
-keeps KV in another type than the wire's, it turns each run while that is in the cache.
+A payload is runs: of each of the sender's blocks that the chunk's tokens lie in, those tokens; see
+WireFormat. So a sender copies each block in one piece, and so does a receiver whose blocks have the
+same size; others take the runs apart. Where a peer keeps KV in another type than the wire's, it
+turns each run while that is in the cache.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from kv_transfer.chunking import runs
 from kv_transfer.transcoder import Transcoder
 from kv_transfer.wire_format import WireFormat
 
-#: Shorter pieces are packed together: gathering costs about as much for each piece as copying this many bytes.
+#: Shorter pieces are packed together: gathering costs about as much for each piece as copying this
+#: many bytes.
 MIN_LENT_BYTES = 32 * 1024
 
 
@@ -36,7 +38,8 @@ class LendingPool(Protocol):
         ...
 
     def lend(self, block_id: int, first_layer: int, num_layers: int) -> memoryview:
-        """The bytes of a whole block's layers: who writes there must own the block. Raises ValueError for a wrong range."""
+        """The bytes of a whole block's layers: who writes there must own the block. Raises
+        ValueError for a wrong range."""
         ...
 
 
@@ -78,7 +81,8 @@ class ChunkCodec:
     """Fills and reads the payloads of one connection. Used by one thread at a time."""
 
     def __init__(self, pool: KvPool, wire: WireFormat) -> None:
-        """Raises ValueError if KV cannot be turned from the pool's dtype into the wire's, or back."""
+        """Raises ValueError if KV cannot be turned from the pool's dtype into the wire's, or
+        back."""
         layout = pool.layout
         self.wire = wire
         self._pool = pool
@@ -102,7 +106,8 @@ class ChunkCodec:
         return self._transcoder is None
 
     def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
-        """Fill `out` with a payload from the blocks. Raises what KvPool.pack does; ValueError for another size."""
+        """Fill `out` with a payload from the blocks. Raises what KvPool.pack does; ValueError for
+        another size."""
         for run in self._runs(block_ids, piece, out):
             if self._transcoder is None:
                 self._pool.pack(run.block_ids, run.piece, run.data)
@@ -112,7 +117,8 @@ class ChunkCodec:
                 self._transcoder.encode(bits, run.piece.num_tokens, piece.num_layers, run.data)
 
     def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
-        """Write a payload into the blocks. Raises what KvPool.unpack does; ValueError for another size."""
+        """Write a payload into the blocks. Raises what KvPool.unpack does; ValueError for another
+        size."""
         for run in self._runs(block_ids, piece, data):
             bits = run.data
             if self._transcoder is not None:
@@ -121,7 +127,8 @@ class ChunkCodec:
             self._pool.unpack(run.block_ids, run.piece, bits)
 
     def is_lendable(self, piece: KvRange) -> bool:
-        """Whether the payload is whole blocks of the pool as they lie there, in pieces long enough to be worth it."""
+        """Whether the payload is whole blocks of the pool as they lie there, in pieces long enough
+        to be worth it."""
         return bool(
             self._lender
             and _is_whole(piece, self._block_size)
@@ -129,7 +136,8 @@ class ChunkCodec:
         )
 
     def lend(self, block_ids: Sequence[int], piece: KvRange) -> tuple[memoryview, ...]:
-        """The blocks themselves as the pieces of a payload; nothing unless is_lendable. Raises ValueError as pack does."""
+        """The blocks themselves as the pieces of a payload; nothing unless is_lendable. Raises
+        ValueError as pack does."""
         if self._lender is None or not self.is_lendable(piece):
             return ()
         blocks = self._blocks(block_ids, piece)
@@ -151,7 +159,8 @@ class ChunkCodec:
     def unpack_checked(
         self, block_ids: Sequence[int], piece: KvRange, data: memoryview, seed: int, checksum: int
     ) -> bool:
-        """As unpack; False if the payload's xxh3_64 is another: then the blocks may hold what came, or what they held."""
+        """As unpack; False if the payload's xxh3_64 is another: then the blocks may hold what came,
+        or what they held."""
         copy = self._checked_copy_for(piece)
         if copy:
             blocks = self._blocks(block_ids, piece)
@@ -210,8 +219,8 @@ class ChunkCodec:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The part of a payload that came from one block of the sender: the pool's blocks that it touches, where it lies in
-    them, its bytes on the wire."""
+    """The part of a payload that came from one block of the sender: the pool's blocks that it
+    touches, where it lies in them, its bytes on the wire."""
 
     block_ids: Sequence[int]
     piece: KvRange

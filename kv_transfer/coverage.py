@@ -11,14 +11,16 @@ from baton.engine.kv_range import KvRange
 class Coverage:
     """Per group of layers, the disjoint, sorted, maximal token intervals that have arrived.
 
-    A group is split where a piece needs it: most pieces are of all layers, and cost no more than one layer would.
+    A group is split where a piece needs it: most pieces are of all layers, and cost no more than
+    one layer would.
     """
 
     def __init__(self, num_layers: int) -> None:
         self._groups = [_Group(0, num_layers, [], [])]
 
     def add(self, piece: KvRange) -> bool:
-        """Count `piece` as arrived; False, with no interval changed, if any of it had arrived before."""
+        """Count `piece` as arrived; False, with no interval changed, if any of it had arrived
+        before."""
         start, end = piece.first_token, piece.end_token
         self._split(piece.first_layer)
         self._split(piece.end_layer)
@@ -51,8 +53,8 @@ class Coverage:
 
 @dataclass(slots=True)
 class _Group:
-    """Layers [first_layer, end_layer), of which the same tokens have arrived: starts[i] <= token < ends[i], and
-    ends[i] < starts[i + 1]."""
+    """Layers [first_layer, end_layer), of which the same tokens have arrived: starts[i] <= token <
+    ends[i], and ends[i] < starts[i + 1]."""
 
     first_layer: int
     end_layer: int

@@ -1,4 +1,5 @@
-"""A chunk's payload in a device's memory: how it is written there, and how it is verified and read."""
+"""A chunk's payload in a device's memory: how it is written there, and how it is verified and
+read."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ from kv_transfer.device_memory import DeviceBytes, DeviceCopy
 
 
 class DeviceCodec:
-    """Fills and reads the payloads of one connection, which are in a device's memory. Used by one thread at a time.
+    """Fills and reads the payloads of one connection, which are in a device's memory. Used by one
+    thread at a time.
 
-    The device packs and unpacks in one pass, with the checksum. KV that it cannot (of another type than the wire's, or in pieces that
-    are not of whole words) is packed by the host, and copied.
+    The device packs and unpacks in one pass, with the checksum. KV that it cannot (of another type
+    than the wire's, or in pieces that are not of whole words) is packed by the host, and copied.
     """
 
     def __init__(self, codec: ChunkCodec, copy: DeviceCopy) -> None:
@@ -24,7 +26,8 @@ class DeviceCodec:
     def pack(
         self, block_ids: Sequence[int], piece: KvRange, payload: DeviceBytes, seed: int
     ) -> int:
-        """Fill `payload` from the blocks; its word sum. Raises ValueError, RuntimeError as DeviceCopy does."""
+        """Fill `payload` from the blocks; its word sum. Raises ValueError, RuntimeError as
+        DeviceCopy does."""
         if self._is_direct(piece):
             run_tokens = self._codec.wire.block_size
             return self._copy.pack(block_ids, piece, run_tokens, payload, seed)
@@ -40,8 +43,8 @@ class DeviceCodec:
         seed: int,
         checksum: int,
     ) -> bool:
-        """Write `payload` into the blocks; False if its word sum is another: then they may hold what came, or what they held.
-        Raises what pack does."""
+        """Write `payload` into the blocks; False if its word sum is another: then they may hold
+        what came, or what they held. Raises what pack does."""
         if self._is_direct(piece):
             run_tokens = self._codec.wire.block_size
             return self._copy.unpack(block_ids, piece, run_tokens, payload, seed) == checksum

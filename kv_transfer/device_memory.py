@@ -1,6 +1,8 @@
-"""Memory of a device that processes of one host share, and pools whose blocks can be copied to and from it.
+"""Memory of a device that processes of one host share, and pools whose blocks can be copied to and
+from it.
 
-kv_transfer knows no torch: a device's bytes are whatever the pool's own DeviceCopy and DeviceMemory understand.
+kv_transfer knows no torch: a device's bytes are whatever the pool's own DeviceCopy and DeviceMemory
+understand.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ Payload = memoryview | DeviceBytes
 
 
 class DeviceArea(Protocol):
-    """A piece of a device's memory that several processes have mapped. Used by one thread at a time."""
+    """A piece of a device's memory that several processes have mapped. Used by one thread at a
+    time."""
 
     @property
     def handle(self) -> bytes:
@@ -36,7 +39,8 @@ class DeviceArea(Protocol):
         ...
 
     def close(self) -> None:
-        """Free it, or, where it was opened by a handle, unmap it. All copies from and to it are over."""
+        """Free it, or, where it was opened by a handle, unmap it. All copies from and to it are
+        over."""
         ...
 
 
@@ -48,13 +52,15 @@ class DeviceMemory(Protocol):
         ...
 
     def open(self, handle: bytes, num_bytes: int) -> DeviceArea:
-        """What another process has allocated, at least so large. Raises OSError if it cannot be mapped here, or is smaller."""
+        """What another process has allocated, at least so large. Raises OSError if it cannot be
+        mapped here, or is smaller."""
         ...
 
 
 class DeviceCopy(Protocol):
-    """See baton.engine.device_copy: what a pool's device does itself. Ranges are checked; all raise ValueError, or RuntimeError if the
-    device fails. When a call returns its copies are over, on this device and for whoever shares the memory."""
+    """See baton.engine.device_copy: what a pool's device does itself. Ranges are checked; all raise
+    ValueError, or RuntimeError if the device fails. When a call returns its copies are over, on
+    this device and for whoever shares the memory."""
 
     @property
     def memory(self) -> DeviceMemory: ...

@@ -1,8 +1,10 @@
-"""Element types of KV, in numpy: what their bits mean as float32, and the nearest bits of a float32.
+"""Element types of KV, in numpy: what their bits mean as float32, and the nearest bits of a
+float32.
 
-bfloat16 is the upper half of a float32. fp8 is e4m3 of the OCP 8-bit floating point specification (2023): no infinities,
-one NaN, +-448 at most. Conversions round to nearest, ties to even, and keep what is not finite so. They write into arrays
-of the caller's: fresh memory costs more than the conversion.
+bfloat16 is the upper half of a float32. fp8 is e4m3 of the OCP 8-bit floating point specification
+(2023): no infinities, one NaN, +-448 at most. Conversions round to nearest, ties to even, and keep
+what is not finite so. They write into arrays of the caller's: fresh memory costs more than the
+conversion.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ FP8_MAX = 448.0
 _FP8_NAN = 0x7F
 _FP8_ALIGN = np.float32(2.0**-120)
 
-#: The numpy type of the bits, by element type. int64 is the oracle engine's and means nothing as a number.
+#: The numpy type of the bits, by element type. int64 is the oracle engine's and means nothing as a
+#: number.
 BITS: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {
         "float32": np.dtype("<f4"),
@@ -42,7 +45,8 @@ def widen(bits: _Bits, dtype: str, out: Floats) -> None:
 
 
 def narrow(values: Floats, dtype: str, out: _Bits, work: Floats) -> None:
-    """Write the nearest elements of `dtype`, one of CONVERTIBLE_DTYPES, into `out`. Too large for float16 is infinite.
+    """Write the nearest elements of `dtype`, one of CONVERTIBLE_DTYPES, into `out`. Too large for
+    float16 is infinite.
 
     work: as large as values; overwritten.
     """
@@ -54,10 +58,12 @@ def narrow(values: Floats, dtype: str, out: _Bits, work: Floats) -> None:
 
 
 def fp8_of(values: Floats, out: NDArray[np.uint8], work: Floats) -> None:
-    """Write the nearest fp8 of finite values within +-FP8_MAX. `values` and `work`, as large, are overwritten.
+    """Write the nearest fp8 of finite values within +-FP8_MAX. `values` and `work`, as large, are
+    overwritten.
 
-    Times 2^-120 a float32 has the exponent bits of its fp8, subnormal ones included: what is left is to round its
-    mantissa from 23 bits to 3. Where the CPU takes subnormals for zero, fp8 below 2^-6 are zero.
+    Times 2^-120 a float32 has the exponent bits of its fp8, subnormal ones included: what is left
+    is to round its mantissa from 23 bits to 3. Where the CPU takes subnormals for zero, fp8 below
+    2^-6 are zero.
     """
     values *= _FP8_ALIGN
     bits, rounded = values.view(np.uint32), work.view(np.uint32)

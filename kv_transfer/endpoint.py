@@ -23,7 +23,8 @@ class TransportKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """address: a name (LOOPBACK), a Unix socket's path (SHM, CUDA_IPC), or host:port (TCP, NIXL). host_id: only of sockets' paths."""
+    """address: a name (LOOPBACK), a Unix socket's path (SHM, CUDA_IPC), or host:port (TCP, NIXL).
+    host_id: only of sockets' paths."""
 
     kind: TransportKind
     address: str
@@ -31,7 +32,8 @@ class Endpoint:
 
 
 def local_host_id() -> str:
-    """The kernel's boot id: equal for processes that may share memory; empty where the kernel tells none."""
+    """The kernel's boot id: equal for processes that may share memory; empty where the kernel tells
+    none."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:

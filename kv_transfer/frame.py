@@ -8,10 +8,11 @@
     8       4      bytes of the header
     12      4      bytes of the payload that follows it (0 where the payload is in shared memory)
 
-Between workers that share a secret 16 bytes come after the header of each frame behind KvProof, before the payload, and are
-counted nowhere: see frame_seal.py.
+Between workers that share a secret 16 bytes come after the header of each frame behind KvProof,
+before the payload, and are counted nowhere: see frame_seal.py.
 
-Whatever the bytes, decoding raises nothing but FrameError and allocates no more than the limits given.
+Whatever the bytes, decoding raises nothing but FrameError and allocates no more than the limits
+given.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class FrameError(HandoffFailed):
 
 @dataclass(frozen=True, slots=True)
 class Preamble:
-    """What follows a preamble: a header of `type` and a payload, with their lengths in bytes. data: the preamble's own."""
+    """What follows a preamble: a header of `type` and a payload, with their lengths in bytes. data:
+    the preamble's own."""
 
     type: int
     header_bytes: int
@@ -103,9 +105,11 @@ def encode(
     version: int = HANDSHAKE_VERSION,
     seal: FrameSeal | None = None,
 ) -> bytes:
-    """Preamble and header of a frame whose payload has `payload_bytes` bytes. Raises FrameError if it is too large.
+    """Preamble and header of a frame whose payload has `payload_bytes` bytes. Raises FrameError if
+    it is too large.
 
-    version: what the peers have agreed on, once they have. seal: the connection's, if the frame is to have a digest.
+    version: what the peers have agreed on, once they have. seal: the connection's, if the frame is
+    to have a digest.
     """
     header = frame.SerializeToString()
     if len(header) > MAX_HEADER_BYTES:
@@ -121,7 +125,8 @@ def encode(
 def decode_preamble(
     data: bytes | bytearray | memoryview, max_payload_bytes: int, version: int = HANDSHAKE_VERSION
 ) -> Preamble:
-    """Of PREAMBLE_BYTES bytes. Raises FrameError if they are none, of another version, or announce more than may come."""
+    """Of PREAMBLE_BYTES bytes. Raises FrameError if they are none, of another version, or announce
+    more than may come."""
     if len(data) != PREAMBLE_BYTES:
         raise FrameError(f"a preamble of {len(data)} bytes")
     magic, told, number, zero, header_bytes, payload_bytes = _PREAMBLE.unpack(data)
@@ -144,7 +149,8 @@ def decode_preamble(
 def decode_header(
     preamble: Preamble, data: bytes | bytearray | memoryview, seal: FrameSeal | None = None
 ) -> Frame:
-    """The header that a preamble announced, of `rest_bytes` bytes. Raises FrameError if `data` is none, or not what was sent."""
+    """The header that a preamble announced, of `rest_bytes` bytes. Raises FrameError if `data` is
+    none, or not what was sent."""
     if len(data) != preamble.rest_bytes(seal):
         raise FrameError(f"a header of {len(data)} bytes where {preamble.header_bytes} were told")
     kind = _TYPES[preamble.type]
@@ -158,7 +164,8 @@ def decode_header(
 
 
 class FrameBuffer:
-    """Cuts a byte stream without payloads into frames. `version` is what the peers have agreed on: a KvAccept sets it.
+    """Cuts a byte stream without payloads into frames. `version` is what the peers have agreed on:
+    a KvAccept sets it.
 
     seal: what the next frames must be sealed with, if with anything."""
 
@@ -168,7 +175,8 @@ class FrameBuffer:
         self.seal: FrameSeal | None = None
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """The frames that `data` completes; consume all of them. Raises FrameError as the decoders do."""
+        """The frames that `data` completes; consume all of them. Raises FrameError as the decoders
+        do."""
         self._data += data
         while len(self._data) >= PREAMBLE_BYTES:
             preamble = decode_preamble(self._data[:PREAMBLE_BYTES], 0, self.version)

@@ -1,9 +1,10 @@
 """Digests that bind every frame to its connection: its direction, its place in it, and its bytes.
 
-Between workers that share a secret both directions count their frames from the proof on. A frame's digest is blake2b under the
-connection's key (kv_secret.py), personal to its direction, over count, preamble and header; the header of a chunk has a digest
-of the payload in it. So a frame that is changed, left out, sent twice, sent back, or taken from elsewhere does not pass, and
-neither does any after it: the connection ends there.
+Between workers that share a secret both directions count their frames from the proof on. A frame's
+digest is blake2b under the connection's key (kv_secret.py), personal to its direction, over count,
+preamble and header; the header of a chunk has a digest of the payload in it. So a frame that is
+changed, left out, sent twice, sent back, or taken from elsewhere does not pass, and neither does
+any after it: the connection ends there.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ class SenderGreeting:
         self._connection.send(self._hello)
 
     def accepted(self, accept: kv_pb2.KvAccept) -> Terms:
-        """What both keep to from here on. Raises PeerMismatch if there is nothing such, HandoffFailed if another answers."""
+        """What both keep to from here on. Raises PeerMismatch if there is nothing such,
+        HandoffFailed if another answers."""
         terms = terms_of(accept, self._config.pool, self._peer, self._config.rule)
         if self._config.secret is None:
             return terms
@@ -87,8 +88,8 @@ class Welcome:
 
 
 class ReceiverGreeting:
-    """The receiver's end of one connection. terms: what both keep to, once the sender may present tickets; until then None,
-    and after a refusal for good."""
+    """The receiver's end of one connection. terms: what both keep to, once the sender may present
+    tickets; until then None, and after a refusal for good."""
 
     def __init__(
         self,
@@ -116,7 +117,8 @@ class ReceiverGreeting:
         return self._worker_id or "unknown sender"
 
     def on_frame(self, frame: Frame) -> None:
-        """Take a frame that came before `terms`, or any KvHello. Raises FrameError at what does not belong here."""
+        """Take a frame that came before `terms`, or any KvHello. Raises FrameError at what does not
+        belong here."""
         if self.is_refused:
             raise FrameError("a frame after the refusal")
         if isinstance(frame, kv_pb2.KvHello):

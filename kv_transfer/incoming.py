@@ -15,7 +15,8 @@ def place_of(chunk: kv_pb2.KvChunk) -> KvRange:
 
 
 def header_fault(chunk: kv_pb2.KvChunk, num_bytes: int, terms: Terms) -> str:
-    """What is wrong with the header of a chunk whose payload has `num_bytes`, as far as it alone tells."""
+    """What is wrong with the header of a chunk whose payload has `num_bytes`, as far as it alone
+    tells."""
     if terms.version > 1 and chunk.place_checksum != place_checksum(chunk):
         return "a chunk whose header has a wrong checksum"
     piece = place_of(chunk)
@@ -31,7 +32,8 @@ def payload_fault(chunk: kv_pb2.KvChunk, payload: tuple[memoryview, ...], terms:
 
 
 def store(chunk: kv_pb2.KvChunk, payload: Payload, block_ids: tuple[int, ...], terms: Terms) -> str:
-    """Copy a payload into a sequence's blocks, unless it has a fault, which is returned: the blocks may then hold either.
+    """Copy a payload into a sequence's blocks, unless it has a fault, which is returned: the blocks
+    may then hold either.
 
     Raises what KvPool.unpack does, RuntimeError from the device.
     """

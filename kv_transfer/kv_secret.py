@@ -1,13 +1,16 @@
-"""A secret that all workers share: the two ends of a KV connection prove to each other that they have it.
+"""A secret that all workers share: the two ends of a KV connection prove to each other that they
+have it.
 
     sender                                     receiver
     KvHello(nonce)              ------------->
                                 <-------------  KvAccept(nonce, proof)
     KvProof(proof)              ------------->
-    every chunk and commit with a digest under the connection's own key, and every frame with one (frame_seal.py)
+    every chunk and commit with a digest under the connection's own key, and every frame with one
+    (frame_seal.py)
 
-Proofs and key are blake3 under the secret, each over its own label and what both ends have said of themselves: both nonces,
-names, boots, versions and the type that KV travels in. So nothing of one connection counts on another.
+Proofs and key are blake3 under the secret, each over its own label and what both ends have said of
+themselves: both nonces, names, boots, versions and the type that KV travels in. So nothing of one
+connection counts on another.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ _MAC_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class KvTicket:
-    """The right to write one sequence's KV into blocks that `owner` has reserved; see baton.v1.KvTicket."""
+    """The right to write one sequence's KV into blocks that `owner` has reserved; see
+    baton.v1.KvTicket."""
 
     owner: WorkerIdentity
     ticket_id: int
@@ -56,7 +57,8 @@ def encode_ticket(ticket: KvTicket, secret: bytes) -> bytes:
 
 
 def parse_ticket(data: bytes) -> KvTicket:
-    """The fields of a ticket, whose genuineness its owner alone can tell. Raises InvalidRequest if it is none."""
+    """The fields of a ticket, whose genuineness its owner alone can tell. Raises InvalidRequest if
+    it is none."""
     message = _parse(data)
     layout = layout_from_proto(message.layout)
     if not (
@@ -115,7 +117,8 @@ def _parse(data: bytes) -> kv_pb2.KvTicket:
 
 
 def _mac(message: kv_pb2.KvTicket, secret: bytes) -> bytes:
-    """Digest of every field but the digest; unknown fields count, so they cannot be added either."""
+    """Digest of every field but the digest; unknown fields count, so they cannot be added
+    either."""
     bare = kv_pb2.KvTicket()
     bare.CopyFrom(message)
     bare.ClearField("mac")

@@ -1,11 +1,12 @@
-"""The sending half of the KV channel towards one worker, without threads: tasks in, frames out, one end per handoff.
+"""The sending half of the KV channel towards one worker, without threads: tasks in, frames out, one
+end per handoff.
 
     connection:  none --connect, KvHello--> greeted --KvAccept--> open --any failure--> none (all handoffs end)
     handoff:     begun --KvBegin--> sending --KvCommit--> waiting --KvCommitted--> done
                    any state --abort, KvAbort, deadline, connection lost--> done with an error
 
-KvBegin goes as soon as the connection is open: it overtakes other handoffs' chunks, whose room it does not need, because the
-ticket's owner does not wait long for it.
+KvBegin goes as soon as the connection is open: it overtakes other handoffs' chunks, whose room it
+does not need, because the ticket's owner does not wait long for it.
 
 Deadlines: connect (until KvAccept), credit (room for the next chunk), commit (until KvCommitted).
 """
@@ -28,7 +29,8 @@ from kv_transfer.send_task import Begin, Borrow, Cancel, Finish, Send, SendDone,
 _log = logging.getLogger("baton.kv")
 #: Tickets in one KvRenew, so that it fits a header.
 _MAX_RENEWED = 1024
-#: So many frames are sent before new tasks are looked for: what is urgent among them does not wait for all chunks to be sent.
+#: So many frames are sent before new tasks are looked for: what is urgent among them does not wait
+#: for all chunks to be sent.
 _ROUND_FRAMES = 16
 
 
@@ -95,7 +97,8 @@ class Lane:
                     self._tasks.append((self._handoffs[task.key], task))
 
     def pump(self) -> bool:
-        """Connect if need be, take in what has come, send some of what has room, and end what is late.
+        """Connect if need be, take in what has come, send some of what has room, and end what is
+        late.
 
         Whether there may be more to do at once."""
         if not self._handoffs and self._link is None:
@@ -172,7 +175,8 @@ class Lane:
                 handoff.is_begun = True
 
     def _send_ready(self, link: Link) -> bool:
-        """Whether anything was sent. Tasks go in their order; a chunk without room holds up those behind it."""
+        """Whether anything was sent. Tasks go in their order; a chunk without room holds up those
+        behind it."""
         terms, num_sent = link.terms, 0
         if terms is None:
             return False
@@ -181,7 +185,8 @@ class Lane:
                 self._start(link, terms, *self._tasks.popleft())
             elif self._sending.next is None or self._sending.handoff.is_done:
                 self._sending = None
-            # A round ends before a chunk only: a commit that a chunk has announced is in the same write.
+            # A round ends before a chunk only: a commit that a chunk has announced is in the same
+            # write.
             elif num_sent >= _ROUND_FRAMES or not self._send_chunk(link, terms, self._sending):
                 break
             num_sent += 1
@@ -236,7 +241,8 @@ class Lane:
         return min(h.ticket.lease_s for h in self._handoffs.values()) / 3
 
     def _renew(self, link: Link) -> None:
-        """Keep tickets alive, but only for an engine loop that has shown life since the last time."""
+        """Keep tickets alive, but only for an engine loop that has shown life since the last
+        time."""
         if not link.terms or not self._handoffs:
             return
         now = self._config.clock()

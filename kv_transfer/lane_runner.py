@@ -36,7 +36,8 @@ class LaneRunner(Protocol):
         ...
 
     def close(self) -> None:
-        """End every handoff and the connection; returns when all is over. A second time changes nothing."""
+        """End every handoff and the connection; returns when all is over. A second time changes
+        nothing."""
         ...
 
 
@@ -45,7 +46,8 @@ RunLane = Callable[[Lane, str], LaneRunner]
 
 
 class InlineLane:
-    """Everything happens within the caller's calls, in one thread; for loopback and virtual clocks."""
+    """Everything happens within the caller's calls, in one thread; for loopback and virtual
+    clocks."""
 
     def __init__(self, lane: Lane, name: str) -> None:
         del name
@@ -96,7 +98,8 @@ class InlineLane:
 
 
 class ThreadLane:
-    """A thread that sleeps until there is a task, a frame, or a deadline; ends when the lane has been idle for long."""
+    """A thread that sleeps until there is a task, a frame, or a deadline; ends when the lane has
+    been idle for long."""
 
     def __init__(self, lane: Lane, name: str, clock: Callable[[], float]) -> None:
         self._lane = lane

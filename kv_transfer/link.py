@@ -1,4 +1,5 @@
-"""One connection to a receiver: what has been agreed on it, what it lets us send, and how long it may be silent."""
+"""One connection to a receiver: what has been agreed on it, what it lets us send, and how long it
+may be silent."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ _log = logging.getLogger("baton.kv")
 
 
 class Link:
-    """The sender's end, until any method raises HandoffFailed: then it is over, and `close` all that may follow.
+    """The sender's end, until any method raises HandoffFailed: then it is over, and `close` all
+    that may follow.
 
-    terms, max_chunk_bytes: since the receiver's KvAccept; before it terms is None, and nothing but the greeting may be sent.
+    terms, max_chunk_bytes: since the receiver's KvAccept; before it terms is None, and nothing but
+    the greeting may be sent.
     """
 
     def __init__(
@@ -43,8 +46,8 @@ class Link:
         self._greeting.say_hello()
 
     def take(self, frame: Frame) -> None:
-        """A frame that is about no handoff. Raises PeerMismatch if the two cannot work together, FrameError if it has no place
-        here."""
+        """A frame that is about no handoff. Raises PeerMismatch if the two cannot work together,
+        FrameError if it has no place here."""
         match frame:
             case kv_pb2.KvAccept() if self.terms is None:
                 self._open(frame)
@@ -58,8 +61,8 @@ class Link:
     def send_chunk(self, terms: Terms, work: Chunks, *, commits_next: bool) -> bool:
         """Send the next chunk of `work`, which has one. False: there is no room now.
 
-        commits_next: the handoff's commit will follow the last of its chunks at once. Raises EngineFault if the blocks could not
-        be read: of this handoff alone.
+        commits_next: the handoff's commit will follow the last of its chunks at once. Raises
+        EngineFault if the blocks could not be read: of this handoff alone.
         """
         piece = work.next
         if piece is None:

@@ -1,4 +1,5 @@
-"""What a sender says of a handoff: its KV, cut into chunks as the receiver takes them, and its end."""
+"""What a sender says of a handoff: its KV, cut into chunks as the receiver takes them, and its
+end."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _MASK = (1 << 64) - 1
 
 @dataclass(slots=True)
 class Handoff:
-    """One handoff's state. data: the ticket's bytes. checksum, num_bytes: of the chunks that are on their way."""
+    """One handoff's state. data: the ticket's bytes. checksum, num_bytes: of the chunks that are on
+    their way."""
 
     key: str
     ticket: KvTicket
@@ -43,7 +45,8 @@ class Handoff:
 
 @dataclass(slots=True)
 class Chunks:
-    """Chunks of one task that are still to be sent. `next` is the one that waits for room; None: all are gone."""
+    """Chunks of one task that are still to be sent. `next` is the one that waits for room; None:
+    all are gone."""
 
     handoff: Handoff
     block_ids: tuple[int, ...]
@@ -69,7 +72,8 @@ def cut(handoff: Handoff, task: Send, terms: Terms, max_chunk_bytes: int) -> Chu
 def chunk_of(
     work: Chunks, piece: KvRange, staged: Staged, terms: Terms
 ) -> tuple[kv_pb2.KvChunk, Staged]:
-    """A chunk's header, and its payload: copied into `staged`, or, where that will do, the blocks themselves.
+    """A chunk's header, and its payload: copied into `staged`, or, where that will do, the blocks
+    themselves.
 
     Raises EngineFault if they cannot be read.
     """
@@ -111,7 +115,8 @@ def commit_of(handoff: Handoff, task: Finish, terms: Terms, now_s: float) -> kv_
 
 
 def borrow_of(ticket: KvTicket, lend_to: bytes, terms: Terms) -> kv_pb2.KvBorrow | None:
-    """Ask for what the receiver holds. One that cannot be asked does not answer: the lease of the ticket `lend_to` ends the wait."""
+    """Ask for what the receiver holds. One that cannot be asked does not answer: the lease of the
+    ticket `lend_to` ends the wait."""
     if terms.version < BORROW_VERSION:
         return None
     return kv_pb2.KvBorrow(ticket_id=ticket.ticket_id, epoch=ticket.epoch, lend_to=lend_to)

@@ -1,8 +1,9 @@
 """The receiving half of the KV channel, without I/O: frames in, blocks written, answers out.
 
-Who writes into blocks, and when: only a chunk whose header has passed its own checksum and whose place is the ticket's, not
-cached, and not arrived before. Its payload may be written there before its checksum is known, because until the commit
-nobody reads a ticket's blocks, and a payload that does not pass kills the ticket: then the blocks go back unread. See
+Who writes into blocks, and when: only a chunk whose header has passed its own checksum and whose
+place is the ticket's, not cached, and not arrived before. Its payload may be written there before
+its checksum is known, because until the commit nobody reads a ticket's blocks, and a payload that
+does not pass kills the ticket: then the blocks go back unread. See
 docs/adr/0010-kv-is-verified-in-place.md.
 """
 
@@ -37,7 +38,8 @@ Land = Callable[[kv_pb2.KvChunk], tuple[memoryview, ...]]
 
 
 class Receiver:
-    """Takes KV for one worker's tickets. Thread-safe: each connection's thread has a session of its own."""
+    """Takes KV for one worker's tickets. Thread-safe: each connection's thread has a session of its
+    own."""
 
     def __init__(
         self,
@@ -53,8 +55,9 @@ class Receiver:
     ) -> None:
         """num_credits: chunks in flight per connection; each has `max_chunk_bytes` of staging here.
 
-        wire_dtype: what senders are asked to send, one of WIRE_DTYPES. secret: KV is taken only from workers that have it,
-        too; None: from whoever presents a ticket. rule: which senders it takes KV of.
+        wire_dtype: what senders are asked to send, one of WIRE_DTYPES. secret: KV is taken only
+        from workers that have it, too; None: from whoever presents a ticket. rule: which senders it
+        takes KV of.
         """
         if num_credits < 1 or max_chunk_bytes < most_token_layer_bytes(layout):
             raise ValueError("a receiver needs room for one token of one layer at least")
@@ -63,7 +66,8 @@ class Receiver:
         )
         self.tickets = tickets
         self.num_credits = num_credits
-        # Told together, since each telling wakes the sender's thread; the rest keeps it busy meanwhile.
+        # Told together, since each telling wakes the sender's thread; the rest keeps it busy
+        # meanwhile.
         self.credit_batch = max(1, num_credits // 2)
         self.max_chunk_bytes = max_chunk_bytes
         self._connections = itertools.count(1)
@@ -75,11 +79,11 @@ class Receiver:
         wake: Callable[[], None] = lambda: None,
         checksum: kv_pb2.KvPayloadChecksum.ValueType = kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED,
     ) -> ReceiverSession:
-        """The receiving end of a new connection. `reply` and `seal` are called within on_frame and speak only, in the same
-        thread.
+        """The receiving end of a new connection. `reply` and `seal` are called within on_frame and
+        speak only, in the same thread.
 
-        seal: has all that follows carry digests, both ways; see Connection.seal. wake: called in any thread; has `speak` called
-        soon. checksum: of payloads, as the transport has it.
+        seal: has all that follows carry digests, both ways; see Connection.seal. wake: called in
+        any thread; has `speak` called soon. checksum: of payloads, as the transport has it.
         """
         greeting = ReceiverGreeting(self.welcome, reply, seal, checksum)
         return ReceiverSession(self, next(self._connections), reply, greeting, wake)
@@ -96,8 +100,9 @@ class _Landing:
 class ReceiverSession:
     """One connection's receiving end: KvHello first, then any mix of handoffs.
 
-    on_frame raises FrameError at what a sound sender never sends; the transport then ends the connection, as it does
-    when `is_refused`. What concerns one ticket alone is answered by KvAbort and disturbs no other. `speak` tells what nobody
+    on_frame raises FrameError at what a sound sender never sends; the transport then ends the
+    connection, as it does when `is_refused`. What concerns one ticket alone is answered by KvAbort
+    and disturbs no other. `speak` tells what nobody
     asked: that a ticket has died.
     """
 
@@ -117,7 +122,8 @@ class ReceiverSession:
         self._wake = wake
         # Written in any thread, read in the connection's.
         self._news: deque[kv_pb2.KvAbort] = deque()
-        # Slots that are free again, and not yet told: fewer than credit_batch, so that the sender is never without any.
+        # Slots that are free again, and not yet told: fewer than credit_batch, so that the sender
+        # is never without any.
         self._credits: list[int] = []
         self._landing: _Landing | None = None
 
@@ -142,9 +148,11 @@ class ReceiverSession:
             self._reply(self._news.popleft())
 
     def land(self, chunk: kv_pb2.KvChunk) -> tuple[memoryview, ...]:
-        """Where the payload of `chunk` may be written instead of being passed to on_frame: its place in the ticket's blocks.
+        """Where the payload of `chunk` may be written instead of being passed to on_frame: its
+        place in the ticket's blocks.
 
-        Nothing if it has to be staged. Otherwise on_frame takes `chunk` next, once the payload is there, or on_close ends all.
+        Nothing if it has to be staged. Otherwise on_frame takes `chunk` next, once the payload is
+        there, or on_close ends all.
         """
         terms, piece = self._greeting.terms, place_of(chunk)
         if (
@@ -161,7 +169,8 @@ class ReceiverSession:
         return self._landing.views
 
     def on_frame(self, frame: Frame, payload: Payload) -> None:
-        """Take a frame. `payload` (of a chunk that did not land) is read before this returns, and not kept."""
+        """Take a frame. `payload` (of a chunk that did not land) is read before this returns, and
+        not kept."""
         terms = self._greeting.terms
         if terms is None or isinstance(frame, kv_pb2.KvHello):
             self._greeting.on_frame(frame)
@@ -183,7 +192,8 @@ class ReceiverSession:
                 raise FrameError(f"a {type(frame).__name__} from a sender")
 
     def on_close(self, message: str) -> None:
-        """The connection is over: its tickets are aborted. Nothing may call on_frame after or during this."""
+        """The connection is over: its tickets are aborted. Nothing may call on_frame after or
+        during this."""
         if self._landing:
             self._tickets.unpin(self._landing.ticket_id, 0, 0)
             self._landing = None
@@ -213,7 +223,8 @@ class ReceiverSession:
             self._reject(chunk.ticket_id, chunk.epoch, rejection)
 
     def _write(self, terms: Terms, chunk: kv_pb2.KvChunk, payload: Payload) -> Rejection | None:
-        """Verify, and copy into the ticket's blocks. What fails here kills the ticket if this connection holds it."""
+        """Verify, and copy into the ticket's blocks. What fails here kills the ticket if this
+        connection holds it."""
         fault = header_fault(chunk, payload.nbytes, terms)
         if fault:
             return self._fail(chunk, fault)
@@ -231,7 +242,8 @@ class ReceiverSession:
         return rejection
 
     def _written(self, chunk: kv_pb2.KvChunk, fault: str) -> Rejection | None:
-        """The writer of a chunk is done with the blocks. A fault kills the ticket before they are let go."""
+        """The writer of a chunk is done with the blocks. A fault kills the ticket before they are
+        let go."""
         rejection = self._fail(chunk, fault) if fault else None
         self._tickets.unpin(chunk.ticket_id, chunk.checksum, chunk.payload_bytes)
         return rejection

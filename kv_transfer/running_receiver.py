@@ -30,7 +30,8 @@ from kv_transfer.transport.tcp import listen_tcp
 from kv_transfer.transport.tls import listen_tls, server_contexts
 from kv_transfer.wire_format import most_token_layer_bytes
 
-#: Large enough that a chunk's fixed cost is little, all together small enough to stay in a CPU's last cache.
+#: Large enough that a chunk's fixed cost is little, all together small enough to stay in a CPU's
+#: last cache.
 DEFAULT_NUM_CREDITS = 4
 DEFAULT_MAX_CHUNK_BYTES = 2 << 20
 #: For KV on a device, where each chunk costs launches and a wait, and no cache is to be spared.
@@ -42,7 +43,8 @@ _TRANSPORTS = ("shm", "tcp")
 
 
 def transports_of(option: str, pool: KvPool) -> tuple[str, ...]:
-    """What a worker with that pool listens on with --kv-transport=`option`: all that need nothing else, for "auto"."""
+    """What a worker with that pool listens on with --kv-transport=`option`: all that need nothing
+    else, for "auto"."""
     if option != "auto":
         return (option,)
     return _TRANSPORTS if device_memory_of(pool) is None else ("cuda_ipc", *_TRANSPORTS)
@@ -106,12 +108,13 @@ def open_receiver(
     peer_names: Sequence[str] = (),
     draw_id: Callable[[], int] = lambda: secrets.randbits(64),
 ) -> RunningReceiver:
-    """Bind, then serve. transports: any of "loopback" (its name is the worker's id, in `hub`), "shm", "tcp", "nixl" and "cuda_ipc"
-    (of a pool on a device).
+    """Bind, then serve. transports: any of "loopback" (its name is the worker's id, in `hub`),
+    "shm", "tcp", "nixl" and "cuda_ipc" (of a pool on a device).
 
-    lease_s, offer_s: see TicketTable. secret: of the tickets' digests; drawn anew if none is given. Each connection has num_credits * max_chunk_bytes of
-    shared memory, or max_chunk_bytes of buffer. wire_dtype, kv_secret, rule: see Receiver. tls: of tcp; None for plain text. peer_names: see
-    listen_tls. Raises ConfigError for an unknown transport, or one that cannot be bound.
+    lease_s, offer_s: see TicketTable. secret: of the tickets' digests; drawn anew if none is given.
+    Each connection has num_credits * max_chunk_bytes of shared memory, or max_chunk_bytes of
+    buffer. wire_dtype, kv_secret, rule: see Receiver. tls: of tcp; None for plain text. peer_names:
+    see listen_tls. Raises ConfigError for an unknown transport, or one that cannot be bound.
     """
     over_tcp: ListenAt = listen_tcp
     if tls:

@@ -16,8 +16,8 @@ from kv_transfer.transport.base import Connector
 
 @dataclass(frozen=True, slots=True)
 class SendDone:
-    """The one end of a handoff, seen from its sender: it touches the blocks no more. No error: the receiver owns the
-    sequence. num_bytes: KV that was sent."""
+    """The one end of a handoff, seen from its sender: it touches the blocks no more. No error: the
+    receiver owns the sequence. num_bytes: KV that was sent."""
 
     key: str
     error: BatonError | None

@@ -28,13 +28,16 @@ __all__ = ["KvTicket", "SendDone", "Sender", "parse_ticket"]
 
 
 class Sender:
-    """Sends sequences' KV to the workers that their tickets name, on up to num_lanes lanes per worker and boot.
+    """Sends sequences' KV to the workers that their tickets name, on up to num_lanes lanes per
+    worker and boot.
 
-    A handoff stays on one lane: that with the fewest handoffs when it begins, the first among equals. So a lane, with its
-    connection and its thread, is made only when those before it are busy, and closes when it has been idle for long.
+    A handoff stays on one lane: that with the fewest handoffs when it begins, the first among
+    equals. So a lane, with its connection and its thread, is made only when those before it are
+    busy, and closes when it has been idle for long.
 
-    Exactly one SendDone per `begin`, in a lane's thread (or, with is_inline, within the call that causes it). Until
-    then the handoff's blocks may be read at any time. Calls about a key that is done do nothing. Thread-safe, unless
+    Exactly one SendDone per `begin`, in a lane's thread (or, with is_inline, within the call that
+    causes it). Until then the handoff's blocks may be read at any time. Calls about a key that is
+    done do nothing. Thread-safe, unless
     is_inline: then all calls come from one thread.
     """
 
@@ -56,9 +59,11 @@ class Sender:
         secret: KvSecret | None = None,
         rule: NumericsRule = ANY_NUMERICS,
     ) -> None:
-        """clock: monotonic seconds. ack_timeout_s bounds the wait for a credit, and for the answer to a commit.
+        """clock: monotonic seconds. ack_timeout_s bounds the wait for a credit, and for the answer
+        to a commit.
 
-        secret: KV goes only to workers that have it, too; None: to whoever a ticket names. rule: which receivers.
+        secret: KV goes only to workers that have it, too; None: to whoever a ticket names. rule:
+        which receivers.
         """
         self._config = SenderConfig(
             identity=identity,
@@ -92,8 +97,8 @@ class Sender:
             return len(self._lane_of)
 
     def begin(self, key: str, ticket: bytes) -> None:
-        """Open a handoff under a name of the caller's. Raises InvalidRequest (and there is no SendDone) if `ticket` is
-        none, ValueError if `key` is in use."""
+        """Open a handoff under a name of the caller's. Raises InvalidRequest (and there is no
+        SendDone) if `ticket` is none, ValueError if `key` is in use."""
         parsed = parse_ticket(ticket)
         with self._lock:
             if key in self._lane_of:
@@ -112,13 +117,15 @@ class Sender:
         self._submit(Send(key, block_ids, piece))
 
     def borrow(self, key: str, lend_to: bytes) -> None:
-        """Ask the receiver to send the KV that it holds to the owner of the ticket `lend_to`, in this worker."""
+        """Ask the receiver to send the KV that it holds to the owner of the ticket `lend_to`, in
+        this worker."""
         self._submit(Borrow(key, lend_to))
 
     def commit(
         self, key: str, num_tokens: int, firsts: tuple[Sample, ...], prefill_end: float
     ) -> None:
-        """All is computed: `firsts` follow `num_tokens` tokens, one for each choice. prefill_end: when, by the clock."""
+        """All is computed: `firsts` follow `num_tokens` tokens, one for each choice. prefill_end:
+        when, by the clock."""
         self._submit(Finish(key, num_tokens, firsts, prefill_end))
 
     def abort(self, key: str, reason: str, message: str) -> None:
@@ -126,7 +133,8 @@ class Sender:
         self._submit(Cancel(key, reason, message))
 
     def heartbeat(self) -> None:
-        """The engine loop is alive: tickets are kept from expiring for as long as this is called."""
+        """The engine loop is alive: tickets are kept from expiring for as long as this is
+        called."""
         self._last_heartbeat = self._config.clock()
         with self._lock:
             lanes = tuple(self._lanes.values())
@@ -179,7 +187,8 @@ class Sender:
             self._num_handoffs[placed[0]] += 1
 
     def _new_lane(self, lane_id: _LaneId) -> LaneRunner:
-        """Under the lock. Forgets lanes that have ended, so that a fleet's restarts do not pile up."""
+        """Under the lock. Forgets lanes that have ended, so that a fleet's restarts do not pile
+        up."""
         self._lanes = {at: lane for at, lane in self._lanes.items() if not lane.is_over}
         self._num_handoffs = +self._num_handoffs
         peer, number = lane_id

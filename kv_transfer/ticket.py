@@ -9,14 +9,16 @@
           ABORTED ------------> (forgotten)
                      release
 
-A ticket that needs no KV (all is cached) goes from RESERVED to COMMITTED. OFFERED waits for a sender, RESERVED has one
-and belongs to its connection, RECEIVING has taken a first chunk. An offer must be taken up within `offer_s`: a sender presents
-its ticket as soon as it has it, before it queues for anything. From then on each arrow but the last has the lease as its
-deadline, which the sender renews however long its own queue is.
+A ticket that needs no KV (all is cached) goes from RESERVED to COMMITTED. OFFERED waits for a
+sender, RESERVED has one and belongs to its connection, RECEIVING has taken a first chunk. An offer
+must be taken up within `offer_s`: a sender presents its ticket as soon as it has it, before it
+queues for anything. From then on each arrow but the last has the lease as its deadline, which the
+sender renews however long its own queue is.
 
-Who owns the blocks: the table from `offer` until the ticket's one event; from then on whoever gets the event. A writer
-holds a pin, and may write before what it writes is verified: nobody reads the blocks before the commit. An abort that meets a
-pin refuses further ones at once, and TicketDead is told when the last is gone.
+Who owns the blocks: the table from `offer` until the ticket's one event; from then on whoever gets
+the event. A writer holds a pin, and may write before what it writes is verified: nobody reads the
+blocks before the commit. An abort that meets a pin refuses further ones at once, and TicketDead is
+told when the last is gone.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ class TicketCommitted:
 
 @dataclass(frozen=True, slots=True)
 class TicketDead:
-    """There will be no commit, and nothing writes the blocks any more. `reason` is one of baton.errors.BY_REASON."""
+    """There will be no commit, and nothing writes the blocks any more. `reason` is one of
+    baton.errors.BY_REASON."""
 
     ticket_id: int
     reason: str
@@ -80,7 +83,8 @@ class TicketDead:
 
 @dataclass(frozen=True, slots=True)
 class LendAsked:
-    """The sender that holds this open ticket wants the KV of the tokens that are here sent to the owner of `lend_to`."""
+    """The sender that holds this open ticket wants the KV of the tokens that are here sent to the
+    owner of `lend_to`."""
 
     ticket_id: int
     lend_to: bytes
@@ -117,7 +121,8 @@ class Commit:
 class Ticket:
     """A ticket's state, and the arrows of the drawing. Times are those of the caller's clock.
 
-    block_ids: where tokens [num_cached_tokens, num_tokens) are to be written; min_tokens: the fewest that a commit may be of.
+    block_ids: where tokens [num_cached_tokens, num_tokens) are to be written; min_tokens: the
+    fewest that a commit may be of.
     connection: whose ticket it is, once it has been presented; on_death: of that connection.
     checksum, num_bytes: of all that has been written. data: what the sender was given to show.
     """
@@ -221,7 +226,8 @@ class Ticket:
         )
 
     def die(self, reason: str, message: str) -> TicketDead | None:
-        """There will be no commit of this open ticket. What is to be told now: nothing while a writer is in the blocks."""
+        """There will be no commit of this open ticket. What is to be told now: nothing while a
+        writer is in the blocks."""
         self.state = TicketState.ABORTED
         self.death = TicketDead(self.ticket_id, reason, message)
         return None if self.num_pins else self.death

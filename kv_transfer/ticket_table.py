@@ -31,8 +31,8 @@ _EPOCH = 1
 
 
 class TicketTable:
-    """All tickets of one worker's boot. Thread-safe. Tells exactly one end, TicketCommitted or TicketDead, per offered
-    ticket."""
+    """All tickets of one worker's boot. Thread-safe. Tells exactly one end, TicketCommitted or
+    TicketDead, per offered ticket."""
 
     def __init__(
         self,
@@ -46,9 +46,11 @@ class TicketTable:
         draw_id: Callable[[], int],
         offer_s: float = math.inf,
     ) -> None:
-        """on_event: called in any thread, holding no lock. clock: monotonic seconds. secret: 16 to 64 random bytes.
+        """on_event: called in any thread, holding no lock. clock: monotonic seconds. secret: 16 to
+        64 random bytes.
 
-        draw_id: random numbers below 2^64. offer_s: how long an offer waits for its sender, never longer than the lease.
+        draw_id: random numbers below 2^64. offer_s: how long an offer waits for its sender, never
+        longer than the lease.
         """
         if not 16 <= len(secret) <= 64:
             raise ValueError("the secret must have 16 to 64 bytes")
@@ -90,9 +92,8 @@ class TicketTable:
     ) -> OfferedTicket:
         """Let a sender write tokens [num_cached_tokens, num_tokens) into the blocks.
 
-        A commit of fewer tokens is taken if it covers spec.num_tokens at least. lease_s: if it is to be shorter than
-        the table's own.
-        Raises ValueError if the blocks have no such room.
+        A commit of fewer tokens is taken if it covers spec.num_tokens at least. lease_s: if it is
+        to be shorter than the table's own. Raises ValueError if the blocks have no such room.
         """
         room = len(block_ids) * self._layout.block_size
         if not 0 <= num_cached_tokens <= num_tokens <= room:
@@ -122,7 +123,8 @@ class TicketTable:
         return OfferedTicket(ticket_id, data)
 
     def abort(self, ticket_id: int, reason: str, message: str) -> None:
-        """Give a ticket up, in whatever state; a second abort, or one after the commit, changes nothing."""
+        """Give a ticket up, in whatever state; a second abort, or one after the commit, changes
+        nothing."""
         with self._locked() as calls:
             ticket = self._tickets.get(ticket_id)
             if ticket and ticket.is_open:
@@ -135,7 +137,8 @@ class TicketTable:
                 calls.extend(self._give_up(ticket, reason, message))
 
     def expire(self) -> None:
-        """Abort the tickets that nobody has presented in time, and those that no frame has come for within the lease."""
+        """Abort the tickets that nobody has presented in time, and those that no frame has come for
+        within the lease."""
         with self._locked() as calls:
             now = self._clock()
             if now < self._none_over_before_s:
@@ -147,7 +150,8 @@ class TicketTable:
             self._none_over_before_s = min((now + self._offer_s, *deadlines))
 
     def release(self, ticket_id: int) -> None:
-        """Forget a ticket after its event. Raises ValueError before it; unknown tickets are ignored."""
+        """Forget a ticket after its event. Raises ValueError before it; unknown tickets are
+        ignored."""
         with self._lock:
             ticket = self._tickets.get(ticket_id)
             if ticket is None:
@@ -163,10 +167,11 @@ class TicketTable:
     def begin(
         self, data: bytes, connection: int, on_death: OnDeath | None = None
     ) -> Rejection | None:
-        """A sender presents a ticket: genuine, of this boot, live and for the first time, or it is rejected.
+        """A sender presents a ticket: genuine, of this boot, live and for the first time, or it is
+        rejected.
 
-        on_death: called, in any thread and holding no lock, when the ticket dies by anything but a frame of the connection, or its
-        end."""
+        on_death: called, in any thread and holding no lock, when the ticket dies by anything but a
+        frame of the connection, or its end."""
         try:
             # What is to the byte as it was given needs no digest.
             ticket_id = ticket_id_of(data)
@@ -185,7 +190,8 @@ class TicketTable:
     def pin(
         self, ticket_id: int, epoch: int, connection: int, piece: KvRange
     ) -> tuple[int, ...] | Rejection:
-        """The block table to write `piece` into, until unpin. A piece out of range or seen before kills the ticket."""
+        """The block table to write `piece` into, until unpin. A piece out of range or seen before
+        kills the ticket."""
         with self._locked() as calls:
             ticket = self._addressed(ticket_id, epoch, connection)
             if isinstance(ticket, Rejection):
@@ -204,7 +210,8 @@ class TicketTable:
     def fail(
         self, ticket_id: int, epoch: int, connection: int, reason: str, message: str
     ) -> Rejection:
-        """The sender broke a rule or gave up. Only the connection that holds the ticket can kill it so."""
+        """The sender broke a rule or gave up. Only the connection that holds the ticket can kill it
+        so."""
         with self._locked() as calls:
             ticket = self._addressed(ticket_id, epoch, connection)
             if isinstance(ticket, Rejection):
@@ -226,7 +233,8 @@ class TicketTable:
             return Rejection(HandoffFailed.reason, outcome)
 
     def ask(self, ticket_id: int, epoch: int, connection: int, lend_to: bytes) -> Rejection | None:
-        """The sender wants to borrow what the owner holds. LendAsked is told besides the ticket's one event, before it."""
+        """The sender wants to borrow what the owner holds. LendAsked is told besides the ticket's
+        one event, before it."""
         with self._locked() as calls:
             ticket = self._addressed(ticket_id, epoch, connection)
             if isinstance(ticket, Rejection):
@@ -253,7 +261,8 @@ class TicketTable:
 
     @contextmanager
     def _locked(self) -> Iterator[list[_Call]]:
-        """Hold the lock. What is put into the list is called, in its order, once the lock is free again."""
+        """Hold the lock. What is put into the list is called, in its order, once the lock is free
+        again."""
         calls: list[_Call] = []
         with self._lock:
             yield calls

@@ -1,8 +1,9 @@
 """From a pool's element type into a wire format, and back, run by run; see WireFormat and KvLayout.
 
-A scale is the largest size among the elements that it is of, over the largest size of the type: 127 (int8) or 448 (fp8). So
-an element is off by half a step: of int8 by 1/254 of the largest at most, of fp8 by 1/16 of itself, or by 1/458,752 of
-the largest where it is tiny. What is not finite makes all elements of its scale NaN: it cannot pass for KV.
+A scale is the largest size among the elements that it is of, over the largest size of the type: 127
+(int8) or 448 (fp8). So an element is off by half a step: of int8 by 1/254 of the largest at most,
+of fp8 by 1/16 of itself, or by 1/458,752 of the largest where it is tiny. What is not finite makes
+all elements of its scale NaN: it cannot pass for KV.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _INT8_MAX = 127.0
 #: Below this no scale is told apart from zero: its inverse would overflow.
 _LEAST_PEAK = np.float32(2.0**-100)
 _SCALE = np.dtype("<f4")
-#: Elements that are turned at a time: few enough for the second cache, many enough that calling numpy costs little.
+#: Elements that are turned at a time: few enough for the second cache, many enough that calling
+#: numpy costs little.
 _GROUP_ELEMENTS = 1 << 16
 
 
@@ -52,7 +54,8 @@ class _Run:
             np.multiply(values, self.scales[layers], out=values)
 
     def write(self, layers: slice, values: Floats, work: Floats) -> None:
-        """Write the nearest elements of `values` into some layers. `values` and `work`, as large, are overwritten."""
+        """Write the nearest elements of `values` into some layers. `values` and `work`, as large,
+        are overwritten."""
         elements = self.elements[layers]
         if self.scales is None:
             narrow(values, self.dtype, elements, work)
@@ -64,7 +67,8 @@ class _Run:
             np.copyto(elements, np.rint(values, out=values), casting="unsafe")
 
     def _scale(self, values: Floats, scales: Floats) -> None:
-        """Choose `scales`, and have `values` told in them; those whose scale is not finite are zero."""
+        """Choose `scales`, and have `values` told in them; those whose scale is not finite are
+        zero."""
         most = np.float32(FP8_MAX if self.dtype == "fp8" else _INT8_MAX)
         axes = (3, 4) if scales.shape[3] == 1 else (4,)
         peaks = np.maximum(
@@ -79,7 +83,8 @@ class _Run:
 
 
 class Transcoder:
-    """Between runs as they lie in a pool of `dtype` and on the wire. Used by one thread at a time."""
+    """Between runs as they lie in a pool of `dtype` and on the wire. Used by one thread at a
+    time."""
 
     def __init__(self, dtype: str, wire: WireFormat) -> None:
         self._dtype = dtype
@@ -87,7 +92,8 @@ class Transcoder:
         self._memory = np.empty((2, 0), np.float32)
 
     def encode(self, run: memoryview, num_tokens: int, num_layers: int, out: memoryview) -> None:
-        """Write a run [num_layers, 2, kv_heads, num_tokens, head_dim] of the pool into `out`, which has its size on the wire."""
+        """Write a run [num_layers, 2, kv_heads, num_tokens, head_dim] of the pool into `out`, which
+        has its size on the wire."""
         self._turn(
             self._in_pool(run, num_tokens, num_layers), self._on_wire(out, num_tokens, num_layers)
         )

@@ -15,13 +15,14 @@ WIRE_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
 class WireFormat:
     """What the payloads of one connection are made of.
 
-    A payload is runs, one after the other: of each of the sender's blocks the tokens that are in the piece, as elements of
-    `dtype` [layers, 2, kv_heads, tokens, head_dim]. All is little endian. Of a dtype of SCALED_DTYPES there are two forms:
+    A payload is runs, one after the other: of each of the sender's blocks the tokens that are in
+    the piece, as elements of `dtype` [layers, 2, kv_heads, tokens, head_dim]. All is little endian.
+    Of a dtype of SCALED_DTYPES there are two forms:
 
-    * where the sender's pool has another dtype, float32 scales [layers, 2, kv_heads] come before all elements, one for a head's
-      elements of the run;
-    * where it has the same (has_row_scales), float32 scales [tokens] come behind the elements [tokens, head_dim] of each layer,
-      kind and head, as they lie in the pool.
+    * where the sender's pool has another dtype, float32 scales [layers, 2, kv_heads] come before
+      all elements, one for a head's elements of the run;
+    * where it has the same (has_row_scales), float32 scales [tokens] come behind the elements
+      [tokens, head_dim] of each layer, kind and head, as they lie in the pool.
 
     block_size: the sender's.
     """
@@ -64,7 +65,8 @@ class WireFormat:
 
 
 def wire_format(dtype: str, sender: KvLayout) -> WireFormat:
-    """The format of payloads from blocks of `sender`. Raises ValueError unless KV can be turned from its dtype into `dtype`."""
+    """The format of payloads from blocks of `sender`. Raises ValueError unless KV can be turned
+    from its dtype into `dtype`."""
     if dtype != sender.dtype and not {sender.dtype, dtype} <= CONVERTIBLE_DTYPES:
         raise ValueError(f"KV of {sender.dtype} cannot travel as {dtype!r}")
     has_row_scales = dtype == sender.dtype and dtype in SCALED_DTYPES
@@ -86,7 +88,8 @@ def agreed_dtype(sender: str, receiver: str, wanted: str) -> str:
 
 
 def most_token_layer_bytes(layout: KvLayout) -> int:
-    """Bytes that a token of a layer takes at most, whatever type a receiver with that layout agrees on."""
+    """Bytes that a token of a layer takes at most, whatever type a receiver with that layout agrees
+    on."""
     return max(
         WireFormat(dtype, layout.num_kv_heads, layout.head_dim, 1).token_layer_bytes
         for dtype in (layout.dtype, "float32")

@@ -1,7 +1,9 @@
-"""A container engine for `make test-images`: the one that is here, or one that is started for the test; and base images.
+"""A container engine for `make test-images`: the one that is here, or one that is started for the
+test; and base images.
 
-Where no image registry is reached, stand-ins for the base images are made of this machine's own Debian: its Python and its
-Redis, with the package sources, certificates and pip configuration that work here. They are named as stand-ins.
+Where no image registry is reached, stand-ins for the base images are made of this machine's own
+Debian: its Python and its Redis, with the package sources, certificates and pip configuration that
+work here. They are named as stand-ins.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from pathlib import Path
 _PACKAGES = ("docker.io", "docker-compose", "debootstrap")
 _START_TIMEOUT_S = 60.0
 _STAND_IN = "stand-in"
-#: What Debian's Python needs to be what a slim image of Python is: a venv module, pip, and the headers of its C API.
+#: What Debian's Python needs to be what a slim image of Python is: a venv module, pip, and the
+#: headers of its C API.
 _PYTHON_PACKAGES = ("python3", "python3-venv", "python3-pip", "libpython3-dev", "ca-certificates")
 _PIP_FILES = (
     Path("/etc/pip.conf"),
@@ -36,7 +39,8 @@ class NoEngine(Exception):
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine that answers. compose: the program, as it is called. environment: with which both programs find it."""
+    """An engine that answers. compose: the program, as it is called. environment: with which both
+    programs find it."""
 
     compose: tuple[str, ...]
     environment: dict[str, str]
@@ -54,7 +58,8 @@ def run(
     check: bool = True,
     stdin: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run to the end with both outputs captured, as one. Raises CalledProcessError, with what was said, if `check`."""
+    """Run to the end with both outputs captured, as one. Raises CalledProcessError, with what was
+    said, if `check`."""
     done = subprocess.run(
         command,
         env=environment,
@@ -71,7 +76,8 @@ def run(
 
 @contextlib.contextmanager
 def running_engine(state: Path, *, may_install: bool) -> Iterator[Engine]:
-    """The engine that the environment names; else one with its state below `state`, stopped at the end.
+    """The engine that the environment names; else one with its state below `state`, stopped at the
+    end.
 
     state: a short path, for a socket lies in it; images are kept there. Raises NoEngine.
     """
@@ -131,7 +137,8 @@ def _install() -> None:
 
 
 def _client_environment() -> dict[str, str]:
-    """The classic builder works everywhere; BuildKit only where its plugin is, and is taken there."""
+    """The classic builder works everywhere; BuildKit only where its plugin is, and is taken
+    there."""
     environment = dict(os.environ)
     has_buildx = run("docker", "buildx", "version", environment=environment, check=False)
     environment["DOCKER_BUILDKIT"] = "1" if has_buildx.returncode == 0 else "0"
@@ -213,7 +220,8 @@ def _mirror() -> str:
 
 
 def _take_over_network_settings(root: Path) -> None:
-    """What lets apt and pip reach their indices from within: sources, certificates, wheels of this machine."""
+    """What lets apt and pip reach their indices from within: sources, certificates, wheels of this
+    machine."""
     (root / "etc/apt/sources.list").unlink(missing_ok=True)
     for path in Path("/etc/apt/sources.list.d").glob("debian*"):
         shutil.copy(path, root / "etc/apt/sources.list.d")

@@ -1,4 +1,5 @@
-"""Generate docs/cli.md from the commands and docs/protocol.md from the protos, or with --check say whether they are current."""
+"""Generate docs/cli.md from the commands and docs/protocol.md from the protos, or with --check say
+whether they are current."""
 
 from __future__ import annotations
 
@@ -113,7 +114,8 @@ def _flag(option: Any) -> str:
 def _row(name: str, param: Any) -> str:
     text = _one_line(param.help or "")
     default = param.default
-    # Options of services tell their default in their help already; a callable would be run by asking.
+    # Options of services tell their default in their help already; a callable would be run by
+    # asking.
     has_default = isinstance(default, (str, int, float)) and default is not False and default != ""
     if has_default and "[default:" not in text:
         text += f" [default: {default}]"

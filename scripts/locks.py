@@ -1,8 +1,9 @@
 """Write deploy/locks: exact versions, with hashes, of all that the images install. `make locks`
 
-Versions are resolved for every Python and platform that pyproject.toml allows, so one file serves all; pip checks the hashes.
-torch comes in two builds, so it has files of its own: torch-cuda.txt with what the package index has, and torch-cpu.txt
-with the version alone, since the index of the CPU builds keeps other files under the same version.
+Versions are resolved for every Python and platform that pyproject.toml allows, so one file serves
+all; pip checks the hashes. torch comes in two builds, so it has files of its own: torch-cuda.txt
+with what the package index has, and torch-cpu.txt with the version alone, since the index of the
+CPU builds keeps other files under the same version.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ RESOLVER = "uv==0.13.9"
 _HEAD = "# Made by `make locks`; do not edit.\n"
 #: What only the CUDA build of torch brings.
 _CUDA = re.compile(r"(torch|triton|nvidia-.+|cuda-.+)==")
-#: The distribution beside this one, which is not in any index yet: from its folder, and not in a lock.
+#: The distribution beside this one, which is not in any index yet: from its folder, and not in a
+#: lock.
 _CLIENT = "baton-serve-client"
 #: Speeds up the Hub's large files; the small ones of a tokenizer come without it.
 _NO_XET = "--no-emit-package=hf-xet"
 _BUILD_BACKEND = "hatchling>=1.27"
-#: To be installed beside the rest, without what they would require: the image has CUDA by way of torch.
+#: To be installed beside the rest, without what they would require: the image has CUDA by way of
+#: torch.
 _NIXL = ("nixl", "nixl-cu12")
 
 
@@ -55,7 +58,8 @@ def write(name: str, blocks: Iterable[str]) -> None:
 
 
 def main() -> None:
-    """Resolve everything together once, so that the images agree on the versions that they share."""
+    """Resolve everything together once, so that the images agree on the versions that they
+    share."""
     program = resolver()
     LOCKS.mkdir(parents=True, exist_ok=True)
     extras = ("gateway", "worker", "gpu", "bench")

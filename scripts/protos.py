@@ -1,4 +1,5 @@
-"""Generate baton/v1 from protos/baton/v1, or with --check say whether the committed stubs are current."""
+"""Generate baton/v1 from protos/baton/v1, or with --check say whether the committed stubs are
+current."""
 
 from __future__ import annotations
 

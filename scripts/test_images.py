@@ -1,7 +1,9 @@
-"""Build the images, run compose.yaml's CPU profile, break it in every way that an operator will see, and say how it went.
+"""Build the images, run compose.yaml's CPU profile, break it in every way that an operator will
+see, and say how it went.
 
-`make test-images`. Exit status 0 if all held or no engine could be started (it says why), 1 if something did not hold. The
-summary is in build/test-images/summary.md, beside the containers' logs. Everything is reached over loopback.
+`make test-images`. Exit status 0 if all held or no engine could be started (it says why), 1 if
+something did not hold. The summary is in build/test-images/summary.md, beside the containers' logs.
+Everything is reached over loopback.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "build" / "test-images"
 PROJECT = "baton-test-images"
 SERVICES = ("gateway", "prefill", "decode", "redis")
-#: 160 tokens; decode workers would come to compute that much by themselves, as it is faster with so small a model.
+#: 160 tokens; decode workers would come to compute that much by themselves, as it is faster with so
+#: small a model.
 PROMPT = "def walk(path):\n    for name in sorted(os.listdir(path)):\n" * 8
 MAX_LOCAL_PREFILL_TOKENS = "16"
 #: That an engine restarts a container, and the service is ready again, takes at most this.
@@ -93,11 +96,13 @@ class Images:
     def build(
         self, service: str, tag: str, *, context: Path = ROOT, target: str | None = None
     ) -> float:
-        """Build what compose.yaml's service runs on, or `target` as it would be built; the seconds that it took."""
+        """Build what compose.yaml's service runs on, or `target` as it would be built; the seconds
+        that it took."""
         told = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"][service]["build"]
         arguments = dict(told.get("args", {}))
         if arguments.get("TORCH") == "cpu" and not is_reached(arguments["TORCH_INDEX_URL"]):
-            # Who does not reach the index of the CPU builds has them among wheels of their own, or not at all.
+            # Who does not reach the index of the CPU builds has them among wheels of their own, or
+            # not at all.
             arguments["TORCH_INDEX_URL"] = "https://pypi.org/simple"
         arguments["PYTHON_IMAGE"] = self.base
         flags = [f"--build-arg={name}={value}" for name, value in arguments.items()]
@@ -212,9 +217,10 @@ def edit_a_source(images: Images) -> None:
 def compile_tritons_driver(images: Images, *, has_cuda: bool) -> None:
     """Triton's own way to its driver module, with the compiler of the GPU image.
 
-    There is no GPU, hence no libcuda: a library that only has its names stands in for it, so that the module is compiled,
-    linked and loaded; no function of CUDA's is called. has_cuda: in the image as it is shipped, with CUDA's libraries, which
-    are some gigabytes; else beside the CPU build of torch.
+    There is no GPU, hence no libcuda: a library that only has its names stands in for it, so that
+    the module is compiled, linked and loaded; no function of CUDA's is called. has_cuda: in the
+    image as it is shipped, with CUDA's libraries, which are some gigabytes; else beside the CPU
+    build of torch.
     """
     if has_cuda:
         tag, service = "baton:gpu", "prefill-gpu"
@@ -295,7 +301,8 @@ class Project:
         return self.num_restarts(service) > num_restarts
 
     def kill(self, service: str) -> None:
-        """SIGKILL to all of a container, from outside: by the engine's own command it would not be started again."""
+        """SIGKILL to all of a container, from outside: by the engine's own command it would not be
+        started again."""
         pid = self.state(service)["Pid"]
         outside = (
             "--pid=host",
@@ -391,7 +398,8 @@ def kill_each(project: Project) -> None:
 
 
 def drain(project: Project) -> None:
-    """A request that runs when all is stopped gets all of its tokens, and every process ends by itself."""
+    """A request that runs when all is stopped gets all of its tokens, and every process ends by
+    itself."""
     containers = {service: project.container(service) for service in SERVICES}
     with ThreadPoolExecutor(1) as pool:
         with Client(f"127.0.0.1:{project.port}", timeout_s=60.0) as client:
@@ -430,7 +438,8 @@ def read_logs(project: Project) -> None:
 
 @contextmanager
 def running_project(engine: Engine, redis: str, report: Report) -> Iterator[Project]:
-    """compose.yaml with the images that were built, on a free port; taken down at the end, its volumes too."""
+    """compose.yaml with the images that were built, on a free port; taken down at the end, its
+    volumes too."""
     override = OUT / "override.yaml"
     own = {"BATON_MAX_LOCAL_PREFILL_TOKENS": MAX_LOCAL_PREFILL_TOKENS}
     services = {"redis": {"image": redis}, "decode": {"environment": own}}

@@ -1,4 +1,5 @@
-"""Wrap the prose of our documents at 120 columns, or with --check say which are not. Paragraphs that fit stay as they are."""
+"""Wrap the prose of our documents at 120 columns, or with --check say which are not. Paragraphs
+that fit stay as they are."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _BEGIN, _END = "<!-- begin:", "<!-- end"
 #: What is a line by itself: headings, tables, comments, quotes, code that is indented.
 _ALONE = re.compile(r"#|\||<|>| {4}|\[\S+\]:")
 _ITEM = re.compile(r"( *)([*+-]|\d+\.) +")
-#: No line may begin with what would be a heading, a quote, a cell or an item there, nor break a short piece of code.
+#: No line may begin with what would be a heading, a quote, a cell or an item there, nor break a
+#: short piece of code.
 _GLUED = re.compile(r" (?=(?:[*+>|#-]|\d+\.) )|`[^`]{1,40}`")
 
 
@@ -28,7 +30,8 @@ def pages() -> list[Path]:
 
 
 def wrapped(text: str) -> str:
-    """`text` with each paragraph and item that has a line of more than WIDTH columns wrapped anew."""
+    """`text` with each paragraph and item that has a line of more than WIDTH columns wrapped
+    anew."""
     lines: list[str] = []
     for is_prose, block in _blocks(text.split("\n")):
         lines += _rewrapped(block) if is_prose and max(map(len, block)) > WIDTH else block

@@ -1,1 +1,2 @@
-"""The core of a worker of either tier: sequences come in, are computed, and end or are handed off."""
+"""The core of a worker of either tier: sequences come in, are computed, and end or are handed
+off."""

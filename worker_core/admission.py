@@ -31,7 +31,8 @@ from worker_core.state import CoreState, failed
 
 @dataclass(frozen=True, slots=True)
 class CoreLimits:
-    """max_num_launches: steps that the engine may have been given at once, 1 or 2; at most what its spec says."""
+    """max_num_launches: steps that the engine may have been given at once, 1 or 2; at most what its
+    spec says."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -45,7 +46,8 @@ class CoreLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
-    """A prompt that waits for blocks. It holds none; its handoff, if it has a destination, has begun."""
+    """A prompt that waits for blocks. It holds none; its handoff, if it has a destination, has
+    begun."""
 
     command: Open
     arrived_s: float
@@ -96,7 +98,8 @@ class Admission:
 
     @property
     def local_prefill_threshold(self) -> int:
-        """Most missing tokens that are computed here, as things are, rather than awaited by a ticket."""
+        """Most missing tokens that are computed here, as things are, rather than awaited by a
+        ticket."""
         return self._costs.local_prefill_threshold(self._state.num_decoding)
 
     # Sequences that a gateway opens
@@ -111,7 +114,8 @@ class Admission:
             self._turn_away(command, why)
 
     def admit_queued(self) -> bool:
-        """Give blocks to queued prompts, best rank first, until blocks or places run out. Whether any came in."""
+        """Give blocks to queued prompts, best rank first, until blocks or places run out. Whether
+        any came in."""
         num_before = len(self._queued)
         for queued in sorted(self._queued.values(), key=attrgetter("rank")):
             if self._no_room(queued.command) or self._admit(queued):
@@ -249,7 +253,8 @@ class Admission:
 
     def _offer(self, sequence: WorkerSequence, source: KvSource) -> None:
         spec = sequence.spec
-        # The last token of a sequence that ran elsewhere has no KV yet: it is computed here, in the next step.
+        # The last token of a sequence that ran elsewhere has no KV yet: it is computed here, in the
+        # next step.
         num_tokens = spec.num_tokens - (source is KvSource.HANDOFF)
         num_cached = sequence.num_computed_tokens
         block_ids = tuple(sequence.lease.block_ids)
@@ -267,7 +272,8 @@ class Admission:
         return self._by_ticket.get(ticket_id)
 
     def on_committed(self, committed: TicketCommitted) -> WorkerSequence | None:
-        """A sequence whose KV is here as a whole runs now: it is returned. None if nobody wants it, or a prefix came."""
+        """A sequence whose KV is here as a whole runs now: it is returned. None if nobody wants it,
+        or a prefix came."""
         sequence = self._release_ticket(committed.ticket_id)
         if sequence is None:
             self._fetches.on_committed(committed)

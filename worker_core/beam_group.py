@@ -1,4 +1,5 @@
-"""The beams of one sequence in the decode batch: they step together, and share the blocks of what they have in common."""
+"""The beams of one sequence in the decode batch: they step together, and share the blocks of what
+they have in common."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class BeamGroup:
 
     @property
     def is_over(self) -> bool:
-        """Whether the search has ended; then `outputs` are found, and nothing is left to compute."""
+        """Whether the search has ended; then `outputs` are found, and nothing is left to
+        compute."""
         return self._search.num_running == 0
 
     @property
@@ -119,7 +121,8 @@ class BeamGroup:
         self._beams = tuple(followed)
 
     def slices(self) -> tuple[SequenceSlice, ...]:
-        """The last token of each beam, and a row for its candidates. There are no drafts for beams."""
+        """The last token of each beam, and a row for its candidates. There are no drafts for
+        beams."""
         start, num_prompt_tokens = self._num_computed_tokens, len(self.spec.prompt_token_ids)
         return tuple(
             SequenceSlice(
@@ -141,7 +144,8 @@ class BeamGroup:
         )
 
     def advance(self, samples: Sequence[Sample]) -> None:
-        """The slices' samples are here: go on to the next beams. Those that nobody follows give their blocks back."""
+        """The slices' samples are here: go on to the next beams. Those that nobody follows give
+        their blocks back."""
         self._num_computed_tokens += 1
         self._step(samples)
 

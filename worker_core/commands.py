@@ -16,7 +16,8 @@ from worker_core.policy import Policy
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a sequence goes after its first tokens. The KV sender knows the ticket, under the sequence's key.
+    """Where a sequence goes after its first tokens. The KV sender knows the ticket, under the
+    sequence's key.
 
     num_held_tokens: leading tokens whose KV the ticket's owner has already; they are not sent.
     """
@@ -33,9 +34,9 @@ class Destination:
 class Open:
     """A gateway asks for room. `stream` names its stream, `handle` the sequence in it.
 
-    A sequence of several choices has as many handles, from `handle` on. destination: the ticket has been presented by
-    then, under the sequence's key, because its owner waits for that no longer than a step may take here; one SendDone
-    is owed to the core from then on.
+    A sequence of several choices has as many handles, from `handle` on. destination: the ticket has
+    been presented by then, under the sequence's key, because its owner waits for that no longer
+    than a step may take here; one SendDone is owed to the core from then on.
     """
 
     stream: int
@@ -89,8 +90,8 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The handles of all outputs of a stream that its gateway waits for. Streams keep their order: what it opened
-    before this is here, and what it gave up before this is not."""
+    """The handles of all outputs of a stream that its gateway waits for. Streams keep their order:
+    what it opened before this is here, and what it gave up before this is not."""
 
     stream: int
     handles: frozenset[int]

@@ -1,9 +1,10 @@
-"""The state machine of a worker of either tier: sequences come in as prompts or by tickets, are computed in one continuous
-batch, and end or are handed off. A prefill worker is a worker whose sequences are born with a destination.
+"""The state machine of a worker of either tier: sequences come in as prompts or by tickets, are
+computed in one continuous batch, and end or are handed off. A prefill worker is a worker whose
+sequences are born with a destination.
 
-One step: apply commands, admit, plan, run, report. Every block is held by a sequence's lease from the moment it is opened;
-it is given back when the sequence has left and nobody can touch it any more: neither a ticket's writer, nor the sender of
-a handoff, nor a launch in flight.
+One step: apply commands, admit, plan, run, report. Every block is held by a sequence's lease from
+the moment it is opened; it is given back when the sequence has left and nobody can touch it any
+more: neither a ticket's writer, nor the sender of a handoff, nor a launch in flight.
 
     admission.py  who comes in, and where the KV comes from        scheduler.py   who runs, who must leave
     handoff.py    to other workers                                 preemption.py  to host memory, or away
@@ -63,9 +64,11 @@ _log = logging.getLogger("baton.worker")
 
 @dataclass(frozen=True, slots=True)
 class CoreDeps:
-    """What the core works with. sender: carries sequences to other workers. clock: monotonic seconds.
+    """What the core works with. sender: carries sequences to other workers. clock: monotonic
+    seconds.
 
-    costs: None to begin with nothing known. beat: called with a step's number of tokens, before it and at every group of layers within it.
+    costs: None to begin with nothing known. beat: called with a step's number of tokens, before it
+    and at every group of layers within it.
     """
 
     engine: Engine
@@ -126,7 +129,8 @@ class WorkerCore:
         return Step(self._state.take_events(), self._load(), is_idle=not (has_come or has_run))
 
     def _run_ahead(self) -> bool:
-        """Launch the next step before the one in flight is collected, if it may be. Whether there was anything to do."""
+        """Launch the next step before the one in flight is collected, if it may be. Whether there
+        was anything to do."""
         if not self._steps.may_launch(self._state.in_stage(Stage.RUNNING)):
             return False
         plan = self._plan()
@@ -221,7 +225,8 @@ class WorkerCore:
         self._num_orphans += self._admission.cancel_queued_of(known.stream, known.handles)
 
     def _give_up(self, stream: int, handle: int) -> None:
-        """End a sequence, or one choice of a sequence that is still one; unknown ones are gone already."""
+        """End a sequence, or one choice of a sequence that is still one; unknown ones are gone
+        already."""
         if self._admission.cancel_queued(sequence_key(stream, handle)):
             return
         group = self._state.find(stream, handle) or self._state.group_of(stream, handle)

@@ -1,11 +1,13 @@
-"""What things cost on this worker, learned from what they took: the ground of its choices between two ways.
+"""What things cost on this worker, learned from what they took: the ground of its choices between
+two ways.
 
     compute a prompt's missing tokens here, or await them from a prefill worker     local_prefill_threshold
     how much of a prompt to compute beside sequences that decode                    max_prefill_tokens
     keep a preempted sequence's KV in host memory, or have it computed anew         is_swap_cheaper
     fetch a prefix from a sequence's destination, or compute it                     is_fetch_cheaper
 
-Times are fitted to recent observations, so that the fits follow the machine. Pure but for their state.
+Times are fitted to recent observations, so that the fits follow the machine. Pure but for their
+state.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _ASSUMED_COPY_BYTES_PER_S = 2e9
 MIN_FETCHED_TOKENS = 32
 #: Assumed until a prefix was fetched: seconds of a round trip, and bytes a second.
 _ASSUMED_FETCH_S, _ASSUMED_FETCH_BYTES_PER_S = 0.005, 5e8
-#: While computing is estimated to be faster, one chance in so many is fetched all the same, to measure it.
+#: While computing is estimated to be faster, one chance in so many is fetched all the same, to
+#: measure it.
 _TRY_EVERY = 50
 
 
@@ -40,14 +43,16 @@ class Costs:
         self._num_fetch_chances = 0
 
     def observe_handoff(self, num_tokens: int, seconds: float) -> None:
-        """From a ticket's offer to its commit, all of the prefill tier in between, for so many missing tokens."""
+        """From a ticket's offer to its commit, all of the prefill tier in between, for so many
+        missing tokens."""
         self._handoff.observe(num_tokens, seconds)
 
     def observe_step(self, num_decode_tokens: int, num_prefill_tokens: int, seconds: float) -> None:
-        """A step that computed so many tokens of sequences that decode, drafts and beams among them, and so many of prompts.
+        """A step that computed so many tokens of sequences that decode, drafts and beams among
+        them, and so many of prompts.
 
-        Tokens, not sequences, are what a step's time follows; a step with part of a prompt has no drafts, so that beside it
-        each sequence counts as one.
+        Tokens, not sequences, are what a step's time follows; a step with part of a prompt has no
+        drafts, so that beside it each sequence counts as one.
         """
         if not num_prefill_tokens:
             self._decode.observe(num_decode_tokens, seconds)
@@ -60,7 +65,8 @@ class Costs:
         self._copy.observe(num_bytes, seconds)
 
     def local_prefill_threshold(self, num_decoding: int) -> int:
-        """Most missing tokens that are better computed here, where each delays all that decode, than awaited."""
+        """Most missing tokens that are better computed here, where each delays all that decode,
+        than awaited."""
         policy = self.policy
         known = min(self._handoff.num_observations, self._prefill.num_observations)
         if policy.is_pinned or known < _MIN_OBSERVATIONS:
@@ -72,7 +78,8 @@ class Costs:
         return min(max(int(gain / loss_per_token), 0), policy.max_threshold)
 
     def max_prefill_tokens(self, num_decoding: int, max_num_batched_tokens: int) -> int:
-        """Tokens of prompts that a step may compute beside `num_decoding` sequences, for their next tokens not to wait long."""
+        """Tokens of prompts that a step may compute beside `num_decoding` sequences, for their next
+        tokens not to wait long."""
         policy = self.policy
         # A few short prompts may all have taken the same time, which says nothing of a long one.
         token_s = self._prefill.slope or self._prefill.rate
@@ -84,7 +91,8 @@ class Costs:
         return max(int(num_tokens), min(policy.min_chunk_tokens, max_num_batched_tokens))
 
     def is_swap_cheaper(self, num_bytes: int, num_tokens: int) -> bool:
-        """Whether KV is sooner out and back again than computed anew by the prefill tier, as far as is known."""
+        """Whether KV is sooner out and back again than computed anew by the prefill tier, as far as
+        is known."""
         copy_s = self._copy.predict(num_bytes) * 2
         if not self._copy.num_observations:
             copy_s = num_bytes / _ASSUMED_COPY_BYTES_PER_S
@@ -96,7 +104,8 @@ class Costs:
         self._fetch.observe(num_tokens, seconds)
 
     def is_fetch_cheaper(self, num_tokens: int) -> bool:
-        """Than to compute so many tokens of a prompt; or worth a try. False before it is known what computing takes."""
+        """Than to compute so many tokens of a prompt; or worth a try. False before it is known what
+        computing takes."""
         if num_tokens < MIN_FETCHED_TOKENS or not self._prefill.num_observations:
             return False
         fetch_s = _ASSUMED_FETCH_S + num_tokens * self._token_bytes / _ASSUMED_FETCH_BYTES_PER_S

@@ -1,7 +1,7 @@
 """Drafts beside what a step was granted: of whom to ask them, and room for them.
 
-They take what is left of the step's tokens and of the blocks: nobody waits or leaves for a draft. A step that prefills has
-none, for it is as large as it may be.
+They take what is left of the step's tokens and of the blocks: nobody waits or leaves for a draft. A
+step that prefills has none, for it is as large as it may be.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ class Drafting:
         self._asked: list[tuple[WorkerSequence, int]] = []
         """Sequences that drafts were asked for in this step, and how many tokens they had."""
         self._withheld: set[str] = set()
-        """Sequences whose last step failed with drafts in it: the next one shows whether it was they."""
+        """Sequences whose last step failed with drafts in it: the next one shows whether it was
+        they."""
 
     def start(
         self, granted: Sequence[tuple[SequenceGroup, int]]
     ) -> tuple[Drafts, tuple[BlockCopy, ...]]:
-        """Drafts for a step that computes what was granted, and what must be copied before they are written."""
+        """Drafts for a step that computes what was granted, and what must be copied before they are
+        written."""
         self._asked, self._num_rows = [], 0
         if any(group.is_prefilling for group, _ in granted):
             return NO_DRAFTS, ()
@@ -83,7 +85,8 @@ class Drafting:
         )
 
     def _max_num_drafts(self, sequence: WorkerSequence) -> int:
-        """A step gives one token more than drafts: neither past max_tokens nor past the model's length."""
+        """A step gives one token more than drafts: neither past max_tokens nor past the model's
+        length."""
         num_tokens = min(
             sequence.spec.sampling.max_tokens - sequence.num_output_tokens,
             self._state.spec.max_model_len - len(sequence.token_ids),
@@ -104,7 +107,8 @@ class Drafting:
     def _make_room(
         self, sequence: WorkerSequence, draft: Draft
     ) -> tuple[Draft, tuple[BlockCopy, ...]] | None:
-        """As many of the drafts as there are blocks for when every group may still take one; None if that is none."""
+        """As many of the drafts as there are blocks for when every group may still take one; None
+        if that is none."""
         num_spare = self._state.pool.num_available - len(self._state)
         for num_drafts in range(len(draft.token_ids), 0, -1):
             num_needed = sequence.num_blocks_to_write(1 + num_drafts)

@@ -5,8 +5,8 @@
     hand_off                  a paused sequence's KV is sent as a whole: drain, balance, late handoff
     serve_prefix              a copy of what a sequence holds is sent to a worker that computes the rest of its prompt
 
-Each begins with a ticket, which the KV sender knows by a key, and ends with one SendDone: until then the sender may read
-the blocks.
+Each begins with a ticket, which the KV sender knows by a key, and ends with one SendDone: until
+then the sender may read the blocks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Handoffs:
         self._rejected: set[str] = set()
         """Keys whose sequences never had blocks here, and whose SendDone is still to come."""
         self._early_ends: dict[str, SendDone] = {}
-        """Of sequences that are still on their way here: a ticket is presented before its sequence is opened."""
+        """Of sequences that are still on their way here: a ticket is presented before its sequence
+        is opened."""
 
     @property
     def num_rejected(self) -> int:
@@ -68,7 +69,8 @@ class Handoffs:
             self._sender.abort(key, error.reason, error.message)
 
     def fetch(self, sequence: WorkerSequence, ticket: bytes) -> None:
-        """Ask the destination to send what it holds to the owner of `ticket`, which is this worker."""
+        """Ask the destination to send what it holds to the owner of `ticket`, which is this
+        worker."""
         self._sender.borrow(sequence.key, ticket)
 
     def send_computed(self, sequence: WorkerSequence, start: int, num_new: int) -> None:
@@ -150,7 +152,8 @@ class Handoffs:
     # Prefixes
 
     def serve_prefix(self, sequence: WorkerSequence, asked: LendAsked) -> None:
-        """Send what is here of a sequence that awaits the rest of its KV. Its blocks stay ours until `on_done`."""
+        """Send what is here of a sequence that awaits the rest of its KV. Its blocks stay ours
+        until `on_done`."""
         state, num_tokens = self._state, sequence.num_computed_tokens
         key = f"prefix {asked.ticket_id}"
         if key in state.served_prefixes or not num_tokens:
@@ -199,7 +202,8 @@ class Handoffs:
 
 
 def for_gateway(error: BatonError) -> BatonError:
-    """What a handoff's failure means to the gateway: but for our own faults, another pair of workers may do better."""
+    """What a handoff's failure means to the gateway: but for our own faults, another pair of
+    workers may do better."""
     if isinstance(error, RetriableError | EngineFault):
         return error
     return HandoffFailed(error.message)

@@ -1,5 +1,6 @@
-"""What one gateway has not been told yet. Steps that a slow stream missed travel together in its next message, where each
-sequence has one entry for all of them: a gateway that falls behind gets fewer and longer entries, which cost it less."""
+"""What one gateway has not been told yet. Steps that a slow stream missed travel together in its
+next message, where each sequence has one entry for all of them: a gateway that falls behind gets
+fewer and longer entries, which cost it less."""
 
 from __future__ import annotations
 
@@ -9,12 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from baton.errors import ClientStalled
 from baton.events import AddressedEvent, Tokens, joined
 
-#: Events that may wait for a gateway that does not read, before its stream is ended: those of some seconds of a large worker.
+#: Events that may wait for a gateway that does not read, before its stream is ended: those of some
+#: seconds of a large worker.
 MAX_NUM_EVENTS = 2**18
 
 
 class Outbox:
-    """Filled by the engine loop's deliveries, emptied by the stream's writer; both in one asyncio loop."""
+    """Filled by the engine loop's deliveries, emptied by the stream's writer; both in one asyncio
+    loop."""
 
     def __init__(self) -> None:
         self._events: list[AddressedEvent] = []
@@ -45,9 +48,11 @@ class Outbox:
 
 
 def in_messages(events: Iterable[AddressedEvent]) -> Iterator[list[AddressedEvent]]:
-    """Cut events so that each sequence's stay in order: a message tells changes of state before tokens.
+    """Cut events so that each sequence's stay in order: a message tells changes of state before
+    tokens.
 
-    What a sequence becomes after tokens of an earlier step, a pause above all, needs a message after theirs.
+    What a sequence becomes after tokens of an earlier step, a pause above all, needs a message
+    after theirs.
     """
     changes: list[AddressedEvent] = []
     runs: dict[int, list[Tokens]] = {}

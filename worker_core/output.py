@@ -1,4 +1,5 @@
-"""From what a step drew to what sequences become: tokens are emitted, choices and beams fork, prompts are handed off, outputs end."""
+"""From what a step drew to what sequences become: tokens are emitted, choices and beams fork,
+prompts are handed off, outputs end."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Output:
         outcome: SliceOutcome,
         drafts: tuple[int, ...] = (),
     ) -> None:
-        """A step computed `num_new` more tokens of a sequence, and drew what its slice asked for, also after each draft."""
+        """A step computed `num_new` more tokens of a sequence, and drew what its slice asked for,
+        also after each draft."""
         if isinstance(outcome, BatonError):
             self._handoffs.cancel(sequence, outcome.reason, outcome.message)
             self._state.fail(sequence, outcome)
@@ -79,7 +81,8 @@ class Output:
         )
 
     def _hand_off(self, sequence: WorkerSequence, firsts: tuple[Sample, ...]) -> None:
-        """The prompt is computed: its choices' first tokens are emitted, and go with the KV, unless they end all choices."""
+        """The prompt is computed: its choices' first tokens are emitted, and go with the KV, unless
+        they end all choices."""
         spec = sequence.spec
         if spec.sampling.beam:
             self._handoffs.commit(sequence, firsts)
@@ -106,7 +109,8 @@ class Output:
             self._state.leave(sequence)
 
     def produce_firsts(self, sequence: WorkerSequence, firsts: tuple[Sample, ...]) -> None:
-        """What follows the sequence as it was opened, one sample for each choice. Its choices, or its beams, fork here."""
+        """What follows the sequence as it was opened, one sample for each choice. Its choices, or
+        its beams, fork here."""
         if sequence.spec.sampling.beam:
             self._start_beams(sequence, firsts[0])
         elif sequence.spec.num_choices == 1:
@@ -147,7 +151,8 @@ class Output:
     def _produce(
         self, sequence: WorkerSequence, samples: tuple[Sample, ...], num_drafts: int = 0
     ) -> None:
-        """Add tokens, up to the one that ends the output, and emit them. All but the last were computed as drafts."""
+        """Add tokens, up to the one that ends the output, and emit them. All but the last were
+        computed as drafts."""
         token_index = sequence.num_output_tokens
         token_ids, sampling = sequence.token_ids, sequence.spec.sampling
         num_new, finish = 0, FinishReason.NONE
@@ -177,7 +182,8 @@ class Output:
         self._end_if_over(group)
 
     def _end_if_over(self, group: BeamGroup) -> None:
-        """Emit the outputs of a search that has ended; of fewer outputs than asked for, the rest is empty."""
+        """Emit the outputs of a search that has ended; of fewer outputs than asked for, the rest is
+        empty."""
         if not group.is_over:
             return
         nothing = Tokens(0, (), FinishReason.STOP, score=float("-inf"))

@@ -1,4 +1,5 @@
-"""Taking the blocks of sequences whose turn it is not: they wait in host memory, or are placed anew."""
+"""Taking the blocks of sequences whose turn it is not: they wait in host memory, or are placed
+anew."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class Preemption:
         group.stage = Stage.SWAPPED
 
     def bring_back(self) -> bool:
-        """Give swapped sequences their blocks again, best rank first, while there is room for all that run to grow.
+        """Give swapped sequences their blocks again, best rank first, while there is room for all
+        that run to grow.
 
         Whether any came back.
         """

@@ -1,5 +1,5 @@
-"""Fetching a prefix from a sequence's destination, where that is faster than to compute it: in a conversation the decode
-worker has the KV of what was said before.
+"""Fetching a prefix from a sequence's destination, where that is faster than to compute it: in a
+conversation the decode worker has the KV of what was said before.
 
     the destination's ticket says how much it holds; this worker lacks some of it
     offer a ticket over the blocks of what is lacking ──PrefixFetch──> the destination sends it by a handoff of its own
@@ -20,7 +20,8 @@ from worker_core.handoff import Handoffs
 from worker_core.sequence import Stage, WorkerSequence
 from worker_core.state import CoreState
 
-#: A destination that shows no sign of life for this long, in seconds, is not waited for: the prompt is computed.
+#: A destination that shows no sign of life for this long, in seconds, is not waited for: the prompt
+#: is computed.
 FETCH_LEASE_S = 2.0
 
 
@@ -45,7 +46,8 @@ class PrefixFetches:
         """The sequence, and when it asked."""
 
     def begin(self, sequence: WorkerSequence, destination: Destination) -> None:
-        """Ask for what the destination holds and this worker lacks, unless there is nothing, or it costs more."""
+        """Ask for what the destination holds and this worker lacks, unless there is nothing, or it
+        costs more."""
         num_computed = sequence.num_computed_tokens
         num_held = min(destination.num_held_tokens, sequence.spec.num_tokens - 1)
         num_lacking = num_held - num_computed

@@ -1,8 +1,9 @@
 """Each sequence's way through a worker as telemetry, from the core's commands and events.
 
-Spans of a prompt that is computed here: the wait for blocks, the prefill with a child per chunk, and, if it has a destination,
-the sending of KV until the receiver has it all. Of a sequence that runs here: the transfer from the moment its ticket was
-presented, the commit until it runs, and the decode.
+Spans of a prompt that is computed here: the wait for blocks, the prefill with a child per chunk,
+and, if it has a destination, the sending of KV until the receiver has it all. Of a sequence that
+runs here: the transfer from the moment its ticket was presented, the commit until it runs, and the
+decode.
 """
 
 from __future__ import annotations
@@ -54,9 +55,11 @@ _TicketEnd = TicketCommitted | TicketDead
 class _Sequence:
     """A sequence while it is here. `state`: the last event. Times in seconds of the worker's clock.
 
-    choices: of a sequence with a destination, those that have not ended or been given up; it is one until it leaves.
+    choices: of a sequence with a destination, those that have not ended or been given up; it is one
+    until it leaves.
     sending_s: when the first KV could be sent, once the prompt is computed.
-    sent: when the receiver had all KV, and what was sent, where that was known before the prompt's events.
+    sent: when the receiver had all KV, and what was sent, where that was known before the prompt's
+    events.
     """
 
     spec: SequenceSpec
@@ -152,8 +155,8 @@ class WorkerRecorder:
         self._log.put(command)
 
     def on_step(self, events: Sequence[StreamEvent]) -> None:
-        """The core made a step. An offer of this step precedes the end of its ticket, wherever that was known first; and
-        what a handoff followed, its end."""
+        """The core made a step. An offer of this step precedes the end of its ticket, wherever that
+        was known first; and what a handoff followed, its end."""
         ends: list[tuple[float, _TicketEnd]] = []
         sent: list[tuple[float, SendDone]] = []
         for at_s, command in self._log.take():
@@ -264,7 +267,8 @@ class WorkerRecorder:
                 self._leave_all(key, RequestEvent.FAILED, now_s, error=reason)
 
     def _count_tokens(self, key: _Key, event: Tokens, now_s: float) -> None:
-        """First tokens of a sequence with a destination are counted there, unless they are its last."""
+        """First tokens of a sequence with a destination are counted there, unless they are its
+        last."""
         num_tokens = event.token_index + len(event.samples)
         has_ended = event.finish is not FinishReason.NONE
         first = self._with_destination(key)
@@ -282,7 +286,8 @@ class WorkerRecorder:
             self._leave(key, RequestEvent.FINISHED, now_s, num_tokens=num_tokens)
 
     def _with_destination(self, key: _Key) -> _Key | None:
-        """The first handle of the sequence with a destination that has this handle among its choices'."""
+        """The first handle of the sequence with a destination that has this handle among its
+        choices'."""
         stream, handle = key
         sequence = self._sequences.get(key)
         if sequence:
@@ -299,7 +304,8 @@ class WorkerRecorder:
             del self._sequences[first]
 
     def _choices(self, key: _Key) -> list[_Key]:
-        """The handles that an event under `key` is about: all choices of a sequence that is still one."""
+        """The handles that an event under `key` is about: all choices of a sequence that is still
+        one."""
         stream, handle = key
         return [(stream, handle + choice) for choice in range(self._num_choices.pop(key, 1))]
 

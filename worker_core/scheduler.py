@@ -1,9 +1,11 @@
 """Which sequences a step serves, and which must leave for them. Pure: state in, plan out.
 
-On a decode worker sequences that decode come before sequences that prefill, so that a prompt never holds up running
-answers; on a prefill worker it is the other way round, and the first prompt is finished first. Within each, by rank (priority, then arrival). A sequence that needs a block when none is left takes it from the worst-ranked
-sequence, if that one ranks worse than itself; otherwise it waits with its blocks. So the best-ranked sequence always
-goes on, and every sequence becomes the best-ranked one in the end: no livelock.
+On a decode worker sequences that decode come before sequences that prefill, so that a prompt never
+holds up running answers; on a prefill worker it is the other way round, and the first prompt is
+finished first. Within each, by rank (priority, then arrival). A sequence that needs a block when
+none is left takes it from the worst-ranked sequence, if that one ranks worse than itself; otherwise
+it waits with its blocks. So the best-ranked sequence always goes on, and every sequence becomes the
+best-ranked one in the end: no livelock.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from baton.types import Rank
 
 
 class Schedulable(Protocol):
-    """What the scheduler sees of something that holds blocks and awaits no KV: a sequence, or the beams of one."""
+    """What the scheduler sees of something that holds blocks and awaits no KV: a sequence, or the
+    beams of one."""
 
     @property
     def rank(self) -> Rank: ...
@@ -36,7 +39,8 @@ class Schedulable(Protocol):
 
     @property
     def num_exclusive_blocks(self) -> int:
-        """Blocks that would be available if it left; perhaps too few where others that leave share them."""
+        """Blocks that would be available if it left; perhaps too few where others that leave share
+        them."""
         ...
 
     def num_blocks_to_write(self, num_new: int) -> int:
@@ -57,7 +61,8 @@ class StepPlan(Generic[SequenceT]):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a step may compute. num_prefill_tokens: of sequences that prefill, beside others that decode.
+    """What a step may compute. num_prefill_tokens: of sequences that prefill, beside others that
+    decode.
 
     prompts_first: sequences that prefill are served before those that decode.
     """
@@ -104,7 +109,8 @@ def plan_step(
 def _without(
     grants: Sequence[tuple[SequenceT, int]], preempted: Sequence[SequenceT]
 ) -> Sequence[tuple[SequenceT, int]]:
-    """A prefilling sequence may take blocks from a worse-ranked one that was granted its step already."""
+    """A prefilling sequence may take blocks from a worse-ranked one that was granted its step
+    already."""
     if not preempted:
         return grants
     gone = {id(sequence) for sequence in preempted}

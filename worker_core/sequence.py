@@ -24,10 +24,10 @@ class Stage(enum.Enum):
                           |  +--> SWAPPED             |
                           +---------------------------+  with a destination, at its first tokens
 
-    AWAITING_KV: all its KV comes by a ticket. FETCHING: a prefix of it comes from its destination. A sequence whose
-    prompt is computed here is RUNNING at once. SWAPPED holds no blocks. Any of them may end. CLOSING: given up, or
-    over, while a ticket or a launch may still write to its blocks, or the sender read them; its blocks wait for the
-    last of these.
+    AWAITING_KV: all its KV comes by a ticket. FETCHING: a prefix of it comes from its destination.
+    A sequence whose prompt is computed here is RUNNING at once. SWAPPED holds no blocks. Any of
+    them may end. CLOSING: given up, or over, while a ticket or a launch may still write to its
+    blocks, or the sender read them; its blocks wait for the last of these.
     """
 
     AWAITING_KV = enum.auto()
@@ -41,10 +41,13 @@ class Stage(enum.Enum):
 
 @dataclass(slots=True)
 class LocalPrefillProgress:
-    """How the prompt of a sequence is computed here, until its first tokens. Times in seconds of the engine loop's clock.
+    """How the prompt of a sequence is computed here, until its first tokens. Times in seconds of
+    the engine loop's clock.
 
-    num_sent_layers: layers of the last chunk that were given to the KV sender; a step that runs again skips them.
-    logprobs: of the prompt's tokens but the first, as far as it is computed, if they were asked for.
+    num_sent_layers: layers of the last chunk that were given to the KV sender; a step that runs
+    again skips them.
+    logprobs: of the prompt's tokens but the first, as far as it is computed, if they were asked
+    for.
     """
 
     arrived_s: float
@@ -58,8 +61,8 @@ class LocalPrefillProgress:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Tokens that may follow a sequence's, to be verified. masks: SampleRow.allowed after the last token known, and after each
-    of the drafts."""
+    """Tokens that may follow a sequence's, to be verified. masks: SampleRow.allowed after the last
+    token known, and after each of the drafts."""
 
     token_ids: tuple[int, ...]
     masks: tuple[bytes | None, ...]
@@ -76,13 +79,14 @@ NO_DRAFT = Draft((), (None,))
 class WorkerSequence:
     """Owned by the engine loop. `stream` and `handle` say to whom its events go.
 
-    A sequence of several choices is one until its first tokens; `choices` are those, counted from the first, that were
-    not given up until then.
+    A sequence of several choices is one until its first tokens; `choices` are those, counted from
+    the first, that were not given up until then.
     prefill: None where the KV comes by a ticket, and from the first tokens on.
     destination: where it goes after its first tokens; None if it stays.
-    ticket_id: while its blocks may be written by a ticket. is_sending: while the KV sender may read them.
-    token_ids and num_computed_tokens are what is known, whatever is in flight: what was launched counts from when it is
-    collected. What the scheduler sees, and the next slice, are as they will be then.
+    ticket_id: while its blocks may be written by a ticket. is_sending: while the KV sender may read
+    them. token_ids and num_computed_tokens are what is known, whatever is in flight: what was
+    launched counts from when it is collected. What the scheduler sees, and the next slice, are as
+    they will be then.
     """
 
     min_new_tokens: ClassVar[int] = 1
@@ -101,7 +105,8 @@ class WorkerSequence:
     order: MatcherOrder | None = None
     """None without a grammar."""
     matcher: Matcher | None = None
-    """Of the output up to the last step's token; None until the grammar has been followed, and without one."""
+    """Of the output up to the last step's token; None until the grammar has been followed, and
+    without one."""
     num_launched_tokens: int = 0
     """Of launches that are not collected: their KV is being written, after num_computed_tokens."""
     drawing_row: int | None = None
@@ -111,7 +116,8 @@ class WorkerSequence:
     key: str = field(init=False)
     """Names the sequence in this boot of the worker."""
     runs_ahead: bool = field(init=False)
-    """Whether its next slice may be launched without knowing the token that it begins with: nothing but KV depends on it."""
+    """Whether its next slice may be launched without knowing the token that it begins with: nothing
+    but KV depends on it."""
     width: int = field(init=False)
     """Places in the batch that it takes, or its choices or beams will take here."""
     rank: Rank = field(init=False)
@@ -188,7 +194,8 @@ class WorkerSequence:
         )
 
     def launched(self, num_new: int, drawing_row: int | None) -> None:
-        """The next `num_new` tokens are in flight. drawing_row: of the launch, if it draws the sequence's next token."""
+        """The next `num_new` tokens are in flight. drawing_row: of the launch, if it draws the
+        sequence's next token."""
         self.num_launched_tokens += num_new
         self.drawing_row = drawing_row
 
@@ -208,7 +215,8 @@ class WorkerSequence:
         return self.lease.prepare_write(start, start + num_new)
 
     def follow_grammar(self) -> None:
-        """Bring the matcher up to the last token, and find what may come next. Raises EngineFault if nothing may."""
+        """Bring the matcher up to the last token, and find what may come next. Raises EngineFault
+        if nothing may."""
         if self.order is None:
             return
         self.matcher = self.matcher or self.order.matcher()
@@ -224,7 +232,8 @@ class WorkerSequence:
         return Draft(proposed[: len(masks) - 1], masks)
 
     def slices(self, num_new: int, draft: Draft | None) -> tuple[SequenceSlice]:
-        """One: the next `num_new` tokens, sampled from if they are the last ones known; then after each draft, too.
+        """One: the next `num_new` tokens, sampled from if they are the last ones known; then after
+        each draft, too.
 
         What may come next has been found.
         """

@@ -82,7 +82,8 @@ class SequenceServicer(sequence_service_pb2_grpc.SequenceServiceServicer):
         requests: AsyncIterator[sequence_service_pb2.ServeRequest],
         outbox: Outbox,
     ) -> None:
-        """Submit a stream's commands until it ends. Raises InvalidRequest if a handle is used twice."""
+        """Submit a stream's commands until it ends. Raises InvalidRequest if a handle is used
+        twice."""
         last_handle = -1
         try:
             async for request in requests:
@@ -113,7 +114,8 @@ class SequenceServicer(sequence_service_pb2_grpc.SequenceServiceServicer):
     def _open(
         self, stream: int, message: sequence_service_pb2.OpenSequence, outbox: Outbox
     ) -> None:
-        """Submit a sequence, its ticket presented before: a step may take longer than the ticket's owner waits for that."""
+        """Submit a sequence, its ticket presented before: a step may take longer than the ticket's
+        owner waits for that."""
         if not self._has_room():
             outbox.put((message.handle, Deferred("the engine loop's inbox is full")))
             return

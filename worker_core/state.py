@@ -1,4 +1,5 @@
-"""What a worker holds: its sequences and beams, their blocks, and the events that are still to be reported."""
+"""What a worker holds: its sequences and beams, their blocks, and the events that are still to be
+reported."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _rank_of = attrgetter("rank")
 class CoreState:
     """Shared by the parts of the core, in the engine loop's thread.
 
-    Every block is held by a sequence's lease, or its KV by the swap space, until the sequence leaves.
+    Every block is held by a sequence's lease, or its KV by the swap space, until the sequence
+    leaves.
     """
 
     def __init__(
@@ -48,9 +50,11 @@ class CoreState:
         self.num_places = 0
         """Places in the batch that are taken or spoken for: the widths of all."""
         self.num_growing_places = 0
-        """Those of them that take further blocks as their outputs grow: of sequences without a destination."""
+        """Those of them that take further blocks as their outputs grow: of sequences without a
+        destination."""
         self.num_decoding = 0
-        """Those that got a token in each step, when the last one was planned. Not counted anew for each that comes in."""
+        """Those that got a token in each step, when the last one was planned. Not counted anew for
+        each that comes in."""
         self._events: list[StreamEvent] = []
 
     def __len__(self) -> int:
@@ -133,9 +137,11 @@ class CoreState:
         self.leave(group)
 
     def leave(self, group: SequenceGroup) -> None:
-        """Give the blocks back; what was computed stays findable as a prefix until the memory is needed.
+        """Give the blocks back; what was computed stays findable as a prefix until the memory is
+        needed.
 
-        Blocks that somebody may still write or read are given back when he is done, and the sequence leaves again.
+        Blocks that somebody may still write or read are given back when he is done, and the
+        sequence leaves again.
         """
         if isinstance(group, BeamGroup):
             self.forget(group)

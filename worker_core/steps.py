@@ -1,15 +1,17 @@
-"""Steps of a worker: what was granted becomes a batch, the engine computes it, and the samples become tokens.
+"""Steps of a worker: what was granted becomes a batch, the engine computes it, and the samples
+become tokens.
 
-A step may be launched while the one before it is still computed, so that the device does not wait while tokens are handed
-out. What it begins with then is not known here yet: the device takes it from the launch before (SequenceSlice.follows). This is
-done if nothing but KV depends on those tokens, of any group of the step; every other step begins when the one before is
-collected.
+A step may be launched while the one before it is still computed, so that the device does not wait
+while tokens are handed out. What it begins with then is not known here yet: the device takes it
+from the launch before (SequenceSlice.follows). This is done if nothing but KV depends on those
+tokens, of any group of the step; every other step begins when the one before is collected.
 
     plan n+1 --> launch n+1 --> collect n --> hand out its tokens --> plan n+2 ...
 
-Between the core's steps at most one launch is in flight. Whoever hands off, swaps or preempts sequences collects it first. What is
-known of a sequence is as of the last collect. A sequence that is over while a launch still writes its blocks keeps them until
-that is collected, and what it drew for it is thrown away. So is a whole launch if it fails, or the one before it does: its sequences
+Between the core's steps at most one launch is in flight. Whoever hands off, swaps or preempts
+sequences collects it first. What is known of a sequence is as of the last collect. A sequence that
+is over while a launch still writes its blocks keeps them until that is collected, and what it drew
+for it is thrown away. So is a whole launch if it fails, or the one before it does: its sequences
 are as they were, and the next step is run alone, where the fault is charged.
 """
 
@@ -48,7 +50,8 @@ class _Flight:
 
 @dataclass(frozen=True, slots=True)
 class _StepSize:
-    """New tokens of a step: of sequences that decode, drafts and beams among them, and of prompts."""
+    """New tokens of a step: of sequences that decode, drafts and beams among them, and of
+    prompts."""
 
     num_decode_tokens: int
     num_prefill_tokens: int
@@ -91,7 +94,8 @@ class Steps:
         """Steps that were collected."""
 
     def may_launch(self, running: Sequence[SequenceGroup]) -> bool:
-        """Whether a step of these may be launched before the one before it is collected, and be in flight itself."""
+        """Whether a step of these may be launched before the one before it is collected, and be in
+        flight itself."""
         return (
             self._launches_ahead
             and not self._has_failed
@@ -99,7 +103,8 @@ class Steps:
         )
 
     def run(self, granted: Grants) -> bool:
-        """Compute what was granted, as far as there are blocks, when nothing is in flight. Whether there was anything to do."""
+        """Compute what was granted, as far as there are blocks, when nothing is in flight. Whether
+        there was anything to do."""
         grants, copies = self._with_room(self._with_grammar(granted))
         if not grants:
             return False
@@ -121,7 +126,8 @@ class Steps:
         return True
 
     def launch(self, granted: Grants) -> bool:
-        """Launch what was granted, as far as there are blocks; collect what was in flight. Whether there was anything to do."""
+        """Launch what was granted, as far as there are blocks; collect what was in flight. Whether
+        there was anything to do."""
         able, copies = self._with_room(granted)
         grants = tuple((m, num_new) for m, num_new in able if isinstance(m, WorkerSequence))
         if not grants:
@@ -151,7 +157,8 @@ class Steps:
         return flight is not None
 
     def _land(self, flight: _Flight) -> None:
-        """Hand out what a launch drew; or throw it away, and what was launched after it, if it failed."""
+        """Hand out what a launch drew; or throw it away, and what was launched after it, if it
+        failed."""
         self._beat(flight.size.num_tokens)
         outcomes = try_collect(flight.launched)
         begin_s = max(flight.begin_s, self._collected_s)
@@ -198,7 +205,8 @@ class Steps:
                 group.prefill.chunks.append(ChunkTime(begin_s, self._collected_s, num_new))
 
     def _layers_done(self, size: _StepSize, grants: Grants) -> LayersDone:
-        """Called within a step: it goes on, and KV of a prompt's last chunk leaves layer group by layer group."""
+        """Called within a step: it goes on, and KV of a prompt's last chunk leaves layer group by
+        layer group."""
         num_tokens = size.num_tokens
         last_chunks = [
             (group, num_new)
@@ -217,7 +225,8 @@ class Steps:
         return layers_done
 
     def _with_grammar(self, granted: Grants) -> Grants:
-        """Find what may come next of those that were granted a step. Those that cannot go on fail, and are left out."""
+        """Find what may come next of those that were granted a step. Those that cannot go on fail,
+        and are left out."""
         able = []
         for grant in granted:
             group, _ = grant
@@ -235,7 +244,8 @@ class Steps:
     def _with_room(
         self, granted: Grants
     ) -> tuple[list[tuple[SequenceGroup, int]], tuple[BlockCopy, ...]]:
-        """The grants whose tokens there are blocks for, and what must be copied before they are written."""
+        """The grants whose tokens there are blocks for, and what must be copied before they are
+        written."""
         grants: list[tuple[SequenceGroup, int]] = []
         copies: list[BlockCopy] = []
         for grant in granted:
@@ -270,7 +280,8 @@ def _size(grants: Grants, batch: Batch) -> _StepSize:
 
 
 def _take_off(grants: Sequence[tuple[WorkerSequence, int]], parts: Sequence[SequenceSlice]) -> None:
-    """Mark sequences as in flight, with the rows of the launch, over all its slices, that draw for them."""
+    """Mark sequences as in flight, with the rows of the launch, over all its slices, that draw for
+    them."""
     num_rows = 0
     for (group, num_new), part in zip(grants, parts, strict=True):
         group.launched(num_new, num_rows if part.rows else None)

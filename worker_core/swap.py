@@ -1,4 +1,5 @@
-"""Host memory that the KV of preempted sequences waits in: the handoff's pack and unpack, with a local destination."""
+"""Host memory that the KV of preempted sequences waits in: the handoff's pack and unpack, with a
+local destination."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class SwapSpace:
         return self.num_bytes + self.num_bytes_of(num_tokens) <= self._max_num_bytes
 
     def put(self, key: Hashable, block_ids: Sequence[int], num_tokens: int) -> None:
-        """Copy the KV of the first `num_tokens` tokens of a block table. There must be room; the key must be new."""
+        """Copy the KV of the first `num_tokens` tokens of a block table. There must be room; the
+        key must be new."""
         layout = self._kv.layout
         blocks = []
         for first in range(0, num_tokens, layout.block_size):
@@ -58,7 +60,8 @@ class SwapSpace:
         self.num_swaps += 1
 
     def take(self, key: Hashable, block_ids: Sequence[int], num_held_tokens: int) -> None:
-        """Copy the KV back, but for the first `num_held_tokens` tokens, whole blocks that are there; then forget it."""
+        """Copy the KV back, but for the first `num_held_tokens` tokens, whole blocks that are
+        there; then forget it."""
         layout = self._kv.layout
         swapped = self._swapped[key]
         num_held = num_held_tokens // layout.block_size

@@ -36,8 +36,9 @@ from worker_core.service import SequenceServicer
 from worker_core.speculation.interface import NoSpeculation, Speculation
 from worker_core.swap import SwapSpace
 
-#: Objects that a step makes for each of its sequences and that live until it is over, or until the next one is: grant,
-#: slice, row, samples, event, and the tuples around them; and as many again for a step launched ahead.
+#: Objects that a step makes for each of its sequences and that live until it is over, or until the
+#: next one is: grant, slice, row, samples, event, and the tuples around them; and as many again for
+#: a step launched ahead.
 _OBJECTS_PER_SEQUENCE = 32
 
 
@@ -45,7 +46,8 @@ _OBJECTS_PER_SEQUENCE = 32
 class TierSetup:
     """What a tier adds to the worker core.
 
-    max_num_launches: steps that the engine may have been given at once. swap_bytes: host memory for preempted sequences.
+    max_num_launches: steps that the engine may have been given at once. swap_bytes: host memory for
+    preempted sequences.
     policy_of: how it decides in a role. wire_dtype: type that KV travels in to this worker.
     """
 
@@ -63,7 +65,8 @@ async def serve_worker(
     stop: asyncio.Event,
     on_ready: Callable[[ReadyReport], None],
 ) -> None:
-    """Serve until `stop`. load_tier: blocks; it is called in a thread, once the ports are known to be free."""
+    """Serve until `stop`. load_tier: blocks; it is called in a thread, once the ports are known to
+    be free."""
     clock = PhaseClock()
     check_bindable(options.host, options.port)
     kv_secret = read_kv_secret(options.kv_secret_file)
@@ -172,8 +175,9 @@ async def serve_worker(
 def collect_garbage_less_often(max_num_seqs: int) -> None:
     """Have the youngest generation hold what steps of so many sequences make.
 
-    Python looks at all objects of a generation each time it has grown by so many, 700 by default. A step of thousands of
-    sequences makes tens of thousands, and none of them is garbage before it ends.
+    Python looks at all objects of a generation each time it has grown by so many, 700 by default. A
+    step of thousands of sequences makes tens of thousands, and none of them is garbage before it
+    ends.
     """
     youngest, *others = gc.get_threshold()
     gc.set_threshold(max(youngest, _OBJECTS_PER_SEQUENCE * max_num_seqs), *others)

@@ -12,7 +12,8 @@ from baton.cache.pool import BlockLease, BlockPool
 class BlockOwner:
     """One lease and what it is for.
 
-    stage: where its sequence or prompt is in its life here, in lower case. ticket_id: 0 if no ticket is open for it.
+    stage: where its sequence or prompt is in its life here, in lower case. ticket_id: 0 if no
+    ticket is open for it.
     """
 
     request_id: str
@@ -24,7 +25,8 @@ class BlockOwner:
 
 @dataclass(frozen=True, slots=True)
 class BlockLedger:
-    """All blocks of a pool at one moment. Each is free, cached, of one owner or more (a common prefix), or an orphan."""
+    """All blocks of a pool at one moment. Each is free, cached, of one owner or more (a common
+    prefix), or an orphan."""
 
     free: tuple[int, ...]
     cached: tuple[int, ...]
@@ -34,7 +36,8 @@ class BlockLedger:
 
 @dataclass(frozen=True, slots=True)
 class ListBlocks:
-    """A command to a tier's core: tell the ledger. `reply` is called in the engine loop's thread."""
+    """A command to a tier's core: tell the ledger. `reply` is called in the engine loop's
+    thread."""
 
     reply: Callable[[BlockLedger], None]
 
@@ -50,7 +53,8 @@ def take_ledger(pool: BlockPool, owners: Iterable[BlockOwner]) -> BlockLedger:
 
 
 def num_orphan_blocks(pool: BlockPool, leases: Iterable[BlockLease]) -> int:
-    """Leased blocks that none of `leases` has. Quick as long as there are none: then no lease is missing."""
+    """Leased blocks that none of `leases` has. Quick as long as there are none: then no lease is
+    missing."""
     known = tuple(leases)
     if len(known) == pool.num_leases:
         return 0

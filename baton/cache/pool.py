@@ -1,4 +1,5 @@
-"""The block pool: every KV block of a worker is free, cached or leased, and a lease is owned exactly once.
+"""The block pool: every KV block of a worker is free, cached or leased, and a lease is owned
+exactly once.
 
         take                     release, prefix not indexed
 free ─────────▶ leased ──────────────────────────────────────▶ free
@@ -6,9 +7,10 @@ free ─────────▶ leased ────────────�
     prefix hit   │   ▼
                  cached ─── evicted, least recently used first ─▶ leased by the taker
 
-A block may appear in several leases: as part of a common prefix that was found, or of one that was forked. It stays
-leased until the last of them is released, and nobody writes it while it is shared: `prepare_write` gives the writer a
-block of its own first (copy-on-write). One thread, the engine loop's, uses a pool.
+A block may appear in several leases: as part of a common prefix that was found, or of one that was
+forked. It stays leased until the last of them is released, and nobody writes it while it is shared:
+`prepare_write` gives the writer a block of its own first (copy-on-write). One thread, the engine
+loop's, uses a pool.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def num_cached_tokens(self, tenant: bytes, token_ids: Sequence[int]) -> int:
-        """Leading tokens of a sequence that a lease of it would find computed; the last token never counts."""
+        """Leading tokens of a sequence that a lease of it would find computed; the last token never
+        counts."""
         return len(self._match(tenant, token_ids)) * self.block_size
 
     def lease(
@@ -89,8 +92,9 @@ class BlockPool:
     ) -> BlockLease | None:
         """Blocks for `num_tokens` tokens that begin with `token_ids`; None if there is no room now.
 
-        Blocks that hold a known prefix are shared. At least the last of `token_ids` is left to compute, because its
-        logits are needed. shares_prefixes: False for KV that means nothing outside its own sequence.
+        Blocks that hold a known prefix are shared. At least the last of `token_ids` is left to
+        compute, because its logits are needed. shares_prefixes: False for KV that means nothing
+        outside its own sequence.
         """
         shared = self._match(tenant, token_ids) if shares_prefixes else []
         num_fresh = self.num_blocks_for(num_tokens) - len(shared)
@@ -128,7 +132,8 @@ class BlockPool:
         return num_blocks - num_kept
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless each block is in exactly one state and reference counts match the leases."""
+        """Raises AssertionError unless each block is in exactly one state and reference counts
+        match the leases."""
         expected = [0] * self.num_blocks
         for lease in self._leases.values():
             for block_id in lease.block_ids:
@@ -180,7 +185,8 @@ class BlockPool:
 
 
 class BlockLease:
-    """Ownership of the blocks of one sequence, in the order of its block table. Given back exactly once."""
+    """Ownership of the blocks of one sequence, in the order of its block table. Given back exactly
+    once."""
 
     __slots__ = (
         "_block_ids",
@@ -208,8 +214,9 @@ class BlockLease:
         self._last_key = last_key
         self._shares_prefixes = shares_prefixes
         self._is_live = True
-        # Tokens [own_start, own_end) are known to lie in blocks of nobody else: what is written next mostly does, and a
-        # step that asks so of each of its sequences looks at no block. An empty range claims nothing.
+        # Tokens [own_start, own_end) are known to lie in blocks of nobody else: what is written
+        # next mostly does, and a step that asks so of each of its sequences looks at no block. An
+        # empty range claims nothing.
         self._own_start = self._own_end = 0
         pool._leases[id(self)] = self
 
@@ -236,7 +243,8 @@ class BlockLease:
         return sum(1 for block_id in self._block_ids if references[block_id] == 1)
 
     def num_blocks_to_write(self, start: int, end: int) -> int:
-        """Blocks that writing tokens [start, end) takes from the pool: missing ones, and own copies of shared ones."""
+        """Blocks that writing tokens [start, end) takes from the pool: missing ones, and own copies
+        of shared ones."""
         if self._own_start <= start and end <= self._own_end:
             return 0
         num_missing = self._pool.num_blocks_for(end) - len(self._block_ids)
@@ -245,7 +253,8 @@ class BlockLease:
     def prepare_write(self, start: int, end: int) -> tuple[BlockCopy, ...] | None:
         """Make tokens [start, end) writable; None, and nothing changed, if there is no room now.
 
-        The caller makes the copies returned before it writes, and before anyone else writes their sources.
+        The caller makes the copies returned before it writes, and before anyone else writes their
+        sources.
         """
         self._check()
         if self._own_start <= start and end <= self._own_end:
@@ -282,13 +291,15 @@ class BlockLease:
         )
 
     def _shared_indices(self, start: int, end: int) -> list[int]:
-        """Places in the block table, among those of tokens [start, end), of blocks that others hold too."""
+        """Places in the block table, among those of tokens [start, end), of blocks that others hold
+        too."""
         size, references = self._pool.block_size, self._pool._references
         indices = range(start // size, min(self._pool.num_blocks_for(end), len(self._block_ids)))
         return [index for index in indices if references[self._block_ids[index]] > 1]
 
     def index(self, token_ids: Sequence[int], num_computed: int) -> None:
-        """Let others find the full blocks among the first `num_computed` tokens, whose KV must be complete."""
+        """Let others find the full blocks among the first `num_computed` tokens, whose KV must be
+        complete."""
         self._check()
         pool, size = self._pool, self._pool.block_size
         if not self._shares_prefixes:

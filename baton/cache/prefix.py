@@ -1,8 +1,9 @@
 """Which full blocks hold which prefix: a chain of keyed hashes, one link per block.
 
-The key of a block digests its tokens and the key of the block before it, under a secret of this boot and the tenant,
-so that equal keys mean equal prefixes, tenants never meet, and nobody outside can predict a key. Tokens are compared
-on a hit all the same: a collision costs a miss, never a wrong answer.
+The key of a block digests its tokens and the key of the block before it, under a secret of this
+boot and the tenant, so that equal keys mean equal prefixes, tenants never meet, and nobody outside
+can predict a key. Tokens are compared on a hit all the same: a collision costs a miss, never a
+wrong answer.
 """
 
 from __future__ import annotations

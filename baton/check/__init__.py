@@ -1,1 +1,2 @@
-"""`baton check`: prove on the user's own model that two tiers give token for token what one process gives."""
+"""`baton check`: prove on the user's own model that two tiers give token for token what one process
+gives."""

@@ -1,4 +1,5 @@
-"""The requests of a check: mixed lengths, shared prefixes, every way to choose tokens, all drawn from one seed."""
+"""The requests of a check: mixed lengths, shared prefixes, every way to choose tokens, all drawn
+from one seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Runs the same requests through one process and through two tiers of several shapes, and compares every token."""
+"""Runs the same requests through one process and through two tiers of several shapes, and compares
+every token."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ Outputs = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One way to serve the model: its name, the options that make it, and how many requests run at once."""
+    """One way to serve the model: its name, the options that make it, and how many requests run at
+    once."""
 
     name: str
     options: Mapping[str, object]
@@ -35,7 +37,8 @@ class Verdict:
     num_requests: int
     num_tokens: int
     num_handed_over: int
-    """Requests whose KV travelled between the tiers; the others' prompts were held by the decode worker already."""
+    """Requests whose KV travelled between the tiers; the others' prompts were held by the decode
+    worker already."""
     seconds: float
     first_difference: tuple[int, int] | None
 
@@ -49,7 +52,8 @@ REFERENCE = Shape("one process", {"colocated": True, "enable_prefix_caching": Fa
 
 
 def split_shapes(transports: Sequence[str], ranks: tuple[int, int] = (1, 1)) -> tuple[Shape, ...]:
-    """Two-tier shapes: each transport twice, among them equal and unequal block sizes, small chunks, several workers.
+    """Two-tier shapes: each transport twice, among them equal and unequal block sizes, small
+    chunks, several workers.
 
     ranks: tensor parallelism of the prefill and of the decode tier.
     """
@@ -95,7 +99,8 @@ async def check(
     seed: int,
     on_verdict: Callable[[Verdict], None],
 ) -> bool:
-    """Whether every shape's outputs equal the reference's. `options` go to every cluster, a shape's own win."""
+    """Whether every shape's outputs equal the reference's. `options` go to every cluster, a shape's
+    own win."""
     expected, requests = await _reference(options, num_requests, seed)
     is_equal = True
     for shape in shapes:

@@ -1,1 +1,2 @@
-"""The `baton` command. Nothing here imports torch; what a command needs beyond its options is imported when it runs."""
+"""The `baton` command. Nothing here imports torch; what a command needs beyond its options is
+imported when it runs."""

@@ -42,7 +42,8 @@ class WorkerBlocks:
 
 
 def blocks_of(workers: Iterable[WorkerStatus], tls: TlsFiles | None = None) -> list[WorkerBlocks]:
-    """Ask each worker. tls: None for plain text. One that does not answer has an error in its ledger's place."""
+    """Ask each worker. tls: None for plain text. One that does not answer has an error in its
+    ledger's place."""
     return [_ask(worker, tls) for worker in workers]
 
 

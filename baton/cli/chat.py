@@ -76,7 +76,8 @@ def _read(prompt: str) -> str | None:
 
 
 def _print_answer(stream: CompletionStream) -> str:
-    """Print the answer as it comes and return it, or what there was of it when Ctrl-C stopped it."""
+    """Print the answer as it comes and return it, or what there was of it when Ctrl-C stopped
+    it."""
     pieces: list[str] = []
     try:
         for chunk in stream:

@@ -1,4 +1,5 @@
-"""`baton check`: proof, on the user's own model, that two tiers give the tokens that one process gives."""
+"""`baton check`: proof, on the user's own model, that two tiers give the tokens that one process
+gives."""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ class Connection:
 
 
 def connecting(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` as typer shall see it: with one option per part of its parameter `connection`, in that one's place."""
+    """`command` as typer shall see it: with one option per part of its parameter `connection`, in
+    that one's place."""
 
     @wraps(command)
     def run(**given: Any) -> None:

@@ -30,7 +30,8 @@ def doctor(
     ] = "",
     is_json: options.Json = False,
 ) -> None:
-    """Look at Python, torch, ports, shared memory, clock and a model's files. Exit status 1 if serving is impossible."""
+    """Look at Python, torch, ports, shared memory, clock and a model's files. Exit status 1 if
+    serving is impossible."""
     from baton.config import ServeOptions
     from baton.config.load import build_options
     from baton.doctor import DoctorRequest, Level, examine

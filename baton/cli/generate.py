@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class EarlyStop(enum.Enum):
-    """When a search with as many finished outputs as beams may end: once these are likely the best, at once, or once
-    they are sure to be."""
+    """When a search with as many finished outputs as beams may end: once these are likely the best,
+    at once, or once they are sure to be."""
 
     LIKELY = "likely"
     ALWAYS = "always"
@@ -209,7 +209,8 @@ def _as_text(completion: Completion) -> str:
 
 
 def _as_json(completion: Completion) -> dict[str, object]:
-    """The completion as plain values; finish reasons by name, and no score where a search found nothing."""
+    """The completion as plain values; finish reasons by name, and no score where a search found
+    nothing."""
     entry = dataclasses.asdict(completion)
     for choice, told in zip(completion.choices, entry["choices"], strict=True):
         told["finish_reason"] = choice.finish_reason.name.lower()

@@ -19,7 +19,8 @@ def health(
         float, typer.Option("--timeout-s", help="Time to wait for the answer, in seconds.")
     ] = 5.0,
 ) -> None:
-    """Ask a gateway or a worker for its health. Exit status 1 if it does not serve, or does not answer."""
+    """Ask a gateway or a worker for its health. Exit status 1 if it does not serve, or does not
+    answer."""
     with connection.client(timeout_s=timeout_s) as client:
         is_serving = client.health(service)
     typer.echo("serving" if is_serving else "not serving")

@@ -1,4 +1,5 @@
-"""`baton`: the commands, and how their errors end. Each is imported when it is asked for: what one needs is not all light."""
+"""`baton`: the commands, and how their errors end. Each is imported when it is asked for: what one
+needs is not all light."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ EXIT_REFUSED = 2
 #: What typer raises for a command line that does not fit: it has a name only in some versions.
 _UsageError: Any = typer.BadParameter.__base__
 
-#: Commands by name: the module that has it, the function there, and a line for the list of commands.
+#: Commands by name: the module that has it, the function there, and a line for the list of
+#: commands.
 COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
         "serve": (
@@ -61,7 +63,8 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 
 
 class _Commands(TyperGroup):
-    """Tells every error in one line: exit status 2 if nothing was started, 1 if a request failed."""
+    """Tells every error in one line: exit status 2 if nothing was started, 1 if a request
+    failed."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
         return list(COMMANDS)
@@ -79,7 +82,8 @@ class _Commands(TyperGroup):
         return typer.main.get_command(one)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Before the imports of `serve` there is a sign of life: on a busy machine they take a second."""
+        """Before the imports of `serve` there is a sign of life: on a busy machine they take a
+        second."""
         if args and args[0] == "serve" and not {"-h", "--help"} & set(args):
             sys.stdout.write(f"Baton {__version__} is starting\n")
             sys.stdout.flush()

@@ -36,7 +36,8 @@ def quantize(
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Of a Hub id.")] = None,
 ) -> None:
-    """Round or prune the linear layers of MODEL and write a checkpoint that `baton serve` and others read."""
+    """Round or prune the linear layers of MODEL and write a checkpoint that `baton serve` and
+    others read."""
     command = [sys.executable, "-m", "baton.model.quantize", "--scheme", scheme]
     command += ["--output", str(output)]
     if calibration is not None:

@@ -28,8 +28,9 @@ def set_role(
         float, typer.Option("--timeout-s", help="Time to wait for the worker, in seconds.")
     ] = 10.0,
 ) -> None:
-    """Change the tier of a running worker, which a gateway knows. What runs on it runs on, and new requests are placed by
-    the new tier. Exit status 1 if the worker is unknown, or does not answer."""
+    """Change the tier of a running worker, which a gateway knows. What runs on it runs on, and
+    new requests are placed by the new tier. Exit status 1 if the worker is unknown, or does not
+    answer."""
     import grpc
 
     from baton.rpc.channel import sync_channel

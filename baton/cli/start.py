@@ -32,7 +32,8 @@ def check_model(options: ServeOptions) -> None:
 
 
 def _becomes(module: str) -> Callable[[ServiceOptions], NoReturn]:
-    """This process becomes `python -m MODULE`: the CLI imports no tier, and signals reach the service itself."""
+    """This process becomes `python -m MODULE`: the CLI imports no tier, and signals reach the
+    service itself."""
 
     def run(options: ServiceOptions) -> NoReturn:
         sys.stdout.flush()

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S = 10.0
 
-#: Headings, and whether the column holds numbers. flight: requests of the gateway; blocks: owned ones of all;
-#: local: missing tokens of a prompt up to which a decode worker would compute them itself now.
+#: Headings, and whether the column holds numbers. flight: requests of the gateway; blocks: owned
+#: ones of all; local: missing tokens of a prompt up to which a decode worker would compute them
+#: itself now.
 _COLUMNS = (
     ("worker", False),
     ("tier", False),
@@ -52,8 +53,8 @@ def status(
         typer.Option("--blocks", help="Show who has which KV blocks, as the workers report it."),
     ] = False,
 ) -> None:
-    """Show models, workers, load and blocks. Exit status 1 if a model lacks a decode worker that is ready; with --blocks,
-    if a worker does not answer from here or has blocks that nobody owns."""
+    """Show models, workers, load and blocks. Exit status 1 if a model lacks a decode worker that is
+    ready; with --blocks, if a worker does not answer from here or has blocks that nobody owns."""
     with connection.client(timeout_s=_TIMEOUT_S) as client:
         models = client.models()
     if shows_blocks:

@@ -27,8 +27,9 @@ def render_timing(timing: Timing, usage: Usage) -> str:
 
 
 def _prefill_lines(timing: Timing, usage: Usage) -> tuple[str, ...]:
-    """Where the prompt was computed. A decode worker that does it does so among its steps: there is no handoff then, and the
-    time is what the gateway waited for, the step's other sequences included."""
+    """Where the prompt was computed. A decode worker that does it does so among its steps: there is
+    no handoff then, and the time is what the gateway waited for, the step's other sequences
+    included."""
     if not timing.prefill_worker:
         return (
             f"prefill   {usage.prompt_tokens} tokens ({usage.decode_cached_tokens} cached), "

@@ -1,4 +1,5 @@
-"""The SDK: `Client` for threads and `AsyncClient` for asyncio, with the same methods and the same typed errors.
+"""The SDK: `Client` for threads and `AsyncClient` for asyncio, with the same methods and the same
+typed errors.
 
 with Client("127.0.0.1:50051") as client, client.stream("def main():", max_tokens=64) as stream:
     for chunk in stream:

@@ -1,4 +1,5 @@
-"""The client for asyncio. Same methods as Client; what both do is in requests, responses and settings."""
+"""The client for asyncio. Same methods as Client; what both do is in requests, responses and
+settings."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ _R = TypeVar("_R")
 class AsyncClient:
     """A connection to a Baton gateway, for one event loop; an async context manager.
 
-    Every method raises the errors of baton.errors. Arguments as of Client. It connects at its first call, which is to
-    be made in the running loop.
+    Every method raises the errors of baton.errors. Arguments as of Client. It connects at its first
+    call, which is to be made in the running loop.
     """
 
     def __init__(
@@ -101,8 +102,10 @@ class AsyncClient:
     ) -> AsyncCompletionStream:
         """The answer to a prompt, piece by piece. The request is sent at once.
 
-        prompt: text, token ids, or chat messages. params, sampling: how tokens are chosen; the latter win.
-        model: empty for the only one served. priority: lower is sooner. cache_salt: who may share cached prefixes.
+        prompt: text, token ids, or chat messages. params, sampling: how tokens are chosen; the
+        latter win.
+        model: empty for the only one served. priority: lower is sooner. cache_salt: who may share
+        cached prefixes.
         request_id: proposed to the server; drawn if empty. timeout_s: None for the client's.
         """
         request = requests.generate_request(

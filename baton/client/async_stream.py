@@ -24,10 +24,11 @@ from baton.v1 import inference_pb2
 
 
 class AsyncCompletionStream:
-    """The pieces of one answer, as they come. An async iterator, and a context manager whose end cancels the request.
+    """The pieces of one answer, as they come. An async iterator, and a context manager whose end
+    cancels the request.
 
-    Iterating raises the errors of baton.errors. A stream that is forgotten half-read is cancelled when it is collected,
-    and one whose reading task is cancelled at once.
+    Iterating raises the errors of baton.errors. A stream that is forgotten half-read is cancelled
+    when it is collected, and one whose reading task is cancelled at once.
     """
 
     def __init__(
@@ -48,18 +49,21 @@ class AsyncCompletionStream:
 
     @property
     def request_id(self) -> str:
-        """As the server knows it, once the first piece has come; until then as this client proposed it."""
+        """As the server knows it, once the first piece has come; until then as this client proposed
+        it."""
         return self._reader.request_id
 
     async def collect(self) -> Completion:
-        """Read to the end, and put together what this call read. Raises Cancelled if the stream is closed before."""
+        """Read to the end, and put together what this call read. Raises Cancelled if the stream is
+        closed before."""
         chunks = [chunk async for chunk in self]
         if not self._reader.has_ended:
             raise Cancelled("the stream was closed before its end", request_id=self.request_id)
         return responses.completion_of(self.request_id, chunks)
 
     async def close(self) -> None:
-        """Cancel the request unless it has ended. Iterating ends then. May be called again, and by any task."""
+        """Cancel the request unless it has ended. Iterating ends then. May be called again, and by
+        any task."""
         self._end()
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
@@ -70,7 +74,8 @@ class AsyncCompletionStream:
             try:
                 response = await self._call.read()
             except asyncio.CancelledError:
-                # Of the reading task; or of the call, by some task's `close`, which grpc tells in the same way.
+                # Of the reading task; or of the call, by some task's `close`, which grpc tells in
+                # the same way.
                 self._end()
                 if is_task_cancelled():
                     raise
@@ -98,7 +103,8 @@ class AsyncCompletionStream:
         await self.close()
 
     def _open(self, timeout_s: float) -> None:
-        # Read by read(): an unfinished aiter() keeps the call, and by it the connection, alive until the next collection.
+        # Read by read(): an unfinished aiter() keeps the call, and by it the connection, alive
+        # until the next collection.
         self._call = self._start(timeout_s)
         self._cancel = weakref.finalize(self, self._call.cancel)
         # An event loop that is gone at exit has taken its calls with it.

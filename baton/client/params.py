@@ -9,11 +9,12 @@ from typing import Any, Literal, TypedDict, Unpack
 
 @dataclass(frozen=True, slots=True)
 class BeamSearch:
-    """Searches for the most probable outputs instead of sampling, with transformers' names and meanings.
+    """Searches for the most probable outputs instead of sampling, with transformers' names and
+    meanings.
 
-    width: beams kept at each step, 1..64. length_penalty: -10..10; above 0 favours long outputs. early_stopping: with as
-    many finished outputs as beams, end when none is likely to be beaten (False), at once (True), or when none can be
-    ("never").
+    width: beams kept at each step, 1..64. length_penalty: -10..10; above 0 favours long outputs.
+    early_stopping: with as many finished outputs as beams, end when none is likely to be beaten
+    (False), at once (True), or when none can be ("never").
     """
 
     width: int
@@ -23,10 +24,12 @@ class BeamSearch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutput:
-    """A constraint on the output's text: exactly one of these. The server checks it, and names what is wrong with it."""
+    """A constraint on the output's text: exactly one of these. The server checks it, and names what
+    is wrong with it."""
 
     json_schema: Mapping[str, Any] | str | None = None
-    """A JSON document that this JSON Schema describes, its properties in the schema's order. A str is JSON, too."""
+    """A JSON document that this JSON Schema describes, its properties in the schema's order. A str
+    is JSON, too."""
     json_object: bool | None = None
     """True: any JSON object."""
     regex: str | None = None
@@ -81,7 +84,8 @@ class SamplingParams:
     skip_special_tokens: bool | None = None
     """Default True."""
     best_of: int | None = None
-    """Choices to produce, of which the n most probable per token are returned. n..128; default n."""
+    """Choices to produce, of which the n most probable per token are returned. n..128; default
+    n."""
     prompt_logprobs: int | None = None
     """Alternatives reported per position of the prompt, 0..20; default: none are reported."""
     echo: bool | None = None

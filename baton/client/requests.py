@@ -1,4 +1,5 @@
-"""Builds the messages to send. Pure; raises InvalidRequest for what a message cannot carry, naming the field.
+"""Builds the messages to send. Pure; raises InvalidRequest for what a message cannot carry, naming
+the field.
 
 Ranges are the server's to check: there is one validator.
 """
@@ -17,7 +18,8 @@ from baton.client.text import checked_text, wrong
 from baton.v1 import inference_pb2, sampling_pb2
 
 PromptLike: TypeAlias = str | Sequence[int] | Sequence[ChatMessage | Mapping[str, str]]
-"""Text; token ids; or a conversation, each message a ChatMessage or a mapping with "role" and "content"."""
+"""Text; token ids; or a conversation, each message a ChatMessage or a mapping with "role" and
+"content"."""
 
 _SCALARS = tuple(
     field.name

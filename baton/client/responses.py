@@ -114,7 +114,8 @@ class StreamReader:
         return chunk
 
     def end(self) -> None:
-        """The server has ended the stream. Raises BatonError if it is not the end of all choices."""
+        """The server has ended the stream. Raises BatonError if it is not the end of all
+        choices."""
         if not self._is_open or any(self._is_open.values()):
             raise self._broken("ended without a last piece")
         self.has_ended = True

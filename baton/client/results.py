@@ -9,7 +9,8 @@ from baton.types import UNKNOWN_NUMERICS, FinishReason, NumericsClass, TokenLogp
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message of a conversation. role: "system", "user", "assistant" or what else the model's template knows."""
+    """One message of a conversation. role: "system", "user", "assistant" or what else the model's
+    template knows."""
 
     role: str
     content: str
@@ -33,7 +34,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TimeToFirstToken:
-    """What the time to the first token was spent on; see baton.v1.TimeToFirstToken. The parts add up to it."""
+    """What the time to the first token was spent on; see baton.v1.TimeToFirstToken. The parts add
+    up to it."""
 
     tokenize_ms: float = 0.0
     queue_ms: float = 0.0
@@ -77,7 +79,8 @@ class Chunk:
     finish_reason: FinishReason | None = None
     """Set in a choice's last piece."""
     stop: str | int | None = None
-    """The stop string or stop token id that ended the choice; None if the end-of-sequence token or a limit did."""
+    """The stop string or stop token id that ended the choice; None if the end-of-sequence token or
+    a limit did."""
     usage: Usage | None = None
     """Set in the stream's last piece."""
     timing: Timing | None = None
@@ -85,11 +88,13 @@ class Chunk:
     choice: int = 0
     request_id: str = ""
     score: float | None = None
-    """Set in a choice's last piece: a beam's score, or with best_of the mean log probability that chose it."""
+    """Set in a choice's last piece: a beam's score, or with best_of the mean log probability that
+    chose it."""
     prompt_token_ids: tuple[int, ...] = ()
     """With echo, in each choice's first piece, whose text begins with the prompt's."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """If asked for, in the first piece of choice 0: one entry per token of the prompt but the first."""
+    """If asked for, in the first piece of choice 0: one entry per token of the prompt but the
+    first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""What a client was told once, and the rules for metadata, deadlines and retries that follow from it. Pure."""
+"""What a client was told once, and the rules for metadata, deadlines and retries that follow from
+it. Pure."""
 
 from __future__ import annotations
 
@@ -65,11 +66,13 @@ class Settings:
         return cls(address, _timeout(timeout_s), entries, max_retries)
 
     def timeout_or(self, timeout_s: float | None) -> float:
-        """A call's own timeout, or the client's. Raises InvalidRequest if it is not a positive number."""
+        """A call's own timeout, or the client's. Raises InvalidRequest if it is not a positive
+        number."""
         return self.timeout_s if timeout_s is None else _timeout(timeout_s)
 
     def call_metadata(self, request_id: str) -> Metadata:
-        """What a call sends: the client's metadata, the request id, and the caller's trace unless the metadata name one.
+        """What a call sends: the client's metadata, the request id, and the caller's trace unless
+        the metadata name one.
 
         Raises InvalidRequest for a request id that no header can carry.
         """
@@ -94,7 +97,8 @@ class Attempts:
         return max(0.0, self.deadline_s - now_s)
 
     def delay_s(self, error: BatonError, now_s: float) -> float | None:
-        """How long to wait before the next attempt, which is then counted; None if there is to be none."""
+        """How long to wait before the next attempt, which is then counted; None if there is to be
+        none."""
         if not isinstance(error, RetriableError) or self.num_left <= 0:
             return None
         delay_s = error.retry_after_s or 0.0
@@ -110,7 +114,8 @@ def new_request_id() -> str:
 
 
 def checked_metadata(metadata: MetadataLike) -> Metadata:
-    """Raises InvalidRequest naming the entry that gRPC would refuse, or the size if it is too large."""
+    """Raises InvalidRequest naming the entry that gRPC would refuse, or the size if it is too
+    large."""
     pairs = metadata.items() if isinstance(metadata, Mapping) else metadata
     entries = tuple((key, value) for key, value in pairs)
     for key, value in entries:

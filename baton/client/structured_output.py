@@ -15,7 +15,8 @@ _FIELD = "sampling.structured_output"
 
 
 def structured_message(output: StructuredOutput) -> sampling_pb2.StructuredOutput:
-    """The message of one. Raises InvalidRequest for more than one constraint, and for what a message cannot carry."""
+    """The message of one. Raises InvalidRequest for more than one constraint, and for what a
+    message cannot carry."""
     kinds = ("json_schema", "json_object", "regex", "choice", "grammar")
     told = [kind for kind in kinds if getattr(output, kind) is not None]
     if len(told) > 1:

@@ -1,4 +1,5 @@
-"""The client for threads. Same methods as AsyncClient; what both do is in requests, responses and settings."""
+"""The client for threads. Same methods as AsyncClient; what both do is in requests, responses and
+settings."""
 
 from __future__ import annotations
 
@@ -34,14 +35,17 @@ _R = TypeVar("_R")
 
 
 class Client:
-    """A connection to a Baton gateway. Thread-safe; a context manager. Every method raises the errors of baton.errors.
+    """A connection to a Baton gateway. Thread-safe; a context manager. Every method raises the
+    errors of baton.errors.
 
     address: host:port of the gateway.
     timeout_s: of each call that names none of its own, retries included.
     metadata: sent with every call.
-    max_retries: how often a call is tried again if the server says that it may succeed later, after the time it asks
+    max_retries: how often a call is tried again if the server says that it may succeed later, after
+    the time it asks
         for, and as long as nothing of the answer has come.
-    tls: files by which the two ends know each other; TlsFiles() trusts the usual roots. None for plain text.
+    tls: files by which the two ends know each other; TlsFiles() trusts the usual roots. None for
+    plain text.
     api_key: shown with every call; only ever together with tls where others can listen.
     """
 
@@ -104,8 +108,10 @@ class Client:
     ) -> CompletionStream:
         """The answer to a prompt, piece by piece. The request is sent at once.
 
-        prompt: text, token ids, or chat messages. params, sampling: how tokens are chosen; the latter win.
-        model: empty for the only one served. priority: lower is sooner. cache_salt: who may share cached prefixes.
+        prompt: text, token ids, or chat messages. params, sampling: how tokens are chosen; the
+        latter win.
+        model: empty for the only one served. priority: lower is sooner. cache_salt: who may share
+        cached prefixes.
         request_id: proposed to the server; drawn if empty. timeout_s: None for the client's.
         """
         request = requests.generate_request(

@@ -22,9 +22,11 @@ from baton.v1 import inference_pb2
 
 
 class CompletionStream:
-    """The pieces of one answer, as they come. An iterator, and a context manager whose end cancels the request.
+    """The pieces of one answer, as they come. An iterator, and a context manager whose end cancels
+    the request.
 
-    Iterating raises the errors of baton.errors. A stream that is forgotten half-read is cancelled when it is collected.
+    Iterating raises the errors of baton.errors. A stream that is forgotten half-read is cancelled
+    when it is collected.
     """
 
     def __init__(
@@ -45,18 +47,21 @@ class CompletionStream:
 
     @property
     def request_id(self) -> str:
-        """As the server knows it, once the first piece has come; until then as this client proposed it."""
+        """As the server knows it, once the first piece has come; until then as this client proposed
+        it."""
         return self._reader.request_id
 
     def collect(self) -> Completion:
-        """Read to the end, and put together what this call read. Raises Cancelled if the stream is closed before."""
+        """Read to the end, and put together what this call read. Raises Cancelled if the stream is
+        closed before."""
         chunks = list(self)
         if not self._reader.has_ended:
             raise Cancelled("the stream was closed before its end", request_id=self.request_id)
         return responses.completion_of(self.request_id, chunks)
 
     def close(self) -> None:
-        """Cancel the request unless it has ended. Iterating ends then. May be called again, and by any thread."""
+        """Cancel the request unless it has ended. Iterating ends then. May be called again, and by
+        any thread."""
         self._is_closed = True
         self._cancel()
 

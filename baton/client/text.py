@@ -6,7 +6,8 @@ from baton.errors import FieldViolation, InvalidRequest
 
 
 def checked_text(field: str, text: str) -> str:
-    """`text`, if UTF-8 can hold it. Raises InvalidRequest naming the field, the position and the fix if not."""
+    """`text`, if UTF-8 can hold it. Raises InvalidRequest naming the field, the position and the
+    fix if not."""
     if not isinstance(text, str):
         raise wrong(field, text, "must be a str")
     try:

@@ -1,4 +1,5 @@
-"""The caller's trace, so that it goes on in the servers: W3C trace context of the current OpenTelemetry span."""
+"""The caller's trace, so that it goes on in the servers: W3C trace context of the current
+OpenTelemetry span."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ MAX_TRACESTATE_CHARS = 512
 def current_trace() -> tuple[tuple[str, str], ...]:
     """Metadata for a call that is made now; none outside of a span."""
     if "opentelemetry.trace" not in sys.modules:
-        # A span exists only where the program has imported OpenTelemetry, which this package does without.
+        # A span exists only where the program has imported OpenTelemetry, which this package does
+        # without.
         return ()
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

@@ -1,4 +1,5 @@
-"""Options of every command: what they are (*options, fields), how they are read (load), and what their defaults need."""
+"""Options of every command: what they are (*options, fields), how they are read (load), and what
+their defaults need."""
 
 from baton.config.decode_options import DecodeOptions
 from baton.config.engine_options import EngineOptions

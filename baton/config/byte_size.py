@@ -18,9 +18,11 @@ _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_byte_size(value: object) -> object:
-    """The number of bytes that text like "512MiB", "2GB", "1.5G" or "4096" names; other types come back as they are.
+    """The number of bytes that text like "512MiB", "2GB", "1.5G" or "4096" names; other types come
+    back as they are.
 
-    MiB and M are 1024-based, MB and m are 1000-based, likewise for the other letters. Raises ValueError.
+    MiB and M are 1024-based, MB and m are 1000-based, likewise for the other letters. Raises
+    ValueError.
     """
     if not isinstance(value, str):
         return value

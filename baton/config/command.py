@@ -1,7 +1,7 @@
 """Command lines made from options classes, so that a flag and its field cannot drift apart.
 
-Flags are parsed as text and checked by the options class alone; what the user leaves out stays out, so that the
-environment and the configuration file can speak.
+Flags are parsed as text and checked by the options class alone; what the user leaves out stays out,
+so that the environment and the configuration file can speak.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _CONFIG_HELP = (
 
 
 def option_command(cls: type[O], run: Callable[[O], None], doc: str) -> Callable[..., None]:
-    """A function for typer's `command()`: one flag per field of `cls`; it loads the options and calls `run`."""
+    """A function for typer's `command()`: one flag per field of `cls`; it loads the options and
+    calls `run`."""
 
     def command(config: Path | None = None, **flags: object) -> None:
         given = {name: value for name, value in flags.items() if value is not None and value != []}
@@ -48,7 +49,8 @@ def option_command(cls: type[O], run: Callable[[O], None], doc: str) -> Callable
 
 
 def to_arguments(options: Options) -> list[str]:
-    """The command line that gives these options again; defaults that nobody set, and what is private, are left out."""
+    """The command line that gives these options again; defaults that nobody set, and what is
+    private, are left out."""
     arguments = [
         argument
         for name in type(options).model_fields
@@ -62,7 +64,8 @@ def to_arguments(options: Options) -> list[str]:
 
 
 def private_environment(options: Options) -> dict[str, str]:
-    """What of these options goes by a process's environment, since everybody may read command lines."""
+    """What of these options goes by a process's environment, since everybody may read command
+    lines."""
     cls = type(options)
     return {
         ENV_PREFIX + name.upper(): _as_text(getattr(options, name))

@@ -16,8 +16,8 @@ class SpeculationOptions(Options):
     """How decode workers guess tokens ahead, to confirm several in one step."""
 
     speculative_method: Literal["none", "ngram", "draft"] = "ngram"
-    """ngram drafts what followed the last tokens where they occurred before; draft asks --speculative-model; none drafts nothing.
-    The tokens of an answer are the same with each."""
+    """ngram drafts what followed the last tokens where they occurred before; draft asks
+    --speculative-model; none drafts nothing. The tokens of an answer are the same with each."""
     speculative_model: NonEmpty | None = None
     """Draft model, with MODEL's tokenizer: a local directory, or a Hugging Face Hub id."""
     num_speculative_tokens: Count = 8
@@ -46,22 +46,25 @@ class DecodeTierOptions(SpeculationOptions):
     """How decode workers treat their sequences."""
 
     max_local_prefill_tokens: Annotated[int, Field(ge=0)] | None = None
-    """Missing prompt tokens up to which a decode worker computes by itself; if not given, what is measured to be faster."""
+    """Missing prompt tokens up to which a decode worker computes by itself; if not given, what is
+    measured to be faster."""
     max_itl_factor: Annotated[float, Field(gt=1)] = 2.0
-    """Times as long as without that a decode step may take because of a prompt computed beside it."""
+    """Times as long as without that a decode step may take because of a prompt computed beside
+    it."""
     colocated: bool = False
     """Decode workers compute all prompts themselves, and nothing is handed over."""
     swap_space: Annotated[float, Field(ge=0)] = 1.0
-    """Host memory, in GiB, for the KV of preempted sequences; what does not fit is computed anew."""
+    """Host memory, in GiB, for the KV of preempted sequences; what does not fit is computed
+    anew."""
     kv_transfer_dtype: KvDtype = "auto"
-    """Type that KV travels in to decode workers; auto takes the narrower of the two workers' own. fp8 and int8 come with
-    scales and halve the bytes of 16 bits, at some cost in quality."""
+    """Type that KV travels in to decode workers; auto takes the narrower of the two workers' own.
+    fp8 and int8 come with scales and halve the bytes of 16 bits, at some cost in quality."""
     enforce_eager: bool = False
-    """On a GPU, launch each decode step operation by operation instead of replaying a CUDA graph of it. Saves their memory and the
-    time to capture them."""
+    """On a GPU, launch each decode step operation by operation instead of replaying a CUDA graph of
+    it. Saves their memory and the time to capture them."""
     max_cudagraph_capture_size: Count = 512
-    """Most sequences of a decode step that is captured as a CUDA graph, of those that --max-num-seqs allows; larger ones run
-    operation by operation."""
+    """Most sequences of a decode step that is captured as a CUDA graph, of those that
+    --max-num-seqs allows; larger ones run operation by operation."""
 
     @model_validator(mode="after")
     def _check_graphs(self) -> Self:
@@ -73,8 +76,9 @@ class DecodeTierOptions(SpeculationOptions):
         return self
 
     async_scheduling: bool | None = None
-    """Launch a decode step before the tokens of the one before are handed out, so that a device does not wait for that. If not given,
-    on a GPU that need not be asked for drafts: goes with --speculative-method none."""
+    """Launch a decode step before the tokens of the one before are handed out, so that a device
+    does not wait for that. If not given, on a GPU that need not be asked for drafts: goes with
+    --speculative-method none."""
 
     @model_validator(mode="after")
     def _check_async_scheduling(self) -> Self:

@@ -20,25 +20,28 @@ class EngineOptions(ModelOptions):
     oracle_token_us: Annotated[float, Field(ge=0)] = 0.0
     """Time each new token of a step adds to it, of the oracle engine, in microseconds."""
     dtype: Dtype = "auto"
-    """Element type of weights and of what is computed; auto takes the checkpoint's, or float32 on a CPU without kernels for that."""
+    """Element type of weights and of what is computed; auto takes the checkpoint's, or float32 on a
+    CPU without kernels for that."""
     kv_cache_dtype: KvDtype = "auto"
-    """Element type of the KV blocks; auto takes --dtype's. fp8 (e4m3) and int8 hold about twice the tokens of 16 bits, rounded:
-    each head of a token has a scale of its own."""
+    """Element type of the KV blocks; auto takes --dtype's. fp8 (e4m3) and int8 hold about twice the
+    tokens of 16 bits, rounded: each head of a token has a scale of its own."""
     device: Device = "auto"
     """auto, cpu, cuda or cuda:N; auto takes a GPU if there is one."""
     num_threads: Count | None = None
     """CPU threads of the engine, of all its ranks together; all cores if not given."""
     tensor_parallel_size: Count = 1
-    """Processes that share the model, each with a part of every layer and of every token's KV. The two tiers may differ."""
+    """Processes that share the model, each with a part of every layer and of every token's KV. The
+    two tiers may differ."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """Most tokens of a sequence, prompt and output; the model's own limit if not given."""
     block_size: BlockSize = 16
     """Tokens per KV block. The two tiers may differ."""
     kv_cache_memory_bytes: ByteSize | None = None
-    """Memory for KV blocks, such as 512MiB or 2GB; if not given, what --max-num-seqs sequences of --max-model-len tokens
-    need, within --gpu-memory-utilization."""
+    """Memory for KV blocks, such as 512MiB or 2GB; if not given, what --max-num-seqs sequences of
+    --max-model-len tokens need, within --gpu-memory-utilization."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Share of the memory that is free at the start, of any device, that weights, activations and KV blocks may take."""
+    """Share of the memory that is free at the start, of any device, that weights, activations and
+    KV blocks may take."""
     num_gpu_blocks_override: Count | None = None
     """Number of KV blocks (on any device), in place of the one that memory gives."""
     enable_prefix_caching: bool = True
@@ -61,7 +64,8 @@ class EngineOptions(ModelOptions):
 
     @model_validator(mode="after")
     def _check_batch(self) -> Self:
-        """Each running sequence adds a token to a batch, so that a smaller batch would starve the last of them."""
+        """Each running sequence adds a token to a batch, so that a smaller batch would starve the
+        last of them."""
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if tokens < seqs:
             raise ValueError(

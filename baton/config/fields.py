@@ -1,4 +1,5 @@
-"""The kinds of values that options have: how they are read and checked, and what may be shown of them."""
+"""The kinds of values that options have: how they are read and checked, and what may be shown of
+them."""
 
 from __future__ import annotations
 

@@ -41,11 +41,11 @@ class FrontDoorOptions(TlsOptions):
     client_stall_timeout_s: Seconds = 30.0
     """Time, in seconds, that a client may leave a piece unread before its request is ended."""
     ssl_cert_reqs: CertReqs | None = None
-    """Whether clients of the gateway must show a certificate that comes from --ssl-ca-certs; required if not given and that is.
-    0 and 2 say it, too."""
+    """Whether clients of the gateway must show a certificate that comes from --ssl-ca-certs;
+    required if not given and that is. 0 and 2 say it, too."""
     api_key: ApiKeys = Field(default=(), json_schema_extra=SECRET)
-    """Key that clients must show; repeat the option or separate with commas for several. Better given as BATON_API_KEY or by
-    --api-key-file: a command line can be read by others."""
+    """Key that clients must show; repeat the option or separate with commas for several. Better
+    given as BATON_API_KEY or by --api-key-file: a command line can be read by others."""
     api_key_file: NonEmpty | None = None
     """File of further keys that clients may show, one per line."""
 
@@ -76,13 +76,15 @@ class GatewayOptions(
     port: Port = 50051
     """Port to listen on; 0 takes a free one."""
     reuse_port: bool = False
-    """Share the port with other gateways that have this option: the kernel spreads connections over them."""
+    """Share the port with other gateways that have this option: the kernel spreads connections over
+    them."""
     prefill_workers: Addresses = ()
     """Addresses of prefill workers, host:port; repeat the option or separate with commas."""
     decode_workers: Addresses = ()
     """Addresses of decode workers, host:port; repeat the option or separate with commas."""
     workers_fd: FileDescriptor | None = Field(default=None, json_schema_extra=HIDDEN)
-    """File descriptor to read addresses of workers from, a JSON object a line, until its end of file."""
+    """File descriptor to read addresses of workers from, a JSON object a line, until its end of
+    file."""
 
     _also_needed_for_tls: ClassVar[tuple[str, ...]] = ()
 

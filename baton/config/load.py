@@ -1,7 +1,8 @@
 """Reading options: flags, then the environment (BATON_*), then a YAML file, then defaults.
 
-pydantic-settings reads the environment. Its YAML source and its merging of sources are not used: an error names the option
-as the source that set it spells it, and a file may write `block-size` for `block_size`; theirs lose both.
+pydantic-settings reads the environment. Its YAML source and its merging of sources are not used: an
+error names the option as the source that set it spells it, and a file may write `block-size` for
+`block_size`; theirs lose both.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ O = TypeVar("O", bound=Options)  # noqa: E741
 
 
 def flag_of(name: str) -> str:
-    """How the option `name` is spelled on the command line; the model is the one positional argument."""
+    """How the option `name` is spelled on the command line; the model is the one positional
+    argument."""
     return "MODEL" if name == "model" else "--" + name.replace("_", "-")
 
 
@@ -82,7 +84,8 @@ def _is_marked(cls: type[Options], name: str, mark: str) -> bool:
 
 
 def as_told(error: StartupError) -> str:
-    """The message of an error on one line; an option that it names by its field is spelled as on the command line."""
+    """The message of an error on one line; an option that it names by its field is spelled as on
+    the command line."""
     message = " ".join(error.message.split())
     option = error.metadata.get("option", "")
     if option.isidentifier() and option.islower() and message.startswith(f"{option}="):
@@ -112,7 +115,8 @@ def load_options(cls: type[O], flags: Mapping[str, object], config_file: Path | 
 def build_options(
     cls: type[O], values: Mapping[str, object], spellings: Mapping[str, str] | None = None
 ) -> O:
-    """cls(**values), with ConfigError for what pydantic finds wrong; only the first fault is told."""
+    """cls(**values), with ConfigError for what pydantic finds wrong; only the first fault is
+    told."""
     spellings = spellings or {}
     for name, value in values.items():
         field = cls.model_fields.get(name)
@@ -135,7 +139,8 @@ def _from_environment(cls: type[Options]) -> Mapping[str, object]:
             raise ConfigError.of(variable, shown, f"no such option{_suggestion(name, known)}")
     if not any(variable.startswith(ENV_PREFIX) for variable in os.environ):
         return {}
-    # Imports the readers of every source that it knows: no process waits for that which has no such variable.
+    # Imports the readers of every source that it knows: no process waits for that which has no such
+    # variable.
     from pydantic_settings import BaseSettings, EnvSettingsSource
 
     source = EnvSettingsSource(

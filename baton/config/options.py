@@ -1,7 +1,9 @@
-"""The options of every command, each spelled as vLLM spells it where vLLM has it: their base, and those of every process.
+"""The options of every command, each spelled as vLLM spells it where vLLM has it: their base, and
+those of every process.
 
-A field is all there is to an option: its name gives the flag, the environment variable and the YAML key, its type and
-bounds the check, its docstring the help text. Constructing a class reads nothing but its arguments.
+A field is all there is to an option: its name gives the flag, the environment variable and the YAML
+key, its type and bounds the check, its docstring the help text. Constructing a class reads nothing
+but its arguments.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from baton.rpc.tls import TlsFiles
 
 
 class Options(BaseModel):
-    """Base of all: frozen, and closed to unknown names. Environment and files are read by baton.config.load only."""
+    """Base of all: frozen, and closed to unknown names. Environment and files are read by
+    baton.config.load only."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -37,18 +40,21 @@ class Options(BaseModel):
 
 
 class TlsOptions(Options):
-    """TLS of every gRPC port and channel; plain text if nothing is given. Files are read when the process starts."""
+    """TLS of every gRPC port and channel; plain text if nothing is given. Files are read when the
+    process starts."""
 
     ssl_certfile: NonEmpty | None = None
-    """PEM file of this process's certificate, for its port, and for workers that it calls. Needs --ssl-keyfile."""
+    """PEM file of this process's certificate, for its port, and for workers that it calls. Needs
+    --ssl-keyfile."""
     ssl_keyfile: NonEmpty | None = None
     """PEM file of the private key of --ssl-certfile, without a password."""
     ssl_ca_certs: NonEmpty | None = None
-    """PEM file of the certificates that those of peers must come from. Workers need it with --ssl-certfile: they answer only
-    to who shows such a certificate."""
+    """PEM file of the certificates that those of peers must come from. Workers need it with
+    --ssl-certfile: they answer only to who shows such a certificate."""
 
     ssl_server_name: NonEmpty | None = None
-    """Name that certificates of workers are made out to, where it is not the host of their addresses."""
+    """Name that certificates of workers are made out to, where it is not the host of their
+    addresses."""
 
     @property
     def tls(self) -> TlsFiles | None:
@@ -80,16 +86,17 @@ class LivenessOptions(Options):
     """When a worker is given up."""
 
     worker_stall_timeout_s: Annotated[float, Field(ge=1)] = 1.5
-    """Silence of a worker, in seconds, after which its work is placed elsewhere. One whose steps take longer allows itself more."""
+    """Silence of a worker, in seconds, after which its work is placed elsewhere. One whose steps
+    take longer allows itself more."""
 
 
 class NumericsOptions(Options):
     """What becomes of workers that round differently."""
 
     numerics: Literal["mixed", "strict"] = "mixed"
-    """Whether workers of different numerics classes (device and CPU level, dtype, kernel version) may work on one sequence. mixed: they
-    may, and a warning says so. strict: each sequence stays within one class, and a worker that no other of its class can work with is
-    refused."""
+    """Whether workers of different numerics classes (device and CPU level, dtype, kernel version)
+    may work on one sequence. mixed: they may, and a warning says so. strict: each sequence stays
+    within one class, and a worker that no other of its class can work with is refused."""
 
 
 class ServiceOptions(TlsOptions):
@@ -100,21 +107,24 @@ class ServiceOptions(TlsOptions):
     drain_timeout_s: Seconds = 60.0
     """Time, in seconds, that running requests have to end when the process is stopped."""
     metrics_port: Port = 0
-    """Port of the Prometheus exporter, on --host; 0 for none. With baton serve, the first of consecutive ports: gateways,
-    prefill workers, decode workers."""
+    """Port of the Prometheus exporter, on --host; 0 for none. With baton serve, the first of
+    consecutive ports: gateways, prefill workers, decode workers."""
     metrics_compat: Literal["none", "vllm"] = "none"
-    """vllm: publish metrics on that port under vLLM's names, too, so that boards made for it work."""
+    """vllm: publish metrics on that port under vLLM's names, too, so that boards made for it
+    work."""
     ready_fd: FileDescriptor | None = Field(default=None, json_schema_extra=HIDDEN)
     """File descriptor to write one JSON line to when the process is ready or cannot start."""
     parent_fd: FileDescriptor | None = Field(default=None, json_schema_extra=HIDDEN)
-    """File descriptor of a pipe whose end of file means that the supervisor is gone: the process stops then."""
+    """File descriptor of a pipe whose end of file means that the supervisor is gone: the process
+    stops then."""
 
 
 class RegistryOptions(Options):
     """Where workers and gateways find each other."""
 
     registry: RegistryUrl | None = Field(default=None, json_schema_extra=PRIVATE)
-    """Redis by which gateways find workers, redis://host:port/db; not needed where their addresses are given."""
+    """Redis by which gateways find workers, redis://host:port/db; not needed where their addresses
+    are given."""
 
 
 class ModelOptions(Options):

@@ -41,12 +41,13 @@ class ServeOptions(
     decode_block_size: BlockSize | None = None
     """Tokens per KV block in the decode tier; --block-size if not given."""
     prefill_tensor_parallel_size: Count | None = None
-    """Processes that share the model in each prefill worker; --tensor-parallel-size if not given."""
+    """Processes that share the model in each prefill worker; --tensor-parallel-size if not
+    given."""
     decode_tensor_parallel_size: Count | None = None
     """Processes that share the model in each decode worker; --tensor-parallel-size if not given."""
     prefill_gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of --gpu-memory-utilization's that goes to the prefill tier, where both tiers are on one device; if not given, all
-    workers have alike."""
+    """Share of --gpu-memory-utilization's that goes to the prefill tier, where both tiers are on
+    one device; if not given, all workers have alike."""
 
     @model_validator(mode="after")
     def _check_memory(self) -> Self:

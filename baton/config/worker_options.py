@@ -28,9 +28,9 @@ class PeerOptions(TlsOptions):
     """Whom workers work with."""
 
     ssl_peer_names: PeerNames = ()
-    """Name that certificates of gateways and of other workers carry, as DNS name or URI of subjectAltName; repeat the option or
-    separate with commas for several. Who shows none of them is refused; if none is given, every certificate that comes from
-    --ssl-ca-certs will do."""
+    """Name that certificates of gateways and of other workers carry, as DNS name or URI of
+    subjectAltName; repeat the option or separate with commas for several. Who shows none of them is
+    refused; if none is given, every certificate that comes from --ssl-ca-certs will do."""
 
     @model_validator(mode="after")
     def _check_peer_names(self) -> Self:
@@ -43,19 +43,20 @@ class HandoffOptions(Options):
     """How workers pass sequences on."""
 
     kv_transport: Transport = "auto"
-    """How KV travels; auto takes memory of GPUs between processes of one host with KV on GPUs (cuda_ipc), else shared memory between
-    processes of one host, else TCP. nixl is for RDMA and needs the library of that name."""
+    """How KV travels; auto takes memory of GPUs between processes of one host with KV on GPUs
+    (cuda_ipc), else shared memory between processes of one host, else TCP. nixl is for RDMA and
+    needs the library of that name."""
     kv_num_lanes: Annotated[int, Field(ge=1, le=16)] = 1
-    """Most connections from one worker to another. Handoffs that are under way at the same time share them out: one connection is
-    enough where one stream fills the network."""
+    """Most connections from one worker to another. Handoffs that are under way at the same time
+    share them out: one connection is enough where one stream fills the network."""
     ticket_lease_s: Seconds = 30.0
     """Silence of a sender, in seconds, after which its reservation is given up."""
     ticket_offer_s: Seconds = 10.0
-    """How long a reservation waits for its sender to come, in seconds. A sender comes when it is given a prompt, not when the
-    prompt's turn has come."""
+    """How long a reservation waits for its sender to come, in seconds. A sender comes when it is
+    given a prompt, not when the prompt's turn has come."""
     kv_secret_file: NonEmpty | None = None
-    """File of a secret that all workers share, such as openssl rand -hex 32 makes: KV goes only between workers that have it, and
-    carries digests under it."""
+    """File of a secret that all workers share, such as openssl rand -hex 32 makes: KV goes only
+    between workers that have it, and carries digests under it."""
 
 
 class WorkerOptions(
@@ -78,15 +79,16 @@ class WorkerOptions(
     worker_id: NonEmpty | None = None
     """Name of the worker, unique among all; tier-hostname-pid if not given."""
     kv_host: NonEmpty = "127.0.0.1"
-    """Address that this worker's KV channel listens on, and under which other workers reach it if --kv-advertise-address is not
-    given."""
+    """Address that this worker's KV channel listens on, and under which other workers reach it if
+    --kv-advertise-address is not given."""
     kv_port: Port = 0
     """Port of the KV channel over TCP; 0 takes a free one."""
     kv_advertise_address: Address | None = None
-    """Address, host:port, under which other workers reach this one's KV channel, where a NAT or a proxy stands before --kv-host and
-    --kv-port."""
+    """Address, host:port, under which other workers reach this one's KV channel, where a NAT or a
+    proxy stands before --kv-host and --kv-port."""
     advertise_host: NonEmpty | None = None
-    """Host that the registry names this worker by; if not given, --host, or for 0.0.0.0 this machine's name."""
+    """Host that the registry names this worker by; if not given, --host, or for 0.0.0.0 this
+    machine's name."""
 
     @property
     def worker_name(self) -> str:

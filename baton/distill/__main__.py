@@ -1,4 +1,5 @@
-"""`python -m baton.distill`: what `baton distill` becomes, so that the command line stays without torch."""
+"""`python -m baton.distill`: what `baton distill` becomes, so that the command line stays without
+torch."""
 
 from __future__ import annotations
 

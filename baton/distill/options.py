@@ -17,7 +17,8 @@ class DistillOptions(Options):
     target: NonEmpty
     """Model to learn from: a local directory, or a Hugging Face Hub id."""
     data: Path
-    """Text like what the target will be asked to write: a file of text, or of JSON lines with a field "text"."""
+    """Text like what the target will be asked to write: a file of text, or of JSON lines with a
+    field "text"."""
     output: Path
     """Directory that receives the draft model."""
     minutes: Annotated[float, Field(gt=0)] = 15.0

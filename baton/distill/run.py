@@ -45,7 +45,8 @@ def distill(
     clock: Callable[[], float],
     on_step: Callable[[Progress, float], None],
 ) -> dict[str, float]:
-    """Train and write the draft model; its figures on text held out. Raises ConfigError and ModelError."""
+    """Train and write the draft model; its figures on text held out. Raises ConfigError and
+    ModelError."""
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]

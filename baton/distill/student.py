@@ -73,8 +73,9 @@ def round_weights(model: nn.Module) -> None:
 def draft_figures(
     target: nn.Module, student: nn.Module, windows: Sequence[Tensor]
 ) -> dict[str, float]:
-    """Over windows [tokens] of text that was not trained on: acceptance, the mean of sum(min(p, q)) at temperature 1, and
-    top1_agreement, the share of places where both find the same token likeliest."""
+    """Over windows [tokens] of text that was not trained on: acceptance, the mean of sum(min(p, q))
+    at temperature 1, and top1_agreement, the share of places where both find the same token
+    likeliest."""
     accepted = agreed = num_tokens = 0.0
     for window in windows:
         p = logits_of(target, window[None]).softmax(-1)

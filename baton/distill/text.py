@@ -35,7 +35,8 @@ def _text_of(path: Path, number: int, line: str) -> str:
 
 
 def token_stream(tokenizer: Tokenizer, documents: Sequence[str], end_id: int | None) -> Tensor:
-    """All documents one after the other, each followed by `end_id` if there is one: int64 [tokens]."""
+    """All documents one after the other, each followed by `end_id` if there is one: int64
+    [tokens]."""
     ends = [] if end_id is None else [end_id]
     encoded = tokenizer.encode_batch(list(documents), add_special_tokens=False)
     ids = [token for document in encoded for token in (*document.ids, *ends)]

@@ -1,4 +1,5 @@
-"""A training loop bounded by wall time: progress, which sets the learning rate, is the share of the time that is spent."""
+"""A training loop bounded by wall time: progress, which sets the learning rate, is the share of the
+time that is spent."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def train(
     schedule: Schedule,
     on_step: Callable[[Progress, float], None],
 ) -> Progress:
-    """Trains `model` in place until the time is over; on_step sees the loss of each step's batch."""
+    """Trains `model` in place until the time is over; on_step sees the loss of each step's
+    batch."""
     optimizers, done = make_optimizers(model), Progress()
     begin_s = schedule.clock()
     while done.elapsed_s < schedule.seconds:

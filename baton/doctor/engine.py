@@ -1,6 +1,8 @@
-"""`python -m baton.doctor.engine`: torch, the device and a model's files, told as one JSON list on stdout.
+"""`python -m baton.doctor.engine`: torch, the device and a model's files, told as one JSON list on
+stdout.
 
-It is a process of its own, so that the command line stays without torch and outlives an import that crashes.
+It is a process of its own, so that the command line stays without torch and outlives an import that
+crashes.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ def check_device(device: str) -> Finding:
 
 
 def check_model(model: str, dtype: str, block_size: int) -> list[Finding]:
-    """Config, weights, tokenizer and memory of the model, as far as its files are here. Fetches nothing."""
+    """Config, weights, tokenizer and memory of the model, as far as its files are here. Fetches
+    nothing."""
     folder = _folder_of(model)
     if folder is None:
         fix = "it is fetched at the first start; mind the spelling, the network and HF_TOKEN"

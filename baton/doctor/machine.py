@@ -20,7 +20,8 @@ from baton.rpc.bind import bind_fault
 _MIN_PYTHON = (3, 11)
 _PACKAGES = ("grpcio", "protobuf", "pydantic", "tokenizers", "transformers")
 
-#: Longest path of a Unix socket on Linux, in bytes, and what listen_shm adds to the temporary directory.
+#: Longest path of a Unix socket on Linux, in bytes, and what listen_shm adds to the temporary
+#: directory.
 _MAX_SOCKET_PATH_BYTES = 107
 _SOCKET_NAME = "/baton-kv-12345678/kv.sock"
 
@@ -102,7 +103,8 @@ def check_open_files() -> Finding:
 
 
 def check_clock() -> Finding:
-    """Deadlines run on the monotonic clock; log lines, traces and the registry show the wall clock."""
+    """Deadlines run on the monotonic clock; log lines, traces and the registry show the wall
+    clock."""
     resolution_s = time.get_clock_info("monotonic").resolution
     if resolution_s > 1e-3:
         fix = "deadlines will be coarse: choose another clock source"

@@ -1,4 +1,5 @@
-"""What a worker checks of a sequence before it touches any state: the last line behind the gateway's validator."""
+"""What a worker checks of a sequence before it touches any state: the last line behind the
+gateway's validator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A KV pool in a numpy array: the oracle engine's memory, and the pool that tests of the KV channel use."""
+"""A KV pool in a numpy array: the oracle engine's memory, and the pool that tests of the KV channel
+use."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from numpy.typing import NDArray
 from baton.engine.kv_range import KvRange
 from baton.types import KvLayout
 
-#: The numpy type that holds an element of KvLayout.dtype; numpy has no bfloat16, whose bits are kept as they are.
+#: The numpy type that holds an element of KvLayout.dtype; numpy has no bfloat16, whose bits are
+#: kept as they are.
 _DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {
         "float32": np.dtype(np.float32),
@@ -26,8 +28,9 @@ _DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
 class ArrayKvPool:
     """KV blocks of `layout`, all zero at first. Implements baton.engine.interface.KvPool.
 
-    `data` is the pool itself, [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; axis 2 is (key, value).
-    Its owner reads and writes it in place. Copies in and out hold no GIL while they move more than a few elements.
+    `data` is the pool itself, [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; axis
+    2 is (key, value). Its owner reads and writes it in place. Copies in and out hold no GIL while
+    they move more than a few elements.
     """
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
@@ -106,7 +109,8 @@ class ArrayKvPool:
     def _in_blocks(
         self, block_ids: Sequence[int], piece: KvRange
     ) -> Iterator[tuple[int, slice, slice]]:
-        """Per block of a piece: its id, the positions inside it, and the same tokens' places in the piece."""
+        """Per block of a piece: its id, the positions inside it, and the same tokens' places in the
+        piece."""
         size, first_token, end = self._layout.block_size, piece.first_token, piece.end_token
         if first_token < 0 or end > len(block_ids) * size:
             raise ValueError(f"tokens [{first_token}, {end}) in {len(block_ids)} blocks of {size}")

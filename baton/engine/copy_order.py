@@ -11,7 +11,8 @@ import torch
 
 
 class CopyOrder(Protocol):
-    """`wrote` is called in the engine's thread, all else in any. What is started in a context is over at its end."""
+    """`wrote` is called in the engine's thread, all else in any. What is started in a context is
+    over at its end."""
 
     def wrote(self) -> None:
         """The engine's thread has started all that writes what it tells others of from here on."""
@@ -22,8 +23,8 @@ class CopyOrder(Protocol):
         ...
 
     def writing(self) -> AbstractContextManager[None]:
-        """For copies into blocks, whose owner may have been another a moment ago: nothing that the engine has started so far
-        reads or writes them afterwards."""
+        """For copies into blocks, whose owner may have been another a moment ago: nothing that the
+        engine has started so far reads or writes them afterwards."""
         ...
 
     def apart(self) -> AbstractContextManager[None]:
@@ -51,10 +52,11 @@ class HostOrder:
 
 
 class StreamOrder:
-    """See CopyOrder. Of a CUDA device: each thread copies on a stream of its own, beside the engine's kernels, and waits there for
-    those that it must not overtake.
+    """See CopyOrder. Of a CUDA device: each thread copies on a stream of its own, beside the
+    engine's kernels, and waits there for those that it must not overtake.
 
-    A call of a kernel returns before the kernel has run, so that `wrote` marks a place in the engine's stream: an event.
+    A call of a kernel returns before the kernel has run, so that `wrote` marks a place in the
+    engine's stream: an event.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,10 +1,12 @@
 """Memory of a CUDA device that other processes of this host can map, by the driver's own calls.
 
-Not by torch's: its handles name a place in its allocator's pools and come with files that count their users. Here an area is
-one allocation, of whole pieces of GRAIN_BYTES, because smaller ones may share a piece with others: so who has an area's
-handle reaches that area, and nothing else. The calls are those of libcuda.so.1 since CUDA 11.
+Not by torch's: its handles name a place in its allocator's pools and come with files that count
+their users. Here an area is one allocation, of whole pieces of GRAIN_BYTES, because smaller ones
+may share a piece with others: so who has an area's handle reaches that area, and nothing else. The
+calls are those of libcuda.so.1 since CUDA 11.
 
-THIS HAS RUN ON NO GPU YET: it was written without one. Its calls are tested against a stand-in for the driver.
+THIS HAS RUN ON NO GPU YET: it was written without one. Its calls are tested against a stand-in for
+the driver.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import torch
 
 #: Of CUipcMemHandle.
 HANDLE_BYTES = 64
-#: The CUDA programming guide, "Interprocess Communication": only sizes of whole 2 MiB are sure to be shared alone.
+#: The CUDA programming guide, "Interprocess Communication": only sizes of whole 2 MiB are sure to
+#: be shared alone.
 GRAIN_BYTES = 2 << 20
 _LAZY_PEER_ACCESS = 1
 
@@ -42,7 +45,8 @@ _CALLS = {
 
 
 class CudaDriver:
-    """The driver's calls for memory, for the calling thread's current device. Raises OSError with a call's name and CUresult."""
+    """The driver's calls for memory, for the calling thread's current device. Raises OSError with a
+    call's name and CUresult."""
 
     def __init__(self, library: str = "libcuda.so.1") -> None:
         self._library = ctypes.CDLL(library)
@@ -153,7 +157,8 @@ class CudaMemory:
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """The driver's calls are about the thread's current context, which torch's first call in a thread makes the device's."""
+        """The driver's calls are about the thread's current context, which torch's first call in a
+        thread makes the device's."""
         with torch.cuda.device(self._device):
             torch.cuda.mem_get_info(self._device)
             yield

@@ -1,4 +1,5 @@
-"""Payloads of the KV channel in a device's memory: packed, unpacked and summed by the device, in one pass over the bytes."""
+"""Payloads of the KV channel in a device's memory: packed, unpacked and summed by the device, in
+one pass over the bytes."""
 
 from __future__ import annotations
 
@@ -35,17 +36,18 @@ class SharedMemory(Protocol):
 
 
 class DeviceCopy:
-    """See kv_transfer.device_memory.DeviceCopy. Payloads are uint8 [bytes], contiguous, at a multiple of 8 bytes. Thread-safe for
-    distinct blocks.
+    """See kv_transfer.device_memory.DeviceCopy. Payloads are uint8 [bytes], contiguous, at a
+    multiple of 8 bytes. Thread-safe for distinct blocks.
 
-    A row of a plain pool is one token's head, [head_dim] elements; a row of one with scales is a whole block's head, codes and
-    scales, because there a block is what lies in one piece.
+    A row of a plain pool is one token's head, [head_dim] elements; a row of one with scales is a
+    whole block's head, codes and scales, because there a block is what lies in one piece.
     """
 
     def __init__(
         self, layout: KvLayout, blocks: torch.Tensor, order: CopyOrder, memory: SharedMemory
     ) -> None:
-        """blocks: [blocks, layers, 2, kv_heads, bytes of a block's head] uint8, a pool's own. memory: of their device."""
+        """blocks: [blocks, layers, 2, kv_heads, bytes of a block's head] uint8, a pool's own.
+        memory: of their device."""
         self.memory = memory
         self._layout = layout
         self._order = order
@@ -55,7 +57,8 @@ class DeviceCopy:
         self._rows = rows.view(torch.int64) if _is_words(rows) else None
 
     def fits(self, piece: KvRange, run_tokens: int) -> bool:
-        """Whether a payload of that range, in runs that end at multiples of run_tokens, can be packed and unpacked here."""
+        """Whether a payload of that range, in runs that end at multiples of run_tokens, can be
+        packed and unpacked here."""
         tokens = (piece.first_token, piece.num_tokens, run_tokens)
         is_of_rows = not any(count % self._row_tokens for count in tokens)
         # A run of several blocks with scales has all codes before all scales.
@@ -69,7 +72,8 @@ class DeviceCopy:
         payload: torch.Tensor,
         seed: int,
     ) -> int:
-        """Fill `payload`, and return its word_sum. Raises ValueError as KvPool.pack does, or if it does not fit."""
+        """Fill `payload`, and return its word_sum. Raises ValueError as KvPool.pack does, or if it
+        does not fit."""
         rows, runs = self._checked(block_ids, piece, run_tokens, payload)
         with self._order.reading():
             words = payload.view(torch.int64)
@@ -84,7 +88,8 @@ class DeviceCopy:
         payload: torch.Tensor,
         seed: int,
     ) -> int:
-        """Write `payload` into the blocks; the word_sum of the very bytes that were written. Raises what pack does."""
+        """Write `payload` into the blocks; the word_sum of the very bytes that were written. Raises
+        what pack does."""
         rows, runs = self._checked(block_ids, piece, run_tokens, payload)
         with self._order.writing():
             words = payload.view(torch.int64)

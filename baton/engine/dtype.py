@@ -1,4 +1,5 @@
-"""The type that an engine computes in, where nobody names one: as fast as the device has it, without a loss of quality."""
+"""The type that an engine computes in, where nobody names one: as fast as the device has it,
+without a loss of quality."""
 
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ class DtypeChoice:
 def choose_dtype(asked: str, stored: str, device: torch.device) -> DtypeChoice:
     """asked: a type, or auto; stored: the checkpoint's. Raises ConfigError.
 
-    On a CPU, auto takes the checkpoint's type where that has kernels of its own, and else float32, which holds all values of the
-    others: native kernels read all types at their own size at every level; torch, without them, multiplies those of 16
-    bits several times slower than float32, bfloat16 unless the CPU has instructions for it.
+    On a CPU, auto takes the checkpoint's type where that has kernels of its own, and else float32,
+    which holds all values of the
+    others: native kernels read all types at their own size at every level; torch, without them,
+    multiplies those of 16 bits several times slower than float32, bfloat16 unless the CPU has
+    instructions for it.
     """
     if asked != "auto":
         if asked not in DTYPES:

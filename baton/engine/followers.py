@@ -15,28 +15,31 @@ from baton.types import KvLayout
 
 
 class TensorPool(KvPool, Protocol):
-    """A KV pool over tensors. tensor, scales: what this process's forward reads and writes of it, as TorchKvPool's."""
+    """A KV pool over tensors. tensor, scales: what this process's forward reads and writes of it,
+    as TorchKvPool's."""
 
     tensor: torch.Tensor
     scales: torch.Tensor | None
 
     def wrote(self) -> None:
-        """In the engine's thread, before others are told of KV that its kernels write: what is packed from now on has it."""
+        """In the engine's thread, before others are told of KV that its kernels write: what is
+        packed from now on has it."""
         ...
 
 
 class Followers(Protocol):
     """Started with the engine, told what to do just before rank 0 does it, ended with it.
 
-    The contexts of `step` and `logits` are those of rank 0's own part. An exception in one of them leaves the ranks apart for
-    good, so that nothing but an end of the process can follow.
+    The contexts of `step` and `logits` are those of rank 0's own part. An exception in one of them
+    leaves the ranks apart for good, so that nothing but an end of the process can follow.
     """
 
     @property
     def ranks(self) -> Ranks: ...
 
     def wait_ready(self, digest: str) -> None:
-        """Return when all have loaded. digest: of the checkpoint as rank 0 read it. Raises StartupError."""
+        """Return when all have loaded. digest: of the checkpoint as rank 0 read it. Raises
+        StartupError."""
         ...
 
     def make_pool(self, layout: KvLayout, num_blocks: int, device: torch.device) -> TensorPool:

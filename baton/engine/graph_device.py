@@ -1,4 +1,5 @@
-"""Recording what a device is to do, once, and having it done again and again: CUDA graphs, and calls in their place.
+"""Recording what a device is to do, once, and having it done again and again: CUDA graphs, and
+calls in their place.
 
 What is recorded reads and writes tensors at fixed addresses and never waits for the device.
 """
@@ -28,16 +29,19 @@ class GraphDevice(Protocol):
         ...
 
     def fence(self) -> Callable[[], None]:
-        """Waits, when called, until all is done that the current stream was given before the fence was made."""
+        """Waits, when called, until all is done that the current stream was given before the fence
+        was made."""
         ...
 
     def record(self, run: Callable[[], None]) -> Graph:
-        """Record what `run` has the device do. It is called, and what it does is done, at least once."""
+        """Record what `run` has the device do. It is called, and what it does is done, at least
+        once."""
         ...
 
 
 class CudaGraphs:
-    """CUDA graphs, which share one pool of memory: only one of them may run at a time, as on one stream."""
+    """CUDA graphs, which share one pool of memory: only one of them may run at a time, as on one
+    stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -58,7 +62,8 @@ class CudaGraphs:
         return wait
 
     def record(self, run: Callable[[], None]) -> Graph:
-        """See GraphDevice. The first call, which compiles kernels and lets libraries set themselves up, is not captured."""
+        """See GraphDevice. The first call, which compiles kernels and lets libraries set themselves
+        up, is not captured."""
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)

@@ -1,4 +1,5 @@
-"""Charge an exception in a step to the request that caused it, so that the others of its batch go on (promise 4)."""
+"""Charge an exception in a step to the request that caused it, so that the others of its batch go
+on (promise 4)."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ def forward_guarded(
 ) -> tuple[SliceOutcome, ...]:
     """Run the batch; if it raises, run each slice alone, and let only those fail that raise again.
 
-    A slice that runs again writes the same KV into the same blocks, so `layers_done` may be called again for layers
-    it was called for already.
+    A slice that runs again writes the same KV into the same blocks, so `layers_done` may be called
+    again for layers it was called for already.
     """
     try:
         return engine.forward(batch, layers_done)

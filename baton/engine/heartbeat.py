@@ -1,9 +1,10 @@
-"""Signs of life of an engine loop, and how long its silence may last before it is believed to stand still.
+"""Signs of life of an engine loop, and how long its silence may last before it is believed to stand
+still.
 
-Within a step the loop is silent from one group of layers to the next: for milliseconds on a GPU, for seconds where a large
-model computes a long chunk on a CPU. No one number fits all, so each worker goes by its own: the bound is MARGIN times the
-longest silence that it has shown lately, more where a step has more tokens than any of these had, and never less than
-what its options say.
+Within a step the loop is silent from one group of layers to the next: for milliseconds on a GPU,
+for seconds where a large model computes a long chunk on a CPU. No one number fits all, so each
+worker goes by its own: the bound is MARGIN times the longest silence that it has shown lately, more
+where a step has more tokens than any of these had, and never less than what its options say.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-#: How much longer than the longest one expected a silence may last: the machine may be busy with other things.
+#: How much longer than the longest one expected a silence may last: the machine may be busy with
+#: other things.
 MARGIN = 4.0
 
-#: Bound of a worker that has computed nothing yet, in seconds: kernels are compiled and memory is touched first.
+#: Bound of a worker that has computed nothing yet, in seconds: kernels are compiled and memory is
+#: touched first.
 FIRST_STEP_S = 60.0
 
-#: Lately is the last one to two spans of so much silence in steps, in seconds. Time without work forgets nothing.
+#: Lately is the last one to two spans of so much silence in steps, in seconds. Time without work
+#: forgets nothing.
 SPAN_S = 60.0
 
 
@@ -40,7 +44,8 @@ class SilenceBound:
         self._last, self._now = _Span(), _Span()
 
     def observe(self, num_tokens: int, silence_s: float) -> None:
-        """A silence has ended. num_tokens: new tokens of the step that it was part of; 0 between steps."""
+        """A silence has ended. num_tokens: new tokens of the step that it was part of; 0 between
+        steps."""
         span = self._now
         self._now = _Span(
             max(span.longest_s, silence_s),
@@ -53,7 +58,8 @@ class SilenceBound:
     def bound_s(self, num_tokens: int) -> float:
         """How long a silence in a step of so many tokens may last.
 
-        Time grows with the tokens at most in proportion, as each step costs something whatever its size.
+        Time grows with the tokens at most in proportion, as each step costs something whatever its
+        size.
         """
         last, now = self._last, self._now
         most_tokens = max(last.most_tokens, now.most_tokens)
@@ -64,8 +70,8 @@ class SilenceBound:
 
 
 class Heartbeat:
-    """When the engine loop last showed a sign of life. Beaten by its thread, before and after every step and within it at
-    every group of layers; read by any."""
+    """When the engine loop last showed a sign of life. Beaten by its thread, before and after every
+    step and within it at every group of layers; read by any."""
 
     def __init__(self, stall_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """stall_timeout_s: least silence that is believed to be a standstill."""

@@ -1,7 +1,8 @@
-"""What a scheduler may ask of an engine: one forward for prefill, decode and verification, and a pool of KV blocks.
+"""What a scheduler may ask of an engine: one forward for prefill, decode and verification, and a
+pool of KV blocks.
 
-An engine is driven by one thread. Its KV pool is read and written by transfer threads too, but never in a block that
-the engine's current batch writes: blocks have one owner at a time.
+An engine is driven by one thread. Its KV pool is read and written by transfer threads too, but
+never in a block that the engine's current batch writes: blocks have one owner at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import NamedTuple, Protocol
 from baton.engine.kv_range import KvRange
 from baton.types import UNKNOWN_NUMERICS, KvLayout, NumericsClass, Sample, Sampling
 
-#: Called during a forward, in its thread, when layers [first, first + count) of all slices are in the KV pool.
+#: Called during a forward, in its thread, when layers [first, first + count) of all slices are in
+#: the KV pool.
 LayersDone = Callable[[int, int], None]
 
 
@@ -22,19 +24,23 @@ FOLLOWING: tuple[int, ...] = (0,)
 
 
 class SampleRow(NamedTuple):
-    """Asks for one token after one position of a slice. One or more for each sequence in each step: of the immutable kind that
-    costs least, as a slice is.
+    """Asks for one token after one position of a slice. One or more for each sequence in each step:
+    of the immutable kind that costs least, as a slice is.
 
     offset: which of the slice's new tokens is the last one the sample may see.
-    token_ids, num_prompt_tokens: the sequence up to and with that token, for penalties; output follows the prompt.
-    num_undrawn_tokens: how many of those at the end are not in token_ids, because they are still being drawn: 0, or 1 in a slice
-    that follows a row. Then nothing may be asked of the sample that depends on them, as penalties and bad words do.
-    The random number is keyed by (sampling.seed, number of output tokens so far, choice).
-    allowed: bit t % 8 of byte t // 8 tells whether token t may be chosen; None allows all. At least one is allowed.
-    scored_token_id: if set, nothing is drawn: the sample is this token, with sampling.prompt_logprobs alternatives, and
-    token_ids may be empty.
-    In a beam search (sampling.beam), the sample is the likeliest allowed token, and its logprobs.top are the likeliest
-    allowed ones with their log probabilities, as many as baton.sampling.beam_search.num_candidates says.
+    token_ids, num_prompt_tokens: the sequence up to and with that token, for penalties; output
+    follows the prompt.
+    num_undrawn_tokens: how many of those at the end are not in token_ids, because they are still
+    being drawn: 0, or 1 in a slice that follows a row. Then nothing may be asked of the sample that
+    depends on them, as penalties and bad words do. The random number is keyed by (sampling.seed,
+    number of output tokens so far, choice).
+    allowed: bit t % 8 of byte t // 8 tells whether token t may be chosen; None allows all. At least
+    one is allowed.
+    scored_token_id: if set, nothing is drawn: the sample is this token, with
+    sampling.prompt_logprobs alternatives, and token_ids may be empty. In a beam search
+    (sampling.beam), the sample is the likeliest allowed token, and its logprobs.top are the
+    likeliest allowed ones with their log probabilities, as many as
+    baton.sampling.beam_search.num_candidates says.
     """
 
     offset: int
@@ -54,11 +60,12 @@ class SampleRow(NamedTuple):
 class SequenceSlice(NamedTuple):
     """One sequence's part of a batch: `token_ids` are new at positions start, start + 1, ...
 
-    KV of positions below `start` is in the blocks of `block_table`; that of the new tokens is written there.
-    len(block_table) * block_size >= start + len(token_ids).
-    num_prompt_tokens: length of the sequence's prompt; only engines whose spec has a `shared_prompt_limit` read it.
-    follows: if set, the slice's one new token is what that row of the launch just before draws, rows being counted over all its
-    slices; token_ids is then FOLLOWING.
+    KV of positions below `start` is in the blocks of `block_table`; that of the new tokens is
+    written there. len(block_table) * block_size >= start + len(token_ids).
+    num_prompt_tokens: length of the sequence's prompt; only engines whose spec has a
+    `shared_prompt_limit` read it.
+    follows: if set, the slice's one new token is what that row of the launch just before draws,
+    rows being counted over all its slices; token_ids is then FOLLOWING.
     """
 
     token_ids: Sequence[int]
@@ -84,10 +91,13 @@ class Batch:
 class EngineSpec:
     """What an engine is: constant after loading.
 
-    shared_prompt_limit: if set, KV of a prompt with more tokens than this depends on the prompt's length (dynamic RoPE
-    scaling): such a prompt must neither take blocks from a prefix cache nor leave any there.
-    max_num_launches: launches that may be under way at once, 1 or 2. Of two, slices of the second may follow rows of the first.
-    computes_aside: whether a launch returns before its batch is computed, so that the host may do something else meanwhile.
+    shared_prompt_limit: if set, KV of a prompt with more tokens than this depends on the prompt's
+    length (dynamic RoPE scaling): such a prompt must neither take blocks from a prefix cache nor
+    leave any there.
+    max_num_launches: launches that may be under way at once, 1 or 2. Of two, slices of the second
+    may follow rows of the first.
+    computes_aside: whether a launch returns before its batch is computed, so that the host may do
+    something else meanwhile.
     """
 
     model: str
@@ -103,12 +113,14 @@ class EngineSpec:
     """Why it computes in that type, for people."""
 
     def shares_prefixes(self, num_prompt_tokens: int) -> bool:
-        """Whether KV of such a prompt may be found by, and taken from, other prompts that begin alike."""
+        """Whether KV of such a prompt may be found by, and taken from, other prompts that begin
+        alike."""
         return self.shared_prompt_limit is None or num_prompt_tokens <= self.shared_prompt_limit
 
 
 class KvPool(Protocol):
-    """An engine's KV blocks, as the KV channel sees them. All methods may be called from transfer threads."""
+    """An engine's KV blocks, as the KV channel sees them. All methods may be called from transfer
+    threads."""
 
     @property
     def layout(self) -> KvLayout: ...
@@ -119,14 +131,16 @@ class KvPool(Protocol):
     def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
         """Copy this part of the sequence whose block table is `block_ids` into `out`.
 
-        out: [piece.num_layers, 2, num_kv_heads, piece.num_tokens, head_dim] of the layout's dtype, exactly that many bytes; for
-        SCALED_DTYPES each head's scales, [piece.num_tokens] float32, follow its codes.
-        Raises ValueError if the piece is not within the blocks or the layers, or `out` has another size.
+        out: [piece.num_layers, 2, num_kv_heads, piece.num_tokens, head_dim] of the layout's dtype,
+        exactly that many bytes; for SCALED_DTYPES each head's scales, [piece.num_tokens] float32,
+        follow its codes. Raises ValueError if the piece is not within the blocks or the layers, or
+        `out` has another size.
         """
         ...
 
     def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
-        """The inverse of pack: write `data` into the blocks. Raises as pack does, and then writes nothing."""
+        """The inverse of pack: write `data` into the blocks. Raises as pack does, and then writes
+        nothing."""
         ...
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -138,7 +152,8 @@ class Launched(Protocol):
     """A batch that an engine was given. It is computed after all that were given before it."""
 
     def samples(self) -> tuple[tuple[Sample, ...], ...]:
-        """Wait until the batch is computed; per slice, one sample per row of it. Called once, in the order of launches."""
+        """Wait until the batch is computed; per slice, one sample per row of it. Called once, in
+        the order of launches."""
         ...
 
 
@@ -152,10 +167,11 @@ class Engine(Protocol):
     def kv(self) -> KvPool: ...
 
     def launch(self, batch: Batch, layers_done: LayersDone | None = None) -> Launched:
-        """Begin to write the new tokens' KV and to draw samples. The batch is the caller's again when this returns.
+        """Begin to write the new tokens' KV and to draw samples. The batch is the caller's again
+        when this returns.
 
-        Any exception, here or when the samples are asked for, leaves the blocks that the batch writes undefined and all
-        others untouched.
+        Any exception, here or when the samples are asked for, leaves the blocks that the batch
+        writes undefined and all others untouched.
         """
         ...
 

@@ -1,4 +1,5 @@
-"""An engine from a checkpoint: what is asked for is checked, memory is planned, then parameters are read and the KV pool is made."""
+"""An engine from a checkpoint: what is asked for is checked, memory is planned, then parameters are
+read and the KV pool is made."""
 
 from __future__ import annotations
 
@@ -61,9 +62,11 @@ def load_engine(
 ) -> TorchEngine:
     """Load the checkpoint `model` (a folder or a hub id) and make its KV pool.
 
-    `on_plan` sees the memory plan before anything is loaded; by default it is logged. `progress` sees each tensor read; by
-    default there is a bar on a terminal. make_graphs: what records decode steps, of up to max_graph_seqs sequences; if not given,
-    all steps run eagerly. It needs Triton's kernels. max_graph_seqs: max_num_seqs, if not given. Raises ConfigError and ModelError (see baton.errors).
+    `on_plan` sees the memory plan before anything is loaded; by default it is logged. `progress`
+    sees each tensor read; by default there is a bar on a terminal. make_graphs: what records decode
+    steps, of up to max_graph_seqs sequences; if not given, all steps run eagerly. It needs Triton's
+    kernels. max_graph_seqs: max_num_seqs, if not given. Raises ConfigError and ModelError (see
+    baton.errors).
     """
     size = tensor_parallel_size
     if num_threads is not None or size > 1:

@@ -1,11 +1,12 @@
 """The engine loop: one thread that turns commands into steps and steps into events.
 
-The tiers' cores hold all state and are called by nobody else; the asyncio side puts commands into an inbox and
-gets back one message per step. A test drives a core directly, without a thread and under its own clock.
+The tiers' cores hold all state and are called by nobody else; the asyncio side puts commands into
+an inbox and gets back one message per step. A test drives a core directly, without a thread and
+under its own clock.
 
-The inbox never refuses a command: most end or report something that the core was given before, and what holds blocks
-until such a command would hold them for ever without it. They are bounded by what was admitted. Work that is new asks
-`has_room` first, before anything is done for it.
+The inbox never refuses a command: most end or report something that the core was given before, and
+what holds blocks until such a command would hold them for ever without it. They are bounded by what
+was admitted. Work that is new asks `has_room` first, before anything is done for it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ EventT = TypeVar("EventT")
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[EventT]):
-    """What a step came to. `is_idle`: there is nothing to do before the next command or heartbeat."""
+    """What a step came to. `is_idle`: there is nothing to do before the next command or
+    heartbeat."""
 
     events: Sequence[EventT]
     load: WorkerLoad
@@ -55,7 +57,8 @@ class EngineLoop(Generic[CommandT, EventT]):
         name: str,
         max_num_commands: int = 65536,
     ) -> None:
-        """`deliver` is called in the asyncio loop that calls start(), once per step that has events or a new load.
+        """`deliver` is called in the asyncio loop that calls start(), once per step that has events
+        or a new load.
 
         max_num_commands: those that wait for a step when no more work should be admitted.
         """
@@ -115,7 +118,8 @@ class EngineLoop(Generic[CommandT, EventT]):
                 self._call(self._deliver, step.events, step.load)
 
     def _take(self, *, wait: bool) -> list[CommandT] | None:
-        """All commands that are there; if `wait`, at the latest after a heartbeat. None when the loop is to end."""
+        """All commands that are there; if `wait`, at the latest after a heartbeat. None when the
+        loop is to end."""
         with self._wakeup:
             if wait and not self._inbox and not self._is_stopping:
                 self._wakeup.wait(HEARTBEAT_S)

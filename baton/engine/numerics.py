@@ -20,8 +20,9 @@ _CPU_INFO = Path("/proc/cpuinfo")
 def numerics_of(device: torch.device, dtype: str) -> NumericsClass:
     """Of an engine on `device` that computes in `dtype`.
 
-    What torch adds to the kernels (sums of probabilities for top_p and log probabilities) is rounded by its version and by the
-    instructions that it found; without native kernels so are all products, by oneDNN.
+    What torch adds to the kernels (sums of probabilities for top_p and log probabilities) is
+    rounded by its version and by the instructions that it found; without native kernels so are all
+    products, by oneDNN.
     """
     torch_version = f"torch{torch.__version__.partition('+')[0]}"
     if device.type == "cuda":

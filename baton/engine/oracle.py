@@ -1,9 +1,11 @@
-"""The oracle engine: an engine without a model, in which any lost, doubled, moved or corrupted KV changes the output.
+"""The oracle engine: an engine without a model, in which any lost, doubled, moved or corrupted KV
+changes the output.
 
-The KV of a token is a hash of the prefix that ends with it, spread over layers, keys, values, heads and dimensions.
-The next token is a hash of all KV of the sequence as it stands in the blocks, read through the block table. So the
-right output is known in advance (`oracle_tokens`), and no other output can come from wrong blocks but by a collision
-of 64-bit hashes. Not for secrets: the hashes only have to mix well.
+The KV of a token is a hash of the prefix that ends with it, spread over layers, keys, values, heads
+and dimensions. The next token is a hash of all KV of the sequence as it stands in the blocks, read
+through the block table. So the right output is known in advance (`oracle_tokens`), and no other
+output can come from wrong blocks but by a collision of 64-bit hashes. Not for secrets: the hashes
+only have to mix well.
 """
 
 from __future__ import annotations
@@ -49,10 +51,12 @@ _Words = NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class OracleOptions:
-    """layer_group_size: layers per layers_done call. step_s, token_s: what a forward takes, and what each of its new tokens
-    adds, in seconds of real time; its own hashing is a part of that, and it sleeps for the rest.
+    """layer_group_size: layers per layers_done call. step_s, token_s: what a forward takes, and
+    what each of its new tokens adds, in seconds of real time; its own hashing is a part of that,
+    and it sleeps for the rest.
 
-    poison_token_id: a token whose computation fails, to test that a fault stays with its request; -1 for none.
+    poison_token_id: a token whose computation fails, to test that a fault stays with its request;
+    -1 for none.
     """
 
     num_blocks: int
@@ -69,7 +73,8 @@ class OracleOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OracleLaunch:
-    """Implements baton.engine.interface.Launched. end_s: when a device would be done with it, of time.perf_counter."""
+    """Implements baton.engine.interface.Launched. end_s: when a device would be done with it, of
+    time.perf_counter."""
 
     batch: Batch
     layers_done: LayersDone | None
@@ -82,8 +87,8 @@ class _OracleLaunch:
 
 
 class OracleEngine(Engine):
-    """Computes a launch as late as an engine may: when its samples are asked for. Blocks that were given to others too early
-    are written all the same, and so the output of these changes."""
+    """Computes a launch as late as an engine may: when its samples are asked for. Blocks that were
+    given to others too early are written all the same, and so the output of these changes."""
 
     def __init__(self, options: OracleOptions) -> None:
         layout = KvLayout("oracle", options.num_layers, 1, 2, "int64", options.block_size)
@@ -124,7 +129,8 @@ class OracleEngine(Engine):
         return launched
 
     def _finish(self, launched: _OracleLaunch) -> tuple[tuple[Sample, ...], ...]:
-        """Raises EngineFault if the batch holds the poison token or follows what failed, or no token may be chosen."""
+        """Raises EngineFault if the batch holds the poison token or follows what failed, or no
+        token may be chosen."""
         if self._launched.popleft() is not launched:
             raise RuntimeError("samples are asked for out of order")
         before, self._drawn = self._drawn, ()
@@ -171,7 +177,8 @@ class OracleEngine(Engine):
         return choose(digest, row, self._options.vocab_size)
 
     def _digest(self, block_table: Sequence[int], num_tokens: int) -> int:
-        """A hash of the KV of tokens [0, num_tokens), read from the blocks, which depends on each word and its place."""
+        """A hash of the KV of tokens [0, num_tokens), read from the blocks, which depends on each
+        word and its place."""
         size = self._options.block_size
         num_blocks = -(-num_tokens // size)
         places = self._places_of(num_blocks)
@@ -184,7 +191,8 @@ class OracleEngine(Engine):
         return mix(int(np.sum(mixed, dtype=np.uint64)))
 
     def _places_of(self, num_blocks: int) -> _Words:
-        """A word for each word of a sequence's blocks, [num_blocks, *shape of a block], by token, then by place in it."""
+        """A word for each word of a sequence's blocks, [num_blocks, *shape of a block], by token,
+        then by place in it."""
         if len(self._places) < num_blocks:
             layers, kinds, heads, size, dims = self._kv.data.shape[1:]
             shape = (2 * num_blocks, size, layers, kinds, heads, dims)
@@ -208,7 +216,8 @@ def _kept(batch: Batch) -> Batch:
 
 
 def _followed(part: SequenceSlice, drawn: Sequence[Sample]) -> SequenceSlice:
-    """With the token that the launch before has drawn. Raises EngineFault if it has drawn none, or rows depend on it."""
+    """With the token that the launch before has drawn. Raises EngineFault if it has drawn none, or
+    rows depend on it."""
     if part.follows is None:
         return part
     if part.follows >= len(drawn):
@@ -250,7 +259,8 @@ def oracle_beams(
     vocab_size: int,
     allowed: Callable[[Sequence[int]], bytes | None] | None = None,
 ) -> tuple[Hypothesis, ...]:
-    """What a whole, undisturbed beam search finds on any oracle engine of default shape. allowed: as of oracle_tokens."""
+    """What a whole, undisturbed beam search finds on any oracle engine of default shape. allowed:
+    as of oracle_tokens."""
     engine = _undisturbed(vocab_size)
     search = BeamSearch(sampling, len(prompt), _REFERENCE_LEN)
     beams: list[list[int]] = [list(prompt)]

@@ -1,7 +1,8 @@
-"""What the oracle engine says after a prefix: a token, or log probabilities, all of them hashes of the prefix's digest.
+"""What the oracle engine says after a prefix: a token, or log probabilities, all of them hashes of
+the prefix's digest.
 
-A token depends on the digest, on the sampling, and on what penalties look at. Log probabilities are the model's, so
-that they depend on the digest alone.
+A token depends on the digest, on the sampling, and on what penalties look at. Log probabilities are
+the model's, so that they depend on the digest alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _SPREAD = 6.0
 
 
 def mix(word: int) -> int:
-    """A bijection of 64-bit words that mixes well (the finaliser of SplitMix64, Steele et al. 2014)."""
+    """A bijection of 64-bit words that mixes well (the finaliser of SplitMix64, Steele et al.
+    2014)."""
     word = (word + 0x9E3779B97F4A7C15) & _MASK
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -77,7 +79,8 @@ def _allowed_ids(row: SampleRow, vocab_size: int) -> NDArray[np.intp] | None:
 
 
 def _logprobs(digest: int, vocab_size: int) -> NDArray[np.float32]:
-    """Log probabilities of all tokens, [vocab]. In single precision, as a model's are, and as they are on the wire."""
+    """Log probabilities of all tokens, [vocab]. In single precision, as a model's are, and as they
+    are on the wire."""
     words = np.arange(1, vocab_size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     words ^= np.uint64(digest)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,4 +1,5 @@
-"""What pools of tensors share: the bytes of a range, seen as the arrays that each of them copies."""
+"""What pools of tensors share: the bytes of a range, seen as the arrays that each of them
+copies."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _BITS: Mapping[int, np.dtype[Any]] = MappingProxyType(
 
 
 class PackedPool(ABC):
-    """The half of baton.engine.interface.KvPool that checks a range and its bytes. The other half copies them."""
+    """The half of baton.engine.interface.KvPool that checks a range and its bytes. The other half
+    copies them."""
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
         self._layout = layout
@@ -50,8 +52,9 @@ class PackedPool(ABC):
     def pack_parts(
         self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
     ) -> None:
-        """Copy a range, which is within the pool, into its parts: [num_layers, 2, kv_heads, num_tokens, head_dim], and
-        [num_layers, 2, kv_heads, num_tokens, 1] of scales if the layout has any."""
+        """Copy a range, which is within the pool, into its parts: [num_layers, 2, kv_heads,
+        num_tokens, head_dim], and [num_layers, 2, kv_heads, num_tokens, 1] of scales if the layout
+        has any."""
 
     @abstractmethod
     def unpack_parts(

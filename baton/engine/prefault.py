@@ -1,4 +1,5 @@
-"""Host memory that is backed by pages while the process already works: touching gigabytes at the start would hold it up."""
+"""Host memory that is backed by pages while the process already works: touching gigabytes at the
+start would hold it up."""
 
 from __future__ import annotations
 
@@ -20,10 +21,11 @@ _CHUNK_BYTES = 4 << 20
 
 
 def prefault(memory: torch.Tensor) -> threading.Thread | None:
-    """Have all pages of `memory` backed, from its first on, by a thread that takes what processor time nobody wants.
+    """Have all pages of `memory` backed, from its first on, by a thread that takes what processor
+    time nobody wants.
 
-    memory: bytes of the process's own, which begin with a page; they may be written meanwhile. Returns the thread, or None, with
-    nothing done, where the kernel cannot do it.
+    memory: bytes of the process's own, which begin with a page; they may be written meanwhile.
+    Returns the thread, or None, with nothing done, where the kernel cannot do it.
     """
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -26,7 +26,8 @@ def _scored_positions(spec: SequenceSpec, start: int, num_new: int) -> range:
 
 
 def scored_rows(spec: SequenceSpec, start: int, num_new: int) -> tuple[SampleRow, ...]:
-    """Rows that score the prompt's tokens after those of a chunk [start, start + num_new); none if nobody asked."""
+    """Rows that score the prompt's tokens after those of a chunk [start, start + num_new); none if
+    nobody asked."""
     positions = _scored_positions(spec, start, num_new)
     if not positions:
         return ()
@@ -50,7 +51,8 @@ def first_rows(
     allowed: bytes | None,
     num_undrawn_tokens: int = 0,
 ) -> tuple[SampleRow, ...]:
-    """One row for each choice of the sequence after its last token, `offset` in its slice; one for a beam search.
+    """One row for each choice of the sequence after its last token, `offset` in its slice; one for
+    a beam search.
 
     token_ids, num_undrawn_tokens: see SampleRow.
     """

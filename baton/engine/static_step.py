@@ -1,4 +1,5 @@
-"""The metadata of decode steps at addresses that never change, for graphs to read: filled anew for each step by one copy."""
+"""The metadata of decode steps at addresses that never change, for graphs to read: filled anew for
+each step by one copy."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from baton_kernels.kv_write import block_rows
 from baton_kernels.paged_attention import AttentionPlan as TwinPlan
 from baton_kernels.paged_attention import AttentionSlice
 
-#: int64 numbers of each sequence: its new token, its position, its row of the pool (PackedBatch.first_rows), and the length that its
-#: frequencies are for.
+#: int64 numbers of each sequence: its new token, its position, its row of the pool
+#: (PackedBatch.first_rows), and the length that its frequencies are for.
 _NUM_ROWS = 4
 #: int32 numbers in 16 bytes, the alignment of block tables that kernels are compiled for.
 _ALIGN = 4
@@ -30,7 +31,8 @@ _ALIGN = 4
 
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """What attention has to do in a batch of one new token each. work: by window; tables: of all sequences, one after the other."""
+    """What attention has to do in a batch of one new token each. work: by window; tables: of all
+    sequences, one after the other."""
 
     batch: Batch
     work: Mapping[int | None, WorkList]
@@ -47,16 +49,18 @@ class DecodeWork:
 
 
 class StaticStep:
-    """One buffer on the device, which all shapes share, each with a layout of its own, and two on the host to fill it from: one may
-    still be read by a copy that waits for its turn on the stream.
+    """One buffer on the device, which all shapes share, each with a layout of its own, and two on
+    the host to fill it from: one may still be read by a copy that waits for its turn on the stream.
 
-    Layout, in int32 words: _NUM_ROWS rows of num_seqs int64; of each window its plan's fields; block tables to the end of what is used.
+    Layout, in int32 words: _NUM_ROWS rows of num_seqs int64; of each window its plan's fields;
+    block tables to the end of what is used.
     """
 
     def __init__(
         self, model: StepModel, tile: Tile, partials: Partials, num_words: int, device: GraphDevice
     ) -> None:
-        """tile: of a sequence with one new token. partials: room for all items of any shape. num_words: see words_of."""
+        """tile: of a sequence with one new token. partials: room for all items of any shape.
+        num_words: see words_of."""
         self._model = model
         self._tile = tile
         self._partials = partials
@@ -80,7 +84,8 @@ class StaticStep:
         return DecodeWork(batch, work, tables)
 
     def fill(self, shape: StepShape, decode: DecodeWork) -> None:
-        """Queue the copy of a step's metadata, padded to `shape`, which holds it, behind what the device was given so far."""
+        """Queue the copy of a step's metadata, padded to `shape`, which holds it, behind what the
+        device was given so far."""
         numbers = self._rows(shape, decode.batch)
         at = _fields_at(shape)
         idle_rows = range(len(decode.batch.slices), shape.num_seqs)
@@ -98,7 +103,8 @@ class StaticStep:
         host.wait = self._device.fence()
 
     def _rows(self, shape: StepShape, batch: Batch) -> array[int]:
-        """_NUM_ROWS rows of num_seqs. Those that only fill the batch up have a row before all blocks, which is written nowhere."""
+        """_NUM_ROWS rows of num_seqs. Those that only fill the batch up have a row before all
+        blocks, which is written nowhere."""
         pool = self._model.kv.tensor
         num_rows = block_rows(pool)
         columns = [_column(part, pool.shape[4], num_rows) for part in batch.slices]
@@ -110,7 +116,8 @@ class StaticStep:
         return self._buffer[: 2 * shape.num_seqs].view(torch.int64)
 
     def packed(self, shape: StepShape) -> PackedBatch:
-        """The batch that is in the buffer, in tensors that the device computes from it whenever it does what this call had it do."""
+        """The batch that is in the buffer, in tensors that the device computes from it whenever it
+        does what this call had it do."""
         model = self._model
         at = _fields_at(shape)
         rows = self._buffer[:at].view(torch.int64).view(_NUM_ROWS, shape.num_seqs)
@@ -151,7 +158,8 @@ class _HostBuffer:
 
 
 def words_of(shape: StepShape, num_windows: int, table_width: int) -> int:
-    """int32 words that the metadata of a step takes. table_width: blocks of the longest sequence."""
+    """int32 words that the metadata of a step takes. table_width: blocks of the longest
+    sequence."""
     return _table_at(shape, num_windows) + shape.num_seqs * table_width
 
 

@@ -1,6 +1,8 @@
-"""Decode steps as graphs: recorded once for each of some shapes, and replayed, so that the host has one launch to make, not hundreds.
+"""Decode steps as graphs: recorded once for each of some shapes, and replayed, so that the host has
+one launch to make, not hundreds.
 
-See docs/adr/0012-decode-steps-are-replayed.md. A step that no shape holds, or that is no plain decode step, runs eagerly.
+See docs/adr/0012-decode-steps-are-replayed.md. A step that no shape holds, or that is no plain
+decode step, runs eagerly.
 """
 
 from __future__ import annotations
@@ -23,13 +25,15 @@ from baton_kernels.gpu.padded_plan import empty_partials, partial_bytes
 
 #: Partial results of attention may take so much; steps with more of them run eagerly.
 MAX_PARTIAL_BYTES = 256 << 20
-#: Device memory of one layer in one graph, beside the tensors that all graphs share. A guess: not measured.
+#: Device memory of one layer in one graph, beside the tensors that all graphs share. A guess: not
+#: measured.
 GRAPH_LAYER_BYTES = 128 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """What is captured. shapes: ascending; tile: of a sequence with one new token; num_bytes: about what it takes on the device."""
+    """What is captured. shapes: ascending; tile: of a sequence with one new token; num_bytes: about
+    what it takes on the device."""
 
     shapes: tuple[StepShape, ...]
     tile: Tile
@@ -44,8 +48,8 @@ def plan_graphs(
     largest_batch: int,
     max_model_len: int,
 ) -> GraphPlan:
-    """For decode steps of up to largest_batch sequences of up to max_model_len tokens. pool: of the shape and dtype of the KV pool, on
-    any device, `meta` too; dtype: of the weights."""
+    """For decode steps of up to largest_batch sequences of up to max_model_len tokens. pool: of the
+    shape and dtype of the KV pool, on any device, `meta` too; dtype: of the weights."""
     windows = set(config.windows)
     tile = choose_tile(config.num_heads // config.num_kv_heads, pool, dtype)
     one_part = partial_bytes(pool, tile)
@@ -73,7 +77,8 @@ class ReplayedSteps:
         device: GraphDevice,
         eager: StepRunner,
     ) -> None:
-        """Captures all graphs, the largest first, so that the others find room in its memory. Writes no block."""
+        """Captures all graphs, the largest first, so that the others find room in its memory.
+        Writes no block."""
         self._eager = eager
         self._shapes = plan.shapes
         self._num_layers = model.config.num_layers

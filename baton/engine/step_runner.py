@@ -1,4 +1,5 @@
-"""How a batch gets through the decoder, as the engine sees it: a forward now, and logits of its sample rows when they are wanted."""
+"""How a batch gets through the decoder, as the engine sees it: a forward now, and logits of its
+sample rows when they are wanted."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
 from baton.model.rope import Rope
 
-#: Called with each layer's index, in order, once the KV of that layer is in the pool, or queued to be on the pool's stream.
+#: Called with each layer's index, in order, once the KV of that layer is in the pool, or queued to
+#: be on the pool's stream.
 LayerDone = Callable[[int], None]
 
 
@@ -28,24 +30,27 @@ class Step(Protocol):
         ...
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
-        """Of these sample rows, [rows, vocab] float32, on the engine's device. Overwritten, on the device's stream, by the next step."""
+        """Of these sample rows, [rows, vocab] float32, on the engine's device. Overwritten, on the
+        device's stream, by the next step."""
         ...
 
 
 class StepRunner(Protocol):
-    """Runs steps. Called by the engine's thread, in inference mode, with batches that check_batch let pass."""
+    """Runs steps. Called by the engine's thread, in inference mode, with batches that check_batch
+    let pass."""
 
     def run(
         self, batch: Batch, layer_done: LayerDone | None, drawn: torch.Tensor | None = None
     ) -> Step:
-        """Write the new tokens' KV. drawn: [rows] int64 on the device, what the step before drew, for slices that follow it. Waits
-        for nothing that the device was given before."""
+        """Write the new tokens' KV. drawn: [rows] int64 on the device, what the step before drew,
+        for slices that follow it. Waits for nothing that the device was given before."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """What steps are made of. config: with the heads that are here; kv: the pool that is read and written."""
+    """What steps are made of. config: with the heads that are here; kv: the pool that is read and
+    written."""
 
     config: ModelConfig
     decoder: Decoder

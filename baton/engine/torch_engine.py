@@ -1,12 +1,14 @@
-"""An engine over torch: a model's parameters, its KV pool, and one forward for prefill, decode and verification.
+"""An engine over torch: a model's parameters, its KV pool, and one forward for prefill, decode and
+verification.
 
-Numerics. A sequence's tokens come from its own rows alone: linear layers, norms and the sampler work row by row, and attention
-reads only the sequence's own KV.
-With the native CPU kernels (baton_kernels.cpu: AVX-512 with BF16 and VNNI, float32 and bfloat16) every sum has one order, so
-that KV and logits are bit for bit the same whatever the batch mix, chunking, block size and number of threads.
-With torch's operations the batch mix and chunking change the order in which a matrix product or a softmax sums, so that
-logits differ by rounding: about 1e-6 of their size in float32, about 1e-2 in bfloat16. Greedy outputs are therefore the same
-but where two logits are closer than that.
+Numerics. A sequence's tokens come from its own rows alone: linear layers, norms and the sampler
+work row by row, and attention reads only the sequence's own KV. With the native CPU kernels
+(baton_kernels.cpu: AVX-512 with BF16 and VNNI, float32 and bfloat16) every sum has one order, so
+that KV and logits are bit for bit the same whatever the batch mix, chunking, block size and number
+of threads. With torch's operations the batch mix and chunking change the order in which a matrix
+product or a softmax sums, so that logits differ by rounding: about 1e-6 of their size in float32,
+about 1e-2 in bfloat16. Greedy outputs are therefore the same but where two logits are closer than
+that.
 """
 
 from __future__ import annotations
@@ -45,8 +47,9 @@ class TorchEngine(Engine):
         layer_group_size: int,
         followers: Followers,
     ) -> None:
-        """steps: they read and write `kv`. layer_group_size: layers that a forward tells `layers_done` of at once. followers: the
-        other ranks' processes, if there are any, which are ended with the engine."""
+        """steps: they read and write `kv`. layer_group_size: layers that a forward tells
+        `layers_done` of at once. followers: the other ranks' processes, if there are any, which are
+        ended with the engine."""
         self._layer_group_size = layer_group_size
         self._followers = followers
         self._spec = spec
@@ -64,12 +67,14 @@ class TorchEngine(Engine):
         return self._kv
 
     def close(self) -> None:
-        """End the other ranks' processes, which end by themselves with this one. The engine cannot be used after that."""
+        """End the other ranks' processes, which end by themselves with this one. The engine cannot
+        be used after that."""
         self._followers.close()
 
     def launch(self, batch: Batch, layers_done: LayersDone | None = None) -> Launched:
-        """See Engine.launch. Waits for nothing on a GPU. Raises EngineFault, here or when the samples are asked for, whose
-        metadata["slices"] lists, separated by commas, the indices of the slices at fault: a batch without them runs."""
+        """See Engine.launch. Waits for nothing on a GPU. Raises EngineFault, here or when the
+        samples are asked for, whose metadata["slices"] lists, separated by commas, the indices of
+        the slices at fault: a batch without them runs."""
         rows, _, owners = sample_rows(batch)
         before, self._drawn = self._drawn, None
         check_follows(batch, 0 if before is None else len(before))
@@ -84,7 +89,8 @@ class TorchEngine(Engine):
         return _TorchLaunch(len(batch.slices), tuple(owners), groups)
 
     def logits(self, batch: Batch, layers_done: LayersDone | None = None) -> torch.Tensor:
-        """Write the new tokens' KV; returns the logits of all sample rows, slice by slice, [rows, vocab] float32."""
+        """Write the new tokens' KV; returns the logits of all sample rows, slice by slice, [rows,
+        vocab] float32."""
         with torch.inference_mode():
             step = self._run(batch, layers_done, None)
             return step.logits(range(step.num_rows))
@@ -109,7 +115,8 @@ class TorchEngine(Engine):
 
 @dataclass(frozen=True, slots=True)
 class _TorchLaunch:
-    """Implements Launched. owners: the slice of each row; groups: rows that were drawn at once, and what they drew."""
+    """Implements Launched. owners: the slice of each row; groups: rows that were drawn at once, and
+    what they drew."""
 
     num_slices: int
     owners: tuple[int, ...]
@@ -131,15 +138,17 @@ class _TorchLaunch:
 
 
 def _in_order(groups: Sequence[tuple[Sequence[int], Draws]], num_rows: int) -> torch.Tensor | None:
-    """What all rows drew, [rows] int64; None of several groups, some of which score a prompt: nothing follows those."""
+    """What all rows drew, [rows] int64; None of several groups, some of which score a prompt:
+    nothing follows those."""
     if len(groups) != 1 or len(groups[0][0]) != num_rows:
         return None
     return groups[0][1].chosen
 
 
 def _row_groups(rows: Sequence[SampleRow]) -> Iterator[list[int]]:
-    """Indices of rows whose logits are held at once: those that draw, of which there are as many as sequences, all
-    together; those that score a prompt, of which there are as many as tokens, some at a time."""
+    """Indices of rows whose logits are held at once: those that draw, of which there are as many as
+    sequences, all together; those that score a prompt, of which there are as many as tokens, some
+    at a time."""
     drawn = [i for i, row in enumerate(rows) if row.scored_token_id is None]
     scored = [i for i, row in enumerate(rows) if row.scored_token_id is not None]
     if drawn:
@@ -151,7 +160,8 @@ def _row_groups(rows: Sequence[SampleRow]) -> Iterator[list[int]]:
 def _in_groups(
     layers_done: LayersDone, num_layers: int, size: int, wrote: Callable[[], None]
 ) -> LayerDone:
-    """Tell `layers_done` about groups of `size` consecutive layers instead of each, and `wrote` before."""
+    """Tell `layers_done` about groups of `size` consecutive layers instead of each, and `wrote`
+    before."""
 
     def done(layer: int) -> None:
         end = layer + 1

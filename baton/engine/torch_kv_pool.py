@@ -26,10 +26,11 @@ _DTYPES = {"fp8": torch.float8_e4m3fn}
 class TorchKvPool(PackedPool):
     """Blocks as KvLayout has them, in one piece of memory.
 
-    tensor: [blocks, layers, 2, kv_heads, block_size, head_dim]; scales: [blocks, layers, 2, kv_heads, block_size] float32, None but
-    for a layout of SCALED_DTYPES. Both are views of the blocks.
-    `pack` and `unpack` may be called from any thread; the caller owns the blocks it names. On the CPU they copy once, straight
-    from or to the caller's bytes, on the calling thread and without the GIL.
+    tensor: [blocks, layers, 2, kv_heads, block_size, head_dim]; scales: [blocks, layers, 2,
+    kv_heads, block_size] float32, None but for a layout of SCALED_DTYPES. Both are views of the
+    blocks. `pack` and `unpack` may be called from any thread; the caller owns the blocks it names.
+    On the CPU they copy once, straight from or to the caller's bytes, on the calling thread and
+    without the GIL.
     """
 
     def __init__(
@@ -39,8 +40,8 @@ class TorchKvPool(PackedPool):
         device: torch.device,
         memory: torch.Tensor | None = None,
     ) -> None:
-        """memory: the blocks' bytes, uint8 on `device`, which somebody else touches; its own if not given. Raises ValueError if
-        scales would not lie at multiples of their size."""
+        """memory: the blocks' bytes, uint8 on `device`, which somebody else touches; its own if not
+        given. Raises ValueError if scales would not lie at multiples of their size."""
         super().__init__(layout, num_blocks)
         self._is_host = device.type == "cpu"
         self._order = copy_order(device)
@@ -123,7 +124,8 @@ class TorchKvPool(PackedPool):
 
     @property
     def device_copy(self) -> DeviceCopy | None:
-        """Packs into, and unpacks from, memory of the blocks' own device; None if that is the CPU, or shares no memory."""
+        """Packs into, and unpacks from, memory of the blocks' own device; None if that is the CPU,
+        or shares no memory."""
         return self._device_copy
 
     @property
@@ -133,7 +135,8 @@ class TorchKvPool(PackedPool):
 
 
 def _fresh(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Zeros, uint8, whose pages are touched before steps come to them, if possible, so that no step pays for it."""
+    """Zeros, uint8, whose pages are touched before steps come to them, if possible, so that no step
+    pays for it."""
     if device.type == "cpu":
         memory = host_memory(num_bytes)
         return memory if prefault(memory) else memory.zero_()

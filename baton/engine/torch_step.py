@@ -1,4 +1,5 @@
-"""A step's metadata, built once on the host from a batch: what the layers read, and which requests are at fault."""
+"""A step's metadata, built once on the host from a batch: what the layers read, and which requests
+are at fault."""
 
 from __future__ import annotations
 
@@ -20,14 +21,16 @@ from baton_kernels.paged_attention import AttentionSlice, plan_attention
 
 
 def fault(reason: str, slices: Sequence[int]) -> EngineFault:
-    """A fault of some slices of a batch: their indices are in metadata["slices"], separated by commas."""
+    """A fault of some slices of a batch: their indices are in metadata["slices"], separated by
+    commas."""
     return EngineFault(reason, slices=",".join(map(str, sorted(set(slices)))))
 
 
 def check_batch(
     batch: Batch, block_size: int, num_blocks: int, vocab_size: int, max_model_len: int
 ) -> None:
-    """Raise EngineFault if a slice would read or write outside its own: before anything is touched."""
+    """Raise EngineFault if a slice would read or write outside its own: before anything is
+    touched."""
     wrong = [
         (index, text)
         for index, part in enumerate(batch.slices)
@@ -113,7 +116,8 @@ def _sampled(batch: Batch, device: torch.device) -> torch.Tensor | None:
 
 
 def check_follows(batch: Batch, num_drawn: int) -> None:
-    """Raise EngineFault if a slice follows a row that is none of the num_drawn of the step before, or has more than its token."""
+    """Raise EngineFault if a slice follows a row that is none of the num_drawn of the step before,
+    or has more than its token."""
     wrong = [
         index
         for index, part in enumerate(batch.slices)
@@ -125,7 +129,8 @@ def check_follows(batch: Batch, num_drawn: int) -> None:
 
 
 def take_drawn(token_ids: torch.Tensor, batch: Batch, drawn: torch.Tensor | None) -> None:
-    """Put what the step before drew where slices follow it, in place. token_ids [tokens], drawn [rows] int64, on one device."""
+    """Put what the step before drew where slices follow it, in place. token_ids [tokens], drawn
+    [rows] int64, on one device."""
     ends = accumulate(len(part.token_ids) for part in batch.slices)
     following = [
         (end - 1, part.follows)
@@ -142,7 +147,8 @@ def take_drawn(token_ids: torch.Tensor, batch: Batch, drawn: torch.Tensor | None
 
 
 def sample_rows(batch: Batch) -> tuple[list[SampleRow], list[int], list[int]]:
-    """All rows of a batch, the packed row that each samples after, and the slice that it belongs to."""
+    """All rows of a batch, the packed row that each samples after, and the slice that it belongs
+    to."""
     rows: list[SampleRow] = []
     packed: list[int] = []
     owners: list[int] = []

@@ -1,4 +1,5 @@
-"""Structured output: grammars, the tokens that they allow next, and where each tier gets them. Imports no torch."""
+"""Structured output: grammars, the tokens that they allow next, and where each tier gets them.
+Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A grammar as it travels: what an output must look like, in one canonical form for all ways to say it."""
+"""A grammar as it travels: what an output must look like, in one canonical form for all ways to say
+it."""
 
 from __future__ import annotations
 
@@ -12,23 +13,27 @@ from baton.errors import EngineFault
 
 GrammarKind = Literal["json_schema", "regex", "lark"]
 
-#: White space between the parts of a JSON document. Bounded, so that no model writes white space for ever.
+#: White space between the parts of a JSON document. Bounded, so that no model writes white space
+#: for ever.
 _JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{0,32}"
 
-#: What a regular expression takes literally: letters and digits of any script, and what is beyond ASCII.
+#: What a regular expression takes literally: letters and digits of any script, and what is beyond
+#: ASCII.
 _PLAIN = re.compile(r"[A-Za-z0-9]|[^\x00-\x7f]")
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """`text` is a JSON Schema, a regular expression (Rust's syntax), or a grammar in Lark's syntax."""
+    """`text` is a JSON Schema, a regular expression (Rust's syntax), or a grammar in Lark's
+    syntax."""
 
     kind: GrammarKind
     text: str
 
     @classmethod
     def json_schema(cls, schema: dict[str, Any]) -> Grammar:
-        """Any document that the schema describes. The order of its properties is that of the output."""
+        """Any document that the schema describes. The order of its properties is that of the
+        output."""
         return cls("json_schema", json.dumps(schema, separators=(",", ":")))
 
     @classmethod
@@ -53,7 +58,8 @@ class Grammar:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Grammar:
-        """The inverse of to_bytes. Raises EngineFault if it is of another make: gateway and tier do not fit together."""
+        """The inverse of to_bytes. Raises EngineFault if it is of another make: gateway and tier do
+        not fit together."""
         try:
             told = json.loads(data)
         except ValueError as error:

@@ -20,7 +20,8 @@ _SOURCE_LINES = re.compile(r"\n\s*\d+ \| ")
 
 
 def limits() -> LLParserLimits:
-    """What a grammar may cost. Lexer states take some 2 KB each; a step may use about 20 ms; errors quote no output."""
+    """What a grammar may cost. Lexer states take some 2 KB each; a step may use about 20 ms; errors
+    quote no output."""
     return LLParserLimits(
         max_lexer_states=30_000,
         initial_lexer_fuel=1_000_000,
@@ -34,9 +35,10 @@ def limits() -> LLParserLimits:
 class Matcher:
     """The state of one output. Belongs to one thread at a time.
 
-    An output may end, by one of `end_token_ids`, only where it is complete; where it can only end, nothing else is
-    allowed. Hence those tokens are not allowed elsewhere, though a grammar might take their text, unless nothing else is.
-    Every method raises EngineFault once the grammar has cost more than its limits; that output cannot go on.
+    An output may end, by one of `end_token_ids`, only where it is complete; where it can only end,
+    nothing else is allowed. Hence those tokens are not allowed elsewhere, though a grammar might
+    take their text, unless nothing else is. Every method raises EngineFault once the grammar has
+    cost more than its limits; that output cannot go on.
     """
 
     def __init__(
@@ -61,7 +63,8 @@ class Matcher:
     def allowed(self) -> bytes:
         """Bit t % 8 of byte t // 8 tells whether token t may come next: at least one may.
 
-        Raises EngineFault, too, if none may: no token of the model continues what the grammar wants.
+        Raises EngineFault, too, if none may: no token of the model continues what the grammar
+        wants.
         """
         return self._vocabulary.to_bytes(self._allowed_bits())
 
@@ -103,10 +106,12 @@ class Matcher:
         return twin
 
     def allowed_along(self, drafts: Sequence[int]) -> tuple[bytes, ...]:
-        """Masks before the first draft, after it, after the second, ...; leaves the matcher as it is.
+        """Masks before the first draft, after it, after the second, ...; leaves the matcher as it
+        is.
 
-        One mask more than drafts that may be tried: they are cut at the first one that is not allowed, or that ends the
-        output, since nothing follows it; or that leads to where the grammar costs too much.
+        One mask more than drafts that may be tried: they are cut at the first one that is not
+        allowed, or that ends the output, since nothing follows it; or that leads to where the
+        grammar costs too much.
         """
         masks = [self.allowed()]
         if not drafts:
@@ -149,7 +154,8 @@ class Matcher:
 
 
 def explain(inner: LLMatcher, default: str) -> str:
-    """What went wrong in a matcher, in one line; `default` where the library only says that it stopped."""
+    """What went wrong in a matcher, in one line; `default` where the library only says that it
+    stopped."""
     text = _SOURCE_LINES.split(inner.get_error().replace("<non-verbose/>", ""))[0]
     text = " ".join(text.rsplit("\nerror: ", 1)[-1].split())
     if "TooComplex" in text or "too many states" in text:
@@ -160,7 +166,8 @@ def explain(inner: LLMatcher, default: str) -> str:
 
 
 def compile_grammar(grammar: Grammar, vocabulary: GrammarVocabulary) -> LLMatcher:
-    """Before the first token, and ready for it. Blocks, without the GIL. Raises ValueError, in one line, if there is none."""
+    """Before the first token, and ready for it. Blocks, without the GIL. Raises ValueError, in one
+    line, if there is none."""
     inner = LLMatcher(vocabulary.tokenizer, grammar.to_llguidance(), limits=limits(), log_level=0)
     if not inner.is_error():
         # Fills what its copies share, so that the first token costs no more than the others.

@@ -1,4 +1,5 @@
-"""A worker's matchers: each grammar is compiled once, in a thread of its own, while its first prompt is computed."""
+"""A worker's matchers: each grammar is compiled once, in a thread of its own, while its first
+prompt is computed."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class CompiledGrammar:
 
 @dataclass(frozen=True, slots=True)
 class MatcherOrder:
-    """The matcher that a sequence will need, and its choices: its grammar is known, or is being compiled."""
+    """The matcher that a sequence will need, and its choices: its grammar is known, or is being
+    compiled."""
 
     compiled: Future[CompiledGrammar]
     end_token_ids: frozenset[int]
@@ -45,7 +47,8 @@ class MatcherOrder:
         return self.compiled.done()
 
     def matcher(self) -> Matcher:
-        """A new matcher, before the first token of output. Raises EngineFault if the grammar cannot be compiled."""
+        """A new matcher, before the first token of output. Raises EngineFault if the grammar cannot
+        be compiled."""
         try:
             compiled = self.compiled.result()
         except (EngineFault, CancelledError) as error:
@@ -74,7 +77,8 @@ class Matchers:
         self._executor = executor
 
     def order(self, sampling: Sampling) -> MatcherOrder | None:
-        """Begin to compile a sequence's grammar, unless it is known; None if the sequence has none. Does not wait."""
+        """Begin to compile a sequence's grammar, unless it is known; None if the sequence has none.
+        Does not wait."""
         if not sampling.grammar:
             return None
         return MatcherOrder(self._future(sampling.grammar), sampling.stop_token_ids)
@@ -100,7 +104,8 @@ class Matchers:
                 self._vocabulary = self._load()
             inner = compile_grammar(Grammar.from_bytes(data), self._vocabulary)
         except Exception as error:
-            # Whatever it is, it is charged to the sequences that have this grammar, not to the engine's thread.
+            # Whatever it is, it is charged to the sequences that have this grammar, not to the
+            # engine's thread.
             raise EngineFault(f"structured output: {error}") from error
         return CompiledGrammar(inner, self._vocabulary)
 
@@ -116,9 +121,11 @@ HasOrderT = TypeVar("HasOrderT", bound=HasOrder)
 
 
 def with_grammar_ready(members: Sequence[HasOrderT]) -> list[HasOrderT]:
-    """Those whose grammars, if they have any, are compiled. If there is nobody else, waits a little for one.
+    """Those whose grammars, if they have any, are compiled. If there is nobody else, waits a little
+    for one.
 
-    What takes longer is asked for again in the next step, so that the engine's thread shows signs of life meanwhile.
+    What takes longer is asked for again in the next step, so that the engine's thread shows signs
+    of life meanwhile.
     """
     ready = [member for member in members if member.order is None or member.order.is_ready]
     if ready or not members:

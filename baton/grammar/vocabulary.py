@@ -13,22 +13,26 @@ from baton.errors import EngineFault
 #: A token of ours, beyond the model's own, by which a grammar says that the output may end.
 _END_TEXT = "<|baton: end of output|>"
 
-#: Texts of a synthetic vocabulary beside all single bytes: common pairs, so that tokens of several bytes occur.
+#: Texts of a synthetic vocabulary beside all single bytes: common pairs, so that tokens of several
+#: bytes occur.
 _LETTERS = 'etaoinshrdlu 0123456789,:{}[]"'
 
 
 class GrammarVocabulary:
-    """What matchers need to know of a tokenizer. Immutable; its methods may be called from any thread."""
+    """What matchers need to know of a tokenizer. Immutable; its methods may be called from any
+    thread."""
 
     def __init__(self, tokenizer: LLTokenizer, vocab_size: int, num_known: int) -> None:
-        """tokenizer: with an end token of its own. vocab_size: ids of the model; those from num_known on have no text."""
+        """tokenizer: with an end token of its own. vocab_size: ids of the model; those from
+        num_known on have no text."""
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.num_mask_bytes = -(-vocab_size // 8)
         self._allowable = (1 << min(num_known, vocab_size)) - 1 & ~(1 << tokenizer.eos_token)
 
     def limited(self, mask: bytes) -> int:
-        """A mask of llguidance without its end token and the ids that the model or the tokenizer lacks; bit t is token t."""
+        """A mask of llguidance without its end token and the ids that the model or the tokenizer
+        lacks; bit t is token t."""
         return int.from_bytes(mask, "little") & self._allowable
 
     def bits(self, token_ids: Iterable[int]) -> int:
@@ -47,8 +51,8 @@ class GrammarVocabulary:
 def load_vocabulary(folder: Path, vocab_size: int | None = None) -> GrammarVocabulary:
     """From the tokenizer.json in a model's folder. Blocks, for about a second per 100,000 tokens.
 
-    vocab_size: of the model, whose ids may be more or fewer than the tokenizer's; the tokenizer's own if None.
-    Raises EngineFault if there is none, or none that can be read.
+    vocab_size: of the model, whose ids may be more or fewer than the tokenizer's; the tokenizer's
+    own if None. Raises EngineFault if there is none, or none that can be read.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -76,7 +80,8 @@ def load_vocabulary(folder: Path, vocab_size: int | None = None) -> GrammarVocab
 
 
 def synthetic_vocabulary(vocab_size: int) -> GrammarVocabulary:
-    """For engines without a tokenizer: ids 0..255 are the single bytes, those after them short texts."""
+    """For engines without a tokenizer: ids 0..255 are the single bytes, those after them short
+    texts."""
     return GrammarVocabulary(_wrapped(synthetic_tokens(vocab_size), ()), vocab_size, vocab_size)
 
 
@@ -117,7 +122,8 @@ def _wrapped(tokens: Sequence[bytes], special_token_ids: Sequence[int]) -> LLTok
 
 
 def _first_tokens(tokenizer: LLTokenizer, num_tokens: int) -> LLTokenizer:
-    """A tokenizer's first tokens alone: it would want outputs to be written with the others, too."""
+    """A tokenizer's first tokens alone: it would want outputs to be written with the others,
+    too."""
     ids = range(num_tokens)
     texts = [tokenizer.decode_bytes([i]) for i in ids]
     return _wrapped(texts, [i for i in ids if tokenizer.is_special_token(i)])

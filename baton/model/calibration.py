@@ -1,4 +1,5 @@
-"""What a model's linear layers are given when it reads a text: how their inputs go together, layer by layer."""
+"""What a model's linear layers are given when it reads a text: how their inputs go together, layer
+by layer."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ _MAX_TOKENS = 1 << 15
 
 
 def read_pieces(folder: Path, text: Path, config: ModelConfig) -> list[list[int]]:
-    """Token ids of the beginning of a text, in pieces that the checkpoint in `folder` can read. Raises ConfigError."""
+    """Token ids of the beginning of a text, in pieces that the checkpoint in `folder` can read.
+    Raises ConfigError."""
     try:
         content = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -48,11 +50,12 @@ def read_pieces(folder: Path, text: Path, config: ModelConfig) -> list[list[int]
 def grams(
     folder: Path, config: ModelConfig, pieces: Sequence[Sequence[int]]
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Of each decoder layer, one after the other: by the names of its linear layers in the checkpoint, the sum over all tokens of
-    the outer products of their inputs [num_in, num_in] float32. Layers with the same input share one tensor.
+    """Of each decoder layer, one after the other: by the names of its linear layers in the
+    checkpoint, the sum over all tokens of the outer products of their inputs [num_in, num_in]
+    float32. Layers with the same input share one tensor.
 
-    The model runs in its own dtype, on the CPU. What is held at once is the model, the states of all tokens, and one layer's
-    sums. Raises ModelError.
+    The model runs in its own dtype, on the CPU. What is held at once is the model, the states of
+    all tokens, and one layer's sums. Raises ModelError.
     """
     dtype = getattr(torch, config.dtype)
     parameters, _ = load_parameters(folder, config, dtype, _CPU, lambda _: None)
@@ -90,7 +93,8 @@ class _OneLayer(Decoder):
     def next_states(
         self, index: int, states: torch.Tensor, batch: PackedBatch, pool: torch.Tensor
     ) -> torch.Tensor:
-        """What decoder layer `index` of the whole model makes of the states [tokens, hidden] of the batch."""
+        """What decoder layer `index` of the whole model makes of the states [tokens, hidden] of the
+        batch."""
         layer = self._parameters.layers[0]
         rows = head_rows(batch.first_rows, pool)
         mixed = self._attention(index, layer, states, batch, rows, pool, None, None)

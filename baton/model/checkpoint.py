@@ -1,4 +1,5 @@
-"""The files of a checkpoint: where they are, and whether they are ones that we read. Imports no torch.
+"""The files of a checkpoint: where they are, and whether they are ones that we read. Imports no
+torch.
 
 So what is wrong with them is told before a process spends seconds on its imports.
 """
@@ -14,13 +15,15 @@ from pathlib import Path
 from baton.errors import MissingTensor, ModelError, UnsafeCheckpoint
 from baton.model.config import read_config
 
-#: What the hub is asked for: weights as safetensors, and the texts that configure model and tokenizer.
+#: What the hub is asked for: weights as safetensors, and the texts that configure model and
+#: tokenizer.
 ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
-    """The folder of a checkpoint: `model` itself, or a snapshot of the hub id. Raises ModelError, UnsafeCheckpoint."""
+    """The folder of a checkpoint: `model` itself, or a snapshot of the hub id. Raises ModelError,
+    UnsafeCheckpoint."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
@@ -49,7 +52,8 @@ def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
 
 
 def check_checkpoint(model: str, revision: str | None = None) -> Path:
-    """The folder of a checkpoint whose files are there, and are ones that Baton reads. Reads no weights.
+    """The folder of a checkpoint whose files are there, and are ones that Baton reads. Reads no
+    weights.
 
     Raises ModelError and its kinds.
     """

@@ -1,8 +1,8 @@
 """What a checkpoint's config.json says about a decoder, in the terms that Baton's forward uses.
 
-The file is read as transformers reads it: the same defaults, the same precedence of old and new spellings, the same
-types refused. tests/model/test_config_same_as_transformers.py compares the two; importing transformers here would take
-longer than all the rest of a worker's start.
+The file is read as transformers reads it: the same defaults, the same precedence of old and new
+spellings, the same types refused. tests/model/test_config_same_as_transformers.py compares the two;
+importing transformers here would take longer than all the rest of a worker's start.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 from baton.errors import ModelError, UnsupportedModel
 from baton.quantization.config import QuantizationConfig, parse_quantization
 
-#: Types that a value may have. As in transformers, a whole number is no float, and a bool no number.
+#: Types that a value may have. As in transformers, a whole number is no float, and a bool no
+#: number.
 _Types = tuple[type, ...]
 
 _INT, _FLOAT, _BOOL, _TEXT = (int,), (float,), (bool,), (str,)
@@ -104,7 +105,8 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder of one of the families in FAMILIES. Windows are in tokens, None for full attention."""
+    """A decoder of one of the families in FAMILIES. Windows are in tokens, None for full
+    attention."""
 
     family: str
     vocab_size: int
@@ -233,7 +235,8 @@ def _fields(family: str, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> RopeConfig:
-    """Old files have rope_scaling, which goes before rope_parameters, with `type`, and rope_theta beside it."""
+    """Old files have rope_scaling, which goes before rope_parameters, with `type`, and rope_theta
+    beside it."""
     told = raw.get("rope_scaling") or fields["rope_parameters"] or {}
     if not isinstance(told, dict):
         raise UnsupportedModel(f"rope_scaling={told!r}: must be an object")

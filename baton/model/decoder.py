@@ -20,11 +20,13 @@ from baton_kernels.swiglu import swiglu
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """A step's tokens one sequence after the other, and what its layers need to know. All on the engine's device.
+    """A step's tokens one sequence after the other, and what its layers need to know. All on the
+    engine's device.
 
-    token_ids [tokens] int64; cos, sin [tokens, head_dim / 2] of the model's dtype; first_rows [tokens] int64 as
-    baton_kernels.kv_write.head_rows takes them; plans by window; sampled [rows] int64: the tokens whose logits are
-    wanted, in that order, with repeats, or None for all, once each.
+    token_ids [tokens] int64; cos, sin [tokens, head_dim / 2] of the model's dtype; first_rows
+    [tokens] int64 as baton_kernels.kv_write.head_rows takes them; plans by window; sampled [rows]
+    int64: the tokens whose logits are wanted, in that order, with repeats, or None for all, once
+    each.
     """
 
     token_ids: torch.Tensor
@@ -36,16 +38,18 @@ class PackedBatch:
 
 
 class Decoder:
-    """Parameters and how to run them. Holds no state of any sequence: KV is in the pool that it is given.
+    """Parameters and how to run them. Holds no state of any sequence: KV is in the pool that it is
+    given.
 
-    Of several ranks each has one of these, over its part of the parameters and a pool of its own heads, and all are called alike.
+    Of several ranks each has one of these, over its part of the parameters and a pool of its own
+    heads, and all are called alike.
     """
 
     def __init__(
         self, config: ModelConfig, parameters: PackedParameters, ranks: Ranks | None = None
     ) -> None:
-        """config: with the heads that are here, Shard.attention_config. ranks: who else has parts of the model; nobody if
-        not given."""
+        """config: with the heads that are here, Shard.attention_config. ranks: who else has parts
+        of the model; nobody if not given."""
         self._ranks: Ranks = ranks or Alone()
         self._config = config
         self._parameters = parameters
@@ -62,11 +66,12 @@ class Decoder:
         layer_done: Callable[[int], None] | None = None,
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write the tokens' KV into `pool`, and `scales` if it has any; returns the sampled tokens' states [rows, hidden], which `logits` takes.
+        """Write the tokens' KV into `pool`, and `scales` if it has any; returns the sampled tokens'
+        states [rows, hidden], which `logits` takes.
 
-        `layer_done` is called with each layer's index once the KV of that layer is written, by all ranks: each rank gives
-        a hook, or none does. After the last layer's KV only the sampled tokens go on. When this returns, all ranks are done with
-        the pool.
+        `layer_done` is called with each layer's index once the KV of that layer is written, by all
+        ranks: each rank gives a hook, or none does. After the last layer's KV only the sampled
+        tokens go on. When this returns, all ranks are done with the pool.
         """
         parameters, ranks = self._parameters, self._ranks
         hidden = F.embedding(batch.token_ids, parameters.embeddings)
@@ -81,7 +86,8 @@ class Decoder:
         return rms_norm(hidden, parameters.norm, self._config.rms_norm_eps)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """[rows, vocab] float32 of states [rows, hidden], on rank 0; on others what they have of it."""
+        """[rows, vocab] float32 of states [rows, hidden], on rank 0; on others what they have of
+        it."""
         part = self._parameters.lm_head(states, None, torch.float32)
         return self._ranks.gather_first(part, self._config.vocab_size)
 

@@ -35,8 +35,8 @@ def load_parameters(
 ) -> tuple[PackedParameters, str]:
     """A rank's parameters, ready to run, and the digest of the whole checkpoint.
 
-    progress: sees each tensor read; by default there is a bar on a terminal. Files are mapped: what a rank does not keep
-    takes no memory of its own. Raises ModelError.
+    progress: sees each tensor read; by default there is a bar on a terminal. Files are mapped: what
+    a rank does not keep takes no memory of its own. Raises ModelError.
     """
     # Dense linear layers that nobody fills cost nothing in the host's memory, but would in a GPU's.
     of_linears = torch.device("cpu") if keeps_stored_levels(config, dtype, device) else device

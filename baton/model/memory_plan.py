@@ -110,9 +110,11 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def weight_bytes(config: ModelConfig, dtype: str, keeps_levels: bool, num_ranks: int = 1) -> int:
-    """What a rank's weights take once they are packed; where embeddings are tied, the output layer has a copy of its own.
+    """What a rank's weights take once they are packed; where embeddings are tied, the output layer
+    has a copy of its own.
 
-    keeps_levels: quantised layers are not dequantised. Each level takes a byte while they are loaded, whatever its bits.
+    keeps_levels: quantised layers are not dequantised. Each level takes a byte while they are
+    loaded, whatever its bits.
     """
     size = DTYPE_BYTES[dtype]
     embeddings = config.vocab_size * config.hidden_size
@@ -123,9 +125,9 @@ def weight_bytes(config: ModelConfig, dtype: str, keeps_levels: bool, num_ranks:
 
 
 def token_bytes(config: ModelConfig, element_bytes: int) -> int:
-    """An upper estimate of what a step holds for each of its tokens: its widest layer, operation by operation or within
-    baton_kernels.cpu.layers.NativeLayers, and inputs as its products take them: widened to float32, or rounded to integers with
-    sums for groups of 8 or more."""
+    """An upper estimate of what a step holds for each of its tokens: its widest layer, operation by
+    operation or within baton_kernels.cpu.layers.NativeLayers, and inputs as its products take them:
+    widened to float32, or rounded to integers with sums for groups of 8 or more."""
     hidden, inter = config.hidden_size, config.intermediate_size
     q = config.num_heads * config.head_dim
     heads = q + config.num_kv_heads * config.head_dim
@@ -137,7 +139,8 @@ def token_bytes(config: ModelConfig, element_bytes: int) -> int:
 def activation_bytes(
     config: ModelConfig, dtype: str, max_num_batched_tokens: int, max_num_seqs: int, max_len: int
 ) -> int:
-    """An upper estimate of what a step holds at once: its widest layer, its gathered KV, and its logits in float32."""
+    """An upper estimate of what a step holds at once: its widest layer, its gathered KV, and its
+    logits in float32."""
     tokens = max_num_batched_tokens * token_bytes(config, DTYPE_BYTES[dtype])
     gathered = 2 * max(max_len, 8192) * config.num_kv_heads * config.head_dim * DTYPE_BYTES[dtype]
     logits = 3 * max_num_seqs * config.vocab_size * 4
@@ -160,9 +163,10 @@ def plan_memory(
     num_blocks: int | None = None,
     graph_bytes: int = 0,
 ) -> MemoryPlan:
-    """How many KV blocks to have: `num_blocks`, or what fits `kv_cache_memory_bytes`, or enough for max_num_seqs sequences of
-    max_model_len tokens within what weights, activations and graphs leave of `available_bytes`. kv_dtype: `dtype` if not given. Bytes are
-    of all `num_ranks` ranks of tensor parallelism together, which share them alike.
+    """How many KV blocks to have: `num_blocks`, or what fits `kv_cache_memory_bytes`, or enough for
+    max_num_seqs sequences of max_model_len tokens within what weights, activations and graphs leave
+    of `available_bytes`. kv_dtype: `dtype` if not given. Bytes are of all `num_ranks` ranks of
+    tensor parallelism together, which share them alike.
 
     Raises ConfigError if that is not even one block, or the weights do not fit.
     """

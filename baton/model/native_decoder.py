@@ -30,9 +30,11 @@ from baton_kernels.linear import Linear
 def make_decoder(
     config: ModelConfig, parameters: PackedParameters, pool_dtype: torch.dtype, ranks: Ranks
 ) -> Decoder:
-    """The fastest decoder for where the parameters are. All give the same, to the bit where both run native kernels.
+    """The fastest decoder for where the parameters are. All give the same, to the bit where both
+    run native kernels.
 
-    config and ranks: see Decoder. Several ranks meet within a layer, so that they run it operation by operation.
+    config and ranks: see Decoder. Several ranks meet within a layer, so that they run it operation
+    by operation.
     """
     embeddings = parameters.embeddings
     is_alone = ranks.shard.size == 1 and embeddings.device.type == "cpu"

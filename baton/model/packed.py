@@ -1,4 +1,5 @@
-"""A decoder's parameters in the form that runs: each linear layer packed for where it runs, once."""
+"""A decoder's parameters in the form that runs: each linear layer packed for where it runs,
+once."""
 
 from __future__ import annotations
 
@@ -39,10 +40,11 @@ class PackedParameters:
 
 
 def pack_parameters(parameters: Parameters, quantized: dict[str, StoredWeight]) -> PackedParameters:
-    """Packs layer by layer. `quantized`: by the checkpoint's names, weights that are not in `parameters`.
+    """Packs layer by layer. `quantized`: by the checkpoint's names, weights that are not in
+    `parameters`.
 
-    Both are emptied as layers are packed, so that no weight is there twice. Linear layers get to where the norms are, native
-    ones of a CPU into one arena.
+    Both are emptied as layers are packed, so that no weight is there twice. Linear layers get to
+    where the norms are, native ones of a CPU into one arena.
     """
     layers: list[PackedLayer] = []
     allocate = Arena().take

@@ -1,4 +1,5 @@
-"""A decoder's parameters, fused as the forward wants them, before they are packed, and where each tensor of a checkpoint goes."""
+"""A decoder's parameters, fused as the forward wants them, before they are packed, and where each
+tensor of a checkpoint goes."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class Linear:
     bias: torch.Tensor | None
 
 
-#: The linear layers of a checkpoint that each of a decoder layer's fused ones is made of, from the top.
+#: The linear layers of a checkpoint that each of a decoder layer's fused ones is made of, from the
+#: top.
 PARTS: Mapping[str, tuple[str, ...]] = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "output": ("self_attn.o_proj",),
@@ -74,10 +76,11 @@ class LayerParameters:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """All parameters of a rank. lm_head [vocab, hidden] is of embeddings itself where they are tied.
+    """All parameters of a rank. lm_head [vocab, hidden] is of embeddings itself where they are
+    tied.
 
-    layers: a list, because packing takes them out of it one by one. parts: by the checkpoint's names of linear layers, what of
-    their outputs is here.
+    layers: a list, because packing takes them out of it one by one. parts: by the checkpoint's
+    names of linear layers, what of their outputs is here.
     """
 
     embeddings: torch.Tensor

@@ -1,4 +1,5 @@
-"""`python -m baton.model.quantize`: a checkpoint, its linear layers rounded or pruned by a scheme, as a new checkpoint.
+"""`python -m baton.model.quantize`: a checkpoint, its linear layers rounded or pruned by a scheme,
+as a new checkpoint.
 
 A process of its own, so that the command line stays without torch.
 """
@@ -78,9 +79,10 @@ def quantize_checkpoint(
 ) -> tuple[int, int]:
     """Write `source` to the new folder `output`; returns the bytes of weights before and after.
 
-    Everything but the linear layers (embeddings, norms, biases) stays as it is, and so do all other files. The output layer,
-    lm_head, becomes one of its own if it was tied to the embeddings; keeps_output: it stays as it is, too. calibration: a file
-    of text, for schemes of CALIBRATED: see baton.model.calibration. Raises ModelError, ConfigError.
+    Everything but the linear layers (embeddings, norms, biases) stays as it is, and so do all other
+    files. The output layer, lm_head, becomes one of its own if it was tied to the embeddings;
+    keeps_output: it stays as it is, too. calibration: a file of text, for schemes of CALIBRATED:
+    see baton.model.calibration. Raises ModelError, ConfigError.
     """
     config = read_config(source)
     if config.quantization is not None:
@@ -130,7 +132,8 @@ def _group_size(config: ModelConfig, scheme: Scheme) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Rounding:
-    """What becomes of a tensor: the linear layer that it is rounded to, by which scheme, and whether it stays beside that."""
+    """What becomes of a tensor: the linear layer that it is rounded to, by which scheme, and
+    whether it stays beside that."""
 
     layer: str
     scheme: Scheme
@@ -162,7 +165,8 @@ def _encode_by_inputs(
     scheme: Scheme,
     group_size: int | None,
 ) -> dict[str, Pieces]:
-    """What becomes of the decoder's linear layers, by name, rounded for what they are given as the model reads `texts`."""
+    """What becomes of the decoder's linear layers, by name, rounded for what they are given as the
+    model reads `texts`."""
     places: dict[str, Path] = {}
     for path in find_shards(source):
         with safe_open(path, framework="pt", device="cpu") as shard:
@@ -203,7 +207,8 @@ def _write_rest(
     config: dict[str, object],
     num_bytes: int,
 ) -> None:
-    """config.json as `config`, an index where there was one, and all other small files as they are."""
+    """config.json as `config`, an index where there was one, and all other small files as they
+    are."""
     for path in source.iterdir():
         if path.suffix in (".json", ".jinja", ".txt", ".model") and path.name != _INDEX:
             shutil.copyfile(path, output / path.name)

@@ -1,11 +1,13 @@
-"""Rotary frequencies, bit for bit those that transformers computes, and which of them a token takes.
+"""Rotary frequencies, bit for bit those that transformers computes, and which of them a token
+takes.
 
 All types but `dynamic` have one set of frequencies. Dynamic NTK scaling has one per length n above
-max_position_embeddings: in transformers' `generate` a prompt of n tokens is rotated by those of n as a whole, and an output
-token at position p by those of p + 1; keys stay in the cache as they were rotated. Baton does the same where it is told the
-prompt's length (SequenceSlice.num_prompt_tokens), whatever the chunks; KV of a prompt longer than
-max_position_embeddings then depends on the prompt's length and must not be shared as a prefix. Where it is not told, every
-token takes the frequencies of its own position, which is the same for prompts up to max_position_embeddings.
+max_position_embeddings: in transformers' `generate` a prompt of n tokens is rotated by those of n
+as a whole, and an output token at position p by those of p + 1; keys stay in the cache as they were
+rotated. Baton does the same where it is told the prompt's length (SequenceSlice.num_prompt_tokens),
+whatever the chunks; KV of a prompt longer than max_position_embeddings then depends on the prompt's
+length and must not be shared as a prefix. Where it is not told, every token takes the frequencies
+of its own position, which is the same for prompts up to max_position_embeddings.
 """
 
 from __future__ import annotations
@@ -18,14 +20,17 @@ import torch
 from baton.model.config import ModelConfig
 from baton_kernels.rope import rope_tables
 
-#: Positions whose cos and sin are computed at first; where sequences grow past them, those of the next power of two.
+#: Positions whose cos and sin are computed at first; where sequences grow past them, those of the
+#: next power of two.
 _FIRST_POSITIONS = 1024
 
 
 class Rope:
-    """inv_freq [num_sets, head_dim / 2] float32; set i is for lengths of first_length + i (set 0: all up to it).
+    """inv_freq [num_sets, head_dim / 2] float32; set i is for lengths of first_length + i (set 0:
+    all up to it).
 
-    Keeps cos and sin of all positions that were asked for so far, and of those before them, where there is one set.
+    Keeps cos and sin of all positions that were asked for so far, and of those before them, where
+    there is one set.
     """
 
     def __init__(self, inv_freq: torch.Tensor, scaling: float, first_length: int) -> None:
@@ -51,7 +56,8 @@ class Rope:
     def compute(
         self, positions: torch.Tensor, lengths: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [tokens, head_dim / 2]; positions and lengths (see module) [tokens] int64. Keeps nothing."""
+        """cos and sin [tokens, head_dim / 2]; positions and lengths (see module) [tokens] int64.
+        Keeps nothing."""
         inv_freq = self.inv_freq
         if self.is_dynamic:
             inv_freq = inv_freq[(lengths - self.first_length).clamp_(min=0)]
@@ -98,7 +104,8 @@ def _inverse(theta: float | torch.Tensor, exponent: torch.Tensor) -> torch.Tenso
 
 
 def _dynamic_theta(config: ModelConfig, length: int | torch.Tensor) -> float | torch.Tensor:
-    """Dynamic NTK scaling: the base grows with the context, so that the lowest frequency spans it."""
+    """Dynamic NTK scaling: the base grows with the context, so that the lowest frequency spans
+    it."""
     factor, dim = config.rope.factor, config.head_dim
     stretch = factor * length / config.max_position_embeddings - (factor - 1)
     return config.rope.theta * stretch ** (dim / (dim - 2))
@@ -119,8 +126,9 @@ def _llama3(inv_freq: torch.Tensor, parameters: dict[str, Any]) -> torch.Tensor:
 
 
 def _yarn(config: ModelConfig, parameters: dict[str, Any]) -> tuple[torch.Tensor, float]:
-    """YaRN: dimensions that turn often keep their frequency, those that turn seldom are interpolated, with a linear ramp
-    between. Returns the frequencies, and what cos and sin are multiplied by."""
+    """YaRN: dimensions that turn often keep their frequency, those that turn seldom are
+    interpolated, with a linear ramp between. Returns the frequencies, and what cos and sin are
+    multiplied by."""
     dim, length = config.head_dim, parameters["original_max_position_embeddings"]
     factor = parameters["factor"]
     if factor is None:

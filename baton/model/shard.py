@@ -1,8 +1,10 @@
-"""Tensor parallelism: which part of a decoder each of several ranks holds, and how they put their results together.
+"""Tensor parallelism: which part of a decoder each of several ranks holds, and how they put their
+results together.
 
-Every linear layer is cut by its outputs, and its inputs are whole on every rank: a rank computes some outputs of each, and
-`gather` puts them side by side. So each sum is taken whole, by one rank, in the order of one rank alone, and whatever form a
-weight has, quantised or not, a part of it is a range of its rows. See docs/adr/0009-ranks-share-outputs.md.
+Every linear layer is cut by its outputs, and its inputs are whole on every rank: a rank computes
+some outputs of each, and `gather` puts them side by side. So each sum is taken whole, by one rank,
+in the order of one rank alone, and whatever form a weight has, quantised or not, a part of it is a
+range of its rows. See docs/adr/0009-ranks-share-outputs.md.
 """
 
 from __future__ import annotations
@@ -24,13 +26,15 @@ class Shard:
     size: int
 
     def part(self, num: int) -> range:
-        """This rank's part of `num` rows. Parts are of one length, but for the last where they do not come out even."""
+        """This rank's part of `num` rows. Parts are of one length, but for the last where they do
+        not come out even."""
         length = -(-num // self.size)
         start = self.rank * length
         return range(min(start, num), min(start + length, num))
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """The KV heads that this rank's query heads read; several ranks hold the same one where there are more of them."""
+        """The KV heads that this rank's query heads read; several ranks hold the same one where
+        there are more of them."""
         if self.size <= num_kv_heads:
             return self.part(num_kv_heads)
         head = self.rank * num_kv_heads // self.size
@@ -50,7 +54,8 @@ WHOLE = Shard(0, 1)
 
 
 class Ranks(Protocol):
-    """The ranks of one model, as one of them sees the others. All call the same methods in the same order."""
+    """The ranks of one model, as one of them sees the others. All call the same methods in the same
+    order."""
 
     @property
     def shard(self) -> Shard: ...
@@ -64,14 +69,16 @@ class Ranks(Protocol):
         ...
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """part [rows, columns], of one shape on all ranks -> [rows, size * columns]: the parts of all, by rank.
+        """part [rows, columns], of one shape on all ranks -> [rows, size * columns]: the parts of
+        all, by rank.
 
         A meeting, too, even if there are no rows.
         """
         ...
 
     def gather_first(self, part: torch.Tensor, num_columns: int) -> torch.Tensor:
-        """part [rows, len(shard.part(num_columns))] -> [rows, num_columns] on rank 0. The others get their own part back."""
+        """part [rows, len(shard.part(num_columns))] -> [rows, num_columns] on rank 0. The others
+        get their own part back."""
         ...
 
 

@@ -1,4 +1,5 @@
-"""Fill a decoder's parameters from a checkpoint's safetensors, one shard after the other, and digest what was read."""
+"""Fill a decoder's parameters from a checkpoint's safetensors, one shard after the other, and
+digest what was read."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ _IGNORED = re.compile(r"rotary_emb\.inv_freq$|attn\.masked_bias$")
 
 @dataclass(frozen=True, slots=True)
 class ShardProgress:
-    """Where loading stands: `done_bytes` of `num_bytes` of shard `index` (from 0) of `num_shards`."""
+    """Where loading stands: `done_bytes` of `num_bytes` of shard `index` (from 0) of
+    `num_shards`."""
 
     name: str
     index: int
@@ -45,7 +47,8 @@ ProgressHook = Callable[[ShardProgress], None]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """digest: of every tensor read, by name, type and bytes. quantized: by layer, weights that were kept as they are stored."""
+    """digest: of every tensor read, by name, type and bytes. quantized: by layer, weights that were
+    kept as they are stored."""
 
     digest: str
     quantized: dict[str, StoredWeight]
@@ -58,7 +61,8 @@ def load_weights(
     quantization: QuantizationConfig | None = None,
     keeps: Callable[[StoredWeight], bool] = lambda _: False,
 ) -> Loaded:
-    """Fill `parameters` from `folder`. Quantised weights go there dequantised, but for those that `keeps` wants as they are.
+    """Fill `parameters` from `folder`. Quantised weights go there dequantised, but for those that
+    `keeps` wants as they are.
 
     Raises MissingTensor, TensorMismatch, UnsafeCheckpoint, ModelError.
     """

@@ -1,4 +1,5 @@
-"""What a config.json's quantization_config says, in the terms of the layouts that Baton reads. Imports no torch."""
+"""What a config.json's quantization_config says, in the terms of the layouts that Baton reads.
+Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,12 +1,15 @@
 """From the tensors that a checkpoint has for a quantised layer to its weight.
 
-Layouts, by the names of the tensors (out and in are the layer's sizes, a word is an int32 of 32 / bits levels):
+Layouts, by the names of the tensors (out and in are the layer's sizes, a word is an int32 of 32 /
+bits levels):
     compressed-tensors, packed   weight_packed [out, words of in], weight_scale [out, groups], weight_shape [2] and, where
-                                 they apply, weight_zero_point [words of out, groups], weight_g_idx [in]
+                                 they apply, weight_zero_point [words of out, groups], weight_g_idx
+                                 [in]
     compressed-tensors           weight [out, in] int8 or float8, weight_scale [out, groups] or [1]
     GPTQ                         qweight [words of in, out], qzeros [groups, words of out], scales [groups, out], g_idx [in]
     AWQ                          qweight [in, words of out], qzeros [groups, words of out], scales [groups, out];
-                                 the eight levels of a word are those of outputs 0, 2, 4, 6, 1, 3, 5, 7
+                                 the eight levels of a word are those of outputs 0, 2, 4, 6, 1, 3,
+                                 5, 7
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ def required_pieces(config: QuantizationConfig) -> frozenset[str]:
 
 
 def decode(pieces: Pieces, config: QuantizationConfig) -> StoredWeight | torch.Tensor:
-    """The weight, or a dense one [out, in] float32 where levels cannot be kept as they are: those of reordered groups.
+    """The weight, or a dense one [out, in] float32 where levels cannot be kept as they are: those
+    of reordered groups.
 
     Raises ValueError if sizes contradict each other.
     """

@@ -1,4 +1,5 @@
-"""From a dense weight to the tensors of a quantised layer, in compressed-tensors' layout: the inverse of decode."""
+"""From a dense weight to the tensors of a quantised layer, in compressed-tensors' layout: the
+inverse of decode."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ def encode(
     group_size: int | None,
     gram: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Tensors by the last parts of their names; see decode. group_size: of int4 alone. gram: see round_by_inputs."""
+    """Tensors by the last parts of their names; see decode. group_size: of int4 alone. gram: see
+    round_by_inputs."""
     if scheme == "sparse24":
         return {"weight": prune(weight) if gram is None else prune_by_inputs(weight, gram)}
     if scheme == "fp8":

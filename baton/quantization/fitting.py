@@ -1,6 +1,8 @@
-"""Giving up weights one input after the other, so that what those that follow become makes up for it.
+"""Giving up weights one input after the other, so that what those that follow become makes up for
+it.
 
-GPTQ (Frantar et al., 2022, arXiv:2210.17323) and, for zeros, SparseGPT (Frantar and Alistarh, 2023, arXiv:2301.00774).
+GPTQ (Frantar et al., 2022, arXiv:2210.17323) and, for zeros, SparseGPT (Frantar and Alistarh, 2023,
+arXiv:2301.00774).
 """
 
 from __future__ import annotations
@@ -12,16 +14,17 @@ import torch
 #: Of the mean square of inputs, what is added to each: the text is not all that the model will see.
 _DAMPING = 0.01
 
-#: Takes a block [num_out, size] whose columns will change as those before them are given up, and the shares of its inputs [size];
-#: returns what column i is to be [num_out], asked of each in turn.
+#: Takes a block [num_out, size] whose columns will change as those before them are given up, and
+#: the shares of its inputs [size]; returns what column i is to be [num_out], asked of each in turn.
 Begin = Callable[[torch.Tensor, torch.Tensor], Callable[[int], torch.Tensor]]
 
 
 def fit(weight: torch.Tensor, gram: torch.Tensor, block_size: int, begin: Begin) -> None:
-    """Call `begin` for each `block_size` inputs of weight [num_out, num_in], and what it returns for each input.
+    """Call `begin` for each `block_size` inputs of weight [num_out, num_in], and what it returns
+    for each input.
 
-    gram [num_in, num_in]: the sum of the inputs' outer products. The difference that giving up input i makes to outputs is, at
-    best, the error of its weight over shares[i].
+    gram [num_in, num_in]: the sum of the inputs' outer products. The difference that giving up
+    input i makes to outputs is, at best, the error of its weight over shares[i].
     """
     rest = weight.float().clone()
     share = _shares(gram)
@@ -37,7 +40,8 @@ def fit(weight: torch.Tensor, gram: torch.Tensor, block_size: int, begin: Begin)
 
 
 def _shares(gram: torch.Tensor) -> torch.Tensor:
-    """The upper Cholesky factor of the inverse of `gram`, damped: row i is how the inputs from i on make up for an error of i."""
+    """The upper Cholesky factor of the inverse of `gram`, damped: row i is how the inputs from i on
+    make up for an error of i."""
     damped = gram.double()
     diagonal = damped.diagonal()
     # An input that is always zero does not matter.

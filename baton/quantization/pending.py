@@ -33,15 +33,16 @@ class PendingLayers:
         return piece in self._required(layer)
 
     def is_unused(self, name: str) -> bool:
-        """Whether the tensor is a quantised layer's, but not needed: activations are rounded with scales of their own, whatever
-        a calibration found."""
+        """Whether the tensor is a quantised layer's, but not needed: activations are rounded with
+        scales of their own, whatever a calibration found."""
         layer, _, piece = name.rpartition(".")
         return layer in self._layers and piece in _OF_INPUTS
 
     def add(
         self, name: str, tensor: torch.Tensor
     ) -> tuple[str, StoredWeight | torch.Tensor] | None:
-        """The layer's name and weight, if this was its last piece. Raises ValueError for pieces that do not fit."""
+        """The layer's name and weight, if this was its last piece. Raises ValueError for pieces
+        that do not fit."""
         layer, _, piece = name.rpartition(".")
         pieces = self._pieces.setdefault(layer, {})
         pieces[piece] = tensor

@@ -9,17 +9,19 @@ import torch
 from baton.quantization.fitting import fit
 from baton.quantization.weight import QuantizedWeight
 
-#: Shares of a group's largest weight that are tried as the end of its range: clipping a few may serve the rest.
+#: Shares of a group's largest weight that are tried as the end of its range: clipping a few may
+#: serve the rest.
 _CLIPS = tuple(1 - 0.05 * i for i in range(9))
 #: The largest number of float8 e4m3.
 _FLOAT8_LARGEST = 448.0
 
 
 def round_to_integers(weight: torch.Tensor, bits: int, group_size: int) -> QuantizedWeight:
-    """Symmetric levels of weight [num_out, num_in] in groups of `group_size` inputs, which must divide num_in.
+    """Symmetric levels of weight [num_out, num_in] in groups of `group_size` inputs, which must
+    divide num_in.
 
-    Of the ranges in _CLIPS each group takes the one with the smallest sum of squared errors. Scales are rounded to
-    bfloat16, as they are stored.
+    Of the ranges in _CLIPS each group takes the one with the smallest sum of squared errors. Scales
+    are rounded to bfloat16, as they are stored.
     """
     num_out, num_in = weight.shape
     grouped = weight.float().view(num_out, -1, group_size)
@@ -31,8 +33,8 @@ def round_to_integers(weight: torch.Tensor, bits: int, group_size: int) -> Quant
 def round_by_inputs(
     weight: torch.Tensor, bits: int, group_size: int, gram: torch.Tensor
 ) -> QuantizedWeight:
-    """As round_to_integers, so that outputs change little for inputs such as those of `gram` [num_in, num_in], the sum of
-    their outer products: see baton.quantization.fitting."""
+    """As round_to_integers, so that outputs change little for inputs such as those of `gram`
+    [num_in, num_in], the sum of their outer products: see baton.quantization.fitting."""
     middle = 1 << (bits - 1)
     importance = gram.diagonal().float().view(-1, group_size)
     scales: list[torch.Tensor] = []
@@ -53,7 +55,8 @@ def round_by_inputs(
 
 
 def _best_scales(grouped: torch.Tensor, bits: int, importance: torch.Tensor) -> torch.Tensor:
-    """[..., 1] of groups [..., inputs]: of the ranges in _CLIPS those with the least squared error, by `importance` of inputs."""
+    """[..., 1] of groups [..., inputs]: of the ranges in _CLIPS those with the least squared error,
+    by `importance` of inputs."""
     middle = 1 << (bits - 1)
     largest = grouped.abs().amax(-1, keepdim=True)
     best = torch.ones_like(largest)
@@ -74,7 +77,8 @@ def _levels(weight: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tens
 
 
 def round_to_float8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight [num_out, num_in] -> the same as float8 e4m3, and scales [num_out, 1] float32 (bfloat16 values)."""
+    """weight [num_out, num_in] -> the same as float8 e4m3, and scales [num_out, 1] float32
+    (bfloat16 values)."""
     wide = weight.float()
     scales = _stored(wide.abs().amax(-1, keepdim=True) / _FLOAT8_LARGEST)
     levels = (wide / scales).clamp(-_FLOAT8_LARGEST, _FLOAT8_LARGEST)

@@ -10,7 +10,8 @@ SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 
 #: Those that gain from a text.
 CALIBRATED: tuple[Scheme, ...] = ("int4", "sparse24")
-#: What schemes make of the output layer: four bits, or half of the weights, are too few for it (see docs/quantization.md).
+#: What schemes make of the output layer: four bits, or half of the weights, are too few for it (see
+#: docs/quantization.md).
 OUTPUT_SCHEMES: Mapping[Scheme, Scheme] = {"int8": "int8", "int4": "int8", "fp8": "fp8"}
 
 #: Group sizes of int4, the best for speed first.
@@ -31,7 +32,8 @@ def choose_group_size(num_inputs: Iterable[int]) -> int | None:
 def quantization_config(
     scheme: Scheme, group_size: int | None, output: Scheme | None
 ) -> dict[str, Any]:
-    """What config.json says of a checkpoint whose linear layers are of a scheme, and lm_head of `output`, or not quantised.
+    """What config.json says of a checkpoint whose linear layers are of a scheme, and lm_head of
+    `output`, or not quantised.
 
     scheme: one that rounds. group_size: of int4 alone.
     """
@@ -53,7 +55,8 @@ def quantization_config(
 def _group(
     target: str, scheme: Scheme, group_size: int | None, has_activations: bool
 ) -> dict[str, Any]:
-    """has_activations: they are rounded, too, as they come, token by token, by those who run the checkpoint in that type."""
+    """has_activations: they are rounded, too, as they come, token by token, by those who run the
+    checkpoint in that type."""
     weights: dict[str, Any] = {
         "num_bits": 4 if scheme == "int4" else 8,
         "type": "float" if scheme == "fp8" else "int",

@@ -1,4 +1,5 @@
-"""2:4 sparsity: of each four inputs that follow each other, an output has weights for two at most."""
+"""2:4 sparsity: of each four inputs that follow each other, an output has weights for two at
+most."""
 
 from __future__ import annotations
 
@@ -13,14 +14,16 @@ _BLOCK = 64
 
 
 def prune(weight: torch.Tensor) -> torch.Tensor:
-    """weight [num_out, num_in], num_in a multiple of 4, with zeros for the two smaller of each four. Of equals the first stay."""
+    """weight [num_out, num_in], num_in a multiple of 4, with zeros for the two smaller of each
+    four. Of equals the first stay."""
     if weight.shape[1] % 4:
         raise ValueError(f"{weight.shape[1]} inputs are no multiple of 4")
     return torch.where(_largest_two(weight.float().abs()), weight, torch.zeros_like(weight))
 
 
 def prune_by_inputs(weight: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
-    """As prune, so that outputs change little for inputs such as those of `gram`: see baton.quantization.fitting."""
+    """As prune, so that outputs change little for inputs such as those of `gram`: see
+    baton.quantization.fitting."""
     pruned = torch.empty(weight.shape)
     done = 0
 

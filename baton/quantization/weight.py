@@ -12,8 +12,8 @@ import torch
 class QuantizedWeight:
     """weight[o, i] = (levels[o, i] - zeros[o, g]) * scales[o, g] with g = i // group_size.
 
-    levels [num_out, num_in] uint8 in [0, 2^bits); scales [num_out, groups] float32; zeros like scales, or None where
-    every zero point is in the middle, 2^(bits - 1).
+    levels [num_out, num_in] uint8 in [0, 2^bits); scales [num_out, groups] float32; zeros like
+    scales, or None where every zero point is in the middle, 2^(bits - 1).
     """
 
     levels: torch.Tensor
@@ -53,7 +53,8 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Float8Weight:
-    """weight[o, i] = codes[o, i] * scales[o]: codes [num_out, num_in] float8_e4m3fn, scales [num_out] float32."""
+    """weight[o, i] = codes[o, i] * scales[o]: codes [num_out, num_in] float8_e4m3fn, scales
+    [num_out] float32."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -79,7 +80,8 @@ StoredWeight = QuantizedWeight | Float8Weight
 
 
 def stack(parts: Sequence[StoredWeight]) -> StoredWeight:
-    """Weights of layers with one input, one below the other. All of one scheme: bits and group size, or float8."""
+    """Weights of layers with one input, one below the other. All of one scheme: bits and group
+    size, or float8."""
     integers = [part for part in parts if isinstance(part, QuantizedWeight)]
     floats = [part for part in parts if isinstance(part, Float8Weight)]
     if integers and floats:

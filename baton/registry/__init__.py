@@ -1,4 +1,5 @@
-"""Where workers tell that they are there, and gateways learn which are: hints, never the only truth."""
+"""Where workers tell that they are there, and gateways learn which are: hints, never the only
+truth."""
 
 from baton.registry.interface import Registry, WorkerAdded, WorkerRemoved
 from baton.registry.make import make_registry

@@ -1,7 +1,8 @@
 """The registry in Redis: one key per worker, which ends with its lease unless it is renewed.
 
-Redis may be down, slow, or empty again at any time. A gateway that cannot read the list keeps the one it had; a worker
-that cannot write tries again, and is listed anew as soon as it can. Every operation has a deadline.
+Redis may be down, slow, or empty again at any time. A gateway that cannot read the list keeps the
+one it had; a worker that cannot write tries again, and is listed anew as soon as it can. Every
+operation has a deadline.
 """
 
 from __future__ import annotations
@@ -53,8 +54,10 @@ class RedisRegistry:
     ) -> None:
         """model: name of the model whose workers are wanted; only `changes` needs it.
 
-        lease_s: how long an entry outlives its worker. period_s: between two renewals, or two looks at the list.
-        timeout_s: after which an operation is given up. Raises ConfigError if `url` is none of Redis.
+        lease_s: how long an entry outlives its worker. period_s: between two renewals, or two looks
+        at the list.
+        timeout_s: after which an operation is given up. Raises ConfigError if `url` is none of
+        Redis.
         """
         self._url = url
         self._model = model
@@ -119,8 +122,9 @@ class RedisRegistry:
     async def _try(self, operation: Callable[[Redis], Awaitable[T]]) -> T | None:
         """The operation's result; None if Redis cannot be reached, is too slow, or refuses.
 
-        A client whose operation failed or was cancelled is used no more: what it left on the connection reaches nobody.
-        redis-py now and then takes a cancellation for an error of its connection: it is raised here then.
+        A client whose operation failed or was cancelled is used no more: what it left on the
+        connection reaches nobody. redis-py now and then takes a cancellation for an error of its
+        connection: it is raised here then.
         """
         num_cancels = _num_cancels()
         try:

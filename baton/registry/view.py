@@ -22,7 +22,8 @@ class View:
     others: dict[str, str] = field(default_factory=dict)
 
     def after(self, entries: Iterable[Registration]) -> View:
-        """The view once `entries` are all there is. One that drains is as good as gone: it takes no more work."""
+        """The view once `entries` are all there is. One that drains is as good as gone: it takes no
+        more work."""
         listed: dict[str, Tier] = {}
         others: dict[str, str] = {}
         for entry in entries:
@@ -34,7 +35,8 @@ class View:
 
 
 def changes_between(old: View, new: View) -> tuple[Change, ...]:
-    """What leads from `old` to `new`, leaves first. An address whose tier changed leaves and joins."""
+    """What leads from `old` to `new`, leaves first. An address whose tier changed leaves and
+    joins."""
     left = sorted(a for a, tier in old.listed.items() if new.listed.get(a) is not tier)
     joined = sorted(a for a, tier in new.listed.items() if old.listed.get(a) is not tier)
     return (

@@ -1,1 +1,2 @@
-"""gRPC as Baton uses it: rich errors, channels and servers with one set of options, health and reflection."""
+"""gRPC as Baton uses it: rich errors, channels and servers with one set of options, health and
+reflection."""

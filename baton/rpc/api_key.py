@@ -1,4 +1,5 @@
-"""Keys that callers of a server must show, as `authorization: Bearer KEY`; health alone answers to everybody."""
+"""Keys that callers of a server must show, as `authorization: Bearer KEY`; health alone answers to
+everybody."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _OPEN = f"/{health.SERVICE_NAME}/"
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
     """Refuses calls without one of the keys before anything of their request is read.
 
-    It keeps digests of the keys, not the keys. To stand behind ErrorInterceptor, which makes the refusal a status.
+    It keeps digests of the keys, not the keys. To stand behind ErrorInterceptor, which makes the
+    refusal a status.
     """
 
     def __init__(self, api_keys: Iterable[str]) -> None:

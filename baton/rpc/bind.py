@@ -11,7 +11,8 @@ from baton.errors import ConfigError
 def bind_fault(
     host: str, port: int, host_option: str = "host", port_option: str = "port"
 ) -> ConfigError | None:
-    """What keeps a TCP socket from listening at host:port; None if nothing does. Takes nothing: the port stays free.
+    """What keeps a TCP socket from listening at host:port; None if nothing does. Takes nothing: the
+    port stays free.
 
     A port that another socket shares by SO_REUSEPORT counts as taken.
     """
@@ -36,7 +37,8 @@ def bind_fault(
 def check_bindable(
     host: str, port: int, host_option: str = "host", port_option: str = "port"
 ) -> None:
-    """Raises ConfigError at once where a process would otherwise fail only after it has loaded its model."""
+    """Raises ConfigError at once where a process would otherwise fail only after it has loaded its
+    model."""
     fault = bind_fault(host, port, host_option, port_option)
     if fault is not None:
         raise fault

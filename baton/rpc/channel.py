@@ -1,4 +1,5 @@
-"""Client channels: one set of options, for which baton.rpc.server grants the matching permissions."""
+"""Client channels: one set of options, for which baton.rpc.server grants the matching
+permissions."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 """Largest message in either direction: a prompt of a million token ids with room to spare."""
 
 KEEPALIVE_MS = 2000
-"""A peer that is silent, asked, and silent again for this long each time is lost: at most 4 s in all."""
+"""A peer that is silent, asked, and silent again for this long each time is lost: at most 4 s in
+all."""
 
 
 def common_options(keepalive_ms: int = KEEPALIVE_MS) -> Options:
@@ -39,7 +41,8 @@ CHANNEL_OPTIONS: Options = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2000),
-    # How long one attempt to connect may take, too: a frozen peer's kernel still accepts connections.
+    # How long one attempt to connect may take, too: a frozen peer's kernel still accepts
+    # connections.
     ("grpc.min_reconnect_backoff_ms", 4000),
     # A call fails at once and is retried by its caller, who knows what was already received.
     ("grpc.enable_retries", 0),
@@ -52,8 +55,9 @@ def aio_channel(
     """A channel to "host:port" for the running event loop; connects when first used. Close it.
 
     tls: None for plain text. Its files are read now: raises ConfigError.
-    receive_window_bytes: how far the peer's side of a stream may be ahead of who reads it here; a message may be larger.
-    If not given, gRPC chooses: 64 KiB at first, and as much as the connection carries in a round trip later.
+    receive_window_bytes: how far the peer's side of a stream may be ahead of who reads it here; a
+    message may be larger. If not given, gRPC chooses: 64 KiB at first, and as much as the
+    connection carries in a round trip later.
     """
     options = _options(tls)
     if receive_window_bytes is not None:

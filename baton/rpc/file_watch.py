@@ -1,4 +1,5 @@
-"""What is made of files, and made anew once they have changed: certificates are renewed while a process runs."""
+"""What is made of files, and made anew once they have changed: certificates are renewed while a
+process runs."""
 
 from __future__ import annotations
 
@@ -29,13 +30,15 @@ class MadeOfFiles(Generic[T]):
         self._value = make()
 
     def current(self) -> T:
-        """Of the files as they are. What cannot be used is told in the log once, and the last that could stays."""
+        """Of the files as they are. What cannot be used is told in the log once, and the last that
+        could stays."""
         self.renewed()
         with self._lock:
             return self._value
 
     def renewed(self) -> T | None:
-        """As `current` if the files have changed since anything was asked for; None if not, or if they cannot be used."""
+        """As `current` if the files have changed since anything was asked for; None if not, or if
+        they cannot be used."""
         with self._lock:
             stamp = _stamp_of(self._paths)
             if stamp == self._stamp:

@@ -1,7 +1,8 @@
-"""The standard health service (Check, List, Watch), set by its process and never by the mere fact that it runs.
+"""The standard health service (Check, List, Watch), set by its process and never by the mere fact
+that it runs.
 
-Not grpcio-health-checking's own aio servicer: that one has no List, leaves watches open at shutdown, for which a server
-that stops would wait out its grace, and is set by coroutines only.
+Not grpcio-health-checking's own aio servicer: that one has no List, leaves watches open at
+shutdown, for which a server that stops would wait out its grace, and is set by coroutines only.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ OVERALL = ""
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Belongs to one event loop. After `shut_down` everything is NOT_SERVING for good and watches end."""
+    """Belongs to one event loop. After `shut_down` everything is NOT_SERVING for good and watches
+    end."""
 
     def __init__(self, service_names: Iterable[str], *, is_serving: bool) -> None:
         self._is_serving = dict.fromkeys((OVERALL, *service_names), is_serving)

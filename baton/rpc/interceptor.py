@@ -1,8 +1,9 @@
 """Turns whatever a handler raises into a rich status, in one place.
 
-BatonError -> its own code and details. Any other exception -> INTERNAL, with a traceback in the log under the request
-id; neither log nor status repeats the exception's message, which may hold a user's text. Cancellation and explicit
-aborts pass untouched. Handlers are coroutine functions or async generator functions.
+BatonError -> its own code and details. Any other exception -> INTERNAL, with a traceback in the log
+under the request id; neither log nor status repeats the exception's message, which may hold a
+user's text. Cancellation and explicit aborts pass untouched. Handlers are coroutine functions or
+async generator functions.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """The handler, wrapped; None for a method that does not exist, which grpc answers itself."""
+        """The handler, wrapped; None for a method that does not exist, which grpc answers
+        itself."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
 
@@ -92,7 +94,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 def with_behavior(
     handler: grpc.RpcMethodHandler[Any, Any], wrap: Callable[[_Behavior, bool], _Behavior]
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """The same handler with its behaviour wrapped. wrap: also told whether it answers with a stream."""
+    """The same handler with its behaviour wrapped. wrap: also told whether it answers with a
+    stream."""
     codecs = (handler.request_deserializer, handler.response_serializer)
     behavior: _Behavior
     if behavior := handler.unary_unary:
@@ -114,8 +117,9 @@ def request_id_of(context: _Context) -> str:
 
 
 async def send_headers(context: _Context) -> None:
-    """Open a stream's answer before there is any of it: a gRPC client asks for the first message only once it has the
-    headers, so that a late answer does not wait for that, too. Raises Cancelled as write_to does."""
+    """Open a stream's answer before there is any of it: a gRPC client asks for the first message
+    only once it has the headers, so that a late answer does not wait for that, too. Raises
+    Cancelled as write_to does."""
     try:
         await context.send_initial_metadata(())
     except grpc.aio.InternalError:
@@ -123,8 +127,8 @@ async def send_headers(context: _Context) -> None:
 
 
 async def write_to(context: _Context, response: Any) -> None:
-    """Send a piece of a stream. Raises Cancelled if the caller's connection has broken: grpc itself tells that as a fault
-    of its own, unless it has cancelled the handler before."""
+    """Send a piece of a stream. Raises Cancelled if the caller's connection has broken: grpc itself
+    tells that as a fault of its own, unless it has cancelled the handler before."""
     try:
         await context.write(response)
     except grpc.aio.InternalError:
@@ -132,7 +136,8 @@ async def write_to(context: _Context, response: Any) -> None:
 
 
 async def _drain(result: Any, context: _Context) -> None:
-    """Send what a streaming handler yields. Its clean-up has run when this returns, cancelled or not."""
+    """Send what a streaming handler yields. Its clean-up has run when this returns, cancelled or
+    not."""
     if not isinstance(result, AsyncIterator):
         await result
         return

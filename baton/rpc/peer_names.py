@@ -1,4 +1,5 @@
-"""Who may call a worker: of all that have a certificate of its authority, those whose certificate carries one of some names."""
+"""Who may call a worker: of all that have a certificate of its authority, those whose certificate
+carries one of some names."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ _ALT_NAMES_KEY = "x509_subject_alternative_name"
 
 
 def check_peer_names(names: Iterable[str], shown: Iterable[str]) -> None:
-    """Raises PermissionDenied unless one of the names that a peer's certificate shows is one of `names`.
+    """Raises PermissionDenied unless one of the names that a peer's certificate shows is one of
+    `names`.
 
-    Both are DNS names or URIs, as in subjectAltName, compared without regard to case, and without wildcards.
+    Both are DNS names or URIs, as in subjectAltName, compared without regard to case, and without
+    wildcards.
     """
     wanted, told = sorted(names), sorted(shown)
     if {name.lower() for name in wanted}.isdisjoint(name.lower() for name in told):

@@ -1,6 +1,8 @@
-"""Server reflection under both its names: tools ask for v1 first, older ones for v1alpha, and both in the same words.
+"""Server reflection under both its names: tools ask for v1 first, older ones for v1alpha, and both
+in the same words.
 
-grpcio-reflection serves v1alpha only. The two differ in the name of their package and in nothing that travels.
+grpcio-reflection serves v1alpha only. The two differ in the name of their package and in nothing
+that travels.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ def add_reflection(server: grpc.aio.Server, service_names: Iterable[str]) -> Non
     stable = text_format.Parse(
         text_format.MessageToString(alpha).replace("v1alpha", "v1"), FileDescriptorProto()
     )
-    # Whoever lists the services asks for the file of each. To add the same file again changes nothing.
+    # Whoever lists the services asks for the file of each. To add the same file again changes
+    # nothing.
     descriptor_pool.Default().AddSerializedFile(stable.SerializeToString())
     names = [f"{file.package}.{file.service[0].name}" for file in (alpha, stable)]
     servicer = reflection.aio.ReflectionServicer((*service_names, *names))

@@ -1,4 +1,5 @@
-"""A gRPC server with everything each of ours has: rich errors, health, reflection, keepalive, an orderly end."""
+"""A gRPC server with everything each of ours has: rich errors, health, reflection, keepalive, an
+orderly end."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def server_options(keepalive_ms: int = KEEPALIVE_MS) -> Options:
     """keepalive_ms: see start_server."""
     return (
         *common_options(keepalive_ms),
-        # What baton.rpc.channel's clients do must not look like ping abuse, nor may the burst after a pause of theirs.
+        # What baton.rpc.channel's clients do must not look like ping abuse, nor may the burst after
+        # a pause of theirs.
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.http2.max_ping_strikes", 0),
@@ -35,7 +37,8 @@ def server_options(keepalive_ms: int = KEEPALIVE_MS) -> Options:
 
 
 class RunningServer:
-    """A started server. Belongs to the event loop that started it; `stop` ends it, and may be called again."""
+    """A started server. Belongs to the event loop that started it; `stop` ends it, and may be
+    called again."""
 
     def __init__(
         self,
@@ -75,10 +78,12 @@ class RunningServer:
         self._wake.set()
 
     async def drive_health(self, is_alive: Callable[[], bool], *, period_s: float = 1.0) -> None:
-        """Keep the health of all services equal to `is_alive()`, until cancelled or the server stops.
+        """Keep the health of all services equal to `is_alive()`, until cancelled or the server
+        stops.
 
-        is_alive: quick and without side effects, e.g. whether the engine loop's last step is recent. It is asked every
-        `period_s` and after `check_health_now`; if it raises, all services are NOT_SERVING and the error goes on.
+        is_alive: quick and without side effects, e.g. whether the engine loop's last step is
+        recent. It is asked every `period_s` and after `check_health_now`; if it raises, all
+        services are NOT_SERVING and the error goes on.
         """
         try:
             while not self._is_stopping:
@@ -93,9 +98,11 @@ class RunningServer:
             raise
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """Health NOT_SERVING, no new calls; running ones have `grace_s` to finish and are cancelled then.
+        """Health NOT_SERVING, no new calls; running ones have `grace_s` to finish and are cancelled
+        then.
 
-        None cancels them at once. Returns when the port is closed, and all handlers have cleaned up or had 5 s for it.
+        None cancels them at once. Returns when the port is closed, and all handlers have cleaned up
+        or had 5 s for it.
         """
         self._is_stopping = True
         self._wake.set()
@@ -125,12 +132,15 @@ async def start_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     keepalive_ms: int = KEEPALIVE_MS,
 ) -> RunningServer:
-    """Serve what `register` adds, with health and reflection, at "host:port"; port 0 takes a free one.
+    """Serve what `register` adds, with health and reflection, at "host:port"; port 0 takes a free
+    one.
 
     is_serving: the health of all services at first.
     max_concurrent_rpcs: more are refused with RESOURCE_EXHAUSTED by grpc itself.
-    reuse_port: share the port, and its connections, with other servers that ask for it; else it is this one's alone.
-    credentials: None for plain text. interceptors: see calls before their handlers; what they raise becomes a status.
+    reuse_port: share the port, and its connections, with other servers that ask for it; else it is
+    this one's alone.
+    credentials: None for plain text. interceptors: see calls before their handlers; what they raise
+    becomes a status.
     keepalive_ms: a caller that is silent, asked, and silent again for this long each time is lost.
     Raises ConfigError if the address cannot be bound.
     """

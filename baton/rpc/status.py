@@ -1,7 +1,9 @@
-"""Between baton.errors and gRPC statuses with rich details (google.rpc.Status in the trailing metadata).
+"""Between baton.errors and gRPC statuses with rich details (google.rpc.Status in the trailing
+metadata).
 
-An error that travels keeps its type, message, violations, metadata, request id and retry delay; what is too long for
-gRPC's metadata is cut. Errors of the transport itself, which carry no details, are mapped by their code.
+An error that travels keeps its type, message, violations, metadata, request id and retry delay;
+what is too long for gRPC's metadata is cut. Errors of the transport itself, which carry no details,
+are mapped by their code.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ _M = TypeVar("_M", bound=Message)
 DETAILS_KEY = "grpc-status-details-bin"
 REQUEST_ID_KEY = "x-request-id"
 
-# gRPC may refuse trailing metadata beyond 8 KiB. The message counts up to three times there when percent-encoded and
-# once more inside the details; the details grow by a third in base64: 3 * 1024 + (1024 + 2048) * 4 / 3 < 8 KiB.
+# gRPC may refuse trailing metadata beyond 8 KiB. The message counts up to three times there when
+# percent-encoded and once more inside the details; the details grow by a third in base64: 3 * 1024
+# + (1024 + 2048) * 4 / 3 < 8 KiB.
 MAX_MESSAGE_BYTES = 1024
 MAX_DETAILS_BYTES = 2048
 # Of the details: enough is left beside it for one violation, however long.
@@ -74,7 +77,8 @@ class _GrpcStatus(_Status, grpc.Status):
 
 
 def clip(text: str, max_bytes: int) -> str:
-    """`text`, or its beginning and an ellipsis: at most `max_bytes` bytes of UTF-8. Lone surrogates become '?'."""
+    """`text`, or its beginning and an ellipsis: at most `max_bytes` bytes of UTF-8. Lone surrogates
+    become '?'."""
     raw = text.encode("utf-8", "replace")
     if len(raw) <= max_bytes:
         return raw.decode()
@@ -118,12 +122,14 @@ def to_status(error: BatonError) -> grpc.Status:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:
-    """End the RPC with the error's rich status. Raises grpc.aio.AbortError, which ends the handler."""
+    """End the RPC with the error's rich status. Raises grpc.aio.AbortError, which ends the
+    handler."""
     await context.abort_with_status(to_status(error))
 
 
 def from_proto(status: status_pb2.Status) -> BatonError | None:
-    """The error that a rich status tells of; None if it has no ErrorInfo of ours or a reason unknown here."""
+    """The error that a rich status tells of; None if it has no ErrorInfo of ours or a reason
+    unknown here."""
     info = _detail(status, error_details_pb2.ErrorInfo())
     if info is None or info.domain != DOMAIN:
         return None
@@ -147,7 +153,8 @@ def from_proto(status: status_pb2.Status) -> BatonError | None:
 def from_rpc_error(
     error: grpc.RpcError, *, peer: str = "gateway", address: str = "", request_id: str = ""
 ) -> BatonError:
-    """The error of a failed call, as its server raised it, or as the transport's code lets it be understood.
+    """The error of a failed call, as its server raised it, or as the transport's code lets it be
+    understood.
 
     peer, address: who was called, for the message of an error that the peer did not write itself.
     request_id: taken if the status does not tell one.

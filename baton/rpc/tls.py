@@ -1,4 +1,5 @@
-"""TLS of gRPC ports and channels: PEM files, checked when a process starts and not when its first peer knocks."""
+"""TLS of gRPC ports and channels: PEM files, checked when a process starts and not when its first
+peer knocks."""
 
 from __future__ import annotations
 
@@ -21,10 +22,13 @@ T = TypeVar("T")
 class TlsFiles:
     """One end's PEM files. Empty: none.
 
-    ca_certs: what peers' certificates must come from; a client that has none trusts the roots that gRPC ships with.
-    certfile: the own certificate, its chain after it, which a client may lack. keyfile: the private key that belongs
+    ca_certs: what peers' certificates must come from; a client that has none trusts the roots that
+    gRPC ships with.
+    certfile: the own certificate, its chain after it, which a client may lack. keyfile: the private
+    key that belongs
         to it, without a password.
-    server_name: what a client takes the server's certificate to be made out to, where that is not the host that it
+    server_name: what a client takes the server's certificate to be made out to, where that is not
+    the host that it
         connects to.
     """
 
@@ -35,7 +39,8 @@ class TlsFiles:
 
 
 def check_files(tls: TlsFiles | None) -> None:
-    """Raises ConfigError at once where a process would otherwise fail only after it has loaded its model."""
+    """Raises ConfigError at once where a process would otherwise fail only after it has loaded its
+    model."""
     if tls is not None:
         _own_certificate(tls)
         _ca_certs(tls)
@@ -48,8 +53,8 @@ def client_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
 
 
 def server_credentials(tls: TlsFiles, *, requires_client_cert: bool) -> grpc.ServerCredentials:
-    """Reads the files, and again for the first connection after they have changed. Raises ConfigError, naming option, value
-    and fix."""
+    """Reads the files, and again for the first connection after they have changed. Raises
+    ConfigError, naming option, value and fix."""
     if requires_client_cert and not tls.ca_certs:
         raise ConfigError.of("ssl_ca_certs", "", "give the file by which to tell clients")
     files = watched(tls, lambda: _server_certificates(tls))
@@ -59,7 +64,8 @@ def server_credentials(tls: TlsFiles, *, requires_client_cert: bool) -> grpc.Ser
 
 
 def watched(tls: TlsFiles, make: Callable[[], T]) -> MadeOfFiles[T]:
-    """What `make` makes of the files, whenever they have changed. Raises ConfigError if it cannot be made now."""
+    """What `make` makes of the files, whenever they have changed. Raises ConfigError if it cannot
+    be made now."""
     paths = [path for path in (tls.ca_certs, tls.certfile, tls.keyfile) if path]
     return MadeOfFiles(paths, make)
 

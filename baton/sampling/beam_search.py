@@ -1,14 +1,20 @@
-"""Beam search as transformers' generate(num_beams=...) does it, one step at a time. Pure: tokens and log probabilities in.
+"""Beam search as transformers' generate(num_beams=...) does it, one step at a time. Pure: tokens
+and log probabilities in.
 
-At each step every running beam offers its likeliest next tokens. Of all extensions, by the sum of their log probabilities:
-  - those among the best `width` that end an output are finished, with the score sum / length ** length_penalty; the best
-    `width` finished outputs are kept;
+At each step every running beam offers its likeliest next tokens. Of all extensions, by the sum of
+their log probabilities:
+  - those among the best `width` that end an output are finished, with the score sum / length **
+    length_penalty; the best `width` finished outputs are kept;
   - the best `width` that end none run on.
-The search is over when every extension ended (max_tokens), or when there are `width` finished outputs and
+The search is over when every extension ended (max_tokens), or when there are `width` finished
+outputs and
   - ALWAYS: at once;
-  - HEURISTIC: the best running beam would not beat the worst of them if it ended at its present length;
-  - NEVER: nor at any length: at max_tokens for a positive length_penalty, at the present one for others.
-Where fewer tokens are allowed than a step would like, fewer beams run, and fewer outputs than asked for may be found.
+  - HEURISTIC: the best running beam would not beat the worst of them if it ended at its present
+    length;
+  - NEVER: nor at any length: at max_tokens for a positive length_penalty, at the present one for
+    others.
+Where fewer tokens are allowed than a step would like, fewer beams run, and fewer outputs than asked
+for may be found.
 """
 
 from __future__ import annotations
@@ -34,7 +40,8 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class BeamStep:
-    """The next running beams, best first: beam i is what running beam parents[i] was, and token_ids[i] after it.
+    """The next running beams, best first: beam i is what running beam parents[i] was, and
+    token_ids[i] after it.
 
     Both are empty when the search is over.
     """
@@ -66,7 +73,8 @@ def beam_params(sampling: Sampling) -> BeamParams:
 
 
 def num_candidates(sampling: Sampling) -> int:
-    """Next tokens that a beam must offer: enough for `width` that do not end the output, whichever are likely."""
+    """Next tokens that a beam must offer: enough for `width` that do not end the output, whichever
+    are likely."""
     return beam_params(sampling).width + len(sampling.stop_token_ids)
 
 
@@ -88,8 +96,8 @@ class BeamSearch:
         return len(self._running)
 
     def step(self, candidates: Sequence[Candidates]) -> BeamStep:
-        """Go on by one token: candidates[i] are the `num_candidates` likeliest allowed tokens after running beam i, fewer
-        if fewer are allowed."""
+        """Go on by one token: candidates[i] are the `num_candidates` likeliest allowed tokens after
+        running beam i, fewer if fewer are allowed."""
         survivors: list[_Extension] = []
         ended: list[_Extension] = []
         width = self._params.width
@@ -163,7 +171,8 @@ class BeamSearch:
 
     @property
     def _hoped_length(self) -> int:
-        """The length at which the best running beam would score best, as far as `early_stopping` looks."""
+        """The length at which the best running beam would score best, as far as `early_stopping`
+        looks."""
         if self._params.early_stopping is EarlyStopping.NEVER and self._params.length_penalty > 0:
             room = self._max_model_len - self._num_prompt_tokens
             return min(self._sampling.max_tokens, room)

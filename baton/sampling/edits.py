@@ -1,8 +1,9 @@
 """What a request may do to the model's logits before a token is chosen.
 
-Order, as in transformers: logit_bias, repetition penalty (prompt and output), presence and frequency (output), bad words
-(looked for in prompt and output), min_tokens, allowed tokens, to which the two before give way. A row takes part only in the steps that it asks for: its
-result does not depend on what other rows ask for.
+Order, as in transformers: logit_bias, repetition penalty (prompt and output), presence and
+frequency (output), bad words (looked for in prompt and output), min_tokens, allowed tokens, to
+which the two before give way. A row takes part only in the steps that it asks for: its result does
+not depend on what other rows ask for.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def names_unknown_token(sampling: Sampling, vocab_size: int) -> bool:
 
 
 def edit(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """Logits [rows, vocab] float32 after all edits, -inf for tokens that may not be chosen: a copy where any row has one."""
+    """Logits [rows, vocab] float32 after all edits, -inf for tokens that may not be chosen: a copy
+    where any row has one."""
     if not any(map(_may_be_edited, rows)):
         return logits
     penalized = [i for i, row in enumerate(rows) if row.sampling.has_penalties]
@@ -83,7 +85,8 @@ def _add(logits: torch.Tensor, entries: Sequence[tuple[int, int, float]]) -> Non
 def _penalty_entries(
     rows: Sequence[SampleRow], penalized: Sequence[int], device: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    """rows, tokens, output counts and the three penalties, [entries] each: one entry per distinct token of a row."""
+    """rows, tokens, output counts and the three penalties, [entries] each: one entry per distinct
+    token of a row."""
     at: list[int] = []
     tokens: list[int] = []
     counts: list[int] = []

@@ -1,4 +1,5 @@
-"""The key of a random draw: what a token's choice depends on besides its logits, and nothing else."""
+"""The key of a random draw: what a token's choice depends on besides its logits, and nothing
+else."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ _MASK = (1 << 64) - 1
 def draw_key(seed: int, num_output_tokens: int, choice: int) -> tuple[int, int]:
     """Two signed 32-bit words for the draw of one position of one choice.
 
-    Numbers are taken modulo 2^64. Distinct triples give unrelated keys: each number is absorbed by a bijective mix.
+    Numbers are taken modulo 2^64. Distinct triples give unrelated keys: each number is absorbed by
+    a bijective mix.
     """
     state = _mix(seed & _MASK)
     state = _mix(state ^ _mix((num_output_tokens + 0x632BE59BD9B4E019) & _MASK))

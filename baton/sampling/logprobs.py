@@ -17,7 +17,8 @@ MAX_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class ChosenLogprobs:
-    """On their way from the device: at `rows`, the log probability of the row's token [rows], and the likeliest ones."""
+    """On their way from the device: at `rows`, the log probability of the row's token [rows], and
+    the likeliest ones."""
 
     rows: tuple[int, ...]
     own: HostCopy
@@ -34,7 +35,8 @@ class ChosenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class LikeliestLogprobs:
-    """On their way from the device: at `rows`, the likeliest tokens, of which the first is the one that is chosen."""
+    """On their way from the device: at `rows`, the likeliest tokens, of which the first is the one
+    that is chosen."""
 
     rows: tuple[int, ...]
     top: TopTokens
@@ -64,7 +66,8 @@ class TopTokens:
 def token_logprobs(
     logits: torch.Tensor, chosen: torch.Tensor, num_top: Mapping[int, int]
 ) -> list[ChosenLogprobs]:
-    """Natural-log probabilities at the rows that `num_top` names, of chosen[row] and of the num_top[row] likeliest.
+    """Natural-log probabilities at the rows that `num_top` names, of chosen[row] and of the
+    num_top[row] likeliest.
 
     logits [rows, vocab] float32, chosen [rows] int64.
     """
@@ -80,8 +83,9 @@ def token_logprobs(
 def likeliest(
     logits: torch.Tensor, edited: torch.Tensor, num_candidates: Mapping[int, int]
 ) -> list[LikeliestLogprobs]:
-    """The num_candidates[row] likeliest of the tokens that `edited` leaves a row, fewer if it leaves fewer; the first is
-    the chosen one. Probabilities are those of the row's whole vocabulary.
+    """The num_candidates[row] likeliest of the tokens that `edited` leaves a row, fewer if it
+    leaves fewer; the first is the chosen one. Probabilities are those of the row's whole
+    vocabulary.
 
     logits, edited [rows, vocab] float32; edited is -inf where a token may not be chosen.
     """
@@ -95,8 +99,8 @@ def likeliest(
 
 
 def _groups(counts: Mapping[int, int], vocab_size: int) -> Iterator[tuple[int, list[int]]]:
-    """(count, rows) of at most MAX_ROWS. By count, because which of two equals is among a row's best may depend on how
-    many are looked for, and no row may depend on others."""
+    """(count, rows) of at most MAX_ROWS. By count, because which of two equals is among a row's
+    best may depend on how many are looked for, and no row may depend on others."""
     by_count: dict[int, list[int]] = defaultdict(list)
     for row, count in counts.items():
         by_count[min(count, vocab_size)].append(row)

@@ -11,8 +11,8 @@ from baton.engine.interface import SampleRow
 
 
 def banned_tokens(row: SampleRow) -> frozenset[int]:
-    """Tokens that would complete a bad word, and stop tokens before min_tokens; none if no other is allowed: then
-    `row.allowed` alone holds, as in transformers."""
+    """Tokens that would complete a bad word, and stop tokens before min_tokens; none if no other is
+    allowed: then `row.allowed` alone holds, as in transformers."""
     sampling = row.sampling
     is_short = row.num_output_tokens < sampling.min_tokens
     banned = sampling.stop_token_ids if is_short else frozenset[int]()
@@ -40,7 +40,8 @@ def _completing(words: Sequence[Sequence[int]], token_ids: Sequence[int]) -> Ite
 
 
 def forbidden_by(masks: Sequence[bytes], vocab_size: int) -> NDArray[np.bool_]:
-    """[masks, vocab]: what SampleRow.allowed masks forbid. Tokens past a mask's end are forbidden."""
+    """[masks, vocab]: what SampleRow.allowed masks forbid. Tokens past a mask's end are
+    forbidden."""
     num_bytes = -(-vocab_size // 8)
     packed = np.frombuffer(
         b"".join(mask[:num_bytes].ljust(num_bytes, b"\0") for mask in masks), dtype=np.uint8

@@ -1,8 +1,9 @@
-"""Turn sample rows and their logits into samples: drawn on the device, told when they are asked for.
+"""Turn sample rows and their logits into samples: drawn on the device, told when they are asked
+for.
 
-Order, as in transformers: the edits of baton.sampling.edits, temperature, top_k, top_p, min_p, draw. A row takes part only
-in the steps that it asks for: its result does not depend on what other rows ask for. Log probabilities are those of the
-model, before all of that.
+Order, as in transformers: the edits of baton.sampling.edits, temperature, top_k, top_p, min_p,
+draw. A row takes part only in the steps that it asks for: its result does not depend on what other
+rows ask for. Log probabilities are those of the model, before all of that.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ def _raise_of(verdicts: Sequence[int]) -> None:
 
 
 def draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Draws:
-    """One token per row of logits [rows, vocab] float32, which are not changed. Does not wait for the device.
+    """One token per row of logits [rows, vocab] float32, which are not changed. Does not wait for
+    the device.
 
     Either all rows score a token or none does.
     """
@@ -158,7 +160,8 @@ def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], drawn: Sequence[int])
     part = logits[index]
     scaled = (part - part.amax(-1, keepdim=True)) / temperature[:, None]
     _filter(scaled, settings)
-    # Where logits are no numbers, any token: the next step reads its embedding before anybody can tell.
+    # Where logits are no numbers, any token: the next step reads its embedding before anybody can
+    # tell.
     picked = gumbel_argmax(scaled, keys).clamp_(0, scaled.shape[-1] - 1)
     if len(drawn) == len(rows):
         return picked

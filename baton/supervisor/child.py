@@ -51,7 +51,8 @@ class Child:
         on_phase: Callable[[str, str], None] = lambda _name, _phase: None,
         feed: Feed | None = None,
     ) -> None:
-        """on_line: takes the child's name and each line of its output. on_phase: its name and each phase of its start.
+        """on_line: takes the child's name and each line of its output. on_phase: its name and each
+        phase of its start.
         feed: what the process reads on stdin."""
         self.spec = spec
         self._on_line = on_line
@@ -78,7 +79,8 @@ class Child:
     async def start(self, parent_fd: int) -> ReadyReport:
         """Start the process and wait until it is ready; later starts take the first one's port.
 
-        parent_fd: read end of the pipe whose end of file stops the child. Raises ChildFailed; then no process is left.
+        parent_fd: read end of the pipe whose end of file stops the child. Raises ChildFailed; then
+        no process is left.
         """
         begin = time.monotonic()
         spec = self.spec.at_port(_port_of(self.report)) if self.report else self.spec
@@ -94,7 +96,8 @@ class Child:
         return self.report
 
     async def wait(self) -> int:
-        """Wait for the process's end and for the rest of its log; return its status, -signal if one ended it."""
+        """Wait for the process's end and for the rest of its log; return its status, -signal if one
+        ended it."""
         if self._process is None or self._log is None:
             return 0
         status = await self._process.wait()
@@ -125,7 +128,8 @@ class Child:
                 self._process.send_signal(signum)
 
     async def _spawn(self, spec: ChildSpec, child_fd: int, parent_fd: int) -> None:
-        """A session of its own keeps the terminal's Ctrl-C from the child: the supervisor decides the order."""
+        """A session of its own keeps the terminal's Ctrl-C from the child: the supervisor decides
+        the order."""
         self._last_lines.clear()
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -161,7 +165,8 @@ class Child:
             self._on_line(self.name, line)
 
     async def _last_message(self, end: socket.socket) -> Mapping[str, Any]:
-        """What the child tells of the end of its start, nothing if it tells nothing. Closes `end`."""
+        """What the child tells of the end of its start, nothing if it tells nothing. Closes
+        `end`."""
         reader, writer = await asyncio.open_connection(sock=end)
         try:
             while line := await reader.readline():
@@ -217,7 +222,8 @@ def _parse_message(line: bytes) -> Mapping[str, Any]:
 
 
 def _kill_group(leader: int) -> None:
-    """End what the process `leader`, which has ended, has left behind: it would hold the log open."""
+    """End what the process `leader`, which has ended, has left behind: it would hold the log
+    open."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
 

@@ -38,9 +38,10 @@ _STABLE_S = 60.0
 class Cluster:
     """Prefill and decode workers and the gateways before them, as children of this process.
 
-    `async with Cluster(options) as cluster` starts them, waits until the gateway serves, and stops them at the end:
-    the gateways first, then the workers. A child that dies in between is started again on its port. If this process is
-    killed, the children see the end of a pipe and stop by themselves.
+    `async with Cluster(options) as cluster` starts them, waits until the gateway serves, and stops
+    them at the end: the gateways first, then the workers. A child that dies in between is started
+    again on its port. If this process is killed, the children see the end of a pipe and stop by
+    themselves.
     """
 
     def __init__(
@@ -52,9 +53,9 @@ class Cluster:
         on_phase: Callable[[str, str], None] = lambda _name, _phase: None,
         wait_serving: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
-        """on_line: takes a child's name and each line of its log. on_phase: takes a child's name and each phase of its start,
-        "ready" at last. wait_serving: returns when a gateway at the address takes requests, or raises StartupError; by its
-        health if not given."""
+        """on_line: takes a child's name and each line of its log. on_phase: takes a child's name
+        and each phase of its start, "ready" at last. wait_serving: returns when a gateway at the
+        address takes requests, or raises StartupError; by its health if not given."""
         self._options = options
         self._programs = programs
         self._on_line = on_line
@@ -75,7 +76,8 @@ class Cluster:
 
     @property
     def phases(self) -> Mapping[str, float]:
-        """Seconds that each part of the start took: per child from spawn to ready, its own phases, and the whole."""
+        """Seconds that each part of the start took: per child from spawn to ready, its own phases,
+        and the whole."""
         return self._phases
 
     @property
@@ -136,7 +138,8 @@ class Cluster:
         ]
 
     async def stop(self) -> None:
-        """Drain and stop all children: the gateway, then the workers. No process is left. May be called again."""
+        """Drain and stop all children: the gateway, then the workers. No process is left. May be
+        called again."""
         self._stopping.set()
         self._feed.end()  # a gateway that still waits for workers waits no longer
         for keeper in self._keepers:
@@ -155,7 +158,8 @@ class Cluster:
     async def _start_all(
         self, workers: tuple[ChildSpec, ...], gateways: tuple[ChildSpec, ...]
     ) -> None:
-        """Start the children at once; when one fails, the first failure is raised and the others are left to stop()."""
+        """Start the children at once; when one fails, the first failure is raised and the others
+        are left to stop()."""
         environment = child_environment(os.environ)
 
         def child_of(spec: ChildSpec, feed: Feed | None = None) -> Child:

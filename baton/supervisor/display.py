@@ -1,4 +1,5 @@
-"""What `baton serve` shows of its start: a line per process with its phase, redrawn on a terminal, printed elsewhere."""
+"""What `baton serve` shows of its start: a line per process with its phase, redrawn on a terminal,
+printed elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _UP, _CLEAR_BELOW = "\x1b[{}A", "\x1b[J"
 
 
 class StartDisplay:
-    """Lives until the cluster is ready. Log lines that come meanwhile go above the lines on a terminal."""
+    """Lives until the cluster is ready. Log lines that come meanwhile go above the lines on a
+    terminal."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self._out = out or sys.stdout
@@ -24,7 +26,8 @@ class StartDisplay:
         self._is_over = False
 
     def on_phase(self, name: str, phase: str) -> None:
-        """A child's start has come to a phase. After the end that is a restart, which is in the log."""
+        """A child's start has come to a phase. After the end that is a restart, which is in the
+        log."""
         if self._is_over:
             return
         text = f"{time.monotonic() - self._begin:5.1f} s  {name:<{_WIDTH}} {phase}"

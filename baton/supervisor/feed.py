@@ -6,7 +6,8 @@ from asyncio import StreamWriter
 
 
 class Feed:
-    """What was said so far, and the pipes of those who listen: one that is started again hears all of it again."""
+    """What was said so far, and the pipes of those who listen: one that is started again hears all
+    of it again."""
 
     def __init__(self) -> None:
         self._lines: list[bytes] = []

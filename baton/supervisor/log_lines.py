@@ -13,7 +13,8 @@ def forward_to_stderr(name: str, line: str) -> None:
 
 
 def readable(name: str, line: str) -> str:
-    """A line as baton.logs.PlainFormatter would have written it, if it is one of baton.logs.JsonFormatter's."""
+    """A line as baton.logs.PlainFormatter would have written it, if it is one of
+    baton.logs.JsonFormatter's."""
     try:
         entry = json.loads(line)
         time, level, message = entry["time"], entry["level"], entry["message"]

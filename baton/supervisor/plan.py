@@ -1,4 +1,5 @@
-"""Which processes `baton serve` needs, and with what options. Pure but for the number of cores, which is given."""
+"""Which processes `baton serve` needs, and with what options. Pure but for the number of cores,
+which is given."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from baton.config import DecodeOptions, GatewayOptions, Options, PrefillOptions,
 from baton.config.command import private_environment, to_arguments
 from baton.config.load import build_options
 
-#: Options of `baton serve` that are about its own process, or that each child gets a value of its own for.
+#: Options of `baton serve` that are about its own process, or that each child gets a value of its
+#: own for.
 _NOT_PASSED_ON = frozenset({"host", "port", "ready_fd", "parent_fd", "metrics_port"})
 
 
@@ -25,7 +27,8 @@ class Programs:
 
 
 def _module(name: str) -> tuple[str, ...]:
-    """-P keeps folders of the caller's directory, which may bear any name, out of the import path."""
+    """-P keeps folders of the caller's directory, which may bear any name, out of the import
+    path."""
     return (sys.executable, "-P", "-m", name)
 
 
@@ -34,7 +37,8 @@ PROGRAMS = Programs(_module("prefill_svc"), _module("decode_svc"), _module("gate
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """One process: its name in logs, the program, the program's arguments, and what no command line may show."""
+    """One process: its name in logs, the program, the program's arguments, and what no command line
+    may show."""
 
     name: str
     program: tuple[str, ...]
@@ -61,15 +65,16 @@ def num_ranks(options: ServeOptions) -> tuple[int, int]:
 
 
 def threads_per_rank(options: ServeOptions, num_cores: int) -> int:
-    """CPU threads of each rank of each engine: an equal part of the cores, so that together they do not exceed them."""
+    """CPU threads of each rank of each engine: an equal part of the cores, so that together they do
+    not exceed them."""
     prefill, decode = num_ranks(options)
     total = num_prefill_workers(options) * prefill + options.num_decode_workers * decode
     return max(1, num_cores // total)
 
 
 def memory_shares(options: ServeOptions) -> tuple[float, float]:
-    """Shares of the free memory of each prefill worker, and of each decode worker: together what all of them may take, since
-    they start together."""
+    """Shares of the free memory of each prefill worker, and of each decode worker: together what
+    all of them may take, since they start together."""
     num_prefill, num_decode = num_prefill_workers(options), options.num_decode_workers
     total, of_prefill = options.gpu_memory_utilization, options.prefill_gpu_memory_utilization
     if of_prefill is None:
@@ -116,7 +121,8 @@ def _of_tier(
 
 
 def plan_gateways(options: ServeOptions, programs: Programs = PROGRAMS) -> tuple[ChildSpec, ...]:
-    """The gateways, all on the first one's port. They start beside the workers, whose addresses they read on stdin."""
+    """The gateways, all on the first one's port. They start beside the workers, whose addresses
+    they read on stdin."""
     own: dict[str, Any] = {"host": options.host, "port": options.port, "workers_fd": 0}
     if options.num_gateways > 1:
         own["reuse_port"] = True
@@ -125,7 +131,8 @@ def plan_gateways(options: ServeOptions, programs: Programs = PROGRAMS) -> tuple
 
 
 def metrics_port(options: ServeOptions, name: str) -> int:
-    """The Prometheus port of the child of that name: consecutive ones for gateways, prefill and decode workers. 0: none.
+    """The Prometheus port of the child of that name: consecutive ones for gateways, prefill and
+    decode workers. 0: none.
 
     Raises ValueError for a name that no child has.
     """

@@ -73,7 +73,8 @@ def example_command(options: ServeOptions, address: str) -> str:
 
 
 def describe_start(phases: Mapping[str, float]) -> str:
-    """Cluster.phases in words, each child's own phases behind it: "decode-0 2.1 s (load 1.9 s), total 3.0 s"."""
+    """Cluster.phases in words, each child's own phases behind it: "decode-0 2.1 s (load 1.9 s),
+    total 3.0 s"."""
     parts = []
     for name, seconds in phases.items():
         if " " in name:

@@ -18,7 +18,8 @@ _TIMEOUT_S = 60.0
 async def wait_until_serving(
     address: str, timeout_s: float = _TIMEOUT_S, *, tls: TlsFiles | None = None
 ) -> None:
-    """Return when the gateway's health says that it has the workers it needs. tls: None for plain text.
+    """Return when the gateway's health says that it has the workers it needs. tls: None for plain
+    text.
 
     Raises StartupError if that has not happened after `timeout_s` seconds.
     """
@@ -48,7 +49,8 @@ async def wait_until_serving(
 
 
 def _here(address: str) -> str:
-    """The address by which this machine calls a server of its own: a certificate names no wildcard address."""
+    """The address by which this machine calls a server of its own: a certificate names no wildcard
+    address."""
     host, _, port = address.rpartition(":")
     return (
         f"127.0.0.1:{port}" if host == "0.0.0.0" else f"[::1]:{port}" if host == "[::]" else address

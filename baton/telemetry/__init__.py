@@ -1,4 +1,5 @@
-"""What a process tells about itself to OpenTelemetry and Prometheus. Never prompt or answer text."""
+"""What a process tells about itself to OpenTelemetry and Prometheus. Never prompt or answer
+text."""
 
 from baton.telemetry.names import Phase, RequestEvent
 from baton.telemetry.telemetry import (

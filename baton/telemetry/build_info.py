@@ -22,7 +22,8 @@ def observe_build(meter: Meter, version: str) -> None:
 
 
 def observe_numerics(meter: Meter, numerics: NumericsClass) -> None:
-    """Have a worker's numerics class observed, and whether it runs on torch's operations for want of native CPU kernels."""
+    """Have a worker's numerics class observed, and whether it runs on torch's operations for want
+    of native CPU kernels."""
     attributes = {
         "baton.numerics.device": numerics.device,
         "baton.numerics.level": numerics.level,

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 
 def close_within(closers: Sequence[Callable[[], None]], timeout_s: float) -> None:
-    """Call all at once, and return when they are done, or after `timeout_s`; what is late then ends with the process."""
+    """Call all at once, and return when they are done, or after `timeout_s`; what is late then ends
+    with the process."""
     deadline_s = time.monotonic() + timeout_s
     threads = [
         threading.Thread(target=closer, name="telemetry-close", daemon=True) for closer in closers

@@ -8,7 +8,8 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-#: Length of a tracestate that is passed on; W3C asks for 512 characters at least. Entries beyond, the oldest, are dropped.
+#: Length of a tracestate that is passed on; W3C asks for 512 characters at least. Entries beyond,
+#: the oldest, are dropped.
 MAX_TRACESTATE_CHARS = 512
 
 _KEYS = frozenset({"traceparent", "tracestate"})

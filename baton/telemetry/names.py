@@ -1,6 +1,8 @@
-"""Names that logs, spans and metrics have in common: a request's events and phases, and the attributes.
+"""Names that logs, spans and metrics have in common: a request's events and phases, and the
+attributes.
 
-The gen_ai.* names are those of OpenTelemetry's conventions for generative AI; all others begin with "baton.".
+The gen_ai.* names are those of OpenTelemetry's conventions for generative AI; all others begin with
+"baton.".
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from typing import Final
 
 
 class RequestEvent(enum.StrEnum):
-    """What happens to a request, in the words of the handoff's state machine (see docs/architecture.md)."""
+    """What happens to a request, in the words of the handoff's state machine (see
+    docs/architecture.md)."""
 
     QUEUED = "queued"
     """It waits in the gateway for workers."""
@@ -49,7 +52,8 @@ class RequestEvent(enum.StrEnum):
 
 
 class Phase(enum.StrEnum):
-    """What a request waits for, seen from the gateway. At every moment it is exactly one of these."""
+    """What a request waits for, seen from the gateway. At every moment it is exactly one of
+    these."""
 
     TOKENIZE = "tokenize"
     QUEUE = "queue"

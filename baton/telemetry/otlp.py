@@ -1,4 +1,5 @@
-"""Which signals go by OTLP, and over which protocol, by the standard OTEL_ variables; and the exporters for it."""
+"""Which signals go by OTLP, and over which protocol, by the standard OTEL_ variables; and the
+exporters for it."""
 
 from __future__ import annotations
 
@@ -14,17 +15,19 @@ _ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
 class OtlpProtocol(enum.Enum):
-    """Values of OTEL_EXPORTER_OTLP_PROTOCOL that are here. Collectors take them at 4317 and at 4318."""
+    """Values of OTEL_EXPORTER_OTLP_PROTOCOL that are here. Collectors take them at 4317 and at
+    4318."""
 
     GRPC = "grpc"
     HTTP = "http/protobuf"
 
 
 def otlp_protocol(signal: str, environ: Mapping[str, str]) -> OtlpProtocol | None:
-    """The protocol by which "TRACES" or "METRICS" are exported; None if they are not. gRPC unless another is asked for.
+    """The protocol by which "TRACES" or "METRICS" are exported; None if they are not. gRPC unless
+    another is asked for.
 
-    An empty variable counts as unset, as OpenTelemetry has it. Raises ConfigError for an exporter or a protocol that is
-    not here.
+    An empty variable counts as unset, as OpenTelemetry has it. Raises ConfigError for an exporter
+    or a protocol that is not here.
     """
     protocol = _protocol(signal, environ)
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":

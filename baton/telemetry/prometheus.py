@@ -17,7 +17,8 @@ from baton.errors import ConfigError
 from baton.telemetry import names
 from baton.telemetry.vllm_names import VllmNames
 
-#: By path, what is served as JSON beside /metrics; called by the server's threads, once for each request.
+#: By path, what is served as JSON beside /metrics; called by the server's threads, once for each
+#: request.
 Pages = Mapping[str, Callable[[], object]]
 
 #: What of the process is a label of all its metrics; Prometheus adds "instance" and "job".
@@ -35,7 +36,8 @@ class PrometheusPort:
 def serve_prometheus(
     host: str, port: int, *, vllm_model: str | None, pages: Pages
 ) -> PrometheusPort:
-    """Serve /metrics, and `pages`, at host:port from a thread. vllm_model: also under vLLM's names, for this model's name.
+    """Serve /metrics, and `pages`, at host:port from a thread. vllm_model: also under vLLM's names,
+    for this model's name.
 
     Raises ConfigError if the port cannot be bound.
     """

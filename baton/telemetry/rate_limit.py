@@ -15,7 +15,8 @@ class RateLimit:
         self._num_held = 0
 
     def take(self) -> int | None:
-        """How many came since the last one let through, this one included; None if this one is held back."""
+        """How many came since the last one let through, this one included; None if this one is held
+        back."""
         self._num_held += 1
         now_s = self._clock()
         if self._last_s is not None and now_s - self._last_s < self._interval_s:

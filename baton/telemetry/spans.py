@@ -35,7 +35,8 @@ class SpanWriter:
         events: Iterable[TimedEvent] = (),
         error: str = "",
     ) -> Context:
-        """Write a span; the context of it, for its children. error: the reason of a failure, never its message."""
+        """Write a span; the context of it, for its children. error: the reason of a failure, never
+        its message."""
         span = self.tracer.start_span(
             name, parent, kind=kind, attributes=attributes, start_time=self.wall.ns(start_s)
         )
@@ -49,6 +50,7 @@ class SpanWriter:
 
 
 def set_error(span: Span, reason: str) -> None:
-    """Mark a span as failed. `reason` is one of baton.errors.BY_REASON: a status text could repeat a user's."""
+    """Mark a span as failed. `reason` is one of baton.errors.BY_REASON: a status text could repeat
+    a user's."""
     span.set_attribute(ERROR_TYPE, reason)
     span.set_status(Status(StatusCode.ERROR))

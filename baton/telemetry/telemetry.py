@@ -1,7 +1,9 @@
-"""One process's tracer and meter, made at its start from the standard OTEL_ variables and its options.
+"""One process's tracer and meter, made at its start from the standard OTEL_ variables and its
+options.
 
-Traces and metrics go by OTLP if OTEL_EXPORTER_OTLP_ENDPOINT, or the one of the signal, is set; metrics also to a
-Prometheus port if there is one. Without any of these all is a no-op. Nothing is registered globally.
+Traces and metrics go by OTLP if OTEL_EXPORTER_OTLP_ENDPOINT, or the one of the signal, is set;
+metrics also to a Prometheus port if there is one. Without any of these all is a no-op. Nothing is
+registered globally.
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ Closers = list[Callable[[], None]]
 class TelemetrySettings:
     """Who tells, and where metrics can be fetched.
 
-    service: "gateway", "prefill" or "decode". instance: the process's own name. metrics_port: of the Prometheus
-    exporter, on metrics_host; 0 for none. metrics_compat: "vllm" adds vLLM's metric names there; "none" does not.
+    service: "gateway", "prefill" or "decode". instance: the process's own name. metrics_port: of
+    the Prometheus exporter, on metrics_host; 0 for none. metrics_compat: "vllm" adds vLLM's metric
+    names there; "none" does not.
     """
 
     service: str
@@ -55,7 +58,8 @@ class TelemetrySettings:
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """What a process's recorders write to. `close` exports what is left, for at most CLOSE_TIMEOUT_S."""
+    """What a process's recorders write to. `close` exports what is left, for at most
+    CLOSE_TIMEOUT_S."""
 
     tracer: Tracer
     meter: Meter
@@ -79,11 +83,13 @@ def open_telemetry(
     *,
     pages: Pages = _NO_PAGES,
 ) -> Telemetry:
-    """Open the exporters that are asked for. The exporters read further OTEL_ variables by themselves.
+    """Open the exporters that are asked for. The exporters read further OTEL_ variables by
+    themselves.
 
     pages: served beside the metrics, if there is a port.
 
-    Raises ConfigError for an exporter or a protocol that is not here, or a metrics port that is taken.
+    Raises ConfigError for an exporter or a protocol that is not here, or a metrics port that is
+    taken.
     """
     environ = os.environ if environ is None else environ
     traces, metrics = otlp_protocol("TRACES", environ), otlp_protocol("METRICS", environ)
@@ -110,7 +116,8 @@ def open_telemetry(
 async def running_telemetry(
     settings: TelemetrySettings, *, pages: Pages = _NO_PAGES
 ) -> AsyncIterator[Telemetry]:
-    """Telemetry by this process's environment; at the end what is left is exported, outside of the event loop."""
+    """Telemetry by this process's environment; at the end what is left is exported, outside of the
+    event loop."""
     telemetry = open_telemetry(settings, pages=pages)
     try:
         yield telemetry

@@ -10,7 +10,8 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-#: Our family, and the value of baton_state or gen_ai_token_type that is meant, if one is -> vLLM's family.
+#: Our family, and the value of baton_state or gen_ai_token_type that is meant, if one is -> vLLM's
+#: family.
 FAMILIES: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         ("baton_requests_running", ""): "vllm:num_requests_running",

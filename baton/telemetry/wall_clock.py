@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WallClock:
-    """Converts moments, in seconds, of the clock it was made for. Within one of these, differences stay what they were,
-    even if the wall clock is set meanwhile."""
+    """Converts moments, in seconds, of the clock it was made for. Within one of these, differences
+    stay what they were, even if the wall clock is set meanwhile."""
 
     offset_ns: int
 

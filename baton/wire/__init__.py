@@ -1,4 +1,5 @@
-"""Between the immutable values of baton.types and baton.events and the protobuf messages of baton.v1."""
+"""Between the immutable values of baton.types and baton.events and the protobuf messages of
+baton.v1."""
 
 from baton.wire.layouts import layout_from_proto, layout_to_proto
 from baton.wire.numerics import numerics_from_proto, numerics_to_proto

@@ -30,7 +30,8 @@ _NO_SCORE = nan
 
 
 def step_to_proto(events: Iterable[AddressedEvent]) -> sequence_service_pb2.ServeResponse:
-    """One message for all that a step did to one gateway's sequences. Changes of state precede the step's tokens."""
+    """One message for all that a step did to one gateway's sequences. Changes of state precede the
+    step's tokens."""
     response = sequence_service_pb2.ServeResponse()
     handles: list[int] = []
     entries: list[Tokens] = []

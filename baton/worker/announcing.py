@@ -18,14 +18,16 @@ _log = logging.getLogger(__name__)
 #: What KV may travel by, unless one way is pinned.
 TRANSPORTS = ("shm", "tcp")
 
-#: After an error that the registry did not foresee: when it is tried again, and how often it is told, in seconds.
+#: After an error that the registry did not foresee: when it is tried again, and how often it is
+#: told, in seconds.
 _PAUSE_S, _TELL_S = 1.0, 60.0
 
 
 async def keep_announcing(
     registry: Registry, current: Callable[[], Registration | None], *, pause_s: float = _PAUSE_S
 ) -> NoReturn:
-    """Announce the worker until cancelled, whatever goes wrong: a worker that nobody finds is no reason to end it."""
+    """Announce the worker until cancelled, whatever goes wrong: a worker that nobody finds is no
+    reason to end it."""
     warnings = RateLimit(_TELL_S, time.monotonic)
     while True:
         announcing = asyncio.create_task(registry.announce(current))
@@ -47,7 +49,8 @@ def registration_of(
     load: Callable[[], WorkerLoad],
     is_alive: Callable[[], bool],
 ) -> Callable[[], Registration | None]:
-    """What Registry.announce asks for: the worker as it is at that moment; None while its engine loop stands still."""
+    """What Registry.announce asks for: the worker as it is at that moment; None while its engine
+    loop stands still."""
     address = f"{options.advertised_host}:{port}"
     pinned = options.kv_transport
     transports = TRANSPORTS if pinned == "auto" else (pinned,)

@@ -23,7 +23,8 @@ _ORACLE_BLOCKS = 4096
 
 
 def build_engine(options: EngineOptions, max_graph_seqs: int | None = None) -> Engine:
-    """Load the engine that the options name. Takes as long as reading the weights; raises StartupError.
+    """Load the engine that the options name. Takes as long as reading the weights; raises
+    StartupError.
 
     max_graph_seqs: most sequences of decode steps that are captured on a GPU; none is if not given.
     """
@@ -48,7 +49,8 @@ def build_pool(options: EngineOptions, engine: Engine) -> BlockPool:
 
 
 def build_matchers(options: EngineOptions, engine: Engine) -> Matchers:
-    """Matchers for the model's tokens; an oracle engine without a tokenizer gets a vocabulary that is made up."""
+    """Matchers for the model's tokens; an oracle engine without a tokenizer gets a vocabulary that
+    is made up."""
     vocab_size = engine.spec.vocab_size
 
     def load() -> GrammarVocabulary:
@@ -76,7 +78,8 @@ def _build_torch(options: EngineOptions, max_graph_seqs: int | None) -> Engine:
     with naming_model(options.model):
         check_checkpoint(options.model, options.revision)
     report_phase("importing torch")
-    # Only a process that runs a model pays for importing torch: less while nothing looks for garbage.
+    # Only a process that runs a model pays for importing torch: less while nothing looks for
+    # garbage.
     with _no_collection():
         import torch
 

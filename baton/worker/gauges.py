@@ -19,7 +19,8 @@ def kv_usage(load: WorkerLoad) -> float:
 
 
 def observe_worker(meter: Meter, board: LoadBoard) -> None:
-    """Have the board's last load observed. Loads are immutable, so reading one from another thread is safe."""
+    """Have the board's last load observed. Loads are immutable, so reading one from another thread
+    is safe."""
 
     def gauge(name: str, text: str, read: _Read, unit: str = "") -> None:
         def callback(options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG001

@@ -1,4 +1,5 @@
-"""One worker process around a core: the engine loop, the gRPC server, health, and an orderly end."""
+"""One worker process around a core: the engine loop, the gRPC server, health, and an orderly
+end."""
 
 from __future__ import annotations
 
@@ -99,9 +100,11 @@ class WorkerHost(Generic[CommandT, EventT]):
         server = await start_server(
             f"{self._options.host}:{self._options.port}",
             register,
-            # Only gateways and operators have business here: with TLS, all callers show a certificate.
+            # Only gateways and operators have business here: with TLS, all callers show a
+            # certificate.
             credentials=server_credentials(tls, requires_client_cert=True) if tls else None,
-            # Half for the silence, half for the answer: a gateway that nothing comes from any more is lost as soon.
+            # Half for the silence, half for the answer: a gateway that nothing comes from any more
+            # is lost as soon.
             keepalive_ms=round(self._options.worker_stall_timeout_s * 500),
             interceptors=[PeerNamesInterceptor(peer_names)] if peer_names else [],
         )

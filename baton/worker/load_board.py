@@ -40,7 +40,8 @@ class LoadBoard:
 
 
 def is_worth_telling(old: WorkerLoad, new: WorkerLoad) -> bool:
-    """Whether a gateway might place work differently now. A decode step that only adds tokens is no news."""
+    """Whether a gateway might place work differently now. A decode step that only adds tokens is no
+    news."""
     return (
         old.num_running != new.num_running
         or old.num_waiting != new.num_waiting

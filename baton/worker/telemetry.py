@@ -12,7 +12,8 @@ from baton.worker.load_board import LoadBoard
 
 
 def open_worker_telemetry(options: WorkerOptions, board: LoadBoard, spec: EngineSpec) -> Telemetry:
-    """By the options and the environment; the caller closes it. Raises ConfigError if it cannot be as they say."""
+    """By the options and the environment; the caller closes it. Raises ConfigError if it cannot be
+    as they say."""
     tier = options.tier.name.lower()
     telemetry = open_telemetry(
         TelemetrySettings(

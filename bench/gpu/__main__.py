@@ -1,12 +1,15 @@
-"""Everything that there is to know of Baton on this machine's GPU, in one command and under 8 minutes.
+"""Everything that there is to know of Baton on this machine's GPU, in one command and under 8
+minutes.
 
     python -m bench.gpu [--only TEXT] [--out FOLDER] [--dry-run]
 
-First whether every kernel is right, on fresh random inputs, against float64; then the roofs; then each kernel and the engine
-as a share of them; then peers. An item that fails or hangs is told as such, and the rest goes on. Writes gpu-DATE.json and gpu-DATE.md.
+First whether every kernel is right, on fresh random inputs, against float64; then the roofs; then
+each kernel and the engine as a share of them; then peers. An item that fails or hangs is told as
+such, and the rest goes on. Writes gpu-DATE.json and gpu-DATE.md.
 
-It needs torch, Triton and transformers, and none of Baton's other dependencies: PYTHONPATH=.:kernels will do for an install.
-A dry run does all of it in miniature in Triton's interpreter, on a CPU: its times mean nothing.
+It needs torch, Triton and transformers, and none of Baton's other dependencies:
+PYTHONPATH=.:kernels will do for an install. A dry run does all of it in miniature in Triton's
+interpreter, on a CPU: its times mean nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Decode steps that are launched before the tokens of the step before are there: right, without a wait, and how much faster?"""
+"""Decode steps that are launched before the tokens of the step before are there: right, without a
+wait, and how much faster?"""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class _Waited(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Sequences:
-    """So many as there are samplings, each with `cached` tokens in blocks of its own, which have room for num_steps more."""
+    """So many as there are samplings, each with `cached` tokens in blocks of its own, which have
+    room for num_steps more."""
 
     samplings: Sequence[Sampling]
     cached: int
@@ -59,7 +61,8 @@ class _Sequences:
         return [[7 * i % self.vocab_size] for i in range(len(self.samplings))]
 
     def batch(self, step: int, tokens: Sequence[Sequence[int]]) -> Batch:
-        """tokens: of each sequence the first and what was drawn; if that is not yet all, the step follows the one before."""
+        """tokens: of each sequence the first and what was drawn; if that is not yet all, the step
+        follows the one before."""
         return Batch(tuple(self._part(i, step, own) for i, own in enumerate(tokens)))
 
     def _part(self, index: int, step: int, tokens: Sequence[int]) -> SequenceSlice:
@@ -120,7 +123,8 @@ def _launch_without_wait(engine: Engine, setting: Setting, batch: Batch) -> Laun
 
 
 def _check(setting: Setting) -> Result:
-    """A small engine, eager and by graphs: what it draws one launch ahead, beside what it draws when each waits for the one before."""
+    """A small engine, eager and by graphs: what it draws one launch ahead, beside what it draws
+    when each waits for the one before."""
     found: dict[str, str] = {}
     with on_kernels(setting):
         config = parse_config(dict(SMALL))
@@ -153,8 +157,8 @@ def _verdict(
 
 
 def _speed(num_seqs: int, setting: Setting) -> Result:
-    """Greedy steps by graphs, as a loop launches them. ms: from step to step, one launched ahead; waiting_ms: each when the one before is
-    collected; launch_ms: Engine.launch, on the host."""
+    """Greedy steps by graphs, as a loop launches them. ms: from step to step, one launched ahead;
+    waiting_ms: each when the one before is collected; launch_ms: Engine.launch, on the host."""
     num_seqs, cached, num_steps = (
         setting.pick(num_seqs, 2),
         setting.pick(1000, 20),

@@ -86,7 +86,8 @@ def _always(tile: Tile, _num_rows: int, _pool: torch.Tensor, _dtype: torch.dtype
 
 
 def _costs(load: Load, pool: torch.Tensor, scales: torch.Tensor | None) -> dict[str, float]:
-    """Bytes: keys and values once, queries and results once. Operations: two products per visible pair."""
+    """Bytes: keys and values once, queries and results once. Operations: two products per visible
+    pair."""
     length = load.cached + load.new
     per_token = (
         2
@@ -112,7 +113,8 @@ def paged(load: Load, setting: Setting) -> Result:
 
 
 def tiles(load: Load, candidates: tuple[Tile, ...], setting: Setting) -> Result:
-    """The same with other tiles, to choose by: attention_plan.choose_tile holds the choice. Fastest first."""
+    """The same with other tiles, to choose by: attention_plan.choose_tile holds the choice. Fastest
+    first."""
     load = _shrunk(load, setting)
     pool, scales, order = _pool(load, setting)
     query = setting.randn(load.num_seqs * load.new, load.num_heads, load.head_dim)
@@ -165,7 +167,8 @@ def flashinfer_decode(load: Load, setting: Setting) -> Result:
 
 
 def invariance(setting: Setting) -> Result:
-    """Whether a sequence's rows are bit for bit the same alone and in a batch, decoded and verified: differences, 0 is right."""
+    """Whether a sequence's rows are bit for bit the same alone and in a batch, decoded and
+    verified: differences, 0 is right."""
     load = replace(_shrunk(Load(8, 3000), setting), new=5)
     pool, _, order = _pool(load, setting)
     width = len(order) // load.num_seqs

@@ -1,4 +1,5 @@
-"""What a case is: one kernel with random inputs, and a way to tell how wrong its result is. The cases: see cases.py."""
+"""What a case is: one kernel with random inputs, and a way to tell how wrong its result is. The
+cases: see cases.py."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """half: the 16-bit dtype: float16 in the interpreter, whose bfloat16 products are wrong. lengths: (cached, new) tokens."""
+    """half: the 16-bit dtype: float16 in the interpreter, whose bfloat16 products are wrong.
+    lengths: (cached, new) tokens."""
 
     half: torch.dtype
     num_tokens: int
@@ -33,7 +35,8 @@ LARGE = Sizes(
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One run on fixed inputs. error: of what `run` returned; more than `tolerance`, or NaN, is wrong."""
+    """One run on fixed inputs. error: of what `run` returned; more than `tolerance`, or NaN, is
+    wrong."""
 
     run: Callable[[], Any]
     error: Callable[[Any], float]
@@ -42,7 +45,8 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """min_arch: below it the kernel does not compile. is_interpretable: whether the interpreter gets it right."""
+    """min_arch: below it the kernel does not compile. is_interpretable: whether the interpreter
+    gets it right."""
 
     name: str
     build: Callable[[torch.Generator, Sizes], Trial]

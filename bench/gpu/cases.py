@@ -1,4 +1,5 @@
-"""Every kernel with random inputs and a way to tell how wrong its result is: for a GPU, the interpreter and the compiler alike."""
+"""Every kernel with random inputs and a way to tell how wrong its result is: for a GPU, the
+interpreter and the compiler alike."""
 
 from __future__ import annotations
 

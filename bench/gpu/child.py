@@ -1,7 +1,8 @@
 """Runs items of the benchmark in this process: see runner.py, which starts it.
 
-Items are named on standard input, one a line. On standard output there are JSON objects, one a line: {"started": name}, and
-{"name": name, "result": {...}} when it is done. An item that fails ends the process, as a failed kernel ends its CUDA context.
+Items are named on standard input, one a line. On standard output there are JSON objects, one a
+line: {"started": name}, and {"name": name, "result": {...}} when it is done. An item that fails
+ends the process, as a failed kernel ends its CUDA context.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python -m bench.gpu.compile [--arch 90]
 
-Runs each case of `cases.py` on CPU tensors with Triton set to compile what is launched instead of launching it. So what is
-compiled is what a GPU would run: the same tiles, options and specialisations. Needs Triton, with its interpreter off.
+Runs each case of `cases.py` on CPU tensors with Triton set to compile what is launched instead of
+launching it. So what is compiled is what a GPU would run: the same tiles, options and
+specialisations. Needs Triton, with its interpreter off.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A kernel as an arch would run it. Registers are per thread; stack_bytes, per thread, is what they spill to."""
+    """A kernel as an arch would run it. Registers are per thread; stack_bytes, per thread, is what
+    they spill to."""
 
     kernel: str
     num_warps: int
@@ -82,7 +84,8 @@ def _compiling(arch: int) -> Iterator[list[Any]]:
 
 
 def compile_case(call: Callable[[], object], arch: int) -> list[Compiled]:
-    """Every distinct kernel that `call` launches. Raises what Triton raises for a kernel that the arch cannot run."""
+    """Every distinct kernel that `call` launches. Raises what Triton raises for a kernel that the
+    arch cannot run."""
     with _compiling(arch) as kernels:
         call()
     return [_describe(kernel) for kernel in dict.fromkeys(kernels)]

@@ -1,6 +1,8 @@
-"""The engine with an 8B Llama of random weights: prompts and verification beside their floor, and a mixed load.
+"""The engine with an 8B Llama of random weights: prompts and verification beside their floor, and a
+mixed load.
 
-Floors are those of docs/kernels.md: bytes that a step must read over the copy roof, operations over the matmul roof.
+Floors are those of docs/kernels.md: bytes that a step must read over the copy roof, operations over
+the matmul roof.
 """
 
 from __future__ import annotations
@@ -133,8 +135,9 @@ def load_model(setting: Setting) -> Model:
 
 
 def _step(num_seqs: int, cached: int, new: int, setting: Setting) -> Result:
-    """ms: the forward alone, in a CUDA graph. eager_ms: as Python launches it. engine_ms: Engine.forward, sampling and host work
-    included. plan_ms: the host's part of that before the device starts."""
+    """ms: the forward alone, in a CUDA graph. eager_ms: as Python launches it. engine_ms:
+    Engine.forward, sampling and host work included. plan_ms: the host's part of that before the
+    device starts."""
     model = load_model(setting)
     num_seqs, cached, new = (
         (min(num_seqs, 2), min(cached, 20), min(new, 9))
@@ -197,7 +200,8 @@ def _colocated(chunk: int, setting: Setting) -> Result:
 
 
 def _split(setting: Setting) -> Result:
-    """The same in two processes on this device: decoding here, prompts of 8K in chunks of 2K there. No KV is handed over."""
+    """The same in two processes on this device: decoding here, prompts of 8K in chunks of 2K there.
+    No KV is handed over."""
     model = load_model(setting)
     batch = model.batch(setting.pick(32, 1), setting.pick(1023, 9), 1)
     _times(model, batch, setting.pick(20, 1))
@@ -237,7 +241,8 @@ def _prefill_for_ever(setting: Setting) -> None:
 
 
 def check_engine(setting: Setting) -> Result:
-    """A small model in float32 with its kernels here, beside its twins on the CPU: a mixed batch over KV of its own making."""
+    """A small model in float32 with its kernels here, beside its twins on the CPU: a mixed batch
+    over KV of its own making."""
     config = parse_config(dict(SMALL))
     length = 40
     results = []

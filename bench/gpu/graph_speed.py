@@ -1,4 +1,5 @@
-"""Decode steps of the engine of bench.gpu.engine_speed, replayed and eager: are they the same, and how long do they take?"""
+"""Decode steps of the engine of bench.gpu.engine_speed, replayed and eager: are they the same, and
+how long do they take?"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from bench.gpu.engine_speed import Model, load_model
 from bench.gpu.interpreter import on_kernels
 from bench.gpu.setting import Result, Setting, time_eager_ms
 
-#: Logits of a padded batch differ from those of the batch by rounding: cuBLAS chooses its kernels by the number of rows.
+#: Logits of a padded batch differ from those of the batch by rounding: cuBLAS chooses its kernels
+#: by the number of rows.
 _TOLERANCE = 0.03
 
 
@@ -64,7 +66,8 @@ class Replayed:
     def __init__(
         self, setting: Setting, model: Model, decoder: Decoder, largest: int, max_len: int
     ) -> None:
-        """decoder: of the model's config. largest, max_len: sequences of a step, and tokens of each, that there are graphs for."""
+        """decoder: of the model's config. largest, max_len: sequences of a step, and tokens of
+        each, that there are graphs for."""
         self.model = model
         make = CalledGraphs if setting.is_dry else CudaGraphs
         self.graphs = _LastGraphs(make(setting.device))
@@ -113,7 +116,8 @@ def _decode(num_seqs: int, setting: Setting) -> Result:
 
 
 def _float8_decode(num_seqs: int, setting: Setting) -> Result:
-    """See _step_times. Float8 products count as two on the 16-bit roof, but bytes are the floor of these steps."""
+    """See _step_times. Float8 products count as two on the 16-bit roof, but bytes are the floor of
+    these steps."""
     if not (setting.is_dry or keeps_float8(setting.device, setting.half)):
         return {"skipped": f"{torch.cuda.get_device_name()} has no float8 products"}
     with on_kernels(setting):
@@ -124,8 +128,9 @@ def _float8_decode(num_seqs: int, setting: Setting) -> Result:
 
 
 def _step_times(found: Replayed, num_seqs: int, weight_bytes: int, setting: Setting) -> Result:
-    """ms: a replay, all operations of a step padded to its shape. eager_ms: the same as Python launches it. engine_ms: Engine.forward, that
-    is, planning, copying, replaying and sampling; eager_engine_ms: without graphs. Sequences have 1K tokens."""
+    """ms: a replay, all operations of a step padded to its shape. eager_ms: the same as Python
+    launches it. engine_ms: Engine.forward, that is, planning, copying, replaying and sampling;
+    eager_engine_ms: without graphs. Sequences have 1K tokens."""
     cached = setting.pick(1023, 20)
     batch = found.model.batch(setting.pick(num_seqs, 2), cached, 1)
     found.steps.run(batch, None)
@@ -147,7 +152,8 @@ def _step_times(found: Replayed, num_seqs: int, weight_bytes: int, setting: Sett
 
 
 def _check(setting: Setting) -> Result:
-    """Logits of steps of several shapes, one after the other, beside those of the same steps run eagerly."""
+    """Logits of steps of several shapes, one after the other, beside those of the same steps run
+    eagerly."""
     with on_kernels(setting):
         found = load_replayed(setting)
         largest = setting.pick(256, 2)

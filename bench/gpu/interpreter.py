@@ -1,4 +1,5 @@
-"""Triton's interpreter: kernels on CPU tensors, slowly. On if TRITON_INTERPRET=1 when Triton is imported."""
+"""Triton's interpreter: kernels on CPU tensors, slowly. On if TRITON_INTERPRET=1 when Triton is
+imported."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def on_kernels(setting: Setting) -> AbstractContextManager[None]:
 
 
 def mend_interpreter() -> None:
-    """Let loops run over loaded bounds: Triton 3.6 reads a scalar as int(array of one), which numpy 2.4 refuses."""
+    """Let loops run over loaded bounds: Triton 3.6 reads a scalar as int(array of one), which numpy
+    2.4 refuses."""
     from triton.runtime import interpreter
 
     patch_tensor = interpreter._patch_lang_tensor

@@ -1,4 +1,5 @@
-"""All items of the benchmark, in the order in which they run: what is wrong should be known before what is slow."""
+"""All items of the benchmark, in the order in which they run: what is wrong should be known before
+what is slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""KV that stays on the GPU: packed with its checksum, and handed to another process there. Sizes of an 8B Llama."""
+"""KV that stays on the GPU: packed with its checksum, and handed to another process there. Sizes of
+an 8B Llama."""
 
 from __future__ import annotations
 
@@ -40,8 +41,9 @@ def _pack(is_unpack: bool, setting: Setting) -> Result:
 
 
 def _hand_over(setting: Setting) -> Result:
-    """Ticket to confirmed commit, median, with both processes on one GPU: what is moved crosses its memory four times, two of them
-    together. In a dry run through shared memory, as there is no GPU."""
+    """Ticket to confirmed commit, median, with both processes on one GPU: what is moved crosses
+    its memory four times, two of them together. In a dry run through shared memory, as there is
+    no GPU."""
     from baton.engine.kv_range import KvRange
     from baton.engine.torch_kv_pool import TorchKvPool
     from baton.types import Sample, WorkerIdentity
@@ -82,7 +84,8 @@ def _hand_over(setting: Setting) -> Result:
 def _median_ms(
     run: Callable[[bytes], None], layout: KvLayout, transport: str, setting: Setting
 ) -> float:
-    """Of handing over all blocks of a receiver in another process, which tells its tickets. The first time does not count."""
+    """Of handing over all blocks of a receiver in another process, which tells its tickets. The
+    first time does not count."""
     num_blocks = setting.pick(8192, 32) // BLOCK_SIZE
     command = [sys.executable, "-m", "bench.gpu.kv_peer", "--device", str(setting.device)]
     command += ["--transport", transport, "--num-blocks", str(num_blocks)]

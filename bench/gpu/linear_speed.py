@@ -74,7 +74,8 @@ def _make(scheme: str, setting: Setting) -> _Layer:
 
 @cache
 def _time(scheme: str, num_rows: int, setting: Setting) -> tuple[float, float]:
-    """Milliseconds of a layer, and bytes of its weight. Several layers take turns: together they are larger than the cache."""
+    """Milliseconds of a layer, and bytes of its weight. Several layers take turns: together they
+    are larger than the cache."""
     layers = [_make(scheme, setting) for _ in range(setting.pick(4, 1))]
     x = setting.randn(num_rows, layers[0].run.num_in)
 
@@ -87,7 +88,8 @@ def _time(scheme: str, num_rows: int, setting: Setting) -> tuple[float, float]:
 
 
 def _linear(scheme: str, num_rows: int, setting: Setting) -> Result:
-    """of_half: the time over that of 16-bit weights. flops: as the measured roof counts, two float8 or 2:4 products as one."""
+    """of_half: the time over that of 16-bit weights. flops: as the measured roof counts, two float8
+    or 2:4 products as one."""
     if reason := _cannot(scheme, setting):
         return {"skipped": reason}
     num_out, num_in = _shape(setting)

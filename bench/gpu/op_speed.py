@@ -53,7 +53,8 @@ def _pack(is_unpack: bool, setting: Setting) -> Result:
 
 
 def _pack_to_host(setting: Setting) -> Result:
-    """Packed, then copied to pinned memory: what leaves by shared memory or a socket. Its roof is the bus, not the copy."""
+    """Packed, then copied to pinned memory: what leaves by shared memory or a socket. Its roof is
+    the bus, not the copy."""
     num_tokens, num_layers = setting.pick(8192, 20), setting.pick(32, 2)
     pool = setting.randn(-(-num_tokens // 16), num_layers, 2, KV_HEADS, 16, DIM)
     shape = (num_layers, 2, KV_HEADS, num_tokens, DIM)

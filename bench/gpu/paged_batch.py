@@ -18,8 +18,9 @@ _NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 class PagedBatch:
     """Sequences whose KV is in `pool` at `layer`; what no token wrote there is NaN.
 
-    query [tokens, heads, head_dim]; key, value [tokens, kv_heads, head_dim] of the new tokens; history: each sequence's keys
-    and values [length, kv_heads, head_dim], new tokens included. All of the pool's dtype.
+    query [tokens, heads, head_dim]; key, value [tokens, kv_heads, head_dim] of the new tokens;
+    history: each sequence's keys and values [length, kv_heads, head_dim], new tokens included. All
+    of the pool's dtype.
     """
 
     slices: tuple[AttentionSlice, ...]
@@ -50,7 +51,8 @@ def make_paged_batch(
     num_layers: int = 2,
     is_shuffled: bool = True,
 ) -> PagedBatch:
-    """lengths: (cached tokens, new tokens) of each sequence. Tensors are on the generator's device."""
+    """lengths: (cached tokens, new tokens) of each sequence. Tensors are on the generator's
+    device."""
     device = generator.device
 
     def randn(*shape: int) -> torch.Tensor:
@@ -95,7 +97,8 @@ def _fill(
 
 
 def in_one_memory(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of a pool as the engine keeps them: views of one memory, scales between the codes."""
+    """Codes and scales of a pool as the engine keeps them: views of one memory, scales between the
+    codes."""
     num_blocks, num_layers, _, num_kv_heads, block_size, head_dim = codes.shape
     layout = KvLayout("bench", num_layers, num_kv_heads, head_dim, _NAMES[codes.dtype], block_size)
     kv = TorchKvPool(layout, num_blocks, codes.device)

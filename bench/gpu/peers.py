@@ -1,4 +1,5 @@
-"""What a user would otherwise run: transformers' continuous batching, beside Baton's engine on the same work."""
+"""What a user would otherwise run: transformers' continuous batching, beside Baton's engine on the
+same work."""
 
 from __future__ import annotations
 

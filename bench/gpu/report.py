@@ -11,7 +11,8 @@ from bench.gpu.runner import Outcome
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A bound on a share of a roof, or on one item's time (or rate, if `what` is one) over another's."""
+    """A bound on a share of a roof, or on one item's time (or rate, if `what` is one) over
+    another's."""
 
     text: str
     item: str
@@ -53,7 +54,8 @@ _SHOWN_APART = ("ms", "bytes", "flops")
 
 
 def shares(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """By item, its floor over its time: the larger of bytes over the copy roof and operations over the matmul roof."""
+    """By item, its floor over its time: the larger of bytes over the copy roof and operations over
+    the matmul roof."""
     by_name = {outcome.name: outcome.result for outcome in outcomes}
     copy = _rate(by_name.get("roof copy", {}), "bytes")
     matmul = _rate(by_name.get("roof matmul", {}), "flops")

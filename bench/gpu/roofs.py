@@ -21,7 +21,8 @@ def copy_roof(setting: Setting) -> Result:
 
 
 def matmul_roof(setting: Setting) -> Result:
-    """A product of two square matrices of random numbers, as zeros would run faster; and the clocks while it runs."""
+    """A product of two square matrices of random numbers, as zeros would run faster; and the clocks
+    while it runs."""
     size = setting.pick(8192, 32)
     left, right = setting.randn(size, size), setting.randn(size, size)
     ms = time_ms(lambda: left @ right, setting)

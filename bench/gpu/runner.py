@@ -1,4 +1,5 @@
-"""Runs items one after the other in a child process, and goes on with the next when one fails, hangs or takes it down."""
+"""Runs items one after the other in a child process, and goes on with the next when one fails,
+hangs or takes it down."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from typing import IO, Any
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one item. failure: empty if it ran; else the end of what its process wrote, or why it was not run."""
+    """Of one item. failure: empty if it ran; else the end of what its process wrote, or why it was
+    not run."""
 
     name: str
     result: dict[str, Any]
@@ -38,7 +40,8 @@ def run_items(
     limits: Limits,
     told: Callable[[Outcome], None],
 ) -> list[Outcome]:
-    """Each item's outcome, in order. command: the child, which speaks as child.py does. told: sees each as it comes."""
+    """Each item's outcome, in order. command: the child, which speaks as child.py does. told: sees
+    each as it comes."""
     deadline = time.monotonic() + limits.total_s
     outcomes: list[Outcome] = []
     while len(outcomes) < len(names):

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-#: What an item tells: times in ms, bytes moved and floating-point operations at least needed, errors.
+#: What an item tells: times in ms, bytes moved and floating-point operations at least needed,
+#: errors.
 Result = Mapping[str, float | str]
 
 _NUM_REPLAYS = 9
@@ -19,7 +20,8 @@ _TARGET_MS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """device: cuda, or cpu in a dry run, which takes the smallest sizes and times nothing worth knowing.
+    """device: cuda, or cpu in a dry run, which takes the smallest sizes and times nothing worth
+    knowing.
 
     half: the 16-bit dtype, float16 in a dry run: the interpreter's bfloat16 products are wrong.
     """
@@ -46,7 +48,8 @@ class Setting:
 
 
 def time_ms(run: Callable[[], object], setting: Setting) -> float:
-    """Median time of one call. On a GPU calls are captured in a CUDA graph, so that launching them costs nothing."""
+    """Median time of one call. On a GPU calls are captured in a CUDA graph, so that launching them
+    costs nothing."""
     if setting.is_dry:
         start = time.perf_counter()
         run()

@@ -1,10 +1,12 @@
-"""Baton's engine and service beside llama.cpp and transformers, on the same weights, prompts and cores, by turns.
+"""Baton's engine and service beside llama.cpp and transformers, on the same weights, prompts and
+cores, by turns.
 
     python -m bench.peers [--peer NAME ...] [--model NAME ...] [--dtype NAME ...] [--rounds 5] [--threads N] [--json FILE]
 
-Contenders are processes that take turns, first to last, then again from the next one. Prompts are random token ids and all
-answers are greedy. Models, see bench/peers/models.py: the box's, and Llamas of random weights. int8 is Baton's int8 by output
-and llama.cpp's Q8_0. `agreement` is the share of each answer before the first token that differs from transformers'.
+Contenders are processes that take turns, first to last, then again from the next one. Prompts are
+random token ids and all answers are greedy. Models, see bench/peers/models.py: the box's, and
+Llamas of random weights. int8 is Baton's int8 by output and llama.cpp's Q8_0. `agreement` is the
+share of each answer before the first token that differs from transformers'.
 """
 
 from __future__ import annotations

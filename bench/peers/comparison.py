@@ -1,4 +1,5 @@
-"""What is compared, and the run of it: models, contenders and tasks in, figures and the roof of the same run out."""
+"""What is compared, and the run of it: models, contenders and tasks in, figures and the roof of the
+same run out."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def _figures(case: Case, asked: Asked) -> Iterator[Figure]:
 
 
 def use_cores(num_threads: int) -> None:
-    """This process and all that it starts from now on run on the first of the cores that it may use: one for each thread."""
+    """This process and all that it starts from now on run on the first of the cores that it may
+    use: one for each thread."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:num_threads])
 
 

@@ -1,4 +1,5 @@
-"""A contender that computes in this process: `python -m bench.peers.contender NAME MODEL DTYPE THREADS`."""
+"""A contender that computes in this process: `python -m bench.peers.contender NAME MODEL DTYPE
+THREADS`."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ from bench.peers.task import Answer, Task
 class Figure:
     """One contender at one task; medians over all rounds, best of all. prompt_ms: of one prompt.
 
-    agreement: of the tokens that the reference wrote, the share before the first that differs; None without a reference.
+    agreement: of the tokens that the reference wrote, the share before the first that differs; None
+    without a reference.
     """
 
     model: str

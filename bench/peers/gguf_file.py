@@ -1,7 +1,8 @@
-"""A Llama checkpoint as the file that llama.cpp reads: `bench/peers/.venv/bin/python -m bench.peers.gguf_file FOLDER DTYPE FILE`.
+"""A Llama checkpoint as the file that llama.cpp reads: `bench/peers/.venv/bin/python -m
+bench.peers.gguf_file FOLDER DTYPE FILE`.
 
-DTYPE is bfloat16, float32, or int8, which becomes Q8_0: 8 bits for each weight and a float16 scale for 32 of them. There is no
-vocabulary in it: prompts are token ids.
+DTYPE is bfloat16, float32, or int8, which becomes Q8_0: 8 bits for each weight and a float16 scale
+for 32 of them. There is no vocabulary in it: prompts are token ids.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _NAMES = {
 
 
 def tensors_of(path: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Name and values of each bfloat16 tensor of a safetensors file, which begins with the length of its JSON header."""
+    """Name and values of each bfloat16 tensor of a safetensors file, which begins with the length
+    of its JSON header."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         start = file.tell()

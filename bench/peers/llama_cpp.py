@@ -1,6 +1,8 @@
-"""llama.cpp as a contender: `bench/peers/.venv/bin/python -m bench.peers.llama_cpp FILE.gguf THREADS`.
+"""llama.cpp as a contender: `bench/peers/.venv/bin/python -m bench.peers.llama_cpp FILE.gguf
+THREADS`.
 
-Through the C interface of the library that llama-cpp-python builds, so that the batches are ours and no tokenizer is needed.
+Through the C interface of the library that llama-cpp-python builds, so that the batches are ours
+and no tokenizer is needed.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ import numpy as np
 
 from bench.peers.task import Answer, Task, prompts_of, serve
 
-#: Tokens that one call may take, as llama.cpp's own tools have it; it divides them as it does by default.
+#: Tokens that one call may take, as llama.cpp's own tools have it; it divides them as it does by
+#: default.
 _BATCH_TOKENS = 2048
 
 
 class LlamaCppContender:
-    """Each prompt in a call of its own, then one call a step for all. KV is in float16, llama.cpp's own choice."""
+    """Each prompt in a call of its own, then one call a step for all. KV is in float16, llama.cpp's
+    own choice."""
 
     def __init__(self, path: str, num_threads: int) -> None:
         lib.llama_backend_init()
@@ -73,7 +77,8 @@ class LlamaCppContender:
         entries: Sequence[tuple[int, int, int]],
         wanted: Sequence[int],
     ) -> list[int]:
-        """entries: (token, position, sequence). Returns the likeliest token after each of the entries `wanted`."""
+        """entries: (token, position, sequence). Returns the likeliest token after each of the
+        entries `wanted`."""
         batch.n_tokens = len(entries)
         for row, (token, position, sequence) in enumerate(entries):
             batch.token[row], batch.pos[row] = token, position

@@ -1,4 +1,5 @@
-"""The models that are compared: the one in the box, and Llama shapes of random weights, in the forms that contenders read.
+"""The models that are compared: the one in the box, and Llama shapes of random weights, in the
+forms that contenders read.
 
 What is made is kept in bench/peers/.models, some gigabytes, and made only once.
 """
@@ -26,7 +27,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a Llama whose embeddings are tied to its output layer, as in small models they are, or not."""
+    """Of a Llama whose embeddings are tied to its output layer, as in small models they are, or
+    not."""
 
     layers: int
     hidden: int
@@ -55,7 +57,8 @@ class PeerMissing(Exception):
 
 
 def checkpoint(name: str, dtype: str, made: Path = MADE) -> Path:
-    """Folder with the weights in bfloat16 or, of dtype int8, as `baton quantize` rounds them. Raises KeyError."""
+    """Folder with the weights in bfloat16 or, of dtype int8, as `baton quantize` rounds them.
+    Raises KeyError."""
     source = BOX if name == "box" else _random_model(SHAPES[name], made / name)
     if dtype != "int8":
         return source
@@ -135,7 +138,8 @@ def _fresh(folder: Path) -> Path:
 
 
 def main() -> None:
-    """Make all that `python -m bench.peers` reads, so that it does not make them while others wait for it."""
+    """Make all that `python -m bench.peers` reads, so that it does not make them while others wait
+    for it."""
     for name in NAMES:
         for dtype in ("bfloat16", "int8"):
             checkpoint(name, dtype)

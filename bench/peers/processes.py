@@ -30,7 +30,8 @@ class ContenderFailed(Exception):
 
 
 def command_of(contender: str, model: str, dtype: str, num_threads: int) -> list[str]:
-    """How a contender is started on one of bench.peers.models.NAMES. Raises PeerMissing, KeyError."""
+    """How a contender is started on one of bench.peers.models.NAMES. Raises PeerMissing,
+    KeyError."""
     threads = str(num_threads)
     if contender == "llama.cpp":
         path = gguf_file(model, dtype)
@@ -103,7 +104,8 @@ def orders(names: Sequence[str], num_rounds: int) -> Iterator[tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """answers: of each contender and task, in order of the rounds. failures: why a contender has none, or no more."""
+    """answers: of each contender and task, in order of the rounds. failures: why a contender has
+    none, or no more."""
 
     answers: Mapping[str, Mapping[Task, Sequence[Answer]]]
     failures: Mapping[str, str]
@@ -115,8 +117,8 @@ def ask_all(
     num_rounds: int,
     before_round: Callable[[], None] = lambda: None,
 ) -> Asked:
-    """Each task in `num_rounds` rounds, after one that warms up and does not count. A contender that fails is asked no
-    more, and the others go on."""
+    """Each task in `num_rounds` rounds, after one that warms up and does not count. A contender
+    that fails is asked no more, and the others go on."""
     answers: dict[str, dict[Task, list[Answer]]] = {
         name: {task: [] for task in tasks} for name in commands
     }

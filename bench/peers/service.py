@@ -1,4 +1,5 @@
-"""Baton's service as a contender: gateway and one worker that does both, in processes of their own, asked through the client.
+"""Baton's service as a contender: gateway and one worker that does both, in processes of their own,
+asked through the client.
 
 python -m bench.peers.service MODEL DTYPE THREADS
 """
@@ -24,7 +25,8 @@ _MAX_NUM_SEQS = 32
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """One answer. first_s, last_s: when its first and its last piece came. num_first: tokens in the first piece."""
+    """One answer. first_s, last_s: when its first and its last piece came. num_first: tokens in the
+    first piece."""
 
     first_s: float
     last_s: float

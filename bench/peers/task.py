@@ -1,4 +1,5 @@
-"""What a contender is asked and what it answers. Of the standard library alone: peers run it in environments of their own."""
+"""What a contender is asked and what it answers. Of the standard library alone: peers run it in
+environments of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """`batch` prompts of `context` tokens each, and `num_tokens` >= 2 tokens written after each, greedy, all at once."""
+    """`batch` prompts of `context` tokens each, and `num_tokens` >= 2 tokens written after each,
+    greedy, all at once."""
 
     batch: int
     context: int
@@ -20,7 +22,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """prefill_s: until all prompts have their first token. steps_s: each step of the batch after that, or means of several.
+    """prefill_s: until all prompts have their first token. steps_s: each step of the batch after
+    that, or means of several.
 
     token_ids: what was written after each prompt; all of `num_tokens`.
     """

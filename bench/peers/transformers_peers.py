@@ -61,9 +61,11 @@ class GenerateContender:
 
 
 class ContinuousBatchingContender:
-    """`generate_batch`, with a cache of the size that the task needs: by itself it would take most of the memory.
+    """`generate_batch`, with a cache of the size that the task needs: by itself it would take most
+    of the memory.
 
-    Its first tokens come after it has set up its cache and its thread, so that its time for prompts holds that, too.
+    Its first tokens come after it has set up its cache and its thread, so that its time for prompts
+    holds that, too.
     """
 
     def __init__(self, model: str, dtype: str) -> None:

@@ -1,1 +1,2 @@
-"""`make bench`: every section of docs/performance.md measured, and its tables written anew. See bench/README.md."""
+"""`make bench`: every section of docs/performance.md measured, and its tables written anew. See
+bench/README.md."""

@@ -2,9 +2,10 @@
 
     python -m bench.suite [--only NAME ...] [--resume] [--trace FILE] [--quick] [--render]
 
-Each section is a program of its own that writes its result to bench/results; the page is written after each, so that what was
-measured stays when a later section fails or is interrupted. --resume leaves out sections that have a result of this commit.
---render measures nothing. --quick tries everything in a minute, in build/bench-quick, and touches no result.
+Each section is a program of its own that writes its result to bench/results; the page is written
+after each, so that what was measured stays when a later section fails or is interrupted. --resume
+leaves out sections that have a result of this commit. --render measures nothing. --quick tries
+everything in a minute, in build/bench-quick, and touches no result.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _LIMIT_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """results: a folder with a JSON file for each section. page: the document that holds the tables."""
+    """results: a folder with a JSON file for each section. page: the document that holds the
+    tables."""
 
     results: Path
     page: Path
@@ -48,7 +50,8 @@ class Places:
 
 
 def rendered(page: str, results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The page with all of its generated parts as the results say. Raises PageError if one of them has no place."""
+    """The page with all of its generated parts as the results say. Raises PageError if one of them
+    has no place."""
     for name, (section, render) in tables().items():
         body = render(results[section]) if section in results else NOT_MEASURED
         page = replaced(page, name, body)
@@ -68,7 +71,8 @@ def write_page(places: Places) -> None:
 
 
 def measure(section: Section, places: Places, trace: str | None, is_quick: bool) -> bool:
-    """Run one section; whether it left a new result, which it does last. The result gets how busy the machine was before."""
+    """Run one section; whether it left a new result, which it does last. The result gets how busy
+    the machine was before."""
     path = places.result(section.name)
     load_before = list(os.getloadavg())
     shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path

@@ -7,7 +7,8 @@ from typing import Any
 
 from bench.suite.markdown import Goal, about, goal_line, number, table
 
-#: Models too large for any cache of such a machine: only there is reading memory what bounds a step.
+#: Models too large for any cache of such a machine: only there is reading memory what bounds a
+#: step.
 _LARGE = ("125m", "1.1b")
 
 _STEP = Goal("Goal: a step of one sequence in bfloat16 at 0.85 of the read roof or more", 0.85)

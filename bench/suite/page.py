@@ -1,4 +1,5 @@
-"""A page whose tables are generated, between marks; what stands around them is written by hand. Pure."""
+"""A page whose tables are generated, between marks; what stands around them is written by hand.
+Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def names_in(page: str) -> list[str]:
 
 
 def part_of(page: str, name: str) -> str:
-    """What stands between one pair of marks. Raises PageError if there is none, or more than one."""
+    """What stands between one pair of marks. Raises PageError if there is none, or more than
+    one."""
     found = [match[2] for match in _MARKED.finditer(page) if match[1] == name]
     if len(found) != 1:
         raise PageError(f"{len(found)} parts are marked {name!r}; there has to be one")

@@ -1,4 +1,5 @@
-"""What `make bench` measures: for each section its command, and the tables that its result fills. Pure."""
+"""What `make bench` measures: for each section its command, and the tables that its result fills.
+Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ Render = Callable[[Mapping[str, Any]], str]
 class Section:
     """One program and its result, bench/results/NAME.json.
 
-    tables: what renders each generated part of the page. quick: arguments that try it in seconds; its figures mean nothing.
+    tables: what renders each generated part of the page. quick: arguments that try it in seconds;
+    its figures mean nothing.
     trace: arguments before a trace's path, if it can use one.
     """
 
@@ -35,8 +37,8 @@ class Section:
         return ("-m", self.module, *told, *recorded, "--json", result)
 
 
-#: A model whose step takes long enough to be seen among the switches of two cores that five processes share, and whose long
-#: prompts one core reads at the lower rate.
+#: A model whose step takes long enough to be seen among the switches of two cores that five
+#: processes share, and whose long prompts one core reads at the lower rate.
 _SPLIT = (
     *("125m", "--long-tokens", "600", "--burst-size", "2", "--rate", "0.5", "--rate", "1"),
     *("--seconds", "20", "--steady-rate", "1.5", "--steady-output-tokens", "96"),
@@ -49,7 +51,8 @@ _SPLIT_SIMULATED = (
     *("--rate", "4", "--rate", "8", "--seconds", "10", "--steady-rate", "6"),
     *("--ttft-slo-ms", "1500", "--tpot-slo-ms", "12"),
 )
-#: The same model on a GPU of 2 TB/s and 312 TFLOP/s, with few sequences: 0.75 of the one, 0.6 of the other.
+#: The same model on a GPU of 2 TB/s and 312 TFLOP/s, with few sequences: 0.75 of the one, 0.6 of
+#: the other.
 _A100 = ("--oracle-step-ms", "10.5", "--oracle-token-us", "85")
 _SPLIT_SLOW = (
     *(*_A100, "--long-tokens", "2000", "--tuned-tokens", "128"),

@@ -57,8 +57,8 @@ def _ratios(document: Mapping[str, Any], rival: str) -> dict[str, float]:
 
 
 def _bounds(document: Mapping[str, Any]) -> list[str]:
-    """What the ratios could be at most, where that is known: nobody's gap is shorter than a step, and one tier's longest step is one
-    with a full chunk."""
+    """What the ratios could be at most, where that is known: nobody's gap is shorter than a step,
+    and one tier's longest step is one with a full chunk."""
     step_ms, token_us = document["engine"]["step_ms"], document["engine"]["token_us"]
     if not (step_ms and token_us):
         return []

@@ -10,7 +10,8 @@ from baton.errors import ConfigError
 
 
 def read_api_keys(options: GatewayOptions) -> tuple[str, ...]:
-    """Those given, and those of the file. None at all: every client is served. Raises ConfigError, without a key in it."""
+    """Those given, and those of the file. None at all: every client is served. Raises ConfigError,
+    without a key in it."""
     given = tuple(key.get_secret_value() for key in options.api_key)
     return given if options.api_key_file is None else (*given, *_read(options.api_key_file))
 

@@ -1,4 +1,5 @@
-"""Conversations to text, by the model's own template, in a process that is killed when it takes too long."""
+"""Conversations to text, by the model's own template, in a process that is killed when it takes too
+long."""
 
 from __future__ import annotations
 

@@ -1,10 +1,13 @@
-"""A process that renders chat templates, so that one which does not end can be killed: python -m gateway.intake.chat_renderer
+"""A process that renders chat templates, so that one which does not end can be killed: python -m
+gateway.intake.chat_renderer
 
-It is made with {"template": str, "special_tokens": {name: text}}, and answers {"messages": [{"role": str, "content": str}]}
-with {"text": str} or {"error": str}. See gateway.intake.child_main.
+It is made with {"template": str, "special_tokens": {name: text}}, and answers {"messages":
+[{"role": str, "content": str}]} with {"text": str} or {"error": str}. See
+gateway.intake.child_main.
 
-Templates are written for transformers, whose rendering this is, without that package: a sandboxed jinja environment and
-what the templates find in it. tests/gateway/test_chat_template.py holds the one to the other.
+Templates are written for transformers, whose rendering this is, without that package: a sandboxed
+jinja environment and what the templates find in it. tests/gateway/test_chat_template.py holds the
+one to the other.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ _MAX_MEMORY_BYTES = 4 * 2**30
 
 
 class _Generation(Extension):
-    """{% generation %}: marks for training what the assistant said; its text is that of its body."""
+    """{% generation %}: marks for training what the assistant said; its text is that of its
+    body."""
 
     tags = {"generation"}  # noqa: RUF012 - declared so by jinja
 
@@ -90,7 +94,8 @@ def _strftime_now(form: str) -> str:
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """What templates are compiled in. They are code of the model's author: nothing in here leads out of it."""
+    """What templates are compiled in. They are code of the model's author: nothing in here leads
+    out of it."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )

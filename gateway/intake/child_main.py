@@ -1,7 +1,8 @@
 """What runs in a helper process: answers question by question, within limits of memory and time.
 
-JSON lines. First in: what the helper is made with, and "answer_timeout_s"; first out: {"ready": true}. Then one line out for
-each line in. An answer that takes twice its time ends the process (SIGALRM), should nobody be left to kill it.
+JSON lines. First in: what the helper is made with, and "answer_timeout_s"; first out: {"ready":
+true}. Then one line out for each line in. An answer that takes twice its time ends the process
+(SIGALRM), should nobody be left to kill it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A helper process that answers one question at a time in JSON lines, and is killed when it takes too long."""
+"""A helper process that answers one question at a time in JSON lines, and is killed when it takes
+too long."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _MAX_LINE_BYTES = 128 * 2**20
 
 
 class ChildDied(EngineFault):
-    """The process ended before it answered. returncode: as of asyncio's processes, -N for signal N."""
+    """The process ended before it answered. returncode: as of asyncio's processes, -N for signal
+    N."""
 
     def __init__(self, name: str, returncode: int) -> None:
         super().__init__(f"the {name} died")
@@ -32,7 +34,8 @@ class ChildDied(EngineFault):
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """name: for logs and errors. module: run with -m, a caller of gateway.intake.child_main. start_line: what it is made with."""
+    """name: for logs and errors. module: run with -m, a caller of gateway.intake.child_main.
+    start_line: what it is made with."""
 
     name: str
     module: str
@@ -57,8 +60,8 @@ class ChildProcess:
     async def ask(self, question: object) -> dict[str, Any]:
         """The answer to one question.
 
-        Raises TimeoutError if it takes more than answer_timeout_s, not counting the start and those before it, and
-        EngineFault if there is no process to ask, or none any more.
+        Raises TimeoutError if it takes more than answer_timeout_s, not counting the start and those
+        before it, and EngineFault if there is no process to ask, or none any more.
         """
         async with self._turn:
             process = await self._running()

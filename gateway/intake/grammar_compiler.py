@@ -1,8 +1,10 @@
-"""A process that compiles grammars, so that a hostile one harms nothing else: python -m gateway.intake.grammar_compiler
+"""A process that compiles grammars, so that a hostile one harms nothing else: python -m
+gateway.intake.grammar_compiler
 
-It is made with {"folder": str}, the model's, and answers {"field": str, "value": ...}, a kind of StructuredOutput, with
-{"grammar": str}, its canonical form, or {"error": str}. See gateway.intake.child_main. It dies of a grammar that takes more memory
-or a deeper stack than a worker should spend on it.
+It is made with {"folder": str}, the model's, and answers {"field": str, "value": ...}, a kind of
+StructuredOutput, with {"grammar": str}, its canonical form, or {"error": str}. See
+gateway.intake.child_main. It dies of a grammar that takes more memory or a deeper stack than a
+worker should spend on it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _NUM_TRIED_TOKENS = 32
 
 
 def grammar_of(field: str, value: Any) -> Grammar:
-    """The grammar that one field of StructuredOutput means. Raises ValueError, in one line, if it means none."""
+    """The grammar that one field of StructuredOutput means. Raises ValueError, in one line, if it
+    means none."""
     match field:
         case "json_schema":
             return Grammar.json_schema(_parsed(value))
@@ -46,7 +49,8 @@ def grammar_of(field: str, value: Any) -> Grammar:
 
 
 def try_grammar(grammar: Grammar, vocabulary: GrammarVocabulary) -> None:
-    """Compile it and follow some random output. Raises ValueError or EngineFault, in one line, if that cannot be done."""
+    """Compile it and follow some random output. Raises ValueError or EngineFault, in one line, if
+    that cannot be done."""
     compiled = compile_grammar(grammar, vocabulary)
     # Which token ends an output is of no matter here.
     matcher = Matcher(compiled, vocabulary, (0,))
@@ -117,7 +121,8 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _some_token(allowed: bytes, draw: random.Random) -> int:
-    """One of the tokens of a mask, not evenly chosen: the first from a random one on, or else the first of all."""
+    """One of the tokens of a mask, not evenly chosen: the first from a random one on, or else the
+    first of all."""
     bits = int.from_bytes(allowed, "little")
     first = draw.randrange(8 * len(allowed))
     ahead = bits >> first

@@ -1,4 +1,5 @@
-"""Structured output as requests ask for it, to grammars as the tiers read them: compiled once, elsewhere, and remembered."""
+"""Structured output as requests ask for it, to grammars as the tiers read them: compiled once,
+elsewhere, and remembered."""
 
 from __future__ import annotations
 
@@ -43,10 +44,11 @@ class _Outcome:
 
 
 class GrammarCompiler:
-    """One compiler process, started with the first grammar; one grammar at a time. Belongs to one event loop.
+    """One compiler process, started with the first grammar; one grammar at a time. Belongs to one
+    event loop.
 
-    The same grammar is compiled once, however many requests have it, and goes on though they are cancelled: no request's
-    end disturbs another's.
+    The same grammar is compiled once, however many requests have it, and goes on though they are
+    cancelled: no request's end disturbs another's.
     """
 
     def __init__(
@@ -75,7 +77,8 @@ class GrammarCompiler:
     async def compile(self, output: sampling_pb2.StructuredOutput) -> bytes:
         """The canonical form of a checked StructuredOutput.
 
-        Raises InvalidRequest, naming the field and what is wrong, and Overloaded while too many others wait.
+        Raises InvalidRequest, naming the field and what is wrong, and Overloaded while too many
+        others wait.
         """
         field, value = _told(output)
         key = hashlib.blake2b(json.dumps([field, value]).encode(), digest_size=32).digest()

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class ModelFacts:
     """What requests are checked against.
 
-    max_kv_tokens: tokens that the largest decode worker's memory holds. max_num_seqs: sequences that the widest one runs
-    at once.
+    max_kv_tokens: tokens that the largest decode worker's memory holds. max_num_seqs: sequences
+    that the widest one runs at once.
     """
 
     name: str

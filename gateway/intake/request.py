@@ -1,4 +1,5 @@
-"""A request that passed the validator: what its driver needs, and nothing that could still be wrong; and its name."""
+"""A request that passed the validator: what its driver needs, and nothing that could still be
+wrong; and its name."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class TextOptions:
     is_stop_included: bool = False
     skip_special_tokens: bool = True
     user_stop_token_ids: frozenset[int] = frozenset()
-    """Those of the sequence's stop tokens that the client named, by which it is known what ended it."""
+    """Those of the sequence's stop tokens that the client named, by which it is known what ended
+    it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,8 @@ class ValidatedRequest:
 
 
 def unique_request_id(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The caller's x-request-id, if it gave one that is valid, or a fresh name; with a suffix that makes it unique.
+    """The caller's x-request-id, if it gave one that is valid, or a fresh name; with a suffix that
+    makes it unique.
 
     Two requests of one name never meet in a queue, a cache or a ticket.
     """

@@ -66,12 +66,14 @@ _NOT_WITH_BEAMS = (
 )
 _LISTS_NOT_WITH_BEAMS = ("logit_bias", "stop", "bad_words")
 
-#: Where a request's words become token ids: those of each word of SamplingParams.bad_words, in each way it is written.
+#: Where a request's words become token ids: those of each word of SamplingParams.bad_words, in each
+#: way it is written.
 BadWordIds = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def sampling_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) -> Violations:
-    """What is wrong with parameters, but for what depends on the prompt's length and on how bad words are written."""
+    """What is wrong with parameters, but for what depends on the prompt's length and on how bad
+    words are written."""
     yield from range_violations(params, _RANGES, _PATH)
     for field, _ in params.ListFields():
         rule = _RULES.get(field.name)
@@ -95,7 +97,8 @@ def prompt_logprobs_violations(
 def bad_word_violations(
     params: sampling_pb2.SamplingParams, bad_words: BadWordIds, facts: ModelFacts
 ) -> Violations:
-    """Words without tokens, and words that are nothing but an end token, which other fields forbid."""
+    """Words without tokens, and words that are nothing but an end token, which other fields
+    forbid."""
     stops = _stop_token_ids(params, facts)
     wrong = []
     for index, (word, written) in enumerate(zip(params.bad_words, bad_words, strict=True)):
@@ -127,7 +130,8 @@ def sampling_of(
     bad_words: BadWordIds,
     grammar: bytes,
 ) -> Sampling:
-    """What the tiers are told. seed: for requests that give none. grammar: that of structured_output, or empty."""
+    """What the tiers are told. seed: for requests that give none. grammar: that of
+    structured_output, or empty."""
     beam = _beam_params(params)
     return Sampling(
         temperature=0.0 if beam else given(params, "temperature", 1.0),

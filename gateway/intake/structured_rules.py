@@ -12,7 +12,8 @@ from gateway.intake.violations import Violations, text_violations
 MAX_CHOICE_TEXTS = 1024
 MAX_CHOICE_CHARS = 1024
 
-#: Characters of each kind, of all choices together: what a worker can follow within its time and memory.
+#: Characters of each kind, of all choices together: what a worker can follow within its time and
+#: memory.
 MAX_CHARS = {"json_schema": 65_536, "regex": 8_192, "choice": 65_536, "grammar": 65_536}
 
 _PATH = "sampling.structured_output"

@@ -1,4 +1,5 @@
-"""The model's own tokenizer, and what its files tell: end tokens, special tokens, chat template. Imports no torch."""
+"""The model's own tokenizer, and what its files tell: end tokens, special tokens, chat template.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ _SPECIAL_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """What the files tell besides the tokenizer. max_model_len: of config.json; None if it does not tell.
+    """What the files tell besides the tokenizer. max_model_len: of config.json; None if it does not
+    tell.
 
     folder: where they are.
     """
@@ -71,14 +73,15 @@ class Tokenizer:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """Token ids of `text`; with the special tokens that the tokenizer's post-processor adds, if wanted."""
+        """Token ids of `text`; with the special tokens that the tokenizer's post-processor adds, if
+        wanted."""
         if len(text) < _LONG_TEXT_CHARS:
             return self._encode(text, add_special_tokens)
         return await asyncio.to_thread(self._encode, text, add_special_tokens)
 
     async def ways_to_write(self, words: Sequence[str]) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Of each word, its token ids as a text begins with it, and those of the word after a space if they do not end
-        with the former. Empty ids where no token comes of a word."""
+        """Of each word, its token ids as a text begins with it, and those of the word after a space
+        if they do not end with the former. Empty ids where no token comes of a word."""
         if sum(map(len, words)) < _LONG_WORDS_CHARS:
             return tuple(map(self._ways_to_write, words))
         return await asyncio.to_thread(lambda: tuple(map(self._ways_to_write, words)))
@@ -185,7 +188,8 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """The default template: a file of its own, or in a config; alone, or the one named "default" of several."""
+    """The default template: a file of its own, or in a config; alone, or the one named "default" of
+    several."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")

@@ -32,7 +32,8 @@ _MAX_NAME_CHARS = 40
 
 @dataclass(frozen=True, slots=True)
 class Ids:
-    """What is drawn or counted for a request, and not told by it. traceparent, tracestate: of its span; may be empty."""
+    """What is drawn or counted for a request, and not told by it. traceparent, tracestate: of its
+    span; may be empty."""
 
     request_id: str
     seed: int
@@ -43,7 +44,8 @@ class Ids:
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """A request's texts as the tiers read them. bad_words: one entry per word of sampling.bad_words.
+    """A request's texts as the tiers read them. bad_words: one entry per word of
+    sampling.bad_words.
 
     grammar: that of sampling.structured_output, or empty.
     """
@@ -98,7 +100,8 @@ def check_detokenize(request: inference_pb2.DetokenizeRequest, facts: ModelFacts
 def resolve(
     request: inference_pb2.GenerateRequest, tokenized: Tokenized, facts: ModelFacts, ids: Ids
 ) -> tuple[SequenceSpec, TextOptions]:
-    """What a checked request, now tokenized, means. Raises InvalidRequest if its tokens, lengths or words do not fit."""
+    """What a checked request, now tokenized, means. Raises InvalidRequest if its tokens, lengths or
+    words do not fit."""
     params = request.sampling
     num_prompt_tokens = len(tokenized.prompt_token_ids)
     if not num_prompt_tokens:
@@ -153,7 +156,8 @@ def _prompt_violations(prompt: inference_pb2.Prompt, facts: ModelFacts) -> Viola
 
 
 def _foreign_token_violations(token_ids: Sequence[int], facts: ModelFacts) -> Violations:
-    """Tokens that the tokenizer has and the model has not: added ones, if the model was not resized for them."""
+    """Tokens that the tokenizer has and the model has not: added ones, if the model was not resized
+    for them."""
     if max(token_ids) < facts.vocab_size:
         return
     foreign = [token_id for token_id in token_ids if token_id >= facts.vocab_size]

@@ -42,7 +42,8 @@ def by_field(*ranges: Range) -> Mapping[str, Range]:
 
 
 def range_violations(message: Message, ranges: Mapping[str, Range], path: str) -> Violations:
-    """Given fields of `message`, which stands at `path`, that are out of their range. Few are given: they are looked at."""
+    """Given fields of `message`, which stands at `path`, that are out of their range. Few are
+    given: they are looked at."""
     for field, value in message.ListFields():
         limits = ranges.get(field.name)
         if limits is not None and not limits.holds(value):
@@ -66,7 +67,8 @@ def id_violations(
 def text_violations(
     field: str, texts: Sequence[str], max_num: int, max_chars: int, unit: str
 ) -> Violations:
-    """More texts than `max_num`, and texts that are empty or longer than `max_chars`. unit: what the texts are."""
+    """More texts than `max_num`, and texts that are empty or longer than `max_chars`. unit: what
+    the texts are."""
     if len(texts) > max_num:
         yield FieldViolation(field, f"{len(texts)} {unit}: give at most {max_num}")
     wrong = [(i, text) for i, text in enumerate(texts) if not 1 <= len(text) <= max_chars]

@@ -85,7 +85,8 @@ class GrpcWorkerLink:
         self._put(sequence_service_pb2.ServeRequest(resume=resume))
 
     async def run(self) -> None:
-        """Carry commands and events until the stream ends; always raises, WorkerLost or what the worker said.
+        """Carry commands and events until the stream ends; always raises, WorkerLost or what the
+        worker said.
 
         The owner calls `lose` afterwards: not before nobody places new sequences here any more.
         """
@@ -112,7 +113,8 @@ class GrpcWorkerLink:
             sink(Failed(WorkerLost.reason, reason, is_retriable=True))
 
     async def _send_known(self) -> None:
-        """Have the worker end what nobody waits for here: a sequence that a fault of ours forgot holds its blocks no longer."""
+        """Have the worker end what nobody waits for here: a sequence that a fault of ours forgot
+        holds its blocks no longer."""
         while True:
             await asyncio.sleep(AUDIT_S)
             known = sequence_service_pb2.KnownSequences(handles=self._sinks)

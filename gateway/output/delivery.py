@@ -14,7 +14,8 @@ from gateway.output.output import Piece
 from gateway.output.time_limits import StallDetector
 from gateway.telemetry.timing import Timeline
 
-#: Sends one chunk; returns when the client's window took it. Never called again before it has returned.
+#: Sends one chunk; returns when the client's window took it. Never called again before it has
+#: returned.
 Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 
 
@@ -40,7 +41,8 @@ class Delivery:
     async def send(
         self, index: int, piece: Piece, prompt_logprobs: tuple[TokenLogprobs, ...] | None
     ) -> None:
-        """Send the next piece of the output `index`. The piece that ends the last output ends the stream.
+        """Send the next piece of the output `index`. The piece that ends the last output ends the
+        stream.
 
         prompt_logprobs: known by the first piece, if they were asked for. One piece at a time.
         """

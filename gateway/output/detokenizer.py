@@ -1,7 +1,8 @@
 """Turns the token ids of one output into text, as they come. Pure.
 
-Not by tokenizers' DecodeStream: it has no flush, and waits for ever on bytes that never become a character. Both decode
-windows anew, where a ByteFallback decoder turns a whole run of bytes into U+FFFD once one of them is invalid.
+Not by tokenizers' DecodeStream: it has no flush, and waits for ever on bytes that never become a
+character. Both decode windows anew, where a ByteFallback decoder turns a whole run of bytes into
+U+FFFD once one of them is invalid.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ _REPLACEMENT = "\ufffd"
 #: Tokens that a new window begins with at least, if more came at once and it may begin among them.
 _NUM_CONTEXT = 4
 
-#: Tokens kept undecided before the window is cut inside what looks like one endless broken character.
+#: Tokens kept undecided before the window is cut inside what looks like one endless broken
+#: character.
 _MAX_WINDOW = 64
 
 
 class Detokenizer:
     """The pieces, with the flush, are the text of all ids, however the ids were cut into feeds.
 
-    Text is decoded in a window of ids that begins at a clean border (where the text before it ended in a whole
-    character) some ids before those that are new, so that decoders which look to the left see what they need.
-    Replacement characters at the end may be a character that lacks bytes: they wait.
+    Text is decoded in a window of ids that begins at a clean border (where the text before it ended
+    in a whole character) some ids before those that are new, so that decoders which look to the
+    left see what they need. Replacement characters at the end may be a character that lacks bytes:
+    they wait.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -60,7 +63,8 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """What is left when no more tokens come: the replacement characters of an unfinished character."""
+        """What is left when no more tokens come: the replacement characters of an unfinished
+        character."""
         piece = "" if self._is_whole else self._decode(self._window)[self._num_released :]
         self._window.clear()
         self._num_context = self._num_released = 0
@@ -68,7 +72,8 @@ class Detokenizer:
         return piece
 
     def _begin_window(self, num_old: int, text: str) -> None:
-        """Begin it behind its first `num_old` ids, or later if that is a clean border, too. text: of the whole window."""
+        """Begin it behind its first `num_old` ids, or later if that is a clean border, too. text:
+        of the whole window."""
         window = self._window
         if len(window) - num_old > _NUM_CONTEXT:
             tail = window[-_NUM_CONTEXT:]
@@ -85,7 +90,8 @@ class Detokenizer:
         self._num_released = len(text)
 
     def _cut_window(self, text: str) -> str:
-        """Release the front of a window that is broken throughout, where cutting it changes nothing."""
+        """Release the front of a window that is broken throughout, where cutting it changes
+        nothing."""
         for num_kept in range(4, 12):
             head, tail = self._window[:-num_kept], self._window[-num_kept:]
             head_text = self._decode(head)

@@ -1,7 +1,9 @@
-"""One output as it grows: tokens merged by index, turned into text, searched for stop strings. Pure.
+"""One output as it grows: tokens merged by index, turned into text, searched for stop strings.
+Pure.
 
-Tokens may come twice (from the worker before and the one after a resume, or from both tiers): equal ones are dropped.
-A different token at a known index, or a gap, is a fault of ours and never reaches the client.
+Tokens may come twice (from the worker before and the one after a resume, or from both tiers): equal
+ones are dropped. A different token at a known index, or a gap, is a fault of ours and never reaches
+the client.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from gateway.output.stop_strings import StopMatcher
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is new since the last piece. Pieces follow each other without gap. finish, score: set in the last one."""
+    """What is new since the last piece. Pieces follow each other without gap. finish, score: set in
+    the last one."""
 
     token_index: int
     samples: tuple[Sample, ...]
@@ -66,10 +69,11 @@ class Output:
         finish: FinishReason,
         score: float | None = None,
     ) -> None:
-        """Take tokens at token_index, token_index + 1, ...; what is known already is skipped. Nothing after the end.
+        """Take tokens at token_index, token_index + 1, ...; what is known already is skipped.
+        Nothing after the end.
 
-        score: of the whole output, with its last tokens. Raises EngineFault on a gap, or where a token differs from the
-        one known.
+        score: of the whole output, with its last tokens. Raises EngineFault on a gap, or where a
+        token differs from the one known.
         """
         num_known = len(self._token_ids) - token_index
         if num_known < 0:
@@ -138,7 +142,8 @@ class Output:
         if match.stop is None:
             self._text.append(match.text)
             return len(token_ids)
-        # Several tokens came at once: go through them again, one by one, to find the one that did it.
+        # Several tokens came at once: go through them again, one by one, to find the one that did
+        # it.
         for num_taken, token_id in enumerate(token_ids, start=1):
             match = matcher_before.feed(detokenizer_before.feed([token_id]))
             self._text.append(match.text)
@@ -168,9 +173,11 @@ class Output:
 
 
 def best(outputs: Sequence[Piece], num_returned: int) -> list[Piece]:
-    """The outputs with the highest mean log probability, best first, each with that mean as its score.
+    """The outputs with the highest mean log probability, best first, each with that mean as its
+    score.
 
-    outputs: each whole, in one piece. Of like ones the earlier is taken. Raises EngineFault if a log probability lacks.
+    outputs: each whole, in one piece. Of like ones the earlier is taken. Raises EngineFault if a
+    log probability lacks.
     """
     scored = [replace(output, score=_mean_logprob(output)) for output in outputs]
     scored.sort(key=lambda output: -(output.score or 0.0))

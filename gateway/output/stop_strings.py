@@ -1,4 +1,5 @@
-"""Finds stop strings in text that arrives in pieces. Pure; the result does not depend on where the pieces are cut."""
+"""Finds stop strings in text that arrives in pieces. Pure; the result does not depend on where the
+pieces are cut."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """What a feed came to. text: may be released now. stop: the stop string that was found, if one was."""
+    """What a feed came to. text: may be released now. stop: the stop string that was found, if one
+    was."""
 
     text: str
     stop: str | None = None

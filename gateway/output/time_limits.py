@@ -11,7 +11,8 @@ from baton.errors import BatonError, ClientStalled
 
 @asynccontextmanager
 async def fail_at(when_s: float, error: Callable[[], BatonError]) -> AsyncIterator[None]:
-    """Cancel the body at `when_s` on the event loop's clock, and raise `error()`; other timeouts pass untouched."""
+    """Cancel the body at `when_s` on the event loop's clock, and raise `error()`; other timeouts
+    pass untouched."""
     scope = asyncio.timeout_at(when_s)
     try:
         async with scope:
@@ -25,7 +26,8 @@ async def fail_at(when_s: float, error: Callable[[], BatonError]) -> AsyncIterat
 class StallDetector:
     """Of one request, whose pieces are written one at a time: `on_write`, then `on_written`.
 
-    One timer that ticks again and again: one for each piece would cost as much as all else that the gateway does about it.
+    One timer that ticks again and again: one for each piece would cost as much as all else that the
+    gateway does about it.
     """
 
     def __init__(self, timeout_s: float) -> None:

@@ -1,4 +1,5 @@
-"""What the reducer of a request's life wants done. The driver does it, in this order, and reports what comes of it."""
+"""What the reducer of a request's life wants done. The driver does it, in this order, and reports
+what comes of it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Find workers for a waiting assignment. is_return: the request had some before. The rest: see Need."""
+    """Find workers for a waiting assignment. is_return: the request had some before. The rest: see
+    Need."""
 
     assignment: Assignment
     is_return: bool
@@ -83,7 +85,8 @@ class AbortSource:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Give back all that an assignment holds: its place in the queue or its claim on workers, its sequences, its timer."""
+    """Give back all that an assignment holds: its place in the queue or its claim on workers, its
+    sequences, its timer."""
 
     assignment: Assignment
 
@@ -130,7 +133,8 @@ class Remember:
 
 @dataclass(frozen=True, slots=True)
 class EndMigration:
-    """Report to whoever ordered a choice's migration that it is over, wherever the choice is now."""
+    """Report to whoever ordered a choice's migration that it is over, wherever the choice is
+    now."""
 
     choice: Choice
 

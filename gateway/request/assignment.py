@@ -1,4 +1,5 @@
-"""The outputs of one request, and the workers that they are given to. Written by the reducer in state.py alone."""
+"""The outputs of one request, and the workers that they are given to. Written by the reducer in
+state.py alone."""
 
 from __future__ import annotations
 
@@ -27,14 +28,16 @@ class State(enum.Enum):
     PAUSING = enum.auto()
     """A migration: the worker that runs the sequence was asked to pause it. PAUSE_TIMEOUT_S."""
     RESERVING = enum.auto()
-    """Opened at its home. OPEN_TIMEOUT_S; at a home that queues what it cannot take, the request's deadline."""
+    """Opened at its home. OPEN_TIMEOUT_S; at a home that queues what it cannot take, the request's
+    deadline."""
     DELIVERING = enum.auto()
-    """The source has the ticket. Once all KV is computed HANDOFF_TIMEOUT_S, until then the request's deadline."""
+    """The source has the ticket. Once all KV is computed HANDOFF_TIMEOUT_S, until then the
+    request's deadline."""
     RUNNING = enum.auto()
     """The home has the KV, or computes it. The request's deadline."""
     RETURNING = enum.auto()
-    """A migration that failed at its new home; whether the old one still has the sequence is not known yet.
-    What is left of HANDOFF_TIMEOUT_S."""
+    """A migration that failed at its new home; whether the old one still has the sequence is not
+    known yet. What is left of HANDOFF_TIMEOUT_S."""
     OVER = enum.auto()
     """Nothing is held on any worker."""
 
@@ -46,7 +49,8 @@ class Choice:
         self.index = index
         self.output = output
         self.pending: list[Tokens] = []
-        """What came and is not in `output` yet: what a piece of text costs, it costs once, however many steps it is of."""
+        """What came and is not in `output` yet: what a piece of text costs, it costs once, however
+        many steps it is of."""
         self.assignment: Assignment | None = None
         """Where its tokens come from."""
         self.migration: Assignment | None = None
@@ -79,7 +83,8 @@ class Choice:
         return self.output.num_tokens - num_known
 
     def note_failure(self, error: BatonError, placement: Placement) -> bool:
-        """Count a failure that another try may mend, better elsewhere. Whether it was one too many."""
+        """Count a failure that another try may mend, better elsewhere. Whether it was one too
+        many."""
         self.failures.append(error)
         workers = {worker.address for worker in (placement.home, placement.source) if worker}
         self.avoid |= workers
@@ -90,7 +95,8 @@ class Choice:
 
 @dataclass(slots=True, eq=False)
 class Assignment:
-    """Choices that are one sequence until they fork, and the workers that they were given to, or wait for.
+    """Choices that are one sequence until they fork, and the workers that they were given to, or
+    wait for.
 
     choices: in the order of their handles; a choice's place among them is its number here.
     spec: what is opened; of a migration, with the tokens so far once it is paused.
@@ -113,7 +119,8 @@ class Assignment:
     is_streaming: bool = False
     """Whether tokens pass at once: nothing has to come before them."""
     held: list[tuple[int, Tokens | Released]] = field(default_factory=list)
-    """By number, what has come from the home and must wait: for the source's word, or for the other outputs of a search."""
+    """By number, what has come from the home and must wait: for the source's word, or for the other
+    outputs of a search."""
     has_origin_left: bool = False
     """Whether the origin has handed the sequence off."""
     failure: Released | None = None

@@ -1,6 +1,8 @@
-"""Lives one request: gives the reducer its events, does what it wants done, and writes what comes to the client.
+"""Lives one request: gives the reducer its events, does what it wants done, and writes what comes
+to the client.
 
-Everything but writing happens in callbacks of links, of the dispatcher and of timers: see state.py for what follows what.
+Everything but writing happens in callbacks of links, of the dispatcher and of timers: see state.py
+for what follows what.
 """
 
 from __future__ import annotations
@@ -66,11 +68,13 @@ class RequestDeps:
     client_stall_timeout_s: float
     migrator: Migrator
     clock: Callable[[], float] | None = None
-    """Of arrivals and timelines, in seconds; the event loop's own, which may be coarse, if not given."""
+    """Of arrivals and timelines, in seconds; the event loop's own, which may be coarse, if not
+    given."""
 
 
 class RequestDriver:
-    """One request. `deadline_s` is on the event loop's clock, all other times on that of its deps."""
+    """One request. `deadline_s` is on the event loop's clock, all other times on that of its
+    deps."""
 
     def __init__(
         self,
@@ -80,7 +84,8 @@ class RequestDriver:
         deadline_s: float,
         timeline: Timeline | None = None,
     ) -> None:
-        """timeline: the request's, from its arrival on, for whoever wants to read it; one of its own if not given."""
+        """timeline: the request's, from its arrival on, for whoever wants to read it; one of its
+        own if not given."""
         self._deps = deps
         self._request = request
         self._deadline_s = deadline_s
@@ -119,7 +124,8 @@ class RequestDriver:
         )
 
     async def run(self, on_admitted: OnAdmitted | None = None) -> None:
-        """Stream the output. `on_admitted` is awaited once the request is in the queue, or has a place.
+        """Stream the output. `on_admitted` is awaited once the request is in the queue, or has a
+        place.
 
         Raises BatonError with the request's id.
         """
@@ -129,7 +135,8 @@ class RequestDriver:
                 self._deps.migrator.add(running)
                 self._perform(self._state.on_start(self._clock()))
                 if on_admitted is not None and self._error is None:
-                    # What was just put into the workers' streams goes out first: they are at it meanwhile.
+                    # What was just put into the workers' streams goes out first: they are at it
+                    # meanwhile.
                     await asyncio.sleep(0)
                     await on_admitted()
                 await self._deliver_all()
@@ -145,7 +152,8 @@ class RequestDriver:
         return DeadlineExceeded(f"the request's time was over with {num_tokens} tokens produced")
 
     async def _deliver_all(self) -> None:
-        """Send what comes, as one piece for all of a choice that is there, until every choice has ended."""
+        """Send what comes, as one piece for all of a choice that is there, until every choice has
+        ended."""
         while True:
             while self._news:
                 await self._deliver(next(iter(self._news)))

@@ -1,4 +1,5 @@
-"""The life of a request, from the queue to its last token. Pure: events and the time in, actions out.
+"""The life of a request, from the queue to its last token. Pure: events and the time in, actions
+out.
 
 A sequence comes to the worker that runs it, its home, by one handoff, wherever its KV is from:
 
@@ -8,18 +9,20 @@ A sequence comes to the worker that runs it, its home, by one handoff, wherever 
                           the home
 
     the source     a prefill worker, which is opened with the ticket and computes the prompt
-                   a worker that runs the sequence, its origin, and hands it off: a migration begins with PAUSING
+                   a worker that runs the sequence, its origin, and hands it off: a migration begins
+                   with PAUSING
 
     refused, preempted, failed, or too late, in any state:
         a migration     it goes on at its origin, if it still is there; RETURNING until the origin has said so
         else            the assignment is OVER; each choice WAITS for another one, with the tokens so far
 
-Several choices are one sequence up to their first tokens, and each goes its own way from then on. The gateway may know the
-first tokens, which the source reports at once, earlier than the home: choices fork there no sooner than it has the KV. The
-outputs of a beam search fork at its end.
+Several choices are one sequence up to their first tokens, and each goes its own way from then on.
+The gateway may know the first tokens, which the source reports at once, earlier than the home:
+choices fork there no sooner than it has the KV. The outputs of a beam search fork at its end.
 
-What the source and the home report comes on different ways: what the home reports before the source has said that the
-prompt is computed waits for that. Once the home has the KV, its word counts: the source may not know it.
+What the source and the home report comes on different ways: what the home reports before the source
+has said that the prompt is computed waits for that. Once the home has the KV, its word counts: the
+source may not know it.
 """
 
 from __future__ import annotations
@@ -79,7 +82,8 @@ from gateway.telemetry.timing import Timeline
 #: How long a worker may take to pause a sequence; it goes on there after that.
 PAUSE_TIMEOUT_S = 10.0
 
-#: How long a worker may take to answer an opening. A frozen one is noticed sooner; this is for lost messages.
+#: How long a worker may take to answer an opening. A frozen one is noticed sooner; this is for lost
+#: messages.
 OPEN_TIMEOUT_S = 15.0
 
 #: How long KV may take to the home once it is all computed.
@@ -92,7 +96,8 @@ _DEAF = frozenset({State.RETURNING, State.OVER})
 
 
 class RequestState:
-    """One request. Every method but the properties is an event: what it returns is to be done, in order."""
+    """One request. Every method but the properties is an event: what it returns is to be done, in
+    order."""
 
     def __init__(self, spec: SequenceSpec, outputs: Sequence[Output], timeline: Timeline) -> None:
         """outputs: of each choice, empty. timeline: the request's; all times are on its clock."""
@@ -176,7 +181,8 @@ class RequestState:
         return self._taken_actions()
 
     def on_migration(self, choice: Choice, placement: Placement, now_s: float) -> Sequence[Action]:
-        """Move a movable choice to a place that was claimed for it. EndMigration follows, in any case."""
+        """Move a movable choice to a place that was claimed for it. EndMigration follows, in any
+        case."""
         origin = _assignment_of(choice)
         spec = self.spec_of((choice,))
         migration = Assignment((choice,), State.PAUSING, now_s, spec, origin, placement)
@@ -213,7 +219,8 @@ class RequestState:
         return self._spec.choice_alone(choice.index).rank
 
     def spec_of(self, choices: Sequence[Choice]) -> SequenceSpec:
-        """What is to be placed: all choices as one while they have no tokens, else one that has some."""
+        """What is to be placed: all choices as one while they have no tokens, else one that has
+        some."""
         spec = self._spec
         if self.prompt_logprobs is not None:
             spec = replace(spec, sampling=replace(spec.sampling, prompt_logprobs=-1))
@@ -526,7 +533,8 @@ class RequestState:
     def _release(
         self, assignment: Assignment, numbers: Iterable[int], cause: Released, now_s: float
     ) -> None:
-        """Some choices have lost their place, if they had it: each needs another one, unless it has come to its end."""
+        """Some choices have lost their place, if they had it: each needs another one, unless it has
+        come to its end."""
         placement = _placement_of(assignment)
         choices = [assignment.choices[n] for n in numbers if n in assignment.open_numbers]
         for choice in choices:
@@ -580,7 +588,8 @@ class RequestState:
         self._actions += choice.deliver
 
     def _drop(self, assignment: Assignment, choice: Choice) -> None:
-        """A choice is here no more. The last one ends the assignment; others, at the home, no sooner than they fork."""
+        """A choice is here no more. The last one ends the assignment; others, at the home, no
+        sooner than they fork."""
         number = assignment.choices.index(choice)
         if number not in assignment.open_numbers:
             return

@@ -18,7 +18,8 @@ class AdmissionQueue(Generic[ItemT]):
     """Items in order of rank, lowest first. Ranks are unique."""
 
     def __init__(self, max_size: int) -> None:
-        """`max_size` bounds first admissions; what comes back to be placed anew always finds room."""
+        """`max_size` bounds first admissions; what comes back to be placed anew always finds
+        room."""
         self._max_size = max_size
         self._heap: list[Rank] = []
         self._items: dict[Rank, ItemT] = {}
@@ -27,7 +28,8 @@ class AdmissionQueue(Generic[ItemT]):
         return len(self._items)
 
     def add(self, rank: Rank, item: ItemT, *, is_return: bool, seconds_per_item: float) -> None:
-        """Queue an item. `seconds_per_item`: how long the queue lately took to shrink by one, for the advice to wait.
+        """Queue an item. `seconds_per_item`: how long the queue lately took to shrink by one, for
+        the advice to wait.
 
         Raises Overloaded if the queue is full and the item is new.
         """

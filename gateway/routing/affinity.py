@@ -1,4 +1,5 @@
-"""Which workers have lately seen which prefixes: a bounded memory of hashes of chained token chunks. Pure."""
+"""Which workers have lately seen which prefixes: a bounded memory of hashes of chained token
+chunks. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 #: Tokens of the first chunks. Coarser than a block: this guides a choice and proves nothing.
 CHUNK_TOKENS = 64
 
-#: Later chunks are this part of all that is before them: long prompts take few digests, and lose little by it.
+#: Later chunks are this part of all that is before them: long prompts take few digests, and lose
+#: little by it.
 _GROWTH = 8
 
 #: Workers remembered per prefix, the latest ones. A prefix that more have is found by chance, too.
@@ -32,7 +34,8 @@ class Digest:
 def prefix_digests(
     token_ids: Sequence[int], tenant: bytes, key: bytes, *, chunk_tokens: int = CHUNK_TOKENS
 ) -> tuple[Digest, ...]:
-    """One digest per whole chunk; each covers all tokens before it too. Tenants and keys never share digests."""
+    """One digest per whole chunk; each covers all tokens before it too. Tenants and keys never
+    share digests."""
     if len(token_ids) < chunk_tokens:
         return ()
     hasher = hashlib.blake2b(tenant.ljust(16, b"\0"), key=key, digest_size=16)
@@ -47,7 +50,8 @@ def prefix_digests(
 
 
 class PrefixAffinity:
-    """Least recently used digests are forgotten first; a worker that left is forgotten whole, and at once."""
+    """Least recently used digests are forgotten first; a worker that left is forgotten whole, and
+    at once."""
 
     def __init__(self, max_digests: int) -> None:
         self._max_digests = max_digests
@@ -73,7 +77,8 @@ class PrefixAffinity:
             self._holders.popitem(last=False)
 
     def matched_tokens(self, digests: Sequence[Digest]) -> Mapping[str, int]:
-        """By worker: leading tokens that it probably has in its cache. Workers with none are left out."""
+        """By worker: leading tokens that it probably has in its cache. Workers with none are left
+        out."""
         matched: dict[str, int] = {}
         for digest in reversed(digests):
             for number in self._holders.get(digest.value, ()):

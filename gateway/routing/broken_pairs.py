@@ -1,7 +1,8 @@
-"""Pairs of workers between which KV does not get through: remembered for a while, so that not every sequence finds it out. Pure.
+"""Pairs of workers between which KV does not get through: remembered for a while, so that not every
+sequence finds it out. Pure.
 
-The first failure may be a flipped bit or a lost connection: the pair rests for a moment, in which what failed goes another way.
-One that fails again soon after rests for long.
+The first failure may be a flipped bit or a lost connection: the pair rests for a moment, in which
+what failed goes another way. One that fails again soon after rests for long.
 """
 
 from __future__ import annotations
@@ -18,18 +19,21 @@ MAX_PAIRS = 512
 
 
 class BrokenPairs:
-    """Senders and receivers of KV by address. A worker that leaves takes its pairs with it: it may come back mended."""
+    """Senders and receivers of KV by address. A worker that leaves takes its pairs with it: it may
+    come back mended."""
 
     def __init__(self) -> None:
         self._until_s: dict[tuple[str, str], float] = {}
-        """The ends of rests, over or not, by sender and receiver; those that failed longest ago first."""
+        """The ends of rests, over or not, by sender and receiver; those that failed longest ago
+        first."""
         self._resting: dict[str, set[str]] = {}
         """The senders of the pairs that rest, by receiver."""
         self._next_end_s = math.inf
         """Nothing is to be forgotten before this."""
 
     def note(self, sender: str, receiver: str, now_s: float) -> float | None:
-        """KV could not be delivered. For how long the pair rests from now on, in seconds; None: it does so already.
+        """KV could not be delivered. For how long the pair rests from now on, in seconds; None: it
+        does so already.
 
         What fails while a pair rests was begun before, and is no news.
         """

@@ -1,6 +1,8 @@
-"""Where Prometheus finds the workers: this gateway's fleet, in the form of its HTTP service discovery.
+"""Where Prometheus finds the workers: this gateway's fleet, in the form of its HTTP service
+discovery.
 
-A gateway knows whom a registry lists and whom it was given by name, so that nobody lists workers for Prometheus anew.
+A gateway knows whom a registry lists and whom it was given by name, so that nobody lists workers
+for Prometheus anew.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ DISCOVERY_PATH = "/sd"
 
 
 class TargetGroup(TypedDict):
-    """What Prometheus reads: addresses of metrics, and what is known of all of them, for its relabelling."""
+    """What Prometheus reads: addresses of metrics, and what is known of all of them, for its
+    relabelling."""
 
     targets: list[str]
     labels: dict[str, str]
@@ -24,8 +27,8 @@ class TargetGroup(TypedDict):
 def scrape_targets(fleet: Fleet) -> Sequence[TargetGroup]:
     """A group for each worker that was reached once and has a metrics port, in order of addresses.
 
-    One that is unreachable now is among them: that it cannot be scraped is what an alert is about. Read in another
-    thread than the fleet's, one snapshot at a time.
+    One that is unreachable now is among them: that it cannot be scraped is what an alert is about.
+    Read in another thread than the fleet's, one snapshot at a time.
     """
     groups: list[TargetGroup] = []
     for worker in sorted(fleet.workers.values(), key=lambda worker: worker.address):

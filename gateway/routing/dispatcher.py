@@ -1,9 +1,10 @@
 """Gives waiting sequences to workers, in order of rank, when there is room: late binding.
 
-A sequence that nobody waits before is placed at once, if there is room. Else by one task, woken by whatever may make
-room: a new one, a load report, a worker that joins, a placement's end. Strictly in order: while the first cannot be
-placed nobody else is, so that nobody starves. Only what no ready worker could ever serve is passed over, and fails
-when no worker that it waits for comes back.
+A sequence that nobody waits before is placed at once, if there is room. Else by one task, woken by
+whatever may make
+room: a new one, a load report, a worker that joins, a placement's end. Strictly in order: while the
+first cannot be placed nobody else is, so that nobody starves. Only what no ready worker could ever
+serve is passed over, and fails when no worker that it waits for comes back.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ NO_WORKER_GRACE_S = 10.0
 #: Prefix digests remembered; about 300 bytes each.
 _MAX_DIGESTS = 131_072
 
-#: In a fleet of more workers than this, a search that found no room is not repeated at each report of one of them, but
-#: after a pause, in seconds.
+#: In a fleet of more workers than this, a search that found no room is not repeated at each report
+#: of one of them, but after a pause, in seconds.
 _MANY_WORKERS, _SEARCH_PAUSE_S = 64, 0.005
 
 #: Share of the newest interval in the mean interval between two placements.
@@ -60,7 +61,8 @@ class Dispatcher:
     """The queue and its task. `run` must be running for what waits to be placed."""
 
     def __init__(self, fleet: Fleet, *, max_queue_size: int, key: bytes) -> None:
-        """`key`: a secret of this process, so that nobody can aim at another's prefixes or at a worker."""
+        """`key`: a secret of this process, so that nobody can aim at another's prefixes or at a
+        worker."""
         self._fleet = fleet
         self._key = key
         self._queue: AdmissionQueue[Waiting] = AdmissionQueue(max_queue_size)
@@ -88,11 +90,14 @@ class Dispatcher:
         unreached: frozenset[str] = frozenset(),
         numerics: NumericsClass | None = None,
     ) -> Placement | Waiting:
-        """A place, which the caller releases; or one in the queue: `on_place` is called then, unless it is cancelled.
+        """A place, which the caller releases; or one in the queue: `on_place` is called then,
+        unless it is cancelled.
 
-        is_return: the sequence was placed before, and now keeps its rank and finds room in the queue.
-        avoid, unreached, numerics: see Need; numerics counts in a strict fleet only.
-        Raises Overloaded, NoWorkers. on_place may get NoWorkers, or InvalidRequest if no worker could ever hold it.
+        is_return: the sequence was placed before, and now keeps its rank and finds room in the
+        queue.
+        avoid, unreached, numerics: see Need; numerics counts in a strict fleet only. Raises
+        Overloaded, NoWorkers. on_place may get NoWorkers, or InvalidRequest if no worker could ever
+        hold it.
         """
         if not is_return and not self._fleet.ready(Tier.DECODE):
             raise NoWorkers("no decode worker is ready", tier="decode")
@@ -118,7 +123,8 @@ class Dispatcher:
             self._wake.set()
 
     def place_now(self, spec: SequenceSpec, among: Collection[Worker]) -> Placement | None:
-        """Claim room for a running sequence on one of these decode workers; None if none takes it now.
+        """Claim room for a running sequence on one of these decode workers; None if none takes it
+        now.
 
         It does not queue: what runs already makes no other wait longer by running elsewhere.
         """
@@ -152,7 +158,8 @@ class Dispatcher:
                     await self._wake.wait()
 
     def _place_all(self, now_s: float) -> bool:
-        """Place from the head on, up to the first that has to wait for room; whether there is such a one."""
+        """Place from the head on, up to the first that has to wait for room; whether there is such
+        a one."""
         passed_over: list[Waiting] = []
         is_full = False
         while (waiting := self._queue.pop()) is not None:

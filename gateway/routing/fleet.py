@@ -1,7 +1,8 @@
-"""The workers as the gateway knows them: what they report, and what the gateway has in flight on them.
+"""The workers as the gateway knows them: what they report, and what the gateway has in flight on
+them.
 
-All in one event loop. Connections (workers.py) write what workers report; placements write what is in flight; the
-dispatcher reads snapshots. Listeners are called at each change that may make room.
+All in one event loop. Connections (workers.py) write what workers report; placements write what is
+in flight; the dispatcher reads snapshots. Listeners are called at each change that may make room.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Worker:
         self.outstanding_tokens = 0
         """Prompt tokens that this gateway has given it to compute."""
         self._other_tokens = 0
-        """Those that it had beside them at its last report: from other gateways, or more than was thought."""
+        """Those that it had beside them at its last report: from other gateways, or more than was
+        thought."""
         self.is_awaiting_report = False
         """After a refusal: what we believe about it is wrong until it reports again."""
         self._unreported: dict[int, int] = {}
@@ -63,7 +65,8 @@ class Worker:
 
     @property
     def link(self) -> WorkerLink:
-        """That of the connection that stands, or stood last. Raises ValueError before there was one."""
+        """That of the connection that stands, or stood last. Raises ValueError before there was
+        one."""
         if self._link is None:
             raise ValueError(f"{self.address} was never reached")
         return self._link
@@ -195,7 +198,8 @@ class Fleet:
         self._listeners.append(listener)
 
     def listen_leave(self, listener: Callable[[str], None]) -> None:
-        """Have `listener` called with the address of a worker that was lost: its cache is not what it was."""
+        """Have `listener` called with the address of a worker that was lost: its cache is not what
+        it was."""
         self._leave_listeners.append(listener)
 
     def changed(self) -> None:
@@ -222,7 +226,8 @@ class Fleet:
         return resting | strangers if strangers else resting
 
     def known(self, tier: Tier) -> tuple[WorkerInfo, ...]:
-        """What the known workers of the tier reported. The same object as long as nothing of it changes."""
+        """What the known workers of the tier reported. The same object as long as nothing of it
+        changes."""
         known = self._known[tier]
         if known is None:
             known = tuple(w.info for w in self.tier(tier) if w.info and w.is_known)
@@ -230,7 +235,8 @@ class Fleet:
         return known
 
     def add(self, address: str, tier: Tier) -> Worker:
-        """A worker is to be found at `address`, which no other worker has. It is used once it has joined."""
+        """A worker is to be found at `address`, which no other worker has. It is used once it has
+        joined."""
         if address in self._workers:
             raise ValueError(f"{address} is in the fleet already")
         worker = self._workers[address] = Worker(address, tier)
@@ -238,7 +244,8 @@ class Fleet:
         return worker
 
     def remove(self, address: str) -> None:
-        """Nobody is to be found at `address` any more. What is placed there keeps its claim until it is released."""
+        """Nobody is to be found at `address` any more. What is placed there keeps its claim until
+        it is released."""
         self.leave(address, WorkerState.UNREACHABLE, "listed no more")
         self._known[self._workers.pop(address).tier] = None
         self.changed()
@@ -246,7 +253,8 @@ class Fleet:
     def join(self, address: str, info: WorkerInfo, link: WorkerLink) -> None:
         """Take a worker that was reached. It is used from its first load report on.
 
-        Raises PeerMismatch if it cannot work with this gateway or with the workers that are here; it is refused then.
+        Raises PeerMismatch if it cannot work with this gateway or with the workers that are here;
+        it is refused then.
         """
         worker = self.workers[address]
         try:

@@ -13,7 +13,8 @@ from gateway.routing.fleet import Fleet
 
 
 def observe_gateway(meter: Meter, fleet: Fleet, dispatcher: Dispatcher) -> None:
-    """Have the queue and the workers observed. They are read in another thread, one snapshot at a time."""
+    """Have the queue and the workers observed. They are read in another thread, one snapshot at a
+    time."""
 
     def queue_length(options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG001
         return [Observation(dispatcher.num_waiting)]

@@ -1,7 +1,8 @@
-"""Moves running sequences between decode workers: away from those that drain, and from full ones to roomy ones.
+"""Moves running sequences between decode workers: away from those that drain, and from full ones to
+roomy ones.
 
-It decides and orders; the reducer of each request's life carries an order out. Few migrations are under way at once, so
-that those that wait for theirs run on, and the network is not all theirs.
+It decides and orders; the reducer of each request's life carries an order out. Few migrations are
+under way at once, so that those that wait for theirs run on, and the network is not all theirs.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Movable(Protocol):
         ...
 
     def migrate(self, placement: Placement, on_end: Callable[[], None]) -> None:
-        """Move to a place that was claimed. `on_end` is called once: there, or here again, or gone from both."""
+        """Move to a place that was claimed. `on_end` is called once: there, or here again, or gone
+        from both."""
         ...
 
 

@@ -1,9 +1,10 @@
 """Which workers may work on one sequence, by how they round. Pure but for one line in the log.
 
-A fleet of one numerics class gives one answer to one request. Where it has several, "mixed" goes on and says so once: tokens may
-differ where two are nearly as likely. "strict" keeps every sequence within one class, from its first worker to its last: KV never
-goes from a worker of one class to one of another, a sequence that has tokens goes on with workers of their class only, and a worker
-that no worker of the other tier can work with is refused.
+A fleet of one numerics class gives one answer to one request. Where it has several, "mixed" goes on
+and says so once: tokens may differ where two are nearly as likely. "strict" keeps every sequence
+within one class, from its first worker to its last: KV never goes from a worker of one class to one
+of another, a sequence that has tokens goes on with workers of their class only, and a worker that
+no worker of the other tier can work with is refused.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class NumericsWatch:
         return frozenset(rounding.numerics for rounding in self._joined.values())
 
     def update(self, joined: Mapping[str, Rounding]) -> None:
-        """Take who has joined, by address. Logs a mix of classes once, and again when another class joins it."""
+        """Take who has joined, by address. Logs a mix of classes once, and again when another class
+        joins it."""
         self._joined = dict(joined)
         classes = self.classes
         self._strangers = self._find_strangers() if self.is_strict and len(classes) > 1 else {}
@@ -60,7 +62,8 @@ class NumericsWatch:
         return self._strangers.get(address, frozenset())
 
     def refusal_of(self, address: str) -> PeerMismatch | None:
-        """Why the worker at `address` gets no work: those of the other tier are all of other classes."""
+        """Why the worker at `address` gets no work: those of the other tier are all of other
+        classes."""
         own, strangers = self._joined.get(address), self.strangers_of(address)
         if own is None or not strangers:
             return None

@@ -29,9 +29,11 @@ class Outcome(enum.Enum):
 
 
 class Placement:
-    """A sequence's claim on workers, counted in the fleet from the start until it is released. Release is idempotent.
+    """A sequence's claim on workers, counted in the fleet from the start until it is released.
+    Release is idempotent.
 
-    The sequence runs at its home. A worker that only computes its prompt is its source; without one the home does it.
+    The sequence runs at its home. A worker that only computes its prompt is its source; without one
+    the home does it.
     """
 
     def __init__(
@@ -44,8 +46,9 @@ class Placement:
         num_blocks: int,
         num_sequences: int = 1,
     ) -> None:
-        """prefill: computes the prompt as one of its many. decode: runs the sequence beyond its first tokens. One of them, both,
-        or both in one. num_prefill_tokens: those that the prefill worker probably has to compute, at least 1.
+        """prefill: computes the prompt as one of its many. decode: runs the sequence beyond its
+        first tokens. One of them, both, or both in one. num_prefill_tokens: those that the prefill
+        worker probably has to compute, at least 1.
         num_sequences: those that it will be on the decode worker."""
         home = decode or prefill
         if home is None:
@@ -91,7 +94,8 @@ class Placement:
         return not self.home.can_prefill
 
     def bypasses_split(self, num_missing_tokens: int) -> bool:
-        """Whether a decode worker that computes so many tokens does what the prefill workers named should do."""
+        """Whether a decode worker that computes so many tokens does what the prefill workers named
+        should do."""
         info = self.decode.info if self.decode else None
         if info is None or self.home.can_prefill:
             return False

@@ -1,8 +1,10 @@
-"""Which workers of a fleet a sequence goes to: the router's choice among a few of them. Pure: reads, changes nothing.
+"""Which workers of a fleet a sequence goes to: the router's choice among a few of them. Pure:
+reads, changes nothing.
 
-Comparing all of a thousand workers for each sequence costs more than it gains. A few drawn at random are nearly as good
-a choice as all, and several gateways that know the same loads do not all run to the same worker. To the few belong those
-that probably have the prompt's beginning. Only when none of them will do are all looked at.
+Comparing all of a thousand workers for each sequence costs more than it gains. A few drawn at
+random are nearly as good a choice as all, and several gateways that know the same loads do not all
+run to the same worker. To the few belong those that probably have the prompt's beginning. Only when
+none of them will do are all looked at.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ NUM_DRAWN = 12
 def plan(need: Need, fleet: Fleet, matched: Mapping[str, int], key: bytes) -> Plan | Verdict:
     """Place one sequence among the fleet's ready workers.
 
-    matched: by address, leading tokens that a worker probably has. key: decides what chance decides.
+    matched: by address, leading tokens that a worker probably has. key: decides what chance
+    decides.
     """
     prefills = _of_class(fleet.ready(Tier.PREFILL), need.numerics)
     decodes = _of_class(fleet.ready(Tier.DECODE), need.numerics)
@@ -42,7 +45,8 @@ def _of_class(workers: Sequence[Worker], numerics: NumericsClass | None) -> Sequ
 
 
 def _is_good(choice: Plan, need: Need, fleet: Fleet) -> bool:
-    """Whether all workers together could be no better in kind: none to avoid, and the prompt computed where it should."""
+    """Whether all workers together could be no better in kind: none to avoid, and the prompt
+    computed where it should."""
     if {choice.prefill, choice.decode} & need.avoid:
         return False
     if choice.prefill is not None or not fleet.ready(Tier.PREFILL):

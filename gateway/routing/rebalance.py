@@ -1,9 +1,10 @@
-"""Which running sequences should change decode workers to even out memory. Pure: snapshots in, transfers out.
+"""Which running sequences should change decode workers to even out memory. Pure: snapshots in,
+transfers out.
 
-A worker is short when few of its blocks can be had; then its worst-ranked sequences go, those that it would preempt
-first, until it has some room again. They go where plenty is left even with them. The three levels are apart, so that
-what was moved is not moved back: a target stays above the level at which moving ends, which is above that at which it
-begins.
+A worker is short when few of its blocks can be had; then its worst-ranked sequences go, those that
+it would preempt first, until it has some room again. They go where plenty is left even with them.
+The three levels are apart, so that what was moved is not moved back: a target stays above the level
+at which moving ends, which is above that at which it begins.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from dataclasses import dataclass
 
 from baton.types import Rank
 
-#: Shares of a worker's blocks that can be had: below the first it is short, up to the second sequences leave it, and
-#: the third is left where they go.
+#: Shares of a worker's blocks that can be had: below the first it is short, up to the second
+#: sequences leave it, and the third is left where they go.
 SHORT, RELIEVED, PLENTY = 0.1, 0.2, 0.4
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A decode worker's blocks. num_places: further sequences that it runs. num_available_blocks: free or cached ones,
-    less those on their way to be taken."""
+    """A decode worker's blocks. num_places: further sequences that it runs. num_available_blocks:
+    free or cached ones, less those on their way to be taken."""
 
     address: str
     block_size: int
@@ -87,7 +88,8 @@ def rebalance(
 def _roomiest(
     sequence: Running, memories: Sequence[Memory], available: dict[str, int]
 ) -> Memory | None:
-    """The worker with the largest share of its blocks left, if plenty is left there with the sequence."""
+    """The worker with the largest share of its blocks left, if plenty is left there with the
+    sequence."""
 
     def share_left(memory: Memory) -> float:
         return (available[memory.address] - sequence.num_blocks_at(memory)) / memory.num_blocks

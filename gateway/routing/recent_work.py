@@ -1,7 +1,8 @@
 """Who of a tier is ahead: tokens that each worker was given lately, beside the tier's mean. Pure.
 
-Queues do not show it: between two arrivals they are empty, and the worker that did the last thousand prompts looks like the
-one that did none. "Lately" is counted in work, not in time, so it means the same at night and at noon.
+Queues do not show it: between two arrivals they are empty, and the worker that did the last
+thousand prompts looks like the one that did none. "Lately" is counted in work, not in time, so it
+means the same at night and at noon.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ MEMORY_TOKENS = 262_144
 
 
 class RecentWork:
-    """Sums over the workers that take work. One that joins begins at the mean: it is neither spared nor flooded."""
+    """Sums over the workers that take work. One that joins begins at the mean: it is neither spared
+    nor flooded."""
 
     def __init__(self, memory_tokens: int = MEMORY_TOKENS) -> None:
         self._memory_tokens = memory_tokens
@@ -37,7 +39,8 @@ class RecentWork:
         self._sums.pop(worker, None)
 
     def give(self, worker: str, num_tokens: int) -> None:
-        """`worker` has been given a prompt of which it has to compute `num_tokens`. Nothing, if it takes no work."""
+        """`worker` has been given a prompt of which it has to compute `num_tokens`. Nothing, if it
+        takes no work."""
         if worker not in self._sums:
             return
         step = num_tokens / len(self._sums)

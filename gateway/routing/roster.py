@@ -1,7 +1,7 @@
 """Which workers the gateway keeps connected to, as the registry's list changes.
 
-The list says where to look, and nothing more. A worker that is on it no more but whose connection stands is kept, so
-a registry that was lost, or lost its memory, costs no request anything.
+The list says where to look, and nothing more. A worker that is on it no more but whose connection
+stands is kept, so a registry that was lost, or lost its memory, costs no request anything.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Which workers a sequence goes to. Pure: need and snapshots in, a plan or a reason to wait out.
 
-A prefill worker is charged in tokens: those it has yet to compute, plus those of this sequence that its cache probably
-lacks, which weigh more. So a cached prefix wins as long as it saves enough to outweigh the difference of the queues. It
-counts for less the more its worker did lately above the mean of the tier and a batch, so that a prefix which many ask
-for spreads before it makes a hot spot; and of like workers the one that did least is taken. A decode worker is charged
-by how full it is, batch or memory, and a cached prefix decides only between like ones. One that KV does not get to from any
-prefill worker is the last choice, and computes the prompt itself.
+A prefill worker is charged in tokens: those it has yet to compute, plus those of this sequence that
+its cache probably lacks, which weigh more. So a cached prefix wins as long as it saves enough to
+outweigh the difference of the queues. It counts for less the more its worker did lately above the
+mean of the tier and a batch, so that a prefix which many ask for spreads before it makes a hot
+spot; and of like workers the one that did least is taken. A decode worker is charged by how full it
+is, batch or memory, and a cached prefix decides only between like ones. One that KV does not get to
+from any prefill worker is the last choice, and computes the prompt itself.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from dataclasses import dataclass
 
 from baton.types import NumericsClass
 
-#: How much more a token computed again weighs than one to wait for: it delays all who come later, too.
+#: How much more a token computed again weighs than one to wait for: it delays all who come later,
+#: too.
 RECOMPUTE_WEIGHT = 2.0
 
-#: Difference of two decode workers' fill (0..1) that a wholly cached prompt outweighs: of the fill itself, and at least.
+#: Difference of two decode workers' fill (0..1) that a wholly cached prompt outweighs: of the fill
+#: itself, and at least.
 AFFINITY_SHARE, MIN_AFFINITY = 0.05, 0.02
 
 
@@ -32,8 +35,10 @@ class Need:
     max_num_tokens: the most it can come to.
     needs_decode: whether more than the prefill's token is wanted.
     avoid: addresses of workers that failed this sequence; taken only if there are no others.
-    num_sequences: how many it will be on the decode worker: choices, or beams, that share the tokens known now.
-    unreached: addresses of decode workers that its KV did not get to; they compute the prompt, if it must be them.
+    num_sequences: how many it will be on the decode worker: choices, or beams, that share the
+    tokens known now.
+    unreached: addresses of decode workers that its KV did not get to; they compute the prompt, if
+    it must be them.
     numerics: class of the workers that its tokens came from, where it must not change; None: any.
     """
 
@@ -66,8 +71,8 @@ class PrefillView:
     def has_credit(self) -> bool:
         """One sequence is always taken, however long; further ones while the queue is short.
 
-        What its cache saves makes the queue shorter: else a busy tier gives every sequence to whichever worker has
-        credit first, finds nothing in caches, and is busy with that alone.
+        What its cache saves makes the queue shorter: else a busy tier gives every sequence to
+        whichever worker has credit first, finds nothing in caches, and is busy with that alone.
         """
         if self.is_awaiting_report:
             return False
@@ -86,7 +91,8 @@ class PrefillView:
 class DecodeView:
     """A decode worker that takes work.
 
-    num_available_blocks: free or given up on demand, as last reported, less what was reserved since.
+    num_available_blocks: free or given up on demand, as last reported, less what was reserved
+    since.
     num_sequences: running, waiting, and on their way there.
     unreached_by: addresses of prefill workers whose KV does not get here.
     """
@@ -141,8 +147,9 @@ class DecodeView:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Addresses of the workers to use. No prefill worker: the decode worker computes the prompt. No decode worker: nothing
-    is wanted after the first token. Not both are None; both the same: a prefill worker runs the sequence itself."""
+    """Addresses of the workers to use. No prefill worker: the decode worker computes the prompt. No
+    decode worker: nothing is wanted after the first token. Not both are None; both the same: a
+    prefill worker runs the sequence itself."""
 
     prefill: str | None
     decode: str | None

@@ -30,19 +30,22 @@ _log = logging.getLogger(__name__)
 #: In how many parts a worker's silence is measured.
 _NUM_TICKS = 6
 
-#: How far a worker's stream may be ahead of the gateway, in bytes: a few steps of many sequences. A gateway that is further
-#: behind would read old steps one by one; as it is, the worker keeps them and reports them as one.
+#: How far a worker's stream may be ahead of the gateway, in bytes: a few steps of many sequences. A
+#: gateway that is further behind would read old steps one by one; as it is, the worker keeps them
+#: and reports them as one.
 RECEIVE_WINDOW_BYTES = 16384
 
 _INFO_TIMEOUT_S = 5.0
 
-#: Between two tries to connect, in seconds: first, at most, and the share of it that chance takes off.
+#: Between two tries to connect, in seconds: first, at most, and the share of it that chance takes
+#: off.
 _FIRST_BACKOFF_S, MAX_BACKOFF_S, _JITTER = 0.2, 2.0, 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """How a connection ended. was_used: whether the worker had become ready, so that this is no failure in a row."""
+    """How a connection ended. was_used: whether the worker had become ready, so that this is no
+    failure in a row."""
 
     state: WorkerState
     reason: str
@@ -68,8 +71,8 @@ async def keep_connected(
 ) -> None:
     """Have the worker at `address` ready in the fleet whenever it can be reached.
 
-    stall_timeout_s: silence after which it is given up.
-    Ends by cancellation, or once it is not wanted and no connection stands: one that stands is kept.
+    stall_timeout_s: silence after which it is given up. Ends by cancellation, or once it is not
+    wanted and no connection stands: one that stands is kept.
     """
     num_failures = 0
     last_reason = ""
@@ -86,7 +89,8 @@ async def keep_connected(
 async def _connect_once(
     fleet: Fleet, worker: Worker, tls: TlsFiles | None, stall_timeout_s: float
 ) -> _Loss:
-    """One connection, from the first call to its end. With the certificates of the moment: they may be renewed."""
+    """One connection, from the first call to its end. With the certificates of the moment: they may
+    be renewed."""
     link: GrpcWorkerLink | None = None
     was_used = False
     try:
@@ -142,8 +146,8 @@ async def _get_info(stub: worker_pb2_grpc.WorkerServiceAsyncStub, worker: Worker
 
 
 class _Silence:
-    """Of one worker. It is counted in ticks of this process, not in seconds: a gateway that stood still itself has heard
-    nobody meanwhile, and no worker is to blame."""
+    """Of one worker. It is counted in ticks of this process, not in seconds: a gateway that stood
+    still itself has heard nobody meanwhile, and no worker is to blame."""
 
     def __init__(self, stall_timeout_s: float) -> None:
         self._stall_timeout_s = stall_timeout_s
@@ -164,7 +168,8 @@ class _Silence:
 async def _watch(
     fleet: Fleet, stub: worker_pb2_grpc.WorkerServiceAsyncStub, worker: Worker, silence: _Silence
 ) -> None:
-    """Pass load reports on until they end. Raises WorkerLost, _Stalled where the engine loop stands still."""
+    """Pass load reports on until they end. Raises WorkerLost, _Stalled where the engine loop stands
+    still."""
     call = stub.WatchLoad(worker_pb2.WatchLoadRequest())
     try:
         while isinstance(response := await call.read(), worker_pb2.WatchLoadResponse):
@@ -179,6 +184,7 @@ async def _watch(
 
 
 def backoff_s(num_failures: int, random: float) -> float:
-    """Seconds to wait after `num_failures` in a row, at least 1; `random` in [0, 1) spreads gateways out."""
+    """Seconds to wait after `num_failures` in a row, at least 1; `random` in [0, 1) spreads
+    gateways out."""
     full_s = min(MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(num_failures - 1, 16))
     return full_s * (1.0 - _JITTER * random)

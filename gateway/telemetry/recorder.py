@@ -1,7 +1,9 @@
-"""Reports one request's life to telemetry: its span with a child per phase, and the metrics of its end.
+"""Reports one request's life to telemetry: its span with a child per phase, and the metrics of its
+end.
 
-A request writes its timeline as it goes; everything else happens once, when it is over. What is reported are names, counts
-and times: never text of the prompt or the answer, nor messages of errors, which may repeat it.
+A request writes its timeline as it goes; everything else happens once, when it is over. What is
+reported are names, counts and times: never text of the prompt or the answer, nor messages of
+errors, which may repeat it.
 """
 
 from __future__ import annotations
@@ -104,7 +106,8 @@ class GatewayRecorder:
         return RequestRecord(Timeline(arrival_s), span, wall, operation)
 
     def end(self, record: RequestRecord, error: str | None) -> None:
-        """The request is over. error: the reason of its failure, one of baton.errors.BY_REASON; None if it ended well."""
+        """The request is over. error: the reason of its failure, one of baton.errors.BY_REASON;
+        None if it ended well."""
         self._num_active -= 1
         now_s = self._clock()
         if error == Cancelled.reason:
@@ -232,7 +235,8 @@ def _joined(timeline: Timeline, end_s: float) -> list[tuple[SpanName, Phase, flo
 
 
 def _log_end(record: RequestRecord, error: str | None, now_s: float) -> None:
-    """One line per request, without any text of it: a warning if the servers are at fault, else for debugging."""
+    """One line per request, without any text of it: a warning if the servers are at fault, else for
+    debugging."""
     level = logging.WARNING if error in _SERVER_FAULTS else logging.DEBUG
     if not _log.isEnabledFor(level):
         return

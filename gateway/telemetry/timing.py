@@ -1,4 +1,5 @@
-"""Where the time of one request went. Durations add up over its placements, and over its choices."""
+"""Where the time of one request went. Durations add up over its placements, and over its
+choices."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from baton.v1 import inference_pb2
 
 @dataclass(slots=True)
 class Timeline:
-    """Written by the reducer of the request's life, and by its delivery. Moments are on the event loop's clock, in seconds."""
+    """Written by the reducer of the request's life, and by its delivery. Moments are on the event
+    loop's clock, in seconds."""
 
     arrival_s: float
     tokenize_ms: float = 0.0
@@ -39,15 +41,19 @@ class Timeline:
     num_accepted_tokens: int = 0
     finish: FinishReason = FinishReason.NONE
     num_bypassed_tokens: int = 0
-    """Most tokens that a decode worker was made to prefill beyond what it should, for want of prefill workers."""
+    """Most tokens that a decode worker was made to prefill beyond what it should, for want of
+    prefill workers."""
     has_forked: bool = False
-    """Whether there are several choices that wait for different things. No phase begins then but by a token sent."""
+    """Whether there are several choices that wait for different things. No phase begins then but by
+    a token sent."""
     events: list[tuple[RequestEvent, float]] = field(default_factory=list)
     """What happened, and when."""
     _phases: list[tuple[Phase, float]] = field(default_factory=list)
-    """Beginnings; each phase lasts until the next one. The first is TOKENIZE, from the arrival on."""
+    """Beginnings; each phase lasts until the next one. The first is TOKENIZE, from the arrival
+    on."""
     _prefill_excess_s: float = 0.0
-    """Of the phases PREFILL before the first token, what the worker does not account for: the way there and back."""
+    """Of the phases PREFILL before the first token, what the worker does not account for: the way
+    there and back."""
 
     @property
     def phase(self) -> Phase:
@@ -63,8 +69,8 @@ class Timeline:
         self.events.append((event, now_s))
 
     def on_local_prefill(self) -> None:
-        """The home computes the prompt. It says so with what it computed in the same step, so that asking it was the
-        beginning of the prefill."""
+        """The home computes the prompt. It says so with what it computed in the same step, so that
+        asking it was the beginning of the prefill."""
         if self.phase is Phase.RESERVE:
             self._phases[-1] = (Phase.PREFILL, self._phases[-1][1])
 
@@ -90,7 +96,8 @@ class Timeline:
             phase, start_s = following, max(start_s, next_s)
 
     def first_token_parts_ms(self) -> dict[Phase, float]:
-        """What the time to the first token was spent on, in milliseconds; all of it, and 0 before there is one."""
+        """What the time to the first token was spent on, in milliseconds; all of it, and 0 before
+        there is one."""
         parts = dict.fromkeys(Phase, 0.0)
         if self.first_token_s is None:
             return parts

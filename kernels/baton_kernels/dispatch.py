@@ -1,4 +1,5 @@
-"""An op: a plain torch twin that runs anywhere, and a faster kernel for the device types that have one."""
+"""An op: a plain torch twin that runs anywhere, and a faster kernel for the device types that have
+one."""
 
 from __future__ import annotations
 
@@ -19,9 +20,10 @@ R = TypeVar("R")
 class Op(Generic[P, R]):
     """Calls the kernel of its first tensor's device type, or the twin where there is none.
 
-    The twin is the definition: a kernel is right if it agrees with it. The kernel for CUDA of a twin in
-    baton_kernels.X is the function of the same name in baton_kernels.gpu.X, imported when it is first needed, if there
-    is one and Triton is installed; that for the CPU is in baton_kernels.cpu.X, if the native library is there.
+    The twin is the definition: a kernel is right if it agrees with it. The kernel for CUDA of a
+    twin in baton_kernels.X is the function of the same name in baton_kernels.gpu.X, imported when
+    it is first needed, if there is one and Triton is installed; that for the CPU is in
+    baton_kernels.cpu.X, if the native library is there.
     """
 
     def __init__(self, twin: Callable[P, R]) -> None:

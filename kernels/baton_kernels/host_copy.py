@@ -8,7 +8,8 @@ import torch
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on a device, without a wait for what the device was given before; itself if that is the host.
+    """A host tensor on a device, without a wait for what the device was given before; itself if
+    that is the host.
 
     It goes by way of page-locked memory, which torch keeps until the copy is made.
     """
@@ -18,7 +19,8 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class HostCopy:
-    """A device's tensor on its way to the host. A tensor of the host's own is taken as it is: it must not change."""
+    """A device's tensor on its way to the host. A tensor of the host's own is taken as it is: it
+    must not change."""
 
     def __init__(self, source: torch.Tensor) -> None:
         """Queue the copy behind what the device was given before."""

@@ -3,9 +3,11 @@
 pool [blocks, layers, 2, kv_heads, block_size, head_dim]: pool[b, l, 0, h, o] = key[t, h] and
 pool[b, l, 1, h, o] = value[t, h] for token t with slot b * block_size + o.
 
-A pool of int8 or float8_e4m3fn has scales [blocks, layers, 2, kv_heads, block_size] float32, one for each row of head_dim
-elements: see quantize_rows. The rows of a block and head are contiguous; such groups lie head_stride elements apart, which may
-be more than their size, so that pool and scales can be views of one memory.
+A pool of int8 or float8_e4m3fn has scales [blocks, layers, 2, kv_heads, block_size] float32, one
+for each row of head_dim
+elements: see quantize_rows. The rows of a block and head are contiguous; such groups lie
+head_stride elements apart, which may be more than their size, so that pool and scales can be views
+of one memory.
 """
 
 from __future__ import annotations
@@ -17,15 +19,18 @@ from baton_kernels.quantize_rows import quantize_rows
 
 
 def slot_rows(slots: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
-    """The rows of the first layer's keys, [tokens * kv_heads], counted as if the pool were contiguous rows of head_dim elements.
+    """The rows of the first layer's keys, [tokens * kv_heads], counted as if the pool were
+    contiguous rows of head_dim elements.
 
-    slots [tokens] int64 = block * block_size + offset; -1 for a token without one, whose rows are negative.
+    slots [tokens] int64 = block * block_size + offset; -1 for a token without one, whose rows are
+    negative.
     """
     return head_rows(first_rows(slots, pool), pool)
 
 
 def first_rows(slots: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
-    """Of the first head alone, [tokens]: block * block_rows + offset where a slot is block * block_size + offset."""
+    """Of the first head alone, [tokens]: block * block_rows + offset where a slot is block *
+    block_size + offset."""
     block_size = pool.shape[4]
     return slots + slots // block_size * (block_rows(pool) - block_size)
 
@@ -37,8 +42,8 @@ def block_rows(pool: torch.Tensor) -> int:
 
 
 def head_rows(first: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
-    """slot_rows, from the tokens' rows of the first head: first [tokens] int64 = block * block_rows + offset; -block_rows for
-    a token without one."""
+    """slot_rows, from the tokens' rows of the first head: first [tokens] int64 = block * block_rows
+    + offset; -block_rows for a token without one."""
     num_kv_heads, block_size = pool.shape[3:5]
     heads = torch.arange(0, num_kv_heads * block_size, block_size, device=first.device)
     return (first[:, None] + heads).flatten()
@@ -59,8 +64,9 @@ def kv_write(
     value: torch.Tensor,
     scales: torch.Tensor | None = None,
 ) -> None:
-    """key, value [tokens, kv_heads, head_dim], rounded to the pool's dtype; rows as slot_rows gives them, without repeats.
-    Negative ones are written nowhere: tokens that only fill a batch up have them."""
+    """key, value [tokens, kv_heads, head_dim], rounded to the pool's dtype; rows as slot_rows gives
+    them, without repeats. Negative ones are written nowhere: tokens that only fill a batch up have
+    them."""
     _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
     is_written = rows >= 0
     rows = rows[is_written]

@@ -1,7 +1,7 @@
 """Linear layers: y = x W^T (+ bias) (+ residual), in the form that is fastest where they run.
 
-`pack_linear` chooses the form, once, when weights are loaded, by device, dtype and shape alone: two workers on like
-machines choose alike, and so round alike. docs/performance.md has the measurements.
+`pack_linear` chooses the form, once, when weights are loaded, by device, dtype and shape alone: two
+workers on like machines choose alike, and so round alike. docs/performance.md has the measurements.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Linear(Protocol):
         residual: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """x [rows, num_in] -> [rows, num_out] of x's dtype, or of `out_dtype`, which is that or float32.
+        """x [rows, num_in] -> [rows, num_out] of x's dtype, or of `out_dtype`, which is that or
+        float32.
 
         residual [rows, num_out], of x's dtype, is added.
         """
@@ -53,7 +54,8 @@ class Linear(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlainLinear:
-    """The twin of all others: torch's own product. weight [num_out, num_in], bias [num_out] or none."""
+    """The twin of all others: torch's own product. weight [num_out, num_in], bias [num_out] or
+    none."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -78,7 +80,8 @@ class PlainLinear:
 
 
 class FusedLinear(PlainLinear):
-    """On a GPU: the residual is added where the product is written, before it is rounded, and not in a pass of its own."""
+    """On a GPU: the residual is added where the product is written, before it is rounded, and not
+    in a pass of its own."""
 
     def __call__(
         self,
@@ -116,7 +119,8 @@ def pack_linear(
 ) -> Linear:
     """The fastest form of a layer with weight [num_out, num_in] and bias [num_out] or none.
 
-    The packed forms hold a copy of the weight: drop the original. allocate: gives the native one its memory.
+    The packed forms hold a copy of the weight: drop the original. allocate: gives the native one
+    its memory.
     """
     if weight.device.type != "cpu":
         if can_run_sparse(weight.device, weight.dtype, weight.shape) and is_sparse(weight):
@@ -131,7 +135,8 @@ def pack_linear(
 
 
 def keeps_levels(device: torch.device, dtype: torch.dtype, bits: int, group_size: int) -> bool:
-    """Whether `pack_quantized` is for such weights here, `dtype` being that of the activations. Elsewhere they are dequantised."""
+    """Whether `pack_quantized` is for such weights here, `dtype` being that of the activations.
+    Elsewhere they are dequantised."""
     if device.type == "cuda":
         return dtype in (torch.bfloat16, torch.float16) and can_pack_int_weight(bits, group_size)
     is_fast = device.type == "cpu" and dtype == torch.bfloat16
@@ -139,7 +144,8 @@ def keeps_levels(device: torch.device, dtype: torch.dtype, bits: int, group_size
 
 
 def keeps_float8(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `pack_float8` is for float8 weights here, `dtype` being that of the activations. Elsewhere they are dequantised."""
+    """Whether `pack_float8` is for float8 weights here, `dtype` being that of the activations.
+    Elsewhere they are dequantised."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     has_units = torch.cuda.get_device_capability(device) >= _FLOAT8_CAPABILITY
@@ -149,7 +155,8 @@ def keeps_float8(device: torch.device, dtype: torch.dtype) -> bool:
 def pack_float8(
     codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, device: torch.device
 ) -> Linear:
-    """The layer with the weight codes * scales on `device`: codes [num_out, num_in] float8_e4m3fn, scales [num_out] float32.
+    """The layer with the weight codes * scales on `device`: codes [num_out, num_in] float8_e4m3fn,
+    scales [num_out] float32.
 
     Activations are rounded to float8, too, each row with a scale of its own.
     """
@@ -165,7 +172,8 @@ def pack_quantized(
     device: torch.device,
     allocate: Allocate = host_memory,
 ) -> Linear:
-    """The layer with the weight (levels - zeros) * scales on `device`: see baton_kernels.cpu.int_linear for shapes and meaning."""
+    """The layer with the weight (levels - zeros) * scales on `device`: see
+    baton_kernels.cpu.int_linear for shapes and meaning."""
     if device.type == "cuda":
         return IntLinear(pack_int_weight(levels, scales, zeros, bits).to(device), bias)
     return NativeIntLinear(levels, scales, zeros, bits, bias, allocate)

@@ -3,10 +3,10 @@
 For a query at position p of its sequence, head h, KV head g = h // (heads / kv_heads):
     out = sum_j softmax_j(q . k_j * scale) v_j  over positions j <= p, and j > p - window if there is a window.
 
-`plan_attention` works out on the host, once per step, what every layer with the same window reads. Sequences
-with few new tokens (decode, verification) are run together in groups of like length; the KV of a group is gathered
-per layer, only the blocks that its window reaches. A sequence with many new tokens (prefill) is run alone in tiles
-of queries, each over the keys it may see.
+`plan_attention` works out on the host, once per step, what every layer with the same window reads.
+Sequences with few new tokens (decode, verification) are run together in groups of like length; the
+KV of a group is gathered per layer, only the blocks that its window reaches. A sequence with many
+new tokens (prefill) is run alone in tiles of queries, each over the keys it may see.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ MAX_GROUPED_TOKENS = 16
 MAX_GROUP_KV_TOKENS = 8192
 #: Queries of one tile of a long sequence.
 TILE_TOKENS = 256
-#: Without a window, keys are padded, masked, to a multiple of this many and queries to at least as many rows: matrix products and
-#: sums then take their terms in one order, and low-precision results are bit for bit the same whatever the chunks.
+#: Without a window, keys are padded, masked, to a multiple of this many and queries to at least as
+#: many rows: matrix products and sums then take their terms in one order, and low-precision results
+#: are bit for bit the same whatever the chunks.
 ALIGN = 16
 
 
 class AttentionSlice(NamedTuple):
-    """One sequence's part: its new tokens are rows [first_row, first_row + num_tokens) of the batch, at `start`.
+    """One sequence's part: its new tokens are rows [first_row, first_row + num_tokens) of the
+    batch, at `start`.
 
     Made for each sequence in each step, so it is of the immutable kind that costs least.
     """
@@ -53,8 +55,10 @@ class Group:
     rows: [seqs * num_tokens] int64, rows of the packed batch.
     kv_rows: [seqs * kv_heads * blocks] int64, see _kv_rows.
     bias: [seqs, 1, rows or 1, blocks * block_size], 0 or -inf; rows as _run_group has them.
-    stale: rows of the gathered KV, seen as [seqs * kv_heads * blocks * block_size, head_dim], that no token of the
-        sequence wrote. They are masked, but masking multiplies, and what an earlier owner left may be NaN.
+    stale: rows of the gathered KV, seen as [seqs * kv_heads * blocks * block_size, head_dim], that
+    no token of the
+        sequence wrote. They are masked, but masking multiplies, and what an earlier owner left may
+        be NaN.
     """
 
     num_seqs: int
@@ -69,8 +73,9 @@ class Group:
 class Long:
     """A sequence with many new tokens.
 
-    kv_rows: [kv_heads * blocks] int64 of the gathered KV, whose first token is at position `first_kv`; None where
-    all keys are new, and those of the pool are not rounded: then none is gathered.
+    kv_rows: [kv_heads * blocks] int64 of the gathered KV, whose first token is at position
+    `first_kv`; None where all keys are new, and those of the pool are not rounded: then none is
+    gathered.
     """
 
     first_row: int
@@ -84,7 +89,8 @@ class Long:
 class AttentionPlan:
     """What the layers with one window do in one step.
 
-    band: [TILE_TOKENS, reach + TILE_TOKENS + ALIGN]; band[i, reach + d] is the bias of query a + i on key a + d.
+    band: [TILE_TOKENS, reach + TILE_TOKENS + ALIGN]; band[i, reach + d] is the bias of query a + i
+    on key a + d.
     """
 
     scale: float
@@ -104,8 +110,8 @@ def plan_attention(
     window: int | None,
     dtype: torch.dtype | None = None,
 ) -> AttentionPlan:
-    """Plan one step over `pool` [blocks, layers, 2, kv_heads, block_size, head_dim], see kv_write, for queries of `dtype`; by
-    default the pool's."""
+    """Plan one step over `pool` [blocks, layers, 2, kv_heads, block_size, head_dim], see kv_write,
+    for queries of `dtype`; by default the pool's."""
     dtype = dtype or pool.dtype
     short = [s for s in slices if s.num_tokens <= MAX_GROUPED_TOKENS]
     longs = [
@@ -154,8 +160,8 @@ def _like_lengths(
 
 
 def _kv_rows(tables: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
-    """tables [seqs, blocks] -> flat [seqs, kv_heads, blocks]: the first layer's keys in the pool seen as _heads.
-    Values are kv_heads rows further, the next layer 2 * kv_heads."""
+    """tables [seqs, blocks] -> flat [seqs, kv_heads, blocks]: the first layer's keys in the pool
+    seen as _heads. Values are kv_heads rows further, the next layer 2 * kv_heads."""
     _, num_layers, _, num_kv_heads, _, _ = pool.shape
     heads = torch.arange(num_kv_heads, device=tables.device)
     first = tables * (num_layers * 2 * num_kv_heads)
@@ -175,7 +181,8 @@ def _plan_group(
     widths = [_num_blocks(m, block_size, window) for m in members]
     multiple = ALIGN // math.gcd(ALIGN, block_size)
     width = -(-max(widths) // multiple) * multiple
-    # Padding repeats a block of the sequence itself, so that no other sequence's values are ever touched.
+    # Padding repeats a block of the sequence itself, so that no other sequence's values are ever
+    # touched.
     tables = torch.tensor(
         [
             [*m.block_table[first : first + own], *([m.block_table[first]] * (width - own))]
@@ -212,7 +219,8 @@ def _stale_rows(
     num_keys: int,
     pool: torch.Tensor,
 ) -> torch.Tensor:
-    """See Group.stale. Padding repeats a full block, and needs no care, but for sequences of a single block."""
+    """See Group.stale. Padding repeats a full block, and needs no care, but for sequences of a
+    single block."""
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
     rows = []
     for index, (part, first, own) in enumerate(zip(members, firsts, widths, strict=True)):
@@ -226,7 +234,8 @@ def _stale_rows(
 def _plan_long(
     part: AttentionSlice, pool: torch.Tensor, window: int | None, dtype: torch.dtype
 ) -> Long:
-    # What the pool rounds is read from there, so that a token's result does not depend on the chunks.
+    # What the pool rounds is read from there, so that a token's result does not depend on the
+    # chunks.
     if part.start == 0 and dtype == pool.dtype:
         return Long(part.first_row, part.num_tokens, 0, 0, None)
     block_size = pool.shape[4]
@@ -238,7 +247,8 @@ def _plan_long(
 
 
 def _band(reach: int, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The bias of any tile is a slice of this one, because it depends on key minus query position alone."""
+    """The bias of any tile is a slice of this one, because it depends on key minus query position
+    alone."""
     query = torch.arange(TILE_TOKENS, device=device)[:, None]
     key = torch.arange(-reach, TILE_TOKENS + ALIGN, device=device)[None, :]
     visible = key <= query
@@ -258,10 +268,11 @@ def paged_attention(
     plan: AttentionPlan,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim].
+    """query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim] -> [tokens,
+    heads, head_dim].
 
-    The new keys and values are already in the pool, which has scales if it is of 8 bits: see kv_write. Slots of a sequence's
-    blocks past its last token may hold anything.
+    The new keys and values are already in the pool, which has scales if it is of 8 bits: see
+    kv_write. Slots of a sequence's blocks past its last token may hold anything.
     """
     out = torch.empty_like(query)
     kv = _Layer(pool, scales, layer, query.dtype)
@@ -305,7 +316,8 @@ class _Layer:
 
 
 def _heads(pool: torch.Tensor) -> torch.Tensor:
-    """[blocks * layers * 2 * kv_heads, elements of a block and head]: they are contiguous, and equally far apart."""
+    """[blocks * layers * 2 * kv_heads, elements of a block and head]: they are contiguous, and
+    equally far apart."""
     size = pool[0, 0, 0, 0].numel()
     return pool.as_strided((pool.numel() // size, size), (head_stride(pool), 1))
 
@@ -319,7 +331,8 @@ def _run_group(
     keys, values = kv.gather(group.kv_rows, group.num_seqs)
     for gathered in (keys, values):
         gathered.view(-1, head_dim).index_fill_(0, group.stale, 0)
-    # The heads that share a KV head are rows of one matrix: [seqs, kv_heads, heads_per_kv * tokens, head_dim].
+    # The heads that share a KV head are rows of one matrix: [seqs, kv_heads, heads_per_kv * tokens,
+    # head_dim].
     packed = query[group.rows].view(shape).permute(0, 2, 3, 1, 4).flatten(2, 3)
     num_rows = packed.shape[2]
     packed = F.pad(packed, (0, 0, 0, max(0, ALIGN - num_rows)))
@@ -353,7 +366,8 @@ def _run_long(
     results = out[own].view(-1, num_kv_heads, heads_per_kv, head_dim).permute(1, 2, 0, 3)
     for first in range(0, long.num_tokens, TILE_TOKENS):
         tile = slice(first, min(first + TILE_TOKENS, long.num_tokens))
-        # Relative to the first gathered key: the tile's first query, and the keys [low, high) that it sees.
+        # Relative to the first gathered key: the tile's first query, and the keys [low, high) that
+        # it sees.
         at = long.start - long.first_kv + first
         low = 0 if plan.window is None else max(0, at - plan.window + 1)
         high = at + tile.stop - tile.start
@@ -361,7 +375,8 @@ def _run_long(
         if plan.band is None:
             raise ValueError("the plan of a long sequence has no band")
         bias = plan.band[: tile.stop - tile.start, plan.reach + low - at : plan.reach + high - at]
-        # KV heads are the batch here, and the heads that share one are its heads, so that no KV is repeated.
+        # KV heads are the batch here, and the heads that share one are its heads, so that no KV is
+        # repeated.
         shape = (num_kv_heads, heads_per_kv, high - low, head_dim)
         results[:, :, tile] = F.scaled_dot_product_attention(
             queries[:, :, tile],

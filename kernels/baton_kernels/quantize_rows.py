@@ -1,4 +1,5 @@
-"""Rows in 8 bits, each with one float32 scale: keys and values of a quantised KV pool, activations of float8 linears.
+"""Rows in 8 bits, each with one float32 scale: keys and values of a quantised KV pool, activations
+of float8 linears.
 
 scale = max(|x|, LEAST_PEAK) / LIMIT,   code = x / scale, rounded to the nearest int8 or float8_e4m3fn
 
@@ -21,7 +22,8 @@ LEAST_PEAK = 2.0**-100
 
 @op
 def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., dim] -> codes [..., dim] of `dtype`, one of LIMITS, and scales [...] float32. Halves of int8 round up."""
+    """x [..., dim] -> codes [..., dim] of `dtype`, one of LIMITS, and scales [...] float32. Halves
+    of int8 round up."""
     wide = x.float()
     scale = wide.abs().amax(-1).clamp(min=LEAST_PEAK) / LIMITS[dtype]
     is_finite = scale.isfinite()

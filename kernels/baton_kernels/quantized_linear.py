@@ -1,4 +1,5 @@
-"""Linear layers with quantised weights: y = x W^T (+ bias) (+ residual), W [out, in] kept as levels or codes.
+"""Linear layers with quantised weights: y = x W^T (+ bias) (+ residual), W [out, in] kept as levels
+or codes.
 
     int:  W[o, i] = (level[o, i] - zero[o, g]) * scale[o, g], g = i // group_size, levels of 4 or 8 bits
     fp8:  W[o, i] = code[o, i] * scale[o], and x is rounded to float8_e4m3fn too, each row with a scale of its own
@@ -24,10 +25,12 @@ MAX_RUN = 128
 
 @dataclass(frozen=True, slots=True)
 class IntWeight:
-    """levels: 8 bits: uint8 [out, in]. 4 bits: uint8 [out, in / 2]; of each run of inputs the first half is in the low four
-    bits and the second half in the high ones, so that both come apart without a shuffle.
+    """levels: 8 bits: uint8 [out, in]. 4 bits: uint8 [out, in / 2]; of each run of inputs the first
+    half is in the low four bits and the second half in the high ones, so that both come apart
+    without a shuffle.
 
-    scales [groups, out] float32; zeros [groups, out] int16, or None where all are in the middle, 2^(bits - 1).
+    scales [groups, out] float32; zeros [groups, out] int16, or None where all are in the middle,
+    2^(bits - 1).
     """
 
     levels: torch.Tensor
@@ -55,14 +58,16 @@ class IntWeight:
 
 
 def can_pack_int_weight(bits: int, group_size: int) -> bool:
-    """Whether such weights run well from an IntWeight: in runs that are not padded, by the Triton kernel."""
+    """Whether such weights run well from an IntWeight: in runs that are not padded, by the Triton
+    kernel."""
     return bits in (4, 8) and group_size % 32 == 0 and find_spec("triton") is not None
 
 
 def pack_int_weight(
     levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int
 ) -> IntWeight:
-    """levels [out, in] uint8 in [0, 2^bits); scales, zeros [out, groups]. Raises ValueError for what IntWeight does not hold."""
+    """levels [out, in] uint8 in [0, 2^bits); scales, zeros [out, groups]. Raises ValueError for
+    what IntWeight does not hold."""
     num_out, num_in = levels.shape
     if bits not in (4, 8):
         raise ValueError(f"{bits} bits: 4 and 8 are known")
@@ -145,7 +150,8 @@ def fp8_linear(
 
 @dataclass(frozen=True, slots=True)
 class Float8Linear:
-    """baton_kernels.linear.Linear of codes [out, in] float8_e4m3fn with scales [out] float32. bias [out] or none."""
+    """baton_kernels.linear.Linear of codes [out, in] float8_e4m3fn with scales [out] float32. bias
+    [out] or none."""
 
     codes: torch.Tensor
     scales: torch.Tensor

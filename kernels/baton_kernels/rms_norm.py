@@ -1,4 +1,5 @@
-"""Root-mean-square normalisation: y = x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
+"""Root-mean-square normalisation: y = x / sqrt(mean(x^2) + eps) * weight, over the last
+dimension."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from baton_kernels.dispatch import op
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., dim] and weight [dim] of one dtype -> [..., dim].
 
-    The mean is taken in float32; the quotient is rounded to x's dtype before the weight is applied, as the
-    models' training code does.
+    The mean is taken in float32; the quotient is rounded to x's dtype before the weight is applied,
+    as the models' training code does.
     """
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

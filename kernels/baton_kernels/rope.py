@@ -16,7 +16,8 @@ def rope_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [tokens, head_dim / 2] of `dtype`, times `scaling`.
 
-    positions [tokens] int64; inv_freq [tokens, head_dim / 2] or [1, head_dim / 2] float32. Angles are float32.
+    positions [tokens] int64; inv_freq [tokens, head_dim / 2] or [1, head_dim / 2] float32. Angles
+    are float32.
     """
     angles = positions[:, None].float() * inv_freq
     return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
@@ -24,7 +25,8 @@ def rope_tables(
 
 @op
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [tokens, heads, head_dim] by cos and sin [tokens, head_dim / 2], all of one dtype."""
+    """Rotate x [tokens, heads, head_dim] by cos and sin [tokens, head_dim / 2], all of one
+    dtype."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     rotated = torch.empty_like(x)

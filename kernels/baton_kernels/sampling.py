@@ -1,8 +1,10 @@
-"""Choose tokens from logits: bias, penalties, masks, temperature, top-k, top-p, min-p, and noise by a counter-based hash.
+"""Choose tokens from logits: bias, penalties, masks, temperature, top-k, top-p, min-p, and noise by
+a counter-based hash.
 
-A row is sampled as argmax_v (l_v + g_v), l being logits / temperature, over the tokens that the filters keep, with g_v = -log(-log(1 - u_v)) and
-u_v in (0, 1) a hash of (the row's key, v). That is a draw from softmax(l), and it depends on nothing but the row's
-logits and key: not on the batch, the device's generator or earlier draws. The lowest id wins among equals.
+A row is sampled as argmax_v (l_v + g_v), l being logits / temperature, over the tokens that the
+filters keep, with g_v = -log(-log(1 - u_v)) and u_v in (0, 1) a hash of (the row's key, v). That is
+a draw from softmax(l), and it depends on nothing but the row's logits and key: not on the batch,
+the device's generator or earlier draws. The lowest id wins among equals.
 """
 
 from __future__ import annotations
@@ -23,16 +25,19 @@ _WEYL = 0x9E3779B1
 
 @op
 def checked_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lowest id of each row's largest logit, and the same but NOT_FINITE where a logit of the row is none: [rows] int64 each.
+    """The lowest id of each row's largest logit, and the same but NOT_FINITE where a logit of the
+    row is none: [rows] int64 each.
 
-    logits [rows, vocab] float32. The id that is told of a row that is not finite is any of [0, vocab).
+    logits [rows, vocab] float32. The id that is told of a row that is not finite is any of [0,
+    vocab).
     """
     chosen = logits.argmax(-1)
     return chosen, chosen.masked_fill(is_broken(logits), NOT_FINITE)
 
 
 def is_broken(logits: torch.Tensor) -> torch.Tensor:
-    """[rows] bool: whether any logit of the row is infinite or NaN. logits [rows, vocab] float32."""
+    """[rows] bool: whether any logit of the row is infinite or NaN. logits [rows, vocab]
+    float32."""
     # A sum is finite exactly if its float32 terms are, but for overflow far beyond any logit.
     return ~logits.sum(-1).isfinite()
 
@@ -47,10 +52,11 @@ def penalize(
     presence: torch.Tensor,
     frequency: torch.Tensor,
 ) -> None:
-    """In place, at each (row, token) that occurs in prompt or output, without repeats:
-    l > 0 ? l / repetition : l * repetition, then less frequency * count and less presence if count > 0.
+    """In place, at each (row, token) that occurs in prompt or output, without repeats: l > 0 ? l /
+    repetition : l * repetition, then less frequency * count and less presence if count > 0.
 
-    logits [rows, vocab] float32; all others [entries]; output_counts are occurrences in the output alone.
+    logits [rows, vocab] float32; all others [entries]; output_counts are occurrences in the output
+    alone.
     """
     found = logits[rows, tokens]
     found = torch.where(found > 0, found / repetition, found * repetition)
@@ -62,19 +68,22 @@ def penalize(
 def add_bias(
     logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, bias: torch.Tensor
 ) -> None:
-    """In place: logits[row, token] += bias, [entries] each without repeats; -inf forbids a token."""
+    """In place: logits[row, token] += bias, [entries] each without repeats; -inf forbids a
+    token."""
     logits[rows, tokens] += bias
 
 
 @op
 def forbid(logits: torch.Tensor, forbidden: torch.Tensor) -> None:
-    """In place: -inf where forbidden. logits [rows, vocab] float32, forbidden [rows, vocab] bool."""
+    """In place: -inf where forbidden. logits [rows, vocab] float32, forbidden [rows, vocab]
+    bool."""
     logits.masked_fill_(forbidden, float("-inf"))
 
 
 @op
 def keep_top_k(logits: torch.Tensor, top_k: torch.Tensor) -> None:
-    """In place: -inf below each row's k-th largest. top_k [rows] int64, in [1, vocab]; equals of the k-th stay."""
+    """In place: -inf below each row's k-th largest. top_k [rows] int64, in [1, vocab]; equals of
+    the k-th stay."""
     largest = logits.topk(int(top_k.max()), dim=-1).values
     threshold = largest.gather(1, top_k[:, None] - 1)
     logits.masked_fill_(logits < threshold, float("-inf"))
@@ -82,7 +91,8 @@ def keep_top_k(logits: torch.Tensor, top_k: torch.Tensor) -> None:
 
 @op
 def keep_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> None:
-    """In place: -inf outside the smallest set of most likely tokens whose probabilities reach top_p [rows] in (0, 1].
+    """In place: -inf outside the smallest set of most likely tokens whose probabilities reach top_p
+    [rows] in (0, 1].
 
     Equals enter by ascending id. The likeliest token always stays.
     """
@@ -104,9 +114,11 @@ def keep_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> None:
 def _nucleus(
     logits: torch.Tensor, total: torch.Tensor, top_p: torch.Tensor, num_candidates: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Size of each row's set and the logit of its last member; a size of num_candidates + 1 if those do not reach top_p.
+    """Size of each row's set and the logit of its last member; a size of num_candidates + 1 if
+    those do not reach top_p.
 
-    total [rows] is the rows' logsumexp, so that candidates alone have the probabilities that they have in the whole row.
+    total [rows] is the rows' logsumexp, so that candidates alone have the probabilities that they
+    have in the whole row.
     """
     best = logits.topk(num_candidates, dim=-1).values
     probabilities = (best - total[:, None]).exp()
@@ -119,13 +131,15 @@ def _nucleus(
 
 @op
 def keep_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> None:
-    """In place: -inf where a probability is below min_p [rows] in [0, 1] times that of the likeliest token."""
+    """In place: -inf where a probability is below min_p [rows] in [0, 1] times that of the
+    likeliest token."""
     gap = logits - logits.amax(-1, keepdim=True)
     logits.masked_fill_(gap < min_p.log()[:, None], float("-inf"))
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """A bijection of 32-bit words in which every input bit flips each output bit about half the time."""
+    """A bijection of 32-bit words in which every input bit flips each output bit about half the
+    time."""
     first, second = (m - (1 << 32) if m >> 31 else m for m in _MULTIPLIERS)
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * first
@@ -146,7 +160,8 @@ def hash_uniform(keys: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 @op
 def gumbel_argmax(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """logits [rows, vocab] float32, scaled, -inf where filtered; keys [rows, 2] int32 -> [rows] int64."""
+    """logits [rows, vocab] float32, scaled, -inf where filtered; keys [rows, 2] int32 -> [rows]
+    int64."""
     uniform = hash_uniform(keys, logits.shape[-1])
     noise = -torch.log(-torch.log1p(-uniform))
     return (logits + noise).argmax(-1)

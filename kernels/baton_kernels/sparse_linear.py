@@ -1,7 +1,9 @@
-"""Linear layers whose weights are 2:4 sparse, on GPUs that multiply half of them: y = x W^T (+ bias) (+ residual).
+"""Linear layers whose weights are 2:4 sparse, on GPUs that multiply half of them: y = x W^T (+
+bias) (+ residual).
 
-Of each four inputs that follow each other an output has two weights at most. torch compresses them to those two and their
-places, 9/16 of the bytes in 16 bits, and multiplies by cuSPARSELt or CUTLASS. The twin is the dense product: zeros add nothing.
+Of each four inputs that follow each other an output has two weights at most. torch compresses them
+to those two and their places, 9/16 of the bytes in 16 bits, and multiplies by cuSPARSELt or
+CUTLASS. The twin is the dense product: zeros add nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""A checksum that any number of threads compute in parts, in any order: a sum over the data's words.
+"""A checksum that any number of threads compute in parts, in any order: a sum over the data's
+words.
 
-With w[i] the data's words (8 bytes, little endian; the last one filled up with zeros), all of it modulo 2^64:
+With w[i] the data's words (8 bytes, little endian; the last one filled up with zeros), all of it
+modulo 2^64:
 
     k[i] = key + i * STEP                             key = blend(seed + STEP)
     sum  = sum over i of spread(w[i] ^ k[i]) * (k[i] | 1)
@@ -8,12 +10,14 @@ With w[i] the data's words (8 bytes, little endian; the last one filled up with 
     blend(x) = spread(x) again spread
     checksum = blend(sum + num_bytes * STEP)
 
-Every step from a word to the sum can be undone, so that a change within one word, whichever bits it flips, always changes the
-checksum. Other damage (words that trade places or move, the same bits flipped in several words, another length) passes with
-a probability of about 2^-64. Neither seed nor sum is secret: it is against faults, not against forgers.
+Every step from a word to the sum can be undone, so that a change within one word, whichever bits it
+flips, always changes the checksum. Other damage (words that trade places or move, the same bits
+flipped in several words, another length) passes with a probability of about 2^-64. Neither seed nor
+sum is secret: it is against faults, not against forgers.
 
-Origin: the shifts and multiplications are those of the finalisers of MurmurHash3 and splitmix64 (public domain), with their
-constants; the factor k[i] | 1 keeps equal differences of two words from cancelling.
+Origin: the shifts and multiplications are those of the finalisers of MurmurHash3 and splitmix64
+(public domain), with their constants; the factor k[i] | 1 keeps equal differences of two words from
+cancelling.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ def checksum_of(total: int, num_bytes: int) -> int:
 
 @op
 def word_sum(words: torch.Tensor, key: int, first_word: int = 0) -> torch.Tensor:
-    """The sum over int64 words [n], of which the first is number `first_word` of its data: int64 [], on their device."""
+    """The sum over int64 words [n], of which the first is number `first_word` of its data: int64
+    [], on their device."""
     keys = torch.arange(len(words), device=words.device).add_(first_word)
     keys = keys.mul_(_signed(STEP)).add_(_signed(key))
     x = words ^ keys
@@ -65,7 +70,8 @@ def host_checksum(data: torch.Tensor, seed: int) -> int:
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
-    """uint8 [8 * n] as int64 [n]; a copy if it does not lie at a multiple of 8 bytes of its memory."""
+    """uint8 [8 * n] as int64 [n]; a copy if it does not lie at a multiple of 8 bytes of its
+    memory."""
     if data.storage_offset() % WORD_BYTES:
         data = data.clone()
     return data.view(torch.int64)

@@ -21,10 +21,12 @@ _NO_BYTES = memoryview(b"")
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Room for one payload: `buffer`, or `device`, has the size asked for; `slot` goes into the chunk's header.
+    """Room for one payload: `buffer`, or `device`, has the size asked for; `slot` goes into the
+    chunk's header.
 
     device: the room, where it is in a device's memory; see DeviceCodec.
-    can_gather: `pieces` may take the place of the buffer; they are read, and not kept, while it is sent.
+    can_gather: `pieces` may take the place of the buffer; they are read, and not kept, while it is
+    sent.
     """
 
     slot: int
@@ -40,13 +42,16 @@ class Staged:
 
 
 class Connection(Protocol):
-    """The sender's end. Used by one thread at a time. A transport does the flow control: credits are room in `stage`.
+    """The sender's end. Used by one thread at a time. A transport does the flow control: credits
+    are room in `stage`.
 
-    All methods but close raise TransportError when the connection is lost, FrameError when what came is no frame.
+    All methods but close raise TransportError when the connection is lost, FrameError when what
+    came is no frame.
     """
 
     def stage(self, num_bytes: int) -> Staged | None:
-        """Room for a payload of `num_bytes`, held until the receiver gives it back. None: none now."""
+        """Room for a payload of `num_bytes`, held until the receiver gives it back. None: none
+        now."""
         ...
 
     def unstage(self, staged: Staged) -> None:
@@ -54,15 +59,17 @@ class Connection(Protocol):
         ...
 
     def send(self, frame: Frame, staged: Staged | None = None, *, more: bool = False) -> None:
-        """Send a frame, with the payload that was put into `staged`. Waits no longer than the send timeout.
+        """Send a frame, with the payload that was put into `staged`. Waits no longer than the send
+        timeout.
 
-        more: another frame follows at once; this one may wait for it, so that one write wakes the receiver once.
+        more: another frame follows at once; this one may wait for it, so that one write wakes the
+        receiver once.
         """
         ...
 
     def seal(self, key: bytes) -> None:
-        """From here on frames carry digests under this key, both ways: see frame_seal.py. Raises FrameError if some
-        without have come already."""
+        """From here on frames carry digests under this key, both ways: see frame_seal.py. Raises
+        FrameError if some without have come already."""
         ...
 
     def receive(self) -> Frame | None:

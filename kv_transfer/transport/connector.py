@@ -1,7 +1,7 @@
 """Which of a worker's endpoints a sender takes: the best that works, each tried in turn.
 
-An endpoint that could be connected to, but was lost before the receiver's answer (memory that cannot be mapped, say), costs one
-connection its handoffs; for SHUN_S after that it comes last.
+An endpoint that could be connected to, but was lost before the receiver's answer (memory that
+cannot be mapped, say), costs one connection its handoffs; for SHUN_S after that it comes last.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ _log = logging.getLogger("baton.kv")
 def usable(
     endpoints: Sequence[Endpoint], transport: str, is_reachable: Callable[[Endpoint], bool]
 ) -> tuple[Endpoint, ...]:
-    """The endpoints that may be tried, best first: see _ORDER. `transport` pins one, or is "auto"."""
+    """The endpoints that may be tried, best first: see _ORDER. `transport` pins one, or is
+    "auto"."""
     allowed = _ALLOWED[transport]
     return tuple(
         sorted(
@@ -69,11 +70,11 @@ def make_connector(
     peer_names: Sequence[str] = (),
     memory: DeviceMemory | None = None,
 ) -> Connector:
-    """A connector for `transport`: "auto", "loopback" (within `hub`), "shm", "tcp", "nixl" or "cuda_ipc". Raises ConfigError for
-    others.
+    """A connector for `transport`: "auto", "loopback" (within `hub`), "shm", "tcp", "nixl" or
+    "cuda_ipc". Raises ConfigError for others.
 
-    tls: of tcp; None for plain text. peer_names: see connect_tls. memory: of the device that the sender's KV is on; None if that is
-    none, so that there is no cuda_ipc.
+    tls: of tcp; None for plain text. peer_names: see connect_tls. memory: of the device that the
+    sender's KV is on; None if that is none, so that there is no cuda_ipc.
     """
     if transport not in _ALLOWED:
         raise ConfigError.of("kv_transport", transport, f"use one of {', '.join(_ALLOWED)}")
@@ -141,7 +142,8 @@ def make_connector(
 
 
 def _is_here(endpoint: Endpoint, host_id: str) -> bool:
-    """Whether the socket's path exists on this host; another container of the host may not see it."""
+    """Whether the socket's path exists on this host; another container of the host may not see
+    it."""
     try:
         return endpoint.host_id == host_id and Path(endpoint.address).is_socket()
     except (OSError, ValueError):
@@ -161,8 +163,8 @@ def _told(endpoint: Endpoint) -> str:
 
 
 class Shunned:
-    """Endpoints that gave no answer, each for SHUN_S. Lanes' threads share it: of two that add at once, one may be forgotten,
-    which costs a connection."""
+    """Endpoints that gave no answer, each for SHUN_S. Lanes' threads share it: of two that add at
+    once, one may be forgotten, which costs a connection."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -178,7 +180,8 @@ class Shunned:
 
 
 class WatchedConnection:
-    """A connection whose endpoint is shunned if it ends without an answer to KvHello. See Connection."""
+    """A connection whose endpoint is shunned if it ends without an answer to KvHello. See
+    Connection."""
 
     def __init__(self, connection: Connection, endpoint: Endpoint, shunned: Shunned) -> None:
         self._connection = connection

@@ -1,11 +1,14 @@
-"""KV from one GPU's memory to another's, or to another process's on the same GPU, without passing the host.
+"""KV from one GPU's memory to another's, or to another process's on the same GPU, without passing
+the host.
 
-Frames travel on a Unix socket. The receiver has one area of staging slots per connection in its device's memory, and sends the
-driver's handle of it with KvAccept. The sender maps it and packs straight into a slot; the header goes when that is over, so that a
-header says that its payload has landed. The receiver's device unpacks, and verifies, the slot within the same pass.
+Frames travel on a Unix socket. The receiver has one area of staging slots per connection in its
+device's memory, and sends the driver's handle of it with KvAccept. The sender maps it and packs
+straight into a slot; the header goes when that is over, so that a header says that its payload has
+landed. The receiver's device unpacks, and verifies, the slot within the same pass.
 
-Memory that somebody has mapped must not be freed. So one end of a pipe goes along with the handle, and the sender closes it after
-it has unmapped the memory; should it die, the kernel does. Only then the receiver frees: see LentAreas.
+Memory that somebody has mapped must not be freed. So one end of a pipe goes along with the handle,
+and the sender closes it after it has unmapped the memory; should it die, the kernel does. Only then
+the receiver frees: see LentAreas.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ _CLOSE_TIMEOUT_S = 2.0
 def connect_cuda_ipc(
     path: str, timeout_s: float, send_timeout_s: float, memory: DeviceMemory
 ) -> CudaIpcConnection:
-    """Connect to the Unix socket at `path`. memory: of the sender's device. Raises TransportError."""
+    """Connect to the Unix socket at `path`. memory: of the sender's device. Raises
+    TransportError."""
     return CudaIpcConnection(connect_unix(path, timeout_s), send_timeout_s, memory)
 
 
@@ -69,7 +73,8 @@ class _Slots:
 
 
 class CudaIpcConnection(UnixConnection):
-    """Packs straight into the receiver's slots. The file descriptor that came is held as long as they are mapped."""
+    """Packs straight into the receiver's slots. The file descriptor that came is held as long as
+    they are mapped."""
 
     payload_checksum = kv_pb2.KV_PAYLOAD_CHECKSUM_WORD_SUM
 
@@ -107,7 +112,8 @@ class CudaIpcConnection(UnixConnection):
 
 
 class LentAreas:
-    """Areas of connections that have ended, each until no other process can have it mapped. Thread-safe."""
+    """Areas of connections that have ended, each until no other process can have it mapped.
+    Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -117,13 +123,15 @@ class LentAreas:
         return len(self._areas)
 
     def keep(self, area: DeviceArea, fd: int) -> None:
-        """Take an area in; it is freed by a call of `sweep` after the other end of the pipe `fd` is closed."""
+        """Take an area in; it is freed by a call of `sweep` after the other end of the pipe `fd` is
+        closed."""
         with self._lock:
             self._areas[fd] = area
         self.sweep()
 
     def drain(self, timeout_s: float) -> None:
-        """Free all, waiting up to so long for others to let go of it. What they still have then stays until this process ends."""
+        """Free all, waiting up to so long for others to let go of it. What they still have then
+        stays until this process ends."""
         deadline = time.monotonic() + timeout_s
         while self._areas and (left_s := deadline - time.monotonic()) > 0:
             self.sweep(left_s)

@@ -1,4 +1,5 @@
-"""The transport within a process: no thread and no socket; frames are taken within the sender's call."""
+"""The transport within a process: no thread and no socket; frames are taken within the sender's
+call."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _NO_PAYLOAD = memoryview(b"")
 
 
 class LoopbackListener:
-    """A receiver that can be reached by name until `close`, which ends its connections as a process's death would."""
+    """A receiver that can be reached by name until `close`, which ends its connections as a
+    process's death would."""
 
     def __init__(self, hub: LoopbackHub, name: str) -> None:
         self.endpoint = Endpoint(TransportKind.LOOPBACK, name)
@@ -42,7 +44,8 @@ class LoopbackListener:
 
 
 class LoopbackHub:
-    """The names of one process, or of one simulation. Give the same hub to receivers and senders."""
+    """The names of one process, or of one simulation. Give the same hub to receivers and
+    senders."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,13 +1,14 @@
-"""KV over nixl (UCX: RDMA, NVLink, or TCP where there is nothing better): the sender writes into the receiver's staging area.
+"""KV over nixl (UCX: RDMA, NVLink, or TCP where there is nothing better): the sender writes into
+the receiver's staging area.
 
-Frames travel on a TCP connection. A chunk's header goes first, then the sender writes the payload into the slot that the
-header names, then KvLanded says so. The receiver drives its own side of the library only between header and KvLanded:
-an idle worker polls nothing.
+Frames travel on a TCP connection. A chunk's header goes first, then the sender writes the payload
+into the slot that the header names, then KvLanded says so. The receiver drives its own side of the
+library only between header and KvLanded: an idle worker polls nothing.
 
-A staging area belongs to one connection. Nothing recalls a write that is under way when a connection ends, and some
-ways of UCX write into a process by address alone: so the area is kept, and used by nobody, for QUARANTINE_S after that. The
-library knows no authentication: who has an area's description, which travels in KvAccept, may write into that area, and
-into no other.
+A staging area belongs to one connection. Nothing recalls a write that is under way when a
+connection ends, and some ways of UCX write into a process by address alone: so the area is kept,
+and used by nobody, for QUARANTINE_S after that. The library knows no authentication: who has an
+area's description, which travels in KvAccept, may write into that area, and into no other.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def _api() -> Any:
 
 
 class _Area:
-    """Slots of registered memory, and the agent that owns their registration. Used by one thread."""
+    """Slots of registered memory, and the agent that owns their registration. Used by one
+    thread."""
 
     def __init__(self, name: str, num_slots: int, slot_bytes: int) -> None:
         """name: unlike any other agent's that a peer may ever hear of."""
@@ -101,7 +103,8 @@ class _Area:
         self.agent.get_new_notifs()
 
     def retire(self) -> mmap.mmap:
-        """Withdraw the registration; the memory, to be kept as long as somebody may reach into it."""
+        """Withdraw the registration; the memory, to be kept as long as somebody may reach into
+        it."""
         with contextlib.suppress(*self.errors):
             self.agent.deregister_memory(self._registration)
         del self.agent
@@ -109,7 +112,8 @@ class _Area:
 
 
 class Quarantine:
-    """Keeps memory of connections that ended, until nobody can read from it or write into it any more."""
+    """Keeps memory of connections that ended, until nobody can read from it or write into it any
+    more."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -126,7 +130,8 @@ class Quarantine:
 
 
 class NixlConnection(SlottedConnection):
-    """Packs into registered memory of its own, one slot for each of the receiver's, and writes from there."""
+    """Packs into registered memory of its own, one slot for each of the receiver's, and writes from
+    there."""
 
     def __init__(
         self, sock: socket.socket, name: str, send_timeout_s: float, quarantine: Quarantine
@@ -164,8 +169,8 @@ class NixlConnection(SlottedConnection):
         super().send(kv_pb2.KvLanded(slot=staged.slot), more=more)
 
     def _write(self, area: _Area, staged: Staged) -> None:
-        """Returns when the payload is in the receiver's slot. Raises TransportError, also after the send timeout: a frozen
-        peer is never told of."""
+        """Returns when the payload is in the receiver's slot. Raises TransportError, also after the
+        send timeout: a frozen peer is never told of."""
         agent, num_bytes = area.agent, staged.buffer.nbytes
         start, target = area.address + staged.slot * area.stride, self._remote.address
         target += staged.slot * self._remote.stride

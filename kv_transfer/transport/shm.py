@@ -1,8 +1,9 @@
-"""KV through memory that two processes of one host share: one copy in by the sender, one out by the receiver.
+"""KV through memory that two processes of one host share: one copy in by the sender, one out by the
+receiver.
 
-The receiver makes a segment per connection and passes it with KvAccept over a Unix socket; it is sealed, so neither side
-can shrink it under the other. It has one slot per credit, and a slot belongs to the sender except between the sending
-of a chunk and its credit.
+The receiver makes a segment per connection and passes it with KvAccept over a Unix socket; it is
+sealed, so neither side can shrink it under the other. It has one slot per credit, and a slot
+belongs to the sender except between the sending of a chunk and its credit.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def listen_shm() -> UnixListener:
 
 
 class _Segment:
-    """A mapped segment of `num_slots` slots, page-aligned, each of at least `slot_bytes` bytes. Does not own `fd`."""
+    """A mapped segment of `num_slots` slots, page-aligned, each of at least `slot_bytes` bytes.
+    Does not own `fd`."""
 
     def __init__(self, fd: int, num_slots: int, slot_bytes: int) -> None:
         self._stride = _stride(slot_bytes)

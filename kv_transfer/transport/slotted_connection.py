@@ -1,4 +1,5 @@
-"""A sender's connection that packs into numbered slots of memory: which are free, and which the receiver has."""
+"""A sender's connection that packs into numbered slots of memory: which are free, and which the
+receiver has."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class SlotMemory(Protocol):
 
 
 class SlottedConnection(StreamConnection):
-    """A slot is the sender's but between the sending of a chunk and its credit. Payloads do not travel on the socket."""
+    """A slot is the sender's but between the sending of a chunk and its credit. Payloads do not
+    travel on the socket."""
 
     def __init__(self, sock: socket.socket, send_timeout_s: float) -> None:
         super().__init__(sock, send_timeout_s)

@@ -24,7 +24,8 @@ def set_socket_timeout(sock: socket.socket, option: int, timeout_s: float) -> No
 
 
 def send_all(sock: socket.socket, *pieces: bytes | memoryview) -> None:
-    """Gather the pieces into the socket. Raises OSError, also when the socket's send timeout passes without progress."""
+    """Gather the pieces into the socket. Raises OSError, also when the socket's send timeout passes
+    without progress."""
     views = [memoryview(piece) for piece in pieces if len(piece)]
     while views:
         num_sent = sock.sendmsg(views)

@@ -1,4 +1,5 @@
-"""The receiver's end over stream sockets: a thread that accepts, and one per connection that reads and unpacks."""
+"""The receiver's end over stream sockets: a thread that accepts, and one per connection that reads
+and unpacks."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ from kv_transfer.version import HANDSHAKE_VERSION
 MAX_CONNECTIONS = 256
 #: Of them, from one address: a stranger leaves places for others.
 MAX_CONNECTIONS_PER_ADDRESS = 64
-#: A connection that may not present tickets by then is closed, whatever it has sent; a reply that the peer does not read ends it.
+#: A connection that may not present tickets by then is closed, whatever it has sent; a reply that
+#: the peer does not read ends it.
 GREETING_TIMEOUT_S = 1.0
 REPLY_TIMEOUT_S = 10.0
 #: Pause after a failed accept, so that a full table of file descriptors does not spin the thread.
@@ -62,8 +64,8 @@ class ServerStream(ABC):
         self._poll.register(self._wake_fd, select.POLLIN)
 
     def greet(self) -> None:
-        """What must be done before the first frame; in the connection's own thread: who greets slowly holds up nobody. Raises
-        OSError."""
+        """What must be done before the first frame; in the connection's own thread: who greets
+        slowly holds up nobody. Raises OSError."""
         set_socket_timeout(self.sock, socket.SO_SNDTIMEO, REPLY_TIMEOUT_S)
 
     @property
@@ -73,7 +75,8 @@ class ServerStream(ABC):
 
     @abstractmethod
     def payload(self, preamble: Preamble, frame: Frame, land: Land) -> Payload:
-        """The frame's payload, valid until the next frame is read; empty if it has landed. Raises FrameError if there is none."""
+        """The frame's payload, valid until the next frame is read; empty if it has landed. Raises
+        FrameError if there is none."""
 
     def accept(self, frame: kv_pb2.KvAccept) -> None:
         """Send the acceptance, with whatever the peer needs to stage payloads."""
@@ -88,7 +91,8 @@ class ServerStream(ABC):
             self.write(encode(frame, version=self._version, seal=outgoing))
 
     def opened(self) -> None:  # noqa: B027
-        """The peer may present tickets now: what its payloads need is made ready. Not before, for a stranger must not cost memory."""
+        """The peer may present tickets now: what its payloads need is made ready. Not before, for a
+        stranger must not cost memory."""
 
     def agree(self, version: int) -> None:
         """Frames are of that version from here on."""
@@ -119,7 +123,8 @@ class ServerStream(ABC):
                 os.eventfd_write(self._wake_fd, 1)
 
     def read_frame(self, land: Land) -> tuple[Frame, Payload]:
-        """Wait for a frame. land: the session's. Raises EOFError at the end of the stream, FrameError, OSError."""
+        """Wait for a frame. land: the session's. Raises EOFError at the end of the stream,
+        FrameError, OSError."""
         preamble, frame = self.read_header(self.max_payload_bytes)
         return frame, self.payload(preamble, frame, land)
 
@@ -137,7 +142,8 @@ class ServerStream(ABC):
     def read_into(self, view: memoryview) -> None:
         """Fill `view`. Raises EOFError if the stream ends before."""
         while view:
-            # The kernel waits for all of it: a thread that wakes for each packet spends its time waking.
+            # The kernel waits for all of it: a thread that wakes for each packet spends its time
+            # waking.
             num_bytes = self.sock.recv_into(view, 0, socket.MSG_WAITALL)
             if not num_bytes:
                 raise EOFError
@@ -158,7 +164,8 @@ class ServerStream(ABC):
 
 @dataclass(slots=True)
 class _Guest:
-    """A connection. address: the peer's, empty on a Unix socket. leave_at_s: when it must have greeted; None: it has."""
+    """A connection. address: the peer's, empty on a Unix socket. leave_at_s: when it must have
+    greeted; None: it has."""
 
     sock: socket.socket
     address: str
@@ -190,7 +197,8 @@ class StreamListener:
         self._accepting.start()
 
     def close(self) -> None:
-        """End all connections; returns when their threads are gone. A second time changes nothing."""
+        """End all connections; returns when their threads are gone. A second time changes
+        nothing."""
         with self._lock:
             self._closing.set()
             threads = tuple(self._guests)
@@ -224,7 +232,8 @@ class StreamListener:
                 sock.close()
 
     def _send_away(self, now_s: float) -> float | None:
-        """End the connections that have not greeted in time; seconds until the next of them is late, None if there is none."""
+        """End the connections that have not greeted in time; seconds until the next of them is
+        late, None if there is none."""
         with self._lock:
             waiting = [(g.leave_at_s, g) for g in self._guests.values() if g.leave_at_s is not None]
         for leave_at_s, guest in waiting:
@@ -272,7 +281,8 @@ class StreamListener:
 
 
 def _hang_up(sock: socket.socket) -> None:
-    """Wake the thread that waits in it. One that is closed already, or was never connected, has none."""
+    """Wake the thread that waits in it. One that is closed already, or was never connected, has
+    none."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 

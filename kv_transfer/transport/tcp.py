@@ -1,4 +1,5 @@
-"""KV over TCP, for any two hosts: payloads follow their headers; credits are counted, not numbered."""
+"""KV over TCP, for any two hosts: payloads follow their headers; credits are counted, not
+numbered."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def dial(address: str, timeout_s: float) -> socket.socket:
 
 
 def listen_tcp(host: str, port: int = 0, advertise_address: str = "") -> StreamListener:
-    """Bind to host:port (0: any free one). advertise_address: the host:port that senders are told; this one if empty.
+    """Bind to host:port (0: any free one). advertise_address: the host:port that senders are told;
+    this one if empty.
 
     Raises OSError if that is not possible.
     """
@@ -83,8 +85,8 @@ class TcpConnection(StreamConnection):
 
 
 class TcpServerStream(ServerStream):
-    """Payloads are read into the ticket's blocks, or, if they have to be unpacked, into the one staging buffer: a chunk is
-    unpacked before the next is read."""
+    """Payloads are read into the ticket's blocks, or, if they have to be unpacked, into the one
+    staging buffer: a chunk is unpacked before the next is read."""
 
     def __init__(self, sock: socket.socket, receiver: Receiver) -> None:
         super().__init__(sock, receiver)
@@ -119,12 +121,14 @@ class TcpServerStream(ServerStream):
 
 
 def _touched(num_bytes: int) -> bytearray:
-    """A buffer whose pages are written now: the first touch of a page costs more than all later ones."""
+    """A buffer whose pages are written now: the first touch of a page costs more than all later
+    ones."""
     return bytearray(b"\0") * num_bytes
 
 
 def tune(sock: socket.socket) -> None:
-    """Small frames go at once; a dead host is noticed within half a minute even when nothing is sent."""
+    """Small frames go at once; a dead host is noticed within half a minute even when nothing is
+    sent."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)

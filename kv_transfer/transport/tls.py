@@ -1,6 +1,7 @@
 """KV over TCP with TLS 1.3: both ends show a certificate of one authority.
 
-The sockets stay as they are, with their timeouts and whoever waits in them or shuts them down; what passes is turned in memory.
+The sockets stay as they are, with their timeouts and whoever waits in them or shuts them down; what
+passes is turned in memory.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ Contexts = Callable[[], ssl.SSLContext]
 
 
 def server_contexts(tls: TlsFiles) -> Contexts:
-    """Of a receiver: senders show a certificate of the authority. Raises ConfigError if files cannot be used now."""
+    """Of a receiver: senders show a certificate of the authority. Raises ConfigError if files
+    cannot be used now."""
     return watched(tls, lambda: _server_context(tls)).current
 
 
 def client_contexts(tls: TlsFiles) -> Contexts:
-    """Of a sender: the receiver's certificate is of the authority, and made out to the name asked for. Raises ConfigError."""
+    """Of a sender: the receiver's certificate is of the authority, and made out to the name asked
+    for. Raises ConfigError."""
     return watched(tls, lambda: _context(ssl.PROTOCOL_TLS_CLIENT, tls)).current
 
 
@@ -66,7 +69,8 @@ def connect_tls(
     name: str,
     peer_names: Sequence[str] = (),
 ) -> TlsConnection:
-    """Connect to host:port. name: whom its certificate must be made out to; empty: the host. Raises TransportError.
+    """Connect to host:port. name: whom its certificate must be made out to; empty: the host. Raises
+    TransportError.
 
     peer_names: of which it must carry one, besides; none: no other."""
     sock = dial(address, timeout_s)
@@ -90,7 +94,8 @@ def listen_tls(
     contexts: Contexts,
     peer_names: Sequence[str] = (),
 ) -> StreamListener:
-    """As listen_tcp. peer_names: of which senders' certificates must carry one; none: any will do."""
+    """As listen_tcp. peer_names: of which senders' certificates must carry one; none: any will
+    do."""
     sock, address = bind(host, port, advertise_address)
     return StreamListener(
         sock,
@@ -105,7 +110,8 @@ class TlsStream:
     def __init__(
         self, sock: socket.socket, context: ssl.SSLContext, server_name: str | None = None
     ) -> None:
-        """Greets the peer, within the socket's timeouts. server_name: whom a client wants to speak to; None at a server."""
+        """Greets the peer, within the socket's timeouts. server_name: whom a client wants to speak
+        to; None at a server."""
         self._sock = sock
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(
@@ -121,7 +127,8 @@ class TlsStream:
             raise
 
     def check_peer(self, names: Sequence[str]) -> None:
-        """Raises PermissionError unless the peer's certificate carries one of the names, or there are none."""
+        """Raises PermissionError unless the peer's certificate carries one of the names, or there
+        are none."""
         if not names:
             return
         certificate: Any = self._tls.getpeercert() or {}
@@ -182,7 +189,8 @@ class TlsStream:
 
 
 class TlsConnection(TcpConnection):
-    """Nothing that has come is left in `stream` when `receive` finds no frame, so that the socket can be waited on."""
+    """Nothing that has come is left in `stream` when `receive` finds no frame, so that the socket
+    can be waited on."""
 
     def __init__(self, sock: socket.socket, stream: TlsStream, send_timeout_s: float) -> None:
         super().__init__(sock, send_timeout_s)

@@ -1,4 +1,5 @@
-"""Connections over Unix sockets, on which frames and one file descriptor travel, and payloads in slots of memory that both ends share."""
+"""Connections over Unix sockets, on which frames and one file descriptor travel, and payloads in
+slots of memory that both ends share."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ _LOCK_NAME = "lock"
 
 
 def connect_unix(path: str, timeout_s: float) -> socket.socket:
-    """Connect to the Unix socket at `path`. Raises TransportError; a path left behind by a dead worker is one such."""
+    """Connect to the Unix socket at `path`. Raises TransportError; a path left behind by a dead
+    worker is one such."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(timeout_s)
@@ -45,7 +47,8 @@ def connect_unix(path: str, timeout_s: float) -> socket.socket:
 
 
 class _Folder:
-    """A directory that only this user can enter, with a lock that its process holds for as long as it lives, however it ends."""
+    """A directory that only this user can enter, with a lock that its process holds for as long as
+    it lives, however it ends."""
 
     def __init__(self) -> None:
         """Raises OSError."""
@@ -72,7 +75,8 @@ class _Folder:
 
 
 def sweep(folder: Path) -> None:
-    """Remove the directories in `folder` that workers of this user left behind: those whose lock nobody holds."""
+    """Remove the directories in `folder` that workers of this user left behind: those whose lock
+    nobody holds."""
     for left in folder.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             lock = os.open(left / _LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -85,7 +89,8 @@ def sweep(folder: Path) -> None:
 
 
 class UnixListener(StreamListener):
-    """Listens in a directory of its own that only this user can enter, and removes it at close. Sweeps those of killed workers."""
+    """Listens in a directory of its own that only this user can enter, and removes it at close.
+    Sweeps those of killed workers."""
 
     def __init__(
         self, kind: TransportKind, stream: Callable[[socket.socket, Receiver], ServerStream]
@@ -192,7 +197,8 @@ class UnixServerStream(ServerStream):
         return frame, self._payload(frame)
 
     def _peek(self) -> Frame | None:
-        """The next frame. Not to be called before the one before was taken in, which may change how this is read."""
+        """The next frame. Not to be called before the one before was taken in, which may change how
+        this is read."""
         self._ahead = self._ahead or next(self._frames, None)
         return self._ahead
 

@@ -1,4 +1,5 @@
-"""What a process has in memory after its imports: measured, where import-linter, which `make check` runs, reads."""
+"""What a process has in memory after its imports: measured, where import-linter, which `make check`
+runs, reads."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def modules_after(statement: str) -> set[str]:
 
 
 def test_no_torch_in_light_processes() -> None:
-    """Not even by way of a library of others, which import-linter does not read. In one process: what one brings in, all show."""
+    """Not even by way of a library of others, which import-linter does not read. In one process:
+    what one brings in, all show."""
     loaded = modules_after(f"import {', '.join(LIGHT)}")
     assert not loaded.intersection(HEAVY)
     assert "grpc" in loaded

@@ -1,4 +1,5 @@
-"""Nothing that serves requests loads a pickle, unmarshals, or runs text: seen at run time, beside what the sources say."""
+"""Nothing that serves requests loads a pickle, unmarshals, or runs text: seen at run time, beside
+what the sources say."""
 
 from __future__ import annotations
 

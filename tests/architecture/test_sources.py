@@ -25,7 +25,8 @@ UNSAFE_METHODS = frozenset({("torch", "load"), ("yaml", "load"), ("yaml", "unsaf
 
 
 def sources(*folders: str) -> Iterator[Path]:
-    """Python files that we write, without the generated ones, and those of environments that tools make."""
+    """Python files that we write, without the generated ones, and those of environments that tools
+    make."""
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = path.relative_to(ROOT).parts

@@ -1,4 +1,5 @@
-"""The GPU benchmark's check of launches ahead notices tokens that differ, and launches that wait for the device."""
+"""The GPU benchmark's check of launches ahead notices tokens that differ, and launches that wait
+for the device."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ SEQUENCES = ahead_speed._Sequences([Sampling()] * 3, 5, 6, 50)
 
 
 class Drawing:
-    """An engine whose tokens follow from the token and the place before. It may ignore what was drawn, or wait."""
+    """An engine whose tokens follow from the token and the place before. It may ignore what was
+    drawn, or wait."""
 
     def __init__(self, *, takes_drawn: bool = True) -> None:
         self.takes_drawn = takes_drawn

@@ -1,4 +1,5 @@
-"""The GPU benchmark goes on when an item fails, hangs or kills its process, and tells what happened."""
+"""The GPU benchmark goes on when an item fails, hangs or kills its process, and tells what
+happened."""
 
 from __future__ import annotations
 

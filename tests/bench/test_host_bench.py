@@ -1,4 +1,5 @@
-"""The host's bench measures what it says: sequences that decode, blocks that are found, tokens that reach clients."""
+"""The host's bench measures what it says: sequences that decode, blocks that are found, tokens that
+reach clients."""
 
 from __future__ import annotations
 

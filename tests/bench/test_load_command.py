@@ -1,4 +1,5 @@
-"""`python -m bench.load` from the command line to its files, on real processes with the oracle engine."""
+"""`python -m bench.load` from the command line to its files, on real processes with the oracle
+engine."""
 
 from __future__ import annotations
 

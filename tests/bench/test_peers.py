@@ -1,4 +1,5 @@
-"""bench.peers: the same work for all, turns, figures, and what becomes of a contender that fails."""
+"""bench.peers: the same work for all, turns, figures, and what becomes of a contender that
+fails."""
 
 from __future__ import annotations
 

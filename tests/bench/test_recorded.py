@@ -1,4 +1,5 @@
-"""Trace files: both formats are read, lengths are scaled and cut, and what is no trace is refused."""
+"""Trace files: both formats are read, lengths are scaled and cut, and what is no trace is
+refused."""
 
 from __future__ import annotations
 

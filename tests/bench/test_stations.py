@@ -1,4 +1,5 @@
-"""Gaps are found per sequence at each station, and only between a token and the next one of the same sequence."""
+"""Gaps are found per sequence at each station, and only between a token and the next one of the
+same sequence."""
 
 from __future__ import annotations
 

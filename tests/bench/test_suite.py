@@ -1,4 +1,5 @@
-"""`make bench`: every table of the page has a section that makes it, sections do not harm each other, and nothing else changes."""
+"""`make bench`: every table of the page has a section that makes it, sections do not harm each
+other, and nothing else changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The generated parts of docs/performance.md: what they say follows the figures, losses as well as gains."""
+"""The generated parts of docs/performance.md: what they say follows the figures, losses as well as
+gains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What every command has: help by -h, a version, completion, and imports that it can do without left out."""
+"""What every command has: help by -h, a version, completion, and imports that it can do without
+left out."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from baton.cli.main import COMMANDS, app
 
 Run = Callable[..., Any]
 
-#: What may take long to import: none of it before the first line of `baton serve`, and none for a list of commands.
+#: What may take long to import: none of it before the first line of `baton serve`, and none for a
+#: list of commands.
 HEAVY = ("pydantic", "pydantic_settings", "grpc", "torch", "uvloop", "rich", "tokenizers")
 
 
@@ -60,7 +62,8 @@ def test_a_shell_completes_commands_and_options(line: str, wanted: str) -> None:
 
 
 def modules_at(statement: str, marker: str) -> set[str]:
-    """Top-level modules that a process has when it first writes `marker` to stdout, while it runs `statement`."""
+    """Top-level modules that a process has when it first writes `marker` to stdout, while it runs
+    `statement`."""
     script = f"""
 import sys
 class Out:

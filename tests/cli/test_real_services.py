@@ -56,7 +56,8 @@ async def address() -> AsyncIterator[str]:
 
 
 async def test_generate_and_status_on_a_served_model(address: str) -> None:
-    # One byte per token at most, so that every id is below the oracle's vocabulary; longer than a block.
+    # One byte per token at most, so that every id is below the oracle's vocabulary; longer than a
+    # block.
     flags = ("--address", address, "--max-tokens", "12", "--seed", "7", "--json", "a" * 40)
     status, out, err = await baton("generate", *flags)
     assert status == 0, err

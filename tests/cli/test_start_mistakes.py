@@ -1,4 +1,5 @@
-"""Mistakes in starting a process, each on the real command: status 2, and one line with option, value and fix.
+"""Mistakes in starting a process, each on the real command: status 2, and one line with option,
+value and fix.
 
 Most run in forks of one process; the last two show that a command of its own does the same.
 """
@@ -28,7 +29,8 @@ FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safete
 
 @dataclass(frozen=True)
 class Mistake:
-    """A command line, with the names of the folders below in {}; what its one line must name; how to mend it."""
+    """A command line, with the names of the folders below in {}; what its one line must name; how
+    to mend it."""
 
     command: str
     names: str
@@ -114,7 +116,8 @@ MISTAKES = (
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
-    """What the commands' {} stand for: model folders with a fault, a folder of YAML files, a port that is taken."""
+    """What the commands' {} stand for: model folders with a fault, a folder of YAML files, a port
+    that is taken."""
     tmp = tmp_path_factory.mktemp("mistakes")
     (tmp / "unknown.yaml").write_text("blok_size: 8\n")
     (tmp / "type.yaml").write_text("port: here\n")

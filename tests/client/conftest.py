@@ -1,4 +1,5 @@
-"""Both clients, each beside the fake service: the synchronous one has it in a thread, the other one in its own loop."""
+"""Both clients, each beside the fake service: the synchronous one has it in a thread, the other one
+in its own loop."""
 
 from __future__ import annotations
 

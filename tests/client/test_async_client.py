@@ -1,4 +1,5 @@
-"""The asynchronous client against a live server, and that it offers just what the synchronous one does."""
+"""The asynchronous client against a live server, and that it offers just what the synchronous one
+does."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ _TWINS = {"enter", "exit", "iter", "next"}
 
 
 def public(cls: type[Any]) -> dict[str, list[tuple[str, object]]]:
-    """Names and parameters of what a class offers; __aenter__ and its like under the names of their twins."""
+    """Names and parameters of what a class offers; __aenter__ and its like under the names of their
+    twins."""
     found = {}
     for name, member in vars(cls).items():
         bare = name.strip("_").removeprefix("a")
@@ -272,7 +274,8 @@ async def test_closed_clients_leave_no_connections(async_client: AsyncClient) ->
                 stream = client.stream("", model="flood")
                 await anext(stream)
                 del stream
-        # gRPC closes in the background: some of the last ones may still be open, each with two ends here.
+        # gRPC closes in the background: some of the last ones may still be open, each with two ends
+        # here.
         assert num_files() - before < num_clients
     finally:
         gc.enable()

@@ -1,4 +1,5 @@
-"""Pieces of several choices, put together: each choice its own, and what belongs to the prompt once."""
+"""Pieces of several choices, put together: each choice its own, and what belongs to the prompt
+once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The synchronous client against a live server: answers, typed errors, and streams that end when they are left."""
+"""The synchronous client against a live server: answers, typed errors, and streams that end when
+they are left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Native paged attention: right to rounding, reads nothing that it must not, and a row depends on itself alone."""
+"""Native paged attention: right to rounding, reads nothing that it must not, and a row depends on
+itself alone."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class Case:
         self.kv = [self._fill(part, generator) for part in self.slices]
 
     def _fill(self, part: AttentionSlice, generator: torch.Generator) -> torch.Tensor:
-        """Keys and values [2, tokens, kv_heads, head_dim]; those before every window are not in the pool."""
+        """Keys and values [2, tokens, kv_heads, head_dim]; those before every window are not in the
+        pool."""
         _, _, _, kv_heads, size, dim = self.pool.shape
         length = part.start + part.num_tokens
         kv = torch.randn(2, length, kv_heads, dim, generator=generator).to(self.pool.dtype)

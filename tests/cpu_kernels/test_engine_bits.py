@@ -1,4 +1,5 @@
-"""On the native kernels a token's KV and logits are the same to the bit whatever the chunks, the batch and the block size."""
+"""On the native kernels a token's KV and logits are the same to the bit whatever the chunks, the
+batch and the block size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Native int8 and int4 layers: exact but for the rounding of their inputs, and independent of the batch."""
+"""Native int8 and int4 layers: exact but for the rounding of their inputs, and independent of the
+batch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""What the default run shows at the machine's best level, shown at each lower one: a few cases that go through everything.
+"""What the default run shows at the machine's best level, shown at each lower one: a few cases that
+go through everything.
 
-The kernels by themselves are test_program.py's; all of the suite runs at a level with BATON_CPU_LEVEL=... make test.
+The kernels by themselves are test_program.py's; all of the suite runs at a level with
+BATON_CPU_LEVEL=... make test.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import pytest
 from baton_kernels.cpu.library import LEVEL_VARIABLE, chosen_level, levels_of_machine
 
 ROOT = Path(__file__).parents[2]
-#: Bits of chunks, batches and block sizes; layers in one call; pools of every type; ranks; launching ahead.
+#: Bits of chunks, batches and block sizes; layers in one call; pools of every type; ranks;
+#: launching ahead.
 CASES = (
     "tests/cpu_kernels/test_engine_bits.py",
     "tests/cpu_kernels/test_native_decoder.py::test_same_bits_with_weights_of_integers",

@@ -1,4 +1,5 @@
-"""The decoder whose layers run in few native calls gives what the one with a call for each operation gives, to the bit."""
+"""The decoder whose layers run in few native calls gives what the one with a call for each
+operation gives, to the bit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The kernels' own test program (program/test_kernels.cpp), over the library of every level that this machine has; and, where there
-are a cross-compiler and an emulator, over that of aarch64."""
+"""The kernels' own test program (program/test_kernels.cpp), over the library of every level that
+this machine has; and, where there are a cross-compiler and an emulator, over that of aarch64."""
 
 from __future__ import annotations
 

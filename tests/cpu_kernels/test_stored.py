@@ -1,4 +1,5 @@
-"""Native code writes every pool as the twin does, to the bit, and computes over one as over the numbers that the twin reads."""
+"""Native code writes every pool as the twin does, to the bit, and computes over one as over the
+numbers that the twin reads."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ def test_every_code_is_read_as_the_twin_reads_it(code: str) -> None:
 def test_attention_over_a_pool_is_that_over_its_numbers(
     stored: str, dtype: torch.dtype, window: int | None
 ) -> None:
-    """To the bit: what is read is rounded to the type that is computed in, as dequantize_rows does it."""
+    """To the bit: what is read is rounded to the type that is computed in, as dequantize_rows does
+    it."""
     lengths, heads, kv_heads, dim, size = [(0, 70), (130, 3), (63, 1)], 4, 2, 40, 7
     kv = pool_of(stored, 45, kv_heads, size, dim)
     plain = torch.full(kv.tensor.shape, torch.nan, dtype=dtype)

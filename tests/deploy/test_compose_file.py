@@ -124,7 +124,8 @@ def test_only_the_gateway_has_a_way_out_and_it_stops_before_its_workers(profile:
         assert ("ports" in told) is is_gateway
         if is_gateway:
             assert told["ports"][0].startswith("127.0.0.1:")
-            # It starts beside them: it waits for nobody's health, since its own is that of the fleet.
+            # It starts beside them: it waits for nobody's health, since its own is that of the
+            # fleet.
             others = services.keys() - {name} | {"redis"}
             assert told["depends_on"] == dict.fromkeys(others, STARTED)
         else:

@@ -54,7 +54,8 @@ def world(tmp_path: Path, services: Mapping[str, Any], addresses: Mapping[str, s
 
 @asynccontextmanager
 async def running_redis(command: Sequence[str], folder: Path) -> AsyncIterator[int]:
-    """The service's own command, on a free port of loopback; yields the port once it takes connections."""
+    """The service's own command, on a free port of loopback; yields the port once it takes
+    connections."""
     program, *arguments = command
     assert program == "redis-server"
     (port,) = free_ports(1)
@@ -103,7 +104,8 @@ async def is_healthy(
 
 
 async def load_generated(gateway: str, folder: Path, image: Mapping[str, str]) -> None:
-    """Profile bench: its own entrypoint, with a smaller load than its default, leaves both of its files."""
+    """Profile bench: its own entrypoint, with a smaller load than its default, leaves both of its
+    files."""
     bench = services_of("bench")["bench"]
     localhost = Localhost({}, {"gateway": gateway})
     target = bench["volumes"][0].split(":")[-1]
@@ -140,7 +142,8 @@ async def test_the_services_start_in_order_are_healthy_and_answer(
     async with AsyncExitStack() as stack:
         redis_port = await stack.enter_async_context(running_redis(redis["command"], tmp_path))
         addresses["redis"] = f"127.0.0.1:{redis_port}"
-        # One host has each port once: where all containers tell metrics on one, here each has its own.
+        # One host has each port once: where all containers tell metrics on one, here each has its
+        # own.
         metrics_ports = dict(zip(order, free_ports(len(order)), strict=True))
         try:
             for name in order:
@@ -166,7 +169,8 @@ async def test_the_services_start_in_order_are_healthy_and_answer(
                 )
                 page = await fetch_metrics(metrics_ports[name])
                 assert f'baton_tier="{service["command"][0]}"' in page
-            # By the names that workers advertise, the registry has whom the gateway was told of, and nobody twice.
+            # By the names that workers advertise, the registry has whom the gateway was told of,
+            # and nobody twice.
             workers = {addresses["prefill"], addresses["decode"]}
             while await registered(redis_port) != workers:
                 await asyncio.sleep(0.05)

@@ -1,4 +1,5 @@
-"""The images: what is copied is what the package needs, nobody in them is root, and what they install is locked."""
+"""The images: what is copied is what the package needs, nobody in them is root, and what they
+install is locked."""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ def test_no_source_is_copied_before_what_it_needs_is_installed() -> None:
     for name, lines in STAGES.items():
         if name.endswith("-needs"):
             assert copied(lines) == {"deploy/locks"}, name
-    # Laid over what was installed, in the end: one layer is new after an edit, and the kernels are built for their own alone.
+    # Laid over what was installed, in the end: one layer is new after an edit, and the kernels are
+    # built for their own alone.
     for name in ("gateway", "worker"):
         copies = [line for line in STAGES[name] if line.startswith("COPY ")]
         assert {line.split()[-1] for line in copies} == {"/opt/baton"}

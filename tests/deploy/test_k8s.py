@@ -1,5 +1,5 @@
-"""The Kubernetes manifests: their options are ones that the processes take, their probes ones that they answer, and the
-chart makes the same of them."""
+"""The Kubernetes manifests: their options are ones that the processes take, their probes ones that
+they answer, and the chart makes the same of them."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ def with_monitoring_and_autoscaling(tmp_path: Path) -> list[Any]:
 
 
 def comparable(manifest: Any) -> Any:
-    """What must be alike in a kustomized and a charted manifest: not the order of options, nor labels and names of a release."""
+    """What must be alike in a kustomized and a charted manifest: not the order of options, nor
+    labels and names of a release."""
     text = json.dumps(manifest["spec"] if "spec" in manifest else manifest["data"])
     spec = json.loads(text)
     spec.pop("replicas", None)

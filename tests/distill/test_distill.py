@@ -1,4 +1,5 @@
-"""A distilled draft learns to say what its target says, and is a model that a decode worker can draft with."""
+"""A distilled draft learns to say what its target says, and is a model that a decode worker can
+draft with."""
 
 from __future__ import annotations
 

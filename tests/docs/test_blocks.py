@@ -1,4 +1,5 @@
-"""Every command block of README.md and docs/ runs, from the root of the repository, or says why it does not."""
+"""Every command block of README.md and docs/ runs, from the root of the repository, or says why it
+does not."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ VENV_BIN = ".venv/bin/"
 #: `make` finds its environment ready, and installs nothing.
 MAKEFLAGS = f"RUNS= STAMP= BIN={BIN}"
 
-#: `docker compose [--profile NAME]... up|run ...`: the profiles must be there, and the service that `run` names.
+#: `docker compose [--profile NAME]... up|run ...`: the profiles must be there, and the service that
+#: `run` names.
 DRY_DOCKER = """
 import subprocess, sys
 
@@ -74,7 +76,8 @@ def blocks(kind: str, told: str = "") -> pytest.MarkDecorator:
 
 
 def run_block(block: Block, run: Run, address: str) -> None:
-    """Run it with this interpreter's environment for .venv, and `address` for the documents' one."""
+    """Run it with this interpreter's environment for .venv, and `address` for the documents'
+    one."""
     text = block.text.replace(VENV_BIN, f"{BIN}/").replace(ADDRESS, address)
     if block.language in INTERPRETERS:
         done = run([*INTERPRETERS[block.language], text])
@@ -96,7 +99,8 @@ def run_shell(text: str, run: Run, **env: str) -> None:
 
 
 def shell_environment(address: str) -> dict[str, str]:
-    """Where the commands find the server; `make` finds its environment ready, and installs nothing."""
+    """Where the commands find the server; `make` finds its environment ready, and installs
+    nothing."""
     return {"BATON_ADDRESS": address, "MAKEFLAGS": MAKEFLAGS}
 
 
@@ -130,7 +134,8 @@ def test_a_block_runs_beside_a_server(block: Block, run: Run, address: str) -> N
 
 
 def test_the_first_request_of_the_readme_is_handed_over(address: str) -> None:
-    """What it says about two tiers is seen at once. Another first line, as the test above may have left its prefix."""
+    """What it says about two tiers is seen at once. Another first line, as the test above may have
+    left its prefix."""
     first = next(
         block for block in BLOCKS if block.page == "README.md" and "baton generate" in block.text
     )
@@ -143,7 +148,8 @@ def test_the_first_request_of_the_readme_is_handed_over(address: str) -> None:
 
 @blocks("runs with")
 def test_a_block_runs_with_less_to_do(block: Block, run: Run, tmp_path: Path) -> None:
-    """The mark gives options that take the place of the block's own; {tmp} is a folder that goes away."""
+    """The mark gives options that take the place of the block's own; {tmp} is a folder that goes
+    away."""
     (line,) = block.lines
     run_shell(f"{line.replace(VENV_BIN, f'{BIN}/')} {block.told.format(tmp=tmp_path)}", run)
 
@@ -195,7 +201,8 @@ def num_ready(client: Client) -> int:
 def test_a_block_for_containers_is_one_that_compose_understands(
     block: Block, run: Run, tmp_path: Path
 ) -> None:
-    """Run with a `docker` that starts nothing, but has docker-compose read the file with the profiles asked for."""
+    """Run with a `docker` that starts nothing, but has docker-compose read the file with the
+    profiles asked for."""
     if shutil.which("docker-compose") is None:
         pytest.skip("no docker-compose here (Debian: apt-get install docker-compose)")
     docker = tmp_path / "docker"

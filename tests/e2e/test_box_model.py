@@ -1,4 +1,5 @@
-"""The model in the box, served by real processes as `baton serve` starts them, against transformers."""
+"""The model in the box, served by real processes as `baton serve` starts them, against
+transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The start and the end of `baton serve` with a model: what its processes import, and what they leave on the terminal."""
+"""The start and the end of `baton serve` with a model: what its processes import, and what they
+leave on the terminal."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ sys.exit(run_service(options, serve.serve_cluster, "serve"))
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[str]], str, list[str]]:
-    """Modules of each tier after two answers, one of them handed over; stderr of the whole; stdout by lines."""
+    """Modules of each tier after two answers, one of them handed over; stderr of the whole; stdout
+    by lines."""
     folder = tmp_path_factory.mktemp("spied")
     spy = folder / "spy.py"
     spy.write_text(SPY)

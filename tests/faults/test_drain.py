@@ -1,4 +1,5 @@
-"""A decode worker that is told to go hands its live sequences over: nobody waits for it, and nothing is computed anew."""
+"""A decode worker that is told to go hands its live sequences over: nobody waits for it, and
+nothing is computed anew."""
 
 from __future__ import annotations
 

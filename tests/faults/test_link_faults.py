@@ -1,4 +1,5 @@
-"""Links between real processes break, fall silent, and lie: each stream has the oracle's tokens, each exactly once."""
+"""Links between real processes break, fall silent, and lie: each stream has the oracle's tokens,
+each exactly once."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ async def cluster() -> AsyncIterator[ProxiedCluster]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def healed(cluster: ProxiedCluster) -> AsyncIterator[AsyncClient]:
-    """A client whose way to the gateway is sound. Afterwards all links are, and nobody holds anything."""
+    """A client whose way to the gateway is sound. Afterwards all links are, and nobody holds
+    anything."""
     async with AsyncClient(cluster.address) as client:
         yield client
         await heal(cluster)
@@ -138,7 +140,8 @@ async def test_of_a_client(
 
 
 async def test_flipped_bits_under_tls_are_noticed(tmp_path: Path) -> None:
-    """gRPC itself has no checksum: TLS, or TCP's own on a sound network, is what protects tokens."""
+    """gRPC itself has no checksum: TLS, or TCP's own on a sound network, is what protects
+    tokens."""
     files = Authority(tmp_path).files("127.0.0.1")
     options = {**as_options(files), "ssl_cert_reqs": "none"}
     async with (

@@ -1,4 +1,5 @@
-"""Real processes, real signals: whatever dies or freezes, each stream has the oracle's tokens, each exactly once."""
+"""Real processes, real signals: whatever dies or freezes, each stream has the oracle's tokens, each
+exactly once."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def send(cluster: ProxiedCluster, signum: signal.Signals, *names: str) -> None:
 
 
 async def cut_off(cluster: ProxiedCluster, client: AsyncClient) -> None:
-    """Returns when the gateway has noticed that the decode worker cannot be reached. It stays so until it is let back."""
+    """Returns when the gateway has noticed that the decode worker cannot be reached. It stays so
+    until it is let back."""
     link = cluster.links["decode-0"]
     link.refuse()
     link.cut()
@@ -91,7 +93,8 @@ async def test_the_decode_worker_that_streams_were_resumed_on_dies_too(
         streams = Streams(client, seed=5, num_tokens=150)
         await streams.all_run()
         send(pairs, signal.SIGKILL, "decode-0")
-        # Those that were on the other are resumed here, while it is killed, or wait for the return of either.
+        # Those that were on the other are resumed here, while it is killed, or wait for the return
+        # of either.
         send(pairs, signal.SIGKILL, "decode-1")
         assert not await streams.finish()
         assert streams.num_resumes >= len(streams.streams)

@@ -24,7 +24,8 @@ async def test_a_reader_that_stops_is_ended_and_a_slow_one_is_served() -> None:
         assert not await brisk.finish()
         assert not await slow.finish()
         link.weather()
-        # One that reads nothing at all. The answers are so long that nobody waits for their ends here.
+        # One that reads nothing at all. The answers are so long that nobody waits for their ends
+        # here.
         stopped = Streams(client, seed=3, num_streams=4, num_tokens=3000)
         await stopped.all_run()
         link.silence()

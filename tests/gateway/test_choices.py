@@ -1,4 +1,5 @@
-"""Several outputs of one request: choices, the best of them, searches; over fake workers, under a virtual clock."""
+"""Several outputs of one request: choices, the best of them, searches; over fake workers, under a
+virtual clock."""
 
 from __future__ import annotations
 
@@ -253,7 +254,8 @@ def test_a_client_that_stops_reading_is_let_go_once() -> None:
 @pytest.mark.parametrize("at", [0, 1, 9])
 @pytest.mark.parametrize("answer_delay_s", [0.0, 0.03])
 def test_a_stop_string_ends_its_choice_alone(at: int, answer_delay_s: float) -> None:
-    """Even the first token may do it, when the decode worker does not know the choices apart yet."""
+    """Even the first token may do it, when the decode worker does not know the choices apart
+    yet."""
 
     async def test(world: World) -> None:
         world.prefills[0].answer_delay_s = answer_delay_s

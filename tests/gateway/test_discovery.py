@@ -1,4 +1,5 @@
-"""Prometheus finds the workers by a gateway's page: those that it knows, where their metrics are."""
+"""Prometheus finds the workers by a gateway's page: those that it knows, where their metrics
+are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Many requests over few and small workers: all that are admitted end, in order, whatever happens meanwhile."""
+"""Many requests over few and small workers: all that are admitted end, in order, whatever happens
+meanwhile."""
 
 from __future__ import annotations
 

@@ -198,7 +198,8 @@ def test_a_stream_outlives_a_worker(after_s: float, victim: str) -> None:
 
 @pytest.mark.parametrize("tier", ["prefill", "decode"])
 def test_refusals_by_workers_that_drain_count_for_nothing(tier: str) -> None:
-    """However many there are: they are no failures. Nobody is asked again before he has reported his load."""
+    """However many there are: they are no failures. Nobody is asked again before he has reported
+    his load."""
 
     async def test(world: World) -> None:
         workers = world.prefills if tier == "prefill" else world.decodes

@@ -261,7 +261,8 @@ def test_whether_another_try_may_help_is_the_worker_s_word(
 
 @pytest.mark.parametrize("has_first_token", [False, True])
 def test_kv_without_an_end_is_given_up_at_both_workers(*, has_first_token: bool) -> None:
-    """Only once it is all computed: until then a prompt may take as long as the request has time."""
+    """Only once it is all computed: until then a prompt may take as long as the request has
+    time."""
 
     async def test(world: StubWorld) -> None:
         await world.emit("d", Offered(b"t", 0))

@@ -1,4 +1,5 @@
-"""A migration, message by message: in every order in which they may come, some worker has the sequence, and only one."""
+"""A migration, message by message: in every order in which they may come, some worker has the
+sequence, and only one."""
 
 from __future__ import annotations
 
@@ -222,7 +223,8 @@ def test_a_late_answer_to_an_earlier_pause_opens_no_second_place() -> None:
         await bench.order()
         await bench.emit(("here", Paused()), ("here", tokens(3, 4)), ("here", Paused()))
         assert bench.there.commands == [("open", KvSource.HANDOFF)]
-        # The tokens that came since are not in the ticket: it cannot be handed off, and goes on here.
+        # The tokens that came since are not in the ticket: it cannot be handed off, and goes on
+        # here.
         await bench.emit(("there", OFFERED), ("here", NOT_MOVED))
         bench.check_is("here", num_ended=2)
 

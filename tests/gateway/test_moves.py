@@ -1,4 +1,5 @@
-"""Running sequences that change decode workers: clients see an unbroken stream, and nothing is computed again."""
+"""Running sequences that change decode workers: clients see an unbroken stream, and nothing is
+computed again."""
 
 from __future__ import annotations
 

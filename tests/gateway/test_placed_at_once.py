@@ -1,4 +1,5 @@
-"""A request that nobody waits before is placed as it comes; its client hears that it was admitted while workers are at it."""
+"""A request that nobody waits before is placed as it comes; its client hears that it was admitted
+while workers are at it."""
 
 from __future__ import annotations
 

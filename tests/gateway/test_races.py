@@ -1,4 +1,5 @@
-"""Messages on their way for any time, in both directions, while workers drain, die, preempt and lose what they send."""
+"""Messages on their way for any time, in both directions, while workers drain, die, preempt and
+lose what they send."""
 
 from __future__ import annotations
 

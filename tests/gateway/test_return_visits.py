@@ -1,4 +1,5 @@
-"""What a gateway remembers of the decode workers: who has an answer's KV, and who failed a sequence."""
+"""What a gateway remembers of the decode workers: who has an answer's KV, and who failed a
+sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Choosing workers: never one without room, evenly among equals, by affinity only where loads are alike."""
+"""Choosing workers: never one without room, evenly among equals, by affinity only where loads are
+alike."""
 
 from __future__ import annotations
 
@@ -132,7 +133,8 @@ def test_a_cached_prefix_wins_while_it_saves_more_than_the_queue_costs() -> None
 
 
 def test_a_worker_without_credit_takes_what_its_cache_makes_short() -> None:
-    """Its queue of 200 is 72 above its credit of 128, and the cache outweighs twice what it holds."""
+    """Its queue of 200 is 72 above its credit of 128, and the cache outweighs twice what it
+    holds."""
     for matched, expected in ((0, None), (36, None), (37, "p")):
         full = replace(PREFILL, outstanding_tokens=200, matched_tokens=matched)
         plan = choose(NEED, [full], [DECODE], b"k")
@@ -140,7 +142,8 @@ def test_a_worker_without_credit_takes_what_its_cache_makes_short() -> None:
 
 
 def test_a_cached_prefix_counts_for_less_on_a_worker_that_is_ahead() -> None:
-    """32 tokens outweigh a queue of 64 less what the worker was given above the mean and a batch of 10."""
+    """32 tokens outweigh a queue of 64 less what the worker was given above the mean and a batch of
+    10."""
     for ahead, outstanding, winner in (
         (0, 63, "cached"),
         (10, 63, "cached"),
@@ -168,7 +171,8 @@ def test_a_cached_prefix_counts_for_less_on_a_worker_that_is_ahead() -> None:
 def test_no_cache_draws_work_to_a_worker_that_is_further_ahead_than_it_is_worth(
     views: list[tuple[int, int]],
 ) -> None:
-    """So leads are bounded, whatever is asked for: by twice the longest prompt, one prompt, and a batch."""
+    """So leads are bounded, whatever is asked for: by twice the longest prompt, one prompt, and a
+    batch."""
     prefills = [
         replace(
             PREFILL,

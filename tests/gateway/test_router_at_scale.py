@@ -1,7 +1,9 @@
-"""Routing among a thousand workers: loads that agree within a tenth, and prefixes that are found all the same.
+"""Routing among a thousand workers: loads that agree within a tenth, and prefixes that are found
+all the same.
 
-The gateway's own fleet, planner and affinity place the sequences; workers are only numbers (tests/support/sim_grid.py).
-A trace of the mooncake format, named by BATON_MOONCAKE_TRACE, is used too.
+The gateway's own fleet, planner and affinity place the sequences; workers are only numbers
+(tests/support/sim_grid.py). A trace of the mooncake format, named by BATON_MOONCAKE_TRACE, is used
+too.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ def fleet_of(num_prefills: int, num_decodes: int, **info: int) -> Fleet:
 
 
 class DecodeTier:
-    """Decode workers that hold what they are given, as several gateways see them by reports alone."""
+    """Decode workers that hold what they are given, as several gateways see them by reports
+    alone."""
 
     def __init__(self, num_gateways: int, max_num_seqs: int) -> None:
         self.fleets = [
@@ -118,8 +121,8 @@ def uneven_lengths(seed: int) -> Iterator[int]:
 def test_decode_workers_are_filled_alike_by_uneven_lengths(
     max_num_seqs: int, num_gateways: int
 ) -> None:
-    """Within a tenth of the mean, whether the batch or the memory is what fills, and though no gateway knows more of the
-    others' sequences than the workers report."""
+    """Within a tenth of the mean, whether the batch or the memory is what fills, and though no
+    gateway knows more of the others' sequences than the workers report."""
     tier = DecodeTier(num_gateways, max_num_seqs)
     lengths = uneven_lengths(1)
     for _ in range(20 * NUM_WORKERS):
@@ -238,7 +241,8 @@ def test_prefixes_are_found_by_more_than_chance(monkeypatch: pytest.MonkeyPatch)
 
 
 def cut(request: TraceRequest) -> TraceRequest:
-    """At 32,768 tokens: in a trace of a hundred prompts per worker, one of 190,000 would be a third of a worker's work."""
+    """At 32,768 tokens: in a trace of a hundred prompts per worker, one of 190,000 would be a third
+    of a worker's work."""
     num_tokens = min(request.num_input_tokens, 64 * HASHED_TOKENS)
     return replace(request, num_input_tokens=num_tokens, hash_ids=request.hash_ids[:64])
 
@@ -253,7 +257,8 @@ def test_a_recorded_trace() -> None:
 
 @pytest.mark.slow
 def test_a_prefix_that_all_share_makes_no_hot_spot() -> None:
-    """Three quarters of every prompt are the same: all workers come to have it, and they share the work."""
+    """Three quarters of every prompt are the same: all workers come to have it, and they share the
+    work."""
     rng = random.Random(3)
     hot = tuple(range(12))
     requests = [
@@ -271,7 +276,8 @@ def test_a_prefix_that_all_share_makes_no_hot_spot() -> None:
 
 
 def waves_of_loss(num_prefills: int, num_decodes: int) -> Iterator[Change]:
-    """Five times a tenth of the prefill workers, and some decode workers, go one after the other, and come back."""
+    """Five times a tenth of the prefill workers, and some decode workers, go one after the other,
+    and come back."""
     rng = random.Random(5)
     for wave in range(5):
         gone = [f"p{i}:1" for i in rng.sample(range(num_prefills), num_prefills // 10)]
@@ -284,7 +290,8 @@ def waves_of_loss(num_prefills: int, num_decodes: int) -> Iterator[Change]:
 
 @pytest.mark.slow
 def test_workers_that_come_and_go_cost_neither_prefixes_nor_balance() -> None:
-    """The grid refuses a placement on a worker that is gone; work is measured from the last one's return on."""
+    """The grid refuses a placement on a worker that is gone; work is measured from the last one's
+    return on."""
     changes = waves_of_loss(25, NUM_WORKERS - 25)
     stormy = Grid(25, NUM_WORKERS - 25).run(synthetic_trace(5000, 1), load=0.5, changes=changes)
     assert stormy.hit_share >= 0.95 * undisturbed(0.5).hit_share

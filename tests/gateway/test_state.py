@@ -1,5 +1,5 @@
-"""The reducer alone, in whatever order events come: no token is lost or doubled, no claim or handle is left, and nothing
-waits without a deadline."""
+"""The reducer alone, in whatever order events come: no token is lost or doubled, no claim or handle
+is left, and nothing waits without a deadline."""
 
 from __future__ import annotations
 
@@ -179,7 +179,8 @@ class Rig:
         return opened
 
     def opened_alone(self, assignment: Assignment, number: int) -> Opened:
-        """Choices that have forked are paused one by one; the rig keeps one stage for all of them, so it moves single ones."""
+        """Choices that have forked are paused one by one; the rig keeps one stage for all of them,
+        so it moves single ones."""
         assert len(assignment.choices) == 1, number
         return self.homes[assignment]
 
@@ -284,7 +285,8 @@ class Rig:
         return Tokens(start, samples, finish, score=score)
 
     def ends_of(self, opened: Opened) -> list[tuple[int, SequenceEvent]]:
-        """What a worker may say of KV that it sends: that it got there, or that it did not, though it may have."""
+        """What a worker may say of KV that it sends: that it got there, or that it did not, though
+        it may have."""
         did_arrive = opened.ticket is not None and opened.ticket.has_kv
         ends: list[tuple[int, SequenceEvent]] = [(0, HandedOff())] if did_arrive else []
         return [*ends, (0, NOT_HANDED_OFF)] if self.rng.random() < 0.2 else ends

@@ -27,7 +27,8 @@ def test_the_first_piece_that_takes_too_long_ends_the_body(pieces: list[tuple[in
             for silence_s, piece_s in pieces:
                 await asyncio.sleep(silence_s)
                 detector.on_write()
-                # Not a whole number of seconds, so that no piece ends at the very moment of the limit.
+                # Not a whole number of seconds, so that no piece ends at the very moment of the
+                # limit.
                 await asyncio.sleep(piece_s + 0.5)
                 detector.on_written()
 

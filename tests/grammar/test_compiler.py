@@ -1,4 +1,5 @@
-"""The compiler process: what it takes, what it refuses and why, and that a hostile grammar harms no other."""
+"""The compiler process: what it takes, what it refuses and why, and that a hostile grammar harms no
+other."""
 
 from __future__ import annotations
 
@@ -113,7 +114,8 @@ async def test_a_grammar_that_kills_the_compiler_is_refused_and_others_are_serve
         )
         assert "nested too deep" in said or "simplify" in said
         assert Grammar.from_bytes(good) == Grammar.regex("[0-9]+")
-    # It is remembered, not tried again: the process that compiles this one is the one that was there.
+    # It is remembered, not tried again: the process that compiles this one is the one that was
+    # there.
     await compiler.compile(output(regex="x"))
     pid = compiler.process.pid
     await refusal(compiler, grammar=chain(3000))

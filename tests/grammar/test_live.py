@@ -1,4 +1,5 @@
-"""Structured output over live tiers: what comes out fits, in every way a sequence may go, and hostile requests fail alone."""
+"""Structured output over live tiers: what comes out fits, in every way a sequence may go, and
+hostile requests fail alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Matchers: outputs are what their grammars say, and a matcher's state is that of its tokens, however it came to it."""
+"""Matchers: outputs are what their grammars say, and a matcher's state is that of its tokens,
+however it came to it."""
 
 from __future__ import annotations
 

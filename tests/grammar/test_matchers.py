@@ -1,4 +1,5 @@
-"""A worker's matchers: compiled once, without holding anybody up, forgotten when too many, and errors are each one's own."""
+"""A worker's matchers: compiled once, without holding anybody up, forgotten when too many, and
+errors are each one's own."""
 
 from __future__ import annotations
 

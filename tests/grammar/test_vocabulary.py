@@ -16,7 +16,8 @@ NAMES = ["<unk>", "<s>", "</s>"]
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
-    """As Llama 2's: spaces are a sign of their own, and what has no token is written by its bytes."""
+    """As Llama 2's: spaces are a sign of their own, and what has no token is written by its
+    bytes."""
     texts = [*NAMES, *(f"<0x{byte:02X}>" for byte in range(256)), *'▁abcx{}[]":,0123456789']
     merges = [("▁", "a"), ("▁a", "b")]
     texts += ["".join(merge) for merge in merges]

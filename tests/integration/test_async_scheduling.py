@@ -1,4 +1,5 @@
-"""A model's answers by workers whose steps are launched ahead, and by workers that wait for each token: the same."""
+"""A model's answers by workers whose steps are launched ahead, and by workers that wait for each
+token: the same."""
 
 from __future__ import annotations
 

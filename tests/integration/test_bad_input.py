@@ -1,4 +1,5 @@
-"""Bad requests against the whole system: refused with the field's name, the value and the fix, and nobody else notices."""
+"""Bad requests against the whole system: refused with the field's name, the value and the fix, and
+nobody else notices."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Beam search over real services and a real model: a prompt prefilled on one worker, beams that share its blocks on
-another, and outputs that transformers finds in one process."""
+"""Beam search over real services and a real model: a prompt prefilled on one worker, beams that
+share its blocks on another, and outputs that transformers finds in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a client may ask of an output's choice, through real services: each against the oracle's own answer."""
+"""What a client may ask of an output's choice, through real services: each against the oracle's own
+answer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""An engine loop that has more to read than it should take: new work is refused before anything is done for it, and what
-ends work gets through."""
+"""An engine loop that has more to read than it should take: new work is refused before anything is
+done for it, and what ends work gets through."""
 
 from __future__ import annotations
 
@@ -145,7 +145,8 @@ async def test_a_stream_whose_worker_is_full_goes_on_and_ends_what_it_has() -> N
 
 
 async def test_a_request_waits_for_room_in_either_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both workers refuse new work in turn, several times; the request is served, as if nothing had been."""
+    """Both workers refuse new work in turn, several times; the request is served, as if nothing had
+    been."""
     answers = [False, False, True, False, True, False]
     monkeypatch.setattr(EngineLoop, "has_room", lambda _loop: answers.pop(0) if answers else True)
     prompt = list(range(1, 40))

@@ -1,4 +1,5 @@
-"""A conversation's next turn over real services: the prefill worker borrows what the decode worker kept."""
+"""A conversation's next turn over real services: the prefill worker borrows what the decode worker
+kept."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ async def test_a_prefill_worker_without_a_cache_borrows_the_conversation_so_far(
 ) -> None:
     (port,) = free_ports(1)
     async with AsyncExitStack() as stack:
-        # A step takes so long that computing a conversation anew always costs more than receiving it.
+        # A step takes so long that computing a conversation anew always costs more than receiving
+        # it.
         slow = {"oracle_step_ms": 150.0, "max_num_batched_tokens": 32, "max_num_seqs": 8}
         prefill = await stack.enter_async_context(
             prefill_worker(

@@ -1,4 +1,5 @@
-"""Several outputs of one request, and moves between decode workers, over real gRPC and a real KV channel."""
+"""Several outputs of one request, and moves between decode workers, over real gRPC and a real KV
+channel."""
 
 from __future__ import annotations
 

@@ -108,8 +108,9 @@ async def test_timing_tells_each_tier() -> None:
 
 
 async def test_cancels_at_any_moment_leave_nothing_behind() -> None:
-    """Twice 200 concurrent streams, most cancelled at random moments: the second time opens no lane or connection that
-    the first did not, so no block, task, thread or descriptor may be left that was not there before it."""
+    """Twice 200 concurrent streams, most cancelled at random moments: the second time opens no lane
+    or connection that the first did not, so no block, task, thread or descriptor may be left that
+    was not there before it."""
     rng = random.Random(7)
     options = {"oracle_step_ms": 1.0, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 400}
     async with live_system(2, 2, worker_options=options) as system:

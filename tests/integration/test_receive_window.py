@@ -1,4 +1,5 @@
-"""A gateway that reads late: its worker keeps what it did not take, and tells it in few messages."""
+"""A gateway that reads late: its worker keeps what it did not take, and tells it in few
+messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Real services, and a decode worker that KV does not get to: requests are served all the same, at once."""
+"""Real services, and a decode worker that KV does not get to: requests are served all the same, at
+once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Blocks copied and hashed in one pass: the bytes of a plain copy, and the checksum that the xxhash library computes."""
+"""Blocks copied and hashed in one pass: the bytes of a plain copy, and the checksum that the xxhash
+library computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every kernel compiles, for each GPU generation, into something that fits there. No GPU is needed."""
+"""Every kernel compiles, for each GPU generation, into something that fits there. No GPU is
+needed."""
 
 from __future__ import annotations
 
@@ -13,12 +14,13 @@ from bench.gpu.compile import ARCHS, MAX_SHARED_BYTES, compile_case
 
 pytestmark = pytest.mark.slow
 
-#: A few registers spilled at the edges of a loop; more than that costs more than anything tuned here gains.
+#: A few registers spilled at the edges of a loop; more than that costs more than anything tuned
+#: here gains.
 MAX_STACK_BYTES = 64
 
 
-#: On the others, more of the same: softcap and slopes take more registers than no rule or a window does, head_dim 64 and 256
-#: bound the tiles of 80, and float16 is multiplied as bfloat16 is.
+#: On the others, more of the same: softcap and slopes take more registers than no rule or a window
+#: does, head_dim 64 and 256 bound the tiles of 80, and float16 is multiplied as bfloat16 is.
 REFERENCE_ARCH = 90
 ONLY_THERE = {
     "attention bf16",

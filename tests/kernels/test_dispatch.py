@@ -56,7 +56,8 @@ def test_without_triton_a_cuda_tensor_takes_the_twin(monkeypatch: pytest.MonkeyP
 
 
 def test_kernels_take_what_their_twins_take() -> None:
-    """The same parameters in the same order; a kernel may have more, by keyword and with defaults."""
+    """The same parameters in the same order; a kernel may have more, by keyword and with
+    defaults."""
     pytest.importorskip("triton")
     kernels = [(each, each.kernel("cuda")) for each in ops()]
     replaced = [(each.twin, kernel) for each, kernel in kernels if kernel is not each.twin]

@@ -1,4 +1,5 @@
-"""Which quantised weights run as they are stored, and on what: decided by device, type and compute capability alone."""
+"""Which quantised weights run as they are stored, and on what: decided by device, type and compute
+capability alone."""
 
 from __future__ import annotations
 

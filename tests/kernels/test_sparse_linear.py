@@ -1,4 +1,5 @@
-"""2:4 sparse layers. The compressed form needs a GPU: here a double stands for torch's compression."""
+"""2:4 sparse layers. The compressed form needs a GPU: here a double stands for torch's
+compression."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ def test_swiglu(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(("tokens", "heads", "dim"), [(1, 1, 2), (5, 3, 6), (7, 2, 64)])
 def test_rope_turns_each_pair_by_its_angle(tokens: int, heads: int, dim: int) -> None:
-    """As complex numbers a + ib, the halves' pairs are multiplied by scaling * e^(i position inv_freq)."""
+    """As complex numbers a + ib, the halves' pairs are multiplied by scaling * e^(i position
+    inv_freq)."""
     x = randn(tokens, heads, dim)
     positions = torch.arange(tokens) * 37 + 5
     inv_freq = torch.rand(dim // 2, generator=torch.Generator().manual_seed(2))
@@ -75,7 +76,8 @@ def test_kv_write_touches_its_slots_alone() -> None:
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int | None
 ) -> torch.Tensor:
-    """The formula for one sequence: query [q, heads, dim] are the last of keys, values [len, kv_heads, dim]."""
+    """The formula for one sequence: query [q, heads, dim] are the last of keys, values [len,
+    kv_heads, dim]."""
     num_queries, num_heads, _ = query.shape
     group = num_heads // keys.shape[1]
     out = torch.empty_like(query)
@@ -142,7 +144,8 @@ def test_paged_attention(
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float16])
 def test_attention_reads_what_the_pool_has_rounded(dtype: torch.dtype) -> None:
-    """Of new tokens, too, which would else differ from chunk to chunk: the keys and values that are given are garbage here."""
+    """Of new tokens, too, which would else differ from chunk to chunk: the keys and values that are
+    given are garbage here."""
     lengths, dim = [(0, MAX_GROUPED_TOKENS + 3), (20, 2), (30, MAX_GROUPED_TOKENS + 1)], 6
     pool = torch.full((20, 2, 2, 2, 6, dim), 127.0).to(dtype)
     scales = None if dtype == torch.float16 else torch.full(pool.shape[:-1], torch.nan)

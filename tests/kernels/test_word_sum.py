@@ -114,7 +114,8 @@ def test_zeros_at_the_end_count(data: bytes, count: int) -> None:
 
 @pytest.mark.parametrize("flips", [(63,), (63, 31), (62, 30), (31,), (0,), (0, 63)])
 def test_the_same_bits_flipped_in_two_words_do_not_cancel(flips: tuple[int, ...]) -> None:
-    """What a line that is stuck would do. Were differences not spread, one in two of these would pass."""
+    """What a line that is stuck would do. Were differences not spread, one in two of these would
+    pass."""
     rng = random.Random(0)
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(-(1 << 62), 1 << 62, (64,), generator=generator)

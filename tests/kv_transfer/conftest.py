@@ -92,7 +92,8 @@ MakeRig = Callable[..., Rig]
 
 @pytest.fixture
 def make_rig() -> Iterator[MakeRig]:
-    """make_rig(transport, source_block_size=4, target_block_size=3, ...); all is closed at the end."""
+    """make_rig(transport, source_block_size=4, target_block_size=3, ...); all is closed at the
+    end."""
     rigs: list[Rig] = []
 
     def make(

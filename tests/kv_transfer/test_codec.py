@@ -1,4 +1,5 @@
-"""A payload holds the sender's blocks as they lie in its pool, and lands in whatever blocks the receiver has."""
+"""A payload holds the sender's blocks as they lie in its pool, and lands in whatever blocks the
+receiver has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ten thousand chunks that are damaged on the way: none becomes KV, and no sequence that lacks one is ever committed."""
+"""Ten thousand chunks that are damaged on the way: none becomes KV, and no sequence that lacks one
+is ever committed."""
 
 from __future__ import annotations
 
@@ -71,9 +72,10 @@ def frame_of(raw: bytes) -> tuple[Frame, memoryview]:
 
 @dataclass
 class Wire:
-    """A receiver, fed with bytes as a stream would feed it, and the sender's blocks. is_landing: payloads are written into
-    blocks by the stream. is_native: by the kernel that computes the checksum meanwhile, where this machine has it. is_device: payloads
-    are in a device's memory, with the device's checksum."""
+    """A receiver, fed with bytes as a stream would feed it, and the sender's blocks. is_landing:
+    payloads are written into blocks by the stream. is_native: by the kernel that computes the
+    checksum meanwhile, where this machine has it. is_device: payloads are in a device's memory,
+    with the device's checksum."""
 
     wire_dtype: str
     is_landing: bool = False

@@ -1,4 +1,5 @@
-"""What is particular to cuda_ipc, on a double of the device: payloads in shared slots, memory that outlives those who have it mapped."""
+"""What is particular to cuda_ipc, on a double of the device: payloads in shared slots, memory that
+outlives those who have it mapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""No wait of a sender is without an end, and a ticket lives as long as its sender's engine shows life."""
+"""No wait of a sender is without an end, and a ticket lives as long as its sender's engine shows
+life."""
 
 from __future__ import annotations
 

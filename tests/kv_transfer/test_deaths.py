@@ -1,4 +1,5 @@
-"""Whoever dies or gives up, at whatever point: one end for the sender, one event for the receiver, and they agree."""
+"""Whoever dies or gives up, at whatever point: one end for the sender, one event for the receiver,
+and they agree."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ def shm_at(path: Path) -> Endpoint:
 
 @pytest.fixture
 def deaf(tmp_path: Path) -> Iterator[Endpoint]:
-    """A Unix socket that takes connections and hangs up at once: a worker that has no memory to share, say."""
+    """A Unix socket that takes connections and hangs up at once: a worker that has no memory to
+    share, say."""
     path = tmp_path / "kv.sock"
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.bind(str(path))

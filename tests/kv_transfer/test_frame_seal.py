@@ -1,4 +1,5 @@
-"""Frames between workers that share a secret: what is not exactly the next one, as it was sent, ends the connection."""
+"""Frames between workers that share a secret: what is not exactly the next one, as it was sent,
+ends the connection."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def test_what_is_sent_arrives(frames: list[Frame]) -> None:
 def test_a_changed_bit_ends_it_there(frames: list[Frame], data: st.DataObject) -> None:
     pieces = sealed(frames)
     at = data.draw(st.integers(0, len(frames) - 1))
-    # The header's length is left alone: more may have to come then, and nothing is taken until it has.
+    # The header's length is left alone: more may have to come then, and nothing is taken until it
+    # has.
     places = set(range(len(pieces[at]))) - set(range(8, 12))
     changed = bytearray(pieces[at])
     changed[data.draw(st.sampled_from(sorted(places)))] ^= 1 << data.draw(st.integers(0, 7))
@@ -84,7 +86,8 @@ def test_other_orders_end_it_there(frames: list[Frame], data: st.DataObject) -> 
 
 @given(st.lists(FRAMES, min_size=1, max_size=5), st.data())
 def test_frames_of_elsewhere_end_it_there(frames: list[Frame], data: st.DataObject) -> None:
-    """The same frame at the same place, but of another connection, of the other direction, or of one without a secret."""
+    """The same frame at the same place, but of another connection, of the other direction, or of
+    one without a secret."""
     at = data.draw(st.integers(0, len(frames) - 1))
     back = receiver_seals(KEY).outgoing
     for strange in (
@@ -101,7 +104,8 @@ Write = Callable[..., None]
 
 
 class Meddler:
-    """Changes what one end writes: the first frame of a kind, in one way. A write is one frame, and perhaps its payload."""
+    """Changes what one end writes: the first frame of a kind, in one way. A write is one frame, and
+    perhaps its payload."""
 
     def __init__(self, kind: int, attack: str) -> None:
         self._kind = kind
@@ -155,7 +159,8 @@ def begin(rig: Any, *, is_heard: bool) -> None:
 
 
 def hand_over(rig: Any, clock: list[float], *, is_heard: bool = False) -> Any:
-    """A handoff with every frame that a sender has to say, of which KvRenew only if it is heard; its end there."""
+    """A handoff with every frame that a sender has to say, of which KvRenew only if it is heard;
+    its end there."""
     begin(rig, is_heard=is_heard)
     rig.sender.send("k", (5, 2, 9), KvRange(0, 4, 0, rig.source.layout.num_layers))
     clock[0] += 11.0  # of the lease's 30 s
@@ -231,7 +236,8 @@ def test_a_commit_that_comes_twice_counts_once(
 def test_a_receiver_s_frame_that_is_meddled_with_ends_the_connection(
     make_rig: Any, monkeypatch: pytest.MonkeyPatch, kind: int, attack: str
 ) -> None:
-    """A commit stands once the receiver has taken it: its word to the gateway counts, not what the sender hears of it."""
+    """A commit stands once the receiver has taken it: its word to the gateway counts, not what the
+    sender hears of it."""
     clock, meddler = [time.monotonic()], Meddler(kind, attack)
     monkeypatch.setattr(TcpServerStream, "write", meddler.patched(TcpServerStream.write))
     rig = rig_of(make_rig, clock, SECRET)

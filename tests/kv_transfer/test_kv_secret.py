@@ -1,4 +1,5 @@
-"""Workers that share a secret: nobody else sends KV to them, gets KV from them, or changes KV on its way."""
+"""Workers that share a secret: nobody else sends KV to them, gets KV from them, or changes KV on
+its way."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ VERSION = 2
 
 
 def hand_over(rig: Any) -> tuple[Any, Any]:
-    """One sequence of 11 tokens, in blocks 5, 2, 9 of the source and 3, 1, 0, 7 of the target; its two ends."""
+    """One sequence of 11 tokens, in blocks 5, 2, 9 of the source and 3, 1, 0, 7 of the target; its
+    two ends."""
     offered = rig.offer((3, 1, 0, 7), 0, 11)
     rig.sender.begin("k", offered.data)
     rig.send_all("k", (5, 2, 9), 11)
@@ -128,7 +130,8 @@ def other_place(frame: Frame, payload: memoryview) -> None:
 
 
 def other_first_token(frame: Frame, payload: memoryview) -> None:
-    """The sum of the chunks' digests is known to who has read them; that of the commit cannot be made."""
+    """The sum of the chunks' digests is known to who has read them; that of the commit cannot be
+    made."""
     del payload
     if isinstance(frame, kv_pb2.KvCommit):
         frame.first_tokens[0].token_id += 1

@@ -1,4 +1,5 @@
-"""Several lanes to one worker: each handoff stays on one, and a lane that is stuck holds up its own handoffs only."""
+"""Several lanes to one worker: each handoff stays on one, and a lane that is stuck holds up its own
+handoffs only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is particular to nixl: payloads land before they are read, and memory outlives those who may still reach into it."""
+"""What is particular to nixl: payloads land before they are read, and memory outlives those who may
+still reach into it."""
 
 from __future__ import annotations
 

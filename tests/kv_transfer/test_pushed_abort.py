@@ -1,4 +1,5 @@
-"""A ticket that dies at its owner: the sender hears of it at once, though it says nothing itself."""
+"""A ticket that dies at its owner: the sender hears of it at once, though it says nothing
+itself."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ SECRET = KvSecret(b"0123456789abcdef")
 def presented(
     make_rig: Any, transport: str, secret: KvSecret | None
 ) -> tuple[Any, int, list[float]]:
-    """A rig whose clock stands still, so that nothing is renewed; a ticket that was presented in it."""
+    """A rig whose clock stands still, so that nothing is renewed; a ticket that was presented in
+    it."""
     clock = [100.0]
     rig = make_rig(transport, clock=lambda: clock[0], source_secret=secret, target_secret=secret)
     offered = rig.offer((3, 1, 0, 7), 0, 11)

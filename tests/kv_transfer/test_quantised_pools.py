@@ -1,4 +1,5 @@
-"""KV of a pool of 8 bits: it travels to its like as it lies, and to every other as near as both types allow."""
+"""KV of a pool of 8 bits: it travels to its like as it lies, and to every other as near as both
+types allow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whatever happens in whatever order: one event per ticket, no writer after its death, no commit with holes."""
+"""Whatever happens in whatever order: one event per ticket, no writer after its death, no commit
+with holes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""KV arrives in a worker that keeps it in another type, over a wire of a third: as near as that type allows."""
+"""KV arrives in a worker that keeps it in another type, over a wire of a third: as near as that
+type allows."""
 
 from __future__ import annotations
 
@@ -243,7 +244,8 @@ def test_a_handoff_between_unlike_tiers(make_rig, transport, source, wanted, tar
     sent = tokens_of(rig.source, (7, 1, 2), 11)
     got = tokens_of(rig.target, (9, 3, 11, 0), 11)
     off = np.abs(got - sent)[2:]
-    # The tokens before the second are not sent, so that the first run's largest may be less than the block's.
+    # The tokens before the second are not sent, so that the first run's largest may be less than
+    # the block's.
     assert (off <= bound_of(sent, wire, target, 4)[2:]).all()
     plain_bytes = 9 * 3 * 2 * NUM_HEADS * HEAD_DIM * BITS.get(wire, np.dtype(np.int8)).itemsize
     assert event.num_bytes >= plain_bytes

@@ -1,4 +1,5 @@
-"""Beam search over our engine finds the outputs and scores that transformers' generate finds, in float32."""
+"""Beam search over our engine finds the outputs and scores that transformers' generate finds, in
+float32."""
 
 from __future__ import annotations
 

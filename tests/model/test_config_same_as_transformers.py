@@ -1,4 +1,5 @@
-"""What we read of config.json, and the frequencies that we make of it, are transformers' own, for every family."""
+"""What we read of config.json, and the frequencies that we make of it, are transformers' own, for
+every family."""
 
 from __future__ import annotations
 
@@ -123,7 +124,8 @@ def frequencies_of(theirs: Any, length: int) -> tuple[torch.Tensor, float]:
 
 
 def _with_head_dim(theirs: Any) -> Any:
-    """Some functions of transformers' want a head_dim that is no null, where an attention layer does without."""
+    """Some functions of transformers' want a head_dim that is no null, where an attention layer
+    does without."""
     twin = copy.deepcopy(theirs)
     twin.head_dim = getattr(theirs, "head_dim", None) or (
         theirs.hidden_size // theirs.num_attention_heads

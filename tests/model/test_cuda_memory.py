@@ -1,6 +1,8 @@
-"""The driver's calls for shared device memory, on a stand-in for the driver whose device memory is files of the host.
+"""The driver's calls for shared device memory, on a stand-in for the driver whose device memory is
+files of the host.
 
-What only a GPU can show: that torch takes the memory in, and that the driver does what its manual says.
+What only a GPU can show: that torch takes the memory in, and that the driver does what its manual
+says.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from baton.engine.cuda_memory import GRAIN_BYTES, HANDLE_BYTES, CudaDriver, Cuda
 
 DEVICE = torch.device("cuda:0")
 
-#: An area is a file; its handle is the file's name in a folder. CUresult 1: invalid value, 2: out of memory.
+#: An area is a file; its handle is the file's name in a folder. CUresult 1: invalid value, 2: out
+#: of memory.
 _DRIVER = r"""
 #include <fcntl.h>
 #include <stdint.h>

@@ -1,4 +1,5 @@
-"""A device packs, unpacks and sums payloads as the host's codec does, whatever the pool; and in which order it all runs."""
+"""A device packs, unpacks and sums payloads as the host's codec does, whatever the pool; and in
+which order it all runs."""
 
 from __future__ import annotations
 
@@ -107,7 +108,8 @@ def test_bytes_go_to_the_device_and_back_with_their_checksum():
 
 @dataclass
 class LateOrder(HostOrder):
-    """A device that does nothing before it must: what the engine has started runs when somebody waits for it."""
+    """A device that does nothing before it must: what the engine has started runs when somebody
+    waits for it."""
 
     started: list[torch.Tensor] = field(default_factory=list)
     told: int = 0

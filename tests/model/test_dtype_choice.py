@@ -1,4 +1,5 @@
-"""auto: the checkpoint's type where the device computes fast in it, and else one that holds its values."""
+"""auto: the checkpoint's type where the device computes fast in it, and else one that holds its
+values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One forward for prefill, decode and verification: what a slice gives depends on that slice alone."""
+"""One forward for prefill, decode and verification: what a slice gives depends on that slice
+alone."""
 
 from __future__ import annotations
 
@@ -163,7 +164,8 @@ def test_layers_are_told_in_order_once_written(tiny_engine: MakeEngine) -> None:
 def test_kv_is_marked_as_written_before_others_are_told_of_it(
     tiny_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device runs kernels later than they are called: KvPool.pack may wait only for those before the mark."""
+    """A device runs kernels later than they are called: KvPool.pack may wait only for those before
+    the mark."""
     engine = tiny_engine(block_size=4, num_hidden_layers=4, layer_group_size=2)
     assert isinstance(engine.kv, TorchKvPool)
     seen: list[object] = []

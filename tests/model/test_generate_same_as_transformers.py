@@ -1,4 +1,5 @@
-"""Greedy outputs under everything that a request may demand of them are those of transformers' generate, in float32."""
+"""Greedy outputs under everything that a request may demand of them are those of transformers'
+generate, in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An engine whose KV is kept in 8 bits: the same tokens whatever became of the blocks, and text nearly as likely."""
+"""An engine whose KV is kept in 8 bits: the same tokens whatever became of the blocks, and text
+nearly as likely."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ def pool(block_size: int, num_blocks: int, dtype: str) -> TorchKvPool:
 
 
 def rows_of(kv: TorchKvPool) -> torch.Tensor:
-    """Each row's bytes, and those of its scale: [blocks, layers, 2, kv_heads, block_size, bytes]."""
+    """Each row's bytes, and those of its scale: [blocks, layers, 2, kv_heads, block_size,
+    bytes]."""
     parts = [kv.tensor] if kv.scales is None else [kv.tensor, kv.scales[..., None]]
     return torch.cat([part.view(torch.uint8) for part in parts], -1)
 

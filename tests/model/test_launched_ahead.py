@@ -1,4 +1,5 @@
-"""Steps launched before the tokens of the one before are known here: the same samples, and faults that are told late."""
+"""Steps launched before the tokens of the one before are known here: the same samples, and faults
+that are told late."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def test_a_sequence_may_come_in_and_another_leave_between_two_launches(
     tiny_engine: MakeEngine,
 ) -> None:
     engine = tiny_engine()
-    # The same batches one after the other: without native kernels a batch has a part in how its rows are rounded.
+    # The same batches one after the other: without native kernels a batch has a part in how its
+    # rows are rounded.
     both = Batch((first_slice(0, SAMPLINGS[0]), first_slice(1, SAMPLINGS[1])))
     first = engine.forward(both)
     token_id = first[1][0].token_id

@@ -1,4 +1,5 @@
-"""What requests do to logits is what transformers' logits processors do, one by one and in their order."""
+"""What requests do to logits is what transformers' logits processors do, one by one and in their
+order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A prompt's log probabilities are those of transformers' model, whichever chunks and whatever else is in the batch."""
+"""A prompt's log probabilities are those of transformers' model, whichever chunks and whatever else
+is in the batch."""
 
 from __future__ import annotations
 

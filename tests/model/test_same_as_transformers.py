@@ -101,7 +101,8 @@ def reference(path: Path) -> Any:
 
 
 def exact(path: Path) -> Any:
-    """In float64, so that the difference is our rounding alone: transformers' own in float32 is as large."""
+    """In float64, so that the difference is our rounding alone: transformers' own in float32 is as
+    large."""
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
 
 
@@ -174,8 +175,8 @@ def test_tiles_of_a_long_chunk_change_nothing(tiny_model: MakeModel) -> None:
 def test_half_precision_is_as_close_as_transformers_is_to_itself(
     tiny_model: MakeModel, dtype: str
 ) -> None:
-    """In low precision no two implementations agree to the bit: ours may differ from exact arithmetic about as
-    much as transformers' own does."""
+    """In low precision no two implementations agree to the bit: ours may differ from exact
+    arithmetic about as much as transformers' own does."""
     path = tiny_model("llama")
     engine = load_engine(str(path), dtype=dtype, block_size=8, num_blocks=16)
     prompt = prompts()[2]

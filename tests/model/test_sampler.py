@@ -1,4 +1,5 @@
-"""Sampling: each step does what transformers' own does, and a draw depends on its row and key alone."""
+"""Sampling: each step does what transformers' own does, and a draw depends on its row and key
+alone."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def warped(logits: Any, **options: float) -> torch.Tensor:
     ],
 )
 def test_draws_follow_the_distribution(options: dict[str, float]) -> None:
-    """Chi-square of 4,000 seeds against transformers' probabilities, well beyond its 99.99 % point."""
+    """Chi-square of 4,000 seeds against transformers' probabilities, well beyond its 99.99 %
+    point."""
     logits = random_logits(1, seed=5)
     counts = draws(logits, 4000, **options)
     probabilities = warped(logits, **options)

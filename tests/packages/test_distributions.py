@@ -1,4 +1,5 @@
-"""Two distributions fill one package `baton`: the server's and the client's, which runs by itself wherever grpcio does."""
+"""Two distributions fill one package `baton`: the server's and the client's, which runs by itself
+wherever grpcio does."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ SERVER, CLIENT = ROOT, ROOT / "client"
 FOLDERS = ("baton", "gateway", "prefill_svc", "decode_svc", "kv_transfer")
 SUFFIXES = frozenset({".py", ".pyi", ".typed"})
 
-#: Runs with the wheel's files before anything else, as if on Windows and with nothing installed that was not asked for.
+#: Runs with the wheel's files before anything else, as if on Windows and with nothing installed
+#: that was not asked for.
 PROGRAM = """
 import sys
 

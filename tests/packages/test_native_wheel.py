@@ -1,4 +1,5 @@
-"""A wheel brings the kernels' libraries where they can be built, says that it is for one platform then, and is built without them else."""
+"""A wheel brings the kernels' libraries where they can be built, says that it is for one platform
+then, and is built without them else."""
 
 from __future__ import annotations
 

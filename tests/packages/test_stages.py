@@ -1,4 +1,5 @@
-"""Running installs less than development: what only tests, checks and figures need comes with `make test`."""
+"""Running installs less than development: what only tests, checks and figures need comes with `make
+test`."""
 
 from __future__ import annotations
 

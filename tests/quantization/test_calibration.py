@@ -1,4 +1,5 @@
-"""`baton quantize --calibration`: what a text tells of inputs, and that rounding by it loses less."""
+"""`baton quantize --calibration`: what a text tells of inputs, and that rounding by it loses
+less."""
 
 from __future__ import annotations
 

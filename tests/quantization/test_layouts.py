@@ -1,4 +1,5 @@
-"""Checkpoints of other tools' layouts give the logits of a dense model with the weights that they mean."""
+"""Checkpoints of other tools' layouts give the logits of a dense model with the weights that they
+mean."""
 
 from __future__ import annotations
 
@@ -144,7 +145,8 @@ def test_logits_are_those_of_the_dense_model(checkpoints: tuple[Path, Path]) -> 
 def test_float8_that_is_kept_is_multiplied_as_it_is(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU that can; by the kernel's twin. Logits are transformers' with each layer's inputs rounded to float8."""
+    """As on a GPU that can; by the kernel's twin. Logits are transformers' with each layer's inputs
+    rounded to float8."""
     quantized, dense = make_quantized(tmp_path, *CASES[name])
     model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     for layer in model.model.layers.modules():

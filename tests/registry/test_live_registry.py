@@ -1,4 +1,5 @@
-"""The whole system with its registry in a real Redis, which is stopped, restarted empty, and frozen under load."""
+"""The whole system with its registry in a real Redis, which is stopped, restarted empty, and frozen
+under load."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ pytestmark = pytest.mark.slow
 
 LEASE_S, PERIOD_S, TIMEOUT_S = 0.5, 0.05, 0.25
 
-#: As long, beside the lease and all else that Redis's users wait for, as 30 s are beside the defaults.
+#: As long, beside the lease and all else that Redis's users wait for, as 30 s are beside the
+#: defaults.
 OUTAGE_S = 3 * LEASE_S
 
 
@@ -47,7 +49,8 @@ async def server() -> AsyncIterator[RedisServer]:
 
 
 class Load:
-    """Requests from several clients at once, for as long as the block lasts; each answer is checked."""
+    """Requests from several clients at once, for as long as the block lasts; each answer is
+    checked."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client

@@ -136,7 +136,8 @@ async def test_strange_entries_hide_no_other(server: RedisServer) -> None:
 
 
 async def test_a_worker_takes_off_only_its_own_entry(server: RedisServer) -> None:
-    """A later boot at the same address may have been listed before the earlier one is quite gone."""
+    """A later boot at the same address may have been listed before the earlier one is quite
+    gone."""
     earlier = RedisRegistry(server.url, period_s=3600.0)
     async with Redis.from_url(server.url) as client:
         for later in (to_json(replace(DECODE, transports=("tcp",))), to_json(DECODE)):

@@ -1,4 +1,5 @@
-"""Whatever a handler raises becomes the right status; health and reflection are there; the end is orderly."""
+"""Whatever a handler raises becomes the right status; health and reflection are there; the end is
+orderly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Errors keep their meaning through a status, whatever their texts are, and statuses fit into gRPC's metadata."""
+"""Errors keep their meaning through a status, whatever their texts are, and statuses fit into
+gRPC's metadata."""
 
 from __future__ import annotations
 

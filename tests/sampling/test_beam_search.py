@@ -120,7 +120,8 @@ def test_what_holds_of_every_search(
 @settings(deadline=None)
 @given(seed=st.integers(0, 10_000), width=st.integers(1, 4), length_penalty=st.floats(0.1, 3))
 def test_later_ends_find_no_less(seed: int, width: int, length_penalty: float) -> None:
-    """The more outputs a search waits for, the better the best: at once, then by present length, then by any length."""
+    """The more outputs a search waits for, the better the best: at once, then by present length,
+    then by any length."""
     model = random_model(seed, vocab_size=6)
     order = (EarlyStopping.ALWAYS, EarlyStopping.HEURISTIC, EarlyStopping.NEVER)
     runs = [run(model, sampling_of(width, 6, length_penalty, early)) for early in order]
@@ -163,7 +164,8 @@ def test_short_outputs_that_score_best_are_not_judged_by_the_longest() -> None:
 def test_only_the_best_finished_outputs_are_kept() -> None:
     search = BeamSearch(sampling_of(1, 10, 1.0, EarlyStopping.NEVER), 1, 1000)
     assert not search.step([[(0, -0.2), (5, -0.3)]]).is_over
-    # Another one ends, with -0.8 / 2. What runs on may come to -2.1 / 10: better than that, worse than -0.2.
+    # Another one ends, with -0.8 / 2. What runs on may come to -2.1 / 10: better than that, worse
+    # than -0.2.
     assert search.step([[(0, -0.5), (5, -1.8)]]).is_over
     assert [h.token_ids for h in search.best()] == [(0,)]
 

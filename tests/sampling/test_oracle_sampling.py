@@ -1,4 +1,5 @@
-"""The oracle engine keeps to all that a row may ask for, so that tests without a model mean something."""
+"""The oracle engine keeps to all that a row may ask for, so that tests without a model mean
+something."""
 
 from __future__ import annotations
 
@@ -129,7 +130,8 @@ def test_beams_do_not_depend_on_blocks(width: int, block_size: int) -> None:
 
 
 def test_a_step_lasts_what_it_is_told_to_by_its_new_tokens() -> None:
-    """Its own work is a part of that, not added to it: a sleep cannot end early, so neither does a step."""
+    """Its own work is a part of that, not added to it: a sleep cannot end early, so neither does a
+    step."""
     options = OracleOptions(num_blocks=16, vocab_size=VOCAB, step_s=0.01, token_s=0.005)
     engine = OracleEngine(options)
     row = SampleRow(len(PROMPT) - 1, Sampling(), PROMPT, len(PROMPT))

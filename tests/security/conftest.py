@@ -33,7 +33,8 @@ def own(authority: Authority) -> TlsFiles:
 
 @pytest.fixture
 def make_listener() -> Iterator[Callable[[TlsFiles, tuple[str, ...]], str]]:
-    """A receiver of KV over TCP with TLS, and the peer names that it wants: its address. Closed at the end."""
+    """A receiver of KV over TCP with TLS, and the peer names that it wants: its address. Closed at
+    the end."""
     running: list[RunningReceiver] = []
 
     def make(tls: TlsFiles, peer_names: tuple[str, ...]) -> str:

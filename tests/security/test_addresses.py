@@ -1,4 +1,5 @@
-"""Where anything connects to is never in a request: peers come from options, the registry and tickets."""
+"""Where anything connects to is never in a request: peers come from options, the registry and
+tickets."""
 
 from __future__ import annotations
 

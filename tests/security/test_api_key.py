@@ -1,4 +1,5 @@
-"""The gateway's API keys: who is served, who is refused and how, and that no key is seen anywhere."""
+"""The gateway's API keys: who is served, who is refused and how, and that no key is seen
+anywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""--ssl-peer-names: a certificate of the authority alone does not open the ports that are for gateways and workers."""
+"""--ssl-peer-names: a certificate of the authority alone does not open the ports that are for
+gateways and workers."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def user(authority: Authority) -> TlsFiles:
 
 @asynccontextmanager
 async def tiers(own: TlsFiles, **others: Any) -> AsyncIterator[tuple[str, str]]:
-    """Addresses of a prefill and a decode worker that want a certificate of the fleet. others: options of the decode worker."""
+    """Addresses of a prefill and a decode worker that want a certificate of the fleet. others:
+    options of the decode worker."""
     options = {**as_options(own), "ssl_peer_names": (FLEET,), "kv_transport": "tcp"}
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context

@@ -1,4 +1,5 @@
-"""A worker goes on telling the registry that it is there, whatever the registry raises; and it says what that was."""
+"""A worker goes on telling the registry that it is there, whatever the registry raises; and it says
+what that was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Streams through faults of every kind: workers die and come back, drain, and the KV channel damages what it carries.
+"""Streams through faults of every kind: workers die and come back, drain, and the KV channel
+damages what it carries.
 
     python -m pytest tests/sim/test_chaos.py --num-seeds 500
 
@@ -54,7 +55,8 @@ async def _lose_decode(system: System, rng: random.Random, successor: str) -> No
 
 
 def check(history: History, outputs: list[list[int]]) -> None:
-    """Right as far as it goes; an error is one that a client may meet when too much breaks, and tells so."""
+    """Right as far as it goes; an error is one that a client may meet when too much breaks, and
+    tells so."""
     history.check(outputs)
     if history.error is not None:
         assert isinstance(history.error, WorkerLost | NoWorkers | HandoffFailed), history.error

@@ -1,4 +1,5 @@
-"""The two tiers' cores and the channel between them, stepped in random order over many seeds, against the oracle."""
+"""The two tiers' cores and the channel between them, stepped in random order over many seeds,
+against the oracle."""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ def test_nothing_is_told_of_a_sequence_after_it_was_given_up() -> None:
 
 def test_a_new_sequence_waits_while_the_running_ones_need_the_blocks_that_are_left() -> None:
     decoder = worker(num_blocks=10)
-    # Two sequences of 4 blocks each leave 2: one block for each of them to grow into, none for a third.
+    # Two sequences of 4 blocks each leave 2: one block for each of them to grow into, none for a
+    # third.
     for handle in (1, 2):
         decoder.submit(Open(0, handle, spec_of(f"r{handle}", 15), KvSource.LOCAL))
     assert all(isinstance(e.event, LocalPrefill) for e in decoder.step().events[:2])
@@ -122,7 +123,8 @@ def test_beats_before_a_step_and_within_tell_how_many_tokens_it_computes(
 def test_a_prompt_is_computed_in_parts_so_small_that_answers_beside_it_do_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A step of decoding takes 40 ms, each token of a prompt adds 1: the worker learns both, and doubles no step."""
+    """A step of decoding takes 40 ms, each token of a prompt adds 1: the worker learns both, and
+    doubles no step."""
     now_s = 0.0
     steps: list[tuple[int, float]] = []
     shape = SimShape(num_blocks=400, max_num_batched_tokens=256, max_num_launches=1)

@@ -1,4 +1,5 @@
-"""Steps that are launched before the tokens of the one before are known: nobody's output, and no block, shows it."""
+"""Steps that are launched before the tokens of the one before are known: nobody's output, and no
+block, shows it."""
 
 from __future__ import annotations
 
@@ -42,8 +43,9 @@ class WatchedLaunch:
 
 @dataclass
 class Watch:
-    """What was launched and not collected, and what was launched at all. Launches that fail by their numbers, or the numbers less
-    1000, which can be launched and are computed, but fail when they are collected."""
+    """What was launched and not collected, and what was launched at all. Launches that fail by
+    their numbers, or the numbers less 1000, which can be launched and are computed, but fail when
+    they are collected."""
 
     engine: OracleEngine
     in_flight: deque[Batch] = field(default_factory=deque)
@@ -112,7 +114,8 @@ class World:
                 self.paused.add(handle)
 
     def check(self) -> None:
-        """Each block has one state, at most one launch is in flight, and what it writes is leased, and by one owner."""
+        """Each block has one state, at most one launch is in flight, and what it writes is leased,
+        and by one owner."""
         pool = self.decoder.pool
         pool.check_integrity()
         assert len(self.watch.in_flight) <= 1
@@ -181,7 +184,8 @@ def test_the_last_token_that_a_request_may_have_is_not_gone_beyond() -> None:
     world.open(plain("long", *range(193), max_tokens=500))
     world.run()
     slices = [part for batch in world.watch.launches for part in batch.slices]
-    # A prompt's last token, and each token but the last, are computed once; prompts go in by chunks of 32 tokens.
+    # A prompt's last token, and each token but the last, are computed once; prompts go in by chunks
+    # of 32 tokens.
     assert sum(part.start < 10 and len(part.token_ids) < 4 for part in slices) == 5
     num_tokens = sum(len(part.token_ids) for part in slices)
     assert num_tokens == 3 + 4 + 193 + len(world.told[2]) - 1

@@ -1,4 +1,5 @@
-"""Everything at once: requests of every kind, on tiers of every shape, moved, swapped, preempted and given up at random.
+"""Everything at once: requests of every kind, on tiers of every shape, moved, swapped, preempted
+and given up at random.
 
     python -m pytest tests/sim/test_mix.py --num-seeds 5000
 

@@ -179,7 +179,8 @@ def test_a_sequence_of_several_choices_whose_handoff_failed_is_over() -> None:
 
 
 def test_a_handoff_that_ends_before_its_prompt_is_here() -> None:
-    """The ticket is presented first: whom nobody takes it from may know so before the engine's thread knows the prompt."""
+    """The ticket is presented first: whom nobody takes it from may know so before the engine's
+    thread knows the prompt."""
     core = new_core(RecordingSender())
     assert core.step([SendDone("0/1", HandoffFailed("refused"), 0)]).events == []
     (event,) = core.step([open_(1, spec_of("a", 9))]).events

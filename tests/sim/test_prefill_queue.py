@@ -1,5 +1,5 @@
-"""The core of a prefill worker alone: which prompts begin, what of them is found here already, and what is learned from
-their steps."""
+"""The core of a prefill worker alone: which prompts begin, what of them is found here already, and
+what is learned from their steps."""
 
 from __future__ import annotations
 

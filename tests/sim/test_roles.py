@@ -1,4 +1,5 @@
-"""Workers change their roles under load: every stream goes on as if nothing had been, and nothing is left behind."""
+"""Workers change their roles under load: every stream goes on as if nothing had been, and nothing
+is left behind."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def set_role(node: WorkerNode, role: Tier) -> None:
 
 
 async def change_roles(system: System, num_changes: int) -> set[Tier]:
-    """Workers change sides at random; the decode tier is never without one. Returns the roles that were taken."""
+    """Workers change sides at random; the decode tier is never without one. Returns the roles that
+    were taken."""
     nodes = [*system.prefills, *system.decodes]
     taken: set[Tier] = set()
     for _ in range(num_changes):
@@ -86,7 +88,8 @@ def test_no_stream_notices_that_workers_change_their_roles(seed: int) -> None:
 
 
 def test_a_worker_serves_the_tier_that_it_was_given() -> None:
-    """The two tiers change places: the worker that was started to compute prompts runs sequences, and the others send it KV."""
+    """The two tiers change places: the worker that was started to compute prompts runs sequences,
+    and the others send it KV."""
 
     async def main() -> None:
         system = System(1, num_prefill=1, num_decode=1)

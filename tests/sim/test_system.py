@@ -1,4 +1,5 @@
-"""Everything at once under a virtual clock: whatever happens to workers and clients, streams are right or end with an error."""
+"""Everything at once under a virtual clock: whatever happens to workers and clients, streams are
+right or end with an error."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def expected(spec: SequenceSpec) -> list[list[int]]:
 async def serve(
     system: System, specs: list[SequenceSpec], *, num_cancels: int = 0, kills: tuple[str, ...] = ()
 ) -> list[History]:
-    """Requests at random moments, some cancelled at random moments, workers killed at random moments."""
+    """Requests at random moments, some cancelled at random moments, workers killed at random
+    moments."""
     rng = system.rng
     histories = [History() for _ in specs]
 

@@ -1,4 +1,5 @@
-"""Choices, the best of them, searches and scored prompts at once, while decode workers drain, die and run out of memory."""
+"""Choices, the best of them, searches and scored prompts at once, while decode workers drain, die
+and run out of memory."""
 
 from __future__ import annotations
 

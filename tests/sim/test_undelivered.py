@@ -1,4 +1,5 @@
-"""A prefill worker whose KV does not get to a decode worker: the request goes on, soon, and the pair is left alone for a while."""
+"""A prefill worker whose KV does not get to a decode worker: the request goes on, soon, and the
+pair is left alone for a while."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ async def ask(system: System, spec: SequenceSpec) -> float:
 
 
 def cut(how: str, **pairs: str) -> Callable[[LoopbackHub, str], LoopbackHub]:
-    """How each worker sees the hub: `pairs` are names of prefill workers, with those that they do not get through to."""
+    """How each worker sees the hub: `pairs` are names of prefill workers, with those that they do
+    not get through to."""
 
     def hub_of(hub: LoopbackHub, name: str) -> LoopbackHub:
         return CutHub(hub, **{how: frozenset(pairs.get(name, "").split())})  # type: ignore[arg-type]
@@ -72,7 +74,8 @@ def in_system(test: Callable[[System], Any], **options: Any) -> None:
 def test_the_decode_worker_computes_the_prompt_if_nobody_else_can(
     how: str, bound_s: float, num_choices: int
 ) -> None:
-    """With `mute`, the client has its first tokens long before it is known that the KV goes nowhere."""
+    """With `mute`, the client has its first tokens long before it is known that the KV goes
+    nowhere."""
 
     async def test(system: System) -> None:
         assert await ask(system, spec_of("a", num_choices=num_choices)) < bound_s
@@ -101,7 +104,8 @@ def test_the_pair_is_not_tried_again_for_a_while() -> None:
 
 @pytest.mark.parametrize("how", ["refused", "mute"])
 def test_others_do_it_if_there_are_others(how: str) -> None:
-    """One pair of four is cut: in the end nobody but the tier that should do so has computed a prompt."""
+    """One pair of four is cut: in the end nobody but the tier that should do so has computed a
+    prompt."""
 
     async def test(system: System) -> None:
         specs = [spec_of(f"r{number}") for number in range(24)]
@@ -124,7 +128,8 @@ def test_a_decode_worker_that_nobody_reaches_is_taken_last() -> None:
 
 
 def test_a_request_does_not_try_every_prefill_worker() -> None:
-    """Once its KV did not get to the only decode worker, it is computed there: failures are counted, and five are too many."""
+    """Once its KV did not get to the only decode worker, it is computed there: failures are
+    counted, and five are too many."""
 
     async def test(system: System) -> None:
         assert await ask(system, spec_of("a")) < CONNECT_TIMEOUT_S + 1.5

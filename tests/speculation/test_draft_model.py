@@ -47,10 +47,12 @@ def request_of(
 
 
 def right(request: DraftRequest) -> tuple[int, ...]:
-    """What the draft model, alone and undisturbed, says after the sequence, penalties and seed as they are."""
+    """What the draft model, alone and undisturbed, says after the sequence, penalties and seed as
+    they are."""
     num_output = len(request.token_ids) - request.num_prompt_tokens
     tokens = list(request.token_ids)
-    # Of an oracle the next token is a function of the prefix: forced along, it says the same as by itself.
+    # Of an oracle the next token is a function of the prefix: forced along, it says the same as by
+    # itself.
     engine = OracleEngine(OracleOptions(num_blocks=1, block_size=512, vocab_size=VOCAB))
     for _ in range(request.max_num_drafts):
         row = SampleRow(len(tokens) - 1, request.sampling, tokens, request.num_prompt_tokens)
@@ -65,7 +67,8 @@ def right(request: DraftRequest) -> tuple[int, ...]:
 def test_drafts_are_the_draft_models_own_whatever_was_accepted(
     seed: int, num_blocks: int, budget: int
 ) -> None:
-    """Sequences grow by accepted and by other tokens, in any order, with blocks for all of them or for few."""
+    """Sequences grow by accepted and by other tokens, in any order, with blocks for all of them or
+    for few."""
     rng = random.Random(seed)
     proposer, pool = proposer_of(num_blocks, budget)
     texts = [[rng.randrange(VOCAB) for _ in range(3)] for _ in range(3)]

@@ -1,4 +1,5 @@
-"""Draft lengths are those with the most tokens per second, and none where verifying costs more than it gives."""
+"""Draft lengths are those with the most tokens per second, and none where verifying costs more than
+it gives."""
 
 from __future__ import annotations
 

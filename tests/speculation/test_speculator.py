@@ -1,4 +1,5 @@
-"""Speculation under a virtual clock: it gains where there is something to gain, and costs next to nothing elsewhere."""
+"""Speculation under a virtual clock: it gains where there is something to gain, and costs next to
+nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ StepTime = Callable[[int, int], float]
 
 @dataclass
 class FakeProposer:
-    """Right with probability `chance`, each time it is asked; a free one tells its drafts with the forecast."""
+    """Right with probability `chance`, each time it is asked; a free one tells its drafts with the
+    forecast."""
 
     clock: Clock
     chance: Callable[[int], float]
@@ -60,7 +62,8 @@ class Clock:
 
 @dataclass
 class World:
-    """A batch whose sequences count upwards: the token at place t is t. A step of r rows takes step_s(num_sequences, r)."""
+    """A batch whose sequences count upwards: the token at place t is t. A step of r rows takes
+    step_s(num_sequences, r)."""
 
     proposer: FakeProposer
     num_sequences: int

@@ -1,4 +1,5 @@
-"""Streams are the same with speculation as without, whatever is drafted, and whatever happens to workers and clients."""
+"""Streams are the same with speculation as without, whatever is drafted, and whatever happens to
+workers and clients."""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ def test_an_output_ends_in_the_midst_of_accepted_drafts(max_tokens: int) -> None
 
 
 def test_what_is_cached_of_a_sequence_that_ended_within_drafts_is_right() -> None:
-    """Blocks that hold rejected drafts, or accepted ones after the end, are no prefix of anything."""
+    """Blocks that hold rejected drafts, or accepted ones after the end, are no prefix of
+    anything."""
     for stop_index in range(1, 25, 3):
         endless = Sampling(max_tokens=40)
         (output,) = expected(SequenceSpec("a", (5, 6, 7), endless))

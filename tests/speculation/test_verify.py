@@ -1,4 +1,5 @@
-"""Speculation changes no token: what a step emits are the target's own draws, whatever was drafted."""
+"""Speculation changes no token: what a step emits are the target's own draws, whatever was
+drafted."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def logits_after(prefix: Sequence[int], salt: int) -> torch.Tensor:
 
 
 def draw(prefixes: Sequence[Sequence[int]], seeds: Sequence[int], salt: int) -> list[int]:
-    """The real sampler on the made-up model: one token after each prefix, with the key of its seed and index."""
+    """The real sampler on the made-up model: one token after each prefix, with the key of its seed
+    and index."""
     logits = torch.stack([logits_after(prefix, salt) for prefix in prefixes])
     rows = [
         SampleRow(0, Sampling(temperature=1.0, seed=seed), prefix, 0)
@@ -107,7 +109,8 @@ def test_emitted_tokens_follow_the_targets_distribution(is_coupled: bool) -> Non
     assert chi_square(first, logits_after([], 0).softmax(-1)) < 25.7
     for token in range(VOCAB):
         seconds = [s[1] for s in steps if len(s) > 1 and s[0] == token]
-        # A second token exists if the first draft was right, which depends on nothing that it is drawn from.
+        # A second token exists if the first draft was right, which depends on nothing that it is
+        # drawn from.
         counts = torch.bincount(torch.tensor(seconds, dtype=torch.int64), minlength=VOCAB)
         assert chi_square(counts, logits_after([token], 0).softmax(-1)) < 25.7
 

@@ -1,7 +1,9 @@
-"""A stand-in for each tier: listens on a port, and does what its model's name says. Run as `fake_service.py ROLE ...`.
+"""A stand-in for each tier: listens on a port, and does what its model's name says. Run as
+`fake_service.py ROLE ...`.
 
-The model is a folder. The fake appends what happens to it to FOLDER/journal, and looks there for a file FOLDER/NAME that
-says how to misbehave: "refuse", "crash", "hang" (at the start), or "deaf" (to signals).
+The model is a folder. The fake appends what happens to it to FOLDER/journal, and looks there for a
+file FOLDER/NAME that says how to misbehave: "refuse", "crash", "hang" (at the start), or "deaf" (to
+signals).
 """
 
 import asyncio

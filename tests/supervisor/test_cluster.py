@@ -1,4 +1,5 @@
-"""Processes start together, stop in order, come back when they die, and never outlive their supervisor."""
+"""Processes start together, stop in order, come back when they die, and never outlive their
+supervisor."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists and has not ended; one that nobody has waited for yet has ended."""
+    """Whether the process exists and has not ended; one that nobody has waited for yet has
+    ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
@@ -69,7 +71,8 @@ async def test_all_start_and_the_gateway_stops_first(stage: Stage) -> None:
 async def test_the_gateway_starts_beside_the_workers_and_is_given_their_addresses(
     stage: Stage,
 ) -> None:
-    """A worker that is not ready before a gateway has started waits for ever where gateways come last."""
+    """A worker that is not ready before a gateway has started waits for ever where gateways come
+    last."""
     stage.misbehave("decode-0", "after gateway")
     phases: list[tuple[str, str]] = []
     cluster = stage.cluster()
@@ -224,7 +227,8 @@ sys.exit(run_service(options, serve.serve_cluster, "serve"))
 
 
 async def start_supervisor(stage: Stage) -> tuple[asyncio.subprocess.Process, bytes]:
-    """`baton serve` with fakes, in a process of its own, and its ready line (or nothing if it did not get there).
+    """`baton serve` with fakes, in a process of its own, and its ready line (or nothing if it did
+    not get there).
 
     What it writes before, and the two lines below the ready line, are lost.
     """

@@ -1,4 +1,5 @@
-"""A whole system that serves requests under an audit hook; prints what it should not have done, one JSON per line.
+"""A whole system that serves requests under an audit hook; prints what it should not have done, one
+JSON per line.
 
 python -m tests.support.audited_system, in a process of its own: a hook stays for good.
 """
@@ -41,7 +42,8 @@ class Watch:
             self.seen.append({"event": event, "where": _where(sys._getframe(1))})
 
     def _is_wrong(self, event: str, caller: FrameType) -> bool:
-        """Pickles: ever. Text or marshalled code: by our own code, or by anybody for a request. Imports are Python's."""
+        """Pickles: ever. Text or marshalled code: by our own code, or by anybody for a request.
+        Imports are Python's."""
         if event == "pickle.find_class":
             return True
         if _is_importing(caller):

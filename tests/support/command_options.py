@@ -1,4 +1,5 @@
-"""The options that a command line and an environment give, as the process itself would read them."""
+"""The options that a command line and an environment give, as the process itself would read
+them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ CLASSES: Mapping[str, type[Options]] = {
 
 
 def options_of(command: Sequence[str], environment: Mapping[str, str]) -> Any:
-    """Of `baton VERB --name=value ... MODEL`. Raises ConfigError for what the process would refuse."""
+    """Of `baton VERB --name=value ... MODEL`. Raises ConfigError for what the process would
+    refuse."""
     verb, *flags, model = command
     values: dict[str, object] = {
         name.removeprefix(ENV_PREFIX).lower(): value

@@ -1,7 +1,8 @@
 """compose.yaml as this host can run it: each service's command and environment, without containers.
 
-What stands for the container's world is stated in `Localhost`: the network's names become loopback addresses, ports
-become free ones, and what is mounted is where it is on the host. Nothing else of a command or an environment changes.
+What stands for the container's world is stated in `Localhost`: the network's names become loopback
+addresses, ports become free ones, and what is mounted is where it is on the host. Nothing else of a
+command or an environment changes.
 """
 
 from __future__ import annotations
@@ -58,13 +59,15 @@ def entrypoint() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Localhost:
-    """mounts: host paths by container path. addresses: host:port, on loopback, of services that run, by name."""
+    """mounts: host paths by container path. addresses: host:port, on loopback, of services that
+    run, by name."""
 
     mounts: Mapping[str, str]
     addresses: Mapping[str, str]
 
     def text(self, value: str, own: str = "") -> str:
-        """A command's argument, or a variable's value. own: the address of the service itself once it has one."""
+        """A command's argument, or a variable's value. own: the address of the service itself once
+        it has one."""
         for name, address in self.addresses.items():
             port = OTHER_PORTS.get(name, PORT)
             value = re.sub(rf"(?<![\w.-]){name}:{port}\b", address, value)

@@ -1,4 +1,5 @@
-"""A loopback hub as one worker sees it, from which some of the others cannot be reached, or do not answer."""
+"""A loopback hub as one worker sees it, from which some of the others cannot be reached, or do not
+answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A device's memory that processes share, in host memory: all of cuda_ipc but the driver's calls runs on it."""
+"""A device's memory that processes share, in host memory: all of cuda_ipc but the driver's calls
+runs on it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _HANDLE_BYTES = 64
 
 
 class DoubleArea:
-    """See kv_transfer.device_memory.DeviceArea. What a part gives after the end fails a test, as a read of freed memory would."""
+    """See kv_transfer.device_memory.DeviceArea. What a part gives after the end fails a test, as a
+    read of freed memory would."""
 
     def __init__(self, memory: DoubleMemory, fd: int, num_bytes: int, handle: bytes) -> None:
         self.handle = handle
@@ -40,7 +42,8 @@ class DoubleArea:
 
 
 class DoubleMemory:
-    """See kv_transfer.device_memory.DeviceMemory. A handle names a file of the process that allocated it."""
+    """See kv_transfer.device_memory.DeviceMemory. A handle names a file of the process that
+    allocated it."""
 
     def __init__(self) -> None:
         self.allocated: list[DoubleArea] = []

@@ -27,7 +27,8 @@ _MARK = re.compile(rf"<!-- *({'|'.join(MARKS)}): *(.*?) *-->\s*\Z")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """line: of the fence, from 1. kind: of the mark before it, one of MARKS, empty if there is none; told: what it says."""
+    """line: of the fence, from 1. kind: of the mark before it, one of MARKS, empty if there is
+    none; told: what it says."""
 
     page: str
     line: int
@@ -47,7 +48,8 @@ class Block:
 
 
 def blocks_of(path: Path, root: Path) -> Iterator[Block]:
-    """The runnable blocks of one page. A mark is a comment right before the fence; other comments say nothing here."""
+    """The runnable blocks of one page. A mark is a comment right before the fence; other comments
+    say nothing here."""
     content = path.read_text(encoding="utf-8")
     for fence in _FENCE.finditer(content):
         language, text = fence.groups()

@@ -1,4 +1,5 @@
-"""Starts what the documents say serves until it is stopped, as processes of this host, and stops it as Ctrl-C does."""
+"""Starts what the documents say serves until it is stopped, as processes of this host, and stops it
+as Ctrl-C does."""
 
 from __future__ import annotations
 

@@ -17,9 +17,11 @@ def generate(
     chunk_tokens: int = 1 << 30,
     first_block: int = 0,
 ) -> list[list[Sample]]:
-    """`num_tokens` samples for each prompt, all in one batch per step; prompts go in by chunks of `chunk_tokens`.
+    """`num_tokens` samples for each prompt, all in one batch per step; prompts go in by chunks of
+    `chunk_tokens`.
 
-    Blocks are taken from `first_block` on, and each table is in descending order, so that order cannot be relied on.
+    Blocks are taken from `first_block` on, and each table is in descending order, so that order
+    cannot be relied on.
     """
     settings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
     size = engine.spec.layout.block_size
@@ -74,7 +76,8 @@ def generate_ahead(
 ) -> list[list[Sample]]:
     """As generate, but each step is launched before the one before is collected.
 
-    In every other step the sequences come in reverse order, so that they follow rows of other places.
+    In every other step the sequences come in reverse order, so that they follow rows of other
+    places.
     """
     size = engine.spec.layout.block_size
     width = -(-(max(map(len, prompts)) + num_tokens) // size)

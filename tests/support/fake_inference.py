@@ -1,8 +1,10 @@
-"""An InferenceService without a model, whose behaviour a request's `model` field chooses; also a program that serves it.
+"""An InferenceService without a model, whose behaviour a request's `model` field chooses; also a
+program that serves it.
 
-"" answers with the prompt's token ids (or the code points of its text), one a piece; "hang" sends one piece and waits
-for ever; "silent" waits without one; "flood" never stops sending; "gap", "double", "cut", "onwards" break the stream's rules; "crash" raises an
-unexpected exception after one piece; "big" answers with more than a client takes.
+"" answers with the prompt's token ids (or the code points of its text), one a piece; "hang" sends
+one piece and waits for ever; "silent" waits without one; "flood" never stops sending; "gap",
+"double", "cut", "onwards" break the stream's rules; "crash" raises an unexpected exception after
+one piece; "big" answers with more than a client takes.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ _MODEL = inference_pb2.Model(
 
 
 class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
-    """What happened is read from `requests`, `metadata` and `ended`; `failures` are raised by the next calls."""
+    """What happened is read from `requests`, `metadata` and `ended`; `failures` are raised by the
+    next calls."""
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
@@ -135,7 +138,8 @@ def prompt_ids(request: Any) -> list[int]:
 
 
 def echo(request: Any) -> list[Any]:
-    """One piece per token and choice, the choices taking turns, and a last piece without tokens for each."""
+    """One piece per token and choice, the choices taking turns, and a last piece without tokens for
+    each."""
     ids, num_choices = prompt_ids(request), request.sampling.n or 1
     pieces = [
         inference_pb2.GenerateResponse(

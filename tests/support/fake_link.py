@@ -1,4 +1,5 @@
-"""A gateway's stream to a fake worker: in order both ways, with a delay of its own for each message."""
+"""A gateway's stream to a fake worker: in order both ways, with a delay of its own for each
+message."""
 
 from __future__ import annotations
 

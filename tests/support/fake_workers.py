@@ -1,8 +1,9 @@
 """Workers without engines, for tests of the gateway under a virtual clock.
 
-They keep the promises of baton.events: blocks are counted, tokens come by steps, memory that runs out preempts the
-worst-ranked sequence. The next token is a function of the tokens before it, so that whatever is lost, doubled or out of
-order changes the output. Faults are methods, called by the test at the moment it wants.
+They keep the promises of baton.events: blocks are counted, tokens come by steps, memory that runs
+out preempts the worst-ranked sequence. The next token is a function of the tokens before it, so
+that whatever is lost, doubled or out of order changes the output. Faults are methods, called by the
+test at the moment it wants.
 """
 
 from __future__ import annotations
@@ -129,7 +130,8 @@ def make_info(
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """A sequence on a fake decode worker: one choice, or several that are one as yet, or a search."""
+    """A sequence on a fake decode worker: one choice, or several that are one as yet, or a
+    search."""
 
     handle: int
     spec: SequenceSpec
@@ -282,7 +284,8 @@ class FakeDecode:
             self._emit(sequence.handle, event)
 
     def commit(self, ticket: bytes, samples: Sequence[Sample]) -> bool:
-        """A prefill worker's KV has arrived whole: whether the ticket is one of this worker's, and alive."""
+        """A prefill worker's KV has arrived whole: whether the ticket is one of this worker's, and
+        alive."""
         address, _, handle = ticket.decode().rpartition("/")
         sequence = self._sequences.get(int(handle))
         if sequence is None or address != self._address:
@@ -313,7 +316,8 @@ class FakeDecode:
             self._emit(sequence.handle, HandOffFailed("HANDOFF_FAILED", "nobody took it"))
 
     def take_over(self, ticket: bytes, num_tokens: int) -> bool:
-        """Whether the ticket is one of this worker's, for a sequence of so many tokens; it runs here then."""
+        """Whether the ticket is one of this worker's, for a sequence of so many tokens; it runs
+        here then."""
         address, _, handle = ticket.decode().rpartition("/")
         sequence = self._sequences.get(int(handle))
         if sequence is None or address != self._address or sequence.spec.num_tokens != num_tokens:
@@ -499,7 +503,8 @@ class FakeDecode:
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
-    """A sequence on a fake prefill worker. choices: those that were not given up, counted from the first."""
+    """A sequence on a fake prefill worker. choices: those that were not given up, counted from the
+    first."""
 
     handle: int
     spec: SequenceSpec
@@ -640,7 +645,8 @@ class FakePrefill:
         self.links[-1].emit(handle, event)
 
     def _firsts(self, spec: SequenceSpec) -> list[tuple[Sample, FinishReason]]:
-        """Of each choice, the first token, and whether it ends the choice; of a search one for the decode worker alone."""
+        """Of each choice, the first token, and whether it ends the choice; of a search one for the
+        decode worker alone."""
         if spec.sampling.beam:
             return [(next_sample(spec, spec.token_ids), FinishReason.NONE)]
         firsts = []

@@ -1,4 +1,5 @@
-"""A loopback channel that flips bits of payloads, loses, repeats and swaps frames, and breaks connections."""
+"""A loopback channel that flips bits of payloads, loses, repeats and swaps frames, and breaks
+connections."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ FAULTS = ("flip", "stale", "lose", "repeat", "break")
 
 
 class FaultyHub(LoopbackHub):
-    """Each frame of a sender meets one of FAULTS with probability `rate`. `counts`: how often each happened."""
+    """Each frame of a sender meets one of FAULTS with probability `rate`. `counts`: how often each
+    happened."""
 
     def __init__(self, rng: random.Random, rate: float) -> None:
         super().__init__()

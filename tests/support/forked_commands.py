@@ -1,11 +1,13 @@
-"""Runs `baton` commands, each in a fork of one process that has imported everything: imports are paid for once.
+"""Runs `baton` commands, each in a fork of one process that has imported everything: imports are
+paid for once.
 
     python -m tests.support.forked_commands
 
-On standard input {"command": [...], "env": {...}}, on standard output {"status": ..., "stdout": ..., "stderr": ...}, one a
-line. Where a command's process would become another program, `python -P -m MODULE ARGUMENTS`, the module is run in it
-instead. It ends without taking the interpreter apart, which would touch all memory that was imported into: what a process
-says then is for tests of real processes.
+On standard input {"command": [...], "env": {...}}, on standard output {"status": ..., "stdout":
+..., "stderr": ...}, one a line. Where a command's process would become another program, `python -P
+-m MODULE ARGUMENTS`, the module is run in it instead. It ends without taking the interpreter apart,
+which would touch all memory that was imported into: what a process says then is for tests of real
+processes.
 """
 
 from __future__ import annotations

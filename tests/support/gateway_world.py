@@ -1,4 +1,5 @@
-"""A gateway without gRPC over fake workers, and clients of it: what the tests of driver and dispatcher share."""
+"""A gateway without gRPC over fake workers, and clients of it: what the tests of driver and
+dispatcher share."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ class Client:
         return Client([chunk for chunk in self.chunks if chunk.choice == choice])
 
     def outputs(self) -> list[list[int]]:
-        """The tokens of each choice; checks that each has one end, and that the stream's end is the last one's."""
+        """The tokens of each choice; checks that each has one end, and that the stream's end is the
+        last one's."""
         num_choices = 1 + max(chunk.choice for chunk in self.chunks)
         parts = [self.of_choice(choice) for choice in range(num_choices)]
         assert all(part.last.finish_reason for part in parts)

@@ -1,6 +1,7 @@
 """Small workers over real gRPC, in the test's own process and event loop, without engines or KV.
 
-Each knows its partner by the ticket's text. What a test wants to see is counted; what it wants to happen is a method.
+Each knows its partner by the ticket's text. What a test wants to see is counted; what it wants to
+happen is a method.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class GrpcWorker(
     worker_pb2_grpc.WorkerServiceServicer,
     sequence_service_pb2_grpc.SequenceServiceServicer,
 ):
-    """Either tier, as `info` says. `is_holding`: sequences stay open without a token until they are aborted."""
+    """Either tier, as `info` says. `is_holding`: sequences stay open without a token until they are
+    aborted."""
 
     info: WorkerInfo
     is_holding: bool = False
@@ -110,7 +112,8 @@ class GrpcWorker(
     # What it does.
 
     def commit(self, handle: int) -> None:
-        """KV of a whole prompt has come, and the first tokens, which the gateway has from the sender as well."""
+        """KV of a whole prompt has come, and the first tokens, which the gateway has from the
+        sender as well."""
         self._send(handle, Committed(1.5, 64))
         self.produce(handle)
 

@@ -1,4 +1,5 @@
-"""Real services in this process: real gRPC, real sockets, oracle engines, the tokenizer of the model in the box."""
+"""Real services in this process: real gRPC, real sockets, oracle engines, the tokenizer of the
+model in the box."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ async def serving(
         await task
 
 
-#: Of tiers that share one interpreter. On a busy machine none of them may run for seconds: none is to be given up for it.
+#: Of tiers that share one interpreter. On a busy machine none of them may run for seconds: none is
+#: to be given up for it.
 _COMMON = {"drain_timeout_s": 1.0, "worker_stall_timeout_s": 15.0}
 
 
@@ -62,12 +64,14 @@ def gateway(prefills: list[str], decodes: list[str], **options: Any) -> Any:
     return serving(serve_gateway, GatewayOptions(**{**defaults, **workers, **options}))
 
 
-#: For decode workers that compute no prompt. Others compute one that takes them less time than its KV would.
+#: For decode workers that compute no prompt. Others compute one that takes them less time than its
+#: KV would.
 ONLY_DECODES = {"max_local_prefill_tokens": 0}
 
 
 def has_crossed(done: Completion) -> bool:
-    """Whether its KV came from a prefill worker. The tokens do not tell: a decode worker computes what does not come."""
+    """Whether its KV came from a prefill worker. The tokens do not tell: a decode worker computes
+    what does not come."""
     return bool(done.timing.prefill_worker) and done.timing.transfer_bytes > 0
 
 
@@ -88,7 +92,8 @@ class LiveSystem:
                 w.num_leased_blocks or w.num_in_flight or w.num_running for w in model.workers
             ):
                 return
-            # The gateway hears of a change with the next load report; asking again is all a client can do.
+            # The gateway hears of a change with the next load report; asking again is all a client
+            # can do.
             await asyncio.sleep(0.02)
 
 

@@ -1,4 +1,5 @@
-"""Random requests that use everything a sequence may ask for, and what each would get if it were alone."""
+"""Random requests that use everything a sequence may ask for, and what each would get if it were
+alone."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Expected:
 
 
 def draw_request(rng: random.Random, index: int, plain_share: float = 0.0) -> SequenceSpec:
-    """A request of any kind; some begin like others. plain_share: how many may be launched before their last token is known."""
+    """A request of any kind; some begin like others. plain_share: how many may be launched before
+    their last token is known."""
     prefix = [[1] * 20, [2] * 9, []][rng.randrange(3)]
     prompt = (*prefix, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))))
     beam = None

@@ -1,4 +1,5 @@
-"""An OTLP collector in this process, over gRPC or HTTP: keeps every span and metric that is exported to it."""
+"""An OTLP collector in this process, over gRPC or HTTP: keeps every span and metric that is
+exported to it."""
 
 from __future__ import annotations
 

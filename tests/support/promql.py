@@ -1,9 +1,11 @@
-"""The part of PromQL that our board speaks, evaluated over scraped pages: enough to tell a panel with data from one without.
+"""The part of PromQL that our board speaks, evaluated over scraped pages: enough to tell a panel
+with data from one without.
 
     expr := term (("+" | "-" | "*" | "/") term)*           vector with vector: by equal labels
     term := number | "(" expr ")" | name "(" args ")" | aggregation [by (labels)] "(" expr ")" | selector ["[" time "]"]
 
-`rate` is the difference of the two newest samples over their distance, and needs both, as Prometheus does.
+`rate` is the difference of the two newest samples over their distance, and needs both, as
+Prometheus does.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _AGGREGATIONS: Mapping[str, Callable[[Iterable[float]], float]] = {"sum": sum, "
 
 @dataclass(frozen=True)
 class Scrape:
-    """All samples of one moment, in seconds. Names and labels lead to values; "instance" tells the page."""
+    """All samples of one moment, in seconds. Names and labels lead to values; "instance" tells the
+    page."""
 
     at_s: float
     samples: Mapping[tuple[str, Labels], float]

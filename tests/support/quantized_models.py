@@ -1,6 +1,8 @@
-"""Tiny checkpoints in the layouts of other tools, beside a dense one with the very weights that they mean.
+"""Tiny checkpoints in the layouts of other tools, beside a dense one with the very weights that
+they mean.
 
-The packing here is written from the layouts' descriptions, number by number, and shares no code with the product.
+The packing here is written from the layouts' descriptions, number by number, and shares no code
+with the product.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def words_of(rows: list[list[int]], bits: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Rounded:
-    """levels [out, in] integers from 0; scales and zeros [out, groups]; order [in]: the group of each input."""
+    """levels [out, in] integers from 0; scales and zeros [out, groups]; order [in]: the group of
+    each input."""
 
     levels: torch.Tensor
     scales: torch.Tensor

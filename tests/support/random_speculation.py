@@ -1,4 +1,5 @@
-"""Speculation that guesses wildly: right tokens, wrong ones and both mixed, of any number, whenever it likes."""
+"""Speculation that guesses wildly: right tokens, wrong ones and both mixed, of any number, whenever
+it likes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ranks that follow as threads of this process: engines of several ranks without the seconds that processes take to start."""
+"""Ranks that follow as threads of this process: engines of several ranks without the seconds that
+processes take to start."""
 
 from __future__ import annotations
 

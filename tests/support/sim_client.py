@@ -1,4 +1,5 @@
-"""A minimal gateway over simulated workers: places each request, again and again until all its choices have ended."""
+"""A minimal gateway over simulated workers: places each request, again and again until all its
+choices have ended."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Choice(NamedTuple):
 
 @dataclass
 class Stay:
-    """A sequence, or one choice of it, on a decode worker. first: the handle of the sequence it is part of."""
+    """A sequence, or one choice of it, on a decode worker. first: the handle of the sequence it is
+    part of."""
 
     spec: SequenceSpec
     home: SimDecode
@@ -177,7 +179,8 @@ class SimClient:
             stay.home.submit(Resume(0, handle))
 
     def return_to_queue(self, handle: int) -> None:
-        """Its sequence is gone from the worker: what has no tokens goes together, all else alone."""
+        """Its sequence is gone from the worker: what has no tokens goes together, all else
+        alone."""
         stay = self.live[handle]
         if stay.moves_from is not None:
             del self.live[handle]

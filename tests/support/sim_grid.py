@@ -1,10 +1,12 @@
-"""A thousand workers as numbers: the gateway's real fleet, planner and affinity, with workers that are only queues.
+"""A thousand workers as numbers: the gateway's real fleet, planner and affinity, with workers that
+are only queues.
 
-A prefill worker computes what its cache lacks, one prompt after the other, at a fixed rate; a decode worker holds a
-sequence for its output's time. Workers tell their load at each change. They may go, with their caches and all that they
-were doing, which is placed anew, and come back empty. Requests are as in a trace of the mooncake format:
-a line has `timestamp` (ms), `input_length`, `output_length`, and `hash_ids`, one per 512 tokens of the prompt; equal ids
-stand for equal beginnings.
+A prefill worker computes what its cache lacks, one prompt after the other, at a fixed rate; a
+decode worker holds a sequence for its output's time. Workers tell their load at each change. They
+may go, with their caches and all that they were doing, which is placed anew, and come back empty.
+Requests are as in a trace of the mooncake format: a line has `timestamp` (ms), `input_length`,
+`output_length`, and `hash_ids`, one per 512 tokens of the prompt; equal ids stand for equal
+beginnings.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ def read_trace(path: Path) -> list[TraceRequest]:
 
 
 def synthetic_trace(num_requests: int, seed: int) -> list[TraceRequest]:
-    """Uneven lengths; three beginnings that a half of all requests share; conversations that grow turn by turn."""
+    """Uneven lengths; three beginnings that a half of all requests share; conversations that grow
+    turn by turn."""
     rng = random.Random(seed)
     fresh = itertools.count(1000)
     hot = [tuple(next(fresh) for _ in range(size)) for size in (1, 4, 12)]
@@ -86,7 +89,8 @@ def synthetic_trace(num_requests: int, seed: int) -> list[TraceRequest]:
 
 @dataclass
 class Node:
-    """What a worker does beside what the gateway knows. `num_computed_tokens`: since the fleet last changed."""
+    """What a worker does beside what the gateway knows. `num_computed_tokens`: since the fleet last
+    changed."""
 
     worker: Worker
     is_there: bool = True
@@ -107,7 +111,8 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A worker goes, or comes back. at: when, as a share of the time from the first to the last arrival."""
+    """A worker goes, or comes back. at: when, as a share of the time from the first to the last
+    arrival."""
 
     at: float
     address: str
@@ -132,8 +137,9 @@ class Flight:
 
 @dataclass(frozen=True)
 class GridResult:
-    """Loads by worker, each as a share of the tier's mean, prefill work from the last change of the fleet on; hit shares
-    in tokens; utilization from the first to the last arrival; waits in seconds of one prompt each."""
+    """Loads by worker, each as a share of the tier's mean, prefill work from the last change of the
+    fleet on; hit shares in tokens; utilization from the first to the last arrival; waits in seconds
+    of one prompt each."""
 
     prefill_work: list[float]
     decode_sequences: list[float]
@@ -145,7 +151,8 @@ class GridResult:
 
 
 class Grid:
-    """`load`: share of the prefill tier's capacity that the requests need, were nothing cached twice."""
+    """`load`: share of the prefill tier's capacity that the requests need, were nothing cached
+    twice."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
-"""The whole of Baton in one virtual loop: the gateway's requests and dispatcher, both tiers' cores, the channel.
+"""The whole of Baton in one virtual loop: the gateway's requests and dispatcher, both tiers' cores,
+the channel.
 
-Nothing here is a fake but the clock, the model (the oracle engine), gRPC (links call the cores) and text. Workers can be
-killed; what a worker's death does to its connections is done to them.
+Nothing here is a fake but the clock, the model (the oracle engine), gRPC (links call the cores) and
+text. Workers can be killed; what a worker's death does to its connections is done to them.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def info_of(name: str, tier: Tier, shape: SimShape, layout: KvLayout, max_len: i
 
 
 class WorkerNode:
-    """A worker, its loop under the virtual clock (as EngineLoop turns, with a step that takes time), and the gateway's link
-    to it."""
+    """A worker, its loop under the virtual clock (as EngineLoop turns, with a step that takes
+    time), and the gateway's link to it."""
 
     def __init__(self, system: System, worker: SimWorker, tier: Tier) -> None:
         self.system = system
@@ -176,7 +177,8 @@ class History:
         return [t for chunk in self.chunks if chunk.choice == choice for t in chunk.token_ids]
 
     def check(self, expected: Sequence[list[int]]) -> None:
-        """Each choice's indices exactly once and in order, the tokens expected, and one end after which nothing comes."""
+        """Each choice's indices exactly once and in order, the tokens expected, and one end after
+        which nothing comes."""
         for choice, tokens in enumerate(expected):
             self._check_choice(choice, tokens)
         if not self.is_cancelled and not self.error:
@@ -215,7 +217,8 @@ class System:
         hub_of: Callable[[LoopbackHub, str], LoopbackHub] = lambda hub, _: hub,
         speculates: bool = False,
     ) -> None:
-        """speculates: decode workers draft at random. hub_of: how the prefill worker of that name sees the hub."""
+        """speculates: decode workers draft at random. hub_of: how the prefill worker of that name
+        sees the hub."""
         self.speculates = speculates
         self.rng = random.Random(seed)
         self.prefill_shape, self.decode_shape = prefill_shape, decode_shape
@@ -247,7 +250,8 @@ class System:
         timeout_s: float = 600.0,
         num_returned: int | None = None,
     ) -> None:
-        """Serve one request into `history`; its error, if any, stays there. num_returned: all choices if not given."""
+        """Serve one request into `history`; its error, if any, stays there. num_returned: all
+        choices if not given."""
         loop = asyncio.get_running_loop()
 
         async def write(chunk: inference_pb2.GenerateResponse) -> None:
@@ -266,7 +270,8 @@ class System:
             history.error = error
 
     async def close(self) -> None:
-        """Wait until all is quiet, check that nothing is held by anyone alive, and end all tasks."""
+        """Wait until all is quiet, check that nothing is held by anyone alive, and end all
+        tasks."""
         await asyncio.sleep(60.0)
         for node in (*self.prefills, *self.decodes):
             if not node.is_dead:

@@ -1,4 +1,5 @@
-"""Both tiers' cores on oracle engines, joined by the loopback channel, without threads or real time.
+"""Both tiers' cores on oracle engines, joined by the loopback channel, without threads or real
+time.
 
 Each worker's `step` is called by the test, or by tasks under a virtual loop, in any order it likes.
 """

@@ -1,4 +1,5 @@
-"""A worker that does nothing by itself: commands are recorded, and the test says what it reports."""
+"""A worker that does nothing by itself: commands are recorded, and the test says what it
+reports."""
 
 from __future__ import annotations
 

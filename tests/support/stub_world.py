@@ -1,4 +1,5 @@
-"""A gateway over workers that do nothing by themselves: the test says what each of them reports, message by message."""
+"""A gateway over workers that do nothing by themselves: the test says what each of them reports,
+message by message."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ async def settle() -> None:
 
 @dataclass
 class StubWorld:
-    """One request, placed at once: on p and d, or where it is left room. Nobody migrates but by the test's order."""
+    """One request, placed at once: on p and d, or where it is left room. Nobody migrates but by the
+    test's order."""
 
     spec: SequenceSpec
     prefills: tuple[str, ...] = ("p",)

@@ -1,4 +1,5 @@
-"""Random small checkpoints, as Hugging Face would save them, for tests. Nothing here was trained."""
+"""Random small checkpoints, as Hugging Face would save them, for tests. Nothing here was
+trained."""
 
 from __future__ import annotations
 
@@ -58,11 +59,12 @@ def make_tiny_model(
     max_shard_size: str = "1GB",
     **overrides: Any,
 ) -> Path:
-    """Write a random model of `family` with config.json, safetensors, tokenizer.json and chat template into `path`.
+    """Write a random model of `family` with config.json, safetensors, tokenizer.json and chat
+    template into `path`.
 
-    `overrides` are fields of the family's transformers config. Every tensor is random, norms and biases too, and wide
-    enough that greedy outputs vary. The tokenizer maps each byte to its own id; it is left out where vocab_size
-    is too small for it.
+    `overrides` are fields of the family's transformers config. Every tensor is random, norms and
+    biases too, and wide enough that greedy outputs vary. The tokenizer maps each byte to its own
+    id; it is left out where vocab_size is too small for it.
     """
     config_class, model_class = (getattr(transformers, name) for name in _CLASSES[family])
     settings = {**_DEFAULTS, **overrides}

@@ -1,9 +1,11 @@
-"""An asyncio event loop under a virtual clock: when nothing is ready, the clock jumps to the next timer.
+"""An asyncio event loop under a virtual clock: when nothing is ready, the clock jumps to the next
+timer.
 
-A run takes no real time for waiting and is deterministic: callbacks run in the order in which they were scheduled,
-timers in the order of their times, and what is sent to a thread runs at once in the loop itself. Nothing outside the
-loop can wake it, so code under it does no real I/O and starts no threads. When no callback is ready and no timer is
-set, nothing can ever happen again: `Deadlock` is raised, naming the tasks that wait and where.
+A run takes no real time for waiting and is deterministic: callbacks run in the order in which they
+were scheduled, timers in the order of their times, and what is sent to a thread runs at once in the
+loop itself. Nothing outside the loop can wake it, so code under it does no real I/O and starts no
+threads. When no callback is ready and no timer is set, nothing can ever happen again: `Deadlock` is
+raised, naming the tasks that wait and where.
 
     def test_something() -> None:
         result = run_virtual(main())
@@ -31,7 +33,8 @@ class VirtualTimeOver(AssertionError):
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Waits by moving the clock. Sees no file events, not even those of the loop's own wake-up pipe."""
+    """Waits by moving the clock. Sees no file events, not even those of the loop's own wake-up
+    pipe."""
 
     def __init__(self, wait: Callable[[float | None], None]) -> None:
         super().__init__()
@@ -88,8 +91,8 @@ def run_virtual(
 ) -> ResultT:
     """Run `main` to its end in a fresh virtual loop, and return its result.
 
-    Errors that no task retrieves, and exceptions in callbacks, go to `on_unhandled`; by default the first of them is
-    raised when `main` has ended. Raises Deadlock or VirtualTimeOver.
+    Errors that no task retrieves, and exceptions in callbacks, go to `on_unhandled`; by default the
+    first of them is raised when `main` has ended. Raises Deadlock or VirtualTimeOver.
     """
     unhandled: list[dict[str, Any]] = []
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(max_time_s=max_time_s)) as runner:

@@ -1,4 +1,5 @@
-"""What the first token waited for: the parts add up, whatever happens to the request, and a bypassed split is told."""
+"""What the first token waited for: the parts add up, whatever happens to the request, and a
+bypassed split is told."""
 
 from __future__ import annotations
 

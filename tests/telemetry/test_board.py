@@ -1,4 +1,5 @@
-"""The Grafana board against services that run: no panel may be empty, and vLLM's names must be there."""
+"""The Grafana board against services that run: no panel may be empty, and vLLM's names must be
+there."""
 
 from __future__ import annotations
 

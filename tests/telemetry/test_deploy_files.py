@@ -1,4 +1,5 @@
-"""The files of deploy/ that are about telemetry: they name each other, and what Baton tells, rightly."""
+"""The files of deploy/ that are about telemetry: they name each other, and what Baton tells,
+rightly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Traces and metrics over HTTP: the same ones, at the paths of OTLP, if that protocol is asked for."""
+"""Traces and metrics over HTTP: the same ones, at the paths of OTLP, if that protocol is asked
+for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The tiers' recorders beside real cores, with steps told late and in any interleaving, as threads would have it."""
+"""The tiers' recorders beside real cores, with steps told late and in any interleaving, as threads
+would have it."""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ async def test_each_request_is_one_trace_over_all_processes(collector: OtlpRecei
         ids = {span.span_id for span in spans}
         assert all(span.parent_id in ids for span in children)
         assert coverage(root, children) >= 0.95
-        # Without the gateway's spans around others' work, only the ways between processes are missing.
+        # Without the gateway's spans around others' work, only the ways between processes are
+        # missing.
         assert coverage(root, [s for s in children if s.name not in OUTER]) >= 0.9
         check_spans(root, children)
 
@@ -247,7 +248,8 @@ async def test_no_text_of_a_user_leaves_by_telemetry(
 
 
 async def _talk(client: AsyncClient) -> tuple[list[str], list[str]]:
-    """Send the marker in every place where a request has text. The answers, and the messages of the errors."""
+    """Send the marker in every place where a request has text. The answers, and the messages of the
+    errors."""
     stop = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, stop=(MARKER,))
     prompts = (f"{MARKER} = 1\n" * 5, [ChatMessage("user", f"{MARKER} " * 3)])
     answers = [(await client.generate(prompt, stop)).text for prompt in prompts]

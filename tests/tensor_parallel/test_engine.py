@@ -1,4 +1,5 @@
-"""What several ranks compute is what one computes: to the bit with the native kernels, within rounding without them."""
+"""What several ranks compute is what one computes: to the bit with the native kernels, within
+rounding without them."""
 
 from __future__ import annotations
 
@@ -134,7 +135,8 @@ def test_pools_of_any_type_are_shared(
         assert torch.equal(logits, wanted)
         assert kv_of(two) == kv_of(one)
         return
-    # Products of half the outputs are rounded otherwise: here and there a key or value becomes the code next to it.
+    # Products of half the outputs are rounded otherwise: here and there a key or value becomes the
+    # code next to it.
     assert (logits - wanted).norm() / wanted.norm() < 0.02
     pairs = list(zip(kv_of(two), kv_of(one), strict=True))
     assert sum(a != b for a, b in pairs) < 0.01 * len(pairs)

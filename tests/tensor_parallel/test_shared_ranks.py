@@ -1,4 +1,5 @@
-"""Ranks exchange exactly what they have, whatever its shape and whoever comes first. Here each rank is a thread."""
+"""Ranks exchange exactly what they have, whatever its shape and whoever comes first. Here each rank
+is a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tiers of unlike numbers of ranks, as `baton serve` starts them: the tokens are those of transformers."""
+"""Tiers of unlike numbers of ranks, as `baton serve` starts them: the tokens are those of
+transformers."""
 
 from __future__ import annotations
 

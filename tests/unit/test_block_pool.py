@@ -1,4 +1,5 @@
-"""The block pool: conservation, single release, and prefixes that are only ever found where they were computed."""
+"""The block pool: conservation, single release, and prefixes that are only ever found where they
+were computed."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def make_pool(num_blocks: int = 12, block_size: int = 4, **options: bool) -> Blo
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Leases come, grow, are indexed and go, in any order; the model remembers what each block last held."""
+    """Leases come, grow, are indexed and go, in any order; the model remembers what each block last
+    held."""
 
     def __init__(self) -> None:
         super().__init__()

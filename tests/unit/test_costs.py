@@ -52,8 +52,8 @@ def test_a_fit_follows_a_machine_that_changed() -> None:
 def trained(
     *, local_s: float, remote_s: float, overhead_s: float, policy: LocalPrefillPolicy = POLICY
 ) -> Costs:
-    """A worker that computes a token of a prompt in local_s, and gets one from the prefill tier in remote_s after
-    overhead_s; a decode step takes 10 ms."""
+    """A worker that computes a token of a prompt in local_s, and gets one from the prefill tier in
+    remote_s after overhead_s; a decode step takes 10 ms."""
     costs = Costs(policy, 128)
     for num_tokens in (10, 100, 300, 900, 1500):
         costs.observe_step(4, 0, 0.01)

@@ -1,4 +1,5 @@
-"""Places in the batch are those of the members, and members are told by rank, whatever came, took another one's place, or left."""
+"""Places in the batch are those of the members, and members are told by rank, whatever came, took
+another one's place, or left."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from worker_core.swap import SwapSpace
 
 #: (handle, choices of the sequence that comes; 0: whoever has the handle leaves).
 EVENTS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=20)
-#: (stream, handle, arrival of the sequence that comes; None: whoever has the handle leaves). Two gateways may give the same rank.
+#: (stream, handle, arrival of the sequence that comes; None: whoever has the handle leaves). Two
+#: gateways may give the same rank.
 RANKED = st.lists(
     st.tuples(st.integers(0, 1), st.integers(0, 3), st.integers(0, 2) | st.none()), max_size=20
 )

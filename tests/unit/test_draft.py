@@ -1,4 +1,5 @@
-"""What a sequence's grammar says of its drafts is asked once, and reaches the rows that verify them."""
+"""What a sequence's grammar says of its drafts is asked once, and reaches the rows that verify
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The engine loop: commands in, steps out, and a heartbeat that tells a long step from a stuck one."""
+"""The engine loop: commands in, steps out, and a heartbeat that tells a long step from a stuck
+one."""
 
 from __future__ import annotations
 

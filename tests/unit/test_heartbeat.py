@@ -1,4 +1,5 @@
-"""How long an engine loop's silence may last: no worker at work is ever given up, and one that stands still is."""
+"""How long an engine loop's silence may last: no worker at work is ever given up, and one that
+stands still is."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from baton.engine.heartbeat import FIRST_STEP_S, MARGIN, SPAN_S, Heartbeat, Sile
 
 LEAST_S = 1.5
 
-#: Of a prefill and a decode worker with a model of 6 million parameters on a busy CPU, in the order of the beats.
+#: Of a prefill and a decode worker with a model of 6 million parameters on a busy CPU, in the order
+#: of the beats.
 RECORDED = Path(__file__).with_name("beat_gaps.csv")
 
 Steps = st.lists(st.tuples(st.integers(1, 16384), st.floats(1.0, MARGIN)), min_size=1, max_size=60)
@@ -30,7 +32,8 @@ def recorded(tier: str) -> list[tuple[int, float]]:
 def test_a_worker_at_work_is_never_given_up(
     fixed_s: float, per_token_s: float, steps: list[tuple[int, float]], scale: float
 ) -> None:
-    """However slow it is, however its steps' sizes jump, and though others disturb it MARGIN times."""
+    """However slow it is, however its steps' sizes jump, and though others disturb it MARGIN
+    times."""
     bound = SilenceBound(LEAST_S)
     # The first step of all, which tells how fast the worker is, ends in time.
     first_tokens, first_noise = steps[0]

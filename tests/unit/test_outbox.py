@@ -1,4 +1,5 @@
-"""What a slow stream missed travels in few messages and entries, and each sequence's events stay in order."""
+"""What a slow stream missed travels in few messages and entries, and each sequence's events stay in
+order."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from baton.types import FinishReason, Sample
 from baton.wire import step_from_proto, step_to_proto
 from worker_core.outbox import Outbox, in_messages
 
-#: Of one sequence: how many tokens a step gave, 0 for a change of state; then how far the next step jumps, 0 as it should.
+#: Of one sequence: how many tokens a step gave, 0 for a change of state; then how far the next step
+#: jumps, 0 as it should.
 STEPS = st.lists(
     st.tuples(st.integers(0, 3), st.sampled_from([0, 0, 0, 1, -1]), st.integers(0, 4)), max_size=12
 )

@@ -1,4 +1,5 @@
-"""What a decode worker does with the KV of sequences whose turn it is not, and what it learns by it."""
+"""What a decode worker does with the KV of sequences whose turn it is not, and what it learns by
+it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ BLOCK_SIZE, NUM_TOKENS = 4, 10
 
 @dataclass
 class Worker:
-    """A decode worker's memory, whose prompts take 2 s anew; looks at the clock are `tick_s` apart."""
+    """A decode worker's memory, whose prompts take 2 s anew; looks at the clock are `tick_s`
+    apart."""
 
     tick_s: float = 0.0
     num_blocks: int = 12

@@ -1,8 +1,9 @@
 """How often drafts are right, learned from those that were compared with what the target drew.
 
-A trial is one draft whose predecessors were all right. The first draft of a proposal is judged by its grade, later ones
-together: once a guess is on the right track, it mostly stays there. A sequence's own trials count first; where it has few,
-those of all sequences stand in.
+A trial is one draft whose predecessors were all right. The first draft of a proposal is judged by
+its grade, later ones
+together: once a guess is on the right track, it mostly stays there. A sequence's own trials count
+first; where it has few, those of all sequences stand in.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Hashable, Sequence
 #: Category of drafts after the first of a proposal; grades are not negative.
 LATER = -1
 
-#: Weight that a trial keeps when one more comes: about the last 8 of a sequence count, the last 200 of all.
+#: Weight that a trial keeps when one more comes: about the last 8 of a sequence count, the last 200
+#: of all.
 _OWN_DECAY = 0.88
 _ALL_DECAY = 0.995
 
@@ -50,7 +52,8 @@ class Acceptance:
         self._all: defaultdict[int, _Rate] = defaultdict(_Rate)
 
     def chance(self, key: Hashable, category: int) -> float:
-        """In (0, 1): how likely the next draft of this category is right, given that those before it are."""
+        """In (0, 1): how likely the next draft of this category is right, given that those before
+        it are."""
         own = self._own.get(key, {}).get(category)
         prior = self._all[category].share(_FIRST_GUESS, _FIRST_GUESS_TRIALS)
         return prior if own is None else own.share(prior, _PRIOR_TRIALS)
@@ -58,7 +61,8 @@ class Acceptance:
     def judge(
         self, key: Hashable, grade: int, drafts: Sequence[int], tokens: Sequence[int]
     ) -> None:
-        """Compare drafts, also ones that nobody verified, with what the sequence got at their places."""
+        """Compare drafts, also ones that nobody verified, with what the sequence got at their
+        places."""
         own = self._own.setdefault(key, {})
         category = grade
         for draft, token in zip(drafts, tokens, strict=False):

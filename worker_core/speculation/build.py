@@ -20,7 +20,8 @@ from worker_core.speculation.speculator import Speculator
 def build_speculation(
     options: DecodeOptions, engine: Engine, clock: Callable[[], float]
 ) -> Speculation:
-    """What the options name, for a target that is loaded. Takes as long as loading a draft model; raises StartupError."""
+    """What the options name, for a target that is loaded. Takes as long as loading a draft model;
+    raises StartupError."""
     most = options.num_speculative_tokens
     match options.speculative_method:
         case "ngram":

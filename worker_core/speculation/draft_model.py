@@ -1,8 +1,9 @@
 """Drafts by a smaller model, which draws with the target's keys.
 
-The draft model has an engine and blocks of its own. A sequence's KV there lags behind what the target has told, and may hold
-tokens that the target did not draw: before drafting it is cut back to what both agree on and caught up, in the same forward
-that gives the first draft. When blocks run out, the sequence that was drafted for longest ago loses its own.
+The draft model has an engine and blocks of its own. A sequence's KV there lags behind what the
+target has told, and may hold tokens that the target did not draw: before drafting it is cut back to
+what both agree on and caught up, in the same forward that gives the first draft. When blocks run
+out, the sequence that was drafted for longest ago loses its own.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _COST_RATE = 0.1
 
 @dataclass(slots=True, eq=False)
 class _Draft:
-    """A sequence in the draft model. computed: the tokens whose KV is in the lease. num_settled: how many of them the
-    target is known to have."""
+    """A sequence in the draft model. computed: the tokens whose KV is in the lease. num_settled:
+    how many of them the target is known to have."""
 
     lease: BlockLease
     sampling: Sampling
@@ -38,7 +39,8 @@ class _Draft:
         return self.lease.prepare_write(len(self.computed), num_tokens) is not None
 
     def cut_back(self, token_ids: Sequence[int]) -> None:
-        """Forget what was computed beyond `token_ids`, and the last of them: its logits are needed."""
+        """Forget what was computed beyond `token_ids`, and the last of them: its logits are
+        needed."""
         end = min(len(self.computed), len(token_ids) - 1)
         agreed = min(self.num_settled, end)
         while agreed < end and self.computed[agreed] == token_ids[agreed]:
@@ -49,8 +51,9 @@ class _Draft:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A request while drafts are made for it. token_ids: the sequence's, with the drafts so far. max_num_new: most tokens
-    of it in one forward; one that lags further behind is caught up a piece at a time, and has no drafts until then."""
+    """A request while drafts are made for it. token_ids: the sequence's, with the drafts so far.
+    max_num_new: most tokens of it in one forward; one that lags further behind is caught up a piece
+    at a time, and has no drafts until then."""
 
     request: DraftRequest
     draft: _Draft
@@ -98,14 +101,16 @@ class DraftModelProposer:
         max_num_batched_tokens: int,
         clock: Callable[[], float],
     ) -> None:
-        """pool: over the engine's blocks. max_num_batched_tokens: of one forward. clock: in seconds."""
+        """pool: over the engine's blocks. max_num_batched_tokens: of one forward. clock: in
+        seconds."""
         self._engine = engine
         self._pool = pool
         self._max_num_batched_tokens = max_num_batched_tokens
         self._clock = clock
         self._drafts: OrderedDict[Hashable, _Draft] = OrderedDict()  # used longest ago first
         self._costs: dict[int, float] = {}
-        """Seconds a draft, by the rounded number of sequences; the mean, for catching up is part of the price."""
+        """Seconds a draft, by the rounded number of sequences; the mean, for catching up is part of
+        the price."""
 
     def foresee(self, requests: Sequence[DraftRequest]) -> list[Forecast]:
         return [self._foresee(request) for request in requests]
@@ -156,7 +161,8 @@ class DraftModelProposer:
         return jobs
 
     def _lease(self, request: DraftRequest, busy: dict[Hashable, _Job]) -> _Draft | None:
-        """Blocks for the sequence and its drafts, if need be those of sequences that are not drafted for now."""
+        """Blocks for the sequence and its drafts, if need be those of sequences that are not
+        drafted for now."""
         num_tokens = len(request.token_ids) + request.max_num_drafts - 1
         if num_tokens > self._engine.spec.max_model_len:
             return None

@@ -9,7 +9,8 @@ from worker_core.speculation.proposer import DraftRequest
 
 
 class Speculation(Protocol):
-    """Gives drafts for steps, and hears what came of them. One thread, the engine loop's, uses it."""
+    """Gives drafts for steps, and hears what came of them. One thread, the engine loop's, uses
+    it."""
 
     @property
     def max_num_drafts(self) -> int:
@@ -17,14 +18,15 @@ class Speculation(Protocol):
         ...
 
     def is_due(self, key: Hashable) -> bool:
-        """Whether to ask for drafts of a sequence in this step; to be called once in each of its steps."""
+        """Whether to ask for drafts of a sequence in this step; to be called once in each of its
+        steps."""
         ...
 
     def plan(
         self, requests: Sequence[DraftRequest], num_rows: int, max_num_drafts: int
     ) -> list[tuple[int, ...]]:
-        """The drafts to verify, of each request, at most `max_num_drafts` in all, in a step that decodes `num_rows` tokens
-        without them, of these sequences and perhaps others."""
+        """The drafts to verify, of each request, at most `max_num_drafts` in all, in a step that
+        decodes `num_rows` tokens without them, of these sequences and perhaps others."""
         ...
 
     def judge(self, key: Hashable, token_ids: Sequence[int]) -> None:
@@ -32,7 +34,8 @@ class Speculation(Protocol):
         ...
 
     def made(self, num_rows: int, num_drafts: int) -> None:
-        """The step that was planned is over; it computed so many tokens, and so many drafts beside."""
+        """The step that was planned is over; it computed so many tokens, and so many drafts
+        beside."""
         ...
 
     def forget(self, key: Hashable) -> None:

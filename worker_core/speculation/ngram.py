@@ -1,4 +1,5 @@
-"""Drafts by prompt lookup: what followed the last tokens when they occurred before, in the prompt or in the output.
+"""Drafts by prompt lookup: what followed the last tokens when they occurred before, in the prompt
+or in the output.
 
 A draft's grade is the length of the match: the longer, the surer.
 """

@@ -1,7 +1,8 @@
 """Where the end of a text has occurred in it before.
 
-Positions of equal n-grams of the shortest length are chained, latest first, as match finders of LZ77 compressors do: a
-token costs one dictionary entry when it is added, and a search looks at a bounded number of positions.
+Positions of equal n-grams of the shortest length are chained, latest first, as match finders of
+LZ77 compressors do: a token costs one dictionary entry when it is added, and a search looks at a
+bounded number of positions.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ _NOWHERE = -1
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The last `num_tokens` tokens of a text also end at position `end` of it, before its own end."""
+    """The last `num_tokens` tokens of a text also end at position `end` of it, before its own
+    end."""
 
     end: int
     num_tokens: int
@@ -44,7 +46,8 @@ class NgramIndex:
             latest[gram] = end
 
     def find(self, token_ids: Sequence[int]) -> Match | None:
-        """The longest match of the end of the text, the latest among equals. The text must be taken in."""
+        """The longest match of the end of the text, the latest among equals. The text must be taken
+        in."""
         num_tokens = len(token_ids)
         if num_tokens < self._min_tokens:
             return None
@@ -70,7 +73,8 @@ class NgramIndex:
 
 
 def continuation(token_ids: Sequence[int], match: Match, num_tokens: int) -> tuple[int, ...]:
-    """The tokens that followed the match; where they reach the end of the text, they go on as the text would with them."""
+    """The tokens that followed the match; where they reach the end of the text, they go on as the
+    text would with them."""
     period = len(token_ids) - match.end
     if num_tokens <= period:
         return tuple(token_ids[match.end : match.end + num_tokens])

@@ -21,7 +21,8 @@ def check_specs(target: EngineSpec, draft: EngineSpec) -> None:
 
 
 def check_tokenizers(target: Path, draft: Path) -> None:
-    """Raises ConfigError unless both folders' tokenizers give every token the same id. One without a file is trusted."""
+    """Raises ConfigError unless both folders' tokenizers give every token the same id. One without
+    a file is trusted."""
     ours, theirs = target / "tokenizer.json", draft / "tokenizer.json"
     if not (ours.is_file() and theirs.is_file()):
         return

@@ -1,8 +1,9 @@
 """How many drafts of each sequence a step verifies. Pure: chances and costs in, lengths out.
 
-A draft at place j of a proposal gives a token if it and all before it are right: chance first * later^(j - 1). Over all
-sequences the best drafts go first; as many are taken as give the most tokens per second, counting what a step of that size and
-drafting take. Under load a row costs what it gives elsewhere, and nothing is drafted.
+A draft at place j of a proposal gives a token if it and all before it are right: chance first *
+later^(j - 1). Over all sequences the best drafts go first; as many are taken as give the most
+tokens per second, counting what a step of that size and drafting take. Under load a row costs what
+it gives elsewhere, and nothing is drafted.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-#: Share of a chance that is counted on: chances and costs are estimates, and what is certain should not be risked for less.
+#: Share of a chance that is counted on: chances and costs are estimates, and what is certain should
+#: not be risked for less.
 CAUTION = 0.8
 
 #: A draft less likely to give a token is never worth a row.
@@ -22,7 +24,8 @@ _NUM_FINE, _COARSENESS = 16, 16
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A sequence that may have drafts. first, later: chances that its first draft, and each after a right one, is right."""
+    """A sequence that may have drafts. first, later: chances that its first draft, and each after a
+    right one, is right."""
 
     first: float
     later: float
@@ -33,8 +36,10 @@ class Candidate:
 class StepPrices:
     """What the step costs, by what is added to it.
 
-    num_rows: of the step without drafts; each gives a token. max_num_drafts: most drafts in all, each of which adds a row.
-    step_s: seconds of the step, by its drafts. draft_s: seconds of drafting, by sequences and most drafts of one.
+    num_rows: of the step without drafts; each gives a token. max_num_drafts: most drafts in all,
+    each of which adds a row.
+    step_s: seconds of the step, by its drafts. draft_s: seconds of drafting, by sequences and most
+    drafts of one.
     """
 
     num_rows: int
@@ -66,8 +71,8 @@ def choose_lengths(candidates: Sequence[Candidate], prices: StepPrices) -> list[
 
 
 def _by_chance(candidates: Sequence[Candidate]) -> list[tuple[float, int, int]]:
-    """(less its chance, place in its proposal from 1, candidate) of all drafts, the likeliest first, none before those
-    that it builds on."""
+    """(less its chance, place in its proposal from 1, candidate) of all drafts, the likeliest
+    first, none before those that it builds on."""
     drafts = []
     for index, candidate in enumerate(candidates):
         chance = candidate.first

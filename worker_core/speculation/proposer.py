@@ -11,9 +11,11 @@ from baton.types import Sampling
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """Asks for up to `max_num_drafts` tokens that may follow `token_ids`, the tokens of a sequence so far.
+    """Asks for up to `max_num_drafts` tokens that may follow `token_ids`, the tokens of a sequence
+    so far.
 
-    key: the sequence's, the same in all requests; from one to the next, its token_ids only get longer.
+    key: the sequence's, the same in all requests; from one to the next, its token_ids only get
+    longer.
     token_ids: borrowed for the call. Output follows the first num_prompt_tokens of them.
     sampling, choice: how the target draws, for proposers that draw likewise.
     """
@@ -28,8 +30,9 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a request may get. num_drafts: at most so many. grade: how good the first draft seems to be; drafts of one grade
-    are expected to be right equally often. drafts: they themselves, of a proposer to which they cost next to nothing."""
+    """What a request may get. num_drafts: at most so many. grade: how good the first draft seems to
+    be; drafts of one grade are expected to be right equally often. drafts: they themselves, of a
+    proposer to which they cost next to nothing."""
 
     num_drafts: int
     grade: int = 0
@@ -43,15 +46,18 @@ class Proposer(Protocol):
     """A way to guess. One thread, the engine loop's, uses it."""
 
     def foresee(self, requests: Sequence[DraftRequest]) -> list[Forecast]:
-        """What each request may get. Cheap, for it is asked of requests that are not made in the end, too."""
+        """What each request may get. Cheap, for it is asked of requests that are not made in the
+        end, too."""
         ...
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
-        """Drafts of each request, at most as many as it asks for; none if there is nothing to guess from."""
+        """Drafts of each request, at most as many as it asks for; none if there is nothing to guess
+        from."""
         ...
 
     def cost_s(self, num_sequences: int, num_drafts: int) -> float:
-        """Seconds that propose() takes for so many requests of at most `num_drafts` each; 0 if next to nothing."""
+        """Seconds that propose() takes for so many requests of at most `num_drafts` each; 0 if next
+        to nothing."""
         ...
 
     def forget(self, key: Hashable) -> None:

@@ -1,8 +1,9 @@
 """Drafts for steps: how many, of whom, learned from what came of them.
 
-Each step: plan() gives drafts, the core verifies them, judge() hears what each sequence got, made() that the step is over.
-Costs and chances are learned from that. Where drafts cost nothing to make they are judged even if the step does not verify
-them, so that a sequence on which they begin to be right is noticed without paying for it; where they cost, a few are made now and then.
+Each step: plan() gives drafts, the core verifies them, judge() hears what each sequence got, made()
+that the step is over. Costs and chances are learned from that. Where drafts cost nothing to make
+they are judged even if the step does not verify them, so that a sequence on which they begin to be
+right is noticed without paying for it; where they cost, a few are made now and then.
 """
 
 from __future__ import annotations
@@ -15,31 +16,35 @@ from worker_core.speculation.policy import Candidate, StepPrices, choose_lengths
 from worker_core.speculation.proposer import DraftRequest, Forecast, Proposer
 from worker_core.speculation.step_cost import DraftCurve, StepCost
 
-#: Steps in a row without drafts after which a few are made all the same, if there are candidates; and what it grows
-#: to, twofold with each probe that changed nothing.
+#: Steps in a row without drafts after which a few are made all the same, if there are candidates;
+#: and what it grows to, twofold with each probe that changed nothing.
 PROBE_INTERVAL = 32
 MAX_PROBE_INTERVAL = 1024
 
 #: A draft that takes as long to make as a step makes that interval longer by this factor.
 _PATIENCE = 16
 
-#: As many drafts are made then as would be worth it if a row cost half of what it does now: a few may cost more apiece than many
-#: do. If none would, one in so many sequences gets one, at least one. Of drafts that cost something, one sequence gets one.
+#: As many drafts are made then as would be worth it if a row cost half of what it does now: a few
+#: may cost more apiece than many do. If none would, one in so many sequences gets one, at least
+#: one. Of drafts that cost something, one sequence gets one.
 PROBE_SHARE = 8
 
 #: Steps with drafts in a row after which one has none, to see what they cost.
 REFRESH_INTERVAL = 64
 
-#: A batch of so many sequences lets one rest a step longer that drafts are no use for: looking for them takes time as well.
+#: A batch of so many sequences lets one rest a step longer that drafts are no use for: looking for
+#: them takes time as well.
 _SEQUENCES_PER_REST = 4
 
-#: Steps that one may rest in any batch if its drafts cost something: nothing is learned of them meanwhile.
+#: Steps that one may rest in any batch if its drafts cost something: nothing is learned of them
+#: meanwhile.
 _COSTLY_REST = 16
 
 
 @dataclass(slots=True)
 class _Track:
-    """What is remembered of a sequence. `drafts`: the latest, until judged. rest, rest_left: steps it is not looked at."""
+    """What is remembered of a sequence. `drafts`: the latest, until judged. rest, rest_left: steps
+    it is not looked at."""
 
     grade: int = 0
     drafts: tuple[int, ...] = ()

@@ -1,8 +1,10 @@
 """How long a step takes with drafts, learned from the steps that were made.
 
-For each number of rows (rounded), the time of steps without drafts, and how many times as long those with drafts took: a ratio, so that
-growing contexts and other work on the machine, which slow both down, do not look like a price of drafts. On a shared machine a step may take
-longer than it should, by a lot and several times in a row, but never less: so a low quantile of the last few timings counts.
+For each number of rows (rounded), the time of steps without drafts, and how many times as long
+those with drafts took: a ratio, so that growing contexts and other work on the machine, which slow
+both down, do not look like a price of drafts. On a shared machine a step may take longer than it
+should, by a lot and several times in a row, but never less: so a low quantile of the last few
+timings counts.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from collections import defaultdict, deque
 #: Before it was measured, a draft's row is taken to cost this share of another row.
 _UNKNOWN_ROW_SHARE = 0.5
 
-#: Timings of one size that count, and how many of them are below the one that stands for all, as a divisor.
+#: Timings of one size that count, and how many of them are below the one that stands for all, as a
+#: divisor.
 _NUM_TIMINGS = 9
 _QUANTILE = 4
 
@@ -43,7 +46,8 @@ class _Timings:
 
 
 class DraftCurve:
-    """Seconds over the number of drafts, never falling, for steps of about the same number of other rows."""
+    """Seconds over the number of drafts, never falling, for steps of about the same number of other
+    rows."""
 
     def __init__(self) -> None:
         self._plain = _Timings()
@@ -84,7 +88,8 @@ class DraftCurve:
         return min(unknown, (self._ratios[-1] - 1.0) / self._sizes[-1])
 
     def _fit(self) -> None:
-        """The rising curve from 1 nearest to the ratios in least squares (pool adjacent violators)."""
+        """The rising curve from 1 nearest to the ratios in least squares (pool adjacent
+        violators)."""
         groups: list[tuple[float, int, list[float]]] = []
         for timings in sorted(self._drafted.values(), key=lambda t: t.size):
             mean, weight, sizes = max(1.0, timings.value), timings.weight, [timings.size]

@@ -1,1 +1,2 @@
-"""An engine of several processes: rank 0 is the worker, the others follow it. See docs/tensor_parallel.md."""
+"""An engine of several processes: rank 0 is the worker, the others follow it. See
+docs/tensor_parallel.md."""

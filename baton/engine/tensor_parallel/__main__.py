@@ -1,4 +1,5 @@
-"""The process of a rank that follows: `python -m baton.engine.tensor_parallel FD`, FD being a socket to rank 0.
+"""The process of a rank that follows: `python -m baton.engine.tensor_parallel FD`, FD being a
+socket to rank 0.
 
 It ends with the socket, whatever it is doing.
 """

@@ -1,4 +1,5 @@
-"""What rank 0 tells the others to do: a kind, a count, and so many numbers. All are int64 in the machine's order."""
+"""What rank 0 tells the others to do: a kind, a count, and so many numbers. All are int64 in the
+machine's order."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.types import Sampling
 
 _HEADER_BYTES = 16
-#: Of each slice, before its token ids, block ids and offsets of rows: start, num_prompt_tokens, and how many of each.
+#: Of each slice, before its token ids, block ids and offsets of rows: start, num_prompt_tokens, and
+#: how many of each.
 _SLICE_NUMBERS = 5
 #: Only rank 0 samples.
 _UNUSED = Sampling()

@@ -35,17 +35,19 @@ def rank_memory(
 
 
 def rank_pool(memory: torch.Tensor, layout: KvLayout, num_blocks: int, shard: Shard) -> TorchKvPool:
-    """A rank's own pool in the memory of all, with the KV heads that it has of the model's `layout`."""
+    """A rank's own pool in the memory of all, with the KV heads that it has of the model's
+    `layout`."""
     own = rank_memory(memory, layout, num_blocks, shard)
     return TorchKvPool(shard_layout(layout, shard), num_blocks, _CPU, own)
 
 
 class ShardedKvPool(PackedPool):
-    """See baton.engine.interface.KvPool: the blocks of all ranks, as rank 0 sees them. What goes out and comes in has all heads.
+    """See baton.engine.interface.KvPool: the blocks of all ranks, as rank 0 sees them. What goes
+    out and comes in has all heads.
 
-    So neither the KV channel nor the other tier knows how many ranks there are. Ranks that hold the same head are written
-    alike, and the first of them is read. No whole block lies in one piece, so none can be lent. As with TorchKvPool, copies run
-    on the calling thread, without the GIL.
+    So neither the KV channel nor the other tier knows how many ranks there are. Ranks that hold the
+    same head are written alike, and the first of them is read. No whole block lies in one piece, so
+    none can be lent. As with TorchKvPool, copies run on the calling thread, without the GIL.
     """
 
     def __init__(self, memory: torch.Tensor, layout: KvLayout, num_blocks: int, size: int) -> None:
@@ -83,4 +85,5 @@ class ShardedKvPool(PackedPool):
             pool.copy_blocks(sources, targets)
 
     def wrote(self) -> None:
-        """See TensorPool. Ranks compute on CPUs: what their forward calls has happened when the call returns."""
+        """See TensorPool. Ranks compute on CPUs: what their forward calls has happened when the
+        call returns."""

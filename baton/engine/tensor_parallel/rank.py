@@ -1,7 +1,7 @@
 """A rank that follows: its part of the model, and what it does on each command.
 
-On the socket to rank 0 first comes a line, see RankSpec; when the rank has loaded, it answers with a line, {"digest": ...}; then
-come commands.
+On the socket to rank 0 first comes a line, see RankSpec; when the rank has loaded, it answers with
+a line, {"digest": ...}; then come commands.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _CPU = torch.device("cpu")
 
 
 def follow(control: socket.socket) -> None:
-    """Be a rank until rank 0 closes its end. Raises ModelError if loading fails, and whatever a step raises."""
+    """Be a rank until rank 0 closes its end. Raises ModelError if loading fails, and whatever a
+    step raises."""
     with control.makefile("rb") as stream, torch.inference_mode():
         rank = Rank(RankSpec.from_line(stream.readline()))
         control.sendall(json.dumps({"digest": rank.digest}).encode() + b"\n")

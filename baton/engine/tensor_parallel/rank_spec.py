@@ -17,9 +17,11 @@ _MIN_STAGING_BYTES = 1 << 20
 class RankSpec:
     """Alike for all ranks of an engine but for `rank`.
 
-    folder: of the checkpoint. config: what its config.json says; reading it would take the imports of transformers. dtype: of
-    weights. layout: of the whole model's KV; its fingerprint is not known yet. num_threads: of this rank.
-    kv_fd, meeting_fd: segments that the process inherits, for pools (see kv_pool) and for SharedRanks.
+    folder: of the checkpoint. config: what its config.json says; reading it would take the imports
+    of transformers. dtype: of weights. layout: of the whole model's KV; its fingerprint is not
+    known yet. num_threads: of this rank.
+    kv_fd, meeting_fd: segments that the process inherits, for pools (see kv_pool) and for
+    SharedRanks.
     """
 
     rank: int

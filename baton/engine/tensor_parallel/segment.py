@@ -1,4 +1,5 @@
-"""Memory that the ranks of one engine share, behind file descriptors that child processes inherit."""
+"""Memory that the ranks of one engine share, behind file descriptors that child processes
+inherit."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def create_segment(name: str, num_bytes: int) -> int:
 
 
 def map_segment(fd: int) -> torch.Tensor:
-    """The whole segment as [num_bytes] uint8. The descriptor is still the caller's, who may close it."""
+    """The whole segment as [num_bytes] uint8. The descriptor is still the caller's, who may close
+    it."""
     memory = mmap.mmap(fd, os.fstat(fd).st_size)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,4 +1,5 @@
-"""How ranks on one host meet and exchange what they computed: semaphores and staging areas in shared memory."""
+"""How ranks on one host meet and exchange what they computed: semaphores and staging areas in
+shared memory."""
 
 from __future__ import annotations
 
@@ -37,13 +38,15 @@ def prepare(memory: torch.Tensor, size: int) -> None:
 class SharedRanks:
     """See baton.model.shard.Ranks. Used by one thread of each process.
 
-    Each pair of ranks has a semaphore for each direction. A rank that arrives raises those towards the others, and waits for
-    theirs; a pair's own counts one meeting after the other, so that a fast rank is never taken for a slow one. Nothing here
-    has a deadline: whoever started the ranks ends them all when one dies.
+    Each pair of ranks has a semaphore for each direction. A rank that arrives raises those towards
+    the others, and waits for theirs; a pair's own counts one meeting after the other, so that a
+    fast rank is never taken for a slow one. Nothing here has a deadline: whoever started the ranks
+    ends them all when one dies.
     """
 
     def __init__(self, memory: torch.Tensor, shard: Shard, staging_bytes: int) -> None:
-        """memory: segment_bytes of uint8, prepared, the same for all. staging_bytes: room for a rank's part of a row."""
+        """memory: segment_bytes of uint8, prepared, the same for all. staging_bytes: room for a
+        rank's part of a row."""
         self.shard = shard
         size, first = shard.size, _semaphores_bytes(shard.size)
         self._memory = memory  # the semaphores are reached by address

@@ -35,7 +35,8 @@ def start_followers(
     num_blocks: int,
     max_model_len: int,
 ) -> Followers:
-    """The processes of all ranks but this one, which load from now on, each with as many threads as this one has.
+    """The processes of all ranks but this one, which load from now on, each with as many threads as
+    this one has.
 
     layout: of the whole model's KV; its fingerprint may be missing. dtype: of the weights.
     """

@@ -31,14 +31,16 @@ _PROGRAM = (sys.executable, "-P", "-m", "baton.engine.tensor_parallel")
 
 
 def end_process(reason: str) -> None:
-    """What a worker does that has lost a rank: it ends at once, as if killed, and its sequences go on elsewhere."""
+    """What a worker does that has lost a rank: it ends at once, as if killed, and its sequences go
+    on elsewhere."""
     _log.critical("%s: this worker ends", reason)
     os._exit(1)
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A rank that runs. control: the socket to it; its end of file ends the rank. wait: until it has ended; its exit status."""
+    """A rank that runs. control: the socket to it; its end of file ends the rank. wait: until it
+    has ended; its exit status."""
 
     name: str
     control: socket.socket
@@ -61,7 +63,8 @@ def start_process(spec: RankSpec) -> Member:
 
 
 class RankTeam:
-    """See baton.engine.followers.Followers. Its methods belong to the thread that drives the engine."""
+    """See baton.engine.followers.Followers. Its methods belong to the thread that drives the
+    engine."""
 
     def __init__(
         self,
@@ -72,8 +75,8 @@ class RankTeam:
     ) -> None:
         """Start the others; they load while rank 0 does. Raises OSError.
 
-        spec: that of rank 0; file descriptors are filled in here. start: starts one. on_loss: called when the ranks cannot go
-        on, by any thread.
+        spec: that of rank 0; file descriptors are filled in here. start: starts one. on_loss:
+        called when the ranks cannot go on, by any thread.
         """
         self._on_loss = on_loss
         self._is_closing = threading.Event()

@@ -1,7 +1,9 @@
-"""Whole blocks to and from a contiguous payload, and the payload's xxh3_64 in the same pass over its bytes.
+"""Whole blocks to and from a contiguous payload, and the payload's xxh3_64 in the same pass over
+its bytes.
 
-Twin: copy, then xxhash.xxh3_64_intdigest(payload, seed). One pass reads each byte once, and on the way into the pool it writes
-past the caches, which a copy of numpy does for single pieces of many megabytes only.
+Twin: copy, then xxhash.xxh3_64_intdigest(payload, seed). One pass reads each byte once, and on the
+way into the pool it writes past the caches, which a copy of numpy does for single pieces of many
+megabytes only.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _MIN_BYTES = 241
 
 
 def checked_copy_of(pool: torch.Tensor) -> CheckedCopy | None:
-    """Of a pool [blocks, layers, ...] in host memory; None without the native library, or for blocks that it cannot copy."""
+    """Of a pool [blocks, layers, ...] in host memory; None without the native library, or for
+    blocks that it cannot copy."""
     native = library()
     layer_bytes = pool[0, 0].nbytes
     if native is None or layer_bytes % _STRIPE_BYTES or pool.data_ptr() % _STRIPE_BYTES:
@@ -30,7 +33,8 @@ def checked_copy_of(pool: torch.Tensor) -> CheckedCopy | None:
 
 
 class CheckedCopy:
-    """Ranges are the caller's to check. Thread-safe for distinct blocks; no call holds the GIL while it copies."""
+    """Ranges are the caller's to check. Thread-safe for distinct blocks; no call holds the GIL
+    while it copies."""
 
     def __init__(self, native: ctypes.CDLL, pool: torch.Tensor) -> None:
         self._native = native

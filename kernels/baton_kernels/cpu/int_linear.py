@@ -1,4 +1,5 @@
-"""Linear layers over int8 or int4 weights in native code. Inputs are rounded to int8, row by row; sums are exact.
+"""Linear layers over int8 or int4 weights in native code. Inputs are rounded to int8, row by row;
+sums are exact.
 
 weight[o, i] = (levels[o, i] - zeros[o, g]) * scales[o, g] with g = i // group_size; see linear.cpp.
 """
@@ -33,8 +34,9 @@ class NativeIntLinear:
         bias: torch.Tensor | None,
         allocate: Allocate = host_memory,
     ) -> None:
-        """levels [num_out, num_in] uint8 in [0, 2^bits); scales and zeros [num_out, groups] float32, zeros None if all
-        are 2^(bits - 1). allocate: gives the memory of what is packed."""
+        """levels [num_out, num_in] uint8 in [0, 2^bits); scales and zeros [num_out, groups]
+        float32, zeros None if all are 2^(bits - 1). allocate: gives the memory of what is
+        packed."""
         self.num_out, self.num_in = levels.shape
         num_groups = scales.shape[1]
         self._packed = tiles(_words(levels, bits), allocate)
@@ -71,7 +73,8 @@ class NativeIntLinear:
 
 
 def _words(levels: torch.Tensor, bits: int) -> torch.Tensor:
-    """[num_out, num_in] uint8 -> [num_out, words] int32: four bytes of k, or of k (low) and k + 4 (high)."""
+    """[num_out, num_in] uint8 -> [num_out, words] int32: four bytes of k, or of k (low) and k + 4
+    (high)."""
     if bits == 4:
         low, high = levels.reshape(len(levels), -1, 2, 4).unbind(2)
         levels = (low | (high << 4)).flatten(1)

@@ -1,7 +1,8 @@
-"""A decoder's layers in native code, in one call for any run of them: see layers.cpp for the stages of a layer.
+"""A decoder's layers in native code, in one call for any run of them: see layers.cpp for the stages
+of a layer.
 
-The same operations as those of baton_kernels one by one, so results are the same to the bit; what is saved is the price of
-calls, which is most of a decode step of a small model.
+The same operations as those of baton_kernels one by one, so results are the same to the bit; what
+is saved is the price of calls, which is most of a decode step of a small model.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class NativeLayer:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step's metadata: as baton_kernels.rope_kv_write and paged_attention take it, but for first_rows: as kv_write.head_rows
-    takes them. plans: by window."""
+    """A step's metadata: as baton_kernels.rope_kv_write and paged_attention take it, but for
+    first_rows: as kv_write.head_rows takes them. plans: by window."""
 
     pool: torch.Tensor
     scales: torch.Tensor | None
@@ -101,7 +102,8 @@ class _Stages(ctypes.Structure):
 
 
 def row_bytes(shape: LayerShape, itemsize: int, scratch_row_bytes: int) -> dict[str, int]:
-    """By what stages need within, bytes for each token of a step. scratch_row_bytes: see NativeLinear."""
+    """By what stages need within, bytes for each token of a step. scratch_row_bytes: see
+    NativeLinear."""
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     widths = {
         "normalised": shape.hidden_size,
@@ -123,7 +125,8 @@ def can_run(dtype: torch.dtype, pool_dtype: torch.dtype, head_dim: int) -> bool:
 
 
 class NativeLayers:
-    """Runs layers for which `can_run` holds. Keeps the memory of the largest step so far; one step at a time."""
+    """Runs layers for which `can_run` holds. Keeps the memory of the largest step so far; one step
+    at a time."""
 
     def __init__(
         self, layers: Sequence[NativeLayer], norm: torch.Tensor, shape: LayerShape
@@ -154,8 +157,9 @@ class NativeLayers:
     def begin(
         self, hidden: torch.Tensor, mixed: torch.Tensor, step: Step, max_rows: int
     ) -> RunningLayers:
-        """Start a step over hidden [tokens, hidden_size], which layers change in place. mixed [tokens, heads * head_dim] is what
-        attention gives to the rest of its layer. Both are contiguous. max_rows: most rows that the step goes on with."""
+        """Start a step over hidden [tokens, hidden_size], which layers change in place. mixed
+        [tokens, heads * head_dim] is what attention gives to the rest of its layer. Both are
+        contiguous. max_rows: most rows that the step goes on with."""
         scales = step.scales
         for plan in step.plans.values():
             plan.call.scales = None if scales is None else scales.data_ptr()
@@ -188,7 +192,8 @@ class NativeLayers:
         )
 
     def _make_room(self, max_rows: int) -> None:
-        """Point the call at memory for what its stages need within, each part at a multiple of 64 bytes."""
+        """Point the call at memory for what its stages need within, each part at a multiple of 64
+        bytes."""
         sizes = {name: -(-max_rows * size // 64) * 64 for name, size in self._row_bytes.items()}
         self._workspace = torch.empty(sum(sizes.values()), dtype=torch.uint8)
         at = self._workspace.data_ptr()
@@ -209,13 +214,15 @@ class RunningLayers:
         self._tensors: tuple[torch.Tensor, ...] = ()
 
     def goes_on_with(self, hidden: torch.Tensor, mixed: torch.Tensor) -> None:
-        """These rows alone from now on, of the step's tokens and with repeats: at most as many as it began for."""
+        """These rows alone from now on, of the step's tokens and with repeats: at most as many as
+        it began for."""
         self._tensors = hidden, mixed
         self._call.tokens = hidden.shape[0]
         self._call.hidden, self._call.mixed = hidden.data_ptr(), mixed.data_ptr()
 
     def run(self, first: int, end: int) -> None:
-        """Stages [first, end), counted over all layers, and past them one more: the norm of what they give, in its place."""
+        """Stages [first, end), counted over all layers, and past them one more: the norm of what
+        they give, in its place."""
         loaded().baton_layers(
             ctypes.addressof(self._call), first, end, self._dtype, torch.get_num_threads()
         )

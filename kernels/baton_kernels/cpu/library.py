@@ -1,9 +1,10 @@
-"""The native library: the sources beside this file, built by a C++ compiler once per CPU level, and the best one of this
-machine loaded.
+"""The native library: the sources beside this file, built by a C++ compiler once per CPU level, and
+the best one of this machine loaded.
 
-A wheel and an image have every level of their architecture, built beforehand by `python -m baton_kernels.cpu.library`,
-beside the sources. Where the one that is needed is missing it is built on first use. BATON_CPU_LEVEL forces a lower level,
-or `none`: then, without a compiler, or on a CPU that has no level, the torch twins run.
+A wheel and an image have every level of their architecture, built beforehand by `python -m
+baton_kernels.cpu.library`, beside the sources. Where the one that is needed is missing it is built
+on first use. BATON_CPU_LEVEL forces a lower level, or `none`: then, without a compiler, or on a CPU
+that has no level, the torch twins run.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ class LevelError(ValueError):
 def levels_of_machine(
     cpu_info: Path = _CPU_INFO, architecture: str | None = None
 ) -> tuple[str, ...]:
-    """Levels that this CPU has, as Linux describes it, best first. architecture: by default that of this machine."""
+    """Levels that this CPU has, as Linux describes it, best first. architecture: by default that of
+    this machine."""
     if not cpu_info.is_file():
         return ()
     lines = cpu_info.read_text().splitlines()
@@ -128,14 +130,15 @@ def chosen_level() -> str:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The chosen level's library, its functions declared; None where it cannot be had. A first call may take seconds to build
-    it. Raises LevelError."""
+    """The chosen level's library, its functions declared; None where it cannot be had. A first call
+    may take seconds to build it. Raises LevelError."""
     found = _load()
     return None if isinstance(found, str) else found
 
 
 def why_none() -> str:
-    """Why there is no library, by another try to load it; empty if there is one. Raises LevelError."""
+    """Why there is no library, by another try to load it; empty if there is one. Raises
+    LevelError."""
     found = _load()
     return found if isinstance(found, str) else ""
 
@@ -158,7 +161,8 @@ def _load() -> ctypes.CDLL | str:
 
 
 def level() -> str:
-    """The level that kernels run at; "none" where the torch twins do. Loads the library. Raises LevelError."""
+    """The level that kernels run at; "none" where the torch twins do. Loads the library. Raises
+    LevelError."""
     return NO_LEVEL if library() is None else chosen_level()
 
 
@@ -213,8 +217,9 @@ def _command(level_name: str) -> tuple[str, ...]:
 def build(
     level_name: str, path: Path, compiler: str | None = None, sources: Sequence[Path] = _SOURCES
 ) -> None:
-    """Build a library for a level, by default that of the kernels, whatever this CPU has. compiler: by default this machine's own.
-    Raises FileNotFoundError without one, subprocess.SubprocessError if it fails, OSError."""
+    """Build a library for a level, by default that of the kernels, whatever this CPU has. compiler:
+    by default this machine's own. Raises FileNotFoundError without one, subprocess.SubprocessError
+    if it fails, OSError."""
     compiler = compiler or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise FileNotFoundError("no C++ compiler (c++, g++ or clang++)")
@@ -228,7 +233,8 @@ def build(
 
 
 def build_all(folder: Path) -> list[Path]:
-    """Build what is missing in `folder` of this architecture's levels; the paths of all. Raises as `build` does."""
+    """Build what is missing in `folder` of this architecture's levels; the paths of all. Raises as
+    `build` does."""
     names = [name for name, of in LEVELS.items() if of.architecture == platform.machine()]
     paths = [folder / file_name(name) for name in names]
     missing = [(name, path) for name, path in zip(names, paths, strict=True) if not path.is_file()]

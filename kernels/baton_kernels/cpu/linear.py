@@ -1,4 +1,5 @@
-"""Linear layers in native code: weights packed once, read as one stream. See linear.cpp for layouts and order of sums."""
+"""Linear layers in native code: weights packed once, read as one stream. See linear.cpp for layouts
+and order of sums."""
 
 from __future__ import annotations
 
@@ -123,7 +124,8 @@ def run(
 
 
 def tiles(words: torch.Tensor, allocate: Allocate) -> torch.Tensor:
-    """[num_out, words] of 32-bit elements -> [tiles, words, 64] in memory of `allocate`, padded with zero outputs."""
+    """[num_out, words] of 32-bit elements -> [tiles, words, 64] in memory of `allocate`, padded
+    with zero outputs."""
     num_out, num_words = words.shape
     padded = torch.nn.functional.pad(words, (0, 0, 0, -num_out % TILE))
     tiled = padded.view(-1, TILE, num_words).transpose(1, 2)
@@ -131,8 +133,9 @@ def tiles(words: torch.Tensor, allocate: Allocate) -> torch.Tensor:
 
 
 def _in_planes(weight: torch.Tensor) -> torch.Tensor:
-    """float16 [num_out, num_in], padded to whole vectors of 16 outputs and reordered: where tiles() has the words of 16 outputs at
-    two values of k, these are 16 outputs at the one and the same 16 at the other, for CPUs widen them in that order."""
+    """float16 [num_out, num_in], padded to whole vectors of 16 outputs and reordered: where tiles()
+    has the words of 16 outputs at two values of k, these are 16 outputs at the one and the same 16
+    at the other, for CPUs widen them in that order."""
     padded = torch.nn.functional.pad(weight, (0, 0, 0, -weight.shape[0] % 16))
     pairs = padded.reshape(-1, 8, 2, weight.shape[1] // 2, 2)
     return pairs.permute(0, 4, 1, 3, 2).reshape(padded.shape)

@@ -18,10 +18,12 @@ _ARENA_BYTES = 16 << 20
 
 
 def host_memory(num_bytes: int) -> torch.Tensor:
-    """Fresh zeros [num_bytes] uint8 that begin with a huge page, and are in huge pages where the kernel has them.
+    """Fresh zeros [num_bytes] uint8 that begin with a huge page, and are in huge pages where the
+    kernel has them.
 
-    These are touched about three times as fast, and streams over them are read up to half as fast again. The last one is whole:
-    the memory taken is a multiple of 2 MiB, so that small things belong in an Arena.
+    These are touched about three times as fast, and streams over them are read up to half as fast
+    again. The last one is whole: the memory taken is a multiple of 2 MiB, so that small things
+    belong in an Arena.
     """
     memory = mmap.mmap(-1, num_bytes + 2 * _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
@@ -32,7 +34,8 @@ def host_memory(num_bytes: int) -> torch.Tensor:
 
 
 class Arena:
-    """host_memory for many things, also small ones, one after the other. They keep it alive, and it is free when all are gone."""
+    """host_memory for many things, also small ones, one after the other. They keep it alive, and it
+    is free when all are gone."""
 
     def __init__(self) -> None:
         self._left = torch.empty(0, dtype=torch.uint8)

@@ -1,4 +1,5 @@
-"""baton_kernels.paged_attention in native code: no KV is gathered, and a row's result does not depend on the batch."""
+"""baton_kernels.paged_attention in native code: no KV is gathered, and a row's result does not
+depend on the batch."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class _Call(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """A step's sequences, for the layers with one window. call: all but query, out, scales and layer are filled in.
+    """A step's sequences, for the layers with one window. call: all but query, out, scales and
+    layer are filled in.
 
     numbers: what the call's pointers point into.
     """
@@ -82,7 +84,8 @@ def plan_attention(
 
 
 def _numbers(slices: Sequence[AttentionSlice], group: int, num_kv_heads: int) -> array[int]:
-    """first_row, num_tokens, start, table_at, task_at and tables, one after the other. group: query heads of a KV head."""
+    """first_row, num_tokens, start, table_at, task_at and tables, one after the other. group: query
+    heads of a KV head."""
     first_rows, counts, starts, tables = zip(*slices, strict=True)
     tasks = (-(-count * group // _TASK_ROWS) * num_kv_heads for count in counts)
     numbers = array("q", (*first_rows, *counts, *starts))

@@ -1,4 +1,5 @@
-"""The likeliest tokens, natively, in one pass over the logits; the other operations are their twins."""
+"""The likeliest tokens, natively, in one pass over the logits; the other operations are their
+twins."""
 
 from __future__ import annotations
 

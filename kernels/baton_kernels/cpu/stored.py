@@ -1,4 +1,5 @@
-"""How the native kernels number types, of KV pools and of what they compute in: the enumeration `Stored` of simd.h."""
+"""How the native kernels number types, of KV pools and of what they compute in: the enumeration
+`Stored` of simd.h."""
 
 from __future__ import annotations
 
@@ -14,5 +15,6 @@ _NUMBERS = {
 
 
 def stored_number(dtype: torch.dtype) -> int | None:
-    """Of a pool's dtype, or of one for which `is_native` holds; None if the native kernels neither write nor read it."""
+    """Of a pool's dtype, or of one for which `is_native` holds; None if the native kernels neither
+    write nor read it."""
     return _NUMBERS.get(dtype)

@@ -1,4 +1,5 @@
-"""How a step's attention is cut into the work of programs, on the host, once per step and window: see paged_attention."""
+"""How a step's attention is cut into the work of programs, on the host, once per step and window:
+see paged_attention."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ from baton_kernels.paged_attention import AttentionSlice
 
 #: Keys of one item of a sequence with few new rows.
 SPLIT_TOKENS = 512
-#: Rows (tokens * heads that share a KV head) of the largest tile, and of a sequence whose keys are split at most.
+#: Rows (tokens * heads that share a KV head) of the largest tile, and of a sequence whose keys are
+#: split at most.
 MAX_ROWS = 128
 MAX_SPLIT_ROWS = 64
-#: int32 fields of an item: first row of the batch, number of tokens, position of the first, first entry of the block
-#: table, first key, end of the keys, index of the partial result or -1.
+#: int32 fields of an item: first row of the batch, number of tokens, position of the first, first
+#: entry of the block table, first key, end of the keys, index of the partial result or -1.
 ITEM_FIELDS = 7
-#: int32 fields of a merge: first row of the batch, number of tokens, first partial result, number of them.
+#: int32 fields of a merge: first row of the batch, number of tokens, first partial result, number
+#: of them.
 MERGE_FIELDS = 4
 
 
@@ -35,9 +38,11 @@ class Tile:
 
 
 def choose_tile(num_rows: int, pool: torch.Tensor, dtype: torch.dtype) -> Tile:
-    """The tile for a sequence with so many new rows, of `dtype`: what shared memory and registers hold without spilling.
+    """The tile for a sequence with so many new rows, of `dtype`: what shared memory and registers
+    hold without spilling.
 
-    Of float32 less fits, because its products are not the tensor cores', and of 8-bit codes too, which are widened first.
+    Of float32 less fits, because its products are not the tensor cores', and of 8-bit codes too,
+    which are widened first.
     """
     dim = triton.next_power_of_2(pool.shape[5])
     size = 4 if dtype == torch.float32 else pool.element_size()
@@ -51,8 +56,9 @@ def choose_tile(num_rows: int, pool: torch.Tensor, dtype: torch.dtype) -> Tile:
 class Launch:
     """Items of one tile size.
 
-    items [items, ITEM_FIELDS] int32; merges [merges, MERGE_FIELDS] int32; part [parts, kv_heads, block_m, head_dim] and
-    lse [parts, kv_heads, block_m] float32, written and read within one call: layers share them.
+    items [items, ITEM_FIELDS] int32; merges [merges, MERGE_FIELDS] int32; part [parts, kv_heads,
+    block_m, head_dim] and lse [parts, kv_heads, block_m] float32, written and read within one call:
+    layers share them.
     """
 
     tile: Tile
@@ -64,7 +70,8 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What the layers with one window do in one step. table: all block tables one after the other, int32.
+    """What the layers with one window do in one step. table: all block tables one after the other,
+    int32.
 
     slopes [heads] float32, or none.
     """
@@ -91,7 +98,8 @@ def plan_attention(
 ) -> AttentionPlan:
     """See the twin. One copy to the device.
 
-    choose: the tile for a number of rows. Raises ValueError if more than a tile's rows share a KV head.
+    choose: the tile for a number of rows. Raises ValueError if more than a tile's rows share a KV
+    head.
     """
     num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
     group = num_heads // num_kv_heads
@@ -127,7 +135,8 @@ def plan_attention(
 
 
 def most_items(num_tokens: int, window: int | None) -> int:
-    """Items that one new token can have at most, whose sequence has up to `num_tokens` tokens with it."""
+    """Items that one new token can have at most, whose sequence has up to `num_tokens` tokens with
+    it."""
     reach = num_tokens if window is None else min(num_tokens, window + SPLIT_TOKENS - 1)
     return -(-reach // SPLIT_TOKENS)
 
@@ -136,7 +145,8 @@ class WorkList:
     """Items and merges of one tile size, while a plan is made."""
 
     def __init__(self, tile: Tile, group: int, window: int | None) -> None:
-        """group: heads that share a KV head. Raises ValueError if they are more than a tile's rows."""
+        """group: heads that share a KV head. Raises ValueError if they are more than a tile's
+        rows."""
         if group > tile.block_m:
             raise ValueError(f"{group} heads share a KV head; at most {tile.block_m} can")
         self._tokens_per_tile = tile.block_m // group

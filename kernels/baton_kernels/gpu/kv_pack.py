@@ -1,15 +1,16 @@
 """Pack a token range of a block table into contiguous memory, and unpack it again.
 
-packed [layers, 2, kv_heads, tokens, head_dim]; packed[l, k, h, t] = pool[table[p // size], first_layer + l, k, h, p % size]
-with p = first_token + t.
+packed [layers, 2, kv_heads, tokens, head_dim]; packed[l, k, h, t] = pool[table[p // size],
+first_layer + l, k, h, p % size] with p = first_token + t.
 
-kv_pack_summed, kv_unpack_summed: a payload of runs, see the twin, and its word_sum in the same pass: each program adds the sum of
-its own rows to the total, which does not depend on the order.
+kv_pack_summed, kv_unpack_summed: a payload of runs, see the twin, and its word_sum in the same
+pass: each program adds the sum of its own rows to the total, which does not depend on the order.
 
-Rows of a block, layer, kind and head are together in the pool; heads lie stride elements apart: see kv_write.
+Rows of a block, layer, kind and head are together in the pool; heads lie stride elements apart: see
+kv_write.
 
-A program copies TOKENS rows of head_dim elements of one layer, kind and head: contiguous on the packed side, and in runs of
-a block's tokens on the other.
+A program copies TOKENS rows of head_dim elements of one layer, kind and head: contiguous on the
+packed side, and in runs of a block's tokens on the other.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def kv_pack(
     first_layer: int,
     packed: torch.Tensor,
 ) -> None:
-    """See the twin. `packed` may be on another device: then it is filled by one copy. block_ids may be an int32 tensor there
-    already."""
+    """See the twin. `packed` may be on another device: then it is filled by one copy. block_ids may
+    be an int32 tensor there already."""
     runs = _one_run(first_token, first_layer, packed)
     if packed.device == pool.device and packed.is_contiguous():
         _launch(pool, block_ids, runs, packed, None, 0, is_unpack=False)

@@ -1,7 +1,8 @@
-"""Attention plans at fixed addresses: a CUDA graph has its numbers of programs for good, so that a step's items are padded to them.
+"""Attention plans at fixed addresses: a CUDA graph has its numbers of programs for good, so that a
+step's items are padded to them.
 
-An item or a merge of zeros has no tokens: its programs read and write nothing. Real ones are those of an eager plan, in the same
-tiles, so that a row gets the same bits whatever it is padded to.
+An item or a merge of zeros has no tokens: its programs read and write nothing. Real ones are those
+of an eager plan, in the same tiles, so that a row gets the same bits whatever it is padded to.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class PlanRoom:
 
 @dataclass(frozen=True, slots=True)
 class Partials:
-    """Room for partial results, which the plans of all windows and sizes share: steps run one after the other.
+    """Room for partial results, which the plans of all windows and sizes share: steps run one after
+    the other.
 
     part [parts, kv_heads, block_m, head_dim], lse [parts, kv_heads, block_m], float32.
     """
@@ -59,10 +61,12 @@ def empty_partials(num_parts: int, pool: torch.Tensor, tile: Tile) -> Partials:
 
 
 def padded_fields(work: WorkList, room: PlanRoom, idle_rows: range) -> Iterator[int]:
-    """`room.num_fields` numbers: items, longest first, then merges, each followed by padding. There is room for all.
+    """`room.num_fields` numbers: items, longest first, then merges, each followed by padding. There
+    is room for all.
 
-    idle_rows: rows of the batch that only fill it up. Each has an item without keys, which writes zeros: what is computed from
-    them is of no interest, but should not be what memory happens to hold.
+    idle_rows: rows of the batch that only fill it up. Each has an item without keys, which writes
+    zeros: what is computed from them is of no interest, but should not be what memory happens to
+    hold.
     """
     idle = ((row, 1, 0, 0, 0, 0, -1) for row in idle_rows)
     num_spare = room.num_items - len(work.items) - len(idle_rows)
@@ -84,8 +88,9 @@ def padded_plan(
     scale: float,
     window: int | None,
 ) -> AttentionPlan:
-    """The plan that reads what padded_fields gave from `fields` [room.num_fields], and block tables from `table`, both int32, whenever
-    it is run. `partials` has room for `room.num_items` parts if there are any merges."""
+    """The plan that reads what padded_fields gave from `fields` [room.num_fields], and block tables
+    from `table`, both int32, whenever it is run. `partials` has room for `room.num_items` parts if
+    there are any merges."""
     end_items = room.num_items * ITEM_FIELDS
     launch = Launch(
         tile,

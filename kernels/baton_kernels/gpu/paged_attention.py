@@ -1,20 +1,25 @@
-"""Causal attention of a packed batch over the paged KV pool: prefill over a cached prefix, decode and verification.
+"""Causal attention of a packed batch over the paged KV pool: prefill over a cached prefix, decode
+and verification.
 
-For a query at position p, head h, KV head g = h // GROUP, over positions j <= p, and j > p - window if there is a window:
+For a query at position p, head h, KV head g = h // GROUP, over positions j <= p, and j > p - window
+if there is a window:
     s_j = q . k_j * scale                                  [softcap * tanh(s_j / softcap) if there is a soft-cap]
     out = sum_j softmax_j(s_j + slope_h * (j - p)) v_j      [slopes: ALiBi]
 
-Work is cut into items. An item is a run of one sequence's new tokens and a range of its keys; a program takes one item
-and one KV head, and the GROUP heads that share it are rows of one matrix: BLOCK_M rows = tokens * GROUP. Few rows
-(decode, verification) make many items of SPLIT_TOKENS keys each, whose results are put together by `_merge`. Softmax is
-taken online (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022), in base 2.
+Work is cut into items. An item is a run of one sequence's new tokens and a range of its keys; a
+program takes one item and one KV head, and the GROUP heads that share it are rows of one matrix:
+BLOCK_M rows = tokens * GROUP. Few rows (decode, verification) make many items of SPLIT_TOKENS keys
+each, whose results are put together by `_merge`. Softmax is taken online (Milakov and Gimelshein,
+2018; FlashAttention, Dao et al., 2022), in base 2.
 
-What a row yields depends on its own sequence alone: ranges begin at multiples of SPLIT_TOKENS, tiles at multiples of
-BLOCK_N, and the size of its tile follows from its own sequence's number of new tokens, never from the batch.
+What a row yields depends on its own sequence alone: ranges begin at multiples of SPLIT_TOKENS,
+tiles at multiples of BLOCK_N, and the size of its tile follows from its own sequence's number of
+new tokens, never from the batch.
 
-    query, out [tokens, heads, head_dim]; pool [blocks, layers, 2, kv_heads, block_size, head_dim]; scales, if the pool is quantised,
-    [blocks, layers, 2, kv_heads, block_size]. A head here is a block's rows of one layer, kind and KV head: they are together,
-    and heads lie stride elements, or scale_stride scales, apart.
+    query, out [tokens, heads, head_dim]; pool [blocks, layers, 2, kv_heads, block_size, head_dim];
+    scales, if the pool is quantised, [blocks, layers, 2, kv_heads, block_size]. A head here is a
+    block's rows of one layer, kind and KV head: they are together, and heads lie stride elements,
+    or scale_stride scales, apart.
 """
 
 from __future__ import annotations
@@ -68,9 +73,9 @@ def _tile(
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take keys [start, start + BLOCK_N), which are in blocks `block` [BLOCK_N], into the running softmax. Keys from `end` on
-    are not there. Returns the blocks of the next tile too: read here, a tile ahead, they do not stand in the way of loading
-    several tiles of keys ahead."""
+    """Take keys [start, start + BLOCK_N), which are in blocks `block` [BLOCK_N], into the running
+    softmax. Keys from `end` on are not there. Returns the blocks of the next tile too: read here, a
+    tile ahead, they do not stand in the way of loading several tiles of keys ahead."""
     keys = start + tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     there = keys < end
@@ -109,7 +114,8 @@ def _tile(
             visible = visible & (keys[None, :] > positions[:, None] - window)
         s = tl.where(visible, s, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(s, 1))
-    # A row that has seen no key yet keeps its peak of -inf: the difference of two such would be NaN.
+    # A row that has seen no key yet keeps its peak of -inf: the difference of two such would be
+    # NaN.
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
     p = tl.exp2(s - base[:, None])
     fade = tl.exp2(peak - base)
@@ -128,8 +134,8 @@ def _attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SCALES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (items, kv_heads). Writes `out`, or the partial result: part [parts, kv_heads, BLOCK_M, HEAD_DIM] and its
-    log2-sum-exp [parts, kv_heads, BLOCK_M], float32."""
+    """Grid (items, kv_heads). Writes `out`, or the partial result: part [parts, kv_heads, BLOCK_M,
+    HEAD_DIM] and its log2-sum-exp [parts, kv_heads, BLOCK_M], float32."""
     kv_head = tl.program_id(1)
     num_kv_heads = tl.num_programs(1)
     item = items_ptr + tl.program_id(0) * ITEM
@@ -201,7 +207,8 @@ def _merge(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, FIELDS: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (merges, kv_heads, BLOCK_M): out = sum_i 2^(lse_i) part_i / sum_i 2^(lse_i), in order of i."""
+    """Grid (merges, kv_heads, BLOCK_M): out = sum_i 2^(lse_i) part_i / sum_i 2^(lse_i), in order of
+    i."""
     kv_head = tl.program_id(1)
     num_kv_heads = tl.num_programs(1)
     row = tl.program_id(2)
@@ -253,8 +260,8 @@ def paged_attention(
     plan: AttentionPlan,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See the twin. query's heads and elements must be contiguous; its tokens may be apart. New keys and values are read
-    from the pool."""
+    """See the twin. query's heads and elements must be contiguous; its tokens may be apart. New
+    keys and values are read from the pool."""
     return attend(query, pool, scales, layer, plan)
 
 

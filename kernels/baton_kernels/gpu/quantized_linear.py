@@ -1,11 +1,12 @@
-"""Linear layers with quantised weights: y = x W^T (+ bias) (+ residual), W [out, in] kept as levels or codes.
+"""Linear layers with quantised weights: y = x W^T (+ bias) (+ residual), W [out, in] kept as levels
+or codes.
 
     int:  W[o, i] = (level[o, i] - zero[g, o]) * scale[g, o]        levels of 4 or 8 bits in runs of inputs: see IntWeight
     fp8:  W[o, i] = code[o, i] * scale[o]                           codes [out, in] float8, and x in float8 with x_scales [rows]
 
-A level less its zero is a small integer, exact in the dtype of x: it is multiplied as it is, and the scale is applied to the sum
-of each run. A program makes a tile of BLOCK_M rows by BLOCK_N outputs, whose size follows from the number of rows; each sum is
-taken over the inputs in order.
+A level less its zero is a small integer, exact in the dtype of x: it is multiplied as it is, and
+the scale is applied to the sum of each run. A program makes a tile of BLOCK_M rows by BLOCK_N
+outputs, whose size follows from the number of rows; each sum is taken over the inputs in order.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def _int_linear(
     BITS: tl.constexpr, RUN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles, output tiles). A step takes one run; of 4 bits, its first half in the low ones, the second in the high.
+    """Grid (row tiles, output tiles). A step takes one run; of 4 bits, its first half in the low
+    ones, the second in the high.
     BLOCK_K: bytes of levels in a run, padded to a power of two."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     outs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -152,7 +154,8 @@ def fp8_linear(
 
 
 def _tile(num_rows: int) -> tuple[int, int, int, int]:
-    """BLOCK_M, BLOCK_N, BLOCK_K and warps: many small programs for few rows, which only read weights; large ones for many."""
+    """BLOCK_M, BLOCK_N, BLOCK_K and warps: many small programs for few rows, which only read
+    weights; large ones for many."""
     if num_rows <= 16:
         return 16, 32, 128, 4
     if num_rows <= 64:

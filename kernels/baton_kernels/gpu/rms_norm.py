@@ -2,8 +2,8 @@
 
     x [outer, inner, dim], rows anywhere; weight [dim]; y [outer, inner, dim] contiguous
 
-A program takes as many rows as make about TILE_ELEMENTS elements. Each value is rounded where the twin rounds it.
-There is no form that adds a residual: linear layers do, in their epilogue.
+A program takes as many rows as make about TILE_ELEMENTS elements. Each value is rounded where the
+twin rounds it. There is no form that adds a residual: linear layers do, in their epilogue.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Rotate queries and keys by their positions, and write keys and values into the paged KV pool, in one pass.
+"""Rotate queries and keys by their positions, and write keys and values into the paged KV pool, in
+one pass.
 
 A head vector is split in halves (a, b); with c, s the cosine and sine of its position's angles,
     a' = a c - b s,    b' = b c + a s            each product rounded to the dtype, as the twin's are.
 
-    query [tokens, heads, head_dim], key, value [tokens, kv_heads, head_dim], heads contiguous, tokens anywhere;
-    cos, sin [tokens, head_dim / 2]; rows [tokens * kv_heads] int64, as slot_rows gives them: BLOCK_SIZE rows of head_dim are together,
-    such heads lie stride elements apart; scales, if the pool is quantised, one float32 per row: see baton_kernels.kv_write. Tokens
+    query [tokens, heads, head_dim], key, value [tokens, kv_heads, head_dim], heads contiguous,
+    tokens anywhere; cos, sin [tokens, head_dim / 2]; rows [tokens * kv_heads] int64, as slot_rows
+    gives them: BLOCK_SIZE rows of head_dim are together, such heads lie stride elements apart;
+    scales, if the pool is quantised, one float32 per row: see baton_kernels.kv_write. Tokens
     without a slot have negative rows: nothing of them is written.
 
 A program takes one token.
@@ -37,7 +39,8 @@ def _store(
     pool_ptr, scales_ptr, rows, stride, scale_stride, first, second, dims, inside,
     BLOCK_SIZE: tl.constexpr, LIMIT: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Write halves [heads, head_dim / 2] into rows [heads] of the pool, quantised if there is a LIMIT."""
+    """Write halves [heads, head_dim / 2] into rows [heads] of the pool, quantised if there is a
+    LIMIT."""
     head = rows // BLOCK_SIZE
     offset = rows % BLOCK_SIZE
     at = (head * stride + offset * (2 * HALF))[:, None] + dims[None, :]
@@ -129,7 +132,8 @@ def rope_kv_write(
     rows: torch.Tensor,
     scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the twin. Heads and elements of query, key and value must be contiguous; their tokens may be apart."""
+    """See the twin. Heads and elements of query, key and value must be contiguous; their tokens may
+    be apart."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
     for x in (query, key, value):

@@ -1,8 +1,9 @@
-"""Choose tokens from logits without asking the device: top-k, top-p, and the draw. The other filters are their twins.
+"""Choose tokens from logits without asking the device: top-k, top-p, and the draw. The other
+filters are their twins.
 
-A row's threshold is found by bisection over the 32 bits of an order-preserving code of float32, a pass over the row for each:
-the largest code c for which enough tokens (top-k) or enough probability (top-p) have codes >= c. No sort, and no row
-depends on another.
+A row's threshold is found by bisection over the 32 bits of an order-preserving code of float32, a
+pass over the row for each: the largest code c for which enough tokens (top-k) or enough probability
+(top-p) have codes >= c. No sort, and no row depends on another.
 
     logits [rows, vocab] float32
 """
@@ -81,7 +82,8 @@ def _keep_top_p(logits_ptr, top_p_ptr, vocab_size, BLOCK: tl.constexpr):
             masses += tl.where(_code(x) >= trial, tl.exp(x - peak), 0.0)
         mass = tl.sum(masses, 0)
         enough = mass >= wanted
-        # The last trial that was not enough is the threshold's successor: its mass is what lies above.
+        # The last trial that was not enough is the threshold's successor: its mass is what lies
+        # above.
         above = tl.where(enough, above, mass)
         threshold = tl.where(enough, trial, threshold)
     # Of the tokens at the threshold, those with the lowest ids that are still missing.
@@ -115,7 +117,8 @@ def _mix(x):
 
 @triton.jit
 def _log1p(x):
-    """log(1 + x) for x in (-1, 0], right to a few units in the last place however small x is (Kahan)."""
+    """log(1 + x) for x in (-1, 0], right to a few units in the last place however small x is
+    (Kahan)."""
     one_more = 1.0 + x
     small = one_more == 1.0
     return tl.where(small, x, tl.log(one_more) * (x / tl.where(small, 1.0, one_more - 1.0)))
@@ -125,7 +128,8 @@ def _log1p(x):
 def _noisy_max(
     logits_ptr, keys_ptr, best_ptr, best_id_ptr, vocab_size, num_parts, BLOCK: tl.constexpr
 ):
-    """Grid (rows, parts): the largest logit plus noise of a part of the vocabulary, and the lowest id that has it."""
+    """Grid (rows, parts): the largest logit plus noise of a part of the vocabulary, and the lowest
+    id that has it."""
     row = tl.program_id(0)
     part = tl.program_id(1)
     ids = part * BLOCK + tl.arange(0, BLOCK)
@@ -167,7 +171,8 @@ def keep_top_k(logits: torch.Tensor, top_k: torch.Tensor) -> None:
 
 
 def keep_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> None:
-    """See the twin. Sums are taken in another order: a set whose probability is top_p to rounding may be one larger."""
+    """See the twin. Sums are taken in another order: a set whose probability is top_p to rounding
+    may be one larger."""
     _check(logits)
     _keep_top_p[(logits.shape[0],)](
         logits,

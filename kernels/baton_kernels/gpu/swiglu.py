@@ -1,6 +1,7 @@
 """Gated activation: y = silu(gate) * up, where silu(g) = g / (1 + exp(-g)).
 
-gate_up [tokens, 2 * dim], the gate first -> [tokens, dim]. silu is rounded to the dtype before it is multiplied, as the twin's is.
+gate_up [tokens, 2 * dim], the gate first -> [tokens, dim]. silu is rounded to the dtype before it
+is multiplied, as the twin's is.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""These tests run Triton kernels on the CPU, in a process of their own: tests/kernels/test_interpreted.py starts it.
+"""These tests run Triton kernels on the CPU, in a process of their own:
+tests/kernels/test_interpreted.py starts it.
 
-Whether a kernel is interpreted is settled when Triton is imported, so that it cannot be switched within a process.
+Whether a kernel is interpreted is settled when Triton is imported, so that it cannot be switched
+within a process.
 """
 
 from __future__ import annotations

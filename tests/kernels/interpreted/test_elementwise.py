@@ -1,4 +1,5 @@
-"""Norms, activation, rotation and the KV write against their twins: bit for bit in half precision, where both round at the same places."""
+"""Norms, activation, rotation and the KV write against their twins: bit for bit in half precision,
+where both round at the same places."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def test_rope_kv_write(
     heads: int, kv_heads: int, dim: int, block_size: int,
     dtype: torch.dtype, pool_dtype: torch.dtype | None,
 ) -> None:  # fmt: skip
-    """The tokens' vectors are parts of one fused matrix. Nothing but the tokens' slots is touched; one has none."""
+    """The tokens' vectors are parts of one fused matrix. Nothing but the tokens' slots is touched;
+    one has none."""
     num_tokens, layer = 5, 1
     fused = randn(num_tokens, heads + 2 * kv_heads, dim, dtype=dtype) * 2
     fused[2, heads] = 0
@@ -84,7 +86,8 @@ def test_rope_kv_write(
 
 
 def test_rope_kv_write_in_float8() -> None:
-    """Numbers that float8 holds exactly, not rotated: the interpreter's own rounding to float8 is wrong where it carries."""
+    """Numbers that float8 holds exactly, not rotated: the interpreter's own rounding to float8 is
+    wrong where it carries."""
     kv_heads, dim, shape = 2, 16, (2, 1, 2, 2, 8, 16)
     codes = torch.arange(6 * dim).reshape(1, 6, dim).to(torch.uint8).view(torch.float8_e4m3fn)
     fused = codes.float()

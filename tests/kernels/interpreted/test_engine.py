@@ -1,4 +1,5 @@
-"""A whole engine on the Triton kernels, interpreted, chooses the tokens that it chooses on their twins."""
+"""A whole engine on the Triton kernels, interpreted, chooses the tokens that it chooses on their
+twins."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def int_linear(
 
 
 def use_triton(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Layers are called operation by operation, as on a GPU; returns the modules of the kernels that were."""
+    """Layers are called operation by operation, as on a GPU; returns the modules of the kernels
+    that were."""
     used = set()
 
     def triton_kernel(self: Op, _device_type: str) -> object:  # type: ignore[type-arg]

@@ -21,7 +21,8 @@ BLOCK_SIZE = 16
 @pytest.mark.parametrize("window", [None, 700])
 @pytest.mark.parametrize("spare", [0, 3])
 def test_same_bits_as_without_padding(window: int | None, spare: int) -> None:
-    """One buffer, filled anew for each step; what earlier steps left in it and in the partial results does not matter."""
+    """One buffer, filled anew for each step; what earlier steps left in it and in the partial
+    results does not matter."""
     generator = torch.Generator().manual_seed(3)
     fields = torch.full((200,), -7, dtype=torch.int32)
     table = torch.full((400,), 1 << 30, dtype=torch.int32)

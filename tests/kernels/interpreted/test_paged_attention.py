@@ -121,7 +121,8 @@ def test_tokens_of_the_query_may_be_apart() -> None:
 def test_a_row_does_not_depend_on_the_batch_nor_on_rows_beside_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Bit for bit: a sequence alone and among others; its last token decoded and verified with those before it."""
+    """Bit for bit: a sequence alone and among others; its last token decoded and verified with
+    those before it."""
     monkeypatch.setattr(attention_plan, "SPLIT_TOKENS", 32)
     batch = batch_of([(70, 3), (5, 1), (90, 2)], Heads(4, 2, 16), 16, torch.float32)
     together = run(batch, 0.3, block_n=16)

@@ -73,7 +73,8 @@ def test_what_cannot_be_packed_is_refused() -> None:
 
 
 def test_fp8_linear() -> None:
-    """Of numbers that float8 holds exactly: the interpreter's own rounding to float8 is wrong where it carries."""
+    """Of numbers that float8 holds exactly: the interpreter's own rounding to float8 is wrong where
+    it carries."""
     x = codes(3, 96, low=-8, high=9).float()
     x[:, 0] = 448.0
     weight = codes(40, 96, low=-8, high=9).float().to(torch.float8_e4m3fn)

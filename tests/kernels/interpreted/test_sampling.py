@@ -37,7 +37,8 @@ def test_gumbel_argmax(vocab_size: int) -> None:
 
 
 def test_noise_of_very_likely_and_very_unlikely_numbers() -> None:
-    """Over many ids the hash comes near both ends of (0, 1): with equal logits the noise alone decides."""
+    """Over many ids the hash comes near both ends of (0, 1): with equal logits the noise alone
+    decides."""
     logits = torch.zeros(3, 100_000)
     keys = make_keys(3)
     assert torch.equal(kernels.gumbel_argmax(logits, keys), twins.gumbel_argmax(logits, keys))

@@ -1,6 +1,8 @@
-"""Decode steps that are replayed give what they give when run eagerly, to the bit, on the kernels that a GPU would run.
+"""Decode steps that are replayed give what they give when run eagerly, to the bit, on the kernels
+that a GPU would run.
 
-Replaying is calling here: what is tested is that a recorded step reads nothing but its buffers, and that padding does no harm.
+Replaying is calling here: what is tested is that a recorded step reads nothing but its buffers, and
+that padding does no harm.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class CountedGraph:
 
 
 class NoHost(TorchDispatchMode):
-    """Refuses what a CUDA graph cannot hold: waiting for a result, and numbers that come from the host."""
+    """Refuses what a CUDA graph cannot hold: waiting for a result, and numbers that come from the
+    host."""
 
     REFUSED = frozenset(
         {"item", "_local_scalar_dense", "is_nonzero", "nonzero", "lift_fresh", "masked_select"}
@@ -139,7 +142,8 @@ def fill(engine: TorchEngine) -> None:
 
 
 def decode_batch(rng: random.Random, num_seqs: int, most: int) -> Batch:
-    """Sequences of random lengths up to `most`; tables, longer than they need be, are of random blocks, none of which two share."""
+    """Sequences of random lengths up to `most`; tables, longer than they need be, are of random
+    blocks, none of which two share."""
     blocks = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
     parts = []
     for _ in range(num_seqs):
