@@ -88,7 +88,6 @@ class Output:
             self._handoffs.commit(sequence, firsts)
             return
         token_index = len(spec.output_token_ids)
-        goes_on = False
         for offset, sample in enumerate(firsts):
             finish = finish_reason(
                 sample.token_id,
@@ -97,10 +96,11 @@ class Output:
                 spec.sampling,
                 self._state.spec.max_model_len,
             )
-            goes_on = goes_on or finish is FinishReason.NONE
+            if finish is FinishReason.NONE and sequence.reporting_choice is None:
+                sequence.reporting_choice = offset
             event = Tokens(token_index, (sample,), finish)
             self._state.emit_at(sequence.stream, sequence.handle + offset, event)
-        if goes_on:
+        if sequence.reporting_choice is not None:
             self._handoffs.commit(sequence, firsts)
             if spec.num_choices == 1:
                 sequence.token_ids.append(firsts[0].token_id)

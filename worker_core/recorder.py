@@ -233,6 +233,7 @@ class WorkerRecorder:
         if isinstance(event, Tokens):
             self._count_tokens(key, event, now_s)
             return
+        key = self._with_destination(key) or key
         sequence = self._sequences.get(key)
         if sequence is None:
             return

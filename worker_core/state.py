@@ -122,7 +122,10 @@ class CoreState:
         return self.spec.shares_prefixes(len(spec.prompt_token_ids))
 
     def emit(self, group: SequenceGroup, event: SequenceEvent) -> None:
-        self._events.append(StreamEvent(group.stream, group.handle, event))
+        handle = group.handle
+        if isinstance(group, WorkerSequence):
+            handle += group.reporting_choice or 0
+        self._events.append(StreamEvent(group.stream, handle, event))
 
     def emit_at(self, stream: int, handle: int, event: SequenceEvent) -> None:
         self._events.append(StreamEvent(stream, handle, event))

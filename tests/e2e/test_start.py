@@ -113,6 +113,6 @@ def test_each_process_tells_its_phases_and_the_ready_line_what_was_chosen(served
         own = [phase.strip() for child, phase in phases if child == name]
         assert own == ["importing", "importing torch", "loading weights", "ready"]
     ready, _, example = lines[-3:]
-    assert f"{MODEL}; bfloat16 (the checkpoint's); " in ready
+    assert f"{MODEL}; bfloat16 (the checkpoint's type)" in ready
     assert ready.endswith("; 1 prefill + 1 decode + 1 gateway\n")
     assert example.startswith("  try: baton generate ")

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.slow
 VOCAB = 1000
 
 
-def borrowed_tokens(page: str) -> int:
-    (found,) = re.findall(r"^baton_prefix_borrowed_tokens\S* (\S+)$", page, re.MULTILINE)
+def fetched_tokens(page: str) -> int:
+    (found,) = re.findall(r"^baton_prefix_fetched_tokens\S* (\S+)$", page, re.MULTILINE)
     return int(float(found))
 
 
@@ -57,4 +57,4 @@ async def test_a_prefill_worker_without_a_cache_borrows_the_conversation_so_far(
             assert has_crossed(done)
             said += [*done.token_ids, *range(200 + turn, 240 + turn)]
         # Each turn holds all of the last one but its last token, in whole blocks of 4.
-        assert borrowed_tokens(await fetch_metrics(port)) == (139 // 4 + 219 // 4) * 4
+        assert fetched_tokens(await fetch_metrics(port)) == (139 // 4 + 219 // 4) * 4

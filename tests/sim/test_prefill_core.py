@@ -12,7 +12,7 @@ from baton.engine.oracle import OracleEngine, OracleOptions, oracle_tokens
 from baton.errors import Cancelled, EngineFault, HandoffFailed, PeerMismatch
 from baton.events import Failed, HandedOff, HandOffFailed, Prefilled, Tokens
 from baton.types import KvSource, Sample, Sampling, SequenceSpec
-from kv_transfer.kv_ticket import KvTicket
+from kv_transfer.kv_ticket import parse_ticket
 from kv_transfer.sender import SendDone
 from kv_transfer.ticket_table import TicketTable
 from kv_transfer.transport.loopback import LoopbackHub
@@ -114,8 +114,8 @@ def test_blocks_that_a_fetch_may_still_write_stay_leased_after_the_sender_had_it
         engine, sender, 64, pool=pool, tickets=worker.tickets, costs=EagerFetches(min_tokens=1)
     )
     core.step([open_(1, spec_of("a", 10), num_held_tokens=8)])
-    ticket = worker.tickets.begin(sender.borrowed[0], connection=1)
-    assert isinstance(ticket, KvTicket)
+    assert worker.tickets.begin(sender.borrowed[0], connection=1) is None
+    ticket = parse_ticket(sender.borrowed[0])
     piece = KvRange(0, 8, 0, NUM_LAYERS)
     assert isinstance(worker.tickets.pin(ticket.ticket_id, ticket.epoch, 1, piece), tuple)
 
@@ -176,6 +176,21 @@ def test_a_sequence_of_several_choices_whose_handoff_failed_is_over() -> None:
     (end,) = core.step([SendDone("0/1", HandoffFailed("refused"), 0)]).events
     assert isinstance(end.event, Failed)
     assert end.event.is_retriable
+
+
+def test_the_end_of_a_handoff_is_reported_to_a_choice_that_goes_on() -> None:
+    """A gateway that has seen a choice end has no ear for its handle any more."""
+    prompt = tuple(range(9))
+    free = Sampling(temperature=0.9, seed=3, max_tokens=9)
+    firsts = [oracle_tokens(prompt, free, 1000, choice)[0] for choice in (0, 1)]
+    assert firsts[0] != firsts[1]
+    for stop, handle in ((firsts[0], 2), (firsts[1], 1)):
+        sampling = replace(free, stop_token_ids=frozenset({stop}))
+        core = new_core(RecordingSender())
+        core.step([open_(1, SequenceSpec("a", prompt, sampling, num_choices=2))])
+        (end,) = core.step([SendDone("0/1", None, 100)]).events
+        assert isinstance(end.event, HandedOff)
+        assert end.handle == handle
 
 
 def test_a_handoff_that_ends_before_its_prompt_is_here() -> None:

@@ -203,7 +203,8 @@ class SimClient:
         for addressed in worker.step().events:
             handle, event = addressed.handle, addressed.event
             self.seen.add(type(event).__name__)
-            group = [h for h, s in self.live.items() if s.first == handle]
+            first = self.live[handle].first if handle in self.live else handle
+            group = [h for h, s in self.live.items() if s.first == first]
             match event:
                 case Failed() if group:
                     self.failed[self.live[group[0]].spec.request_id] = event
