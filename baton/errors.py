@@ -2,19 +2,24 @@
 details.
 
 BatonError
-├── InvalidRequest        INVALID_ARGUMENT     the caller must change a field; names it, its value and the fix
+├── InvalidRequest        INVALID_ARGUMENT     the caller must change a field; names it, its value
+│                                              and the fix
 ├── ModelNotFound         NOT_FOUND            no such model here
 ├── Unauthenticated       UNAUTHENTICATED      the caller has shown no API key of this server
-├── PermissionDenied      PERMISSION_DENIED    the caller's certificate is not one that this worker answers to
+├── PermissionDenied      PERMISSION_DENIED    the caller's certificate is not one that this worker
+│                                              answers to
 ├── Overloaded            RESOURCE_EXHAUSTED   full now; says when to try again
-├── NoWorkers             UNAVAILABLE          a tier has no worker that takes work; says when to try again
-├── WorkerLost            UNAVAILABLE          the worker went away, and the request could not be placed anew
+├── NoWorkers             UNAVAILABLE          a tier has no worker that takes work; says when to
+│                                              try again
+├── WorkerLost            UNAVAILABLE          the worker went away, and the request could not be
+│                                              placed anew
 ├── HandoffFailed         UNAVAILABLE          KV did not arrive whole; the same request may succeed
 ├── Draining              UNAVAILABLE          this worker takes no more work
 ├── DeadlineExceeded      DEADLINE_EXCEEDED    the client's or the handoff's time is over
 ├── ClientStalled         ABORTED              the client stopped reading
 ├── Cancelled             CANCELLED            the caller gave the request up
-├── PeerMismatch          FAILED_PRECONDITION  two workers cannot work together; names the field and both values
+├── PeerMismatch          FAILED_PRECONDITION  two workers cannot work together; names the field and
+│                                              both values
 ├── EngineFault           INTERNAL             a step failed because of this request; others go on
 └── StartupError          (never on the wire)  the process cannot start
     ├── ConfigError           an option's value is wrong; names option, value and fix

@@ -25,7 +25,10 @@ CONVERTIBLE_DTYPES = frozenset({"float32", "bfloat16", "float16"}) | SCALED_DTYP
 #: NumericsClass.level of a CPU without native kernels.
 NO_LEVEL = "none"
 #: What whoever has such a CPU is told, at the start, by `baton doctor` and by `baton status`.
-FALLBACK_NOTICE = "no native CPU kernels, torch's operations run instead: several times slower, and tokens may depend on the batch"
+FALLBACK_NOTICE = (
+    "no native CPU kernels, torch's operations run instead: several times slower, "
+    "and tokens may depend on the batch"
+)
 
 #: Sort key of service order, total over the sequences of a gateway: see SequenceSpec.rank.
 Rank = tuple[int, int, str, int]

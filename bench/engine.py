@@ -1,6 +1,7 @@
 """The engine alone on the CPU, beside the machine's roof: time of a decode step and of a prompt.
 
-    python -m bench.engine [--model NAME ...] [--dtype NAME ...] [--rounds 5] [--threads N] [--twins] [--json FILE]
+    python -m bench.engine [--model NAME ...] [--dtype NAME ...] [--rounds 5] [--threads N]
+        [--twins] [--json FILE]
 
 The floor is the least time that a step or a prompt can take on this machine by the roof measured in
 this run: weights and KV read once at the read roof, or its operations at the roof of products,

@@ -1,7 +1,8 @@
 """What of a handoff a request sees: from the end of its prefill to the writing of the commit, in
 two processes.
 
-    python -m bench.exposed [--lengths 600,1000,1900] [--num-requests 12] [--json FILE] [--doc docs/kv_transfer.md]
+    python -m bench.exposed [--lengths 600,1000,1900] [--num-requests 12]
+        [--json FILE] [--doc docs/kv_transfer.md]
 
 Random prompts, one at a time, prefix caches off: all KV is moved. --doc puts the table into a page,
 where its part "exposed" is.
@@ -101,9 +102,10 @@ def markdown(
     """What was run, where, and the table."""
     load = ", ".join(f"{value:.1f}" for value in machine["load_average"])
     return (
-        f"{datetime.now(UTC).date().isoformat()}, {machine['num_cores']} cores of {machine['cpu']}, python {versions['python']}, "
-        f"torch {versions['torch']}; {model} in float32, {len(found[0].exposed_ms)} requests a row; load averages at the end "
-        f"{load}.\n\n{table(found)}\n"
+        f"{datetime.now(UTC).date().isoformat()}, {machine['num_cores']} cores of "
+        f"{machine['cpu']}, python {versions['python']}, torch {versions['torch']}; "
+        f"{model} in float32, {len(found[0].exposed_ms)} requests a row; "
+        f"load averages at the end {load}.\n\n{table(found)}\n"
     )
 
 

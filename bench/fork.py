@@ -1,6 +1,7 @@
 """Several choices of one prompt: what they share, beside as many separate requests.
 
-    python -m bench.fork [--model DIR] [--rounds 5] [--prompt-tokens 512] [--output-tokens 64] [--json FILE]
+    python -m bench.fork [--model DIR] [--rounds 5] [--prompt-tokens 512]
+        [--output-tokens 64] [--json FILE]
 
 One prefill worker, one decode worker. For each n, by turns in each round: one request of n choices,
 and n requests of one choice at once, of the same prompt under a cache salt of their own, so that no

@@ -86,8 +86,8 @@ def main() -> None:
     for name, times in (("idle", idle), ("decoding", busy)):
         found = distribution(times)
         sys.stdout.write(
-            f"engine {name}: {found.count} wake-ups, p50 {found.p50:.3f} ms, p99 {found.p99:.3f} ms, "
-            f"max {found.max:.3f} ms\n"
+            f"engine {name}: {found.count} wake-ups, p50 {found.p50:.3f} ms, "
+            f"p99 {found.p99:.3f} ms, max {found.max:.3f} ms\n"
         )
 
 

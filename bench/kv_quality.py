@@ -194,12 +194,15 @@ def windows_of(model: str, num_windows: int, num_tokens: int) -> list[list[int]]
 def table(found: Sequence[Quality], what: str) -> str:
     """Markdown. what: KV does as one of the types."""
     rows = [
-        f"| KV {what} as | Bytes, of bfloat16's | Perplexity | Mean error of a logit | Largest | KL, nats | Same likeliest token |",
+        (
+            f"| KV {what} as | Bytes, of bfloat16's | Perplexity | Mean error of a logit | Largest "
+            "| KL, nats | Same likeliest token |"
+        ),
         "|---|---|---|---|---|---|---|",
     ]
     rows += [
-        f"| {q.dtype} | {q.bytes_share:.3f} | {q.perplexity:.4f} | {q.mean_error:.5f} | {q.max_error:.3f} | "
-        f"{q.divergence:.2e} | {q.same_top:.2%} |"
+        f"| {q.dtype} | {q.bytes_share:.3f} | {q.perplexity:.4f} | {q.mean_error:.5f} | "
+        f"{q.max_error:.3f} | {q.divergence:.2e} | {q.same_top:.2%} |"
         for q in found
     ]
     return "\n".join(rows)

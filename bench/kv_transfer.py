@@ -1,7 +1,8 @@
 """What a handoff's bytes cost: the KV channel between two processes, next to memcpy, a bare socket
 and grpc.aio.
 
-    python -m bench.kv_transfer [--sizes 64KiB,1MiB,64MiB] [--rounds 9] [--json FILE] [--doc docs/kv_transfer.md]
+    python -m bench.kv_transfer [--sizes 64KiB,1MiB,64MiB] [--rounds 9]
+        [--json FILE] [--doc docs/kv_transfer.md]
 
 Every way moves the same number of bytes between the same two processes of one run; ways take turns
 within a round, and medians over the rounds are told. A handoff's time runs from `begin` to the
@@ -282,9 +283,10 @@ class Result:
         load = ", ".join(f"{value:.1f}" for value in told["load_average"])
         setting = ", ".join(f"{name} {told[name]}" for name in ("python", *_PACKAGES))
         return (
-            f"{told['date']}, {told['num_cores']} cores of {told['cpu']}, kernel {told['kernel']}, {setting}; {self.num_rounds} "
-            f"rounds; load averages at the end {load}. The checksum runs at {1e-9 / self.checksum.alone:.0f} GB/s over bytes in the "
-            f"cache, and adds {self.checksum.copied * 1e12:.1f} ps a byte to a copy.\n\n"
+            f"{told['date']}, {told['num_cores']} cores of {told['cpu']}, kernel {told['kernel']}, "
+            f"{setting}; {self.num_rounds} rounds; load averages at the end {load}. "
+            f"The checksum runs at {1e-9 / self.checksum.alone:.0f} GB/s over bytes in the cache, "
+            f"and adds {self.checksum.copied * 1e12:.1f} ps a byte to a copy.\n\n"
             f"{table(self.sizes, self.summaries)}\n\n{ratio_table(self.ratios)}\n"
         )
 

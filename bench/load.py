@@ -1,6 +1,7 @@
 """Open-loop load over Baton's gRPC: latency and throughput against rate. See bench/README.md.
 
-python -m bench.load --compare --rate 2 --rate 4 --rate 8 --ttft-slo-ms 500 --tpot-slo-ms 50 --plot load.png
+python -m bench.load --compare --rate 2 --rate 4 --rate 8 --ttft-slo-ms 500
+    --tpot-slo-ms 50 --plot load.png
 """
 
 from __future__ import annotations

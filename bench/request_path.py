@@ -1,7 +1,7 @@
 """What one plain request crosses, from SDK to SDK: files, functions and threads of this project.
 
-python -m bench.request_path [--list]: gateway, prefill and decode worker run in this process, with a
-profile function in every thread. A first request warms them up; the next one is watched, and is
+python -m bench.request_path [--list]: gateway, prefill and decode worker run in this process, with
+a profile function in every thread. A first request warms them up; the next one is watched, and is
 handed over. What also runs without a request, such as heartbeats and load reports, is watched for a
 second beside it and counted apart.
 """

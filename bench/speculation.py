@@ -1,7 +1,8 @@
 """What speculation gains: tokens a second of a decode worker with and without, step by step in
 turn.
 
-    python -m bench.speculation [--model DIR] [--draft DIR] [--seconds 45] [--batch 48] [--clock wall|cpu] [--json FILE]
+    python -m bench.speculation [--model DIR] [--draft DIR] [--seconds 45] [--batch 48]
+        [--clock wall|cpu] [--json FILE]
 
 One decode core for each method (none, none again as a control, ngram, draft) in this process, each
 with an engine of its own: the control's ratio is what the measurement errs by. They take turns at
@@ -14,9 +15,11 @@ the share of sequences that have the same tokens as without speculation (numeric
 float32, in bfloat16 where the engine's result does not depend on how many rows a step has).
 
 Workloads, each with one sequence at a time and with --batch of them:
-    copy     Prompts are functions of this Python's standard library; answers are greedy. A model as small as the one in the
-             box soon repeats what stands before: text that copies, for which ngram is made.
-    sampled  The same prompts at temperature 1: little repeats. What speculation costs where it cannot gain.
+    copy     Prompts are functions of this Python's standard library; answers are greedy. A
+             model as small as the one in the box soon repeats what stands before: text that
+             copies, for which ngram is made.
+    sampled  The same prompts at temperature 1: little repeats. What speculation costs where it
+             cannot gain.
 """
 
 from __future__ import annotations

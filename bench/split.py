@@ -1,6 +1,7 @@
 """Two tiers against one, where long prompts come in bursts among answers that are being written.
 
-    python -m bench.split [MODEL] [--trace FILE] [--oracle-step-ms N --oracle-token-us N] [--json FILE]
+    python -m bench.split [MODEL] [--trace FILE]
+        [--oracle-step-ms N --oracle-token-us N] [--json FILE]
 
 MODEL is a folder, or a name of bench/peers/models.py. With --oracle-step-ms or --oracle-token-us
 engines compute nothing: their steps take the time given, and no core, so that what is measured is

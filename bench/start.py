@@ -38,7 +38,8 @@ def main() -> None:
     for event in runs[0]:
         seconds = [run[event] for run in runs]
         print(
-            f"{event:<12} {statistics.median(seconds):5.2f} s   ({min(seconds):.2f} to {max(seconds):.2f})"
+            f"{event:<12} {statistics.median(seconds):5.2f} s   "
+            f"({min(seconds):.2f} to {max(seconds):.2f})"
         )
 
 

@@ -1,7 +1,8 @@
 """Where a decode step of one sequence spends its time on a CPU: its parts beside their floors. See
 bench/README.md.
 
-    python -m bench.step_profile [--model 125m] [--dtype bfloat16] [--context 512] [--steps 60] [--threads N] [--json FILE]
+    python -m bench.step_profile [--model 125m] [--dtype bfloat16] [--context 512] [--steps 60]
+        [--threads N] [--json FILE]
 
 Parts are timed from outside, one call for each stage of each layer, which makes a step a little
 longer: steps that nobody looks into take turns with those. The floor of a part is reading its

@@ -1,7 +1,8 @@
 """What telemetry costs: throughput of one set of services with everything on, and of one with it
 off, by turns.
 
-    python -m bench.tracing_overhead [--model DIR] [--rounds 20] [--num-requests 24] [--concurrency 8]
+    python -m bench.tracing_overhead [--model DIR] [--rounds 20] [--num-requests 24]
+        [--concurrency 8]
 
 Both sets run all the time, one of them idle, so that whatever else the machine does falls on both.
 Each round drives the same requests through one and then the other, in alternating order. On: every

@@ -47,7 +47,8 @@ def max_num_launches(options: DecodeOptions, spec: EngineSpec) -> int:
         raise ConfigError.of(
             "async_scheduling",
             True,
-            "processes that share a model are told all tokens; leave it out, or give --tensor-parallel-size 1",
+            "processes that share a model are told all tokens; leave it out, or give "
+            "--tensor-parallel-size 1",
         )
     is_useful = spec.computes_aside and options.speculative_method == "none"
     is_wanted = is_useful if options.async_scheduling is None else options.async_scheduling

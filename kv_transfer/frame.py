@@ -2,7 +2,8 @@
 
     offset  bytes  field (little endian)
     0       4      magic "BTKV"
-    4       1      version of the channel: of KvHello, KvAccept and KvRefuse always 1, of others as the peers agreed
+    4       1      version of the channel: of KvHello, KvAccept and KvRefuse always 1, of others
+                   as the peers agreed
     5       1      type of the header
     6       2      zero
     8       4      bytes of the header

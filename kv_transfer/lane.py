@@ -1,7 +1,8 @@
 """The sending half of the KV channel towards one worker, without threads: tasks in, frames out, one
 end per handoff.
 
-    connection:  none --connect, KvHello--> greeted --KvAccept--> open --any failure--> none (all handoffs end)
+    connection:  none --connect, KvHello--> greeted --KvAccept--> open --any failure--> none
+                 (all handoffs end)
     handoff:     begun --KvBegin--> sending --KvCommit--> waiting --KvCommitted--> done
                    any state --abort, KvAbort, deadline, connection lost--> done with an error
 

@@ -1,8 +1,9 @@
 """Versions of the KV channel, and what a commit looks like in each.
 
 1  the first
-2  the receiver chooses the type that KV travels in; a commit brings the first token of any number of choices; checksums cover
-   headers (checksum.py); a sender may borrow what the receiver holds (KvBorrow)
+2  the receiver chooses the type that KV travels in; a commit brings the first token of any number
+   of choices; checksums cover headers (checksum.py); a sender may borrow what the receiver holds
+   (KvBorrow)
 """
 
 from __future__ import annotations

@@ -31,22 +31,24 @@ _CLI_HEAD = """# The command line
 
 Made from the code by `scripts/docs.py` (`make docs`); do not edit.
 
-Each option of `serve`, `gateway`, `prefill` and `decode` can also be given as an environment variable (`--block-size` is
-`BATON_BLOCK_SIZE`) or in a YAML file named by `--config` (`block_size: 32`). Flags go before variables, variables before
-the file, the file before defaults. An option that does not exist is refused wherever it is given. The client commands read the
+Each option of `serve`, `gateway`, `prefill` and `decode` can also be given as an environment
+variable (`--block-size` is `BATON_BLOCK_SIZE`) or in a YAML file named by `--config`
+(`block_size: 32`). Flags go before variables, variables before the file, the file before defaults.
+An option that does not exist is refused wherever it is given. The client commands read the
 gateway's address from `BATON_ADDRESS`.
 
-Exit status: 0 if all is well, 1 if a request failed or a check did not hold, 2 if nothing was started: one line on
-stderr then names option, value and fix.
+Exit status: 0 if all is well, 1 if a request failed or a check did not hold, 2 if nothing was
+started: one line on stderr then names option, value and fix.
 """
 
 _PROTOCOL_HEAD = """# The protocol
 
 Made from `protos/baton/v1/*.proto` by `scripts/docs.py` (`make docs`); do not edit.
 
-Clients need `InferenceService` only. Every port also serves `grpc.health.v1.Health` and server reflection. A failed call
-carries a `google.rpc.Status` with `ErrorInfo` (domain `baton`), for a bad request with `BadRequest`, and with `RetryInfo`
-where it may succeed later; `baton/errors.py` lists reasons and codes.
+Clients need `InferenceService` only. Every port also serves `grpc.health.v1.Health` and server
+reflection. A failed call carries a `google.rpc.Status` with `ErrorInfo` (domain `baton`), for a bad
+request with `BadRequest`, and with `RetryInfo` where it may succeed later; `baton/errors.py` lists
+reasons and codes.
 """
 
 _METAVARS = {int: "INTEGER", float: "NUMBER"}

@@ -161,7 +161,8 @@ def build_images(images: Images) -> None:
             require(added_mb + SLIM_MB <= GATEWAY_MB, f"{tag} adds {added_mb:.0f} MB")
             report.add(
                 "gateway image",
-                f"{added_mb + SLIM_MB:.0f} MB on a slim Python image of {SLIM_MB} MB; at most {GATEWAY_MB}",
+                f"{added_mb + SLIM_MB:.0f} MB on a slim Python image of {SLIM_MB} MB; at most "
+                f"{GATEWAY_MB}",
             )
     find = "from importlib.util import find_spec; print([n for n in {} if find_spec(n)])"
     found = images.python("baton:gateway", find.format(GATEWAY_HAS_NOT))

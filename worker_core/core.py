@@ -6,10 +6,14 @@ One step: apply commands, admit, plan, run, report. Every block is held by a seq
 the moment it is opened; it is given back when the sequence has left and nobody can touch it any
 more: neither a ticket's writer, nor the sender of a handoff, nor a launch in flight.
 
-    admission.py  who comes in, and where the KV comes from        scheduler.py   who runs, who must leave
-    handoff.py    to other workers                                 preemption.py  to host memory, or away
-    steps.py      from grants to samples, one step ahead           drafting.py    drafts beside what was granted
-    output.py     from draws to tokens, choices and beams          policy.py      what the worker's role decides
+    admission.py   who comes in, and where the KV comes from
+    scheduler.py   who runs, who must leave
+    handoff.py     to other workers
+    preemption.py  to host memory, or away
+    steps.py       from grants to samples, one step ahead
+    drafting.py    drafts beside what was granted
+    output.py      from draws to tokens, choices and beams
+    policy.py      what the worker's role decides
 """
 
 from __future__ import annotations

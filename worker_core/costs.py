@@ -1,10 +1,11 @@
 """What things cost on this worker, learned from what they took: the ground of its choices between
 two ways.
 
-    compute a prompt's missing tokens here, or await them from a prefill worker     local_prefill_threshold
-    how much of a prompt to compute beside sequences that decode                    max_prefill_tokens
-    keep a preempted sequence's KV in host memory, or have it computed anew         is_swap_cheaper
-    fetch a prefix from a sequence's destination, or compute it                     is_fetch_cheaper
+    local_prefill_threshold  compute a prompt's missing tokens here, or await them from a prefill
+                             worker
+    max_prefill_tokens       how much of a prompt to compute beside sequences that decode
+    is_swap_cheaper          keep a preempted sequence's KV in host memory, or have it computed anew
+    is_fetch_cheaper         fetch a prefix from a sequence's destination, or compute it
 
 Times are fitted to recent observations, so that the fits follow the machine. Pure but for their
 state.

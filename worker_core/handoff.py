@@ -1,9 +1,12 @@
 """Handing sequences off: their KV goes to the owner of a ticket. One way, with three callers.
 
-    born with a destination   the KV is sent while it is computed, chunk by chunk, and layer group by layer group within
-                              the last chunk; the commit carries the first tokens
-    hand_off                  a paused sequence's KV is sent as a whole: drain, balance, late handoff
-    serve_prefix              a copy of what a sequence holds is sent to a worker that computes the rest of its prompt
+    born with a destination   the KV is sent while it is computed, chunk by chunk, and layer
+                              group by layer group within the last chunk; the commit carries the
+                              first tokens
+    hand_off                  a paused sequence's KV is sent as a whole: drain, balance, late
+                              handoff
+    serve_prefix              a copy of what a sequence holds is sent to a worker that computes the
+                              rest of its prompt
 
 Each begins with a ticket, which the KV sender knows by a key, and ends with one SendDone: until
 then the sender may read the blocks.

@@ -2,7 +2,8 @@
 conversation the decode worker has the KV of what was said before.
 
     the destination's ticket says how much it holds; this worker lacks some of it
-    offer a ticket over the blocks of what is lacking ──PrefixFetch──> the destination sends it by a handoff of its own
+    offer a ticket over the blocks of what is lacking
+        ──PrefixFetch──> the destination sends it by a handoff of its own
         TicketCommitted: the prompt goes on from there
         TicketDead:      it is computed here after all
 """

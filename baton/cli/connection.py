@@ -100,13 +100,15 @@ _OPTIONS = {
             "api_key",
             None,
             "KEY",
-            "Key that the gateway wants; better given by the environment, which others cannot read.",
+            "Key that the gateway wants; "
+            "better given by the environment, which others cannot read.",
         ),
         _option(
             "ssl_ca_certs",
             "",
             "FILE",
-            "PEM file of the certificates that the server's must come from: the connection uses TLS then.",
+            "PEM file of the certificates that the server's must come from: "
+            "the connection uses TLS then.",
         ),
         _option("ssl_certfile", "", "FILE", "PEM file of the certificate to show to the server."),
         _option("ssl_keyfile", "", "FILE", "PEM file of the private key of --ssl-certfile."),
@@ -114,7 +116,8 @@ _OPTIONS = {
             "ssl_server_name",
             "",
             "NAME",
-            "Name that the server's certificate is made out to, where it is not the host of the address.",
+            "Name that the server's certificate is made out to, "
+            "where it is not the host of the address.",
         ),
     )
 }

@@ -17,14 +17,16 @@ def quantize(
     scheme: Annotated[
         Scheme,
         typer.Option(
-            help="int8 by output, int4 by group of inputs, float8 by output, or sparse24: two of each four weights."
+            help="int8 by output, int4 by group of inputs, float8 by output, or sparse24: two of "
+            "each four weights."
         ),
     ],
     output: Annotated[Path, typer.Option(help="The new checkpoint's directory.")],
     calibration: Annotated[
         Path | None,
         typer.Option(
-            help="A text such as the model is used for; int4 and sparse24 then change what it computes there least."
+            help="A text such as the model is used for; int4 and sparse24 then change what it "
+            "computes there least."
         ),
     ] = None,
     keep_output_layer: Annotated[

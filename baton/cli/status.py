@@ -124,8 +124,8 @@ def numerics_lines(workers: Sequence[WorkerStatus]) -> Iterator[str]:
             yield f"{', '.join(names)}: {FALLBACK_NOTICE}"
     if len(names_of) > 1:
         yield (
-            f"{len(names_of)} numerics classes: tokens may differ between workers where two are nearly as likely; "
-            "level the CPUs with BATON_CPU_LEVEL, or give --numerics=strict"
+            f"{len(names_of)} numerics classes: tokens may differ between workers where two are "
+            "nearly as likely; level the CPUs with BATON_CPU_LEVEL, or give --numerics=strict"
         )
 
 

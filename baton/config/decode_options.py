@@ -70,8 +70,8 @@ class DecodeTierOptions(SpeculationOptions):
     def _check_graphs(self) -> Self:
         if self.enforce_eager and "max_cudagraph_capture_size" in self.model_fields_set:
             raise ValueError(
-                f"--max-cudagraph-capture-size={self.max_cudagraph_capture_size}: with --enforce-eager nothing is captured; "
-                "leave one of them out"
+                f"--max-cudagraph-capture-size={self.max_cudagraph_capture_size}: with "
+                "--enforce-eager nothing is captured; leave one of them out"
             )
         return self
 
@@ -84,8 +84,8 @@ class DecodeTierOptions(SpeculationOptions):
     def _check_async_scheduling(self) -> Self:
         if self.async_scheduling and self.speculative_method != "none":
             raise ValueError(
-                f"--async-scheduling: drafts of --speculative-method={self.speculative_method} follow the tokens known; "
-                "give --speculative-method none with it"
+                f"--async-scheduling: drafts of --speculative-method={self.speculative_method} "
+                "follow the tokens known; give --speculative-method none with it"
             )
         return self
 

@@ -57,8 +57,8 @@ class EngineOptions(ModelOptions):
     def _check_ranks(self) -> Self:
         if self.engine == "oracle" and self.tensor_parallel_size > 1:
             raise ValueError(
-                f"--tensor-parallel-size={self.tensor_parallel_size}: --engine=oracle has no model to share; "
-                "leave one of them out"
+                f"--tensor-parallel-size={self.tensor_parallel_size}: --engine=oracle has no model "
+                "to share; leave one of them out"
             )
         return self
 
@@ -78,7 +78,7 @@ class EngineOptions(ModelOptions):
     def _check_oracle(self) -> Self:
         if self.engine == "oracle" and self.kv_cache_dtype != "auto":
             raise ValueError(
-                f"--kv-cache-dtype={self.kv_cache_dtype}: the oracle engine keeps hashes, of one type; leave it out, or "
-                "give --engine torch"
+                f"--kv-cache-dtype={self.kv_cache_dtype}: the oracle engine keeps hashes, of one "
+                "type; leave it out, or give --engine torch"
             )
         return self

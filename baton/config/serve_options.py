@@ -55,7 +55,8 @@ class ServeOptions(
         if of_prefill is not None and of_prefill >= self.gpu_memory_utilization:
             raise ValueError(
                 f"--prefill-gpu-memory-utilization={of_prefill:g}: leaves nothing of "
-                f"--gpu-memory-utilization={self.gpu_memory_utilization:g} to the decode tier; give less"
+                f"--gpu-memory-utilization={self.gpu_memory_utilization:g} to the decode tier; "
+                "give less"
             )
         return self
 

@@ -51,7 +51,8 @@ def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def distillation_loss(target: nn.Module, student: nn.Module) -> LossFn:
-    """KL(target || student) plus the target's entropy, which is a constant, in nats per token; ignores the next ids."""
+    """KL(target || student) plus the target's entropy, which is a constant, in nats per token;
+    ignores the next ids."""
 
     def loss(inputs: Tensor, _: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):

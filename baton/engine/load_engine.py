@@ -186,8 +186,8 @@ def _capture(
         raise ConfigError.of(
             "enforce_eager",
             False,
-            f"capturing decode steps failed ({error}); do without graphs, or leave them more memory by a lower "
-            "--gpu-memory-utilization or --max-cudagraph-capture-size",
+            f"capturing decode steps failed ({error}); do without graphs, or leave them more "
+            "memory by a lower --gpu-memory-utilization or --max-cudagraph-capture-size",
         ) from error
     _log.info("captured %d graphs in %.1f s", len(plan.shapes), time.monotonic() - begin)
     return steps
@@ -219,7 +219,8 @@ def _check_kv_dtype(name: str, head_elements: int, device: torch.device) -> None
         raise ConfigError.of(
             "kv_cache_dtype",
             name,
-            f"a block has {head_elements} elements of a head, no multiple of {SCALE_BYTES}; use a --block-size that is one",
+            f"a block has {head_elements} elements of a head, no multiple of {SCALE_BYTES}; use a "
+            "--block-size that is one",
         )
     if (
         name == "fp8"

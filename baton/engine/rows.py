@@ -36,7 +36,8 @@ def scored_rows(spec: SequenceSpec, start: int, num_new: int) -> tuple[SampleRow
         SampleRow(
             offset=position - start,
             sampling=spec.sampling,
-            token_ids=(),  # Penalties do not apply, and one copy of the prompt per token is quadratic.
+            # Penalties do not apply, and one copy of the prompt per token is quadratic.
+            token_ids=(),
             num_prompt_tokens=len(prompt),
             scored_token_id=prompt[position + 1],
         )

@@ -72,8 +72,8 @@ def _is_path(model: str) -> bool:
 def _refuse_pickles(where: str, pickles: Sequence[str]) -> None:
     if pickles:
         raise UnsafeCheckpoint(
-            f"{where}: weights as pickles only ({', '.join(pickles[:3])}), which run code when read; "
-            "save the model with transformers' save_pretrained, which writes safetensors"
+            f"{where}: weights as pickles only ({', '.join(pickles[:3])}), which run code when "
+            "read; save the model with transformers' save_pretrained, which writes safetensors"
         )
 
 

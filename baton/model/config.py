@@ -172,7 +172,8 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     kv_heads = heads if fields["num_key_value_heads"] is None else fields["num_key_value_heads"]
     if family == "llama" and fields["hidden_size"] % heads:
         raise UnsupportedModel(
-            f"hidden_size={fields['hidden_size']}: must be a multiple of num_attention_heads={heads}"
+            f"hidden_size={fields['hidden_size']}: must be a multiple of "
+            f"num_attention_heads={heads}"
         )
     # A qwen2 takes its own from hidden_size, unless config.json has one more field than the family.
     head_dim = fields["head_dim"] or fields["hidden_size"] // heads
@@ -287,7 +288,8 @@ def _windows(
     unknown = sorted({str(kind) for kind in layer_types} - set(known))
     if unknown or len(layer_types) != num_layers:
         raise UnsupportedModel(
-            f"layer_types with {unknown or len(layer_types)}: one of {list(known)} per layer is known"
+            f"layer_types with {unknown or len(layer_types)}: "
+            f"one of {list(known)} per layer is known"
         )
     if family == "mistral":  # all of its layers are alike, whatever the list says
         return (window,) * num_layers

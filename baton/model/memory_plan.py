@@ -54,8 +54,8 @@ class MemoryPlan:
             *(graphs if self.graph_bytes else ()),
             (
                 "KV cache",
-                f"{format_bytes(self.kv_bytes)}: {self.num_blocks} blocks of {self.block_size} tokens, "
-                f"{format_bytes(self.block_bytes)} each ({self.kv_dtype})",
+                f"{format_bytes(self.kv_bytes)}: {self.num_blocks} blocks of {self.block_size} "
+                f"tokens, {format_bytes(self.block_bytes)} each ({self.kv_dtype})",
             ),
             ("longest context", f"{self.longest_context} tokens"),
             (
@@ -181,8 +181,8 @@ def plan_memory(
         raise ConfigError.of(
             "dtype",
             dtype,
-            f"the weights need {format_bytes(weights)}, and {format_bytes(available_bytes)} is free; "
-            "use a smaller dtype, a smaller model or another machine",
+            f"the weights need {format_bytes(weights)}, and {format_bytes(available_bytes)} is "
+            "free; use a smaller dtype, a smaller model or another machine",
         )
     if num_blocks is None:
         if kv_cache_memory_bytes is not None:
@@ -195,9 +195,9 @@ def plan_memory(
         raise ConfigError.of(
             "kv_cache_memory_bytes",
             kv_cache_memory_bytes,
-            f"no KV block fits; one block of {block_size} tokens needs {format_bytes(block_bytes)}, "
-            f"and the weights take {format_bytes(weights)} of {format_bytes(available_bytes)}; "
-            "give more memory, or a smaller --block-size",
+            f"no KV block fits; one block of {block_size} tokens needs "
+            f"{format_bytes(block_bytes)}, and the weights take {format_bytes(weights)} of "
+            f"{format_bytes(available_bytes)}; give more memory, or a smaller --block-size",
         )
     return MemoryPlan(
         weight_bytes=weights,

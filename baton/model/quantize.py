@@ -125,7 +125,8 @@ def _group_size(config: ModelConfig, scheme: Scheme) -> int | None:
     found = choose_group_size(widths)
     if found is None:
         raise UnsupportedModel(
-            f"int4 needs layers whose inputs are a multiple of {GROUP_SIZES[-1]}; these have {sorted(set(widths))}"
+            f"int4 needs layers whose inputs are a multiple of {GROUP_SIZES[-1]}; these have "
+            f"{sorted(set(widths))}"
         )
     return found
 

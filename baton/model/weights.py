@@ -149,7 +149,8 @@ class _Filling:
         if self._pending is not None and (parts := self._pending.missing()):
             layer = min(parts)
             raise MissingTensor(
-                f"{folder}: {len(parts)} quantised layers lack tensors, the first {layer!r}: {', '.join(parts[layer])}"
+                f"{folder}: {len(parts)} quantised layers lack tensors, the first {layer!r}: "
+                f"{', '.join(parts[layer])}"
             )
         _refuse_missing(folder, self._targets, self._filled)
         total = xxhash.xxh3_128()
@@ -176,14 +177,15 @@ def _check(name: str, tensor: torch.Tensor, target: Target, path: Path) -> None:
         raise _wrong_shape(name, tensor.shape, target, path)
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TensorMismatch(
-            f"{path.name}: tensor {name!r} is of {tensor.dtype}; float32, bfloat16 and float16 are read"
+            f"{path.name}: tensor {name!r} is of {tensor.dtype}; "
+            "float32, bfloat16 and float16 are read"
         )
 
 
 def _wrong_shape(name: str, found: torch.Size, target: Target, path: Path) -> TensorMismatch:
     return TensorMismatch(
-        f"{path.name}: tensor {name!r} is {list(found)}, but config.json makes it {list(target.shape)}; "
-        "the config and the weights must be of one model"
+        f"{path.name}: tensor {name!r} is {list(found)}, but config.json makes it "
+        f"{list(target.shape)}; the config and the weights must be of one model"
     )
 
 

@@ -2,14 +2,15 @@
 
 Layouts, by the names of the tensors (out and in are the layer's sizes, a word is an int32 of 32 /
 bits levels):
-    compressed-tensors, packed   weight_packed [out, words of in], weight_scale [out, groups], weight_shape [2] and, where
-                                 they apply, weight_zero_point [words of out, groups], weight_g_idx
-                                 [in]
+    compressed-tensors, packed   weight_packed [out, words of in], weight_scale [out, groups],
+                                 weight_shape [2] and, where they apply, weight_zero_point
+                                 [words of out, groups], weight_g_idx [in]
     compressed-tensors           weight [out, in] int8 or float8, weight_scale [out, groups] or [1]
-    GPTQ                         qweight [words of in, out], qzeros [groups, words of out], scales [groups, out], g_idx [in]
-    AWQ                          qweight [in, words of out], qzeros [groups, words of out], scales [groups, out];
-                                 the eight levels of a word are those of outputs 0, 2, 4, 6, 1, 3,
-                                 5, 7
+    GPTQ                         qweight [words of in, out], qzeros [groups, words of out],
+                                 scales [groups, out], g_idx [in]
+    AWQ                          qweight [in, words of out], qzeros [groups, words of out],
+                                 scales [groups, out]; the eight levels of a word are those of
+                                 outputs 0, 2, 4, 6, 1, 3, 5, 7
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ def check_peer_names(names: Iterable[str], shown: Iterable[str]) -> None:
     wanted, told = sorted(names), sorted(shown)
     if {name.lower() for name in wanted}.isdisjoint(name.lower() for name in told):
         raise PermissionDenied(
-            f"the certificate shown is made out to {', '.join(told) or 'nobody'}, and this worker works with those "
-            f"made out to {' or '.join(wanted)} alone (--ssl-peer-names)"
+            f"the certificate shown is made out to {', '.join(told) or 'nobody'}, and this worker "
+            f"works with those made out to {' or '.join(wanted)} alone (--ssl-peer-names)"
         )
 
 

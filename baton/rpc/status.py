@@ -186,7 +186,8 @@ def _from_unavailable(text: str, peer: str) -> BatonError:
         where = peer.replace(" at ", " not reachable at ", 1)
         where = where if where != peer else f"{peer} not reachable"
         return NoWorkers(
-            f"{where}: {text}; is it running, is the address right, and do both ends use TLS, or neither?"
+            f"{where}: {text}; is it running, is the address right, and do both ends use TLS, or "
+            "neither?"
         )
     return WorkerLost(f"the connection to {peer} was lost: {text}")
 

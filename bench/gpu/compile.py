@@ -128,8 +128,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             trial = case.build(torch.Generator().manual_seed(0), TINY)
             for one in compile_case(trial.run, arch):
                 print(
-                    f"{arch:4}  {one.num_registers:4}  {one.stack_bytes:5}  {one.shared_bytes / 1024:10.1f}"
-                    f"  {one.num_warps:5}  {one.num_stages:6}  {case.name} / {one.kernel}"
+                    f"{arch:4}  {one.num_registers:4}  {one.stack_bytes:5}"
+                    f"  {one.shared_bytes / 1024:10.1f}  {one.num_warps:5}  {one.num_stages:6}"
+                    f"  {case.name} / {one.kernel}"
                 )
 
 

@@ -45,7 +45,9 @@ def _pack(is_unpack: bool, setting: Setting) -> Result:
     num_tokens, num_layers = setting.pick(8192, 20), setting.pick(32, 2)
     pool = setting.randn(-(-num_tokens // 16), num_layers, 2, KV_HEADS, 16, DIM)
     ids = torch.randperm(len(pool), generator=setting.generator(), device=setting.device).tolist()
-    packed = torch.empty(num_layers, 2, KV_HEADS, num_tokens, DIM, dtype=pool.dtype, device=pool.device)  # fmt: skip
+    packed = torch.empty(
+        num_layers, 2, KV_HEADS, num_tokens, DIM, dtype=pool.dtype, device=pool.device
+    )
     table = torch.tensor(ids, dtype=torch.int32, device=setting.device)
     function = kv_unpack if is_unpack else kv_pack
     ms = time_ms(lambda: function(pool, table, 0, 0, packed), setting)

@@ -31,7 +31,8 @@ GOALS = (
     ),
     Goal("prefill attention, of the matmul roof", "attention prefill 8K", 0.60),
     Goal(
-        "prefill attention's time over SDPA's", "attention prefill 8K", 1 / 0.9, True, "SDPA prefill 8K"
+        "prefill attention's time over SDPA's", "attention prefill 8K", 1 / 0.9, True,
+        "SDPA prefill 8K",
     ),
     Goal("decode step at 1, of its floor", "engine decode 1 x 1K", 0.85),
     Goal("decode step at 64, of its floor", "engine decode 64 x 1K", 0.78),
@@ -44,8 +45,8 @@ GOALS = (
         "attention decode 8 x 32K",
     ),
     Goal(
-        "tokens/s over transformers' continuous batching", "64 prompts of 512, 64 tokens each", 2.5, False,
-        "the same with transformers' continuous batching", "output_tokens_per_s",
+        "tokens/s over transformers' continuous batching", "64 prompts of 512, 64 tokens each", 2.5,
+        False, "the same with transformers' continuous batching", "output_tokens_per_s",
     ),
 )  # fmt: skip
 

@@ -1,7 +1,8 @@
 """Baton's engine and service beside llama.cpp and transformers, on the same weights, prompts and
 cores, by turns.
 
-    python -m bench.peers [--peer NAME ...] [--model NAME ...] [--dtype NAME ...] [--rounds 5] [--threads N] [--json FILE]
+    python -m bench.peers [--peer NAME ...] [--model NAME ...] [--dtype NAME ...] [--rounds 5]
+        [--threads N] [--json FILE]
 
 Contenders are processes that take turns, first to last, then again from the next one. Prompts are
 random token ids and all answers are greedy. Models, see bench/peers/models.py: the box's, and

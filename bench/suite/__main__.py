@@ -98,7 +98,8 @@ def run(
         is_done = measure(section, places, trace, is_quick)
         outcome = "done" if is_done else "FAILED: its table keeps the last result"
         _tell(
-            f"[{number}/{len(sections)}] {section.name}: {outcome}, {time.monotonic() - begin_s:.0f} s"
+            f"[{number}/{len(sections)}] {section.name}: {outcome}, "
+            f"{time.monotonic() - begin_s:.0f} s"
         )
         if not is_done:
             failed.append(section.name)

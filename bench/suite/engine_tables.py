@@ -61,8 +61,9 @@ def profile_table(document: Mapping[str, Any]) -> str:
     rows = [_profile_row(part, floors[part], ms) for part, ms in parts.items()]
     rows.append(_profile_row("All parts", sum(floors.values()), sum(parts.values())))
     what = (
-        f"{document['model']}, {document['dtype']}, one sequence, context {document['context']} in the mean, "
-        f"{document['num_threads']} threads, roof {document['roof']['read_bytes_per_s'] / 1e9:.1f} GB/s. "
+        f"{document['model']}, {document['dtype']}, one sequence, "
+        f"context {document['context']} in the mean, {document['num_threads']} threads, "
+        f"roof {document['roof']['read_bytes_per_s'] / 1e9:.1f} GB/s. "
         f"A step that nobody looks into took {number(document['step_ms'])} ms."
     )
     headings = ("Part", "Floor, ms", "Time, ms", "Above its floor, ms")
@@ -201,7 +202,8 @@ def _losses(figures: Sequence[Figure], engine: Mapping[Any, Figure]) -> Iterator
         if f["dtype"] == "float32" and f["agreement"] is not None and f["agreement"] < 1
     ]
     yield (
-        f"* In float32 all should write the same tokens as transformers; **not so**: {', '.join(unequal)}."
+        "* In float32 all should write the same tokens as transformers; **not so**: "
+        f"{', '.join(unequal)}."
         if unequal
         else "* In float32 all write the same tokens as transformers."
     )

@@ -8,7 +8,8 @@ from typing import Any
 from bench.suite.markdown import Goal, about, goal_line, number, table
 
 _FLAT = Goal(
-    "Goal: a sequence costs the same among many as among few (the dearest at most 1.25 times the cheapest), a step",
+    "Goal: a sequence costs the same among many as among few (the dearest at most 1.25 times the "
+    "cheapest), a step",
     1.25,
     is_at_most=True,
 )

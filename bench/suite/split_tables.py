@@ -67,7 +67,8 @@ def _bounds(document: Mapping[str, Any]) -> list[str]:
         full_ms = step_ms + chunk * token_us / 1e3
         told.append(f"{full_ms / step_ms:.1f} times {target}'s ({number(full_ms)} ms)")
     return [
-        f"* At most it could be {', '.join(told)}: by a step of {step_ms:g} ms, and one with a full chunk of a prompt."
+        f"* At most it could be {', '.join(told)}: by a step of {step_ms:g} ms, and one with a "
+        "full chunk of a prompt."
     ]
 
 
@@ -83,8 +84,8 @@ def stations_table(document: Mapping[str, Any]) -> str:
     """One row for each station."""
     engine = document["engine"]
     what = (
-        f"A step takes {engine['step_ms']:g} ms and {engine['token_us']:g} us for each new token; {document['rate']:g} long prompts "
-        "a second. Milliseconds."
+        f"A step takes {engine['step_ms']:g} ms and {engine['token_us']:g} us for each new token; "
+        f"{document['rate']:g} long prompts a second. Milliseconds."
     )
     rows = [
         [name, *(number(document["stations"][key][q]) for q in ("p50", "p90", "p99", "max"))]
@@ -103,8 +104,8 @@ def _goodput(document: Mapping[str, Any]) -> str:
         for target, rate in document["goodput_long_prompts_per_s"].items()
     ]
     return (
-        f"* Goodput, long prompts a second ({comparison['wanted']:.0%} of all requests with TTFT <= {slo['ttft_ms']:g} ms "
-        f"and TPOT <= {slo['tpot_ms']:g} ms): {', '.join(told)}."
+        f"* Goodput, long prompts a second ({comparison['wanted']:.0%} of all requests with "
+        f"TTFT <= {slo['ttft_ms']:g} ms and TPOT <= {slo['tpot_ms']:g} ms): {', '.join(told)}."
     )
 
 
@@ -113,7 +114,8 @@ def _load(document: Mapping[str, Any]) -> str:
     engine, comparison = document["engine"], document["comparison"]
     steady, long = comparison["steady"], comparison["long"]
     what = (
-        f"Engines that compute nothing: a step takes {engine['step_ms']:g} ms and {engine['token_us']:g} us for each new token"
+        f"Engines that compute nothing: a step takes {engine['step_ms']:g} ms and "
+        f"{engine['token_us']:g} us for each new token"
         if engine["step_ms"] or engine["token_us"]
         else f"Model: {document['model']}"
     )
@@ -123,7 +125,8 @@ def _load(document: Mapping[str, Any]) -> str:
         else f"of about {long['num_input_tokens']} tokens"
     )
     return (
-        f"{what}. Steady: {steady['rate']:g} requests a second, {steady['num_input_tokens']} tokens in, "
-        f"{steady['num_output_tokens']} out; in bursts: {long['burst_size']} prompts at once, {lengths}; "
+        f"{what}. Steady: {steady['rate']:g} requests a second, "
+        f"{steady['num_input_tokens']} tokens in, {steady['num_output_tokens']} out; "
+        f"in bursts: {long['burst_size']} prompts at once, {lengths}; "
         f"{comparison['seconds']:g} s a row; tuned: chunks of {document['tuned_tokens']} tokens."
     )

@@ -111,7 +111,8 @@ class Output:
         for index, sample in enumerate(samples, start=token_index):
             if self._token_ids[index] != sample.token_id:
                 raise EngineFault(
-                    f"token {index} came twice, as {self._token_ids[index]} and as {sample.token_id}"
+                    f"token {index} came twice, as {self._token_ids[index]} and as "
+                    f"{sample.token_id}"
                 )
 
     def _feed(self, samples: Sequence[Sample], finish: FinishReason) -> None:

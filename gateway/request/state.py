@@ -4,7 +4,7 @@ out.
 A sequence comes to the worker that runs it, its home, by one handoff, wherever its KV is from:
 
     WAITING ──placed──┐              ┌─Offered──> DELIVERING ──Committed──┐
-                      ├─> RESERVING ─┤  its source sends KV by the ticket ├─> RUNNING ── tokens ──> OVER
+                      ├─> RESERVING ─┤  its source sends KV by the ticket ├─> RUNNING ─tokens─> OVER
     PAUSING ──Paused──┘   opened at  └─LocalPrefill───────────────────────┘
                           the home
 
@@ -13,8 +13,10 @@ A sequence comes to the worker that runs it, its home, by one handoff, wherever 
                    with PAUSING
 
     refused, preempted, failed, or too late, in any state:
-        a migration     it goes on at its origin, if it still is there; RETURNING until the origin has said so
-        else            the assignment is OVER; each choice WAITS for another one, with the tokens so far
+        a migration     it goes on at its origin, if it still is there; RETURNING until the origin
+                        has said so
+        else            the assignment is OVER; each choice WAITS for another one, with the tokens
+                        so far
 
 Several choices are one sequence up to their first tokens, and each goes its own way from then on.
 The gateway may know the first tokens, which the source reports at once, earlier than the home:

@@ -32,7 +32,8 @@ def observe_gateway(meter: Meter, fleet: Fleet, dispatcher: Dispatcher) -> None:
     meter.create_observable_gauge(
         "baton.gateway.numerics.classes",
         [classes],
-        description="Numerics classes of the workers here; above 1 tokens may differ between workers.",
+        description="Numerics classes of the workers here; "
+        "above 1 tokens may differ between workers.",
     )
     meter.create_observable_gauge(
         "baton.gateway.queue.length", [queue_length], description="Requests that wait for workers."

@@ -21,7 +21,10 @@ _log = logging.getLogger(__name__)
 
 NumericsPolicy = Literal["mixed", "strict"]
 
-_FIX = "keep each class's prefill and decode workers together, level the CPUs with BATON_CPU_LEVEL, or give --numerics=mixed"
+_FIX = (
+    "keep each class's prefill and decode workers together, level the CPUs with BATON_CPU_LEVEL, "
+    "or give --numerics=mixed"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,6 @@ class NumericsWatch:
         if self.is_strict:
             return f"{told}; with --numerics=strict each sequence stays within one of them"
         return (
-            f"{told}: tokens may differ where two are nearly as likely; level the CPUs with BATON_CPU_LEVEL, "
-            "or give --numerics=strict"
+            f"{told}: tokens may differ where two are nearly as likely; level the CPUs with "
+            "BATON_CPU_LEVEL, or give --numerics=strict"
         )

@@ -214,8 +214,9 @@ class GatewayRecorder:
         num_requests = self._bypass_warnings.take()
         if num_requests is not None:
             _log.warning(
-                "%d requests were prefilled by decode workers, the last one with %d tokens, although "
-                "prefill workers were named: none of them was ready for it (see `baton status`)",
+                "%d requests were prefilled by decode workers, the last one with %d tokens, "
+                "although prefill workers were named: none of them was ready for it "
+                "(see `baton status`)",
                 num_requests,
                 num_tokens,
                 extra=_log_ids(record),
@@ -245,7 +246,8 @@ def _log_end(record: RequestRecord, error: str | None, now_s: float) -> None:
     first = "never" if first_s is None else f"{(first_s - timeline.arrival_s) * 1e3:.1f} ms"
     _log.log(
         level,
-        "request over: %s, %d tokens of output, the first after %s, %.1f ms in all, placed anew %d times, by %s and %s",
+        "request over: %s, %d tokens of output, the first after %s, %.1f ms in all, "
+        "placed anew %d times, by %s and %s",
         error or _FINISH_NAMES.get(timeline.finish, "no finish"),
         timeline.num_output_tokens,
         first,

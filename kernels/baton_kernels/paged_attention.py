@@ -1,7 +1,8 @@
 """Causal attention of a packed batch over the paged KV pool.
 
 For a query at position p of its sequence, head h, KV head g = h // (heads / kv_heads):
-    out = sum_j softmax_j(q . k_j * scale) v_j  over positions j <= p, and j > p - window if there is a window.
+    out = sum_j softmax_j(q . k_j * scale) v_j
+    over positions j <= p, and j > p - window if there is a window.
 
 `plan_attention` works out on the host, once per step, what every layer with the same window reads.
 Sequences with few new tokens (decode, verification) are run together in groups of like length; the

@@ -1,7 +1,7 @@
 """Rows in 8 bits, each with one float32 scale: keys and values of a quantised KV pool, activations
 of float8 linears.
 
-scale = max(|x|, LEAST_PEAK) / LIMIT,   code = x / scale, rounded to the nearest int8 or float8_e4m3fn
+scale = max(|x|, LEAST_PEAK) / LIMIT, code = x / scale, rounded to the nearest int8 or float8_e4m3fn
 
 A row that is not finite has the scale NaN, and codes of 0: it cannot pass for numbers.
 """

@@ -1,8 +1,10 @@
 """Linear layers with quantised weights: y = x W^T (+ bias) (+ residual), W [out, in] kept as levels
 or codes.
 
-    int:  W[o, i] = (level[o, i] - zero[o, g]) * scale[o, g], g = i // group_size, levels of 4 or 8 bits
-    fp8:  W[o, i] = code[o, i] * scale[o], and x is rounded to float8_e4m3fn too, each row with a scale of its own
+    int:  W[o, i] = (level[o, i] - zero[o, g]) * scale[o, g], g = i // group_size,
+          levels of 4 or 8 bits
+    fp8:  W[o, i] = code[o, i] * scale[o], and x is rounded to float8_e4m3fn too,
+          each row with a scale of its own
 
 Sums are float32. x [rows, in]; bias [out]; residual, y [rows, out], y of x's dtype or `out_dtype`.
 """

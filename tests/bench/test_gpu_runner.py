@@ -27,7 +27,9 @@ for line in sys.stdin:
 """
 
 
-def run(names: list[str], tmp_path: Path, item_s: float = 60.0, total_s: float = 60.0) -> list[Outcome]:  # fmt: skip
+def run(
+    names: list[str], tmp_path: Path, item_s: float = 60.0, total_s: float = 60.0
+) -> list[Outcome]:
     child = tmp_path / "child.py"
     child.write_text(CHILD)
     told: list[Outcome] = []

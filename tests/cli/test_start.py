@@ -1,4 +1,5 @@
-"""`baton serve|gateway|prefill|decode|version`, up to the point where they become something else."""
+"""`baton serve|gateway|prefill|decode|version`, up to the point where they become something
+else."""
 
 from __future__ import annotations
 

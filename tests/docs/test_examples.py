@@ -24,8 +24,10 @@ EXPECTED = {
     "complete_sync.py": r"def fibonacci\(n\):\n(.|\n)*-- \d+ tokens in \d+ ms, the first after \d+",
     "many_at_once.py": r"(?m)^ 15 +\d+ ms  'def ",
     "score_prompt.py": r"^perplexity \d+\.\d\d\n( +0\.\d{5} ['\"].*\n){3}",
-    "several_choices.py": r"-- \d+ tokens of prompt read once, \d+ written(.|\n)*choice 2: (.|\n)*best, -\d",
-    "structured.py": r"(-- [a-z_]+ takes \d arguments\n){2}-- [a-z]+\.[a-z]+\(\)\n-- (good|bad|unclear)\n",
+    "several_choices.py": r"-- \d+ tokens of prompt read once, \d+ written(.|\n)*"
+    r"choice 2: (.|\n)*best, -\d",
+    "structured.py": r"(-- [a-z_]+ takes \d arguments\n){2}"
+    r"-- [a-z]+\.[a-z]+\(\)\n-- (good|bad|unclear)\n",
 }
 
 

@@ -17,8 +17,8 @@ from gateway.intake.chat import ChatRenderer
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m.role == 'refused' %}{{ raise_exception('this role is refused') }}{% endif %}"
-    "{% if m.role == 'endless' %}{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}"
-    "{% endfor %}{% endfor %}{% endfor %}{% endif %}"
+    "{% if m.role == 'endless' %}{% for a in range(9999) %}{% for b in range(9999) %}"
+    "{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}{% endif %}"
     "[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )

@@ -29,19 +29,24 @@ TEMPLATES = {
 {% endfor %}
 {% if add_generation_prompt %}<assistant>{% endif %}
 """,
-    "loop controls": "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }};"
-    "{% if m.role == 'assistant' %}{% break %}{% endif %}{% endfor %}",
+    "loop controls": "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}"
+    "{{ m.role }};{% if m.role == 'assistant' %}{% break %}{% endif %}{% endfor %}",
     "generation": "{% set seen = 'outer' %}{% for m in messages %}\n"
-    "{% generation %}\n{% set seen = m.role %}{{ seen }}\n{% endgeneration %}\n{% endfor %}{{ seen }}",
-    "namespace": "{% set ns = namespace(self=1, last='') %}{% for m in messages %}{% set ns.last = m.role %}"
-    "{% endfor %}{{ ns.last }}{{ ns.self }}",
-    "json": "{{ messages | tojson }}{{ messages[1] | tojson(indent=2) }}{{ {'b': 1, 'a': 2} | tojson(sort_keys=true) }}",
-    "dicts": "{{ dict(a=1, b=[2]) | tojson }}{{ dict.fromkeys(['x'], 3) | tojson }}{{ dict([('k', 'v')]).k }}",
-    "none of these": "{{ tools is defined }}{{ tools is none }}{{ documents is none }}{{ unknown is defined }}",
+    "{% generation %}\n{% set seen = m.role %}{{ seen }}\n{% endgeneration %}\n{% endfor %}"
+    "{{ seen }}",
+    "namespace": "{% set ns = namespace(self=1, last='') %}{% for m in messages %}"
+    "{% set ns.last = m.role %}{% endfor %}{{ ns.last }}{{ ns.self }}",
+    "json": "{{ messages | tojson }}{{ messages[1] | tojson(indent=2) }}"
+    "{{ {'b': 1, 'a': 2} | tojson(sort_keys=true) }}",
+    "dicts": "{{ dict(a=1, b=[2]) | tojson }}{{ dict.fromkeys(['x'], 3) | tojson }}"
+    "{{ dict([('k', 'v')]).k }}",
+    "none of these": "{{ tools is defined }}{{ tools is none }}{{ documents is none }}"
+    "{{ unknown is defined }}",
     "undefined is empty": "[{{ messages[0].name }}]",
     "this year": "{{ strftime_now('%Y') }}",
     "slices": "{% for m in messages[1:] %}{{ loop.index0 }}{{ m.role[0] | upper }}{% endfor %}",
-    "macros": "{% macro turn(m) %}<{{ m.role }}>{% endmacro %}{{ turn(messages[0]) }}{{ raise_exception is callable }}",
+    "macros": "{% macro turn(m) %}<{{ m.role }}>{% endmacro %}{{ turn(messages[0]) }}"
+    "{{ raise_exception is callable }}",
 }
 REFUSED = {
     "its own error": "{{ raise_exception('roles must alternate') }}",

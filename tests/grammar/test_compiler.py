@@ -85,7 +85,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"grammar": 'start: word "!"\nword[stop="q"]: /[a-z]*/'}, "stop"),
     ({"grammar": "%import os.path\nstart: A"}, "os.path"),
     ({"grammar": "start: " + "(" * 3000 + '"a"' + ")" * 3000}, "nested"),
-    ({"grammar": "start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(40)) + '\nA40: "x"'}, "too big"),
+    ({"grammar": "start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(40))
+        + '\nA40: "x"'}, "too big"),
 ]  # fmt: skip
 
 

@@ -220,7 +220,9 @@ from baton.config import ServeOptions
 import baton.supervisor.serve as serve
 from conftest import FAKES, serves_at_once
 from baton.supervisor import Cluster
-serve.Cluster = lambda options, **told: Cluster(options, programs=FAKES, wait_serving=serves_at_once, **told)
+serve.Cluster = lambda options, **told: Cluster(
+    options, programs=FAKES, wait_serving=serves_at_once, **told
+)
 options = ServeOptions(model={folder!r}, port=0)
 sys.exit(run_service(options, serve.serve_cluster, "serve"))
 """

@@ -2,7 +2,8 @@
 with data from one without.
 
     expr := term (("+" | "-" | "*" | "/") term)*           vector with vector: by equal labels
-    term := number | "(" expr ")" | name "(" args ")" | aggregation [by (labels)] "(" expr ")" | selector ["[" time "]"]
+    term := number | "(" expr ")" | name "(" args ")"
+            | aggregation [by (labels)] "(" expr ")" | selector ["[" time "]"]
 
 `rate` is the difference of the two newest samples over their distance, and needs both, as
 Prometheus does.

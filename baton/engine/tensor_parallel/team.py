@@ -161,7 +161,8 @@ def _digest_of(member: Member) -> str:
         line = stream.readline()
     if not line:
         raise StartupError(
-            f"{member.name} ended before it had loaded its part of the model; its error is in the log above"
+            f"{member.name} ended before it had loaded its part of the model; its error is in the "
+            "log above"
         )
     digest: str = json.loads(line)["digest"]
     return digest

@@ -3,8 +3,8 @@ and verification.
 
 For a query at position p, head h, KV head g = h // GROUP, over positions j <= p, and j > p - window
 if there is a window:
-    s_j = q . k_j * scale                                  [softcap * tanh(s_j / softcap) if there is a soft-cap]
-    out = sum_j softmax_j(s_j + slope_h * (j - p)) v_j      [slopes: ALiBi]
+    s_j = q . k_j * scale   [softcap * tanh(s_j / softcap) if there is a soft-cap]
+    out = sum_j softmax_j(s_j + slope_h * (j - p)) v_j   [slopes: ALiBi]
 
 Work is cut into items. An item is a run of one sequence's new tokens and a range of its keys; a
 program takes one item and one KV head, and the GROUP heads that share it are rows of one matrix:
@@ -49,7 +49,8 @@ _LOG2_E = tl.constexpr(math.log2(math.e))
 @triton.jit
 def _scores(
     q, k, k_scale, keys, positions, slopes, scale, softcap,
-    HAS_SCALES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores in base 2 [BLOCK_M, BLOCK_N], not masked."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -70,8 +71,8 @@ def _tile(
     pool_ptr, scales_ptr, table_ptr, block_heads, first_head, kind_heads, stride, scale_stride,
     scale, softcap, window,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SCALES: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take keys [start, start + BLOCK_N), which are in blocks `block` [BLOCK_N], into the running
     softmax. Keys from `end` on are not there. Returns the blocks of the next tile too: read here, a
@@ -132,7 +133,8 @@ def _attend(
     q_stride, block_heads, layer_head, stride, scale_stride, scale, softcap, window,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ITEM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SCALES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (items, kv_heads). Writes `out`, or the partial result: part [parts, kv_heads, BLOCK_M,
     HEAD_DIM] and its log2-sum-exp [parts, kv_heads, BLOCK_M], float32."""
@@ -173,16 +175,16 @@ def _attend(
     for start in range(begin, full_end, BLOCK_N):
         acc, peak, total, block = _tile(
             acc, peak, total, block, q, positions, slopes, start, end,
-            pool_ptr, scales_ptr, table_ptr, block_heads, first_head, num_kv_heads, stride, scale_stride,
-            scale, softcap, window,
+            pool_ptr, scales_ptr, table_ptr, block_heads, first_head, num_kv_heads,
+            stride, scale_stride, scale, softcap, window,
             HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
             False, HAS_WINDOW, HAS_SCALES, HAS_SOFTCAP, HAS_SLOPES, PRECISION,
         )  # fmt: skip
     for start in range(full_end, end, BLOCK_N):
         acc, peak, total, block = _tile(
             acc, peak, total, block, q, positions, slopes, start, end,
-            pool_ptr, scales_ptr, table_ptr, block_heads, first_head, num_kv_heads, stride, scale_stride,
-            scale, softcap, window,
+            pool_ptr, scales_ptr, table_ptr, block_heads, first_head, num_kv_heads,
+            stride, scale_stride, scale, softcap, window,
             HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
             True, HAS_WINDOW, HAS_SCALES, HAS_SOFTCAP, HAS_SLOPES, PRECISION,
         )  # fmt: skip
@@ -284,8 +286,8 @@ def attend(
     for launch in plan.launches:
         tile = launch.tile
         _attend[(len(launch.items), num_kv_heads)](
-            query, pool, scales, plan.table, launch.items, plan.slopes, out, launch.part, launch.lse,
-            query.stride(0), num_layers * layer_heads, layer * layer_heads,
+            query, pool, scales, plan.table, launch.items, plan.slopes, out,
+            launch.part, launch.lse, query.stride(0), num_layers * layer_heads, layer * layer_heads,
             head_stride(pool), 0 if scales is None else head_stride(scales),
             plan.scale, plan.softcap or 1.0, plan.window or 0,
             GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, ITEM=ITEM_FIELDS,

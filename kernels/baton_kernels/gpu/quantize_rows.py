@@ -1,7 +1,7 @@
 """Rows in 8 bits, each with one float32 scale.
 
-    scale = max(|x|, LEAST_PEAK) / LIMIT,   code = x / scale, rounded to the nearest int8 or float8_e4m3fn; NaN and 0 for a row
-    that is not finite
+    scale = max(|x|, LEAST_PEAK) / LIMIT,   code = x / scale, rounded to the nearest int8 or
+    float8_e4m3fn; NaN and 0 for a row that is not finite
     x, codes [rows, dim] contiguous; scales [rows]
 
 A program takes one row, BLOCK elements at a time, twice: for the maximum and for the codes.
@@ -34,7 +34,8 @@ def scale_of(peak, LIMIT: tl.constexpr):
 
 @triton.jit
 def _quantize_rows(
-    x_ptr, codes_ptr, scales_ptr, dim, LIMIT: tl.constexpr, BLOCK: tl.constexpr, IS_INT: tl.constexpr
+    x_ptr, codes_ptr, scales_ptr, dim,
+    LIMIT: tl.constexpr, BLOCK: tl.constexpr, IS_INT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * dim

@@ -1,8 +1,10 @@
 """Linear layers with quantised weights: y = x W^T (+ bias) (+ residual), W [out, in] kept as levels
 or codes.
 
-    int:  W[o, i] = (level[o, i] - zero[g, o]) * scale[g, o]        levels of 4 or 8 bits in runs of inputs: see IntWeight
-    fp8:  W[o, i] = code[o, i] * scale[o]                           codes [out, in] float8, and x in float8 with x_scales [rows]
+    int:  W[o, i] = (level[o, i] - zero[g, o]) * scale[g, o]
+          levels of 4 or 8 bits in runs of inputs: see IntWeight
+    fp8:  W[o, i] = code[o, i] * scale[o]
+          codes [out, in] float8, and x in float8 with x_scales [rows]
 
 A level less its zero is a small integer, exact in the dtype of x: it is multiplied as it is, and
 the scale is applied to the sum of each run. A program makes a tile of BLOCK_M rows by BLOCK_N
@@ -37,7 +39,8 @@ def _finish(
 def _int_linear(
     x_ptr, levels_ptr, scales_ptr, zeros_ptr, bias_ptr, residual_ptr, y_ptr,
     num_rows, num_out, num_in, group_size, x_stride,
-    BITS: tl.constexpr, RUN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BITS: tl.constexpr, RUN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Grid (row tiles, output tiles). A step takes one run; of 4 bits, its first half in the low

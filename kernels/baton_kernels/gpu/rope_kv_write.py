@@ -2,7 +2,7 @@
 one pass.
 
 A head vector is split in halves (a, b); with c, s the cosine and sine of its position's angles,
-    a' = a c - b s,    b' = b c + a s            each product rounded to the dtype, as the twin's are.
+    a' = a c - b s,    b' = b c + a s        each product rounded to the dtype, as the twin's are.
 
     query [tokens, heads, head_dim], key, value [tokens, kv_heads, head_dim], heads contiguous,
     tokens anywhere; cos, sin [tokens, head_dim / 2]; rows [tokens * kv_heads] int64, as slot_rows
@@ -70,7 +70,8 @@ def _rope_kv_write(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, rows_ptr, q_out_ptr, k_out_ptr, pool_ptr, scales_ptr,
     q_stride, k_stride, v_stride, layer_row, kind_rows, stride, scale_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-    BLOCK_KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK)
@@ -116,8 +117,8 @@ def _rope_kv_write(
     first = tl.load(v_ptr + token * v_stride + within, mask=inside, other=0.0)
     second = tl.load(v_ptr + token * v_stride + within + HALF, mask=inside, other=0.0)
     _store(
-        pool_ptr, scales_ptr, rows + kind_rows, stride, scale_stride, first, second, dims, is_written,
-        BLOCK_SIZE, LIMIT, HALF,
+        pool_ptr, scales_ptr, rows + kind_rows, stride, scale_stride, first, second, dims,
+        is_written, BLOCK_SIZE, LIMIT, HALF,
     )  # fmt: skip
 
 
