@@ -101,8 +101,8 @@ class WorkerSequence:
     destination: Destination | None = None
     is_sending: bool = False
     reporting_choice: int | None = None
-    """Of a sequence with a destination, once it has its first tokens: the first choice that goes on.
-    What becomes of the handoff is reported under its handle, for the others' may have ended."""
+    """Of a sequence with a destination, once it has its first tokens: the first choice that goes
+    on. What becomes of the handoff is reported under its handle, for the others' may have ended."""
     ticket_id: int | None = None
     offered_s: float = 0.0
     order: MatcherOrder | None = None
