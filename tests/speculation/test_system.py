@@ -10,7 +10,7 @@ import random
 import pytest
 
 from baton.engine.oracle import oracle_tokens
-from baton.events import LocalPrefill, Tokens
+from baton.events import LocalPrefill, Prefilled, Tokens
 from baton.types import FinishReason, KvSource, Sampling, SequenceSpec
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.random_speculation import RandomSpeculation
@@ -97,7 +97,7 @@ def run_to_end(worker: SimDecode, spec: SequenceSpec) -> list[Tokens]:
     told: list[Tokens] = []
     while not (told and told[-1].finish):
         for event in worker.step().events:
-            assert isinstance(event.event, Tokens | LocalPrefill)
+            assert isinstance(event.event, Tokens | LocalPrefill | Prefilled)
             told += [event.event] if isinstance(event.event, Tokens) else []
         worker.pool.check_integrity()
     return told
@@ -168,7 +168,7 @@ def test_drafts_take_no_block_that_another_sequence_needs() -> None:
     num_ended = 0
     while num_ended < 2:
         for event in worker.step().events:
-            assert type(event.event).__name__ in ("LocalPrefill", "Tokens")
+            assert type(event.event).__name__ in ("LocalPrefill", "Prefilled", "Tokens")
             if isinstance(event.event, Tokens):
                 outputs[event.handle] += [s.token_id for s in event.event.samples]
                 num_ended += bool(event.event.finish)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from baton.config import DecodeOptions, GatewayOptions, Options, PrefillOptions
 from baton.errors import ModelError
-from baton.registry import Joined, PipeRegistry
+from baton.registry import PipeRegistry, WorkerAdded
 from baton.service import OnReady, ReadyReport, main
 from baton.start_log import report_phase
 
@@ -66,7 +66,7 @@ async def serve(
     _note(folder, f"{name} started {os.getpid()}")
     if isinstance(options, GatewayOptions) and options.workers_fd is not None:
         async for change in PipeRegistry(options.workers_fd).changes():
-            if isinstance(change, Joined):
+            if isinstance(change, WorkerAdded):
                 _note(folder, f"gateway heard {change.tier.name} {change.address}")
     on_ready(ReadyReport(f"{host}:{port}", {"load": 0.25}))
     await stop.wait()
