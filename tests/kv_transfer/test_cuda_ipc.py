@@ -150,8 +150,9 @@ def test_a_sender_that_goes_frees_the_memory_at_the_next_connection(make_rig):
         rig.running.tickets.release(rig.event().ticket_id)
         while rig.source.memory.opened or rig.running.listeners[0]._guests:
             pass
-    rig.running.listeners[0].lent.sweep()
-    assert not rig.target.memory.allocated
+    # The sender lets go of its end of the pipe a moment after it has unmapped the memory.
+    while rig.target.memory.allocated:
+        rig.running.listeners[0].lent.sweep()
 
 
 def test_closing_waits_for_senders_that_let_go(make_rig):
