@@ -98,12 +98,14 @@ class Images:
     ) -> float:
         """Build what compose.yaml's service runs on, or `target` as it would be built; the seconds
         that it took."""
-        told = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"][service]["build"]
+        services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+        told = services[service]["build"]
         arguments = dict(told.get("args", {}))
         if arguments.get("TORCH") == "cpu" and not is_reached(arguments["TORCH_INDEX_URL"]):
             # Who does not reach the index of the CPU builds has them among wheels of their own, or
             # not at all.
-            arguments["TORCH_INDEX_URL"] = "https://pypi.org/simple"
+            on_gpu = services["decode-gpu"]["build"]["args"]
+            arguments["TORCH_INDEX_URL"] = on_gpu["TORCH_INDEX_URL"]
         arguments["PYTHON_IMAGE"] = self.base
         flags = [f"--build-arg={name}={value}" for name, value in arguments.items()]
         start = time.monotonic()
