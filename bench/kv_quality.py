@@ -23,10 +23,9 @@ import torch
 from tokenizers import Tokenizer
 
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
-from baton.engine.kv_range import KvRange
 from baton.engine.load_engine import load_engine
 from baton.engine.torch_engine import TorchEngine
-from baton.types import Sampling
+from baton.types import KvRange, Sampling
 from bench.machine import describe_machine, describe_versions
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.wire_format import wire_format

@@ -32,9 +32,8 @@ import numpy as np
 import torch
 import xxhash
 
-from baton.engine.kv_range import KvRange
 from baton.engine.torch_kv_pool import TorchKvPool
-from baton.types import KvLayout
+from baton.types import KvLayout, KvRange
 from bench.kv_ways import (
     LAYOUT,
     Channel,

@@ -23,10 +23,9 @@ import numpy as np
 import torch
 import trustme
 
-from baton.engine.kv_range import KvRange
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.rpc.tls import TlsFiles
-from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
+from baton.types import KvLayout, KvRange, Sample, Sampling, SequenceSpec, WorkerIdentity
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.running_receiver import open_receiver
 from kv_transfer.sender import SendDone, Sender

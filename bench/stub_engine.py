@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.engine.interface import Batch, Engine, EngineSpec, Launched, LayersDone
-from baton.engine.kv_range import KvRange
-from baton.types import KvLayout, Sample
+from baton.types import KvLayout, KvRange, Sample
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 1 << 17

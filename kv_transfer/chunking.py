@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from baton.engine.kv_range import KvRange
+from baton.types import KvRange
 
 
 def chunks(

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import xxhash
 
 from baton.engine.interface import KvPool
-from baton.engine.kv_range import KvRange
+from baton.types import KvRange
 from kv_transfer.chunking import runs
 from kv_transfer.transcoder import Transcoder
 from kv_transfer.wire_format import WireFormat

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from baton.engine.kv_range import KvRange
+from baton.types import KvRange
 
 
 class Coverage:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.engine.kv_range import KvRange
+from baton.types import KvRange
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.device_memory import DeviceBytes, DeviceCopy
 

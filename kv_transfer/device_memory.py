@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from baton.engine.interface import KvPool
-from baton.engine.kv_range import KvRange
+from baton.types import KvRange
 
 
 class DeviceBytes(Protocol):

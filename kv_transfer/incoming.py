@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.engine.kv_range import KvRange
+from baton.types import KvRange
 from baton.v1 import kv_pb2
 from kv_transfer.agreement import Terms
 from kv_transfer.checksum import chunk_checksum, place_checksum

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from baton.engine.kv_range import KvRange
 from baton.errors import BatonError, EngineFault, HandoffFailed
+from baton.types import KvRange
 from baton.v1 import kv_pb2
 from kv_transfer.agreement import Terms
 from kv_transfer.checksum import chunk_checksum, commit_checksum, place_checksum

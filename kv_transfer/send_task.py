@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.engine.interface import KvPool
-from baton.engine.kv_range import KvRange
 from baton.errors import BatonError
-from baton.types import ANY_NUMERICS, KvLayout, NumericsRule, Sample, WorkerIdentity
+from baton.types import ANY_NUMERICS, KvLayout, KvRange, NumericsRule, Sample, WorkerIdentity
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.kv_ticket import KvTicket
 from kv_transfer.transport.base import Connector

@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from baton.engine.interface import KvPool
-from baton.engine.kv_range import KvRange
 from baton.errors import HandoffFailed, PeerMismatch
-from baton.types import ANY_NUMERICS, KvLayout, NumericsRule, Sample, WorkerIdentity
+from baton.types import ANY_NUMERICS, KvLayout, KvRange, NumericsRule, Sample, WorkerIdentity
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.kv_ticket import KvTicket, parse_ticket
 from kv_transfer.lane import Lane

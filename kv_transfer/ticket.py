@@ -27,9 +27,8 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.engine.kv_range import KvRange
 from baton.errors import HandoffFailed
-from baton.types import Sample
+from baton.types import KvRange, Sample
 from kv_transfer.coverage import Coverage
 
 _MASK = (1 << 64) - 1

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from baton.engine.kv_range import KvRange
 from baton.errors import HandoffFailed, InvalidRequest
-from baton.types import KvLayout, SequenceSpec, WorkerIdentity
+from baton.types import KvLayout, KvRange, SequenceSpec, WorkerIdentity
 from kv_transfer.coverage import Coverage
 from kv_transfer.endpoint import Endpoint
 from kv_transfer.kv_ticket import KvTicket, encode_ticket, ticket_id_of, verify_ticket

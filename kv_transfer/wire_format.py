@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.engine.kv_range import KvRange
-from baton.types import CONVERTIBLE_DTYPES, DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvLayout
+from baton.types import (
+    CONVERTIBLE_DTYPES,
+    DTYPE_BYTES,
+    SCALE_BYTES,
+    SCALED_DTYPES,
+    KvLayout,
+    KvRange,
+)
 
 #: What a receiver may ask for; auto is the narrower of the two peers' own types.
 WIRE_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")

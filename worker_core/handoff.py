@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from baton.cache.pool import BlockLease
-from baton.engine.kv_range import KvRange
 from baton.errors import (
     BatonError,
     EngineFault,
@@ -26,7 +25,7 @@ from baton.errors import (
     RetriableError,
 )
 from baton.events import HandedOff, HandOffFailed, Paused
-from baton.types import Sample
+from baton.types import KvRange, Sample
 from kv_transfer.kv_sender import KvSender
 from kv_transfer.sender import SendDone
 from kv_transfer.ticket import LendAsked

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baton.engine.rows import wants_prompt_logprobs
+from baton.engine.interface import wants_prompt_logprobs
 from kv_transfer.ticket import TicketCommitted, TicketDead
 from kv_transfer.tickets import Tickets
 from worker_core.commands import Destination

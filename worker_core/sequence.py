@@ -7,8 +7,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from baton.cache.pool import BlockCopy, BlockLease
-from baton.engine.interface import FOLLOWING, SampleRow, SequenceSlice
-from baton.engine.rows import first_rows, scored_rows, wants_prompt_logprobs
+from baton.engine.interface import (
+    FOLLOWING,
+    SampleRow,
+    SequenceSlice,
+    first_rows,
+    scored_rows,
+    wants_prompt_logprobs,
+)
 from baton.events import ChunkTime
 from baton.grammar import Matcher, MatcherOrder
 from baton.types import Rank, SequenceSpec, TokenLogprobs, is_full_length

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from baton.engine.interface import KvPool
-from baton.engine.kv_range import KvRange
+from baton.types import KvRange
 
 
 @dataclass(frozen=True, slots=True)

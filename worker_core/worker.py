@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.config import WorkerOptions
-from baton.engine.heartbeat import Heartbeat
 from baton.engine.interface import Engine
-from baton.engine.loop import EngineLoop
+from baton.engine.loop import EngineLoop, Heartbeat
 from baton.phase_clock import PhaseClock
 from baton.rpc.bind import check_bindable
 from baton.service import ReadyReport

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.engine.kv_range import KvRange
-from baton.types import KvLayout
+from baton.types import KvLayout, KvRange
 
 #: The numpy type that holds an element of KvLayout.dtype; numpy has no bfloat16, whose bits are
 #: kept as they are.

@@ -9,9 +9,8 @@ from typing import Protocol
 import torch
 
 from baton.engine.copy_order import CopyOrder
-from baton.engine.kv_range import KvRange
 from baton.engine.packed_pool import check_range
-from baton.types import SCALED_DTYPES, KvLayout
+from baton.types import SCALED_DTYPES, KvLayout, KvRange
 from baton_kernels.kv_pack import Runs, kv_pack_summed, kv_unpack_summed
 from baton_kernels.word_sum import WORD_BYTES, checksum_of, host_checksum, key_of
 

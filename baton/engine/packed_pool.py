@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.engine.kv_range import KvRange
-from baton.types import DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvLayout
+from baton.types import DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvLayout, KvRange
 
 PackedPart = NDArray[np.signedinteger]
 

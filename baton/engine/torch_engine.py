@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.engine.followers import Followers, TensorPool
 from baton.engine.interface import (
     Batch,
     Engine,
@@ -27,7 +26,7 @@ from baton.engine.interface import (
     LayersDone,
     SampleRow,
 )
-from baton.engine.step_runner import LayerDone, Step, StepRunner
+from baton.engine.step_runner import Followers, LayerDone, Step, StepRunner, TensorPool
 from baton.engine.torch_step import check_batch, check_follows, fault, sample_rows
 from baton.sampling.sampler import Draws, RowsError, draw
 from baton.types import Sample

@@ -9,10 +9,9 @@ import torch
 from baton.engine.copy_order import copy_order
 from baton.engine.cuda_memory import cuda_memory
 from baton.engine.device_copy import DeviceCopy
-from baton.engine.kv_range import KvRange
 from baton.engine.packed_pool import PackedPart, PackedPool
 from baton.engine.prefault import prefault
-from baton.types import DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvLayout
+from baton.types import DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvLayout, KvRange
 from baton_kernels.cpu.checked_copy import CheckedCopy, checked_copy_of
 from baton_kernels.cpu.memory import host_memory
 from baton_kernels.host_copy import to_device

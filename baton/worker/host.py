@@ -11,9 +11,8 @@ from typing import Generic, TypeVar
 
 from baton import __version__
 from baton.config import WorkerOptions
-from baton.engine.heartbeat import Heartbeat
 from baton.engine.interface import EngineSpec
-from baton.engine.loop import EngineLoop
+from baton.engine.loop import EngineLoop, Heartbeat
 from baton.errors import EngineFault
 from baton.phase_clock import PhaseClock
 from baton.registry import make_registry

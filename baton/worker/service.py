@@ -11,7 +11,7 @@ import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
 
 from baton.cache.ledger import BlockLedger, ListBlocks
-from baton.engine.heartbeat import Heartbeat
+from baton.engine.loop import Heartbeat
 from baton.errors import FieldViolation, InvalidRequest
 from baton.rpc.server import Register
 from baton.types import Tier, WorkerInfo, WorkerLoad

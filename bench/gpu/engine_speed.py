@@ -17,9 +17,8 @@ from functools import cache, partial
 
 import torch
 
-from baton.engine.followers import NoFollowers
 from baton.engine.interface import Batch, EngineSpec, SampleRow, SequenceSlice
-from baton.engine.step_runner import EagerSteps, StepModel
+from baton.engine.step_runner import EagerSteps, NoFollowers, StepModel
 from baton.engine.torch_engine import TorchEngine
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.engine.torch_step import pack_batch

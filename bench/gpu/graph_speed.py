@@ -10,10 +10,9 @@ from functools import cache, partial
 
 import torch
 
-from baton.engine.followers import NoFollowers
 from baton.engine.graph_device import CalledGraphs, CudaGraphs, Graph, GraphDevice
 from baton.engine.step_graphs import ReplayedSteps, plan_graphs
-from baton.engine.step_runner import EagerSteps, StepModel, StepRunner
+from baton.engine.step_runner import EagerSteps, NoFollowers, StepModel, StepRunner
 from baton.engine.torch_engine import TorchEngine
 from baton.model.decoder import Decoder
 from baton.model.packed import pack_parameters

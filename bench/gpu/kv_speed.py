@@ -44,9 +44,8 @@ def _hand_over(setting: Setting) -> Result:
     """Ticket to confirmed commit, median, with both processes on one GPU: what is moved crosses
     its memory four times, two of them together. In a dry run through shared memory, as there is
     no GPU."""
-    from baton.engine.kv_range import KvRange
     from baton.engine.torch_kv_pool import TorchKvPool
-    from baton.types import Sample, WorkerIdentity
+    from baton.types import KvRange, Sample, WorkerIdentity
     from kv_transfer.device_memory import device_memory_of
     from kv_transfer.sender import SendDone, Sender
     from kv_transfer.transport.connector import make_connector

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from baton.engine.array_kv_pool import ArrayKvPool
-from baton.engine.kv_range import KvRange
 from baton.rpc.tls import TlsFiles
 from baton.types import (
     ANY_NUMERICS,
     KvLayout,
+    KvRange,
     NumericsRule,
     Sample,
     Sampling,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from baton.engine.kv_range import KvRange
+from baton.types import KvRange
 from kv_transfer.chunking import chunks
 from kv_transfer.coverage import Coverage
 

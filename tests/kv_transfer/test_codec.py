@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.array_kv_pool import ArrayKvPool
-from baton.engine.kv_range import KvRange
-from baton.types import KvLayout
+from baton.types import KvLayout, KvRange
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.wire_format import wire_format
 

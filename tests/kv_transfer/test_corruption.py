@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from baton.engine.array_kv_pool import ArrayKvPool
-from baton.engine.kv_range import KvRange
 from baton.engine.torch_kv_pool import TorchKvPool
-from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
+from baton.types import KvLayout, KvRange, Sample, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
 from baton_kernels.word_sum import host_checksum

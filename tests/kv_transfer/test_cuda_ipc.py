@@ -14,9 +14,8 @@ import pytest
 
 from baton.engine.array_kv_pool import ArrayKvPool
 from baton.engine.device_copy import DeviceCopy
-from baton.engine.kv_range import KvRange
 from baton.errors import ConfigError, HandoffFailed
-from baton.types import KvLayout, WorkerIdentity
+from baton.types import KvLayout, KvRange, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
 from kv_transfer.endpoint import Endpoint, TransportKind

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from baton.engine.array_kv_pool import ArrayKvPool
-from baton.engine.kv_range import KvRange
 from baton.errors import HandoffFailed
-from baton.types import KvLayout, Sample, WorkerIdentity
+from baton.types import KvLayout, KvRange, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
 from kv_transfer.endpoint import Endpoint, TransportKind
 from kv_transfer.frame import Frame

@@ -9,9 +9,8 @@ import time
 
 import pytest
 
-from baton.engine.kv_range import KvRange
 from baton.errors import Cancelled, HandoffFailed
-from baton.types import Sample
+from baton.types import KvRange, Sample
 from kv_transfer.ticket import TicketCommitted, TicketDead, TicketState
 from tests.support.kv_transports import ALL
 

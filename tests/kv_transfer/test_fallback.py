@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.kv_range import KvRange
 from baton.errors import HandoffFailed
-from baton.types import Sample
+from baton.types import KvRange, Sample
 from kv_transfer.endpoint import Endpoint, TransportKind, local_host_id
 from kv_transfer.ticket import TicketCommitted
 from kv_transfer.transport.connector import SHUN_S, Shunned, make_connector

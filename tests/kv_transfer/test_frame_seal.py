@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.kv_range import KvRange
 from baton.errors import HandoffFailed
-from baton.types import Sample
+from baton.types import KvRange, Sample
 from baton.v1 import kv_pb2
 from kv_transfer.frame import PREAMBLE_BYTES, Frame, FrameBuffer, FrameError, encode
 from kv_transfer.frame_seal import SEAL_BYTES, receiver_seals, sender_seals

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 _SENDER = """
 import sys, time
-from baton.engine.kv_range import KvRange
+from baton.types import KvRange
 from baton.types import KvLayout, WorkerIdentity
 from kv_transfer.sender import Sender
 from kv_transfer.transport.connector import make_connector

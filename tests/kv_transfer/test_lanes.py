@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from baton.engine.kv_range import KvRange
-from baton.types import Sample
+from baton.types import KvRange, Sample
 from kv_transfer.endpoint import Endpoint
 from kv_transfer.frame import Frame
 from kv_transfer.ticket import TicketCommitted

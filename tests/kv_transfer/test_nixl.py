@@ -17,9 +17,8 @@ from collections.abc import Iterator
 import pytest
 
 from baton.engine.array_kv_pool import ArrayKvPool
-from baton.engine.kv_range import KvRange
 from baton.errors import ConfigError, HandoffFailed
-from baton.types import KvLayout, Sample, WorkerIdentity
+from baton.types import KvLayout, KvRange, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
 from kv_transfer.frame import PREAMBLE_BYTES, decode_header, decode_preamble, encode

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from baton.engine.kv_range import KvRange
 from baton.errors import Cancelled, HandoffFailed
+from baton.types import KvRange
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.ticket import TicketDead, TicketState
 from tests.support.kv_transports import ALL

@@ -8,9 +8,8 @@ import itertools
 import pytest
 import torch
 
-from baton.engine.kv_range import KvRange
 from baton.engine.torch_kv_pool import TorchKvPool
-from baton.types import CONVERTIBLE_DTYPES, SCALED_DTYPES, KvLayout
+from baton.types import CONVERTIBLE_DTYPES, SCALED_DTYPES, KvLayout, KvRange
 from baton_kernels.kv_write import kv_write, slot_rows
 from baton_kernels.quantize_rows import dequantize_rows
 from kv_transfer.codec import ChunkCodec

@@ -8,8 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from baton.engine.kv_range import KvRange
-from baton.types import KvLayout, Sample
+from baton.types import KvLayout, KvRange, Sample
 from kv_transfer.ticket import TicketCommitted
 from tests.support.kv_transports import ALL
 

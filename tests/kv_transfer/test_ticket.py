@@ -6,8 +6,7 @@ from itertools import product
 
 import pytest
 
-from baton.engine.kv_range import KvRange
-from baton.types import Sample
+from baton.types import KvRange, Sample
 from kv_transfer.coverage import Coverage
 from kv_transfer.ticket import Commit, Ticket, TicketCommitted, TicketDead, TicketState
 

@@ -11,8 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from baton.engine.kv_range import KvRange
-from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
+from baton.types import KvLayout, KvRange, Sample, Sampling, SequenceSpec, WorkerIdentity
 from kv_transfer.ticket import (
     Commit,
     Rejection,

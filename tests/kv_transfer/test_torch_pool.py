@@ -6,9 +6,8 @@ import pytest
 import torch
 import xxhash
 
-from baton.engine.kv_range import KvRange
 from baton.engine.torch_kv_pool import TorchKvPool
-from baton.types import KvLayout
+from baton.types import KvLayout, KvRange
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.wire_format import wire_format
 

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.array_kv_pool import ArrayKvPool
-from baton.engine.kv_range import KvRange
 from baton.errors import PeerMismatch
-from baton.types import CONVERTIBLE_DTYPES, DTYPE_BYTES, SCALED_DTYPES, KvLayout, Sample
+from baton.types import CONVERTIBLE_DTYPES, DTYPE_BYTES, SCALED_DTYPES, KvLayout, KvRange, Sample
 from baton.v1 import kv_pb2
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.elements import BITS, narrow, widen

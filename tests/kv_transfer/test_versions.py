@@ -24,9 +24,16 @@ import xxhash
 from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
 
 from baton.engine.array_kv_pool import ArrayKvPool
-from baton.engine.kv_range import KvRange
 from baton.errors import HandoffFailed, PeerMismatch
-from baton.types import KvLayout, Sample, Sampling, SequenceSpec, TokenLogprobs, WorkerIdentity
+from baton.types import (
+    KvLayout,
+    KvRange,
+    Sample,
+    Sampling,
+    SequenceSpec,
+    TokenLogprobs,
+    WorkerIdentity,
+)
 from baton.v1 import kv_pb2
 from kv_transfer.frame import PREAMBLE_BYTES, FrameError, decode_header, decode_preamble, encode
 from kv_transfer.running_receiver import RunningReceiver, open_receiver

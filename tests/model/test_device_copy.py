@@ -13,9 +13,8 @@ import torch
 from baton.engine import torch_kv_pool
 from baton.engine.copy_order import HostOrder
 from baton.engine.device_copy import DeviceCopy
-from baton.engine.kv_range import KvRange
 from baton.engine.torch_kv_pool import TorchKvPool
-from baton.types import KvLayout
+from baton.types import KvLayout, KvRange
 from baton_kernels.word_sum import host_checksum
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.wire_format import wire_format

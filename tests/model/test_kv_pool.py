@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.kv_range import KvRange
 from baton.engine.torch_kv_pool import TorchKvPool
-from baton.types import KvLayout
+from baton.types import KvLayout, KvRange
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 3, 2, 4
 

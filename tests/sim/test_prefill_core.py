@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from baton.cache.pool import BlockPool
 from baton.engine.interface import Batch, LayersDone
-from baton.engine.kv_range import KvRange
 from baton.engine.oracle import OracleEngine, OracleOptions, oracle_tokens
 from baton.errors import Cancelled, EngineFault, HandoffFailed, PeerMismatch
 from baton.events import Failed, HandedOff, HandOffFailed, Prefilled, Tokens
-from baton.types import KvSource, Sample, Sampling, SequenceSpec
+from baton.types import KvRange, KvSource, Sample, Sampling, SequenceSpec
 from kv_transfer.kv_ticket import parse_ticket
 from kv_transfer.sender import SendDone
 from kv_transfer.ticket_table import TicketTable

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.engine.kv_range import KvRange
-from baton.types import Sample
+from baton.types import KvRange, Sample
 
 
 @dataclass

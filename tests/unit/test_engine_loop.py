@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from baton.cache.pool import BlockPool
-from baton.engine.heartbeat import Heartbeat
 from baton.engine.interface import Batch, LayersDone
-from baton.engine.loop import EngineLoop, Step
+from baton.engine.loop import EngineLoop, Heartbeat, Step
 from baton.engine.oracle import OracleEngine, OracleOptions
 from baton.types import KvSource, Sample, Sampling, SequenceSpec, WorkerLoad
 from kv_transfer.transport.loopback import LoopbackHub

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from baton.engine.kv_range import KvRange
 from baton.engine.packed_pool import PackedPart, PackedPool
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.model.shard import Shard
-from baton.types import KvLayout
+from baton.types import KvLayout, KvRange
 
 _CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from baton.engine.followers import Followers, NoFollowers
+from baton.engine.step_runner import Followers, NoFollowers
 from baton.engine.tensor_parallel.rank_spec import RankSpec, staging_bytes
 from baton.engine.tensor_parallel.team import RankTeam
 from baton.errors import ConfigError

@@ -63,7 +63,7 @@ def start_process(spec: RankSpec) -> Member:
 
 
 class RankTeam:
-    """See baton.engine.followers.Followers. Its methods belong to the thread that drives the
+    """See baton.engine.step_runner.Followers. Its methods belong to the thread that drives the
     engine."""
 
     def __init__(

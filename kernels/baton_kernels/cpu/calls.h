@@ -1,5 +1,5 @@
 // What the library offers, as the Python files beside this one describe it to ctypes. dtype: what is computed in, float32,
-// bfloat16 or float16, as baton_kernels.cpu.stored numbers types.
+// bfloat16 or float16, as baton_kernels.cpu.calling numbers types.
 #pragma once
 #include <stdint.h>
 

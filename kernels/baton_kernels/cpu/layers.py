@@ -13,13 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from baton_kernels.cpu.calling import is_native
+from baton_kernels.cpu.calling import is_native, stored_number
 from baton_kernels.cpu.int_linear import NativeIntLinear
 from baton_kernels.cpu.library import library, loaded
 from baton_kernels.cpu.linear import NativeLinear
 from baton_kernels.cpu.paged_attention import MAX_HEAD_DIM, AttentionPlan
 from baton_kernels.cpu.rope_kv_write import RopeKvWriteCall, call_over
-from baton_kernels.cpu.stored import stored_number
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
 

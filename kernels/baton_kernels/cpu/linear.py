@@ -8,10 +8,9 @@ from enum import IntEnum
 
 import torch
 
-from baton_kernels.cpu.calling import is_native
+from baton_kernels.cpu.calling import is_native, stored_number
 from baton_kernels.cpu.library import library, loaded
 from baton_kernels.cpu.memory import Allocate, host_memory
-from baton_kernels.cpu.stored import stored_number
 
 #: Outputs of a packed tile.
 TILE = 64

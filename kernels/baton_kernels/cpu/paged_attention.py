@@ -11,9 +11,8 @@ from itertools import accumulate
 
 import torch
 
-from baton_kernels.cpu.calling import is_native
+from baton_kernels.cpu.calling import is_native, stored_number
 from baton_kernels.cpu.library import loaded
-from baton_kernels.cpu.stored import stored_number
 from baton_kernels.kv_write import head_stride
 from baton_kernels.paged_attention import AttentionPlan as TwinPlan
 from baton_kernels.paged_attention import AttentionSlice

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from baton_kernels.cpu.calling import is_native
+from baton_kernels.cpu.calling import is_native, stored_number
 from baton_kernels.cpu.library import loaded
-from baton_kernels.cpu.stored import stored_number
 from baton_kernels.rms_norm import rms_norm as op
 
 

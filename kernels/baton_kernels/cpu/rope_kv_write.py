@@ -6,9 +6,8 @@ import ctypes
 
 import torch
 
-from baton_kernels.cpu.calling import is_native
+from baton_kernels.cpu.calling import is_native, stored_number
 from baton_kernels.cpu.library import loaded
-from baton_kernels.cpu.stored import stored_number
 from baton_kernels.kv_write import head_stride
 from baton_kernels.rope_kv_write import rope_kv_write as op
 

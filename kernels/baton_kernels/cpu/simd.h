@@ -7,7 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
-// As baton_kernels.cpu.stored numbers the types that KV is stored in.
+// As baton_kernels.cpu.calling numbers the types that KV is stored in.
 enum Stored : long { kFloat32, kBfloat16, kFloat16, kInt8, kFp8 };
 
 constexpr float kLog2E = 1.44269504f;

@@ -14,7 +14,7 @@ namespace {
 
 // ------------------------------------------------------------------ numbers
 
-// As baton_kernels.cpu.stored numbers types, and as `Format` does the first three.
+// As baton_kernels.cpu.calling numbers types, and as `Format` does the first three.
 enum Type { F32, BF16, F16, I8, FP8 };
 constexpr const char* kNames[] = {"float32", "bfloat16", "float16", "int8", "fp8"};
 constexpr long kSizes[] = {4, 2, 2, 1, 1};
