@@ -21,8 +21,8 @@ from worker_core.admission import CoreLimits
 from worker_core.commands import Command, Open
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.policy import LocalPrefillPolicy, decode_policy
-from worker_core.speculation.build import build_speculation
-from worker_core.swap import SwapSpace
+from worker_core.speculation.speculator import build_speculation
+from worker_core.state import SwapSpace
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from worker_core.admission import CoreLimits
 from worker_core.commands import Command, Open
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.policy import LocalPrefillPolicy, decode_policy
-from worker_core.swap import SwapSpace
+from worker_core.state import SwapSpace
 
 
 def draw_spec(index: int, num_prompt_tokens: int) -> SequenceSpec:

@@ -1,4 +1,4 @@
-"""The decode worker's process: the worker core, told to run sequences."""
+"""The decode worker's process: the worker core, with the policy of a decode worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.service import ReadyReport
 from baton.types import Tier
 from baton.worker.build import build_decode_engine
 from worker_core.policy import LocalPrefillPolicy, decode_policy, prefill_policy
-from worker_core.speculation.build import build_speculation
+from worker_core.speculation.speculator import build_speculation
 from worker_core.worker import TierSetup, serve_worker
 
 
@@ -47,7 +47,7 @@ def max_num_launches(options: DecodeOptions, spec: EngineSpec) -> int:
         raise ConfigError.of(
             "async_scheduling",
             True,
-            "processes that share a model are told all tokens; leave it out, or give "
+            "processes that share a model get all tokens; leave it out, or give "
             "--tensor-parallel-size 1",
         )
     is_useful = spec.computes_aside and options.speculative_method == "none"

@@ -34,13 +34,11 @@ from gateway.intake.chat import ChatRenderer
 from gateway.intake.grammars import GrammarCompiler
 from gateway.intake.tokenizer import Tokenizer, load_tokenizer
 from gateway.request.driver import RequestDeps
-from gateway.routing.discovery import DISCOVERY_PATH, scrape_targets
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.fleet import Fleet
-from gateway.routing.gauges import observe_gateway
+from gateway.routing.gauges import DISCOVERY_PATH, observe_gateway, scrape_targets
 from gateway.routing.migrator import Migrator
-from gateway.routing.roster import Roster
-from gateway.routing.workers import keep_connected
+from gateway.routing.workers import Roster, keep_connected
 from gateway.service import InferenceService, ServiceOptions
 from gateway.telemetry.recorder import GatewayRecorder
 

@@ -21,9 +21,8 @@ from kv_transfer.ticket import TicketCommitted, TicketDead
 from kv_transfer.tickets import Tickets
 from worker_core.commands import Open
 from worker_core.costs import Costs
-from worker_core.handoff import Handoffs
+from worker_core.handoff import Handoffs, PrefixFetches
 from worker_core.policy import Policy
-from worker_core.prefix_fetch import PrefixFetches
 from worker_core.sequence import LocalPrefillProgress, Stage, WorkerSequence, width
 from worker_core.state import CoreState, failed
 

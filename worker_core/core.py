@@ -52,16 +52,14 @@ from worker_core.commands import (
 from worker_core.costs import Costs
 from worker_core.drafting import Drafting
 from worker_core.handoff import Handoffs, for_gateway
-from worker_core.ledger import ledger_of, orphans_of
 from worker_core.output import Output
 from worker_core.policy import Policy
 from worker_core.preemption import Preemption
 from worker_core.scheduler import Budget, StepPlan, plan_step
 from worker_core.sequence import Stage, WorkerSequence
 from worker_core.speculation.interface import NoSpeculation, Speculation
-from worker_core.state import CoreState, SequenceGroup
+from worker_core.state import CoreState, SequenceGroup, SwapSpace, ledger_of, orphans_of
 from worker_core.steps import Steps
-from worker_core.swap import SwapSpace
 
 _log = logging.getLogger("baton.worker")
 

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from baton.cache.pool import BlockCopy
 from worker_core.sequence import Draft, WorkerSequence
-from worker_core.speculation.interface import Speculation
-from worker_core.speculation.proposer import DraftRequest
+from worker_core.speculation.interface import DraftRequest, Speculation
 from worker_core.state import CoreState, SequenceGroup
 
 #: By sequence key.
@@ -66,10 +65,10 @@ class Drafting:
     def end(self, drafts: Drafts) -> None:
         """The step is over, and sequences have what they got of it."""
         for sequence, num_known in self._asked:
-            self._speculation.judge(sequence.key, sequence.token_ids[num_known:])
+            self._speculation.record(sequence.key, sequence.token_ids[num_known:])
         if self._num_rows:
             num_drafts = sum(len(draft.token_ids) for draft in drafts.values())
-            self._speculation.made(self._num_rows, num_drafts)
+            self._speculation.on_step_end(self._num_rows, num_drafts)
 
     def withhold(self, sequence: WorkerSequence) -> None:
         """A step of this sequence failed with drafts in it: make it again without."""

@@ -145,7 +145,7 @@ class WorkerRecorder:
             counted.add(0)
         for event in (*_TICKET_EVENTS, RequestEvent.ABORTED):
             self._events.add(0, {names.EVENT: event.value})
-        for state in (RequestEvent.OFFERED, RequestEvent.COMMITTED, RequestEvent.PREFILLS_HERE):
+        for state in (RequestEvent.OFFERED, RequestEvent.COMMITTED, RequestEvent.LOCAL_PREFILL):
             self._cancelled.add(0, {names.STATE: state.value})
         for phase in (_COMPUTING, _SENDING):
             self._prompts_cancelled.add(0, {names.STATE: phase})
@@ -240,7 +240,7 @@ class WorkerRecorder:
         match event:
             case LocalPrefill(num_cached_tokens):
                 if not sequence.has_destination:
-                    self._start(key, RequestEvent.PREFILLS_HERE, now_s)
+                    self._start(key, RequestEvent.LOCAL_PREFILL, now_s)
                 self._count_prefix(sequence, num_cached_tokens)
             case Prefilled():
                 self._prefilled(key, sequence, event)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, overload
 
 from baton.cache.pool import BlockCopy, BlockLease
 from baton.engine.interface import (
@@ -19,7 +20,6 @@ from baton.events import ChunkTime
 from baton.grammar import Matcher, MatcherOrder
 from baton.types import Rank, SequenceSpec, TokenLogprobs, is_full_length
 from worker_core.commands import Destination, sequence_key
-from worker_core.speculation.token_prefix import TokenPrefix
 
 
 class Stage(enum.Enum):
@@ -288,3 +288,30 @@ class WorkerSequence:
 def width(spec: SequenceSpec) -> int:
     """Places in the batch that a sequence takes, or its choices or beams will take."""
     return spec.sampling.beam.width if spec.sampling.beam else spec.num_choices
+
+
+class TokenPrefix(Sequence[int]):
+    """The first `num_tokens` of `token_ids`, which must not change while this is in use."""
+
+    __slots__ = ("_num_tokens", "_token_ids")
+
+    def __init__(self, token_ids: Sequence[int], num_tokens: int) -> None:
+        self._token_ids = token_ids
+        self._num_tokens = num_tokens
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        places = range(self._num_tokens)[index]
+        if isinstance(places, int):
+            return self._token_ids[places]
+        if places.step == 1:
+            return self._token_ids[places.start : places.stop]
+        return [self._token_ids[place] for place in places]

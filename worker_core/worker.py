@@ -33,7 +33,7 @@ from worker_core.policy import Policy
 from worker_core.recorder import WorkerRecorder
 from worker_core.service import SequenceServicer
 from worker_core.speculation.interface import NoSpeculation, Speculation
-from worker_core.swap import SwapSpace
+from worker_core.state import SwapSpace
 
 #: Objects that a step makes for each of its sequences and that live until it is over, or until the
 #: next one is: grant, slice, row, samples, event, and the tuples around them; and as many again for

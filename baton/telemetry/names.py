@@ -23,7 +23,7 @@ class RequestEvent(enum.StrEnum):
     """The decode worker had no room after all: back to the queue."""
     OFFERED = "offered"
     """The decode worker holds blocks for it and gave a ticket."""
-    PREFILLS_HERE = "prefills_here"
+    LOCAL_PREFILL = "local_prefill"
     """The decode worker computes the prompt itself."""
     RESERVED = "reserved"
     """A prefill worker presented the ticket."""

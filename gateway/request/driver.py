@@ -21,11 +21,13 @@ from gateway.links.worker_link import WorkerLink
 from gateway.output.delivery import Delivery, Write
 from gateway.output.output import Output, best
 from gateway.output.time_limits import StallDetector, fail_at
-from gateway.request.actions import (
+from gateway.request.assignment import (
     Abort,
     AbortSource,
     Action,
+    Assignment,
     CancelTimer,
+    Choice,
     Close,
     Deliver,
     EndMigration,
@@ -41,7 +43,6 @@ from gateway.request.actions import (
     SetTimer,
     Update,
 )
-from gateway.request.assignment import Assignment, Choice
 from gateway.request.state import RequestState
 from gateway.routing.dispatcher import Dispatcher, Waiting
 from gateway.routing.fleet import Fleet, Worker

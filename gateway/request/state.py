@@ -58,11 +58,13 @@ from baton.events import (
 from baton.telemetry.names import Phase, RequestEvent
 from baton.types import KvSource, NumericsClass, Rank, SequenceSpec, TokenLogprobs
 from gateway.output.output import Output
-from gateway.request.actions import (
+from gateway.request.assignment import (
     Abort,
     AbortSource,
     Action,
+    Assignment,
     CancelTimer,
+    Choice,
     Close,
     EndMigration,
     Fail,
@@ -72,12 +74,13 @@ from gateway.request.actions import (
     OpenSource,
     Pause,
     Place,
+    Released,
     Remember,
     Resume,
     SetTimer,
+    State,
     Update,
 )
-from gateway.request.assignment import Assignment, Choice, Released, State
 from gateway.routing.placement import Outcome, Placement
 from gateway.telemetry.timing import Timeline
 
@@ -287,7 +290,7 @@ class RequestState:
     ) -> None:
         """No KV need come: the home computes what it has not."""
         placement, timeline = _placement_of(assignment), self._timeline
-        self._on_answer(assignment, RequestEvent.PREFILLS_HERE, num_cached_tokens, now_s)
+        self._on_answer(assignment, RequestEvent.LOCAL_PREFILL, num_cached_tokens, now_s)
         timeline.on_local_prefill()
         if assignment.origin is None:
             num_missing_tokens = assignment.spec.num_tokens - num_cached_tokens

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from baton.errors import BatonError, FieldViolation, InvalidRequest, NoWorkers
 from baton.types import NumericsClass, Rank, SequenceSpec, Tier
 from gateway.routing.admission import AdmissionQueue
-from gateway.routing.affinity import Digest, PrefixAffinity, prefix_digests
 from gateway.routing.fleet import Fleet, Worker
-from gateway.routing.placement import Placement
-from gateway.routing.planner import plan
+from gateway.routing.history import Digest, PrefixAffinity, prefix_digests
+from gateway.routing.placement import Placement, plan
 from gateway.routing.router import Need, Plan, Verdict, choose
 
 #: How long what waits already goes on waiting for a worker that can serve it.

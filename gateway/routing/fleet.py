@@ -15,9 +15,8 @@ from types import MappingProxyType
 from baton.errors import PeerMismatch
 from baton.types import PROTOCOL_VERSION, Tier, WorkerInfo, WorkerLoad
 from gateway.links.worker_link import WorkerLink
-from gateway.routing.broken_pairs import BrokenPairs
+from gateway.routing.history import BrokenPairs, RecentWork
 from gateway.routing.numerics import NumericsPolicy, NumericsWatch, Rounding
-from gateway.routing.recent_work import RecentWork
 from gateway.routing.router import DecodeView, PrefillView
 
 _log = logging.getLogger(__name__)

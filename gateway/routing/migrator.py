@@ -19,7 +19,7 @@ from baton.types import Rank, SequenceSpec, Tier
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.fleet import Fleet, Worker, WorkerState
 from gateway.routing.placement import Placement
-from gateway.routing.rebalance import Memory, Running, rebalance
+from gateway.routing.router import Memory, Running, rebalance
 
 #: Migrations of one gateway that are under way at once.
 MAX_MIGRATIONS = 8

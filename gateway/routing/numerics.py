@@ -93,10 +93,10 @@ class NumericsWatch:
             )
             for numerics in sorted(self.classes, key=str)
         )
-        told = f"the workers are of {len(self.classes)} numerics classes ({members})"
+        mix = f"the workers are of {len(self.classes)} numerics classes ({members})"
         if self.is_strict:
-            return f"{told}; with --numerics=strict each sequence stays within one of them"
+            return f"{mix}; with --numerics=strict each sequence stays within one of them"
         return (
-            f"{told}: tokens may differ where two are nearly as likely; level the CPUs with "
+            f"{mix}: tokens may differ where two are nearly as likely; level the CPUs with "
             "BATON_CPU_LEVEL, or give --numerics=strict"
         )

@@ -1,25 +1,29 @@
-"""Keeps the gateway connected to its workers: one task per address.
+"""Which workers the gateway keeps connected to, as the registry's list changes: a task each.
 
 unreachable ──info──> joined ──first load──> ready <──> draining
      ^                   │ refused: another model, version, tier          │
      └── backoff <── lost: stream broken, or no load report for long  ──┘
-"""
+
+The list says where to look, and nothing more. A worker that is on it no more but whose connection
+stands is kept, so a registry that was lost, or lost its memory, costs no request anything."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import grpc.aio
 
 from baton.errors import BatonError, PeerMismatch, WorkerLost
+from baton.registry import Registry, WorkerAdded, WorkerRemoved
 from baton.rpc.channel import aio_channel
 from baton.rpc.tls import TlsFiles
-from baton.types import WorkerInfo
+from baton.types import Tier, WorkerInfo
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.wire import info_from_proto, load_from_proto
 from gateway.links.grpc_link import GrpcWorkerLink, worker_error
@@ -188,3 +192,47 @@ def backoff_s(num_failures: int, random: float) -> float:
     gateways out."""
     full_s = min(MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(num_failures - 1, 16))
     return full_s * (1.0 - _JITTER * random)
+
+
+class Connect(Protocol):
+    """As gateway.routing.workers.keep_connected."""
+
+    def __call__(
+        self, fleet: Fleet, address: str, /, *, is_wanted: Callable[[], bool]
+    ) -> Awaitable[None]: ...
+
+
+class Roster:
+    """Owns one task per address, from its listing until it is neither listed nor connected."""
+
+    def __init__(self, fleet: Fleet, *, connect: Connect = keep_connected) -> None:
+        self._fleet = fleet
+        self._connect = connect
+        self._listed: dict[str, Tier] = {}
+
+    async def follow(self, registry: Registry) -> None:
+        """Keep the fleet as the registry lists it, until cancelled."""
+        async with asyncio.TaskGroup() as group, aclosing(registry.changes()) as changes:
+            async for change in changes:
+                self._take(change, group)
+
+    def _take(self, change: WorkerAdded | WorkerRemoved, group: asyncio.TaskGroup) -> None:
+        match change:
+            case WorkerAdded(address, tier):
+                self._listed[address] = tier
+                if address not in self._fleet.workers:
+                    self._start(address, group)
+            case WorkerRemoved(address):
+                self._listed.pop(address, None)
+
+    def _start(self, address: str, group: asyncio.TaskGroup) -> None:
+        self._fleet.add(address, self._listed[address])
+        group.create_task(self._keep(address, self._listed[address], group))
+
+    async def _keep(self, address: str, tier: Tier, group: asyncio.TaskGroup) -> None:
+        await self._connect(
+            self._fleet, address, is_wanted=lambda: self._listed.get(address) is tier
+        )
+        self._fleet.remove(address)
+        if address in self._listed:  # by now as one of the other tier
+            self._start(address, group)

@@ -20,9 +20,8 @@ from baton.engine.load_engine import load_engine
 from baton.errors import ConfigError
 from baton.types import Sampling
 from tests.support.tiny_models import make_tiny_model
-from worker_core.speculation.draft_model import DraftModelProposer
-from worker_core.speculation.pair import check_specs, check_tokenizers
-from worker_core.speculation.proposer import DraftRequest
+from worker_core.speculation.draft_model import DraftModelProposer, check_specs, check_tokenizers
+from worker_core.speculation.interface import DraftRequest
 
 pytestmark = pytest.mark.slow
 

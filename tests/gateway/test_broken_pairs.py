@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.routing.broken_pairs import FIRST_REST_S, MAX_PAIRS, REST_S, BrokenPairs
+from gateway.routing.history import FIRST_REST_S, MAX_PAIRS, REST_S, BrokenPairs
 
 WORKERS = st.integers(0, 3)
 ACTIONS = st.lists(

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from baton.types import Tier
-from gateway.routing.discovery import DISCOVERY_PATH, scrape_targets
 from gateway.routing.fleet import Fleet, WorkerState
+from gateway.routing.gauges import DISCOVERY_PATH, scrape_targets
 from tests.support.fake_workers import make_info
 from tests.support.live_tiers import decode_worker, gateway, prefill_worker
 from tests.support.metrics_page import fetch_metrics, free_ports

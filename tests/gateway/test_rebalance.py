@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.routing.rebalance import PLENTY, RELIEVED, SHORT, Memory, Running, Transfer, rebalance
+from gateway.routing.router import PLENTY, RELIEVED, SHORT, Memory, Running, Transfer, rebalance
 
 
 @st.composite

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.routing.recent_work import RecentWork
+from gateway.routing.history import RecentWork
 
 MEMORY = 1000
 NAMES = ("a", "b", "c")

@@ -17,7 +17,7 @@ from baton.registry import Registration, StaticRegistry, WorkerAdded, WorkerRemo
 from baton.registry.interface import Change
 from baton.types import KvSource, Tier
 from gateway.routing.fleet import Fleet, WorkerState
-from gateway.routing.roster import Roster
+from gateway.routing.workers import Roster
 from tests.support.fake_workers import make_info
 from tests.support.gateway_world import make_spec
 from tests.support.grpc_workers import GrpcWorker, serving

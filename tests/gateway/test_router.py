@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton.errors import Overloaded
 from gateway.routing.admission import AdmissionQueue, Rank
-from gateway.routing.affinity import PrefixAffinity, prefix_digests
+from gateway.routing.history import PrefixAffinity, prefix_digests
 from gateway.routing.router import DecodeView, Need, Plan, PrefillView, Verdict, choose
 from gateway.routing.workers import MAX_BACKOFF_S, backoff_s
 

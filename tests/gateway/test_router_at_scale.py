@@ -18,10 +18,9 @@ from pathlib import Path
 import pytest
 
 from baton.types import BlockCounts, Tier, WorkerLoad
-from gateway.routing.affinity import MAX_MATCHES, PrefixAffinity
 from gateway.routing.fleet import Fleet, Worker
-from gateway.routing.placement import Outcome, Placement
-from gateway.routing.planner import NUM_DRAWN, plan
+from gateway.routing.history import MAX_MATCHES, PrefixAffinity
+from gateway.routing.placement import NUM_DRAWN, Outcome, Placement, plan
 from gateway.routing.router import Need, Plan, Verdict
 from tests.support.fake_workers import make_info
 from tests.support.sim_grid import (

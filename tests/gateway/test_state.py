@@ -27,11 +27,13 @@ from baton.events import (
 from baton.types import BeamParams, BlockCounts, FinishReason, Sample, SequenceSpec, WorkerLoad
 from gateway.intake.request import TextOptions
 from gateway.output.output import Output
-from gateway.request.actions import (
+from gateway.request.assignment import (
     Abort,
     AbortSource,
     Action,
+    Assignment,
     CancelTimer,
+    Choice,
     Close,
     Deliver,
     EndMigration,
@@ -43,9 +45,9 @@ from gateway.request.actions import (
     Place,
     Resume,
     SetTimer,
+    State,
     Update,
 )
-from gateway.request.assignment import Assignment, Choice, State
 from gateway.request.state import RequestState
 from gateway.routing.fleet import Fleet
 from gateway.routing.placement import Placement

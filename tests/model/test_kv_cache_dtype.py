@@ -20,7 +20,7 @@ from baton.types import KvRange, Sampling
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.wire_format import agreed_dtype, wire_format
 from tests.support.drive_engine import generate, token_ids
-from worker_core.swap import SwapSpace
+from worker_core.state import SwapSpace
 
 MakeEngine = Callable[..., TorchEngine]
 BOX_MODEL = Path(__file__).parents[2] / "models" / "baton-py-6m"

@@ -22,7 +22,7 @@ from worker_core.commands import Abort, Destination, Open, Resume
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.costs import Costs
 from worker_core.policy import prefill_policy
-from worker_core.swap import SwapSpace
+from worker_core.state import SwapSpace
 
 NUM_LAYERS = 4
 

@@ -19,7 +19,7 @@ from worker_core.commands import Abort, Command, Destination, Open, StreamEvent
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.costs import Costs
 from worker_core.policy import prefill_policy
-from worker_core.swap import SwapSpace
+from worker_core.state import SwapSpace
 
 BLOCK_SIZE, MAX_MODEL_LEN = 4, 24
 

@@ -12,7 +12,7 @@ import pytest
 
 from baton.engine.oracle import oracle_tokens
 from baton.types import Sampling, SequenceSpec
-from gateway.routing.broken_pairs import FIRST_REST_S, REST_S
+from gateway.routing.history import FIRST_REST_S, REST_S
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.cut_hub import CutHub
 from tests.support.sim_system import History, System

@@ -13,7 +13,7 @@ from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.oracle import OracleEngine, OracleOptions, oracle_tokens
 from baton.types import Sampling
 from worker_core.speculation.draft_model import DraftModelProposer
-from worker_core.speculation.proposer import DraftRequest
+from worker_core.speculation.interface import DraftRequest
 
 VOCAB = 50
 
@@ -117,8 +117,8 @@ def test_sequences_of_one_call_do_not_take_each_others_blocks() -> None:
 def test_drafts_end_at_the_draft_models_length() -> None:
     proposer, _ = proposer_of(num_blocks=16, max_model_len=12)
     lengths = [9, 10, 12, 13, 20]
-    forecasts = proposer.foresee([request_of(0, [1] * length) for length in lengths])
-    assert [forecast.num_drafts for forecast in forecasts] == [4, 3, 1, 0, 0]
+    estimates = proposer.estimate([request_of(0, [1] * length) for length in lengths])
+    assert [estimate.num_drafts for estimate in estimates] == [4, 3, 1, 0, 0]
     request = request_of(0, [1] * 12, 1)
     assert proposer.propose([request]) == [right(request)]
 

@@ -8,9 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.types import Sampling
-from worker_core.speculation.ngram import NgramProposer
-from worker_core.speculation.ngram_index import MAX_NUM_CANDIDATES, Match, NgramIndex, continuation
-from worker_core.speculation.proposer import DraftRequest
+from worker_core.speculation.interface import DraftRequest
+from worker_core.speculation.ngram import (
+    MAX_NUM_CANDIDATES,
+    Match,
+    NgramIndex,
+    NgramProposer,
+    continuation,
+)
 
 texts = st.lists(st.integers(0, 2), max_size=40)
 
@@ -68,22 +73,22 @@ def test_sequences_do_not_see_each_other(many: list[list[int]]) -> None:
     for length in range(1, 41):
         for key, (text, own) in enumerate(zip(many, alone, strict=True)):
             request = request_of(key, text[:length])
-            assert together.foresee([request]) == own.foresee([request])
+            assert together.estimate([request]) == own.estimate([request])
 
 
 def test_a_copy_is_drafted_and_a_grade_tells_how_long_the_match_is() -> None:
     proposer = NgramProposer(2, 3)
     text = [1, 2, 3, 4, 5, 9, 2, 3, 4]
-    (forecast,) = proposer.foresee([request_of(0, text)])
-    assert forecast.drafts == (5, 9, 2, 3)
-    assert forecast.grade == 3
+    (estimate,) = proposer.estimate([request_of(0, text)])
+    assert estimate.drafts == (5, 9, 2, 3)
+    assert estimate.confidence == 3
     assert proposer.propose([request_of(0, text, 2)]) == [(5, 9)]
 
 
 def test_a_forgotten_sequence_leaves_nothing_behind() -> None:
     proposer = NgramProposer(2, 3)
-    proposer.foresee([request_of(0, [1, 2, 1, 2])])
+    proposer.estimate([request_of(0, [1, 2, 1, 2])])
     proposer.forget(0)
     proposer.forget(0)
-    (forecast,) = proposer.foresee([request_of(0, [5, 1, 2])])
-    assert forecast.num_drafts == 0
+    (estimate,) = proposer.estimate([request_of(0, [5, 1, 2])])
+    assert estimate.num_drafts == 0

@@ -12,10 +12,9 @@ from baton.config import DecodeOptions
 from baton.config.load import build_options
 from baton.engine.oracle import OracleEngine, OracleOptions
 from baton.errors import ConfigError
-from worker_core.speculation.build import build_speculation
+from worker_core.speculation.draft_model import check_specs, check_tokenizers
 from worker_core.speculation.interface import NoSpeculation
-from worker_core.speculation.pair import check_specs, check_tokenizers
-from worker_core.speculation.speculator import Speculator
+from worker_core.speculation.speculator import Speculator, build_speculation
 
 
 def test_another_size_of_vocabulary_is_refused() -> None:

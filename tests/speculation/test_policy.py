@@ -9,7 +9,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker_core.speculation.policy import (
+from worker_core.speculation.draft_lengths import (
     CAUTION,
     MIN_CHANCE,
     Candidate,

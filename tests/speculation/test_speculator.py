@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from baton.types import Sampling
-from worker_core.speculation.proposer import NOTHING, DraftRequest, Forecast
+from worker_core.speculation.interface import NOTHING, DraftRequest, Estimate, verify
 from worker_core.speculation.speculator import MAX_PROBE_INTERVAL, PROBE_INTERVAL, Speculator
-from worker_core.speculation.verify import verify
 
 StepTime = Callable[[int, int], float]
 
@@ -20,7 +19,7 @@ StepTime = Callable[[int, int], float]
 @dataclass
 class FakeProposer:
     """Right with probability `chance`, each time it is asked; a free one tells its drafts with the
-    forecast."""
+    estimate."""
 
     clock: Clock
     chance: Callable[[int], float]
@@ -29,11 +28,11 @@ class FakeProposer:
     rng: random.Random = field(default_factory=lambda: random.Random(1))
     forgotten: list[Hashable] = field(default_factory=list)
 
-    def foresee(self, requests: Sequence[DraftRequest]) -> list[Forecast]:
+    def estimate(self, requests: Sequence[DraftRequest]) -> list[Estimate]:
         if not self.is_free:
-            return [Forecast(request.max_num_drafts) for request in requests]
+            return [Estimate(request.max_num_drafts) for request in requests]
         found = [self._guess(request) for request in requests]
-        return [Forecast(len(drafts), 0, drafts) if drafts else NOTHING for drafts in found]
+        return [Estimate(len(drafts), 0, drafts) if drafts else NOTHING for drafts in found]
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
         most = max(request.max_num_drafts for request in requests)
@@ -93,8 +92,8 @@ class World:
             got = draws[: verify(own, draws) + 1]
             text.extend(got)
             if key in drafts:
-                self.speculator.judge(key, got)
-        self.speculator.made(self.num_sequences, num_drafts)
+                self.speculator.record(key, got)
+        self.speculator.on_step_end(self.num_sequences, num_drafts)
 
     def gain(self, num_steps: int = 600) -> float:
         """Tokens per second over those of no speculation."""

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker_core.speculation.step_cost import DraftCurve, StepCost, rounded
+from worker_core.speculation.draft_lengths import DraftCurve, StepCost, rounded
 
 
 @given(st.integers(0, 10_000), st.integers(2, 6))

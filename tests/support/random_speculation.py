@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 
 from baton.engine.oracle import oracle_tokens
 from tests.support.grammar_walks import allowed_after
-from worker_core.speculation.proposer import DraftRequest
+from worker_core.speculation.interface import DraftRequest
 
 
 class RandomSpeculation:
@@ -38,10 +38,10 @@ class RandomSpeculation:
             planned.append(drafts)
         return planned
 
-    def judge(self, key: Hashable, token_ids: Sequence[int]) -> None:
+    def record(self, key: Hashable, token_ids: Sequence[int]) -> None:
         pass
 
-    def made(self, num_rows: int, num_drafts: int) -> None:
+    def on_step_end(self, num_rows: int, num_drafts: int) -> None:
         pass
 
     def forget(self, key: Hashable) -> None:

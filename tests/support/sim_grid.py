@@ -21,10 +21,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from baton.types import BlockCounts, Tier, WorkerLoad
-from gateway.routing.affinity import Digest, PrefixAffinity
 from gateway.routing.fleet import Fleet, Worker, WorkerState
-from gateway.routing.placement import Outcome, Placement
-from gateway.routing.planner import plan
+from gateway.routing.history import Digest, PrefixAffinity
+from gateway.routing.placement import Outcome, Placement, plan
 from gateway.routing.router import Need, Verdict
 from tests.support.fake_workers import make_info
 from tests.support.stub_link import StubLink

@@ -31,7 +31,7 @@ from worker_core.core import CoreDeps, WorkerCore
 from worker_core.costs import Costs
 from worker_core.policy import LocalPrefillPolicy, Policy, decode_policy, prefill_policy
 from worker_core.speculation.interface import NoSpeculation, Speculation
-from worker_core.swap import SwapSpace
+from worker_core.state import SwapSpace
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from baton.telemetry.telemetry import TelemetrySettings, open_telemetry
-from gateway.routing.discovery import DISCOVERY_PATH
+from gateway.routing.gauges import DISCOVERY_PATH
 from tests.support.compose_file import baton_services_of, load_compose
 
 ROOT = Path(__file__).parents[2]

@@ -16,8 +16,7 @@ from worker_core.commands import Open
 from worker_core.costs import Costs
 from worker_core.handoff import Handoffs
 from worker_core.policy import LocalPrefillPolicy, decode_policy
-from worker_core.state import CoreState
-from worker_core.swap import SwapSpace
+from worker_core.state import CoreState, SwapSpace
 
 NUM_TOKENS = 100
 

@@ -10,8 +10,7 @@ from baton.cache.pool import BlockPool
 from baton.types import Sampling, SequenceSpec
 from bench.stub_engine import BLOCK_SIZE, StubEngine
 from worker_core.sequence import Stage, WorkerSequence, width
-from worker_core.state import CoreState
-from worker_core.swap import SwapSpace
+from worker_core.state import CoreState, SwapSpace
 
 #: (handle, choices of the sequence that comes; 0: whoever has the handle leaves).
 EVENTS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=20)

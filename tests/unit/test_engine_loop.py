@@ -21,7 +21,7 @@ from worker_core.admission import CoreLimits
 from worker_core.commands import Open
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.policy import LocalPrefillPolicy, decode_policy
-from worker_core.swap import SwapSpace
+from worker_core.state import SwapSpace
 
 
 @dataclass

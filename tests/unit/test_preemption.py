@@ -18,8 +18,7 @@ from worker_core.handoff import Handoffs
 from worker_core.policy import LocalPrefillPolicy
 from worker_core.preemption import Preemption
 from worker_core.sequence import Stage, WorkerSequence
-from worker_core.state import CoreState
-from worker_core.swap import SwapSpace
+from worker_core.state import CoreState, SwapSpace
 
 BLOCK_SIZE, NUM_TOKENS = 4, 10
 

@@ -1,7 +1,6 @@
-"""Speculation: guess several tokens of a sequence cheaply, and let one forward confirm those that
-are right.
+"""Speculative decoding: propose several tokens of a sequence cheaply, and let one forward confirm
+those that are right.
 
-proposer: who guesses (ngram, draft_model). policy: how many guesses are worth their cost.
-speculator: both, as the core sees them. verify: which guesses were right. A guess changes when a
-token is told, never which.
+interface: what the core asks for. ngram, draft_model: who proposes. draft_lengths: how many drafts
+are worth their cost. speculator: both, as the core sees them.
 """

@@ -1,24 +1,60 @@
 """Drafts by a smaller model, which draws with the target's keys.
 
-The draft model has an engine and blocks of its own. A sequence's KV there lags behind what the
-target has told, and may hold tokens that the target did not draw: before drafting it is cut back to
-what both agree on and caught up, in the same forward that gives the first draft. When blocks run
-out, the sequence that was drafted for longest ago loses its own.
-"""
+The draft model has an engine and blocks of its own, and the target's tokens. A sequence's KV there
+lags behind what the target has emitted, and may hold tokens that the target did not draw: before
+drafting it is cut back to what both agree on and caught up, in the same forward that gives the
+first draft. When blocks run out, the sequence that was drafted for longest ago loses its own."""
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from baton.cache.pool import BlockLease, BlockPool
 from baton.engine.guard import forward_guarded
-from baton.engine.interface import Batch, Engine, SampleRow, SequenceSlice
-from baton.errors import BatonError
+from baton.engine.interface import Batch, Engine, EngineSpec, SampleRow, SequenceSlice
+from baton.errors import BatonError, ConfigError
 from baton.types import Sampling
-from worker_core.speculation.proposer import NOTHING, DraftRequest, Forecast
-from worker_core.speculation.step_cost import rounded
+from worker_core.speculation.draft_lengths import rounded
+from worker_core.speculation.interface import NOTHING, DraftRequest, Estimate
+
+
+def check_specs(target: EngineSpec, draft: EngineSpec) -> None:
+    """Raises ConfigError unless each draft is a token id of the target."""
+    if draft.vocab_size != target.vocab_size:
+        raise _mismatch(
+            draft.model,
+            f"its vocabulary has {draft.vocab_size} tokens, that of {target.model} has "
+            f"{target.vocab_size}",
+        )
+
+
+def check_tokenizers(target: Path, draft: Path) -> None:
+    """Raises ConfigError unless both folders' tokenizers give every token the same id. One without
+    a file is trusted."""
+    ours, theirs = target / "tokenizer.json", draft / "tokenizer.json"
+    if not (ours.is_file() and theirs.is_file()):
+        return
+    if _vocabulary(ours) != _vocabulary(theirs):
+        raise _mismatch(str(draft), f"its tokenizer differs from that of {target}")
+
+
+def _vocabulary(path: Path) -> tuple[Any, Any]:
+    """Tokens with their ids, and the added ones."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    added = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+    return content["model"].get("vocab"), added
+
+
+def _mismatch(draft: str, reason: str) -> ConfigError:
+    return ConfigError.of(
+        "speculative_model", draft, f"{reason}; give a model with the same tokenizer"
+    )
+
 
 #: Weight of the latest call in the mean cost of a draft.
 _COST_RATE = 0.1
@@ -112,8 +148,8 @@ class DraftModelProposer:
         """Seconds a draft, by the rounded number of sequences; the mean, for catching up is part of
         the price."""
 
-    def foresee(self, requests: Sequence[DraftRequest]) -> list[Forecast]:
-        return [self._foresee(request) for request in requests]
+    def estimate(self, requests: Sequence[DraftRequest]) -> list[Estimate]:
+        return [self._estimate(request) for request in requests]
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
         start_s = self._clock()
@@ -139,11 +175,11 @@ class DraftModelProposer:
         known = self._costs.get(size, seconds)
         self._costs[size] = known + _COST_RATE * (seconds - known)
 
-    def _foresee(self, request: DraftRequest) -> Forecast:
+    def _estimate(self, request: DraftRequest) -> Estimate:
         # The last draft is drawn and not computed.
         room = self._engine.spec.max_model_len - len(request.token_ids) + 1
         num_drafts = min(request.max_num_drafts, room)
-        return Forecast(num_drafts) if num_drafts > 0 else NOTHING
+        return Estimate(num_drafts) if num_drafts > 0 else NOTHING
 
     def _start(self, requests: Sequence[DraftRequest]) -> dict[Hashable, _Job]:
         """Jobs of the requests that there is room for, in blocks and in the first forward."""

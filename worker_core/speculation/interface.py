@@ -1,15 +1,73 @@
-"""Speculation as the decode core sees it."""
+"""Speculation: what the worker core asks for, who proposes drafts, and which of them a step
+confirms. A draft changes when a token is emitted, never which."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from worker_core.speculation.proposer import DraftRequest
+from baton.types import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """Asks for up to `max_num_drafts` tokens that may follow `token_ids`, the tokens of a sequence
+    so far.
+
+    key: the sequence's, the same in all requests; from one to the next, its token_ids only get
+    longer.
+    token_ids: borrowed for the call. Output follows the first num_prompt_tokens of them.
+    sampling, choice: how the target draws, for proposers that draw likewise.
+    """
+
+    key: Hashable
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    max_num_drafts: int
+    sampling: Sampling
+    choice: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a request may get. num_drafts: at most so many. confidence: how good the first draft
+    seems to be; drafts of one confidence are expected to be right equally often. drafts: they
+    themselves, of a proposer to which they cost next to nothing."""
+
+    num_drafts: int
+    confidence: int = 0
+    drafts: tuple[int, ...] = ()
+
+
+NOTHING = Estimate(0)
+
+
+class Proposer(Protocol):
+    """A way to guess. One thread, the engine loop's, uses it."""
+
+    def estimate(self, requests: Sequence[DraftRequest]) -> list[Estimate]:
+        """What each request may get. Cheap, for it is asked of requests that are not made in the
+        end, too."""
+        ...
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
+        """Drafts of each request, at most as many as it asks for; none if there is nothing to guess
+        from."""
+        ...
+
+    def cost_s(self, num_sequences: int, num_drafts: int) -> float:
+        """Seconds that propose() takes for so many requests of at most `num_drafts` each; 0 if next
+        to nothing."""
+        ...
+
+    def forget(self, key: Hashable) -> None:
+        """The sequence is over. Unknown keys are ignored."""
+        ...
 
 
 class Speculation(Protocol):
-    """Gives drafts for steps, and hears what came of them. One thread, the engine loop's, uses
+    """Gives drafts for steps, and learns what came of them. One thread, the engine loop's, uses
     it."""
 
     @property
@@ -29,11 +87,11 @@ class Speculation(Protocol):
         decodes `num_rows` tokens without them, of these sequences and perhaps others."""
         ...
 
-    def judge(self, key: Hashable, token_ids: Sequence[int]) -> None:
+    def record(self, key: Hashable, token_ids: Sequence[int]) -> None:
         """What a sequence got in the step that was planned."""
         ...
 
-    def made(self, num_rows: int, num_drafts: int) -> None:
+    def on_step_end(self, num_rows: int, num_drafts: int) -> None:
         """The step that was planned is over; it computed so many tokens, and so many drafts
         beside."""
         ...
@@ -59,11 +117,28 @@ class NoSpeculation:
     ) -> list[tuple[int, ...]]:
         return [()] * len(requests)
 
-    def judge(self, key: Hashable, token_ids: Sequence[int]) -> None:
+    def record(self, key: Hashable, token_ids: Sequence[int]) -> None:
         pass
 
-    def made(self, num_rows: int, num_drafts: int) -> None:
+    def on_step_end(self, num_rows: int, num_drafts: int) -> None:
         pass
 
     def forget(self, key: Hashable) -> None:
         pass
+
+
+def verify(drafts: Sequence[int], draws: Sequence[int]) -> int:
+    """How many of `drafts` are what the target draws itself: draws[i] is its token after
+    drafts[:i].
+
+    len(draws) == len(drafts) + 1. The step's tokens are draws[:num_accepted + 1]. Each of them
+    follows a prefix that the target drew itself and is drawn with the key of its position, so that
+    they are the tokens of decoding one by one, whatever the drafts are. A draft drawn with the same
+    keys by the same coupling agrees with probability at least (1 - tv) / (1 + tv), tv being the
+    total variation distance of the two distributions (Daliri, Musco, Suresh 2024, "Coupling without
+    communication and drafter-invariant speculative decoding", section 3).
+    """
+    if len(draws) != len(drafts) + 1:
+        raise ValueError(f"{len(drafts)} drafts need {len(drafts) + 1} draws, not {len(draws)}")
+    pairs = zip(drafts, draws, strict=False)
+    return next((i for i, (draft, draw) in enumerate(pairs) if draft != draw), len(drafts))

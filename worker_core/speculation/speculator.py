@@ -1,20 +1,88 @@
-"""Drafts for steps: how many, of whom, learned from what came of them.
+"""Drafts for steps: how many, of whom, learned from what came of them; and from options to that.
 
-Each step: plan() gives drafts, the core verifies them, judge() hears what each sequence got, made()
-that the step is over. Costs and chances are learned from that. Where drafts cost nothing to make
-they are judged even if the step does not verify them, so that a sequence on which they begin to be
-right is noticed without paying for it; where they cost, a few are made now and then.
-"""
+Each step: plan() gives drafts, the core verifies them, record() gets what each sequence got,
+on_step_end() ends it. Costs and chances are learned from that. Where drafts cost nothing to make
+they are compared even if the step does not verify them, so that a sequence on which they begin to
+be right is noticed without paying for it; where they cost, a few are made now and then."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from worker_core.speculation.acceptance import LATER, Acceptance
-from worker_core.speculation.policy import Candidate, StepPrices, choose_lengths
-from worker_core.speculation.proposer import DraftRequest, Forecast, Proposer
-from worker_core.speculation.step_cost import DraftCurve, StepCost
+from baton.cache.pool import BlockPool
+from baton.config import DecodeOptions
+from baton.engine.interface import Engine
+from baton.model.checkpoint import resolve_checkpoint
+from baton.worker.build import build_decode_engine
+from worker_core.speculation.draft_lengths import (
+    LATER,
+    Acceptance,
+    Candidate,
+    DraftCurve,
+    StepCost,
+    StepPrices,
+    choose_lengths,
+)
+from worker_core.speculation.draft_model import DraftModelProposer, check_specs, check_tokenizers
+from worker_core.speculation.interface import (
+    DraftRequest,
+    Estimate,
+    NoSpeculation,
+    Proposer,
+    Speculation,
+)
+from worker_core.speculation.ngram import NgramProposer
+
+
+def build_speculation(
+    options: DecodeOptions, engine: Engine, clock: Callable[[], float]
+) -> Speculation:
+    """What the options name, for a target that is loaded. Takes as long as loading a draft model;
+    raises StartupError."""
+    most = options.num_speculative_tokens
+    match options.speculative_method:
+        case "ngram":
+            proposer = NgramProposer(options.prompt_lookup_min, options.prompt_lookup_max)
+            return Speculator(proposer, most, clock)
+        case "draft":
+            return Speculator(_draft_model(options, engine, clock), most, clock)
+        case _:
+            return NoSpeculation()
+
+
+def _draft_model(
+    options: DecodeOptions, target: Engine, clock: Callable[[], float]
+) -> DraftModelProposer:
+    draft_options = options.model_copy(
+        update={
+            "model": options.speculative_model,
+            "revision": None,
+            "served_model_name": None,
+            "max_model_len": None,
+            "kv_cache_memory_bytes": None,
+            "num_gpu_blocks_override": None,
+            # Of this process alone, with the threads that the target's rank here has.
+            "tensor_parallel_size": 1,
+            "num_threads": None,
+        }
+    )
+    engine = build_decode_engine(draft_options)
+    check_specs(target.spec, engine.spec)
+    if options.engine == "torch":
+        check_tokenizers(
+            resolve_checkpoint(options.model, options.revision),
+            resolve_checkpoint(draft_options.model, None),
+        )
+    pool = BlockPool(
+        engine.spec.num_blocks,
+        engine.spec.layout.block_size,
+        secret=secrets.token_bytes(32),
+        enable_prefix_caching=False,
+    )
+    return DraftModelProposer(engine, pool, options.max_num_batched_tokens, clock)
+
 
 #: Steps in a row without drafts after which a few are made all the same, if there are candidates;
 #: and what it grows to, twofold with each probe that changed nothing.
@@ -43,10 +111,10 @@ _COSTLY_REST = 16
 
 @dataclass(slots=True)
 class _Track:
-    """What is remembered of a sequence. `drafts`: the latest, until judged. rest, rest_left: steps
-    it is not looked at."""
+    """What is remembered of a sequence. `drafts`: the latest, until compared. rest, rest_left:
+    steps it is not looked at."""
 
-    grade: int = 0
+    confidence: int = 0
     drafts: tuple[int, ...] = ()
     rest: int = 0
     rest_left: int = 0
@@ -78,29 +146,29 @@ class Speculator:
     def plan(
         self, requests: Sequence[DraftRequest], num_rows: int, max_num_drafts: int
     ) -> list[tuple[int, ...]]:
-        """See Speculation.plan. From here to made() is what the step takes, less the drafting."""
+        """See Speculation.plan. From here to on_step_end() is the step, less the drafting."""
         self._num_steps += 1
         self._start_s = self._clock()
         curve = self._costs.curve(num_rows)
         if curve is None or not requests or curve.num_steps_since_plain >= REFRESH_INTERVAL:
             return [()] * len(requests)
-        forecasts = self._proposer.foresee(requests)
-        lengths = self._lengths(requests, forecasts, num_rows, max_num_drafts, curve)
+        estimates = self._proposer.estimate(requests)
+        lengths = self._lengths(requests, estimates, num_rows, max_num_drafts, curve)
         start_s = self._clock()
-        chosen = self._propose(requests, forecasts, lengths)
+        chosen = self._propose(requests, estimates, lengths)
         self._start_s += self._clock() - start_s
         longest_rest = num_rows // _SEQUENCES_PER_REST
-        for request, forecast, drafts in zip(requests, forecasts, chosen, strict=True):
-            self._remember(request.key, forecast, drafts, longest_rest)
+        for request, estimate, drafts in zip(requests, estimates, chosen, strict=True):
+            self._remember(request.key, estimate, drafts, longest_rest)
         return chosen
 
-    def judge(self, key: Hashable, token_ids: Sequence[int]) -> None:
+    def record(self, key: Hashable, token_ids: Sequence[int]) -> None:
         track = self._tracks.get(key)
         if track is not None and track.drafts:
-            self._acceptance.judge(key, track.grade, track.drafts, token_ids)
+            self._acceptance.record(key, track.confidence, track.drafts, token_ids)
             track.drafts = ()
 
-    def made(self, num_rows: int, num_drafts: int) -> None:
+    def on_step_end(self, num_rows: int, num_drafts: int) -> None:
         self._costs.observe(num_rows, num_drafts, self._clock() - self._start_s)
 
     def forget(self, key: Hashable) -> None:
@@ -111,16 +179,16 @@ class Speculator:
     def _lengths(
         self,
         requests: Sequence[DraftRequest],
-        forecasts: Sequence[Forecast],
+        estimates: Sequence[Estimate],
         num_rows: int,
         max_num_drafts: int,
         curve: DraftCurve,
     ) -> list[int]:
-        if not any(forecast.num_drafts for forecast in forecasts):
+        if not any(estimate.num_drafts for estimate in estimates):
             return [0] * len(requests)
         candidates = [
-            self._candidate(request.key, forecast)
-            for request, forecast in zip(requests, forecasts, strict=True)
+            self._candidate(request.key, estimate)
+            for request, estimate in zip(requests, estimates, strict=True)
         ]
         prices = StepPrices(num_rows, max_num_drafts, curve.seconds, self._proposer.cost_s)
         lengths = choose_lengths(candidates, prices)
@@ -143,20 +211,20 @@ class Speculator:
                 )
         return lengths
 
-    def _candidate(self, key: Hashable, forecast: Forecast) -> Candidate:
-        if forecast.num_drafts == 0:
+    def _candidate(self, key: Hashable, estimate: Estimate) -> Candidate:
+        if estimate.num_drafts == 0:
             return Candidate(0.0, 0.0, 0)
-        first = self._acceptance.chance(key, forecast.grade)
-        return Candidate(first, self._acceptance.chance(key, LATER), forecast.num_drafts)
+        first = self._acceptance.chance(key, estimate.confidence)
+        return Candidate(first, self._acceptance.chance(key, LATER), estimate.num_drafts)
 
     def _propose(
         self,
         requests: Sequence[DraftRequest],
-        forecasts: Sequence[Forecast],
+        estimates: Sequence[Estimate],
         lengths: Sequence[int],
     ) -> list[tuple[int, ...]]:
         """The drafts that are known already; the others are asked for."""
-        chosen = [f.drafts[:length] for f, length in zip(forecasts, lengths, strict=True)]
+        chosen = [f.drafts[:length] for f, length in zip(estimates, lengths, strict=True)]
         asked = [i for i, length in enumerate(lengths) if length and not chosen[i]]
         if asked:
             made = self._proposer.propose([_of_length(requests[i], lengths[i]) for i in asked])
@@ -165,14 +233,14 @@ class Speculator:
         return chosen
 
     def _remember(
-        self, key: Hashable, forecast: Forecast, drafts: tuple[int, ...], longest_rest: int
+        self, key: Hashable, estimate: Estimate, drafts: tuple[int, ...], longest_rest: int
     ) -> None:
         track = self._tracks.get(key)
         if track is None:
             track = self._tracks[key] = _Track()
-        track.grade = forecast.grade
-        track.drafts = forecast.drafts or drafts
-        if forecast.num_drafts and not forecast.drafts:
+        track.confidence = estimate.confidence
+        track.drafts = estimate.drafts or drafts
+        if estimate.num_drafts and not estimate.drafts:
             longest_rest = max(longest_rest, _COSTLY_REST)
         track.rest = 0 if drafts else min(2 * track.rest + 1, longest_rest)
         track.rest_left = track.rest

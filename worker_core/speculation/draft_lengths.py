@@ -1,0 +1,273 @@
+"""How many drafts of each sequence a step verifies. Pure: chances and costs in, lengths out.
+
+A draft at place j of a proposal gives a token if it and all before it are right: chance first *
+later^(j - 1). Over all sequences the best drafts go first; as many are taken as give the most
+tokens per second, counting what a step of that size and drafting take. Under load a row costs what
+it gives elsewhere, and nothing is drafted.
+
+Chances are learned from drafts that were compared with what the target drew. A trial is one draft
+whose predecessors were all right. The first draft of a proposal counts under its confidence, later
+ones together: once a guess is on the right track, it mostly stays there. A sequence's own trials
+count first; where it has few, those of all sequences stand in.
+
+Costs are learned from the steps that were run: for each number of rows (rounded), the time of steps
+without drafts, and how many times as long those with drafts took. A ratio, so that growing contexts
+and other work on the machine, which slow both down, do not look like a price of drafts. On a shared
+machine a step may take longer than it should, by a lot and several times in a row, but never less:
+so a low quantile of the last few timings counts."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+#: Share of a chance that is counted on: chances and costs are estimates, and what is certain should
+#: not be risked for less.
+CAUTION = 0.8
+
+#: A draft less likely to give a token is never worth a row.
+MIN_CHANCE = 0.1
+
+#: Numbers of drafts are tried one by one up to this one, beyond it in steps of this share of them.
+_NUM_FINE, _COARSENESS = 16, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A sequence that may have drafts. first, later: chances that its first draft, and each after a
+    right one, is right."""
+
+    first: float
+    later: float
+    max_num_drafts: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrices:
+    """What the step costs, by what is added to it.
+
+    num_rows: of the step without drafts; each gives a token. max_num_drafts: most drafts in all,
+    each of which adds a row.
+    step_s: seconds of the step, by its drafts. draft_s: seconds of drafting, by sequences and most
+    drafts of one.
+    """
+
+    num_rows: int
+    max_num_drafts: int
+    step_s: Callable[[int], float]
+    draft_s: Callable[[int, int], float]
+
+
+def choose_lengths(candidates: Sequence[Candidate], prices: StepPrices) -> list[int]:
+    """Drafts of each candidate that make the step's tokens per second highest."""
+    drafts = _by_chance(candidates)[: prices.max_num_drafts]
+    num_tokens, num_drafting, longest = float(prices.num_rows), 0, 0
+    best_rate = num_tokens / prices.step_s(0)
+    best_count = 0
+    for count, (less_chance, place, _) in enumerate(drafts, start=1):
+        num_tokens -= CAUTION * less_chance
+        num_drafting += place == 1
+        longest = max(longest, place)
+        if count > _NUM_FINE and count % (count // _COARSENESS) and count < len(drafts):
+            continue
+        step_s = prices.step_s(count)
+        rate = num_tokens / (step_s + prices.draft_s(num_drafting, longest))
+        if rate > best_rate:
+            best_rate, best_count = rate, count
+    lengths = [0] * len(candidates)
+    for _, _, index in drafts[:best_count]:
+        lengths[index] += 1
+    return lengths
+
+
+def _by_chance(candidates: Sequence[Candidate]) -> list[tuple[float, int, int]]:
+    """(less its chance, place in its proposal from 1, candidate) of all drafts, the likeliest
+    first, none before those that it builds on."""
+    drafts = []
+    for index, candidate in enumerate(candidates):
+        chance = candidate.first
+        for place in range(1, candidate.max_num_drafts + 1):
+            if chance < MIN_CHANCE:
+                break
+            drafts.append((-chance, place, index))
+            chance *= candidate.later
+    drafts.sort()
+    return drafts
+
+
+#: Category of drafts after the first of a proposal; confidences are not negative.
+LATER = -1
+
+#: Weight that a trial keeps when one more comes: about the last 8 of a sequence count, the last 200
+#: of all.
+_OWN_DECAY = 0.88
+_ALL_DECAY = 0.995
+
+#: Trials of its own that weigh as much as those of all sequences.
+_PRIOR_TRIALS = 3.0
+
+#: What is believed before any trial, and how many trials that is worth.
+_FIRST_GUESS = 0.5
+_FIRST_GUESS_TRIALS = 2.0
+
+
+class _Rate:
+    """A share of successes in which old trials fade."""
+
+    __slots__ = ("num_right", "num_trials")
+
+    def __init__(self) -> None:
+        self.num_right = 0.0
+        self.num_trials = 0.0
+
+    def add(self, is_right: bool, decay: float) -> None:
+        self.num_right = self.num_right * decay + is_right
+        self.num_trials = self.num_trials * decay + 1.0
+
+    def share(self, prior: float, prior_trials: float) -> float:
+        return (self.num_right + prior * prior_trials) / (self.num_trials + prior_trials)
+
+
+class Acceptance:
+    """Chances of drafts, by sequence and category."""
+
+    def __init__(self) -> None:
+        self._own: dict[Hashable, dict[int, _Rate]] = {}
+        self._all: defaultdict[int, _Rate] = defaultdict(_Rate)
+
+    def chance(self, key: Hashable, category: int) -> float:
+        """In (0, 1): how likely the next draft of this category is right, given that those before
+        it are."""
+        own = self._own.get(key, {}).get(category)
+        prior = self._all[category].share(_FIRST_GUESS, _FIRST_GUESS_TRIALS)
+        return prior if own is None else own.share(prior, _PRIOR_TRIALS)
+
+    def record(
+        self, key: Hashable, confidence: int, drafts: Sequence[int], tokens: Sequence[int]
+    ) -> None:
+        """Compare drafts, also ones that nobody verified, with what the sequence got at their
+        places."""
+        own = self._own.setdefault(key, {})
+        category = confidence
+        for draft, token in zip(drafts, tokens, strict=False):
+            is_right = draft == token
+            self._all[category].add(is_right, _ALL_DECAY)
+            own.setdefault(category, _Rate()).add(is_right, _OWN_DECAY)
+            if not is_right:
+                return
+            category = LATER
+
+    def forget(self, key: Hashable) -> None:
+        self._own.pop(key, None)
+
+
+#: Before it was measured, a draft's row is taken to cost this share of another row.
+_UNKNOWN_ROW_SHARE = 0.5
+
+#: Timings of one size that count, and how many of them are below the one that stands for all, as a
+#: divisor.
+_NUM_TIMINGS = 9
+_QUANTILE = 4
+
+
+def rounded(number: int, num_bits: int) -> int:
+    """`number` with only its first `num_bits` binary digits kept."""
+    shift = max(0, number.bit_length() - num_bits)
+    return number >> shift << shift
+
+
+class _Timings:
+    """The last few of about the same size."""
+
+    def __init__(self) -> None:
+        self._values: deque[tuple[float, int]] = deque(maxlen=_NUM_TIMINGS)
+        self.value = 0.0
+        self.size = 0.0
+
+    @property
+    def weight(self) -> int:
+        return len(self._values)
+
+    def add(self, value: float, size: int) -> None:
+        self._values.append((value, size))
+        self.value = sorted(self._values)[(self.weight - 1) // _QUANTILE][0]
+        self.size = sum(size for _, size in self._values) / self.weight
+
+
+class DraftCurve:
+    """Seconds over the number of drafts, never falling, for steps of about the same number of other
+    rows."""
+
+    def __init__(self) -> None:
+        self._plain = _Timings()
+        self._drafted: defaultdict[int, _Timings] = defaultdict(_Timings)
+        self._sizes = [0.0]
+        self._ratios = [1.0]
+        self.num_steps_since_plain = 0
+        """Steps with drafts since the last one without."""
+
+    def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        """A step took so long. The first one observed has no drafts."""
+        if num_drafts == 0:
+            self.num_steps_since_plain = 0
+            self._plain.add(seconds, num_rows)
+            return
+        self.num_steps_since_plain += 1
+        self._drafted[rounded(num_drafts, 3)].add(seconds / self._plain.value, num_drafts)
+        self._fit()
+
+    def seconds(self, num_drafts: int) -> float:
+        """Seconds of a step with so many drafts."""
+        return self._plain.value * self._ratio(num_drafts)
+
+    def _ratio(self, num_drafts: int) -> float:
+        sizes, ratios = self._sizes, self._ratios
+        place = bisect_left(sizes, num_drafts)
+        if place == len(sizes):
+            return ratios[-1] + (num_drafts - sizes[-1]) * self._slope_beyond()
+        if place == 0:
+            return ratios[0]
+        share = (num_drafts - sizes[place - 1]) / (sizes[place] - sizes[place - 1])
+        return ratios[place - 1] + share * (ratios[place] - ratios[place - 1])
+
+    def _slope_beyond(self) -> float:
+        unknown = _UNKNOWN_ROW_SHARE / self._plain.size
+        if len(self._sizes) == 1:
+            return unknown
+        return min(unknown, (self._ratios[-1] - 1.0) / self._sizes[-1])
+
+    def _fit(self) -> None:
+        """The rising curve from 1 nearest to the ratios in least squares (pool adjacent
+        violators)."""
+        groups: list[tuple[float, int, list[float]]] = []
+        for timings in sorted(self._drafted.values(), key=lambda t: t.size):
+            mean, weight, sizes = max(1.0, timings.value), timings.weight, [timings.size]
+            while groups and groups[-1][0] >= mean:
+                other_mean, other_weight, other_sizes = groups.pop()
+                mean = (mean * weight + other_mean * other_weight) / (weight + other_weight)
+                weight += other_weight
+                sizes = other_sizes + sizes
+            groups.append((mean, weight, sizes))
+        self._sizes = [0.0, *(size for _, _, sizes in groups for size in sizes)]
+        self._ratios = [1.0, *(mean for mean, _, sizes in groups for _ in sizes)]
+
+
+class StepCost:
+    """The curves of all numbers of rows."""
+
+    def __init__(self) -> None:
+        self._curves: dict[int, DraftCurve] = {}
+
+    def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        """A step of `num_rows` tokens, and so many drafts beside, took so long."""
+        curve = self._curves.get(rounded(num_rows, 3))
+        if curve is None and num_drafts == 0:
+            curve = self._curves[rounded(num_rows, 3)] = DraftCurve()
+        if curve is not None:
+            curve.observe(num_rows, num_drafts, seconds)
+
+    def curve(self, num_rows: int) -> DraftCurve | None:
+        """None before the first step of about so many rows."""
+        return self._curves.get(rounded(num_rows, 3))
