@@ -1,84 +1,101 @@
-"""The engine at every CPU level of this machine, on one thread and in CPU time, so that others may
-use the machine meanwhile.
+"""The engine at every CPU level of this machine beside llama.cpp and torch at the same level.
 
-    python -m bench.levels [--level NAME ...]
+    python -m bench.levels [--level NAME ...] [--model NAME ...] [--rounds 5] [--threads N]
+        [--json FILE]
 
-A decode step of one sequence of the 125m shape after 256 tokens, and its prompt, beside the level's
-roofs (of reading, and of products: see bench.roof) and beside transformers, whose torch is held to
-the same level. The best of some.
+Each level is measured in a process of its own, with BATON_CPU_LEVEL set: its roofs of reading and
+of products before each round, and its contenders by turns, on the same cores. torch is
+transformers' `generate`, held to the level's instructions; llama.cpp is a build of its own for the
+level: see bench/peers/setup.sh. Times are medians over all steps of all rounds, by the clock.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
+import os
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from baton.model.config import read_config
 from baton_kernels.cpu.library import levels_of_machine
 from bench.cpu_level import level_environment
-from bench.engine import floor_s, prompt_floor_s
-from bench.peers.models import checkpoint
-from bench.peers.ours import BatonContender
+from bench.document import document_of, now
+from bench.engine import floors_of
+from bench.peers.comparison import Case, data_of, run_case, show_progress, use_cores
+from bench.peers.models import peer_versions
 from bench.peers.task import Task
-from bench.peers.transformers_peers import GenerateContender
-from bench.roof import Roof, measure_roof
+from bench.report import write_json
 
 _ROOT = Path(__file__).resolve().parents[1]
-_TASK = Task(1, 256, 16)
-_ROUNDS = 2
+_TOKENS = 16
+_TASKS = {
+    "tiny": (Task(1, 20, 6),),
+    "box": (Task(1, 500, _TOKENS),),
+    "125m": (Task(1, 256, _TOKENS), Task(8, 128, _TOKENS)),
+}
+_CONTENDERS = {
+    "bfloat16": ("baton", "llama.cpp", "transformers"),
+    "float32": ("baton", "transformers"),
+    "int8": ("baton", "llama.cpp"),
+}
 
 
-def _run_level(level: str) -> None:
-    """Rows of the table. In a process of its own, which runs at that level."""
-    torch.set_num_threads(1)
-    # All that is timed here runs in this thread.
-    time.perf_counter = time.monotonic = time.thread_time
-    folder = checkpoint("125m", "bfloat16")
-    config = read_config(folder)
-    roofs = [measure_roof(3)]
-    for name, dtype in (("Baton", "bfloat16"), ("torch", "float32"), ("torch", "bfloat16")):
-        kind = BatonContender if name == "Baton" else GenerateContender
-        contender = kind(str(folder), dtype)
-        answers = [contender.run(_TASK) for _ in range(_ROUNDS)]
-        step_s = min(min(answer.steps_s) for answer in answers)
-        prompt_s = min(answer.prefill_s for answer in answers)
-        roofs.append(measure_roof(3))
-        cells = [level, f"{name} {dtype}", f"{step_s * 1e3:.1f}", "", f"{prompt_s * 1e3:.0f}", ""]
-        if name == "Baton":
-            roof = Roof(
-                max(roof.read_bytes_per_s for roof in roofs),
-                max(roof.flops_per_s for roof in roofs),
-            )
-            context = _TASK.context + _TASK.num_tokens // 2
-            cells[3] = f"{floor_s(config, dtype, 1, context, roof) / step_s:.2f}"
-            cells[5] = f"{prompt_floor_s(config, _TASK.context, roof) / prompt_s:.2f}"
-            speeds = f"{roof.read_bytes_per_s / 1e9:.0f} GB/s, {roof.flops_per_s / 1e9:.0f} GFLOP/s"
-            cells[0] = f"{level} ({speeds})"
-        sys.stdout.write(f"| {' | '.join(cells)} |\n")
-        sys.stdout.flush()
+def measure_level(models: Sequence[str], num_rounds: int, num_threads: int) -> dict[str, object]:
+    """Of the level of this process: figures, their floors, roofs, and who is missing."""
+    results = []
+    for model in models:
+        for dtype, contenders in _CONTENDERS.items():
+            case = Case(model, dtype, contenders, _TASKS[model])
+            results.append(run_case(case, num_rounds, num_threads))
+            show_progress(case, results[-1])
+    floors = [dataclasses.asdict(floor) for result in results for floor in floors_of(result)]
+    return {**data_of(results), "floors": floors}
+
+
+def _in_process(level: str, given: argparse.Namespace) -> dict[str, object]:
+    """What `measure_level` returns at `level`. Raises CalledProcessError."""
+    options = [
+        *("--within", level, "--model", *given.model),
+        *("--rounds", str(given.rounds), "--threads", str(given.threads)),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.levels", *options],
+        cwd=_ROOT,
+        env=level_environment(level),
+        check=True,
+        stdout=subprocess.PIPE,
+    )
+    return {"level": level, **json.loads(done.stdout)}
 
 
 def main() -> None:
-    """Measure and tell."""
+    """Measure, and write the result as JSON."""
     levels = levels_of_machine()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--level", nargs="+", choices=levels, default=levels)
+    parser.add_argument("--model", nargs="+", choices=tuple(_TASKS), default=["box", "125m"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--within", choices=levels, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    use_cores(given.threads)
     if given.within:
-        _run_level(given.within)
+        json.dump(measure_level(given.model, given.rounds, given.threads), sys.stdout)
         return
-    sys.stdout.write("| Level | | Step, ms | Floor / step | Prompt, ms | Floor / prompt |\n")
-    sys.stdout.write("|---|---|---|---|---|---|\n")
-    sys.stdout.flush()
-    for level in given.level:
-        command = [sys.executable, "-m", "bench.levels", "--within", level]
-        subprocess.run(command, cwd=_ROOT, env=level_environment(level), check=True)
+    started = now()
+    measured = [_in_process(level, given) for level in given.level]
+    document = document_of(
+        "bench.levels", started, {"num_threads": given.threads, "levels": measured}
+    )
+    document["versions"] |= peer_versions()
+    if given.json:
+        write_json(given.json, document)
+    else:
+        json.dump(document, sys.stdout, indent=1)
 
 
 if __name__ == "__main__":

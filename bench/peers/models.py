@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from baton.model.quantize import quantize_checkpoint
+from baton_kernels.cpu.library import levels_of_machine
 from bench.cpu_level import forced_level
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -71,8 +72,9 @@ def checkpoint(name: str, dtype: str, made: Path = MADE) -> Path:
 
 
 def peers_python() -> Path:
-    """Of the peers that setup.sh built: for this machine's CPU, or for a level that is forced."""
-    level = forced_level()
+    """Of the peers that setup.sh built: for this machine's CPU, or for a lower level that is
+    forced."""
+    level = forced_level() if forced_level() != levels_of_machine()[0] else ""
     return Path(__file__).with_name(f".venv-{level}" if level else ".venv") / "bin" / "python"
 
 

@@ -112,6 +112,12 @@ def is_of_commit(path: Path, commit: str) -> bool:
     return path.exists() and json.loads(path.read_text()).get("git", {}).get("commit") == commit
 
 
+def is_chosen(section: str, only: str) -> bool:
+    """A section is chosen with those that its name begins with: `engine` takes `engine-levels`
+    along, `split` all splits."""
+    return section == only or section.startswith(f"{only}-")
+
+
 def quick_places() -> Places:
     """An empty folder, with a copy of the page."""
     shutil.rmtree(QUICK, ignore_errors=True)
@@ -142,7 +148,7 @@ def main() -> int:
     chosen = [
         section
         for section in SECTIONS
-        if section.name in given.only
+        if any(is_chosen(section.name, only) for only in given.only)
         and not (given.resume and is_of_commit(places.result(section.name), commit))
     ]
     trace = str(Path(given.trace).resolve()) if given.trace else None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from bench.suite.markdown import Goal, about, goal_line, number, table
@@ -22,6 +23,12 @@ _BATCH = Goal(
 
 _LLAMA_STEP = Goal("Goal: a step of one sequence in bfloat16 1.1 times as fast as llama.cpp's", 1.1)
 _LLAMA_PROMPT = Goal("Goal: one prompt in bfloat16 twice as fast as by llama.cpp", 2.0)
+
+_LEVEL_STEP = Goal("Goal: a step of one sequence of the 125m shape at 0.80 of the read roof", 0.8)
+_LEVEL_PROMPT = Goal("Goal: its prompt at 0.7 of the level's roof of products", 0.7)
+_LEVEL_LLAMA_STEP = Goal("Goal: that step 1.0 times as fast as llama.cpp's or faster", 1.0)
+_LEVEL_LLAMA_PROMPT = Goal("Goal: that prompt 1.3 times as fast as by llama.cpp or faster", 1.3)
+_LEVEL_TORCH = "Goal: never slower than torch in float32 or bfloat16, whichever is faster there"
 
 Figure = Mapping[str, Any]
 
@@ -207,3 +214,122 @@ def _losses(figures: Sequence[Figure], engine: Mapping[Any, Figure]) -> Iterator
         if unequal
         else "* In float32 all write the same tokens as transformers."
     )
+
+
+def levels_table(document: Mapping[str, Any]) -> str:
+    """Figures of bench.levels: a column for each level."""
+    by_level = {one["level"]: _Level(one) for one in document["levels"]}
+    tasks = list(
+        dict.fromkeys(
+            _task(f)
+            for one in document["levels"]
+            for f in one["figures"]
+            if f["contender"] == "baton" and f["dtype"] != "float32"
+        )
+    )
+    rows = [["Roofs, GB/s and GFLOP/s", *(level.roofs() for level in by_level.values())]]
+    for task in tasks:
+        model, dtype, batch, context = task
+        for key, what in (("step_ms", "step"), ("prompt_ms", "prompt")):
+            name = f"{model} {dtype}, {batch} x {context}: {what}, ms"
+            rows.append([name, *(level.cell(task, key) for level in by_level.values())])
+    one = ("125m", "bfloat16", 1, 256)
+    goals = [
+        goal_line(_LEVEL_STEP, _by_level(by_level, lambda x: x.of_floor(one, "step_ms"))),
+        goal_line(_LEVEL_PROMPT, _by_level(by_level, lambda x: x.of_floor(one, "prompt_ms"))),
+        goal_line(
+            _LEVEL_LLAMA_STEP,
+            _by_level(by_level, lambda x: x.gain("llama.cpp", one, "step_ms")),
+            " times",
+        ),
+        goal_line(
+            _LEVEL_LLAMA_PROMPT,
+            _by_level(by_level, lambda x: x.gain("llama.cpp", one, "prompt_ms")),
+            " times",
+        ),
+        goal_line(
+            Goal(f"{_LEVEL_TORCH} (the smallest ratio of all tasks)", 1.0),
+            _by_level(by_level, lambda x: x.least_gain_over_torch(tasks)),
+            " times",
+        ),
+    ]
+    missing = sorted(
+        {
+            f"* {m['contender']} on {m['model']} in {m['dtype']} at {one['level']} has no figures: "
+            f"{m['reason']}."
+            for one in document["levels"]
+            for m in one["missing"]
+        }
+    )
+    threads = (
+        f"{document['num_threads']} threads, each on a core. In brackets: the share of the floor; "
+        "how many times as long llama.cpp takes; and torch, in its faster type."
+    )
+    body = table(("", *by_level), rows)
+    return "\n\n".join([f"{about(document)} {threads}", body, "\n".join([*goals, *missing])])
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """What was measured at one level: `bench.levels.measure_level`, and its name."""
+
+    measured: Mapping[str, Any]
+
+    def _ms(self, contender: str, task: tuple[Any, ...], key: str) -> float | None:
+        figures = self.measured["figures"]
+        found = (f[key] for f in figures if (f["contender"], _task(f)) == (contender, task))
+        return next(found, None)
+
+    def of_floor(self, task: tuple[Any, ...], key: str) -> float | None:
+        """What a step or a prompt would take at the roof, over what it takes."""
+        for f, floor in zip(self.measured["figures"], self.measured["floors"], strict=True):
+            if (f["contender"], _task(f)) == ("baton", task) and floor[key] is not None:
+                return float(floor[key] / f[key])
+        return None
+
+    def gain(self, contender: str, task: tuple[Any, ...], key: str) -> float | None:
+        """How many times as long a contender takes."""
+        ours, theirs = self._ms("baton", task, key), self._ms(contender, task, key)
+        return None if ours is None or theirs is None else theirs / ours
+
+    def gain_over_torch(self, task: tuple[Any, ...], key: str) -> float | None:
+        """Over the faster of its types."""
+        model, _, batch, context = task
+        ours = self._ms("baton", task, key)
+        types = ((model, dtype, batch, context) for dtype in ("float32", "bfloat16"))
+        theirs = [ms for t in types if (ms := self._ms("transformers", t, key)) is not None]
+        return None if ours is None or not theirs else min(theirs) / ours
+
+    def least_gain_over_torch(self, tasks: Sequence[tuple[Any, ...]]) -> float | None:
+        """Of steps and prompts of all tasks."""
+        gains = [
+            gain
+            for task in tasks
+            for key in ("step_ms", "prompt_ms")
+            if (gain := self.gain_over_torch(task, key)) is not None
+        ]
+        return min(gains, default=None)
+
+    def roofs(self) -> str:
+        """Of bfloat16 on the largest model measured."""
+        roof = [r for r in self.measured["roofs"] if r["dtype"] == "bfloat16"][-1]
+        return f"{roof['read_bytes_per_s'] / 1e9:.1f}; {roof['flops_per_s'] / 1e9:.0f}"
+
+    def cell(self, task: tuple[Any, ...], key: str) -> str:
+        """Milliseconds, and how they stand beside the floor, llama.cpp and torch."""
+        ms = self._ms("baton", task, key)
+        if ms is None:
+            return "-"
+        beside = (
+            self.of_floor(task, key),
+            self.gain("llama.cpp", task, key),
+            self.gain_over_torch(task, key),
+        )
+        return f"{number(ms)} ({'; '.join('-' if x is None else f'{x:.2f}' for x in beside)})"
+
+
+def _by_level(
+    levels: Mapping[str, _Level], figure: Callable[[_Level], float | None]
+) -> dict[str, float]:
+    found = {name: figure(level) for name, level in levels.items()}
+    return {name: value for name, value in found.items() if value is not None}

@@ -7,7 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bench.suite.engine_tables import engine_table, peers_table, profile_table
+from bench.suite.engine_tables import (
+    engine_table,
+    levels_table,
+    peers_table,
+    profile_table,
+)
 from bench.suite.host_tables import ahead_table, gateway_table, scheduler_table
 from bench.suite.split_tables import split_table, stations_table
 
@@ -72,6 +77,13 @@ SECTIONS = (
         arguments=(),
         quick=("--model", "tiny", "--dtype", "bfloat16", "--rounds", "1", "--threads", "1"),
         tables={"engine": engine_table},
+    ),
+    Section(
+        name="engine-levels",
+        module="bench.levels",
+        arguments=(),
+        quick=("--model", "tiny", "--rounds", "1", "--threads", "1"),
+        tables={"engine-levels": levels_table},
     ),
     Section(
         name="step-profile",

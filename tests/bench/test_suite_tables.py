@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.suite.engine_tables import engine_table, peers_table
+from bench.suite.engine_tables import engine_table, levels_table, peers_table
 from bench.suite.host_tables import ahead_table, gateway_table, scheduler_table
 from bench.suite.markdown import Goal, about, goal_line, number, table
 from bench.suite.split_tables import split_table, stations_table
@@ -269,3 +269,45 @@ def test_llama_cpp_is_compared_at_one() -> None:
     )
     assert "1.1 times as fast as llama.cpp's: 1.1b 1.15 times (met)." in told
     assert "twice as fast as by llama.cpp: 1.1b 1.00 times (**missed**)." in told
+
+
+def _level(name: str, step_ms: float, llama_step_ms: float) -> dict[str, Any]:
+    about = {"model": "125m", "batch": 1, "context": 256}
+    figures = [
+        figure("baton", step_ms, **about),
+        figure("llama.cpp", llama_step_ms, **about),
+        figure("transformers", 40.0, **about),
+        figure("transformers", 20.0, **about, dtype="float32"),
+    ]
+    floor = {"step_ms": 8.0, "prompt_ms": 70.0}
+    roof = {"model": "125m", "dtype": "bfloat16", "read_bytes_per_s": 3e10, "flops_per_s": 2e11}
+    return {
+        "level": name,
+        "figures": figures,
+        "floors": [floor] * 4,
+        "roofs": [roof],
+        "missing": [],
+    }
+
+
+def test_each_cpu_level_has_a_column_and_is_held_to_the_goals_by_itself() -> None:
+    levels = [_level("avx512", 10.0, 10.0), _level("avx2", 16.0, 12.0)]
+    told = levels_table({**ABOUT, "num_threads": 2, "levels": levels})
+    assert "|  | avx512 | avx2 |" in told
+    assert "| 125m bfloat16, 1 x 256: step, ms | 10.0 (0.80; 1.00; 2.00) | 16.0 (" in told
+    step = next(line for line in told.splitlines() if "read roof" in line)
+    assert "avx512 0.80 (met), avx2 0.50 (**missed**)" in step
+    llama = next(line for line in told.splitlines() if "1.0 times as fast as llama.cpp" in line)
+    assert "avx512 1.00 times (met), avx2 0.75 times (**missed**)" in llama
+
+
+def test_a_peer_that_a_level_lacks_is_told_with_its_reason() -> None:
+    lacks = {**_level("avx2", 10.0, 10.0)}
+    lacks["figures"] = [f for f in lacks["figures"] if f["contender"] == "baton"]
+    lacks["floors"] = lacks["floors"][:1]
+    lacks["missing"] = [
+        {"model": "125m", "dtype": "bfloat16", "contender": "llama.cpp", "reason": "not built"}
+    ]
+    told = levels_table({**ABOUT, "num_threads": 2, "levels": [lacks]})
+    assert "* llama.cpp on 125m in bfloat16 at avx2 has no figures: not built." in told
+    assert "llama.cpp's or faster: not measured" in told
