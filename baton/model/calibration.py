@@ -14,8 +14,9 @@ from tokenizers import Tokenizer
 from baton.errors import ConfigError
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder, PackedBatch
+from baton.model.layers import describe_layers
 from baton.model.load import load_parameters
-from baton.model.parameters import PARTS, layer_name
+from baton.model.packed import PackedLayer
 from baton.model.rope import Rope, make_rope
 from baton_kernels.kv_write import first_rows, head_rows
 from baton_kernels.linear import Linear
@@ -23,7 +24,7 @@ from baton_kernels.paged_attention import AttentionSlice, plan_attention
 
 _CPU = torch.device("cpu")
 _BLOCK_TOKENS = 16
-#: Tokens that the model reads at once, and in all: more tell nothing new.
+#: Tokens that the model reads at once, and in all: more add nothing new.
 _PIECE_TOKENS = 512
 _MAX_TOKENS = 1 << 15
 
@@ -65,26 +66,18 @@ def grams(
     rope = make_rope(config, config.derived_max_len, _CPU)
     batches = [_batch(ids, config, rope, pool) for ids in pieces]
     states = [F.embedding(batch.token_ids, parameters.embeddings) for batch in batches]
-    for index, layer in enumerate(parameters.layers):
-        watched = {field: _Watched(getattr(layer, field)) for field in PARTS}
-        seen = replace(
-            layer,
-            qkv=watched["qkv"],
-            output=watched["output"],
-            gate_up=watched["gate_up"],
-            down=watched["down"],
-        )
+    specs = describe_layers(config)
+    for index, (spec, layer) in enumerate(zip(specs, parameters.layers, strict=True)):
+        watched = [_Watched(linear) for linear in layer.linears]
+        seen: PackedLayer = layer.with_linears(watched)
         decoder = _OneLayer(config, replace(parameters, layers=(seen,)))
         with torch.inference_mode():
             states = [
                 decoder.next_states(index, state, batch, pool)
                 for state, batch in zip(states, batches, strict=True)
             ]
-        yield {
-            layer_name(index, part): watched[field].gram
-            for field, parts in PARTS.items()
-            for part in parts
-        }
+        linears = zip(spec.linears, watched, strict=True)
+        yield {name: linear.gram for one, linear in linears for name in one.names}
 
 
 class _OneLayer(Decoder):
@@ -98,7 +91,8 @@ class _OneLayer(Decoder):
         layer = self._parameters.layers[0]
         rows = head_rows(batch.first_rows, pool)
         mixed = self._attention(index, layer, states, batch, rows, pool, None, None)
-        return self._mlp(layer, layer.output(mixed, states))
+        states = self._add(layer.attention.output, mixed, states, layer.after_attention)
+        return self._mlp(layer, states)
 
 
 class _Watched:

@@ -12,10 +12,14 @@ from baton.model.config import ModelConfig
 from baton.model.packed import PackedLayer, PackedParameters
 from baton.model.shard import Alone, Ranks
 from baton_kernels.kv_write import head_rows
+from baton_kernels.layer import Norm
+from baton_kernels.linear import Linear
 from baton_kernels.paged_attention import AttentionPlan, paged_attention
 from baton_kernels.rms_norm import rms_norm
 from baton_kernels.rope_kv_write import rope_kv_write
 from baton_kernels.swiglu import swiglu
+
+PackedNorm = Norm[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +85,10 @@ class Decoder:
             mixed = self._attention(index, layer, hidden, batch, rows, pool, scales, layer_done)
             if index == last and batch.sampled is not None:
                 hidden, mixed = hidden[batch.sampled], mixed[batch.sampled]
-            hidden = ranks.gather(layer.output(ranks.gather(mixed), ranks.own(hidden)))
+            output = layer.attention.output
+            hidden = self._add(output, ranks.gather(mixed), hidden, layer.after_attention)
             hidden = self._mlp(layer, hidden)
-        return rms_norm(hidden, parameters.norm, self._config.rms_norm_eps)
+        return _norm(parameters.norm, hidden)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """[rows, vocab] float32 of states [rows, hidden], on rank 0; on others what they have of
@@ -103,25 +108,35 @@ class Decoder:
         layer_done: Callable[[int], None] | None,
     ) -> torch.Tensor:
         """The results of this rank's heads [tokens, heads * head_dim], before the output layer."""
-        config = self._config
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        normalised = rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
-        fused = layer.qkv(normalised).view(-1, heads + 2 * kv_heads, dim)
+        attention, shape = layer.attention, layer.attention.shape
+        heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        normalised = _norm(layer.before_attention, hidden)
+        fused = attention.qkv(normalised).view(-1, heads + 2 * kv_heads, dim)
         query, key, value = fused.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            query = rms_norm(query, layer.q_norm, config.rms_norm_eps)
-            key = rms_norm(key, layer.k_norm, config.rms_norm_eps)
+        query, key = _norm(attention.q_norm, query), _norm(attention.k_norm, key)
         query, key = rope_kv_write(
             query, key, value, batch.cos, batch.sin, pool, index, rows, scales
         )
         if layer_done is not None:
             self._ranks.meet()
             layer_done(index)
-        plan = batch.plans[config.windows[index]]
+        plan = batch.plans[shape.window]
         return paged_attention(query, key, value, pool, index, plan, scales).flatten(1)
 
     def _mlp(self, layer: PackedLayer, hidden: torch.Tensor) -> torch.Tensor:
+        normalised = _norm(layer.before_mlp, hidden)
+        inner = self._ranks.gather(swiglu(layer.mlp.gate_up(normalised)))
+        return self._add(layer.mlp.down, inner, hidden, layer.after_mlp)
+
+    def _add(
+        self, linear: Linear, x: torch.Tensor, hidden: torch.Tensor, after: PackedNorm | None
+    ) -> torch.Tensor:
+        """hidden + after(linear(x)), whole on every rank."""
         ranks = self._ranks
-        normalised = rms_norm(hidden, layer.post_norm, self._config.rms_norm_eps)
-        inner = ranks.gather(swiglu(layer.gate_up(normalised)))
-        return ranks.gather(layer.down(inner, ranks.own(hidden)))
+        if after is None:
+            return ranks.gather(linear(x, ranks.own(hidden)))
+        return hidden + _norm(after, ranks.gather(linear(x)))
+
+
+def _norm(norm: PackedNorm | None, x: torch.Tensor) -> torch.Tensor:
+    return x if norm is None else rms_norm(x, norm.weight, norm.eps)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigError
 from baton.model.config import ModelConfig
+from baton.model.layers import describe_layers, describe_norm
 from baton.types import DTYPE_BYTES, KvLayout
 
 
@@ -83,10 +84,8 @@ def format_bytes(num_bytes: int) -> str:
 
 def num_linear_weights(config: ModelConfig) -> int:
     """Weights of the decoder layers' linear layers."""
-    hidden, dim = config.hidden_size, config.head_dim
-    q, kv = config.num_heads * dim, config.num_kv_heads * dim
-    layer = hidden * (q + 2 * kv) + q * hidden + 3 * hidden * config.intermediate_size
-    return config.num_layers * layer
+    layers = describe_layers(config)
+    return sum(linear.num_in * linear.num_out for layer in layers for linear in layer.linears)
 
 
 def num_quantized_weights(config: ModelConfig) -> int:
@@ -100,13 +99,12 @@ def num_quantized_weights(config: ModelConfig) -> int:
 
 def num_parameters(config: ModelConfig) -> int:
     """Numbers in the checkpoint, tied embeddings counted once."""
-    hidden, inter, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_heads * dim, config.num_kv_heads * dim
-    layer = 2 * hidden
-    layer += (q + 2 * kv) * config.has_qkv_bias + hidden * config.has_output_bias
-    layer += (2 * inter + hidden) * config.has_mlp_bias + 2 * dim * config.has_qk_norm
-    embeddings = config.vocab_size * hidden * (1 if config.is_tied else 2)
-    return num_linear_weights(config) + config.num_layers * layer + embeddings + hidden
+    beside = describe_norm(config).weight.size
+    for layer in describe_layers(config):
+        beside += sum(linear.num_out for linear in layer.linears if linear.has_bias)
+        beside += sum(vector.size for vector in layer.vectors)
+    embeddings = config.vocab_size * config.hidden_size * (1 if config.is_tied else 2)
+    return num_linear_weights(config) + embeddings + beside
 
 
 def weight_bytes(config: ModelConfig, dtype: str, keeps_levels: bool, num_ranks: int = 1) -> int:

@@ -9,22 +9,18 @@ import torch
 
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder, PackedBatch
-from baton.model.packed import PackedLayer, PackedParameters
+from baton.model.packed import PackedParameters
 from baton.model.shard import Ranks
-from baton_kernels.cpu.int_linear import NativeIntLinear
 from baton_kernels.cpu.layers import (
     NUM_STAGES,
-    LayerShape,
-    NativeForm,
     NativeLayer,
     NativeLayers,
     RunningLayers,
     Step,
     can_run,
+    native_layer,
 )
-from baton_kernels.cpu.linear import NativeLinear
 from baton_kernels.cpu.paged_attention import AttentionPlan
-from baton_kernels.linear import Linear
 
 
 def make_decoder(
@@ -40,10 +36,11 @@ def make_decoder(
     is_alone = ranks.shard.size == 1 and embeddings.device.type == "cpu"
     if not is_alone or not can_run(embeddings.dtype, pool_dtype, config.head_dim):
         return Decoder(config, parameters, ranks)
-    layers = _native_layers(config, parameters)
-    if layers is None:
+    layers = [native_layer(layer) for layer in parameters.layers]
+    known = [layer for layer in layers if layer is not None]
+    if len(known) < len(layers):
         return Decoder(config, parameters, ranks)
-    return NativeDecoder(config, parameters, layers)
+    return NativeDecoder(config, parameters, known)
 
 
 class NativeDecoder(Decoder):
@@ -53,15 +50,7 @@ class NativeDecoder(Decoder):
         self, config: ModelConfig, parameters: PackedParameters, layers: Sequence[NativeLayer]
     ) -> None:
         super().__init__(config, parameters)
-        shape = LayerShape(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            rms_norm_eps=config.rms_norm_eps,
-        )
-        self._layers = NativeLayers(layers, parameters.norm, shape)
+        self._layers = NativeLayers(layers, parameters.norm)
 
     def forward(
         self,
@@ -88,7 +77,7 @@ class NativeDecoder(Decoder):
 
 
 def _run_to(running: RunningLayers, end: int, layer_done: Callable[[int], None] | None) -> None:
-    """Stages up to `end`, stopping to tell where a layer's KV is written."""
+    """Stages up to `end`, stopping to report where a layer's KV is written."""
     if layer_done is None:
         running.run(0, end)
         return
@@ -103,34 +92,3 @@ def _run_to(running: RunningLayers, end: int, layer_done: Callable[[int], None] 
 def _native_plans(batch: PackedBatch) -> Mapping[int | None, AttentionPlan]:
     """The batch's plans, which are native wherever `can_run` holds."""
     return cast(Mapping[int | None, AttentionPlan], batch.plans)
-
-
-def _native_layers(config: ModelConfig, parameters: PackedParameters) -> list[NativeLayer] | None:
-    """None if a layer has a linear layer of another form."""
-    layers = [
-        _native_layer(layer, window)
-        for layer, window in zip(parameters.layers, config.windows, strict=True)
-    ]
-    return [layer for layer in layers if layer] if all(layers) else None
-
-
-def _native_layer(layer: PackedLayer, window: int | None) -> NativeLayer | None:
-    forms = [_native_form(x) for x in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    qkv, output, gate_up, down = forms
-    if qkv is None or output is None or gate_up is None or down is None:
-        return None
-    return NativeLayer(
-        input_norm=layer.input_norm,
-        qkv=qkv,
-        q_norm=layer.q_norm,
-        k_norm=layer.k_norm,
-        output=output,
-        post_norm=layer.post_norm,
-        gate_up=gate_up,
-        down=down,
-        window=window,
-    )
-
-
-def _native_form(linear: Linear) -> NativeForm | None:
-    return linear if isinstance(linear, NativeLinear | NativeIntLinear) else None

@@ -8,25 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from baton.errors import UnsupportedModel
-from baton.model.parameters import PARTS, LayerParameters, Parameters, layer_name
+from baton.model.parameters import DenseLayer, Parameters, Vector
 from baton.model.parameters import Linear as DenseLinear
 from baton.quantization.weight import Float8Weight, StoredWeight, stack
 from baton_kernels.cpu.memory import Allocate, Arena
+from baton_kernels.layer import Layer, Norm
 from baton_kernels.linear import Linear, pack_float8, pack_linear, pack_quantized
 
-
-@dataclass(frozen=True, slots=True)
-class PackedLayer:
-    """As LayerParameters."""
-
-    input_norm: torch.Tensor
-    qkv: Linear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    output: Linear
-    post_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+PackedLayer = Layer[Linear, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +24,7 @@ class PackedParameters:
 
     embeddings: torch.Tensor
     layers: tuple[PackedLayer, ...]
-    norm: torch.Tensor
+    norm: Norm[torch.Tensor]
     lm_head: Linear
 
 
@@ -46,47 +35,43 @@ def pack_parameters(parameters: Parameters, quantized: dict[str, StoredWeight]) 
     Both are emptied as layers are packed, so that no weight is there twice. Linear layers get to
     where the norms are, native ones of a CPU into one arena.
     """
+    packing = _Packing(parameters.norm.weight.numbers.device, quantized)
     layers: list[PackedLayer] = []
-    allocate = Arena().take
     while parameters.layers:
-        layers.append(_pack_layer(len(layers), parameters.layers.pop(0), quantized, allocate))
-    head, device = quantized.pop("lm_head", None), parameters.norm.device
-    lm_head = (
-        _pack_quantized(head, None, device, allocate)
-        if head
-        else pack_linear(parameters.lm_head.to(device), None, allocate)
+        layers.append(packing.layer(parameters.layers.pop(0)))
+    return PackedParameters(
+        parameters.embeddings,
+        tuple(layers),
+        parameters.norm.map(_numbers),
+        packing.linear(parameters.lm_head),
     )
-    return PackedParameters(parameters.embeddings, tuple(layers), parameters.norm, lm_head)
 
 
-def _pack_layer(
-    index: int,
-    layer: LayerParameters,
-    quantized: dict[str, StoredWeight],
-    allocate: Allocate,
-) -> PackedLayer:
-    device = layer.input_norm.device
+class _Packing:
+    """device: where all goes; quantized: see pack_parameters."""
 
-    def pack(field: str, linear: DenseLinear) -> Linear:
+    def __init__(self, device: torch.device, quantized: dict[str, StoredWeight]) -> None:
+        self._device = device
+        self._quantized = quantized
+        self._allocate = Arena().take
+
+    def layer(self, layer: DenseLayer) -> PackedLayer:
+        return layer.map(self.linear, _numbers)
+
+    def linear(self, linear: DenseLinear) -> Linear:
+        """Raises UnsupportedModel."""
+        device, names, quantized = self._device, linear.spec.names, self._quantized
         bias = None if linear.bias is None else linear.bias.to(device)
-        names = [layer_name(index, part) for part in PARTS[field]]
         kept = [quantized.pop(name) for name in names if name in quantized]
         if not kept:
-            return pack_linear(linear.weight.to(device), bias, allocate)
+            return pack_linear(linear.weight.to(device), bias, self._allocate)
         if len(kept) < len(names):
-            raise UnsupportedModel(f"of {names} some are quantised and some are not")
-        return _pack_quantized(stack(kept), bias, device, allocate)
+            raise UnsupportedModel(f"of {list(names)} some are quantised and some are not")
+        return _pack_quantized(stack(kept), bias, device, self._allocate)
 
-    return PackedLayer(
-        input_norm=layer.input_norm,
-        qkv=pack("qkv", layer.qkv),
-        q_norm=layer.q_norm,
-        k_norm=layer.k_norm,
-        output=pack("output", layer.output),
-        post_norm=layer.post_norm,
-        gate_up=pack("gate_up", layer.gate_up),
-        down=pack("down", layer.down),
-    )
+
+def _numbers(vector: Vector) -> torch.Tensor:
+    return vector.numbers
 
 
 def _pack_quantized(

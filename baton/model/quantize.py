@@ -22,8 +22,8 @@ from baton.errors import ConfigError, StartupError, UnsupportedModel
 from baton.model.calibration import grams, read_pieces
 from baton.model.checkpoint import find_shards, naming_model, resolve_checkpoint
 from baton.model.config import ModelConfig, read_config
+from baton.model.layers import describe_layers, describe_output
 from baton.model.memory_plan import format_bytes
-from baton.model.parameters import PARTS, layer_name
 from baton.quantization.encode import encode
 from baton.quantization.scheme import (
     CALIBRATED,
@@ -121,7 +121,8 @@ def quantize_checkpoint(
 def _group_size(config: ModelConfig, scheme: Scheme) -> int | None:
     if scheme != "int4":
         return None
-    widths = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+    widths = [linear.num_in for layer in describe_layers(config) for linear in layer.linears]
+    widths.append(describe_output(config).num_in)
     found = choose_group_size(widths)
     if found is None:
         raise UnsupportedModel(
@@ -145,10 +146,9 @@ def _plan(
     config: ModelConfig, scheme: Scheme, of_output: Scheme | None
 ) -> dict[str, _Rounding | None]:
     """By the names of the tensors that become linear layers, or are left out."""
-    parts = [part for names in PARTS.values() for part in names]
-    layers = [layer_name(index, part) for index in range(config.num_layers) for part in parts]
+    linears = [linear for layer in describe_layers(config) for linear in layer.linears]
     plan: dict[str, _Rounding | None] = {
-        f"{layer}.weight": _Rounding(layer, scheme) for layer in layers
+        f"{name}.weight": _Rounding(name, scheme) for linear in linears for name in linear.names
     }
     if of_output is None:
         return plan

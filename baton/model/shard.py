@@ -10,12 +10,13 @@ range of its rows. See docs/adr/0009-ranks-share-outputs.md.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from baton.errors import ConfigError
 from baton.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,7 +139,7 @@ class _Filling:
         if isinstance(weight, torch.Tensor):
             target.fill(weight)
         elif self._keeps(weight):
-            self._quantized[layer] = weight.part(target.part.rows)
+            self._quantized[layer] = weight.part(target.source.rows)
         else:
             target.fill(weight.dequantize())
         self._filled.add(name)

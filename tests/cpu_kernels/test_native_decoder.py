@@ -17,13 +17,13 @@ from baton.model.decoder import Decoder
 from baton.model.memory_plan import token_bytes
 from baton.model.native_decoder import NativeDecoder, make_decoder
 from baton.model.packed import PackedParameters, pack_parameters
-from baton.model.parameters import PARTS, empty_parameters, layer_name
+from baton.model.parameters import empty_parameters
 from baton.model.rope import make_rope
 from baton.model.shard import Alone, Shard
 from baton.quantization.config import parse_quantization
-from baton.quantization.weight import QuantizedWeight
+from baton.quantization.weight import QuantizedWeight, StoredWeight
 from baton.types import KvLayout, Sampling
-from baton_kernels.cpu.layers import LayerShape, NativeForm, row_bytes
+from baton_kernels.cpu.layers import native_layer, row_bytes
 from baton_kernels.cpu.library import level
 
 BLOCK_SIZE, NUM_BLOCKS = 5, 40
@@ -72,22 +72,13 @@ def parameters_of(config: ModelConfig, dtype: torch.dtype, bits: int | None) -> 
         target.tensor.normal_(std=0.3, generator=generator)
     if bits is None:
         return pack_parameters(parameters, {})
-    quantized = {}
-    for index, layer in enumerate(parameters.layers):
-        for field, names in PARTS.items():
-            num_in = getattr(layer, field).weight.shape[1]
-            num_out = getattr(layer, field).weight.shape[0] // len(names)
-            sizes = [num_out] * len(names)
-            if field == "qkv":
-                sizes = [
-                    n * config.head_dim for n in (config.num_heads, *[config.num_kv_heads] * 2)
-                ]
-            for name, size in zip(names, sizes, strict=True):
-                levels = torch.randint(1 << bits, (size, num_in), generator=generator)
-                scales = torch.rand(size, 1, generator=generator) / (1 << bits)
-                quantized[layer_name(index, name)] = QuantizedWeight(
-                    levels.to(torch.uint8), scales, None, bits
-                )
+    quantized: dict[str, StoredWeight] = {}
+    for spec in (linear.spec for layer in parameters.layers for linear in layer.linears):
+        for source in spec.sources:
+            size = len(source.rows)
+            levels = torch.randint(1 << bits, (size, spec.num_in), generator=generator)
+            scales = torch.rand(size, 1, generator=generator) / (1 << bits)
+            quantized[source.name] = QuantizedWeight(levels.to(torch.uint8), scales, None, bits)
     return pack_parameters(parameters, quantized)
 
 
@@ -182,14 +173,12 @@ def test_what_a_step_takes_is_in_the_memory_plan(num_heads: int, bits: int | Non
     if bits is not None:
         quantization = parse_quantization({"quant_method": "gptq", "bits": bits, "group_size": 8})
         config = replace(config, quantization=quantization)
-    layers = parameters_of(config, torch.bfloat16, bits).layers
-    linears = (x for layer in layers for x in (layer.qkv, layer.output, layer.gate_up, layer.down))
-    scratch = max(x.scratch_row_bytes for x in linears if isinstance(x, NativeForm))
-    shape = LayerShape(
-        config.hidden_size, config.intermediate_size, num_heads, num_heads, config.head_dim, 1e-5
-    )
+    layers = [native_layer(layer) for layer in parameters_of(config, torch.bfloat16, bits).layers]
     states = config.hidden_size + num_heads * config.head_dim
-    taken = 2 * states + sum(row_bytes(shape, 2, scratch).values())
+    needed = [row_bytes(layer, 2) for layer in layers if layer is not None]
+    assert len(needed) == config.num_layers
+    scratch = max(size["scratch"] for size in needed)
+    taken = 2 * states + max(sum(size.values()) for size in needed)
     is_widened = bits is None and level() != "avx512_bf16"
     assert (scratch > 0) == (bits is not None or is_widened)
     assert taken <= token_bytes(config, 2)

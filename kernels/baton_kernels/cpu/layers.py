@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +20,10 @@ from baton_kernels.cpu.library import library, loaded
 from baton_kernels.cpu.linear import NativeLinear
 from baton_kernels.cpu.paged_attention import MAX_HEAD_DIM, AttentionPlan
 from baton_kernels.cpu.rope_kv_write import RopeKvWriteCall, call_over
+from baton_kernels.layer import Layer, Norm
+
+if TYPE_CHECKING:
+    from baton_kernels.linear import Linear
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
 
@@ -28,35 +33,7 @@ NUM_STAGES = 3
 NativeForm = NativeLinear | NativeIntLinear
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """What all layers of a decoder have in common."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-
-
-@dataclass(frozen=True, slots=True)
-class NativeLayer:
-    """A layer's parameters, norms of the type that it computes in. window: see plan_attention."""
-
-    input_norm: torch.Tensor
-    qkv: NativeForm
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    output: NativeForm
-    post_norm: torch.Tensor
-    gate_up: NativeForm
-    down: NativeForm
-    window: int | None
-
-    @property
-    def linears(self) -> tuple[NativeForm, ...]:
-        return self.qkv, self.output, self.gate_up, self.down
+NativeLayer = Layer[NativeForm, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +77,30 @@ class _Stages(ctypes.Structure):
     )
 
 
-def row_bytes(shape: LayerShape, itemsize: int, scratch_row_bytes: int) -> dict[str, int]:
-    """By what stages need within, bytes for each token of a step. scratch_row_bytes: see
-    NativeLinear."""
-    heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+def row_bytes(layer: NativeLayer, itemsize: int) -> dict[str, int]:
+    """By what the stages of a layer need within, bytes for each token of a step."""
+    attention, mlp, shape = layer.attention, layer.mlp, layer.attention.shape
     widths = {
-        "normalised": shape.hidden_size,
-        "qkv": (heads + 2 * kv_heads) * dim,
-        "query": heads * dim,
-        "key": kv_heads * dim,
-        "gate_up": 2 * shape.intermediate_size,
-        "gated": shape.intermediate_size,
+        "normalised": attention.qkv.num_in,
+        "qkv": attention.qkv.num_out,
+        "query": shape.num_heads * shape.head_dim,
+        "key": shape.num_kv_heads * shape.head_dim,
+        "gate_up": mlp.gate_up.num_out,
+        "gated": mlp.down.num_in,
     }
-    return {name: width * itemsize for name, width in widths.items()} | {
-        "scratch": scratch_row_bytes
-    }
+    scratch = max(linear.scratch_row_bytes for linear in layer.linears)
+    return {name: width * itemsize for name, width in widths.items()} | {"scratch": scratch}
+
+
+def native_layer(layer: Layer[Linear, torch.Tensor]) -> NativeLayer | None:
+    """The layer as NativeLayers takes it; None if it has a part that they do not know, or a linear
+    layer of another form."""
+    linears = [linear for linear in layer.linears if isinstance(linear, NativeForm)]
+    has_norms = layer.before_attention is not None and layer.before_mlp is not None
+    has_more = layer.after_attention is not None or layer.after_mlp is not None
+    if not has_norms or has_more or len(linears) < len(layer.linears):
+        return None
+    return layer.with_linears(linears)
 
 
 def can_run(dtype: torch.dtype, pool_dtype: torch.dtype, head_dim: int) -> bool:
@@ -127,29 +113,26 @@ class NativeLayers:
     """Runs layers for which `can_run` holds. Keeps the memory of the largest step so far; one step
     at a time."""
 
-    def __init__(
-        self, layers: Sequence[NativeLayer], norm: torch.Tensor, shape: LayerShape
-    ) -> None:
-        """norm: of the last layer's results, of the type that layers compute in."""
+    def __init__(self, layers: Sequence[NativeLayer], norm: Norm[torch.Tensor]) -> None:
+        """layers: of one shape but for windows. norm: of the last one's results."""
         self._layers, self._norm = tuple(layers), norm
-        self._windows = tuple(dict.fromkeys(layer.window for layer in layers))
+        self._windows = tuple(dict.fromkeys(layer.attention.shape.window for layer in layers))
         self._table = (_Layer * len(layers))(*(self._entry(layer) for layer in layers))
-        scratch_row_bytes = max(
-            linear.scratch_row_bytes for layer in layers for linear in layer.linears
-        )
-        self._row_bytes = row_bytes(shape, norm.element_size(), scratch_row_bytes)
+        sizes = [row_bytes(layer, norm.weight.element_size()) for layer in layers]
+        self._row_bytes = {name: max(size[name] for size in sizes) for name in sizes[0]}
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._max_rows = 0
+        first, shape = layers[0], layers[0].attention.shape
         self._call = _Stages(
             layers=ctypes.addressof(self._table),
             num_layers=len(layers),
-            norm=norm.data_ptr(),
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
+            norm=norm.weight.data_ptr(),
+            hidden_size=first.attention.qkv.num_in,
+            intermediate_size=first.mlp.down.num_in,
             heads=shape.num_heads,
             kv_heads=shape.num_kv_heads,
             dim=shape.head_dim,
-            eps=shape.rms_norm_eps,
+            eps=norm.eps,
         )
         """What steps have in common, with room for _max_rows."""
 
@@ -176,18 +159,17 @@ class NativeLayers:
         return running
 
     def _entry(self, layer: NativeLayer) -> _Layer:
-        q_norm, k_norm = layer.q_norm, layer.k_norm
-        qkv, output, gate_up, down = (linear.address for linear in layer.linears)
+        attention, mlp = layer.attention, layer.mlp
         return _Layer(
-            layer.input_norm.data_ptr(),
-            qkv,
-            None if q_norm is None else q_norm.data_ptr(),
-            None if k_norm is None else k_norm.data_ptr(),
-            output,
-            layer.post_norm.data_ptr(),
-            gate_up,
-            down,
-            self._windows.index(layer.window),
+            _address(layer.before_attention),
+            attention.qkv.address,
+            _address(attention.q_norm),
+            _address(attention.k_norm),
+            attention.output.address,
+            _address(layer.before_mlp),
+            mlp.gate_up.address,
+            mlp.down.address,
+            self._windows.index(attention.shape.window),
         )
 
     def _make_room(self, max_rows: int) -> None:
@@ -225,3 +207,7 @@ class RunningLayers:
         loaded().baton_layers(
             ctypes.addressof(self._call), first, end, self._dtype, torch.get_num_threads()
         )
+
+
+def _address(norm: Norm[torch.Tensor] | None) -> int | None:
+    return None if norm is None else norm.weight.data_ptr()

@@ -1,0 +1,131 @@
+"""What a decoder layer is made of: parts, each with its linear layers, its norms and its sizes.
+
+    h = h + after(attention(before(h)))      norms before and after a part may be missing
+    h = h + after(mlp(before(h)))
+
+One description serves from a checkpoint to the kernels: `LinearT` is what stands for a linear
+layer, `VectorT` for the weight of a norm, and `Layer.map` makes a layer of other ones of it. First
+they are names and shapes, then tensors to be filled, then packed weights, then what native code
+reads. A family of models is a composition of these parts (baton.model.layers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+LinearT = TypeVar("LinearT")
+VectorT = TypeVar("VectorT")
+_L = TypeVar("_L")
+_V = TypeVar("_V")
+
+
+@dataclass(frozen=True, slots=True)
+class Norm(Generic[VectorT]):
+    """See baton_kernels.rms_norm."""
+
+    weight: VectorT
+    eps: float
+
+    def map(self, vector: Callable[[VectorT], _V]) -> Norm[_V]:
+        return Norm(vector(self.weight), self.eps)
+
+
+def _map(norm: Norm[VectorT] | None, vector: Callable[[VectorT], _V]) -> Norm[_V] | None:
+    return None if norm is None else norm.map(vector)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What attention does with its heads, of which these are here.
+
+    Its KV is num_kv_heads keys and values of head_dim elements a token. scale: of scores; window:
+    positions that a token sees, itself included, or None for all.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Attention(Generic[LinearT, VectorT]):
+    """qkv stacks queries, keys and values; q_norm and k_norm are of each head's, before RoPE."""
+
+    shape: AttentionShape
+    qkv: LinearT
+    q_norm: Norm[VectorT] | None
+    k_norm: Norm[VectorT] | None
+    output: LinearT
+
+    def map(
+        self, linear: Callable[[LinearT], _L], vector: Callable[[VectorT], _V]
+    ) -> Attention[_L, _V]:
+        return Attention(
+            self.shape,
+            linear(self.qkv),
+            _map(self.q_norm, vector),
+            _map(self.k_norm, vector),
+            linear(self.output),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp(Generic[LinearT]):
+    """down(swiglu(gate_up(x))); gate_up stacks gate and up."""
+
+    gate_up: LinearT
+    down: LinearT
+
+    def map(self, linear: Callable[[LinearT], _L]) -> Mlp[_L]:
+        return Mlp(linear(self.gate_up), linear(self.down))
+
+
+@dataclass(frozen=True, slots=True)
+class Layer(Generic[LinearT, VectorT]):
+    """Attention and an MLP, each between its norms."""
+
+    before_attention: Norm[VectorT] | None
+    attention: Attention[LinearT, VectorT]
+    after_attention: Norm[VectorT] | None
+    before_mlp: Norm[VectorT] | None
+    mlp: Mlp[LinearT]
+    after_mlp: Norm[VectorT] | None
+
+    def map(
+        self, linear: Callable[[LinearT], _L], vector: Callable[[VectorT], _V]
+    ) -> Layer[_L, _V]:
+        """The same layer of what `linear` and `vector` make of its linear layers and vectors, which
+        they get in the order of `linears` and `vectors`."""
+        return Layer(
+            _map(self.before_attention, vector),
+            self.attention.map(linear, vector),
+            _map(self.after_attention, vector),
+            _map(self.before_mlp, vector),
+            self.mlp.map(linear),
+            _map(self.after_mlp, vector),
+        )
+
+    def with_linears(self, linears: Iterable[_L]) -> Layer[_L, VectorT]:
+        """The same layer of other linear layers, which come in the order of `linears`."""
+        given = iter(linears)
+        return self.map(lambda _: next(given), lambda vector: vector)
+
+    @property
+    def linears(self) -> tuple[LinearT, ...]:
+        found: list[LinearT] = []
+        self.map(found.append, _ignore)
+        return tuple(found)
+
+    @property
+    def vectors(self) -> tuple[VectorT, ...]:
+        found: list[VectorT] = []
+        self.map(_ignore, found.append)
+        return tuple(found)
+
+
+def _ignore(_: object) -> None:
+    """For a walk that wants the others."""
