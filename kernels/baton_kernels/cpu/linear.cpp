@@ -17,7 +17,7 @@ constexpr int kVectors = kTile / 16;
 constexpr bool kIsWide = kNumRegisters * kPartLanes >= 512;  // 24 vectors of sums fit into registers, and else 6
 constexpr long kMaxRows = 6;        // rows of a register tile
 constexpr long kMaxIntRows = 4;     // the same for integers, whose sums compilers copy at every step
-constexpr long kChunkRows = 48;     // rows that a task takes through a tile, so that they find it in the L2 cache
+constexpr long kChunkRows = 96;     // rows that a task takes through a tile, so that they find it in the L2 cache
 constexpr long kChunkValues = 256;  // of k that all rows go through before the next
 constexpr long kSmallChunk = 64;    // the same where panels are few, so that it stays in the L1 cache
 constexpr long kRowPad = 16;        // words, so that rows do not fall into the same lines of the cache
