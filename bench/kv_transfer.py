@@ -33,6 +33,7 @@ import torch
 import xxhash
 
 from baton.engine.torch_kv_pool import TorchKvPool
+from baton.kv_transports import REMOTE
 from baton.types import KvLayout, KvRange
 from bench.kv_ways import (
     LAYOUT,
@@ -49,7 +50,6 @@ from bench.kv_ways import (
 from bench.suite.page import replaced
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.running_receiver import DEFAULT_MAX_CHUNK_BYTES
-from kv_transfer.transport.nixl import has_nixl
 from kv_transfer.wire_format import wire_format
 
 SIZES = "64KiB,512KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
@@ -100,7 +100,7 @@ def peer_cpu_s_of(way: Way) -> float:
 def channels(certificate_folder: str) -> dict[str, Channel]:
     """The ways through the channel, by name."""
     found: dict[str, Channel] = {}
-    for transport in ("shm", "tcp", *(["nixl"] if has_nixl() else [])):
+    for transport in (each.name for each in REMOTE if each.is_installed and not each.needs_device):
         found |= {
             f"{transport} contiguous": Channel(transport, is_scattered=False),
             f"{transport} scattered": Channel(transport),

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import secrets
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from baton.engine.interface import KvPool
 from baton.errors import ConfigError, HandoffFailed
+from baton.kv_transports import AUTOMATIC, FALLBACK, KvTransport, Scope, kv_transport
 from baton.rpc.bind import bind_fault
 from baton.rpc.tls import TlsFiles
 from baton.types import ANY_NUMERICS, NumericsRule, WorkerIdentity
@@ -22,12 +21,8 @@ from kv_transfer.kv_secret import KvSecret
 from kv_transfer.receiver import Receiver
 from kv_transfer.ticket import TicketEvent
 from kv_transfer.ticket_table import TicketTable
-from kv_transfer.transport.cuda_ipc import listen_cuda_ipc
+from kv_transfer.transport.base import Listener, TransportConfig, transport_named
 from kv_transfer.transport.loopback import LoopbackHub
-from kv_transfer.transport.nixl import listen_nixl
-from kv_transfer.transport.shm import listen_shm
-from kv_transfer.transport.tcp import listen_tcp
-from kv_transfer.transport.tls import listen_tls, server_contexts
 from kv_transfer.wire_format import most_token_layer_bytes
 
 #: Large enough that a chunk's fixed cost is little, all together small enough to stay in a CPU's
@@ -36,33 +31,6 @@ DEFAULT_NUM_CREDITS = 4
 DEFAULT_MAX_CHUNK_BYTES = 2 << 20
 #: For KV on a device, where each chunk costs launches and a wait, and no cache is to be spared.
 DEVICE_MAX_CHUNK_BYTES = 16 << 20
-
-
-#: What senders may choose from, unless one is pinned.
-_TRANSPORTS = ("shm", "tcp")
-
-
-def transports_of(option: str, pool: KvPool) -> tuple[str, ...]:
-    """What a worker with that pool listens on with --kv-transport=`option`: all that need nothing
-    else, for "auto"."""
-    if option != "auto":
-        return (option,)
-    return _TRANSPORTS if device_memory_of(pool) is None else ("cuda_ipc", *_TRANSPORTS)
-
-
-class Listener(Protocol):
-    """A bound address that serves connections from `serve` to `close`."""
-
-    @property
-    def endpoint(self) -> Endpoint: ...
-
-    def serve(self, receiver: Receiver) -> None: ...
-
-    def close(self) -> None: ...
-
-
-#: Binds to a host and a port; the third is the host:port that senders are told, if not that one.
-ListenAt = Callable[[str, int, str], Listener]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +59,7 @@ def open_receiver(
     on_event: Callable[[TicketEvent], None],
     clock: Callable[[], float],
     *,
-    transports: Sequence[str] = _TRANSPORTS,
+    transports: Sequence[str] = AUTOMATIC,
     lease_s: float = 30.0,
     offer_s: float = math.inf,
     tcp_host: str = "127.0.0.1",
@@ -108,24 +76,29 @@ def open_receiver(
     peer_names: Sequence[str] = (),
     draw_id: Callable[[], int] = lambda: secrets.randbits(64),
 ) -> RunningReceiver:
-    """Bind, then serve. transports: any of "loopback" (its name is the worker's id, in `hub`),
-    "shm", "tcp", "nixl" and "cuda_ipc" (of a pool on a device).
+    """Bind, then serve. transports: names of baton.kv_transports. tcp_host, tcp_port,
+    tcp_advertise_address: of those that reach the network. hub, tls, peer_names: see
+    TransportConfig.
 
     lease_s, offer_s: see TicketTable. secret: of the tickets' digests; drawn anew if none is given.
     Each connection has num_credits * max_chunk_bytes of shared memory, or max_chunk_bytes of
-    buffer. wire_dtype, kv_secret, rule: see Receiver. tls: of tcp; None for plain text. peer_names:
-    see listen_tls. Raises ConfigError for an unknown transport, or one that cannot be bound.
+    buffer. wire_dtype, kv_secret, rule: see Receiver. Raises ConfigError for an unknown transport,
+    or one that cannot be bound.
     """
-    over_tcp: ListenAt = listen_tcp
-    if tls:
-        over_tcp = functools.partial(
-            listen_tls, contexts=server_contexts(tls), peer_names=peer_names
-        )
-    address = (tcp_host, tcp_port, tcp_advertise_address)
+    config = TransportConfig(
+        worker_id=identity.worker_id,
+        host=tcp_host,
+        port=tcp_port,
+        advertise_address=tcp_advertise_address,
+        tls=tls,
+        peer_names=tuple(peer_names),
+        memory=device_memory_of(pool),
+        hub=hub,
+    )
     listeners: list[Listener] = []
     with contextlib.ExitStack() as undo:
         for transport in transports:
-            listener = _listen(transport, identity, pool, over_tcp, address, hub)
+            listener = _listen(kv_transport(transport), config)
             undo.callback(listener.close)
             listeners.append(listener)
         tickets = TicketTable(
@@ -157,47 +130,20 @@ def open_receiver(
 
 
 def _chunk_bytes(pool: KvPool) -> int:
-    """Most bytes of a chunk, unless told otherwise."""
+    """Most bytes of a chunk, where none are given."""
     return DEFAULT_MAX_CHUNK_BYTES if device_memory_of(pool) is None else DEVICE_MAX_CHUNK_BYTES
 
 
-def _listen(
-    transport: str,
-    identity: WorkerIdentity,
-    pool: KvPool,
-    over_tcp: ListenAt,
-    address: tuple[str, int, str],
-    hub: LoopbackHub | None,
-) -> Listener:
-    match transport:
-        case "shm":
-            return _bound_in_folder(listen_shm)
-        case "cuda_ipc":
-            return _bound_in_folder(lambda: listen_cuda_ipc(device_memory_of(pool)))
-        case "tcp":
-            return _bound(over_tcp, *address)
-        case "nixl":
-            return _bound(listen_nixl, *address)
-        case "loopback" if hub is not None:
-            return hub.listen(identity.worker_id)
-    raise ConfigError.of(
-        "kv_transport", transport, "use shm, tcp, nixl or cuda_ipc, or loopback within a hub"
-    )
-
-
-def _bound_in_folder(listen: Callable[[], Listener]) -> Listener:
+def _listen(transport: KvTransport, config: TransportConfig) -> Listener:
+    listen = transport_named(transport.name).listen
     try:
-        return listen()
+        return listen(config)
     except OSError as error:
-        folder = tempfile.gettempdir()
-        fix = f"no Unix socket there ({error}); set TMPDIR to a short path that can be written"
-        raise ConfigError.of("TMPDIR", folder, f"{fix}, or give --kv-transport=tcp") from error
-
-
-def _bound(listen: ListenAt, host: str, port: int, advertise_address: str) -> Listener:
-    try:
-        return listen(host, port, advertise_address)
-    except OSError as error:
-        fault = bind_fault(host, port, "kv_host", "kv_port")
-        fallback = ConfigError.of("kv_host", host, f"cannot listen there ({error})")
+        if transport.scope is Scope.HOST:
+            folder = tempfile.gettempdir()
+            fix = f"no Unix socket there ({error}); set TMPDIR to a short path that can be written"
+            fix = f"{fix}, or give --kv-transport={FALLBACK}"
+            raise ConfigError.of("TMPDIR", folder, fix) from error
+        fault = bind_fault(config.host, config.port, "kv_host", "kv_port")
+        fallback = ConfigError.of("kv_host", config.host, f"cannot listen there ({error})")
         raise fault or fallback from error

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from baton.config import WorkerOptions
 from baton.engine.interface import Engine
 from baton.engine.loop import EngineLoop, Heartbeat
+from baton.kv_transports import listened_on, takes_port
 from baton.phase_clock import PhaseClock
 from baton.rpc.bind import check_bindable
 from baton.service import ReadyReport
@@ -23,7 +24,7 @@ from baton.worker.service import WorkerServicer, services
 from baton.worker.telemetry import open_worker_telemetry
 from kv_transfer.device_memory import device_memory_of
 from kv_transfer.kv_secret import read_kv_secret
-from kv_transfer.running_receiver import open_receiver, transports_of
+from kv_transfer.running_receiver import open_receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transport.connector import make_connector
 from worker_core.admission import CoreLimits
@@ -69,7 +70,7 @@ async def serve_worker(
     clock = PhaseClock()
     check_bindable(options.host, options.port)
     kv_secret = read_kv_secret(options.kv_secret_file)
-    if options.kv_transport not in ("shm", "cuda_ipc"):
+    if takes_port(options.kv_transport):
         check_bindable(options.kv_host, options.kv_port, "kv_host", "kv_port")
     tier = await asyncio.to_thread(load_tier)
     engine, policy = tier.engine, tier.policy_of(options.tier)
@@ -93,12 +94,14 @@ async def serve_worker(
         if recorder:
             recorder.on_step(events)
 
+    device_memory = device_memory_of(engine.kv)
+    transports = listened_on(options.kv_transport, has_device=device_memory is not None)
     channel = open_receiver(
         identity,
         engine.kv,
         submit,
         time.monotonic,
-        transports=transports_of(options.kv_transport, engine.kv),
+        transports=transports,
         lease_s=options.ticket_lease_s,
         offer_s=options.ticket_offer_s,
         tcp_host=options.kv_host,
@@ -118,7 +121,7 @@ async def serve_worker(
             options.kv_transport,
             tls=options.tls,
             peer_names=options.ssl_peer_names,
-            memory=device_memory_of(engine.kv),
+            memory=device_memory,
         ),
         submit,
         time.monotonic,
@@ -147,7 +150,16 @@ async def serve_worker(
         )
         servicer = SequenceServicer(submit, loop.has_room, sender.begin)
         info = describe(options, identity, engine.spec, policy.local_prefill.max_threshold)
-        host = WorkerHost(options, loop, heartbeat, board, Drain(), info, engine.spec.dtype_reason)
+        host = WorkerHost(
+            options,
+            loop,
+            heartbeat,
+            board,
+            Drain(),
+            info,
+            engine.spec.dtype_reason,
+            transports,
+        )
         worker = WorkerServicer(
             info,
             board,

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton.kv_transports import AUTOMATIC
+
 if TYPE_CHECKING:
     from baton.check.run import Verdict
 
@@ -17,7 +19,8 @@ def check(
     num_requests: Annotated[int, typer.Option(min=1, help="Requests to compare.")] = 200,
     seed: Annotated[int, typer.Option(help="Chooses the requests.")] = 0,
     kv_transport: Annotated[
-        list[str] | None, typer.Option(help="Transport to try; may be repeated. [default: shm tcp]")
+        list[str] | None,
+        typer.Option(help=f"Transport to try; may be repeated. [default: {' '.join(AUTOMATIC)}]"),
     ] = None,
     dtype: Annotated[
         str, typer.Option(help="Element type of weights; auto takes the checkpoint's.")
@@ -43,7 +46,7 @@ def check(
 
     options = {"model": model, "dtype": dtype, "engine": engine, "log_level": "warning"}
     options["kv_cache_dtype"] = kv_cache_dtype
-    transports = kv_transport or ["shm", "tcp"]
+    transports = kv_transport or AUTOMATIC
     for transport in transports:
         build_options(ServeOptions, {**options, "kv_transport": transport})
     ranks = (prefill_tensor_parallel_size, decode_tensor_parallel_size)

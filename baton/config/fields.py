@@ -4,17 +4,22 @@ them."""
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
 from baton.config.byte_size import parse_byte_size
+from baton.kv_transports import AUTO, REMOTE
 from baton.rpc.address import is_address
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Transport = Literal["auto", "shm", "tcp", "nixl", "cuda_ipc"]
 KvDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
+if TYPE_CHECKING:
+    Transport = str
+else:
+    #: Type checkers take literals only as they are written.
+    Transport = Literal[(AUTO, *(each.name for each in REMOTE))]
 
 NonEmpty = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]

@@ -18,10 +18,17 @@ from baton.config.options import (
     ServiceOptions,
     TlsOptions,
 )
+from baton.kv_transports import AUTO, REMOTE
 from baton.types import Tier
 
 #: Hosts to listen on that nobody can connect to from elsewhere.
 _ALL_ADDRESSES = frozenset({"0.0.0.0", "[::]", "::"})
+
+_TRANSPORT_HELP = (
+    "How KV travels between workers; auto takes the first of these that both have. "
+    + "; ".join(f"{each.name}: {each.summary}" for each in REMOTE)
+    + "."
+)
 
 
 class PeerOptions(TlsOptions):
@@ -42,10 +49,7 @@ class PeerOptions(TlsOptions):
 class HandoffOptions(Options):
     """How workers pass sequences on."""
 
-    kv_transport: Transport = "auto"
-    """How KV travels; auto takes memory of GPUs between processes of one host with KV on GPUs
-    (cuda_ipc), else shared memory between processes of one host, else TCP. nixl is for RDMA and
-    needs the library of that name."""
+    kv_transport: Annotated[Transport, Field(description=_TRANSPORT_HELP)] = AUTO
     kv_num_lanes: Annotated[int, Field(ge=1, le=16)] = 1
     """Most connections from one worker to another. Handoffs that are under way at the same time
     share them out: one connection is enough where one stream fills the network."""

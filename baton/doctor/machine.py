@@ -15,12 +15,13 @@ from importlib import metadata
 from pathlib import Path
 
 from baton.doctor.finding import Finding, ok, problem, warning
+from baton.kv_transports import FALLBACK, REMOTE
 from baton.rpc.bind import bind_fault
 
 _MIN_PYTHON = (3, 11)
 _PACKAGES = ("grpcio", "protobuf", "pydantic", "tokenizers", "transformers")
 
-#: Longest path of a Unix socket on Linux, in bytes, and what listen_shm adds to the temporary
+#: Longest path of a Unix socket on Linux, in bytes, and what a listener adds to the temporary
 #: directory.
 _MAX_SOCKET_PATH_BYTES = 107
 _SOCKET_NAME = "/baton-kv-12345678/kv.sock"
@@ -60,7 +61,7 @@ def check_address(host: str, port: int) -> Finding:
 
 def check_shared_memory() -> Finding:
     """Sealed memory that two processes map: how KV travels on one host."""
-    fix = "give --kv-transport=tcp, or allow memfd_create in this sandbox"
+    fix = f"give --kv-transport={FALLBACK}, or allow memfd_create in this sandbox"
     try:
         fd = os.memfd_create("baton-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
@@ -79,7 +80,7 @@ def check_shared_memory() -> Finding:
 def check_unix_sockets() -> Finding:
     """Where decode workers listen for KV from the same host."""
     folder = tempfile.gettempdir()
-    fix = "set TMPDIR to a short path that can be written, or give --kv-transport=tcp"
+    fix = f"set TMPDIR to a short path that can be written, or give --kv-transport={FALLBACK}"
     if len(os.fsencode(folder + _SOCKET_NAME)) > _MAX_SOCKET_PATH_BYTES:
         return warning("unix sockets", f"{folder} is too long a path", fix)
     try:
@@ -93,6 +94,20 @@ def check_unix_sockets() -> Finding:
     if not _BOOT_ID.is_file():
         return warning("unix sockets", f"{_BOOT_ID} cannot be read", fix)
     return ok("unix sockets", folder)
+
+
+def check_kv_transports() -> Finding:
+    """Which ways KV can take, as far as their packages go: the two checks before this one are of
+    those within a host."""
+    there = [each.name for each in REMOTE if each.is_installed and not each.needs_device]
+    on_devices = [each.name for each in REMOTE if each.is_installed and each.needs_device]
+    lacking = [f"{each.name}: {each.install}" for each in REMOTE if not each.is_installed]
+    found = ", ".join(there)
+    if on_devices:
+        found += f"; with KV on GPUs {', '.join(on_devices)}"
+    if lacking:
+        found += f"; not installed: {', '.join(lacking)}"
+    return ok("kv transports", found)
 
 
 def check_open_files() -> Finding:

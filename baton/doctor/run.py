@@ -34,6 +34,7 @@ def examine(request: DoctorRequest) -> Iterator[Finding]:
     yield machine.check_address(request.host, request.port)
     yield machine.check_shared_memory()
     yield machine.check_unix_sockets()
+    yield machine.check_kv_transports()
     yield machine.check_open_files()
     yield machine.check_clock()
     if request.registry:

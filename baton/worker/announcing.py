@@ -1,4 +1,4 @@
-"""Telling the registry about this worker."""
+"""Announces this worker to the registry."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ from baton.types import WorkerInfo, WorkerLoad
 
 _log = logging.getLogger(__name__)
 
-#: What KV may travel by, unless one way is pinned.
-TRANSPORTS = ("shm", "tcp")
-
 #: After an error that the registry did not foresee: when it is tried again, and how often it is
-#: told, in seconds.
-_PAUSE_S, _TELL_S = 1.0, 60.0
+#: logged, in seconds.
+_PAUSE_S, _LOG_S = 1.0, 60.0
 
 
 async def keep_announcing(
@@ -28,7 +25,7 @@ async def keep_announcing(
 ) -> NoReturn:
     """Announce the worker until cancelled, whatever goes wrong: a worker that nobody finds is no
     reason to end it."""
-    warnings = RateLimit(_TELL_S, time.monotonic)
+    warnings = RateLimit(_LOG_S, time.monotonic)
     while True:
         announcing = asyncio.create_task(registry.announce(current))
         try:
@@ -38,13 +35,16 @@ async def keep_announcing(
             await asyncio.gather(announcing, return_exceptions=True)
         error = None if announcing.cancelled() else announcing.exception()
         if warnings.take():
-            _log.error("the registry was not told of this worker; trying again", exc_info=error)
+            _log.error(
+                "this worker could not be announced to the registry; trying again", exc_info=error
+            )
         await asyncio.sleep(pause_s)
 
 
 def registration_of(
     options: WorkerOptions,
     info: WorkerInfo,
+    transports: tuple[str, ...],
     port: int,
     load: Callable[[], WorkerLoad],
     is_alive: Callable[[], bool],
@@ -52,8 +52,6 @@ def registration_of(
     """What Registry.announce asks for: the worker as it is at that moment; None while its engine
     loop stands still."""
     address = f"{options.advertised_host}:{port}"
-    pinned = options.kv_transport
-    transports = TRANSPORTS if pinned == "auto" else (pinned,)
 
     def current() -> Registration | None:
         return Registration(address, info, transports, load()) if is_alive() else None

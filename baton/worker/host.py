@@ -66,10 +66,13 @@ class WorkerHost(Generic[CommandT, EventT]):
         drain: CommandT,
         info: WorkerInfo,
         dtype_reason: str,
+        transports: tuple[str, ...],
     ) -> None:
+        """transports: those that KV may come to this worker by."""
         self._options = options
         self._dtype_reason = dtype_reason
         self._info = info
+        self._transports = transports
         self._registry = make_registry(options.registry)
         self._loop = loop
         self._heartbeat = heartbeat
@@ -127,7 +130,12 @@ class WorkerHost(Generic[CommandT, EventT]):
 
     async def _announce(self, port: int) -> None:
         current = registration_of(
-            self._options, self._info, port, lambda: self._board.load, self.is_alive
+            self._options,
+            self._info,
+            self._transports,
+            port,
+            lambda: self._board.load,
+            self.is_alive,
         )
         await keep_announcing(self._registry, current)
 

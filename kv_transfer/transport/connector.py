@@ -11,35 +11,21 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from baton.errors import ConfigError
+from baton.kv_transports import AUTO, KV_TRANSPORTS, KvTransport, Scope, kv_transport
 from baton.rpc.tls import TlsFiles
 from baton.v1 import kv_pb2
 from kv_transfer.device_memory import DeviceMemory
-from kv_transfer.endpoint import Endpoint, TransportKind, local_host_id
+from kv_transfer.endpoint import Endpoint, local_host_id
 from kv_transfer.frame import Frame
-from kv_transfer.transport.base import Connection, Connector, Staged, TransportError
-from kv_transfer.transport.cuda_ipc import connect_cuda_ipc
-from kv_transfer.transport.loopback import LoopbackHub
-from kv_transfer.transport.nixl import Quarantine, connect_nixl, has_nixl
-from kv_transfer.transport.shm import connect_shm
-from kv_transfer.transport.tcp import connect_tcp
-from kv_transfer.transport.tls import client_contexts, connect_tls
-
-_ALLOWED = {
-    "auto": frozenset(TransportKind),
-    "loopback": frozenset({TransportKind.LOOPBACK}),
-    "shm": frozenset({TransportKind.SHM}),
-    "tcp": frozenset({TransportKind.TCP}),
-    "nixl": frozenset({TransportKind.NIXL}),
-    "cuda_ipc": frozenset({TransportKind.CUDA_IPC}),
-}
-_ORDER = (
-    TransportKind.LOOPBACK,
-    TransportKind.CUDA_IPC,
-    TransportKind.SHM,
-    TransportKind.NIXL,
-    TransportKind.TCP,
+from kv_transfer.transport.base import (
+    Connection,
+    Connector,
+    Staged,
+    TransportConfig,
+    TransportError,
+    transport_named,
 )
+from kv_transfer.transport.loopback import LoopbackHub
 
 #: How long an endpoint that gave no answer comes after all others.
 SHUN_S = 60.0
@@ -50,19 +36,23 @@ _log = logging.getLogger("baton.kv")
 def usable(
     endpoints: Sequence[Endpoint], transport: str, is_reachable: Callable[[Endpoint], bool]
 ) -> tuple[Endpoint, ...]:
-    """The endpoints that may be tried, best first: see _ORDER. `transport` pins one, or is
-    "auto"."""
-    allowed = _ALLOWED[transport]
+    """The endpoints that may be tried, best first: in the order of KV_TRANSPORTS. `transport` pins
+    one, or is "auto"."""
     return tuple(
-        sorted(
-            (e for e in endpoints if e.kind in allowed and is_reachable(e)),
-            key=lambda e: _ORDER.index(e.kind),
-        )
+        endpoint
+        for allowed in _allowed(transport)
+        for endpoint in endpoints
+        if endpoint.transport == allowed.name and is_reachable(endpoint)
     )
 
 
+def _allowed(transport: str) -> tuple[KvTransport, ...]:
+    """Raises ConfigError for a transport that does not exist."""
+    return KV_TRANSPORTS if transport == AUTO else (kv_transport(transport),)
+
+
 def make_connector(
-    transport: str = "auto",
+    transport: str = AUTO,
     hub: LoopbackHub | None = None,
     send_timeout_s: float = 10.0,
     tls: TlsFiles | None = None,
@@ -70,69 +60,54 @@ def make_connector(
     peer_names: Sequence[str] = (),
     memory: DeviceMemory | None = None,
 ) -> Connector:
-    """A connector for `transport`: "auto", "loopback" (within `hub`), "shm", "tcp", "nixl" or
-    "cuda_ipc". Raises ConfigError for others.
+    """A connector for `transport`: "auto", or one of baton.kv_transports. Raises ConfigError for
+    others.
 
-    tls: of tcp; None for plain text. peer_names: see connect_tls. memory: of the device that the
-    sender's KV is on; None if that is none, so that there is no cuda_ipc.
+    hub, send_timeout_s, tls, peer_names, memory: see TransportConfig.
     """
-    if transport not in _ALLOWED:
-        raise ConfigError.of("kv_transport", transport, f"use one of {', '.join(_ALLOWED)}")
+    config = TransportConfig(
+        send_timeout_s=send_timeout_s,
+        tls=tls,
+        peer_names=tuple(peer_names),
+        memory=memory,
+        hub=hub,
+    )
     host_id = local_host_id()
-    quarantine = Quarantine()
     shunned = Shunned(clock)
-    contexts = client_contexts(tls) if tls else None
-    server_name = tls.server_name if tls else ""
+    dialers = {
+        each.name: transport_named(each.name).dialer(config)
+        for each in _allowed(transport)
+        if each.is_installed
+        and (memory or not each.needs_device)
+        and (hub or each.scope is not Scope.PROCESS)
+    }
 
     def is_reachable(endpoint: Endpoint) -> bool:
-        match endpoint.kind:
-            case TransportKind.LOOPBACK:
+        if endpoint.transport not in dialers:
+            return False
+        match kv_transport(endpoint.transport).scope:
+            case Scope.PROCESS:
                 return hub is not None and hub.has(endpoint.address)
-            case TransportKind.SHM:
+            case Scope.HOST:
                 return bool(host_id) and _is_here(endpoint, host_id)
-            case TransportKind.CUDA_IPC:
-                return memory is not None and bool(host_id) and _is_here(endpoint, host_id)
-            case TransportKind.TCP:
+            case Scope.NETWORK:
                 return True
-            case TransportKind.NIXL:
-                return has_nixl()
-
-    def open_one(endpoint: Endpoint, timeout_s: float) -> Connection:
-        match endpoint.kind:
-            case TransportKind.SHM:
-                return connect_shm(endpoint.address, timeout_s, send_timeout_s)
-            case TransportKind.CUDA_IPC if memory:
-                return connect_cuda_ipc(endpoint.address, timeout_s, send_timeout_s, memory)
-            case TransportKind.CUDA_IPC:
-                raise TransportError("KV here is in no device's memory")
-            case TransportKind.TCP if contexts:
-                return connect_tls(
-                    endpoint.address,
-                    timeout_s,
-                    send_timeout_s,
-                    contexts(),
-                    server_name,
-                    peer_names,
-                )
-            case TransportKind.TCP:
-                return connect_tcp(endpoint.address, timeout_s, send_timeout_s)
-            case TransportKind.NIXL:
-                return connect_nixl(endpoint.address, timeout_s, send_timeout_s, quarantine)
-            case TransportKind.LOOPBACK:
-                return (hub or LoopbackHub()).connect(endpoint.address)
 
     def connect(endpoints: Sequence[Endpoint], timeout_s: float) -> Connection:
         faults = []
         tried = usable(endpoints, transport, is_reachable)
         for endpoint in sorted(tried, key=shunned.has):
             try:
-                connection = open_one(endpoint, timeout_s)
+                connection = dialers[endpoint.transport](endpoint.address, timeout_s)
             except TransportError as error:
                 faults.append(error.message)
                 continue
-            _log_choice(endpoint, faults)
+            if faults:
+                _log.warning("KV goes over %s: %s", endpoint, "; ".join(faults))
+            else:
+                _log.info("KV goes over %s", endpoint)
             return WatchedConnection(connection, endpoint, shunned)
-        offered = ", ".join(map(_told, endpoints)) or "nothing"
+        offered = ", ".join(map(str, endpoints)) or "nothing"
         raise TransportError(
             f"no connection over {transport} to a worker that offers {offered}"
             + "".join(f"; {fault}" for fault in faults)
@@ -148,18 +123,6 @@ def _is_here(endpoint: Endpoint, host_id: str) -> bool:
         return endpoint.host_id == host_id and Path(endpoint.address).is_socket()
     except (OSError, ValueError):
         return False
-
-
-def _log_choice(endpoint: Endpoint, faults: Sequence[str]) -> None:
-    if faults:
-        _log.warning("KV goes over %s: %s", _told(endpoint), "; ".join(faults))
-    else:
-        _log.info("KV goes over %s", _told(endpoint))
-
-
-def _told(endpoint: Endpoint) -> str:
-    """For people."""
-    return f"{endpoint.kind.name.lower()} to {endpoint.address}"
 
 
 class Shunned:
@@ -204,6 +167,6 @@ class WatchedConnection:
     def close(self) -> None:
         if not self._is_answered:
             text = "KV over %s got no answer: this way is tried last for %g s"
-            _log.warning(text, _told(self._endpoint), SHUN_S)
+            _log.warning(text, self._endpoint, SHUN_S)
             self._shunned.add(self._endpoint)
         self._connection.close()

@@ -23,10 +23,9 @@ from dataclasses import dataclass
 from baton.errors import ConfigError
 from baton.v1 import kv_pb2
 from kv_transfer.device_memory import DeviceArea, DeviceBytes, DeviceMemory
-from kv_transfer.endpoint import TransportKind
 from kv_transfer.frame import FrameError
 from kv_transfer.receiver import Receiver
-from kv_transfer.transport.base import Staged, TransportError
+from kv_transfer.transport.base import Dial, Staged, Transport, TransportConfig, TransportError
 from kv_transfer.transport.unix_stream import (
     UnixConnection,
     UnixListener,
@@ -39,22 +38,6 @@ _GRAIN_BYTES = 4096
 _MAX_AREA_BYTES = 1 << 36
 #: How long a listener that closes waits for senders to unmap its memory.
 _CLOSE_TIMEOUT_S = 2.0
-
-
-def connect_cuda_ipc(
-    path: str, timeout_s: float, send_timeout_s: float, memory: DeviceMemory
-) -> CudaIpcConnection:
-    """Connect to the Unix socket at `path`. memory: of the sender's device. Raises
-    TransportError."""
-    return CudaIpcConnection(connect_unix(path, timeout_s), send_timeout_s, memory)
-
-
-def listen_cuda_ipc(memory: DeviceMemory | None) -> CudaIpcListener:
-    """memory: of the receiver's device. Raises OSError, ConfigError if there is none."""
-    if memory is None:
-        fix = "needs an engine whose KV is on a CUDA device; give --device=cuda, or another way"
-        raise ConfigError.of("kv_transport", "cuda_ipc", fix)
-    return CudaIpcListener(memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +73,17 @@ class CudaIpcConnection(UnixConnection):
     def open_staging(self, accept: kv_pb2.KvAccept) -> None:
         if self.fd < 0 or self._slots:
             raise FrameError("the receiver's acceptance came without device memory, or twice")
-        told = accept.device_memory
-        num_bytes = accept.num_credits * told.stride
-        if told.stride < accept.max_chunk_bytes or not 0 < num_bytes <= _MAX_AREA_BYTES:
+        offered = accept.device_memory
+        num_bytes = accept.num_credits * offered.stride
+        if offered.stride < accept.max_chunk_bytes or not 0 < num_bytes <= _MAX_AREA_BYTES:
             raise TransportError(
                 f"device memory of {num_bytes} bytes for {accept.num_credits} slots"
             )
         try:
-            area = self._device_memory.open(told.handle, num_bytes)
+            area = self._device_memory.open(offered.handle, num_bytes)
         except OSError as error:
             raise TransportError(f"the receiver's device memory cannot be used: {error}") from error
-        self._slots = _Slots(area, told.stride)
+        self._slots = _Slots(area, offered.stride)
         self.open_slots(accept.num_credits)
 
     def close(self) -> None:
@@ -190,7 +173,7 @@ class CudaIpcListener(UnixListener):
     def __init__(self, memory: DeviceMemory) -> None:
         """memory: in which staging areas are. Raises OSError."""
         super().__init__(
-            TransportKind.CUDA_IPC,
+            "cuda_ipc",
             lambda sock, receiver: CudaIpcServerStream(sock, receiver, self),
         )
         self.memory = memory
@@ -199,3 +182,26 @@ class CudaIpcListener(UnixListener):
     def close(self) -> None:
         super().close()
         self.lent.drain(_CLOSE_TIMEOUT_S)
+
+
+def _listen(config: TransportConfig) -> CudaIpcListener:
+    return CudaIpcListener(_memory_of(config))
+
+
+def _dialer(config: TransportConfig) -> Dial:
+    memory = _memory_of(config)
+
+    def dial(path: str, timeout_s: float) -> CudaIpcConnection:
+        return CudaIpcConnection(connect_unix(path, timeout_s), config.send_timeout_s, memory)
+
+    return dial
+
+
+def _memory_of(config: TransportConfig) -> DeviceMemory:
+    if config.memory is None:
+        fix = "needs an engine whose KV is on a CUDA device; give --device=cuda, or another way"
+        raise ConfigError.of("kv_transport", "cuda_ipc", fix)
+    return config.memory
+
+
+TRANSPORT = Transport(_listen, _dialer)

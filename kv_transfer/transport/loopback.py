@@ -6,10 +6,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from kv_transfer.endpoint import Endpoint, TransportKind
+from baton.errors import ConfigError
+from kv_transfer.endpoint import Endpoint
 from kv_transfer.frame import Frame, FrameError
 from kv_transfer.receiver import Receiver
-from kv_transfer.transport.base import Staged, TransportError
+from kv_transfer.transport.base import Dial, Staged, Transport, TransportConfig, TransportError
 
 _NO_PAYLOAD = memoryview(b"")
 
@@ -19,7 +20,7 @@ class LoopbackListener:
     process's death would."""
 
     def __init__(self, hub: LoopbackHub, name: str) -> None:
-        self.endpoint = Endpoint(TransportKind.LOOPBACK, name)
+        self.endpoint = Endpoint("loopback", name)
         self._hub = hub
         self._receiver: Receiver | None = None
         self._connections: list[LoopbackConnection] = []
@@ -128,3 +129,26 @@ class LoopbackConnection:
         if not self._lost:
             self._lost = message
             self._session.on_close(message)
+
+
+def _listen(config: TransportConfig) -> LoopbackListener:
+    return _hub_of(config).listen(config.worker_id)
+
+
+def _dialer(config: TransportConfig) -> Dial:
+    hub = _hub_of(config)
+
+    def dial(name: str, timeout_s: float) -> LoopbackConnection:
+        del timeout_s
+        return hub.connect(name)
+
+    return dial
+
+
+def _hub_of(config: TransportConfig) -> LoopbackHub:
+    if config.hub is None:
+        raise ConfigError.of("kv_transport", "loopback", "needs a hub; only tests have one")
+    return config.hub
+
+
+TRANSPORT = Transport(_listen, _dialer)

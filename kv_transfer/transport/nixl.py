@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import itertools
 import logging
 import mmap
@@ -31,14 +30,15 @@ from typing import Any
 import numpy as np
 
 from baton.errors import ConfigError
+from baton.kv_transports import kv_transport
 from baton.v1 import kv_pb2
-from kv_transfer.endpoint import Endpoint, TransportKind
+from kv_transfer.endpoint import Endpoint
 from kv_transfer.frame import Frame, FrameError, Preamble
 from kv_transfer.receiver import Land, Receiver
-from kv_transfer.transport.base import Staged, TransportError
+from kv_transfer.transport.base import Dial, Staged, Transport, TransportConfig, TransportError
 from kv_transfer.transport.slotted_connection import SlottedConnection
 from kv_transfer.transport.stream_listener import ServerStream, StreamListener
-from kv_transfer.transport.tcp import bind, dial, tune
+from kv_transfer.transport.tcp import bind, connected, tune
 
 #: Longer than any sender waits for a write of its own.
 QUARANTINE_S = 60.0
@@ -49,16 +49,12 @@ _SPIN_S = 0.002
 _NO_PAYLOAD = memoryview(b"")
 
 
-def has_nixl() -> bool:
-    """Whether the library is installed."""
-    return importlib.util.find_spec("nixl") is not None
-
-
 def _api() -> Any:
     """The library, loaded when first needed: that takes a second. Raises ConfigError."""
-    if not has_nixl():
-        fix = "the nixl library is not installed: pip install --no-deps nixl nixl-cu12"
-        raise ConfigError.of("kv_transport", "nixl", fix)
+    spec = kv_transport("nixl")
+    if not spec.is_installed:
+        fix = f"the nixl library is not installed: {spec.install}"
+        raise ConfigError.of("kv_transport", spec.name, fix)
     api = importlib.import_module("nixl._api")
     # It speaks on stdout by a handler of its own; what it warns of goes where our log goes.
     log = logging.getLogger("nixl")
@@ -273,7 +269,7 @@ class NixlListener(StreamListener):
     def __init__(self, sock: socket.socket, address: str) -> None:
         super().__init__(
             sock,
-            Endpoint(TransportKind.NIXL, address),
+            Endpoint("nixl", address),
             lambda taken, receiver: NixlServerStream(taken, receiver, self),
         )
         self.quarantine = Quarantine()
@@ -284,16 +280,22 @@ class NixlListener(StreamListener):
         return f"{accept.worker_id}/{accept.generation}/{next(self._numbers)}"
 
 
-def connect_nixl(
-    address: str, timeout_s: float, send_timeout_s: float, quarantine: Quarantine
-) -> NixlConnection:
-    """Connect to host:port. Raises TransportError."""
-    # No other agent that a receiver may ever hear of has this name.
-    name = f"sender/{secrets.token_hex(16)}"
-    return NixlConnection(dial(address, timeout_s), name, send_timeout_s, quarantine)
-
-
-def listen_nixl(host: str, port: int = 0, advertise_address: str = "") -> NixlListener:
-    """Bind to host:port (0: any free one). Raises OSError, ConfigError without the library."""
+def _listen(config: TransportConfig) -> NixlListener:
     _api()
-    return NixlListener(*bind(host, port, advertise_address))
+    return NixlListener(*bind(config))
+
+
+def _dialer(config: TransportConfig) -> Dial:
+    quarantine = Quarantine()
+
+    def dial(address: str, timeout_s: float) -> NixlConnection:
+        # No other agent that a receiver may ever know has this name.
+        name = f"sender/{secrets.token_hex(16)}"
+        return NixlConnection(
+            connected(address, timeout_s), name, config.send_timeout_s, quarantine
+        )
+
+    return dial
+
+
+TRANSPORT = Transport(_listen, _dialer)

@@ -15,10 +15,9 @@ import os
 import socket
 
 from baton.v1 import kv_pb2
-from kv_transfer.endpoint import TransportKind
 from kv_transfer.frame import FrameError
 from kv_transfer.receiver import Receiver
-from kv_transfer.transport.base import Staged, TransportError
+from kv_transfer.transport.base import Dial, Staged, Transport, TransportConfig, TransportError
 from kv_transfer.transport.unix_stream import (
     UnixConnection,
     UnixListener,
@@ -28,16 +27,6 @@ from kv_transfer.transport.unix_stream import (
 
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MAX_SEGMENT_BYTES = 1 << 36
-
-
-def connect_shm(path: str, timeout_s: float, send_timeout_s: float) -> ShmConnection:
-    """Connect to the Unix socket at `path`. Raises TransportError."""
-    return ShmConnection(connect_unix(path, timeout_s), send_timeout_s)
-
-
-def listen_shm() -> UnixListener:
-    """Raises OSError."""
-    return UnixListener(TransportKind.SHM, ShmServerStream)
 
 
 class _Segment:
@@ -133,3 +122,18 @@ class ShmServerStream(UnixServerStream):
         super().close()
         if self._segment:
             self._segment.close()
+
+
+def _listen(config: TransportConfig) -> UnixListener:
+    del config
+    return UnixListener("shm", ShmServerStream)
+
+
+def _dialer(config: TransportConfig) -> Dial:
+    def dial(path: str, timeout_s: float) -> ShmConnection:
+        return ShmConnection(connect_unix(path, timeout_s), config.send_timeout_s)
+
+    return dial
+
+
+TRANSPORT = Transport(_listen, _dialer)

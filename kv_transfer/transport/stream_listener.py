@@ -211,7 +211,7 @@ class StreamListener:
         self._sock.close()
 
     def _thread_name(self, what: str) -> str:
-        return f"baton-kv-{self.endpoint.kind.name.lower()}-{what}"
+        return f"baton-kv-{self.endpoint.transport}-{what}"
 
     def _accept(self, receiver: Receiver) -> None:
         poll = select.poll()

@@ -6,22 +6,17 @@ from __future__ import annotations
 import socket
 
 from baton.v1 import kv_pb2
-from kv_transfer.endpoint import Endpoint, TransportKind
+from kv_transfer.endpoint import Endpoint
 from kv_transfer.frame import Frame, FrameError, Preamble
 from kv_transfer.receiver import Land, Receiver
-from kv_transfer.transport.base import Staged, TransportError
+from kv_transfer.transport.base import Dial, Staged, Transport, TransportConfig, TransportError
 from kv_transfer.transport.stream_connection import StreamConnection
 from kv_transfer.transport.stream_listener import ServerStream, StreamListener
 
 _NO_PAYLOAD = memoryview(b"")
 
 
-def connect_tcp(address: str, timeout_s: float, send_timeout_s: float) -> TcpConnection:
-    """Connect to host:port. Raises TransportError."""
-    return TcpConnection(dial(address, timeout_s), send_timeout_s)
-
-
-def dial(address: str, timeout_s: float) -> socket.socket:
+def connected(address: str, timeout_s: float) -> socket.socket:
     """A tuned socket in blocking mode, connected to host:port. Raises TransportError."""
     host, _, port = address.rpartition(":")
     try:
@@ -33,22 +28,13 @@ def dial(address: str, timeout_s: float) -> socket.socket:
     return sock
 
 
-def listen_tcp(host: str, port: int = 0, advertise_address: str = "") -> StreamListener:
-    """Bind to host:port (0: any free one). advertise_address: the host:port that senders are told;
-    this one if empty.
-
-    Raises OSError if that is not possible.
-    """
-    sock, address = bind(host, port, advertise_address)
-    return StreamListener(sock, Endpoint(TransportKind.TCP, address), TcpServerStream)
-
-
-def bind(host: str, port: int, advertise_address: str) -> tuple[socket.socket, str]:
-    """A listening socket, and the address that senders are told. Raises OSError."""
+def bind(config: TransportConfig) -> tuple[socket.socket, str]:
+    """A listening socket, and the address that senders are given. Raises OSError."""
+    host = config.host
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.create_server((host, port), family=family, backlog=64)
-    told = f"[{host}]" if ":" in host else host
-    return sock, advertise_address or f"{told}:{sock.getsockname()[1]}"
+    sock = socket.create_server((host, config.port), family=family, backlog=64)
+    shown = f"[{host}]" if ":" in host else host
+    return sock, config.advertise_address or f"{shown}:{sock.getsockname()[1]}"
 
 
 class TcpConnection(StreamConnection):
@@ -134,3 +120,27 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+
+
+def _listen(config: TransportConfig) -> StreamListener:
+    if config.tls:
+        from kv_transfer.transport.tls import listen_tls
+
+        return listen_tls(config, config.tls)
+    sock, address = bind(config)
+    return StreamListener(sock, Endpoint("tcp", address), TcpServerStream)
+
+
+def _dialer(config: TransportConfig) -> Dial:
+    if config.tls:
+        from kv_transfer.transport.tls import tls_dialer
+
+        return tls_dialer(config, config.tls)
+
+    def dial(address: str, timeout_s: float) -> TcpConnection:
+        return TcpConnection(connected(address, timeout_s), config.send_timeout_s)
+
+    return dial
+
+
+TRANSPORT = Transport(_listen, _dialer)

@@ -15,12 +15,12 @@ from typing import Any
 from baton.errors import PermissionDenied
 from baton.rpc.peer_names import check_peer_names
 from baton.rpc.tls import TlsFiles, check_files, watched
-from kv_transfer.endpoint import Endpoint, TransportKind
+from kv_transfer.endpoint import Endpoint
 from kv_transfer.receiver import Receiver
-from kv_transfer.transport.base import TransportError
+from kv_transfer.transport.base import Dial, TransportConfig, TransportError
 from kv_transfer.transport.stream_connection import send_all, set_socket_timeout
 from kv_transfer.transport.stream_listener import StreamListener
-from kv_transfer.transport.tcp import TcpConnection, TcpServerStream, bind, dial
+from kv_transfer.transport.tcp import TcpConnection, TcpServerStream, bind, connected
 
 _NAME_KINDS = frozenset({"DNS", "URI"})
 _READ_BYTES = 256 * 1024
@@ -73,7 +73,7 @@ def connect_tls(
     TransportError.
 
     peer_names: of which it must carry one, besides; none: no other."""
-    sock = dial(address, timeout_s)
+    sock = connected(address, timeout_s)
     host = address.rpartition(":")[0].strip("[]")
     set_socket_timeout(sock, socket.SO_RCVTIMEO, timeout_s)
     try:
@@ -86,21 +86,31 @@ def connect_tls(
     return TlsConnection(sock, stream, send_timeout_s)
 
 
-def listen_tls(
-    host: str,
-    port: int,
-    advertise_address: str,
-    *,
-    contexts: Contexts,
-    peer_names: Sequence[str] = (),
-) -> StreamListener:
-    """As listen_tcp. peer_names: of which senders' certificates must carry one; none: any will
-    do."""
-    sock, address = bind(host, port, advertise_address)
+def tls_dialer(config: TransportConfig, tls: TlsFiles) -> Dial:
+    """See Transport."""
+    contexts = client_contexts(tls)
+
+    def dial(address: str, timeout_s: float) -> TlsConnection:
+        return connect_tls(
+            address,
+            timeout_s,
+            config.send_timeout_s,
+            contexts(),
+            tls.server_name,
+            config.peer_names,
+        )
+
+    return dial
+
+
+def listen_tls(config: TransportConfig, tls: TlsFiles) -> StreamListener:
+    """See Transport. Raises ConfigError if files cannot be used now."""
+    contexts = server_contexts(tls)
+    sock, address = bind(config)
     return StreamListener(
         sock,
-        Endpoint(TransportKind.TCP, address),
-        functools.partial(TlsServerStream, contexts=contexts, peer_names=peer_names),
+        Endpoint("tcp", address),
+        functools.partial(TlsServerStream, contexts=contexts, peer_names=config.peer_names),
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from baton.v1 import kv_pb2
 from kv_transfer.device_memory import Payload
-from kv_transfer.endpoint import Endpoint, TransportKind, local_host_id
+from kv_transfer.endpoint import Endpoint, local_host_id
 from kv_transfer.frame import Frame, FrameBuffer, FrameError, Preamble, encode
 from kv_transfer.frame_seal import receiver_seals
 from kv_transfer.receiver import Land, Receiver
@@ -93,7 +93,7 @@ class UnixListener(StreamListener):
     Sweeps those of killed workers."""
 
     def __init__(
-        self, kind: TransportKind, stream: Callable[[socket.socket, Receiver], ServerStream]
+        self, transport: str, stream: Callable[[socket.socket, Receiver], ServerStream]
     ) -> None:
         """Raises OSError."""
         sweep(Path(tempfile.gettempdir()))
@@ -107,7 +107,7 @@ class UnixListener(StreamListener):
             sock.close()
             self._folder.remove()
             raise
-        super().__init__(sock, Endpoint(kind, path, local_host_id()), stream)
+        super().__init__(sock, Endpoint(transport, path, local_host_id()), stream)
 
     def close(self) -> None:
         super().close()

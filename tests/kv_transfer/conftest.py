@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from baton.engine.array_kv_pool import ArrayKvPool
+from baton.kv_transports import kv_transport
 from baton.rpc.tls import TlsFiles
 from baton.types import (
     ANY_NUMERICS,
@@ -118,7 +119,7 @@ def make_rig() -> Iterator[MakeRig]:
         target_rule: NumericsRule = ANY_NUMERICS,
         tap: Callable[[Connector], Connector] = lambda connect: connect,
     ) -> Rig:
-        make_pool = DeviceArrayPool if transport == "cuda_ipc" else ArrayKvPool
+        make_pool = DeviceArrayPool if kv_transport(transport).needs_device else ArrayKvPool
         source = make_pool(source_layout or layout_of(4), 16)
         target = make_pool(target_layout or layout_of(3), 16)
         rng = np.random.default_rng(0)

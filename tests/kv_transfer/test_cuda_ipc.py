@@ -15,17 +15,17 @@ import pytest
 from baton.engine.array_kv_pool import ArrayKvPool
 from baton.engine.device_copy import DeviceCopy
 from baton.errors import ConfigError, HandoffFailed
+from baton.kv_transports import listened_on
 from baton.types import KvLayout, KvRange, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
-from kv_transfer.endpoint import Endpoint, TransportKind
+from kv_transfer.endpoint import Endpoint
 from kv_transfer.frame import encode
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.running_receiver import (
     DEFAULT_MAX_CHUNK_BYTES,
     DEVICE_MAX_CHUNK_BYTES,
     open_receiver,
-    transports_of,
 )
 from kv_transfer.ticket import TicketCommitted, TicketDead
 from kv_transfer.transport.base import TransportError
@@ -197,7 +197,7 @@ def test_where_the_memory_cannot_be_mapped_the_next_way_is_taken(make_rig, caplo
     first.close()
     assert "cuda_ipc to" in caplog.text
     second = connect(both.endpoints, PATIENCE_S)
-    assert second._endpoint.kind is TransportKind.TCP
+    assert second._endpoint.transport == "tcp"
     second.close()
     both.close()
     assert not rig.target.memory.allocated
@@ -259,13 +259,12 @@ def test_an_acceptance_without_a_descriptor_is_none():
 
 
 def test_it_is_the_first_choice_where_both_sides_are_on_devices():
-    at_device, at_host = DeviceArrayPool(INTS, 2), ArrayKvPool(INTS, 2)
-    assert transports_of("auto", at_device) == ("cuda_ipc", "shm", "tcp")
-    assert transports_of("auto", at_host) == ("shm", "tcp")
-    assert transports_of("cuda_ipc", at_host) == ("cuda_ipc",)
-    ways = [Endpoint(TransportKind(kind), "a") for kind in (3, 2, 5)]
-    assert [e.kind for e in usable(ways, "auto", lambda _: True)] == [5, 2, 3]
-    assert [e.kind for e in usable(ways, "cuda_ipc", lambda _: True)] == [5]
+    assert listened_on("auto", has_device=True) == ("cuda_ipc", "shm", "tcp")
+    assert listened_on("auto", has_device=False) == ("shm", "tcp")
+    assert listened_on("cuda_ipc", has_device=False) == ("cuda_ipc",)
+    offered = [Endpoint(name, "a") for name in ("tcp", "shm", "cuda_ipc")]
+    assert list(usable(offered, "auto", lambda _: True)) == offered[::-1]
+    assert list(usable(offered, "cuda_ipc", lambda _: True)) == offered[2:]
 
 
 def test_a_worker_without_a_device_is_refused_by_the_options_name(make_rig):

@@ -13,7 +13,7 @@ from baton.engine.array_kv_pool import ArrayKvPool
 from baton.errors import HandoffFailed
 from baton.types import KvLayout, KvRange, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
-from kv_transfer.endpoint import Endpoint, TransportKind
+from kv_transfer.endpoint import Endpoint
 from kv_transfer.frame import Frame
 from kv_transfer.kv_ticket import KvTicket, encode_ticket
 from kv_transfer.lane import Lane
@@ -235,7 +235,7 @@ def test_a_confirmation_of_what_was_not_committed_is_ignored():
 def test_a_silent_tcp_peer_ends_at_the_connect_deadline(make_rig):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         rig = make_rig("tcp", connect_timeout_s=0.05)
-        endpoint = Endpoint(TransportKind.TCP, f"127.0.0.1:{silent.getsockname()[1]}")
+        endpoint = Endpoint("tcp", f"127.0.0.1:{silent.getsockname()[1]}")
         ticket = KvTicket(
             WorkerIdentity("d0", 7), 1, 1, "r", b"", 0, 3, rig.source.layout, (endpoint,), 30.0
         )

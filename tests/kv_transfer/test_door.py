@@ -20,6 +20,8 @@ from baton.v1 import kv_pb2
 from kv_transfer.frame import encode
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.transport import stream_listener
+from kv_transfer.transport.base import TransportConfig
+from kv_transfer.transport.shm import TRANSPORT
 from kv_transfer.transport.unix_stream import UnixListener, sweep
 
 SECRET = KvSecret(b"known to both of these workers")
@@ -142,8 +144,10 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_the_folder_of_a_killed_worker_is_swept_at_the_next_start(folder: Path) -> None:
     code = (
-        "from kv_transfer.transport.shm import listen_shm; import sys, time\n"
-        "listener = listen_shm(); sys.stdout.write(listener.endpoint.address); sys.stdout.flush()\n"
+        "from kv_transfer.transport.base import TransportConfig\n"
+        "from kv_transfer.transport.shm import TRANSPORT; import sys, time\n"
+        "listener = TRANSPORT.listen(TransportConfig())\n"
+        "sys.stdout.write(listener.endpoint.address); sys.stdout.flush()\n"
         "time.sleep(600)"
     )
     command = [sys.executable, "-c", code]
@@ -154,9 +158,7 @@ def test_the_folder_of_a_killed_worker_is_swept_at_the_next_start(folder: Path) 
         assert path.exists(), "it lives"
         killed.send_signal(signal.SIGKILL)
     assert path.exists()
-    from kv_transfer.transport.shm import listen_shm
-
-    listener = listen_shm()
+    listener = TRANSPORT.listen(TransportConfig())
     try:
         assert not path.parent.exists()
         assert isinstance(listener, UnixListener)

@@ -13,7 +13,7 @@ import pytest
 
 from baton.errors import HandoffFailed
 from baton.types import KvRange, Sample
-from kv_transfer.endpoint import Endpoint, TransportKind, local_host_id
+from kv_transfer.endpoint import Endpoint, local_host_id
 from kv_transfer.ticket import TicketCommitted
 from kv_transfer.transport.connector import SHUN_S, Shunned, make_connector
 from tests.kv_transfer.conftest import MakeRig, Rig
@@ -22,7 +22,7 @@ needs_boot_id = pytest.mark.skipif(not local_host_id(), reason="shm needs the ke
 
 
 def shm_at(path: Path) -> Endpoint:
-    return Endpoint(TransportKind.SHM, str(path), local_host_id())
+    return Endpoint("shm", str(path), local_host_id())
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_who_hangs_up_before_the_answer_is_tried_last(make_rig, deaf, caplog):
 
 def test_an_endpoint_is_shunned_for_a_time():
     now = [0.0]
-    shunned, endpoint = Shunned(lambda: now[0]), Endpoint(TransportKind.TCP, "h:1")
+    shunned, endpoint = Shunned(lambda: now[0]), Endpoint("tcp", "h:1")
     shunned.add(endpoint)
     now[0] = SHUN_S - 1
     assert shunned.has(endpoint)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer.endpoint import TransportKind
+from baton.kv_transports import Scope, kv_transport
 from tests.support.kv_transports import REMOTE
 
 
@@ -31,7 +31,7 @@ def test_fifty_connections_leave_nothing(make_rig, transport):
         assert all(name.startswith("baton-kv-") for name in names)
         rig.close()
         for endpoint in rig.running.endpoints:
-            if endpoint.kind in (TransportKind.SHM, TransportKind.CUDA_IPC):
+            if kv_transport(endpoint.transport).scope is Scope.HOST:
                 assert not Path(endpoint.address).parent.exists()
     assert footprint() == before
 

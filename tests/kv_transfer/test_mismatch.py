@@ -9,7 +9,7 @@ import pytest
 from baton.errors import ConfigError, HandoffFailed, InvalidRequest, PeerMismatch
 from baton.types import KvLayout, NumericsClass, NumericsRule, Sample
 from baton.v1 import kv_pb2
-from kv_transfer.endpoint import Endpoint, TransportKind
+from kv_transfer.endpoint import Endpoint
 from kv_transfer.transport.connector import make_connector, usable
 from tests.support.kv_transports import ALL, REMOTE
 
@@ -123,10 +123,10 @@ def test_nobody_there_is_told(make_rig, transport):
     assert rig.running.endpoints[0].address in error.message
 
 
-SHM = Endpoint(TransportKind.SHM, "/x", "host")
-TCP = Endpoint(TransportKind.TCP, "h:1")
-NIXL = Endpoint(TransportKind.NIXL, "h:2")
-LOOPBACK = Endpoint(TransportKind.LOOPBACK, "d0")
+SHM = Endpoint("shm", "/x", "host")
+TCP = Endpoint("tcp", "h:1")
+NIXL = Endpoint("nixl", "h:2")
+LOOPBACK = Endpoint("loopback", "d0")
 
 
 @pytest.mark.parametrize(
@@ -152,6 +152,6 @@ def test_an_unknown_transport_is_refused():
 
 
 def test_shared_memory_of_another_host_is_not_tried():
-    endpoints = [Endpoint(TransportKind.SHM, "/proc/self/exe", "elsewhere")]
+    endpoints = [Endpoint("shm", "/proc/self/exe", "elsewhere")]
     with pytest.raises(HandoffFailed, match="no connection over auto"):
         make_connector()(endpoints, 1.0)

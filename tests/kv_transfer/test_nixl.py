@@ -18,19 +18,23 @@ import pytest
 
 from baton.engine.array_kv_pool import ArrayKvPool
 from baton.errors import ConfigError, HandoffFailed
+from baton.kv_transports import kv_transport
 from baton.types import KvLayout, KvRange, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
 from kv_transfer.frame import PREAMBLE_BYTES, decode_header, decode_preamble, encode
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import TicketDead
+from kv_transfer.transport.base import TransportConfig
 from kv_transfer.transport.connector import make_connector
-from kv_transfer.transport.nixl import QUARANTINE_S, Quarantine, has_nixl, listen_nixl
+from kv_transfer.transport.nixl import QUARANTINE_S, TRANSPORT, Quarantine
 from kv_transfer.version import MAX_VERSION
 
 pytestmark = pytest.mark.slow
 
-needs_nixl = pytest.mark.skipif(not has_nixl(), reason="the nixl library is not installed")
+needs_nixl = pytest.mark.skipif(
+    not kv_transport("nixl").is_installed, reason="the nixl library is not installed"
+)
 LAYOUT = KvLayout("m", 3, 2, 4, "int64", 4)
 PATIENCE_S = 30.0
 
@@ -138,6 +142,6 @@ def test_memory_is_kept_until_its_time_is_over():
 
 
 def test_without_the_library_the_option_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr("kv_transfer.transport.nixl.has_nixl", lambda: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="not installed"):
-        listen_nixl("127.0.0.1")
+        TRANSPORT.listen(TransportConfig())

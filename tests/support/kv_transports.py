@@ -1,4 +1,4 @@
-"""The ways that KV travels, for parametrize. nixl is left out where its library is not installed.
+"""The transports of KV, for parametrize. One whose package is not installed is skipped.
 
 cuda_ipc moves through host memory here: see device_double.py."""
 
@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import pytest
 
-from kv_transfer.transport.nixl import has_nixl
+from baton import kv_transports
 
-_NIXL = pytest.param(
-    "nixl", marks=pytest.mark.skipif(not has_nixl(), reason="the nixl library is not installed")
-)
 #: Between processes.
-REMOTE = ["shm", "tcp", _NIXL, "cuda_ipc"]
+REMOTE = [
+    pytest.param(
+        each.name,
+        marks=pytest.mark.skipif(not each.is_installed, reason=f"needs {each.package}"),
+    )
+    for each in kv_transports.REMOTE
+]
 ALL = ["loopback", *REMOTE]
