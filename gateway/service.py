@@ -15,6 +15,7 @@ import grpc.aio
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, EngineFault
 from baton.rpc.interceptor import write_to
 from baton.rpc.status import REQUEST_ID_KEY
+from baton.sampling_params import MAX_CHOICES
 from baton.telemetry import no_telemetry
 from baton.types import Tier, WorkerInfo
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
@@ -23,7 +24,7 @@ from gateway.intake.chat import ChatRenderer
 from gateway.intake.grammars import GrammarCompiler
 from gateway.intake.model_facts import ModelFacts
 from gateway.intake.request import ValidatedRequest, unique_request_id
-from gateway.intake.sampling_rules import MAX_CHOICES, num_returned
+from gateway.intake.sampling_rules import num_returned
 from gateway.intake.tokenizer import Tokenizer
 from gateway.intake.validator import (
     Ids,

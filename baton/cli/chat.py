@@ -9,7 +9,9 @@ import typer
 
 from baton.cli import options
 from baton.cli.connection import Connection, connecting
+from baton.cli.sampling import sampling_flags
 from baton.errors import BatonError
+from baton.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from baton.client import CompletionStream
@@ -18,28 +20,16 @@ _HELP = "Ctrl-C stops an answer; /reset begins anew; /exit or Ctrl-D ends."
 
 
 @connecting
+@sampling_flags(("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed"))
 def chat(
     connection: Connection,
+    params: SamplingParams,
     model: options.Model = "",
     system: Annotated[str, typer.Option(help="System message to begin with.")] = "",
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    seed: options.Seed = None,
 ) -> None:
     """Talk with the model; the conversation is kept."""
-    from baton.client import ChatMessage, SamplingParams
+    from baton.client import ChatMessage
 
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-    )
     first = [ChatMessage("system", system)] if system else []
     messages = list(first)
     is_terminal = sys.stdin.isatty()

@@ -15,7 +15,9 @@ import typer
 
 from baton.cli import options
 from baton.cli.connection import Connection, connecting
+from baton.cli.sampling import sampling_flags
 from baton.cli.timing import render_timing
+from baton.sampling_params import BeamSearch, SamplingParams, StructuredOutput
 
 if TYPE_CHECKING:
     from baton.client import Completion, CompletionStream
@@ -38,9 +40,11 @@ _EARLY_STOPPING: Mapping[EarlyStop, bool | Literal["never"]] = {
 
 
 @connecting
+@sampling_flags(max_tokens=128)
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to complete; - reads it from stdin.")],
     connection: Connection,
+    params: SamplingParams,
     model: options.Model = "",
     is_chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a user's message of a chat.")
@@ -50,48 +54,6 @@ def generate(
         bool, typer.Option("--timing", help="Tell where the time went, on stderr.")
     ] = False,
     timeout_s: options.TimeoutS = None,
-    max_tokens: options.MaxTokens = 128,
-    min_tokens: Annotated[int | None, typer.Option(help="Fewest tokens to produce.")] = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="1 is neutral.")] = None,
-    presence_penalty: Annotated[float | None, typer.Option(help="0 is neutral.")] = None,
-    frequency_penalty: Annotated[float | None, typer.Option(help="0 is neutral.")] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="Text that ends the output; may be repeated.")
-    ] = None,
-    stop_token_ids: Annotated[
-        list[int] | None, typer.Option(help="Token that ends the output; may be repeated.")
-    ] = None,
-    ignore_eos: Annotated[
-        bool | None, typer.Option(help="Go on after the model's end-of-sequence token.")
-    ] = None,
-    seed: options.Seed = None,
-    logprobs: Annotated[
-        int | None, typer.Option(help="Alternatives reported per position; seen with --json.")
-    ] = None,
-    include_stop_str_in_output: Annotated[
-        bool | None, typer.Option(help="Keep the stop text in the output.")
-    ] = None,
-    skip_special_tokens: Annotated[
-        bool | None, typer.Option(help="Leave special tokens out of the text.")
-    ] = None,
-    n: Annotated[
-        int | None, typer.Option("--n", help="Choices to return; printed when all have ended.")
-    ] = None,
-    best_of: Annotated[
-        int | None, typer.Option(help="Choices to produce, of which the n best are returned.")
-    ] = None,
-    prompt_logprobs: Annotated[
-        int | None,
-        typer.Option(help="Alternatives reported per position of the prompt; seen with --json."),
-    ] = None,
-    echo: Annotated[bool | None, typer.Option(help="Begin the text with the prompt's.")] = None,
-    bad_words: Annotated[
-        list[str] | None, typer.Option(help="Word that must not appear; may be repeated.")
-    ] = None,
     beam_width: Annotated[
         int | None, typer.Option(help="Search for the most probable output with so many beams.")
     ] = None,
@@ -120,7 +82,7 @@ def generate(
     ] = None,
 ) -> None:
     """Complete PROMPT and print the text as it comes."""
-    from baton.client import BeamSearch, ChatMessage, SamplingParams, StructuredOutput
+    from baton.client import ChatMessage
 
     structured_output = StructuredOutput(
         json_schema=_text_of(json_schema),
@@ -136,28 +98,7 @@ def generate(
     )
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        stop=stop or None,
-        stop_token_ids=stop_token_ids or None,
-        ignore_eos=ignore_eos,
-        seed=seed,
-        logprobs=logprobs,
-        include_stop_str_in_output=include_stop_str_in_output,
-        skip_special_tokens=skip_special_tokens,
-        n=n,
-        best_of=best_of,
-        prompt_logprobs=prompt_logprobs,
-        echo=echo,
-        bad_words=bad_words or None,
+    params = params.with_options(
         beam_search=beam_search,
         structured_output=None if structured_output == StructuredOutput() else structured_output,
     )
@@ -170,7 +111,7 @@ def generate(
             timeout_s=timeout_s,
         ) as stream,
     ):
-        if is_json or (n or 1) > 1:
+        if is_json or (params.n or 1) > 1:
             completion = stream.collect()
             typer.echo(json.dumps(_as_json(completion)) if is_json else _as_text(completion))
             if timing:
@@ -212,8 +153,8 @@ def _as_json(completion: Completion) -> dict[str, object]:
     """The completion as plain values; finish reasons by name, and no score where a search found
     nothing."""
     entry = dataclasses.asdict(completion)
-    for choice, told in zip(completion.choices, entry["choices"], strict=True):
-        told["finish_reason"] = choice.finish_reason.name.lower()
+    for choice, shown in zip(completion.choices, entry["choices"], strict=True):
+        shown["finish_reason"] = choice.finish_reason.name.lower()
         if choice.score is not None and not math.isfinite(choice.score):
-            told["score"] = None
+            shown["score"] = None
     return entry

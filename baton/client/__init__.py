@@ -8,7 +8,6 @@ with Client("127.0.0.1:50051") as client, client.stream("def main():", max_token
 
 from baton.client.async_client import AsyncClient
 from baton.client.async_stream import AsyncCompletionStream
-from baton.client.params import BeamSearch, SamplingOptions, SamplingParams, StructuredOutput
 from baton.client.requests import PromptLike
 from baton.client.results import (
     ChatMessage,
@@ -42,6 +41,7 @@ from baton.errors import (
     WorkerLost,
 )
 from baton.rpc.tls import TlsFiles
+from baton.sampling_params import BeamSearch, SamplingOptions, SamplingParams, StructuredOutput
 from baton.types import FinishReason, NumericsClass, TokenLogprobs
 
 __all__ = [

@@ -18,7 +18,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-un
 
 from baton.client import requests, responses
 from baton.client.async_stream import AsyncCompletionStream, is_set_within, is_task_cancelled
-from baton.client.params import SamplingOptions, SamplingParams
 from baton.client.requests import PromptLike
 from baton.client.results import Completion, Model, Tokenization
 from baton.client.settings import (
@@ -32,6 +31,7 @@ from baton.client.settings import (
 from baton.errors import Cancelled
 from baton.rpc.channel import aio_channel
 from baton.rpc.tls import TlsFiles
+from baton.sampling_params import SamplingOptions, SamplingParams
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
 _R = TypeVar("_R")

@@ -6,35 +6,30 @@ Ranges are the server's to check: there is one validator.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import index
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from baton.client.params import BeamSearch, SamplingParams
 from baton.client.results import ChatMessage
-from baton.client.structured_output import structured_message
-from baton.client.text import checked_text, wrong
+from baton.errors import FieldViolation, InvalidRequest
+from baton.sampling_params import (
+    OPTIONS,
+    BeamSearch,
+    SamplingParams,
+    StructuredOutput,
+    Texts,
+    TokenBiases,
+    TokenIds,
+)
 from baton.v1 import inference_pb2, sampling_pb2
 
 PromptLike: TypeAlias = str | Sequence[int] | Sequence[ChatMessage | Mapping[str, str]]
 """Text; token ids; or a conversation, each message a ChatMessage or a mapping with "role" and
 "content"."""
 
-_SCALARS = tuple(
-    field.name
-    for field in fields(SamplingParams)
-    if field.name
-    not in {
-        "logit_bias",
-        "stop",
-        "stop_token_ids",
-        "bad_words",
-        "beam_search",
-        "structured_output",
-    }
-)
-
+_STRUCTURED = "sampling.structured_output"
 
 _EARLY_STOPPING: Mapping[bool | str, sampling_pb2.EarlyStopping.ValueType] = {
     False: sampling_pb2.EARLY_STOPPING_UNSPECIFIED,
@@ -48,22 +43,20 @@ def generate_request(
 ) -> inference_pb2.GenerateRequest:
     """The message of Generate."""
     request = inference_pb2.GenerateRequest(
-        model=checked_text("model", model),
+        model=_checked_text("model", model),
         prompt=prompt_message(prompt),
         sampling=sampling_message(params),
-        cache_salt=checked_text("cache_salt", cache_salt),
+        cache_salt=_checked_text("cache_salt", cache_salt),
     )
-    try:
+    with _naming("priority", priority):
         request.priority = priority
-    except (TypeError, ValueError) as error:
-        raise wrong("priority", priority, str(error)) from error
     return request
 
 
 def tokenize_request(prompt: PromptLike, *, model: str) -> inference_pb2.TokenizeRequest:
     """The message of Tokenize."""
     return inference_pb2.TokenizeRequest(
-        model=checked_text("model", model), prompt=prompt_message(prompt)
+        model=_checked_text("model", model), prompt=prompt_message(prompt)
     )
 
 
@@ -72,7 +65,7 @@ def detokenize_request(
 ) -> inference_pb2.DetokenizeRequest:
     """The message of Detokenize."""
     return inference_pb2.DetokenizeRequest(
-        model=checked_text("model", model),
+        model=_checked_text("model", model),
         token_ids=_token_ids("token_ids", token_ids),
         skip_special_tokens=skip_special_tokens,
     )
@@ -80,15 +73,15 @@ def detokenize_request(
 
 def get_model_request(*, model: str) -> inference_pb2.GetModelRequest:
     """The message of GetModel."""
-    return inference_pb2.GetModelRequest(model=checked_text("model", model))
+    return inference_pb2.GetModelRequest(model=_checked_text("model", model))
 
 
 def prompt_message(prompt: PromptLike) -> inference_pb2.Prompt:
     """The kind of prompt is told by its type; an empty sequence is one of token ids."""
     if isinstance(prompt, str):
-        return inference_pb2.Prompt(text=checked_text("prompt.text", prompt))
+        return inference_pb2.Prompt(text=_checked_text("prompt.text", prompt))
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
-        raise wrong("prompt", prompt, "must be text, a list of token ids, or chat messages")
+        raise _wrong("prompt", prompt, "must be text, a list of token ids, or chat messages")
     if len(prompt) > 0 and isinstance(prompt[0], ChatMessage | Mapping):
         messages = [_chat_message(i, message) for i, message in enumerate(prompt)]
         return inference_pb2.Prompt(chat=inference_pb2.ChatPrompt(messages=messages))
@@ -99,41 +92,48 @@ def prompt_message(prompt: PromptLike) -> inference_pb2.Prompt:
 def sampling_message(params: SamplingParams) -> sampling_pb2.SamplingParams:
     """Fields that are None stay unset."""
     message = sampling_pb2.SamplingParams()
-    for name in _SCALARS:
+    for name, option in OPTIONS.items():
         value = getattr(params, name)
         if value is None:
             continue
-        try:
-            setattr(message, name, value)
-        except (TypeError, ValueError) as error:
-            raise wrong(f"sampling.{name}", value, str(error)) from error
-    message.stop.extend(_texts("sampling.stop", params.stop or ()))
-    message.bad_words.extend(_texts("sampling.bad_words", params.bad_words or ()))
-    if params.beam_search is not None:
-        message.beam_search.CopyFrom(_beam_message(params.beam_search))
-    if params.structured_output is not None:
-        message.structured_output.CopyFrom(structured_message(params.structured_output))
-    message.stop_token_ids.extend(
-        _token_ids("sampling.stop_token_ids", params.stop_token_ids or ())
-    )
-    for token_id, bias in (params.logit_bias or {}).items():
-        try:
-            message.logit_bias[token_id] = bias
-        except (TypeError, ValueError) as error:
-            raise wrong(f"sampling.logit_bias[{token_id!r}]", bias, str(error)) from error
+        field = f"sampling.{name}"
+        match option.limits:
+            case Texts():
+                getattr(message, name).extend(_texts(field, value))
+            case TokenIds():
+                getattr(message, name).extend(_token_ids(field, value))
+            case TokenBiases():
+                biases = getattr(message, name)
+                for token_id, bias in value.items():
+                    with _naming(f"{field}[{token_id!r}]", bias):
+                        biases[token_id] = bias
+            case _ if name == "beam_search":
+                message.beam_search.CopyFrom(_beam_message(value))
+            case _ if name == "structured_output":
+                message.structured_output.CopyFrom(_structured_message(value))
+            case _:
+                with _naming(field, value):
+                    setattr(message, name, value)
     return message
+
+
+@contextmanager
+def _naming(field: str, value: object) -> Iterator[None]:
+    """Raises InvalidRequest with the field's name where protobuf refuses its value."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise _wrong(field, value, str(error)) from error
 
 
 def _beam_message(beam: BeamSearch) -> sampling_pb2.BeamSearch:
     message = sampling_pb2.BeamSearch()
     for name in ("width", "length_penalty"):
         value = getattr(beam, name)
-        try:
+        with _naming(f"sampling.beam_search.{name}", value):
             setattr(message, name, value)
-        except (TypeError, ValueError) as error:
-            raise wrong(f"sampling.beam_search.{name}", value, str(error)) from error
     if beam.early_stopping not in _EARLY_STOPPING:
-        raise wrong(
+        raise _wrong(
             "sampling.beam_search.early_stopping",
             beam.early_stopping,
             'must be False, True or "never"',
@@ -142,10 +142,50 @@ def _beam_message(beam: BeamSearch) -> sampling_pb2.BeamSearch:
     return message
 
 
+def _structured_message(output: StructuredOutput) -> sampling_pb2.StructuredOutput:
+    """The message of one. Raises InvalidRequest for more than one constraint, and for what a
+    message cannot carry."""
+    kinds = ("json_schema", "json_object", "regex", "choice", "grammar")
+    given = [kind for kind in kinds if getattr(output, kind) is not None]
+    if len(given) > 1:
+        raise _refused(_STRUCTURED, f"{' and '.join(given)} are given; give one")
+    message = sampling_pb2.StructuredOutput()
+    if output.json_schema is not None:
+        message.json_schema = _checked_text(f"{_STRUCTURED}.json_schema", _json(output.json_schema))
+    if output.json_object is not None:
+        if not isinstance(output.json_object, bool):
+            raise _wrong(f"{_STRUCTURED}.json_object", output.json_object, "must be True")
+        message.json_object = output.json_object
+    if output.regex is not None:
+        message.regex = _checked_text(f"{_STRUCTURED}.regex", output.regex)
+    if output.choice is not None:
+        if isinstance(output.choice, str):
+            raise _refused(f"{_STRUCTURED}.choice", "is one text; give a list of them")
+        message.choice.values.extend(
+            _checked_text(f"{_STRUCTURED}.choice.values[{i}]", text)
+            for i, text in enumerate(output.choice)
+        )
+        message.choice.SetInParent()
+    if output.grammar is not None:
+        message.grammar = _checked_text(f"{_STRUCTURED}.grammar", output.grammar)
+    return message
+
+
+def _json(schema: Mapping[str, Any] | str) -> str:
+    if isinstance(schema, str):
+        return schema
+    try:
+        return json.dumps(dict(schema))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _refused(
+            f"{_STRUCTURED}.json_schema", f"cannot be written as JSON: {error}"
+        ) from error
+
+
 def _texts(field: str, texts: str | Sequence[str]) -> list[str]:
     """A text alone is a sequence of one."""
     together = (texts,) if isinstance(texts, str) else texts
-    return [checked_text(f"{field}[{i}]", text) for i, text in enumerate(together)]
+    return [_checked_text(f"{field}[{i}]", text) for i, text in enumerate(together)]
 
 
 def _chat_message(
@@ -154,13 +194,13 @@ def _chat_message(
     field = f"prompt.chat.messages[{position}]"
     if isinstance(message, Mapping):
         if set(message) != {"role", "content"}:
-            raise wrong(field, sorted(message), "needs exactly the keys 'role' and 'content'")
+            raise _wrong(field, sorted(message), "needs exactly the keys 'role' and 'content'")
         message = ChatMessage(message["role"], message["content"])
     if not isinstance(message, ChatMessage):
-        raise wrong(field, message, "must be a ChatMessage or a mapping with role and content")
+        raise _wrong(field, message, "must be a ChatMessage or a mapping with role and content")
     return inference_pb2.ChatMessage(
-        role=checked_text(f"{field}.role", message.role),
-        content=checked_text(f"{field}.content", message.content),
+        role=_checked_text(f"{field}.role", message.role),
+        content=_checked_text(f"{field}.content", message.content),
     )
 
 
@@ -170,11 +210,38 @@ def _token_ids(field: str, token_ids: Sequence[object]) -> list[int]:
         try:
             ids.append(index(token_id))  # type: ignore[arg-type]
         except TypeError as error:
-            raise wrong(f"{field}[{position}]", token_id, "must be an integer") from error
+            raise _wrong(f"{field}[{position}]", token_id, "must be an integer") from error
         if not 0 <= ids[-1] < 2**32:
-            raise wrong(
+            raise _wrong(
                 f"{field}[{position}]",
                 token_id,
                 "must be 0 or more and below the vocabulary's size",
             )
     return ids
+
+
+def _checked_text(field: str, text: str) -> str:
+    """`text`, if UTF-8 can hold it. Raises InvalidRequest naming the field, the position and the
+    fix if not."""
+    if not isinstance(text, str):
+        raise _wrong(field, text, "must be a str")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _refused(
+            field,
+            f"lone surrogate U+{ord(text[error.start]):04X} at position {error.start}; "
+            "it is half a character, often from bytes decoded with errors='surrogateescape': "
+            "decode them as UTF-8, or replace it, as "
+            "text.encode('utf-8', 'replace').decode() does",
+        ) from None
+    return text
+
+
+def _wrong(field: str, value: object, fix: str) -> InvalidRequest:
+    """A field that a message cannot carry."""
+    return _refused(field, f"{value!a:.80}: {fix}")
+
+
+def _refused(field: str, description: str) -> InvalidRequest:
+    return InvalidRequest.of(FieldViolation(field, description))

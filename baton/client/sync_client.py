@@ -14,7 +14,6 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from baton.client import requests, responses
-from baton.client.params import SamplingOptions, SamplingParams
 from baton.client.requests import PromptLike
 from baton.client.results import Completion, Model, Tokenization
 from baton.client.settings import (
@@ -29,6 +28,7 @@ from baton.client.sync_stream import CompletionStream
 from baton.errors import Cancelled
 from baton.rpc.channel import sync_channel
 from baton.rpc.tls import TlsFiles
+from baton.sampling_params import SamplingOptions, SamplingParams
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
 _R = TypeVar("_R")

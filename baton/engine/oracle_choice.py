@@ -17,11 +17,18 @@ from baton.engine.interface import SampleRow
 from baton.errors import EngineFault
 from baton.sampling.beam_search import num_candidates
 from baton.sampling.restrictions import banned_tokens, forbidden_by
+from baton.sampling_params import OPTIONS
 from baton.types import Sample, Sampling, TokenLogprobs
 
 _MASK = (1 << 64) - 1
 #: Logits are spread over [0, _SPREAD).
 _SPREAD = 6.0
+
+#: Options whose numbers a token depends on; whole numbers last.
+_DRAW_NUMBERS = sorted(
+    (name for name, option in OPTIONS.items() if option.changes_draw),
+    key=lambda name: isinstance(getattr(Sampling(), name), int),
+)
 
 
 def mix(word: int) -> int:
@@ -113,13 +120,7 @@ def _candidates(
 
 def _sampling_digest(sampling: Sampling) -> int:
     numbers = (
-        sampling.temperature,
-        sampling.top_p,
-        sampling.min_p,
-        sampling.repetition_penalty,
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
-        float(sampling.top_k),
+        *(float(getattr(sampling, name)) for name in _DRAW_NUMBERS),
         *(value for entry in sorted(sampling.logit_bias.items()) for value in entry),
     )
     # Single precision, as on the wire.

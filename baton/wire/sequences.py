@@ -2,71 +2,50 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from types import MappingProxyType
+from typing import Any
 
 from baton.types import BeamParams, EarlyStopping, Sample, Sampling, SequenceSpec, TokenLogprobs
 from baton.v1 import sampling_pb2, sequence_pb2
 
+#: Fields of Sampling that are not numbers or bytes of the same name in TokenSampling.
+_COMPOSED = frozenset({"logit_bias", "stop_token_ids", "bad_words", "beam"})
+_PLAIN = tuple(field.name for field in fields(Sampling) if field.name not in _COMPOSED)
+
 
 def sampling_to_proto(sampling: Sampling) -> sampling_pb2.TokenSampling:
-    return sampling_pb2.TokenSampling(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
+    plain: dict[str, Any] = {name: getattr(sampling, name) for name in _PLAIN}
+    message = sampling_pb2.TokenSampling(
+        **plain,
         logit_bias=dict(sampling.logit_bias),
-        min_tokens=sampling.min_tokens,
-        max_tokens=sampling.max_tokens,
         stop_token_ids=sorted(sampling.stop_token_ids),
-        seed=sampling.seed,
-        logprobs=sampling.logprobs,
         bad_words=[sampling_pb2.TokenSequence(ids=word) for word in sampling.bad_words],
-        prompt_logprobs=sampling.prompt_logprobs,
-        grammar=sampling.grammar,
-        beam=_beam_to_proto(sampling.beam) if sampling.beam else None,
     )
-
-
-def _beam_to_proto(beam: BeamParams) -> sampling_pb2.BeamParams:
-    return sampling_pb2.BeamParams(
-        width=beam.width,
-        length_penalty=beam.length_penalty,
-        early_stopping=sampling_pb2.EarlyStopping.ValueType(beam.early_stopping),
-        num_returned=beam.num_returned,
-    )
-
-
-def _beam_from_proto(message: sampling_pb2.BeamParams) -> BeamParams:
-    return BeamParams(
-        width=message.width,
-        length_penalty=message.length_penalty,
-        early_stopping=EarlyStopping(message.early_stopping),
-        num_returned=message.num_returned,
-    )
+    if beam := sampling.beam:
+        message.beam.width = beam.width
+        message.beam.length_penalty = beam.length_penalty
+        message.beam.early_stopping = sampling_pb2.EarlyStopping.ValueType(beam.early_stopping)
+        message.beam.num_returned = beam.num_returned
+    return message
 
 
 def sampling_from_proto(message: sampling_pb2.TokenSampling) -> Sampling:
+    plain: dict[str, Any] = {name: getattr(message, name) for name in _PLAIN}
+    beam = None
+    if message.HasField("beam"):
+        beam = BeamParams(
+            width=message.beam.width,
+            length_penalty=message.beam.length_penalty,
+            early_stopping=EarlyStopping(message.beam.early_stopping),
+            num_returned=message.beam.num_returned,
+        )
     return Sampling(
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
+        **plain,
         logit_bias=MappingProxyType(dict(message.logit_bias)),
-        min_tokens=message.min_tokens,
-        max_tokens=message.max_tokens,
         stop_token_ids=frozenset(message.stop_token_ids),
-        seed=message.seed,
-        logprobs=message.logprobs,
         bad_words=tuple(tuple(word.ids) for word in message.bad_words),
-        prompt_logprobs=message.prompt_logprobs,
-        grammar=message.grammar,
-        beam=_beam_from_proto(message.beam) if message.HasField("beam") else None,
+        beam=beam,
     )
 
 

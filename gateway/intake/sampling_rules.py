@@ -1,70 +1,48 @@
-"""The rules of SamplingParams, and what parameters that keep to them mean. Pure."""
+"""The rules of SamplingParams, and what parameters that keep to them mean. Pure.
+
+Limits of one option, and whether it goes with a beam search, are in the table,
+baton.sampling_params; here is what depends on the model or on other options.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from baton.errors import FieldViolation
+from baton.sampling_params import LENGTH_PENALTY, MAX_BEAM_WIDTH, MAX_CHOICES, OPTIONS, Texts
 from baton.types import BeamParams, EarlyStopping, Sampling
 from baton.v1 import sampling_pb2
 from gateway.intake.model_facts import ModelFacts
-from gateway.intake.structured_rules import structured_violations
 from gateway.intake.violations import (
-    MAX_TOLD,
-    Range,
+    MAX_SHOWN,
     Violations,
-    by_field,
     given,
-    id_violations,
-    is_given,
-    range_violations,
+    limit_violations,
     text_violations,
 )
 
-MAX_CHOICES = 128
-MAX_BEAM_WIDTH = 64
-MAX_LOGIT_BIAS = 1024
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
-MAX_STOP_TOKEN_IDS = 64
-MAX_LOGPROBS = 20
-MAX_BAD_WORDS = 128
-MAX_BAD_WORD_CHARS = 256
 #: Log probabilities of a prompt, over all its positions: one message carries them all.
 MAX_PROMPT_LOGPROBS = 2**20
 
 _PATH = "sampling"
+_STRUCTURED = f"{_PATH}.structured_output"
 
-_RANGES = by_field(
-    Range("temperature", 0, 100),
-    Range("top_p", 0, 1, is_open=True),
-    Range("min_p", 0, 1),
-    Range("repetition_penalty", 0, 100, is_open=True),
-    Range("presence_penalty", -2, 2),
-    Range("frequency_penalty", -2, 2),
-    Range("logprobs", 0, MAX_LOGPROBS),
-    Range("prompt_logprobs", 0, MAX_LOGPROBS),
+#: Characters of a structured output, of each kind, of all choices together: what a worker can
+#: follow within its time and memory.
+MAX_STRUCTURED_CHARS = MappingProxyType(
+    {"json_schema": 65_536, "regex": 8_192, "choice": 65_536, "grammar": 65_536}
 )
-_BIAS = Range("logit_bias", -100, 100)
-_BEAM_RANGES = by_field(Range("length_penalty", -10, 10))
+_CHOICE_TEXTS = Texts(1024, 1024, "texts")
 
-#: Optional and repeated fields that choose otherwise than a beam search does.
-_NOT_WITH_BEAMS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "logprobs",
-    "include_stop_str_in_output",
-    "best_of",
-    "prompt_logprobs",
-)
-_LISTS_NOT_WITH_BEAMS = ("logit_bias", "stop", "bad_words")
+#: Options that depend on the model or on the prompt, or mean more to the tiers than what was given.
+_RESOLVED = frozenset({"logit_bias", "max_tokens", "stop_token_ids", "seed", "bad_words"})
+#: Options that the tiers get as they were given; these are their defaults where Sampling has none.
+_PLAIN = tuple(OPTIONS.keys() & Sampling.__dataclass_fields__.keys() - _RESOLVED)
+_DEFAULTS: Mapping[str, Any] = {
+    name: OPTIONS[name].default for name in _PLAIN if OPTIONS[name].default is not None
+}
 
 #: Where a request's words become token ids: those of each word of SamplingParams.bad_words, in each
 #: way it is written.
@@ -74,11 +52,19 @@ BadWordIds = tuple[tuple[tuple[int, ...], ...], ...]
 def sampling_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) -> Violations:
     """What is wrong with parameters, but for what depends on the prompt's length and on how bad
     words are written."""
-    yield from range_violations(params, _RANGES, _PATH)
-    for field, _ in params.ListFields():
+    is_beam_search = params.HasField("beam_search")
+    # Few options are given: these are looked at.
+    for field, value in params.ListFields():
+        option, path = OPTIONS[field.name], f"{_PATH}.{field.name}"
         rule = _RULES.get(field.name)
         if rule is not None:
             yield from rule(params, facts)
+        elif option.limits is not None:
+            yield from limit_violations(path, value, option.limits, facts.vocab_size)
+        if is_beam_search and not option.with_beams:
+            yield FieldViolation(
+                path, "has no meaning in a beam search; leave it unset, or beam_search"
+            )
 
 
 def prompt_logprobs_violations(
@@ -108,7 +94,7 @@ def bad_word_violations(
             wrong.append(
                 (index, f"{word!r}: is an end token; set ignore_eos or min_tokens instead")
             )
-    for index, text in wrong[:MAX_TOLD]:
+    for index, text in wrong[:MAX_SHOWN]:
         yield FieldViolation(f"{_PATH}.bad_words[{index}]", text)
 
 
@@ -130,25 +116,19 @@ def sampling_of(
     bad_words: BadWordIds,
     grammar: bytes,
 ) -> Sampling:
-    """What the tiers are told. seed: for requests that give none. grammar: that of
+    """What the tiers get. seed: for requests that give none. grammar: that of
     structured_output, or empty."""
     beam = _beam_params(params)
+    chosen = {**_DEFAULTS, **{n: getattr(params, n) for n in _PLAIN if params.HasField(n)}}
+    if beam:
+        chosen["temperature"] = 0.0
     return Sampling(
-        temperature=0.0 if beam else given(params, "temperature", 1.0),
-        top_k=params.top_k,
-        top_p=given(params, "top_p", 1.0),
-        min_p=params.min_p,
-        repetition_penalty=given(params, "repetition_penalty", 1.0),
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
+        **chosen,
         logit_bias=MappingProxyType(dict(params.logit_bias)),
-        min_tokens=params.min_tokens,
         max_tokens=given(params, "max_tokens", facts.max_model_len - num_prompt_tokens),
         stop_token_ids=_stop_token_ids(params, facts),
         seed=given(params, "seed", seed),
-        logprobs=given(params, "logprobs", -1),
         bad_words=_possible(bad_words, facts.vocab_size),
-        prompt_logprobs=given(params, "prompt_logprobs", -1),
         grammar=grammar,
         beam=beam,
     )
@@ -210,78 +190,90 @@ def _length_violations(
         )
 
 
-def _bias_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) -> Violations:
-    field = f"{_PATH}.logit_bias"
-    if len(params.logit_bias) > MAX_LOGIT_BIAS:
-        yield FieldViolation(
-            field, f"{len(params.logit_bias)} entries: give at most {MAX_LOGIT_BIAS}"
-        )
-    yield from id_violations(field, sorted(params.logit_bias), facts.vocab_size, is_map=True)
-    wrong = [(k, v) for k, v in params.logit_bias.items() if not _BIAS.holds(v)]
-    for token_id, value in sorted(wrong)[:MAX_TOLD]:
-        yield FieldViolation(f"{field}[{token_id}]", f"{value:g}: must be {_BIAS}")
-
-
-def _stop_violations(
-    params: sampling_pb2.SamplingParams,
-    facts: ModelFacts,  # noqa: ARG001
-) -> Violations:
-    return text_violations(f"{_PATH}.stop", params.stop, MAX_STOPS, MAX_STOP_CHARS, "strings")
-
-
-def _word_violations(
-    params: sampling_pb2.SamplingParams,
-    facts: ModelFacts,  # noqa: ARG001
-) -> Violations:
-    words = params.bad_words
-    return text_violations(f"{_PATH}.bad_words", words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS, "words")
-
-
-def _stop_token_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) -> Violations:
-    field = f"{_PATH}.stop_token_ids"
-    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        yield FieldViolation(
-            field, f"{len(params.stop_token_ids)} ids: give at most {MAX_STOP_TOKEN_IDS}"
-        )
-    yield from id_violations(field, params.stop_token_ids, facts.vocab_size)
-
-
 def _beam_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) -> Violations:
     path, beam = f"{_PATH}.beam_search", params.beam_search
     most = min(MAX_BEAM_WIDTH, facts.max_num_seqs)
     if not 1 <= beam.width <= most:
-        told = str(most) if most == MAX_BEAM_WIDTH else _most_at_once(most)
-        yield FieldViolation(f"{path}.width", f"{beam.width}: must be 1 to {told}")
+        shown = str(most) if most == MAX_BEAM_WIDTH else _most_at_once(most)
+        yield FieldViolation(f"{path}.width", f"{beam.width}: must be 1 to {shown}")
     elif num_returned(params) > beam.width:
         yield FieldViolation(
             f"{_PATH}.n", f"{params.n}: must be at most beam_search.width, {beam.width}"
         )
-    yield from range_violations(beam, _BEAM_RANGES, path)
+    if beam.HasField("length_penalty"):
+        yield from limit_violations(
+            f"{path}.length_penalty", beam.length_penalty, LENGTH_PENALTY, facts.vocab_size
+        )
     if beam.early_stopping not in sampling_pb2.EarlyStopping.values():
         yield FieldViolation(
             f"{path}.early_stopping", f"{beam.early_stopping}: must be one of EarlyStopping"
         )
-    fields = [name for name in _NOT_WITH_BEAMS if is_given(params, name)]
-    fields += [name for name in _LISTS_NOT_WITH_BEAMS if getattr(params, name)]
-    for name in fields:
+
+
+def _structured_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) -> Violations:
+    """What is wrong with structured_output, and with what is given beside it."""
+    yield from _structure_violations(params.structured_output)
+    if params.ignore_eos:
         yield FieldViolation(
-            f"{_PATH}.{name}", "has no meaning in a beam search; leave it unset, or beam_search"
+            f"{_PATH}.ignore_eos", "true: a structured output ends by an end token; leave it unset"
+        )
+    elif not facts.eos_token_ids and not params.stop_token_ids:
+        yield FieldViolation(
+            f"{_PATH}.stop_token_ids",
+            "[]: this model has no end token, by which a structured output could end; give one",
+        )
+    if params.min_tokens:
+        yield FieldViolation(
+            f"{_PATH}.min_tokens",
+            f"{params.min_tokens}: a structured output that is complete can only end; leave it "
+            "unset, and ask for a longer one in structured_output",
         )
 
 
-#: By field: what it breaks when it is given. Most are not, and cost nothing then.
+def _structure_violations(output: sampling_pb2.StructuredOutput) -> Violations:
+    kind = output.WhichOneof("kind")
+    match kind:
+        case None:
+            yield FieldViolation(
+                _STRUCTURED, "unset; give one of json_schema, json_object, regex, choice or grammar"
+            )
+        case "json_object":
+            if not output.json_object:
+                yield FieldViolation(
+                    f"{_STRUCTURED}.{kind}", "false: set it to true, or leave it out"
+                )
+        case "choice":
+            yield from _choice_violations(output.choice.values)
+        case _:
+            num_chars = len(getattr(output, kind))
+            if not 1 <= num_chars <= MAX_STRUCTURED_CHARS[kind]:
+                yield FieldViolation(
+                    f"{_STRUCTURED}.{kind}",
+                    f"{num_chars} characters: must have 1 to {MAX_STRUCTURED_CHARS[kind]}",
+                )
+
+
+def _choice_violations(texts: Sequence[str]) -> Violations:
+    field = f"{_STRUCTURED}.choice.values"
+    if not texts:
+        yield FieldViolation(field, "[]: empty; give at least one text")
+    yield from text_violations(field, texts, _CHOICE_TEXTS)
+    num_chars = sum(map(len, texts))
+    if num_chars > MAX_STRUCTURED_CHARS["choice"]:
+        yield FieldViolation(
+            field, f"{num_chars} characters in all: give at most {MAX_STRUCTURED_CHARS['choice']}"
+        )
+
+
+#: By option: what it breaks when it is given, where the table's limits do not say it.
 _RULES: Mapping[str, Callable[[sampling_pb2.SamplingParams, ModelFacts], Violations]] = (
     MappingProxyType(
         {
             "n": _n_violations,
             "best_of": _best_of_violations,
             "max_tokens": _length_violations,
-            "logit_bias": _bias_violations,
-            "stop": _stop_violations,
-            "stop_token_ids": _stop_token_violations,
-            "bad_words": _word_violations,
             "beam_search": _beam_violations,
-            "structured_output": structured_violations,
+            "structured_output": _structured_violations,
         }
     )
 )

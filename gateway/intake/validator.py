@@ -21,7 +21,7 @@ from gateway.intake.sampling_rules import (
     sampling_of,
     sampling_violations,
 )
-from gateway.intake.violations import MAX_TOLD, Violations, given, id_violations, shown
+from gateway.intake.violations import MAX_SHOWN, Violations, given, id_violations, shown
 
 MAX_PRIORITY = 1000
 MAX_SALT_CHARS = 256
@@ -179,7 +179,7 @@ def _chat_violations(chat: inference_pb2.ChatPrompt, facts: ModelFacts) -> Viola
             f"{len(chat.messages)} messages; give at least 1 and at most {MAX_MESSAGES}",
         )
     nameless = [i for i, message in enumerate(chat.messages) if not message.role]
-    for index in nameless[:MAX_TOLD]:
+    for index in nameless[:MAX_SHOWN]:
         yield FieldViolation(
             f"prompt.chat.messages[{index}].role", '"": empty; say who speaks, e.g. "user"'
         )

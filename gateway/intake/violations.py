@@ -1,17 +1,17 @@
-"""What the validator's rules are made of: ranges, and how a wrong value is told."""
+"""What the validator's rules are made of: limits, and how a wrong value is reported."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
 from baton.errors import FieldViolation
+from baton.sampling_params import Limits, Range, Texts, TokenBiases, TokenIds
 
-#: Violations of one repeated field that are told one by one.
-MAX_TOLD = 4
+#: Violations of one repeated field that are reported one by one.
+MAX_SHOWN = 4
 
 _MAX_SHOWN_CHARS = 40
 
@@ -19,35 +19,25 @@ Violations = Iterator[FieldViolation]
 ValueT = TypeVar("ValueT")
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
-    """low <= value <= high, without low itself if `is_open`."""
-
-    field: str
-    low: float
-    high: float
-    is_open: bool = False
-
-    def holds(self, value: float) -> bool:
-        is_above = value > self.low if self.is_open else value >= self.low
-        return is_above and value <= self.high  # both false for NaN
-
-    def __str__(self) -> str:
-        low = f"above {self.low:g}" if self.is_open else f"{self.low:g} or more"
-        return f"{low}, and at most {self.high:g}"
-
-
-def by_field(*ranges: Range) -> Mapping[str, Range]:
-    return {limits.field: limits for limits in ranges}
-
-
-def range_violations(message: Message, ranges: Mapping[str, Range], path: str) -> Violations:
-    """Given fields of `message`, which stands at `path`, that are out of their range. Few are
-    given: they are looked at."""
-    for field, value in message.ListFields():
-        limits = ranges.get(field.name)
-        if limits is not None and not limits.holds(value):
-            yield FieldViolation(f"{path}.{limits.field}", f"{value:g}: must be {limits}")
+def limit_violations(field: str, value: Any, limits: Limits, vocab_size: int) -> Violations:
+    """What is wrong with the given value of the option at `field`."""
+    match limits:
+        case Range():
+            if not limits.holds(value):
+                yield FieldViolation(field, f"{value:g}: must be {limits}")
+        case Texts():
+            yield from text_violations(field, value, limits)
+        case TokenIds():
+            if len(value) > limits.max_num:
+                yield FieldViolation(field, f"{len(value)} ids: give at most {limits.max_num}")
+            yield from id_violations(field, value, vocab_size)
+        case TokenBiases():
+            if len(value) > limits.max_num:
+                yield FieldViolation(field, f"{len(value)} entries: give at most {limits.max_num}")
+            yield from id_violations(field, sorted(value), vocab_size, is_map=True)
+            wrong = [(k, bias) for k, bias in value.items() if not limits.bias.holds(bias)]
+            for token_id, bias in sorted(wrong)[:MAX_SHOWN]:
+                yield FieldViolation(f"{field}[{token_id}]", f"{bias:g}: must be {limits.bias}")
 
 
 def id_violations(
@@ -57,36 +47,29 @@ def id_violations(
     if not token_ids or max(token_ids) < vocab_size:
         return
     wrong = [(i, t) for i, t in enumerate(token_ids) if t >= vocab_size]
-    for index, token_id in wrong[:MAX_TOLD]:
+    for index, token_id in wrong[:MAX_SHOWN]:
         yield FieldViolation(
             f"{field}[{token_id if is_map else index}]",
             f"token id {token_id}: must be below the vocabulary's size, {vocab_size}",
         )
 
 
-def text_violations(
-    field: str, texts: Sequence[str], max_num: int, max_chars: int, unit: str
-) -> Violations:
-    """More texts than `max_num`, and texts that are empty or longer than `max_chars`. unit: what
-    the texts are."""
-    if len(texts) > max_num:
-        yield FieldViolation(field, f"{len(texts)} {unit}: give at most {max_num}")
+def text_violations(field: str, texts: Sequence[str], limits: Texts) -> Violations:
+    """More texts than there may be, and texts that are empty or too long."""
+    max_chars = limits.max_chars
+    if len(texts) > limits.max_num:
+        yield FieldViolation(field, f"{len(texts)} {limits.unit}: give at most {limits.max_num}")
     wrong = [(i, text) for i, text in enumerate(texts) if not 1 <= len(text) <= max_chars]
-    for index, text in wrong[:MAX_TOLD]:
+    for index, text in wrong[:MAX_SHOWN]:
         yield FieldViolation(
             f"{field}[{index}]", f"{len(text)} characters: must have 1 to {max_chars}"
         )
 
 
-def is_given(message: Message, field: str) -> bool:
-    """Whether an optional field is set."""
-    return message.HasField(field)
-
-
 def given(message: Message, field: str, default: ValueT) -> ValueT:
     """An optional field's value, or its default."""
     value: ValueT = getattr(message, field)
-    return value if is_given(message, field) else default
+    return value if message.HasField(field) else default
 
 
 def shown(text: str) -> str:

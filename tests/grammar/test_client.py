@@ -12,10 +12,14 @@ from typer.testing import CliRunner
 from baton.cli.main import app
 from baton.client import SamplingParams, StructuredOutput
 from baton.client.requests import sampling_message
-from baton.client.structured_output import structured_message
 from baton.errors import InvalidRequest
+from baton.v1 import sampling_pb2
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"é": {"type": "null"}}}
+
+
+def structured_message(output: StructuredOutput) -> sampling_pb2.StructuredOutput:
+    return sampling_message(SamplingParams(structured_output=output)).structured_output
 
 
 @pytest.mark.parametrize("kind", ["json_schema", "json_object", "regex", "choice", "grammar"])

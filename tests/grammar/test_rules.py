@@ -8,7 +8,7 @@ import pytest
 
 from baton.v1 import sampling_pb2
 from gateway.intake.model_facts import ModelFacts
-from gateway.intake.structured_rules import structured_violations
+from gateway.intake.sampling_rules import sampling_violations
 
 FACTS = ModelFacts("m", 100, 64, 48, frozenset((2,)), has_chat_template=True, max_num_seqs=8)
 NO_END = ModelFacts("m", 100, 64, 48, frozenset(), has_chat_template=True, max_num_seqs=8)
@@ -22,7 +22,7 @@ def params(beside: dict[str, Any] | None = None, **kind: Any) -> sampling_pb2.Sa
 
 
 def fields(asked: sampling_pb2.SamplingParams, facts: ModelFacts = FACTS) -> list[str]:
-    found = list(structured_violations(asked, facts))
+    found = list(sampling_violations(asked, facts))
     assert all(len(violation.description) < 200 for violation in found)
     return [violation.field.removeprefix("sampling.") for violation in found]
 
