@@ -6,8 +6,7 @@ with Client("127.0.0.1:50051") as client, client.stream("def main():", max_token
         print(chunk.text, end="")
 """
 
-from baton.client.async_client import AsyncClient
-from baton.client.async_stream import AsyncCompletionStream
+from baton.client.async_client import AsyncClient, AsyncCompletionStream
 from baton.client.requests import PromptLike
 from baton.client.results import (
     ChatMessage,
@@ -22,8 +21,7 @@ from baton.client.results import (
     WorkerStatus,
 )
 from baton.client.settings import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S
-from baton.client.sync_client import Client
-from baton.client.sync_stream import CompletionStream
+from baton.client.sync_client import Client, CompletionStream
 from baton.errors import (
     BatonError,
     Cancelled,

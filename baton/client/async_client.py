@@ -1,12 +1,13 @@
-"""The client for asyncio. Same methods as Client; what both do is in requests, responses and
-settings."""
+"""The client for asyncio, and one answer as it comes. Same methods as Client; what both do is in
+requests, results and settings."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -16,10 +17,9 @@ import grpc.aio
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
-from baton.client import requests, responses
-from baton.client.async_stream import AsyncCompletionStream, is_set_within, is_task_cancelled
+from baton.client import requests, results
 from baton.client.requests import PromptLike
-from baton.client.results import Completion, Model, Tokenization
+from baton.client.results import Chunk, Completion, Model, Tokenization
 from baton.client.settings import (
     DEFAULT_ADDRESS,
     DEFAULT_TIMEOUT_S,
@@ -28,7 +28,7 @@ from baton.client.settings import (
     Settings,
     new_request_id,
 )
-from baton.errors import Cancelled
+from baton.errors import BatonError, Cancelled
 from baton.rpc.channel import aio_channel
 from baton.rpc.tls import TlsFiles
 from baton.sampling_params import SamplingOptions, SamplingParams
@@ -133,7 +133,7 @@ class AsyncClient:
     ) -> Tokenization:
         """The token ids of a prompt, chat messages rendered with the model's template."""
         request = requests.tokenize_request(prompt, model=model)
-        return responses.tokenization_of(await self._unary(self._stub.Tokenize, request, timeout_s))
+        return results.tokenization_of(await self._unary(self._stub.Tokenize, request, timeout_s))
 
     async def detokenize(
         self,
@@ -152,14 +152,12 @@ class AsyncClient:
     async def models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
         """The models served, with their workers."""
         request = inference_pb2.ListModelsRequest()
-        return responses.models_of(await self._unary(self._stub.ListModels, request, timeout_s))
+        return results.models_of(await self._unary(self._stub.ListModels, request, timeout_s))
 
     async def model(self, name: str = "", *, timeout_s: float | None = None) -> Model:
         """One model; empty for the only one served."""
         request = requests.get_model_request(model=name)
-        return responses.model_of(
-            (await self._unary(self._stub.GetModel, request, timeout_s)).model
-        )
+        return results.model_of((await self._unary(self._stub.GetModel, request, timeout_s)).model)
 
     async def health(self, service: str = "", *, timeout_s: float | None = None) -> bool:
         """Whether the server, or one service of it by its full name, serves now."""
@@ -200,13 +198,13 @@ class AsyncClient:
                 remaining_s = attempts.remaining_s(time.monotonic())
                 return await method(request, timeout=remaining_s, metadata=metadata)
             except asyncio.CancelledError:
-                if is_task_cancelled():
+                if _is_task_cancelled():
                     raise
                 raise Cancelled("the client was closed", request_id=request_id) from None
             except grpc.RpcError as rpc_error:
                 error = self._settings.error_of(rpc_error, request_id)
                 delay_s = attempts.delay_s(error, time.monotonic())
-                if delay_s is None or await is_set_within(self._closed, delay_s):
+                if delay_s is None or await _is_set_within(self._closed, delay_s):
                     raise error from None
 
     @cached_property
@@ -224,3 +222,125 @@ class AsyncClient:
     def _check_open(self) -> None:
         if self._closed.is_set():
             raise Cancelled("this client is closed; make a new one")
+
+
+class AsyncCompletionStream:
+    """The pieces of one answer, as they come. An async iterator, and a context manager whose end
+    cancels the request.
+
+    Iterating raises the errors of baton.errors. A stream that is forgotten half-read is cancelled
+    when it is collected, and one whose reading task is cancelled at once.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[float], Any],
+        settings: Settings,
+        closed: asyncio.Event,
+        request_id: str,
+        timeout_s: float,
+    ) -> None:
+        self._start = start
+        self._settings = settings
+        self._client_closed = closed
+        self._attempts = Attempts(settings.max_retries, time.monotonic() + timeout_s)
+        self._reader = results.StreamReader(request_id)
+        self._is_closed = False
+        self._open(timeout_s)
+
+    @property
+    def request_id(self) -> str:
+        """As the server knows it, once the first piece has come; until then as this client proposed
+        it."""
+        return self._reader.request_id
+
+    async def collect(self) -> Completion:
+        """Read to the end, and put together what this call read. Raises Cancelled if the stream is
+        closed before."""
+        chunks = [chunk async for chunk in self]
+        if not self._reader.has_ended:
+            raise Cancelled("the stream was closed before its end", request_id=self.request_id)
+        return results.completion_of(self.request_id, chunks)
+
+    async def close(self) -> None:
+        """Cancel the request unless it has ended. Iterating ends then. May be called again, and by
+        any task."""
+        self._end()
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        while not self._is_closed:
+            try:
+                response = await self._call.read()
+            except asyncio.CancelledError:
+                # Of the reading task; or of the call, by some task's `close`, which grpc reports
+                # in the same way.
+                self._end()
+                if _is_task_cancelled():
+                    raise
+            except grpc.RpcError as error:
+                if not self._is_closed:
+                    await self._retry(self._settings.error_of(error, self.request_id))
+            else:
+                if response is grpc.aio.EOF:
+                    self._end()
+                    self._reader.end()
+                    continue
+                try:
+                    return self._reader.accept(response)
+                except BatonError:
+                    self._end()
+                    raise
+        if self._client_closed.is_set() and not self._reader.has_ended:
+            raise Cancelled("the client was closed", request_id=self.request_id)
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def _open(self, timeout_s: float) -> None:
+        # Read by read(): an unfinished aiter() keeps the call, and by it the connection, alive
+        # until the next collection.
+        self._call = self._start(timeout_s)
+        self._cancel = weakref.finalize(self, self._call.cancel)
+        # An event loop that is gone at exit has taken its calls with it.
+        self._cancel.atexit = False
+
+    def _end(self) -> None:
+        self._is_closed = True
+        self._cancel()
+
+    async def _retry(self, error: BatonError) -> None:
+        """Open the stream anew, or raise the error: after the first piece, it is always raised."""
+        is_first = self._reader.num_chunks == 0
+        delay_s = self._attempts.delay_s(error, time.monotonic()) if is_first else None
+        if delay_s is None or await _is_set_within(self._client_closed, delay_s):
+            self._end()
+            raise error
+        if not self._is_closed:
+            self._cancel.detach()
+            self._open(self._attempts.remaining_s(time.monotonic()))
+
+
+def _is_task_cancelled() -> bool:
+    """Whether the running task is asked to end, as opposed to a call of its being cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def _is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
+    """Whether the event is set, now or before the time is over."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    return event.is_set()

@@ -1,10 +1,11 @@
-"""What a client was told once, and the rules for metadata, deadlines and retries that follow from
+"""What a client is given once, and the rules for metadata, deadlines and retries that follow from
 it. Pure."""
 
 from __future__ import annotations
 
 import math
 import re
+import sys
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,6 @@ from typing import TypeAlias
 
 import grpc
 
-from baton.client.trace_context import current_trace
 from baton.errors import BatonError, FieldViolation, InvalidRequest, RetriableError
 from baton.redaction import redacted
 from baton.rpc.status import REQUEST_ID_KEY, from_rpc_error
@@ -24,6 +24,9 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_S = 600.0
 MAX_METADATA_BYTES = 8192
 """Servers may refuse more; each entry counts 32 bytes beside its text, as HTTP/2 counts it."""
+
+MAX_TRACESTATE_CHARS = 512
+"""Of a tracestate that is sent; a longer one stays here, where the trace goes on without it."""
 
 _AUTHORIZATION = "authorization"
 _ADDRESS = re.compile(r"(?:[^\s:/]+|\[[0-9a-fA-F:.%]+\]):[0-9]{1,5}")
@@ -77,7 +80,7 @@ class Settings:
         Raises InvalidRequest for a request id that no header can carry.
         """
         has_trace = any(key == "traceparent" for key, _ in self.metadata)
-        trace = () if has_trace else current_trace()
+        trace = () if has_trace else _current_trace()
         return checked_metadata((*self.metadata, *trace, (REQUEST_ID_KEY, request_id)))
 
     def error_of(self, error: grpc.RpcError, request_id: str) -> BatonError:
@@ -132,6 +135,24 @@ def checked_metadata(metadata: MetadataLike) -> Metadata:
             f"at most {MAX_METADATA_BYTES} are sent: send fewer or shorter entries",
         )
     return entries
+
+
+def _current_trace() -> tuple[tuple[str, str], ...]:
+    """The caller's trace, so that it goes on in the servers: W3C trace context of the current
+    OpenTelemetry span; nothing outside of one."""
+    if "opentelemetry.trace" not in sys.modules:
+        # A span exists only where the program has imported OpenTelemetry, which this package does
+        # without.
+        return ()
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return tuple(
+        (key, value)
+        for key, value in carrier.items()
+        if key != "tracestate" or len(value) <= MAX_TRACESTATE_CHARS
+    )
 
 
 def _authorization(api_key: str | None) -> Metadata:

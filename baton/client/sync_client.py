@@ -1,11 +1,12 @@
-"""The client for threads. Same methods as AsyncClient; what both do is in requests, responses and
-settings."""
+"""The client for threads, and one answer as it comes. Same methods as AsyncClient; what both do is
+in requests, results and settings."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -13,9 +14,9 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
-from baton.client import requests, responses
+from baton.client import requests, results
 from baton.client.requests import PromptLike
-from baton.client.results import Completion, Model, Tokenization
+from baton.client.results import Chunk, Completion, Model, Tokenization
 from baton.client.settings import (
     DEFAULT_ADDRESS,
     DEFAULT_TIMEOUT_S,
@@ -24,8 +25,7 @@ from baton.client.settings import (
     Settings,
     new_request_id,
 )
-from baton.client.sync_stream import CompletionStream
-from baton.errors import Cancelled
+from baton.errors import BatonError, Cancelled
 from baton.rpc.channel import sync_channel
 from baton.rpc.tls import TlsFiles
 from baton.sampling_params import SamplingOptions, SamplingParams
@@ -137,7 +137,7 @@ class Client:
     ) -> Tokenization:
         """The token ids of a prompt, chat messages rendered with the model's template."""
         request = requests.tokenize_request(prompt, model=model)
-        return responses.tokenization_of(self._unary(self._stub.Tokenize, request, timeout_s))
+        return results.tokenization_of(self._unary(self._stub.Tokenize, request, timeout_s))
 
     def detokenize(
         self,
@@ -156,12 +156,12 @@ class Client:
     def models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
         """The models served, with their workers."""
         request = inference_pb2.ListModelsRequest()
-        return responses.models_of(self._unary(self._stub.ListModels, request, timeout_s))
+        return results.models_of(self._unary(self._stub.ListModels, request, timeout_s))
 
     def model(self, name: str = "", *, timeout_s: float | None = None) -> Model:
         """One model; empty for the only one served."""
         request = requests.get_model_request(model=name)
-        return responses.model_of(self._unary(self._stub.GetModel, request, timeout_s).model)
+        return results.model_of(self._unary(self._stub.GetModel, request, timeout_s).model)
 
     def health(self, service: str = "", *, timeout_s: float | None = None) -> bool:
         """Whether the server, or one service of it by its full name, serves now."""
@@ -205,3 +205,97 @@ class Client:
     def _check_open(self) -> None:
         if self._closed.is_set():
             raise Cancelled("this client is closed; make a new one")
+
+
+class CompletionStream:
+    """The pieces of one answer, as they come. An iterator, and a context manager whose end cancels
+    the request.
+
+    Iterating raises the errors of baton.errors. A stream that is forgotten half-read is cancelled
+    when it is collected.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[float], Any],
+        settings: Settings,
+        closed: threading.Event,
+        request_id: str,
+        timeout_s: float,
+    ) -> None:
+        self._start = start
+        self._settings = settings
+        self._client_closed = closed
+        self._attempts = Attempts(settings.max_retries, time.monotonic() + timeout_s)
+        self._reader = results.StreamReader(request_id)
+        self._is_closed = False
+        self._open(timeout_s)
+
+    @property
+    def request_id(self) -> str:
+        """As the server knows it, once the first piece has come; until then as this client proposed
+        it."""
+        return self._reader.request_id
+
+    def collect(self) -> Completion:
+        """Read to the end, and put together what this call read. Raises Cancelled if the stream is
+        closed before."""
+        chunks = list(self)
+        if not self._reader.has_ended:
+            raise Cancelled("the stream was closed before its end", request_id=self.request_id)
+        return results.completion_of(self.request_id, chunks)
+
+    def close(self) -> None:
+        """Cancel the request unless it has ended. Iterating ends then. May be called again, and by
+        any thread."""
+        self._is_closed = True
+        self._cancel()
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self
+
+    def __next__(self) -> Chunk:
+        while not self._is_closed:
+            try:
+                response = next(self._call)
+            except StopIteration:
+                self.close()
+                self._reader.end()
+            except grpc.RpcError as error:
+                if not self._is_closed:
+                    self._retry(self._settings.error_of(error, self.request_id))
+            else:
+                try:
+                    return self._reader.accept(response)
+                except BatonError:
+                    self.close()
+                    raise
+        if self._client_closed.is_set() and not self._reader.has_ended:
+            raise Cancelled("the client was closed", request_id=self.request_id)
+        raise StopIteration
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open(self, timeout_s: float) -> None:
+        self._call = self._start(timeout_s)
+        self._cancel = weakref.finalize(self, self._call.cancel)
+
+    def _retry(self, error: BatonError) -> None:
+        """Open the stream anew, or raise the error: after the first piece, it is always raised."""
+        is_first = self._reader.num_chunks == 0
+        delay_s = self._attempts.delay_s(error, time.monotonic()) if is_first else None
+        if delay_s is None or self._client_closed.wait(delay_s):
+            self.close()
+            raise error
+        if not self._is_closed:
+            self._cancel.detach()
+            self._open(self._attempts.remaining_s(time.monotonic()))

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import baton.client
 from baton.cli.main import app
 from baton.client import ChatMessage, Chunk, Completion, Model, SamplingParams, Timing, Usage
-from baton.client.responses import completion_of
+from baton.client.results import completion_of
 from baton.types import FinishReason
 
 USAGE = Usage(prompt_tokens=3, completion_tokens=2)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.client.responses import StreamReader, chunk_of, completion_of
+from baton.client.results import StreamReader, chunk_of, completion_of
 from baton.errors import BatonError
 from baton.types import FinishReason, TokenLogprobs
 from baton.v1 import inference_pb2, sampling_pb2
