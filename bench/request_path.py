@@ -4,6 +4,10 @@ python -m bench.request_path [--list]: gateway, prefill and decode worker run in
 a profile function in every thread. A first request warms them up; the next one is watched, and is
 handed over. What also runs without a request, such as heartbeats and load reports, is watched for a
 second beside it and counted apart.
+
+A function is what a reader meets as one: a `def` or a lambda. Generator expressions, and before
+Python 3.12 comprehensions, run in frames of their own, too: they count as part of the function that
+they stand in.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ FOLDERS = (
 )
 _OURS = tuple(f"{ROOT / folder}/" for folder in FOLDERS)
 _IDLE_S = 1.0
+#: Code that runs in frames of its own and is no function to a reader.
+_NO_FUNCTIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<module>"})
 
 
 class Function(NamedTuple):
@@ -52,7 +58,12 @@ class Watch:
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:  # noqa: ARG002
         code = frame.f_code
-        if self.is_on and event == "call" and code.co_filename.startswith(_OURS):
+        if (
+            self.is_on
+            and event == "call"
+            and code.co_filename.startswith(_OURS)
+            and code.co_name not in _NO_FUNCTIONS
+        ):
             file = code.co_filename.removeprefix(f"{ROOT}/")
             self.functions.add(Function(file, code.co_qualname))
             self.threads.add(threading.current_thread().name)
