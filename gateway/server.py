@@ -26,7 +26,7 @@ from baton.rpc.tls import server_credentials
 from baton.service import OnReady, ReadyReport
 from baton.start_log import report_phase
 from baton.telemetry import TelemetrySettings, running_telemetry
-from baton.telemetry.build_info import observe_build
+from baton.telemetry.metrics import observe_build
 from baton.types import Tier
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from gateway.intake.api_keys import read_api_keys

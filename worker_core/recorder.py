@@ -8,6 +8,7 @@ decode.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -29,13 +30,10 @@ from baton.events import (
     Tokens,
 )
 from baton.telemetry import RequestEvent, Telemetry, names
-from baton.telemetry.context import context_of
-from baton.telemetry.histograms import seconds_histogram
+from baton.telemetry.metrics import seconds_histogram
 from baton.telemetry.names import SpanName
-from baton.telemetry.spans import SpanWriter, TimedEvent
-from baton.telemetry.wall_clock import WallClock
+from baton.telemetry.spans import SpanWriter, TimedEvent, WallClock, context_of
 from baton.types import FinishReason, SequenceSpec
-from baton.worker.watch import CommandLog
 from kv_transfer.kv_ticket import parse_ticket
 from kv_transfer.sender import SendDone
 from kv_transfer.ticket import TicketCommitted, TicketDead
@@ -83,7 +81,8 @@ class WorkerRecorder:
         """clock: the core's, the sender's and the ticket table's, in seconds."""
         self._telemetry = telemetry
         self._clock = clock
-        self._log: CommandLog[Command] = CommandLog(clock)
+        self._commands: deque[tuple[float, Command]] = deque()
+        """In the order they were submitted, from any thread, until the next step's end."""
         self._sequences: dict[_Key, _Sequence] = {}
         self._by_ticket: dict[int, _Key] = {}
         self._num_choices: dict[_Key, int] = {}
@@ -152,14 +151,14 @@ class WorkerRecorder:
 
     def on_command(self, command: Command) -> None:
         """A command goes to the core."""
-        self._log.put(command)
+        self._commands.append((self._clock(), command))
 
     def on_step(self, events: Sequence[StreamEvent]) -> None:
         """The core made a step. An offer of this step precedes the end of its ticket, wherever that
         was known first; and what a handoff followed, its end."""
         ends: list[tuple[float, _TicketEnd]] = []
         sent: list[tuple[float, SendDone]] = []
-        for at_s, command in self._log.take():
+        for at_s, command in [self._commands.popleft() for _ in range(len(self._commands))]:
             match command:
                 case TicketCommitted() | TicketDead():
                     ends.append((at_s, command))

@@ -1,11 +1,15 @@
-"""Where workers tell that they are there, and gateways learn which are: hints, never the only
+"""Where workers announce themselves, and gateways learn which there are: hints, never the only
 truth."""
 
-from baton.registry.interface import Registry, WorkerAdded, WorkerRemoved
-from baton.registry.make import make_registry
+from baton.registry.interface import (
+    Registry,
+    StaticRegistry,
+    WorkerAdded,
+    WorkerRemoved,
+    make_registry,
+)
 from baton.registry.pipe import PipeRegistry
 from baton.registry.registration import Registration
-from baton.registry.static import StaticRegistry
 
 __all__ = [
     "PipeRegistry",

@@ -1,11 +1,14 @@
-"""What a registry does for a gateway and for a worker, whatever keeps it."""
+"""What a registry does for a gateway and for a worker, whatever keeps it; the one that is embedded,
+and which one an option names."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
+from baton.errors import ConfigError
 from baton.registry.registration import Registration
 from baton.types import Tier
 
@@ -39,9 +42,45 @@ class Registry(Protocol):
         ...
 
     async def announce(self, current: Callable[[], Registration | None]) -> NoReturn:
-        """Keep the worker on the list, with what `current` tells at each renewal, until cancelled;
+        """Keep the worker on the list, with what `current` gives at each renewal, until cancelled;
         it is taken off then.
 
         current: quick; None while the worker should not be found, so that its lease ends.
         """
         ...
+
+
+class StaticRegistry:
+    """The addresses of the command line, for good. Workers need not announce themselves."""
+
+    def __init__(self, prefills: Sequence[str] = (), decodes: Sequence[str] = ()) -> None:
+        self._changes = (
+            *(WorkerAdded(address, Tier.PREFILL) for address in prefills),
+            *(WorkerAdded(address, Tier.DECODE) for address in decodes),
+        )
+
+    async def changes(self) -> AsyncGenerator[Change, None]:
+        """See Registry."""
+        for change in self._changes:
+            yield change
+
+    async def announce(self, current: Callable[[], Registration | None]) -> NoReturn:  # noqa: ARG002
+        """See Registry."""
+        await asyncio.get_running_loop().create_future()
+        raise RuntimeError("nobody sets that future")
+
+
+def make_registry(url: str | None, model: str = "") -> Registry:
+    """The registry at `url`; without one, the embedded one, with nobody on its list.
+
+    model: for gateways, the name of the model whose workers they look for. Raises ConfigError.
+    """
+    if url is None:
+        return StaticRegistry()
+    try:
+        # Only a process that uses Redis needs its client.
+        from baton.registry.redis import RedisRegistry
+    except ImportError as error:
+        fix = "install the redis package (pip install redis), or leave the option out"
+        raise ConfigError.of("--registry", "redis", fix) from error
+    return RedisRegistry(url, model)

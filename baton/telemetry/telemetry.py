@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -24,7 +26,6 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import NoOpTracer, Tracer
 
 from baton.telemetry import names
-from baton.telemetry.closing import close_within
 from baton.telemetry.otlp import OtlpProtocol, metric_exporter, otlp_protocol, span_exporter
 from baton.telemetry.prometheus import Pages, serve_prometheus
 
@@ -166,3 +167,16 @@ def _open_metrics(
     provider = MeterProvider(readers, resource, shutdown_on_exit=False)
     closers.append(provider.shutdown)
     return provider.get_meter(_SCOPE, settings.version)
+
+
+def close_within(closers: Sequence[Callable[[], None]], timeout_s: float) -> None:
+    """Call all at once, and return when they are done, or after `timeout_s`: a collector that does
+    not answer is not waited for. What is late then ends with the process."""
+    deadline_s = time.monotonic() + timeout_s
+    threads = [
+        threading.Thread(target=closer, name="telemetry-close", daemon=True) for closer in closers
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))

@@ -4,10 +4,12 @@ end."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 from baton import __version__
 from baton.config import WorkerOptions
@@ -15,14 +17,20 @@ from baton.engine.interface import EngineSpec
 from baton.engine.loop import EngineLoop, Heartbeat
 from baton.errors import EngineFault
 from baton.phase_clock import PhaseClock
-from baton.registry import make_registry
+from baton.registry import Registration, Registry, make_registry
 from baton.rpc.peer_names import PeerNamesInterceptor
 from baton.rpc.server import Register, start_server
 from baton.rpc.tls import server_credentials
 from baton.service import ReadyReport
+from baton.telemetry.rate_limit import RateLimit
 from baton.types import WorkerIdentity, WorkerInfo
-from baton.worker.announcing import keep_announcing, registration_of
 from baton.worker.load_board import LoadBoard, is_empty
+
+_log = logging.getLogger(__name__)
+
+#: After an error that the registry did not foresee: when it is tried again, and how often it is
+#: logged, in seconds.
+_PAUSE_S, _LOG_S = 1.0, 60.0
 
 CommandT = TypeVar("CommandT")
 EventT = TypeVar("EventT")
@@ -129,14 +137,14 @@ class WorkerHost(Generic[CommandT, EventT]):
             await self._loop.stop()
 
     async def _announce(self, port: int) -> None:
-        current = registration_of(
-            self._options,
-            self._info,
-            self._transports,
-            port,
-            lambda: self._board.load,
-            self.is_alive,
-        )
+        """Be found by gateways, but not while the engine loop stands still."""
+        address = f"{self._options.advertised_host}:{port}"
+
+        def current() -> Registration | None:
+            if not self.is_alive():
+                return None
+            return Registration(address, self._info, self._transports, self._board.load)
+
         await keep_announcing(self._registry, current)
 
     async def _drain_all(self) -> None:
@@ -144,3 +152,24 @@ class WorkerHost(Generic[CommandT, EventT]):
         with suppress(TimeoutError):
             async with asyncio.timeout(self._options.drain_timeout_s):
                 await self._board.wait_until(lambda load: load.is_draining and is_empty(load))
+
+
+async def keep_announcing(
+    registry: Registry, current: Callable[[], Registration | None], *, pause_s: float = _PAUSE_S
+) -> NoReturn:
+    """Announce the worker until cancelled, whatever goes wrong: a worker that nobody finds is no
+    reason to end it."""
+    warnings = RateLimit(_LOG_S, time.monotonic)
+    while True:
+        announcing = asyncio.create_task(registry.announce(current))
+        try:
+            await asyncio.wait({announcing})
+        finally:
+            announcing.cancel()
+            await asyncio.gather(announcing, return_exceptions=True)
+        error = None if announcing.cancelled() else announcing.exception()
+        if warnings.take():
+            _log.error(
+                "this worker could not be announced to the registry; trying again", exc_info=error
+            )
+        await asyncio.sleep(pause_s)

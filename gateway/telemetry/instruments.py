@@ -17,7 +17,7 @@ from baton.errors import (
     WorkerLost,
 )
 from baton.telemetry import Phase, RequestEvent, names
-from baton.telemetry.histograms import seconds_histogram
+from baton.telemetry.metrics import seconds_histogram
 
 #: Boundaries, in seconds, that the conventions for generative AI advise.
 DURATION_BOUNDS_S: Final = tuple(0.01 * 2**i for i in range(14))

@@ -22,11 +22,16 @@ from baton.errors import (
     WorkerLost,
 )
 from baton.telemetry import Phase, RequestEvent, Telemetry, names
-from baton.telemetry.context import context_of_metadata, traceparent_of, tracestate_of
 from baton.telemetry.names import SpanName
 from baton.telemetry.rate_limit import RateLimit
-from baton.telemetry.spans import SpanWriter, set_error
-from baton.telemetry.wall_clock import WallClock
+from baton.telemetry.spans import (
+    SpanWriter,
+    WallClock,
+    context_of_metadata,
+    set_error,
+    traceparent_of,
+    tracestate_of,
+)
 from baton.types import FinishReason, SequenceSpec
 from gateway.telemetry.instruments import Instruments
 from gateway.telemetry.timing import Timeline

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.config.byte_size import parse_byte_size
+from baton.config.fields import parse_byte_size
 
 UNITS = ["", "B", "KiB", "MiB", "GiB", "TiB", "KB", "MB", "GB", "TB", "k", "m", "g", "K", "M", "G"]
 

@@ -21,8 +21,7 @@ from transformers import (
 )
 
 from baton.engine.interface import SampleRow
-from baton.sampling.keys import draw_key
-from baton.sampling.sampler import BrokenRowsError, draw
+from baton.sampling.sampler import BrokenRowsError, draw, draw_key
 from baton.types import Sampling
 from baton_kernels.sampling import keep_min_p, keep_top_k, keep_top_p
 

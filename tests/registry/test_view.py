@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.registry import Registration, WorkerAdded, WorkerRemoved
-from baton.registry.view import View, changes_between
+from baton.registry.redis import View, changes_between
 from baton.types import Tier, WorkerLoad
 from tests.support.fake_workers import make_info
 

@@ -15,15 +15,15 @@ from baton.config import ServeOptions
 from baton.errors import ConfigError
 from baton.supervisor.plan import metrics_port, plan_gateways, plan_workers
 from baton.telemetry import Phase, RequestEvent, TelemetrySettings, names, open_telemetry
-from baton.telemetry.closing import close_within
-from baton.telemetry.context import (
+from baton.telemetry.names import SpanName
+from baton.telemetry.spans import (
     MAX_TRACESTATE_CHARS,
     context_of,
     context_of_metadata,
     traceparent_of,
     tracestate_of,
 )
-from baton.telemetry.names import SpanName
+from baton.telemetry.telemetry import close_within
 from kv_transfer.ticket import TicketState
 from tests.support.metrics_page import fetch_metrics, free_ports
 

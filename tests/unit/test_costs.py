@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.linear_fit import LinearFit
-from worker_core.costs import Costs
+from worker_core.costs import Costs, LinearFit
 from worker_core.policy import LocalPrefillPolicy
 
 POLICY = LocalPrefillPolicy(
