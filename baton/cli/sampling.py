@@ -15,6 +15,13 @@ _NAME = "params"
 #: Options of several parts: a command that has flags for them makes them itself.
 _COMPOSED = ("beam_search", "structured_output")
 
+#: What a command does with some.
+_NOTES = {
+    "n": "Several are printed when all have ended.",
+    "logprobs": "Seen with --json.",
+    "prompt_logprobs": "Seen with --json.",
+}
+
 #: All options that one flag can hold.
 FLAGS = tuple(
     name
@@ -62,7 +69,7 @@ _TYPES = get_type_hints(SamplingParams)
 def _flag(name: str, default: object) -> inspect.Parameter:
     option = OPTIONS[name]
     kind: Any = _TYPES[name]
-    text = option.describe(default)
+    text = " ".join(filter(None, (option.describe(default), _NOTES.get(name))))
     match option.limits:
         case Texts():
             kind, text = list[str] | None, f"{text} May be repeated."

@@ -39,7 +39,7 @@ _CHOICE_TEXTS = Texts(1024, 1024, "texts")
 #: Options that depend on the model or on the prompt, or mean more to the tiers than what was given.
 _RESOLVED = frozenset({"logit_bias", "max_tokens", "stop_token_ids", "seed", "bad_words"})
 #: Options that the tiers get as they were given; these are their defaults where Sampling has none.
-_PLAIN = tuple(OPTIONS.keys() & Sampling.__dataclass_fields__.keys() - _RESOLVED)
+_PLAIN = OPTIONS.keys() & Sampling.__dataclass_fields__.keys() - _RESOLVED
 _DEFAULTS: Mapping[str, Any] = {
     name: OPTIONS[name].default for name in _PLAIN if OPTIONS[name].default is not None
 }
@@ -119,7 +119,8 @@ def sampling_of(
     """What the tiers get. seed: for requests that give none. grammar: that of
     structured_output, or empty."""
     beam = _beam_params(params)
-    chosen = {**_DEFAULTS, **{n: getattr(params, n) for n in _PLAIN if params.HasField(n)}}
+    plain = {f.name: value for f, value in params.ListFields() if f.name in _PLAIN}
+    chosen = {**_DEFAULTS, **plain}
     if beam:
         chosen["temperature"] = 0.0
     return Sampling(
