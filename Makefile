@@ -57,6 +57,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/buf lint protos
+	$(BIN)/buf breaking protos --against tests/frozen/0.1.0/protos.binpb
 	$(BIN)/python scripts/protos.py --check
 	$(BIN)/python scripts/docs.py --check
 

@@ -111,7 +111,7 @@ def channels(certificate_folder: str) -> dict[str, Channel]:
     return found | {
         "tcp TLS": Channel("tcp", certificates=certificate_folder),
         "tcp 4 handoffs, 1 connection": Channel("tcp", num_handoffs=4),
-        "tcp 4 handoffs, 2 connections": Channel("tcp", num_handoffs=4, num_lanes=2),
+        "tcp 4 handoffs, 2 connections": Channel("tcp", num_handoffs=4, num_connections=2),
     }
 
 

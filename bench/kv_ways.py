@@ -29,7 +29,7 @@ from baton.types import KvLayout, KvRange, Sample, Sampling, SequenceSpec, Worke
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.running_receiver import open_receiver
 from kv_transfer.sender import SendDone, Sender
-from kv_transfer.ticket import TicketDead, TicketEvent
+from kv_transfer.ticket import TicketAborted, TicketEvent
 from kv_transfer.transport.connector import make_connector
 
 #: Shape of Llama-3.2-1B: 512 KiB a block.
@@ -57,7 +57,7 @@ class Channel:
     has_secret: bool = False
     certificates: str = ""
     num_handoffs: int = 1
-    num_lanes: int = 1
+    num_connections: int = 1
 
     @property
     def secret(self) -> KvSecret | None:
@@ -122,7 +122,7 @@ def serve_kv(channel: Channel, num_blocks: int) -> None:
     pool = TorchKvPool(LAYOUT, num_blocks, torch.device("cpu"))
 
     def on_event(event: TicketEvent) -> None:
-        if isinstance(event, TicketDead):
+        if isinstance(event, TicketAborted):
             print(f"handoff failed: {event.message}", file=sys.stderr)
         running.tickets.release(event.ticket_id)
 
@@ -301,7 +301,7 @@ def kv_channel(channel: Channel, source: TorchKvPool, max_bytes: int) -> Iterato
         make_connector(channel.transport, tls=channel.tls),
         dones.put,
         time.monotonic,
-        num_lanes=channel.num_lanes,
+        num_connections=channel.num_connections,
         secret=channel.secret,
     )
     with peer(json.dumps(asdict(channel)), max_bytes) as other:

@@ -16,36 +16,35 @@ import xxhash
 
 from baton.engine.interface import KvPool
 from baton.types import KvRange
-from kv_transfer.chunking import runs
 from kv_transfer.transcoder import Transcoder
-from kv_transfer.wire_format import WireFormat
+from kv_transfer.wire_format import WireFormat, runs
 
 #: Shorter pieces are packed together: gathering costs about as much for each piece as copying this
 #: many bytes.
-MIN_LENT_BYTES = 32 * 1024
+MIN_VIEW_BYTES = 32 * 1024
 
 
 @runtime_checkable
-class LendingPool(Protocol):
+class ViewablePool(Protocol):
     """A pool whose blocks may be read and written where they lie, if that is in host memory."""
 
     @property
     def num_blocks(self) -> int: ...
 
     @property
-    def is_lendable(self) -> bool:
+    def has_block_views(self) -> bool:
         """Whether it is."""
         ...
 
-    def lend(self, block_id: int, first_layer: int, num_layers: int) -> memoryview:
+    def block_view(self, block_id: int, first_layer: int, num_layers: int) -> memoryview:
         """The bytes of a whole block's layers: who writes there must own the block. Raises
         ValueError for a wrong range."""
         ...
 
 
 @runtime_checkable
-class CheckingPool(LendingPool, Protocol):
-    """A lending pool that can copy whole blocks and compute their payload's checksum at once."""
+class CheckingPool(ViewablePool, Protocol):
+    """A viewable pool that can copy whole blocks and compute their payload's checksum at once."""
 
     @property
     def checked_copy(self) -> CheckedCopy | None:
@@ -93,11 +92,13 @@ class ChunkCodec:
         self._token_layer_bytes = layout.token_layer_bytes
         self._scratch = memoryview(b"")
         is_straight = self._transcoder is None and wire.block_size == layout.block_size
-        self._lender = (
-            pool if is_straight and isinstance(pool, LendingPool) and pool.is_lendable else None
+        self._viewable = (
+            pool
+            if is_straight and isinstance(pool, ViewablePool) and pool.has_block_views
+            else None
         )
         self._checked_copy = (
-            pool.checked_copy if self._lender and isinstance(pool, CheckingPool) else None
+            pool.checked_copy if self._viewable and isinstance(pool, CheckingPool) else None
         )
 
     @property
@@ -126,23 +127,24 @@ class ChunkCodec:
                 self._transcoder.decode(run.data, run.piece.num_tokens, piece.num_layers, bits)
             self._pool.unpack(run.block_ids, run.piece, bits)
 
-    def is_lendable(self, piece: KvRange) -> bool:
+    def can_view(self, piece: KvRange) -> bool:
         """Whether the payload is whole blocks of the pool as they lie there, in pieces long enough
         to be worth it."""
         return bool(
-            self._lender
+            self._viewable
             and _is_whole(piece, self._block_size)
-            and self._block_size * piece.num_layers * self._token_layer_bytes >= MIN_LENT_BYTES
+            and self._block_size * piece.num_layers * self._token_layer_bytes >= MIN_VIEW_BYTES
         )
 
-    def lend(self, block_ids: Sequence[int], piece: KvRange) -> tuple[memoryview, ...]:
-        """The blocks themselves as the pieces of a payload; nothing unless is_lendable. Raises
+    def views(self, block_ids: Sequence[int], piece: KvRange) -> tuple[memoryview, ...]:
+        """The blocks themselves as the pieces of a payload; nothing unless can_view. Raises
         ValueError as pack does."""
-        if self._lender is None or not self.is_lendable(piece):
+        if self._viewable is None or not self.can_view(piece):
             return ()
         blocks = self._blocks(block_ids, piece)
         return tuple(
-            self._lender.lend(block_id, piece.first_layer, piece.num_layers) for block_id in blocks
+            self._viewable.block_view(block_id, piece.first_layer, piece.num_layers)
+            for block_id in blocks
         )
 
     def pack_checked(

@@ -10,7 +10,15 @@
     12      4      bytes of the payload that follows it (0 where the payload is in shared memory)
 
 Between workers that share a secret 16 bytes come after the header of each frame behind KvProof,
-before the payload, and are counted nowhere: see frame_seal.py.
+before the payload, and are counted nowhere: see FrameSeal.
+
+A chunk's checksum covers payload and header, a commit's the commit and all chunks: a payload that
+is sent as another's, or a token that is changed on the way, does not pass. What a chunk's header
+says about its place has a checksum of its own besides, so that it can be trusted before the payload
+has come. They are xxh3_64: against faults of hardware and software, not against forgers. Between
+workers that share a secret (kv_secret.py) they are the first 64 bits of blake3 under the
+connection's key, over whole header and payload: against forgers, too. A guess is right once in
+2^64, and a wrong one ends its handoff.
 
 Whatever the bytes, decoding raises nothing but FrameError and allocates no more than the limits
 given.
@@ -19,17 +27,27 @@ given.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import xxhash
+from blake3 import blake3
 from google.protobuf.message import DecodeError
 
 from baton.errors import HandoffFailed
 from baton.v1 import kv_pb2
-from kv_transfer.frame_seal import SEAL_BYTES, FrameSeal
-from kv_transfer.version import HANDSHAKE_VERSION
+from kv_transfer.kv_secret import SEAL_BYTES, FrameSeal
 
+_MASK = (1 << 64) - 1
+#: ticket_id, epoch, first_token, num_tokens, first_layer, num_layers.
+_CHUNK = struct.Struct("<QIIIII")
+#: ticket_id, epoch, num_tokens, exposed_us; the ids of the first tokens follow.
+_COMMIT = struct.Struct("<QIIQ")
+
+
+#: Of KvHello, KvAccept and KvRefuse, by which peers agree on a version. It never changes.
+HANDSHAKE_VERSION = 1
 MAGIC = b"BTKV"
 #: Room for a ticket, or for a commit with log probabilities.
 MAX_HEADER_BYTES = 64 * 1024
@@ -50,12 +68,13 @@ Frame = (
     | kv_pb2.KvAbort
     | kv_pb2.KvCommitted
     | kv_pb2.KvCredit
-    | kv_pb2.KvBorrow
+    | kv_pb2.KvFetchPrefix
     | kv_pb2.KvLanded
     | kv_pb2.KvProof
 )
 
-_TYPES: Mapping[int, type[Frame]] = MappingProxyType(
+#: By the number in the preamble.
+FRAME_TYPES: Mapping[int, type[Frame]] = MappingProxyType(
     {
         1: kv_pb2.KvHello,
         2: kv_pb2.KvAccept,
@@ -67,12 +86,12 @@ _TYPES: Mapping[int, type[Frame]] = MappingProxyType(
         8: kv_pb2.KvAbort,
         9: kv_pb2.KvCommitted,
         10: kv_pb2.KvCredit,
-        11: kv_pb2.KvBorrow,
+        11: kv_pb2.KvFetchPrefix,
         12: kv_pb2.KvLanded,
         13: kv_pb2.KvProof,
     }
 )
-_NUMBERS: Mapping[type[Frame], int] = MappingProxyType({t: n for n, t in _TYPES.items()})
+_NUMBERS: Mapping[type[Frame], int] = MappingProxyType({t: n for n, t in FRAME_TYPES.items()})
 _HANDSHAKE_NUMBERS = frozenset({1, 2, 3})
 
 
@@ -130,14 +149,14 @@ def decode_preamble(
     more than may come."""
     if len(data) != PREAMBLE_BYTES:
         raise FrameError(f"a preamble of {len(data)} bytes")
-    magic, told, number, zero, header_bytes, payload_bytes = _PREAMBLE.unpack(data)
+    magic, stated, number, zero, header_bytes, payload_bytes = _PREAMBLE.unpack(data)
     if magic != MAGIC:
         raise FrameError("what came is not of the KV channel (wrong magic number)")
-    if number not in _TYPES:
+    if number not in FRAME_TYPES:
         raise FrameError(f"a frame of unknown type {number}")
     expected = _version_of(number, version)
-    if told != expected or zero:
-        raise FrameError(f"a frame of version {told} where version {expected} was agreed on")
+    if stated != expected or zero:
+        raise FrameError(f"a frame of version {stated} where version {expected} was agreed on")
     if header_bytes > MAX_HEADER_BYTES:
         raise FrameError(f"a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} may come")
     if payload_bytes > max_payload_bytes:
@@ -153,8 +172,8 @@ def decode_header(
     """The header that a preamble announced, of `rest_bytes` bytes. Raises FrameError if `data` is
     none, or not what was sent."""
     if len(data) != preamble.rest_bytes(seal):
-        raise FrameError(f"a header of {len(data)} bytes where {preamble.header_bytes} were told")
-    kind = _TYPES[preamble.type]
+        raise FrameError(f"a header of {len(data)} bytes, not of {preamble.header_bytes}")
+    kind = FRAME_TYPES[preamble.type]
     header = bytes(data[: preamble.header_bytes])
     if seal and not seal.is_next(preamble.data + header, bytes(data[preamble.header_bytes :])):
         raise FrameError(f"a {kind.__name__} that the peer has not sent now, or not so")
@@ -194,3 +213,58 @@ class FrameBuffer:
 
 def _version_of(number: int, agreed: int) -> int:
     return HANDSHAKE_VERSION if number in _HANDSHAKE_NUMBERS else agreed
+
+
+def place_checksum(chunk: kv_pb2.KvChunk) -> int:
+    """Of what a header says about its chunk's place: KvChunk.place_checksum."""
+    place = (chunk.first_token, chunk.num_tokens, chunk.first_layer, chunk.num_layers)
+    return xxhash.xxh3_64_intdigest(_CHUNK.pack(chunk.ticket_id, chunk.epoch, *place))
+
+
+def chunk_checksum(chunk: kv_pb2.KvChunk, payload: Sequence[memoryview], key: bytes = b"") -> int:
+    """Of a chunk whose payload is these pieces, one after the other. Without a key it is the
+    payload's xxh3_64, with chunk.place_checksum as its seed. key: the connection's, 32 bytes, or
+    none."""
+    if key:
+        return _keyed(chunk, payload, key)
+    if len(payload) == 1:
+        return xxhash.xxh3_64_intdigest(payload[0], chunk.place_checksum)
+    digest = xxhash.xxh3_64(seed=chunk.place_checksum)
+    for piece in payload:
+        digest.update(piece)
+    return digest.intdigest()
+
+
+def commit_checksum(commit: kv_pb2.KvCommit, chunks: int, key: bytes = b"") -> int:
+    """Of a commit; chunks: the sum of the checksums of all its ticket's chunks."""
+    return (chunks + _commit_digest(commit, key)) & _MASK
+
+
+def chunks_of_commit(commit: kv_pb2.KvCommit, key: bytes = b"") -> int:
+    """The sum of the chunks' checksums that a commit states; a wrong one if the commit is not as it
+    was sent."""
+    return (commit.checksum - _commit_digest(commit, key)) & _MASK
+
+
+def _commit_digest(commit: kv_pb2.KvCommit, key: bytes) -> int:
+    if key:
+        return _keyed(commit, (), key)
+    head = _COMMIT.pack(commit.ticket_id, commit.epoch, commit.num_tokens, commit.exposed_us)
+    ids = [token.token_id for token in commit.first_tokens]
+    return xxhash.xxh3_64_intdigest(head + struct.pack(f"<{len(ids)}I", *ids))
+
+
+def _keyed(
+    header: kv_pb2.KvChunk | kv_pb2.KvCommit, payload: Sequence[memoryview], key: bytes
+) -> int:
+    """Fields of later versions count, too: they are serialised behind those known here, as their
+    sender did."""
+    bare = type(header)()
+    bare.MergeFrom(header)  # type: ignore[arg-type]
+    bare.ClearField("checksum")
+    data = bare.SerializeToString(deterministic=True)
+    name = type(header).__name__.encode()
+    digest = blake3(name + len(data).to_bytes(4, "little") + data, key=key)
+    for piece in payload:
+        digest.update(piece)
+    return int.from_bytes(digest.digest(length=8), "little")

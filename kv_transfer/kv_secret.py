@@ -6,17 +6,25 @@ have it.
                                 <-------------  KvAccept(nonce, proof)
     KvProof(proof)              ------------->
     every chunk and commit with a digest under the connection's own key, and every frame with one
-    (frame_seal.py)
+    (FrameSeal)
 
 Proofs and key are blake3 under the secret, each over its own label and what both ends have said of
 themselves: both nonces, names, boots, versions and the type that KV travels in. So nothing of one
 connection counts on another.
+
+Seals bind every frame to its connection: from the proof on both directions count their frames. A
+frame's digest is blake2b under the connection's key, personal to its direction, over count,
+preamble and header; the header of a chunk has a digest of the payload in it. So a frame that is
+changed, left out, sent twice, sent back, or taken from elsewhere does not pass, and neither does
+any after it: the connection ends there.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
@@ -84,10 +92,54 @@ def read_kv_secret(path: str | None) -> KvSecret | None:
 
 
 def _said_by_sender(hello: kv_pb2.KvHello) -> tuple[bytes, ...]:
-    told = (hello.generation, hello.min_version, hello.max_version)
-    return (hello.nonce, hello.worker_id.encode(), *(str(number).encode() for number in told))
+    numbers = (hello.generation, hello.min_version, hello.max_version)
+    return (hello.nonce, hello.worker_id.encode(), *(str(number).encode() for number in numbers))
 
 
 def _said_by_receiver(accept: kv_pb2.KvAccept) -> tuple[bytes, ...]:
     names = (accept.worker_id.encode(), accept.wire_dtype.encode())
     return (accept.nonce, *names, str(accept.generation).encode(), str(accept.version).encode())
+
+
+#: Of a digest, after its frame's header.
+SEAL_BYTES = 16
+
+_TO_RECEIVER, _TO_SENDER = b"kv to receiver", b"kv to sender"
+
+
+class FrameSeal:
+    """One direction of a connection, at either end of it."""
+
+    def __init__(self, key: bytes, direction: bytes) -> None:
+        """key: the connection's, 32 bytes. direction: at most 16 bytes."""
+        self._keyed = hashlib.blake2b(key=key, digest_size=SEAL_BYTES, person=direction)
+        self._num_frames = 0
+
+    def next(self, frame: bytes) -> bytes:
+        """The digest of the next frame: of its preamble and header."""
+        digest = self._keyed.copy()
+        digest.update(self._num_frames.to_bytes(8, "little") + frame)
+        self._num_frames += 1
+        return digest.digest()
+
+    def is_next(self, frame: bytes, digest: bytes) -> bool:
+        """Whether it is the next frame, and as it was sent. Compares in constant time."""
+        return hmac.compare_digest(self.next(frame), digest)
+
+
+@dataclass(frozen=True, slots=True)
+class Seals:
+    """Both directions, as one end has them."""
+
+    outgoing: FrameSeal
+    incoming: FrameSeal
+
+
+def sender_seals(key: bytes) -> Seals:
+    """Of the sender of KV. key: the connection's."""
+    return Seals(FrameSeal(key, _TO_RECEIVER), FrameSeal(key, _TO_SENDER))
+
+
+def receiver_seals(key: bytes) -> Seals:
+    """Of the receiver, at the other end."""
+    return Seals(FrameSeal(key, _TO_SENDER), FrameSeal(key, _TO_RECEIVER))

@@ -3,7 +3,7 @@
 Who writes into blocks, and when: only a chunk whose header has passed its own checksum and whose
 place is the ticket's, not cached, and not arrived before. Its payload may be written there before
 its checksum is known, because until the commit nobody reads a ticket's blocks, and a payload that
-does not pass kills the ticket: then the blocks go back unread. See
+does not pass aborts the ticket: then the blocks go back unread. See
 docs/adr/0010-kv-is-verified-in-place.md.
 """
 
@@ -18,18 +18,22 @@ from google.protobuf.message import DecodeError
 
 from baton.engine.interface import KvPool
 from baton.errors import BY_REASON, HandoffFailed
-from baton.types import ANY_NUMERICS, KvLayout, NumericsRule, WorkerIdentity
+from baton.types import ANY_NUMERICS, KvLayout, KvRange, NumericsRule, WorkerIdentity
 from baton.v1 import kv_pb2
-from kv_transfer.agreement import Terms
-from kv_transfer.checksum import chunks_of_commit
+from baton.wire import sample_from_proto
 from kv_transfer.device_memory import Payload
-from kv_transfer.frame import Frame, FrameError, clipped
-from kv_transfer.greeting import ReceiverGreeting, Welcome
-from kv_transfer.incoming import header_fault, payload_fault, place_of, store
+from kv_transfer.frame import (
+    Frame,
+    FrameError,
+    chunk_checksum,
+    chunks_of_commit,
+    clipped,
+    place_checksum,
+)
+from kv_transfer.handshake import ReceiverConfig, ReceiverHandshake, Terms
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.ticket import Commit, Rejection
 from kv_transfer.ticket_table import TicketTable
-from kv_transfer.version import first_tokens_of
 from kv_transfer.wire_format import most_token_layer_bytes
 
 Reply = Callable[[Frame], None]
@@ -61,12 +65,12 @@ class Receiver:
         """
         if num_credits < 1 or max_chunk_bytes < most_token_layer_bytes(layout):
             raise ValueError("a receiver needs room for one token of one layer at least")
-        self.welcome = Welcome(
+        self.config = ReceiverConfig(
             identity, pool, num_credits, max_chunk_bytes, wire_dtype, secret, rule
         )
         self.tickets = tickets
         self.num_credits = num_credits
-        # Told together, since each telling wakes the sender's thread; the rest keeps it busy
+        # Given back together, since each report wakes the sender's thread; the rest keeps it busy
         # meanwhile.
         self.credit_batch = max(1, num_credits // 2)
         self.max_chunk_bytes = max_chunk_bytes
@@ -80,13 +84,13 @@ class Receiver:
         checksum: kv_pb2.KvPayloadChecksum.ValueType = kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED,
     ) -> ReceiverSession:
         """The receiving end of a new connection. `reply` and `seal` are called within on_frame and
-        speak only, in the same thread.
+        report_aborts only, in the same thread.
 
         seal: has all that follows carry digests, both ways; see Connection.seal. wake: called in
-        any thread; has `speak` called soon. checksum: of payloads, as the transport has it.
+        any thread; has `report_aborts` called soon. checksum: of payloads, as the transport has it.
         """
-        greeting = ReceiverGreeting(self.welcome, reply, seal, checksum)
-        return ReceiverSession(self, next(self._connections), reply, greeting, wake)
+        handshake = ReceiverHandshake(self.config, reply, seal, checksum)
+        return ReceiverSession(self, next(self._connections), reply, handshake, wake)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +106,8 @@ class ReceiverSession:
 
     on_frame raises FrameError at what a sound sender never sends; the transport then ends the
     connection, as it does when `is_refused`. What concerns one ticket alone is answered by KvAbort
-    and disturbs no other. `speak` tells what nobody
-    asked: that a ticket has died.
+    and disturbs no other. `report_aborts` says what
+    nobody asked: that a ticket is aborted.
     """
 
     def __init__(
@@ -111,41 +115,41 @@ class ReceiverSession:
         receiver: Receiver,
         connection: int,
         reply: Reply,
-        greeting: ReceiverGreeting,
+        handshake: ReceiverHandshake,
         wake: Callable[[], None],
     ) -> None:
         self._receiver = receiver
         self._tickets = receiver.tickets
         self._connection = connection
         self._reply = reply
-        self._greeting = greeting
+        self._handshake = handshake
         self._wake = wake
         # Written in any thread, read in the connection's.
-        self._news: deque[kv_pb2.KvAbort] = deque()
-        # Slots that are free again, and not yet told: fewer than credit_batch, so that the sender
-        # is never without any.
+        self._unreported: deque[kv_pb2.KvAbort] = deque()
+        # Slots that are free again, and not given back yet: fewer than credit_batch, so that the
+        # sender is never without any.
         self._credits: list[int] = []
         self._landing: _Landing | None = None
 
     @property
     def peer(self) -> str:
         """The sender, for people."""
-        return self._greeting.peer
+        return self._handshake.peer
 
     @property
     def is_refused(self) -> bool:
         """Whether the connection is to end, the sender knowing why."""
-        return self._greeting.is_refused
+        return self._handshake.is_refused
 
     @property
     def is_open(self) -> bool:
         """Whether the sender may present tickets."""
-        return self._greeting.terms is not None
+        return self._handshake.terms is not None
 
-    def speak(self) -> None:
-        """Tell the sender which of its tickets have died for reasons of this side."""
-        while self._news:
-            self._reply(self._news.popleft())
+    def report_aborts(self) -> None:
+        """Warn the sender of tickets that were aborted for reasons of this side."""
+        while self._unreported:
+            self._reply(self._unreported.popleft())
 
     def land(self, chunk: kv_pb2.KvChunk) -> tuple[memoryview, ...]:
         """Where the payload of `chunk` may be written instead of being passed to on_frame: its
@@ -154,10 +158,10 @@ class ReceiverSession:
         Nothing if it has to be staged. Otherwise on_frame takes `chunk` next, once the payload is
         there, or on_close ends all.
         """
-        terms, piece = self._greeting.terms, place_of(chunk)
+        terms, piece = self._handshake.terms, place_of(chunk)
         if (
             terms is None
-            or not terms.codec.is_lendable(piece)
+            or not terms.codec.can_view(piece)
             or header_fault(chunk, chunk.payload_bytes, terms)
         ):
             return ()
@@ -165,15 +169,15 @@ class ReceiverSession:
         if isinstance(pinned, Rejection):
             # on_frame meets it again, and answers.
             return ()
-        self._landing = _Landing(chunk.ticket_id, terms.codec.lend(pinned, piece))
+        self._landing = _Landing(chunk.ticket_id, terms.codec.views(pinned, piece))
         return self._landing.views
 
     def on_frame(self, frame: Frame, payload: Payload) -> None:
         """Take a frame. `payload` (of a chunk that did not land) is read before this returns, and
         not kept."""
-        terms = self._greeting.terms
+        terms = self._handshake.terms
         if terms is None or isinstance(frame, kv_pb2.KvHello):
-            self._greeting.on_frame(frame)
+            self._handshake.on_frame(frame)
             return
         match frame:
             case kv_pb2.KvChunk():
@@ -184,8 +188,8 @@ class ReceiverSession:
                 self._on_commit(terms, frame)
             case kv_pb2.KvRenew():
                 self._on_renew(frame)
-            case kv_pb2.KvBorrow():
-                self._on_borrow(frame)
+            case kv_pb2.KvFetchPrefix():
+                self._on_fetch_prefix(frame)
             case kv_pb2.KvAbort():
                 self._on_abort(frame)
             case _:
@@ -200,7 +204,7 @@ class ReceiverSession:
         self._tickets.close_connection(self._connection, f"{self.peer}: {message}")
 
     def _on_begin(self, begin: kv_pb2.KvBegin) -> None:
-        outcome = self._tickets.begin(begin.ticket, self._connection, self._on_death)
+        outcome = self._tickets.begin(begin.ticket, self._connection, self._on_ticket_aborted)
         if not isinstance(outcome, Rejection):
             return
         try:
@@ -223,7 +227,7 @@ class ReceiverSession:
             self._reject(chunk.ticket_id, chunk.epoch, rejection)
 
     def _write(self, terms: Terms, chunk: kv_pb2.KvChunk, payload: Payload) -> Rejection | None:
-        """Verify, and copy into the ticket's blocks. What fails here kills the ticket if this
+        """Verify, and copy into the ticket's blocks. What fails here aborts the ticket if this
         connection holds it."""
         fault = header_fault(chunk, payload.nbytes, terms)
         if fault:
@@ -242,7 +246,7 @@ class ReceiverSession:
         return rejection
 
     def _written(self, chunk: kv_pb2.KvChunk, fault: str) -> Rejection | None:
-        """The writer of a chunk is done with the blocks. A fault kills the ticket before they are
+        """The writer of a chunk is done with the blocks. A fault aborts the ticket before they are
         let go."""
         rejection = self._fail(chunk, fault) if fault else None
         self._tickets.unpin(chunk.ticket_id, chunk.checksum, chunk.payload_bytes)
@@ -253,8 +257,8 @@ class ReceiverSession:
             ticket_id=frame.ticket_id,
             epoch=frame.epoch,
             num_tokens=frame.num_tokens,
-            firsts=first_tokens_of(frame, terms.version),
-            checksum=chunks_of_commit(frame, terms.version, terms.key),
+            firsts=tuple(map(sample_from_proto, frame.first_tokens)),
+            checksum=chunks_of_commit(frame, terms.key),
             exposed_ms=frame.exposed_us / 1000,
         )
         rejection = self._tickets.commit(commit, self._connection)
@@ -269,9 +273,11 @@ class ReceiverSession:
             abort.ticket_id, abort.epoch, self._connection, reason, f"{self.peer}: {abort.message}"
         )
 
-    def _on_borrow(self, borrow: kv_pb2.KvBorrow) -> None:
-        ticket_id, epoch = borrow.ticket_id, borrow.epoch
-        rejection = self._tickets.ask(ticket_id, epoch, self._connection, borrow.lend_to)
+    def _on_fetch_prefix(self, fetch: kv_pb2.KvFetchPrefix) -> None:
+        ticket_id, epoch = fetch.ticket_id, fetch.epoch
+        rejection = self._tickets.request_prefix(
+            ticket_id, epoch, self._connection, fetch.deliver_to
+        )
         if rejection:
             self._reject(ticket_id, epoch, rejection)
 
@@ -286,9 +292,9 @@ class ReceiverSession:
             chunk.ticket_id, chunk.epoch, self._connection, HandoffFailed.reason, fault
         )
 
-    def _on_death(self, ticket_id: int, epoch: int, rejection: Rejection) -> None:
+    def _on_ticket_aborted(self, ticket_id: int, epoch: int, rejection: Rejection) -> None:
         """In any thread."""
-        self._news.append(_abort_of(ticket_id, epoch, rejection))
+        self._unreported.append(_abort_of(ticket_id, epoch, rejection))
         self._wake()
 
     def _reject(self, ticket_id: int, epoch: int, rejection: Rejection) -> None:
@@ -302,3 +308,49 @@ def _abort_of(ticket_id: int, epoch: int, rejection: Rejection) -> kv_pb2.KvAbor
         reason=rejection.reason,
         message=clipped(rejection.message),
     )
+
+
+def place_of(chunk: kv_pb2.KvChunk) -> KvRange:
+    """Where a chunk belongs."""
+    return KvRange(chunk.first_token, chunk.num_tokens, chunk.first_layer, chunk.num_layers)
+
+
+def header_fault(chunk: kv_pb2.KvChunk, num_bytes: int, terms: Terms) -> str:
+    """What is wrong with the header of a chunk whose payload has `num_bytes`, as far as it alone
+    shows."""
+    if chunk.place_checksum != place_checksum(chunk):
+        return "a chunk whose header has a wrong checksum"
+    piece = place_of(chunk)
+    if num_bytes != chunk.payload_bytes or num_bytes != terms.codec.wire.num_bytes(piece):
+        return f"a chunk of {num_bytes} bytes for {piece}"
+    return ""
+
+
+def payload_fault(chunk: kv_pb2.KvChunk, payload: tuple[memoryview, ...], terms: Terms) -> str:
+    """What is wrong with the payload, in these pieces, of a chunk whose header is sound."""
+    is_sound = chunk_checksum(chunk, payload, terms.key) == chunk.checksum
+    return "" if is_sound else _wrong_checksum(chunk)
+
+
+def store(chunk: kv_pb2.KvChunk, payload: Payload, block_ids: tuple[int, ...], terms: Terms) -> str:
+    """Copy a payload into a sequence's blocks, unless it has a fault, which is returned: the blocks
+    may then hold either.
+
+    Raises what KvPool.unpack does, RuntimeError from the device.
+    """
+    codec, piece, seed = terms.codec, place_of(chunk), chunk.place_checksum
+    if not isinstance(payload, memoryview):
+        device = terms.on_device
+        is_sound = device.unpack(block_ids, piece, payload, seed, chunk.checksum)
+        return "" if is_sound else _wrong_checksum(chunk)
+    if not terms.key:
+        is_sound = codec.unpack_checked(block_ids, piece, payload, seed, chunk.checksum)
+        return "" if is_sound else _wrong_checksum(chunk)
+    fault = payload_fault(chunk, (payload,), terms)
+    if not fault:
+        codec.unpack(block_ids, piece, payload)
+    return fault
+
+
+def _wrong_checksum(chunk: kv_pb2.KvChunk) -> str:
+    return f"a chunk with a wrong checksum: {place_of(chunk)}"

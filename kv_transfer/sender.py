@@ -3,41 +3,253 @@
 from __future__ import annotations
 
 import functools
+import math
+import select
+import socket
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
+from typing import Protocol
 
 from baton.engine.interface import KvPool
-from baton.errors import HandoffFailed, PeerMismatch
+from baton.errors import BatonError, HandoffFailed, PeerMismatch
 from baton.types import ANY_NUMERICS, KvLayout, KvRange, NumericsRule, Sample, WorkerIdentity
+from kv_transfer.handoff import (
+    Begin,
+    Cancel,
+    FetchPrefix,
+    Finish,
+    Send,
+    SendDone,
+    Task,
+)
+from kv_transfer.handshake import SenderConfig
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.kv_ticket import KvTicket, parse_ticket
-from kv_transfer.lane import Lane
-from kv_transfer.lane_runner import InlineLane, LaneRunner, RunLane, ThreadLane
-from kv_transfer.send_task import Begin, Borrow, Cancel, Finish, Send, SendDone, SenderConfig
+from kv_transfer.send_connection import SendConnection
 from kv_transfer.transport.base import Connector
 
-#: A bound only: a receiver tells how large its chunks may be.
+
+class KvSender(Protocol):
+    """See kv_transfer.sender.Sender. No call blocks."""
+
+    def begin(self, key: str, ticket: bytes) -> None: ...
+
+    def send(self, key: str, block_ids: tuple[int, ...], piece: KvRange) -> None: ...
+
+    def fetch_prefix(self, key: str, deliver_to: bytes) -> None: ...
+
+    def commit(
+        self, key: str, num_tokens: int, firsts: tuple[Sample, ...], prefill_end: float
+    ) -> None: ...
+
+    def hand_off(
+        self,
+        key: str,
+        ticket: bytes,
+        block_ids: tuple[int, ...],
+        num_tokens: int,
+        prefill_end: float,
+    ) -> None: ...
+
+    def abort(self, key: str, reason: str, message: str) -> None: ...
+
+    def heartbeat(self) -> None: ...
+
+
+def _closed() -> HandoffFailed:
+    return HandoffFailed("the KV sender was closed")
+
+
+class ConnectionRunner(Protocol):
+    """Drives one connection: a thread of its own does, or the caller."""
+
+    @property
+    def is_over(self) -> bool:
+        """Takes no more tasks."""
+        ...
+
+    def submit(self, *tasks: Task) -> bool:
+        """Give tasks, without waiting. False: the connection is over and took none."""
+        ...
+
+    def poll(self) -> None:
+        """The engine loop has come by: where the caller drives, do what is due."""
+        ...
+
+    def close(self) -> None:
+        """End every handoff and the connection; returns when all is over. A second time changes
+        nothing."""
+        ...
+
+
+#: Makes the runner of a new connection with that name.
+MakeRunner = Callable[[SendConnection, str], ConnectionRunner]
+
+
+class InlineRunner:
+    """Drives a connection within the caller's calls, in one thread: for loopback and virtual
+    clocks."""
+
+    def __init__(self, connection: SendConnection, name: str) -> None:
+        del name
+        self._connection = connection
+        self._inbox: deque[Task] = deque()
+        self._is_running = False
+        self._is_closed = False
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_closed
+
+    def submit(self, *tasks: Task) -> bool:
+        if self._is_closed:
+            return False
+        self._inbox.extend(tasks)
+        self._run()
+        return True
+
+    def poll(self) -> None:
+        if not self._is_closed:
+            self._run()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._run()
+
+    def _run(self) -> None:
+        """A task submitted by what a task causes, and a close, are left to the outermost call."""
+        if self._is_running:
+            return
+        self._is_running = True
+        try:
+            self._pump()
+            while self._inbox and not self._is_closed:
+                self._connection.handle(self._inbox.popleft())
+                self._pump()
+            if self._is_closed:
+                while self._inbox:
+                    self._connection.handle(self._inbox.popleft())
+                self._connection.close(_closed())
+        finally:
+            self._is_running = False
+
+    def _pump(self) -> None:
+        while self._connection.pump():
+            pass
+
+
+class ThreadRunner:
+    """Drives a connection by a thread that sleeps until there is a task, a frame, or a deadline,
+    and ends when the connection has been idle for long."""
+
+    def __init__(self, connection: SendConnection, name: str, clock: Callable[[], float]) -> None:
+        self._connection = connection
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._inbox: deque[Task] = deque()
+        self._is_closed = False
+        self._is_over = False
+        # A byte is on its way to the thread, which has not taken its tasks since.
+        self._is_woken = False
+        self._wake_receive, self._wake_send = socket.socketpair()
+        self._wake_receive.setblocking(False)
+        self._wake_send.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_over
+
+    def submit(self, *tasks: Task) -> bool:
+        with self._lock:
+            if self._is_closed or self._is_over:
+                return False
+            self._inbox.extend(tasks)
+            self._wake()
+        return True
+
+    def poll(self) -> None:
+        """Nothing: the thread sees to itself."""
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            if not self._is_over:
+                self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _wake(self) -> None:
+        """Under the lock, and not after the end."""
+        if not self._is_woken:
+            self._is_woken = True
+            self._wake_send.send(b"\0")
+
+    def _run(self) -> None:
+        error: BatonError = HandoffFailed("the connection's thread has failed")
+        try:
+            while self._take_tasks():
+                if not self._connection.pump():
+                    self._wait()
+            error = _closed()
+        finally:
+            with self._lock:
+                self._is_over = True
+                tasks = tuple(self._inbox)
+                self._inbox.clear()
+                self._wake_receive.close()
+                self._wake_send.close()
+            for task in tasks:
+                self._connection.handle(task)
+            self._connection.close(error)
+
+    def _take_tasks(self) -> bool:
+        """Pass the inbox to the connection. False: it is time to end."""
+        with self._lock:
+            self._is_woken = False
+            tasks = tuple(self._inbox)
+            self._inbox.clear()
+            if not tasks and not self._is_closed and self._connection.is_over:
+                self._is_over = True
+            is_over = self._is_closed or self._is_over
+        for task in tasks:
+            self._connection.handle(task)
+        return not is_over
+
+    def _wait(self) -> None:
+        timeout_s = max(0.0, self._connection.next_deadline() - self._clock())
+        poll = select.poll()
+        poll.register(self._wake_receive, select.POLLIN)
+        if (fileno := self._connection.fileno()) >= 0:
+            poll.register(fileno, select.POLLIN)
+        # Rounded up, so that a deadline is over when the thread wakes for it.
+        ready = poll.poll(math.ceil(timeout_s * 1000))
+        if any(fd == self._wake_receive.fileno() for fd, _ in ready):
+            self._wake_receive.recv(64)
+
+
+#: A bound only: a receiver says how large its chunks may be.
 DEFAULT_MAX_CHUNK_BYTES = 16 << 20
 
-#: The lanes to a worker are numbered.
-_LaneId = tuple[WorkerIdentity, int]
+#: A worker, and the number of a connection to it.
+_ConnectionId = tuple[WorkerIdentity, int]
 
 __all__ = ["KvTicket", "SendDone", "Sender", "parse_ticket"]
 
 
 class Sender:
-    """Sends sequences' KV to the workers that their tickets name, on up to num_lanes lanes per
-    worker and boot.
+    """Sends sequences' KV to the workers that their tickets name, over up to
+    num_connections connections to each worker and boot.
 
-    A handoff stays on one lane: that with the fewest handoffs when it begins, the first among
-    equals. So a lane, with its connection and its thread, is made only when those before it are
-    busy, and closes when it has been idle for long.
+    A handoff stays on one connection: that with the fewest handoffs when it begins, the first
+    among equals. So a connection, with its thread, is made only when those before it are busy, and
+    closes when it has been idle for long.
 
-    Exactly one SendDone per `begin`, in a lane's thread (or, with is_inline, within the call that
-    causes it). Until then the handoff's blocks may be read at any time. Calls about a key that is
-    done do nothing. Thread-safe, unless
-    is_inline: then all calls come from one thread.
+    Exactly one SendDone per `begin`, in a connection's thread (or, with is_inline, within the call
+    that causes it). Until then the handoff's blocks may be read at any time. Calls about a key that
+    is done do nothing. Thread-safe, unless is_inline: then all calls come from one thread.
     """
 
     def __init__(
@@ -53,7 +265,7 @@ class Sender:
         idle_timeout_s: float = 60.0,
         max_chunk_bytes: int = DEFAULT_MAX_CHUNK_BYTES,
         *,
-        num_lanes: int = 1,
+        num_connections: int = 1,
         is_inline: bool = False,
         secret: KvSecret | None = None,
         rule: NumericsRule = ANY_NUMERICS,
@@ -78,14 +290,14 @@ class Sender:
             rule=rule,
         )
         self._user_on_done = on_done
-        self._run_lane: RunLane = (
-            InlineLane if is_inline else functools.partial(ThreadLane, clock=clock)
+        self._make_runner: MakeRunner = (
+            InlineRunner if is_inline else functools.partial(ThreadRunner, clock=clock)
         )
         self._lock = threading.RLock()
-        self._num_lanes = num_lanes
-        self._lanes: dict[_LaneId, LaneRunner] = {}
-        self._lane_of: dict[str, tuple[_LaneId, LaneRunner] | None] = {}
-        self._num_handoffs: Counter[_LaneId] = Counter()
+        self._num_connections = num_connections
+        self._runners: dict[_ConnectionId, ConnectionRunner] = {}
+        self._placed: dict[str, tuple[_ConnectionId, ConnectionRunner] | None] = {}
+        self._num_handoffs: Counter[_ConnectionId] = Counter()
         self._last_heartbeat = clock()
         self._is_closed = False
 
@@ -93,32 +305,50 @@ class Sender:
     def num_open(self) -> int:
         """Handoffs whose SendDone is still to come."""
         with self._lock:
-            return len(self._lane_of)
+            return len(self._placed)
 
     def begin(self, key: str, ticket: bytes) -> None:
         """Open a handoff under a name of the caller's. Raises InvalidRequest (and there is no
         SendDone) if `ticket` is none, ValueError if `key` is in use."""
+        self._open(key, ticket)
+
+    def hand_off(
+        self,
+        key: str,
+        ticket: bytes,
+        block_ids: tuple[int, ...],
+        num_tokens: int,
+        prefill_end: float,
+    ) -> None:
+        """Begin, send and commit in one: the KV of `num_tokens` tokens is final in the blocks, and
+        the receiver knows what follows it. Raises what `begin` does."""
+        whole = KvRange(0, num_tokens, 0, self._config.layout.num_layers)
+        send, finish = Send(key, block_ids, whole), Finish(key, num_tokens, (), prefill_end)
+        self._open(key, ticket, send, finish)
+
+    def _open(self, key: str, ticket: bytes, *others: Task) -> None:
+        """others: tasks of the same handoff that its connection gets at once."""
         parsed = parse_ticket(ticket)
         with self._lock:
-            if key in self._lane_of:
+            if key in self._placed:
                 raise ValueError(f"a handoff {key!r} is under way")
-            self._lane_of[key] = None
+            self._placed[key] = None
             is_closed = self._is_closed
         difference = self._config.layout.difference(parsed.layout)
         if difference:
             error = PeerMismatch.of(parsed.owner.worker_id, *difference)
             self._on_done(SendDone(key, error, 0))
-        elif is_closed or not self._submit_first(Begin(key, parsed, ticket)):
+        elif is_closed or not self._submit_first(Begin(key, parsed, ticket), *others):
             self._on_done(SendDone(key, HandoffFailed("the KV sender is closed"), 0))
 
     def send(self, key: str, block_ids: tuple[int, ...], piece: KvRange) -> None:
         """KV of this piece is final in the blocks. What the receiver holds already is not sent."""
         self._submit(Send(key, block_ids, piece))
 
-    def borrow(self, key: str, lend_to: bytes) -> None:
-        """Ask the receiver to send the KV that it holds to the owner of the ticket `lend_to`, in
+    def fetch_prefix(self, key: str, deliver_to: bytes) -> None:
+        """Ask the receiver to send the KV that it holds to the owner of the ticket `deliver_to`, in
         this worker."""
-        self._submit(Borrow(key, lend_to))
+        self._submit(FetchPrefix(key, deliver_to))
 
     def commit(
         self, key: str, num_tokens: int, firsts: tuple[Sample, ...], prefill_end: float
@@ -136,69 +366,69 @@ class Sender:
         called."""
         self._last_heartbeat = self._config.clock()
         with self._lock:
-            lanes = tuple(self._lanes.values())
-        for lane in lanes:
-            lane.poll()
+            runners = tuple(self._runners.values())
+        for runner in runners:
+            runner.poll()
 
     def close(self) -> None:
         """End all handoffs, connections and threads; returns when none is left."""
         with self._lock:
             self._is_closed = True
-            lanes = tuple(self._lanes.values())
-            self._lanes.clear()
-        for lane in lanes:
-            lane.close()
+            runners = tuple(self._runners.values())
+            self._runners.clear()
+        for runner in runners:
+            runner.close()
 
-    def _submit(self, task: Borrow | Send | Finish | Cancel) -> None:
+    def _submit(self, task: FetchPrefix | Send | Finish | Cancel) -> None:
         with self._lock:
-            placed = self._lane_of.get(task.key)
+            placed = self._placed.get(task.key)
         if placed:
-            _, lane = placed
-            lane.submit(task)
+            _, runner = placed
+            runner.submit(task)
 
-    def _submit_first(self, task: Begin) -> bool:
-        """Give a handoff to the lane of its destination. False: the sender was closed meanwhile."""
+    def _submit_first(self, task: Begin, *others: Task) -> bool:
+        """Give a handoff to a connection to its destination. False: the sender was closed."""
         while True:
             with self._lock:
                 if self._is_closed:
                     return False
-                lane_id = self._least_busy(task.ticket.owner)
-                lane = self._lanes.get(lane_id) or self._new_lane(lane_id)
-                self._place(task.key, (lane_id, lane))
-            if lane.submit(task):
+                connection_id = self._least_busy(task.ticket.owner)
+                runner = self._runners.get(connection_id) or self._new_runner(connection_id)
+                self._place(task.key, (connection_id, runner))
+            if runner.submit(task, *others):
                 return True
             with self._lock:
                 self._place(task.key, None)
-                if self._lanes.get(lane_id) is lane:
-                    del self._lanes[lane_id]
+                if self._runners.get(connection_id) is runner:
+                    del self._runners[connection_id]
 
-    def _least_busy(self, peer: WorkerIdentity) -> _LaneId:
+    def _least_busy(self, peer: WorkerIdentity) -> _ConnectionId:
         """Under the lock."""
-        lane_ids = [(peer, number) for number in range(self._num_lanes)]
-        return min(lane_ids, key=self._num_handoffs.__getitem__)
+        connection_ids = [(peer, number) for number in range(self._num_connections)]
+        return min(connection_ids, key=self._num_handoffs.__getitem__)
 
-    def _place(self, key: str, placed: tuple[_LaneId, LaneRunner] | None) -> None:
+    def _place(self, key: str, placed: tuple[_ConnectionId, ConnectionRunner] | None) -> None:
         """Under the lock: count a handoff where it is now, and no more where it was."""
-        if before := self._lane_of.get(key):
+        if before := self._placed.get(key):
             self._num_handoffs[before[0]] -= 1
-        self._lane_of[key] = placed
+        self._placed[key] = placed
         if placed:
             self._num_handoffs[placed[0]] += 1
 
-    def _new_lane(self, lane_id: _LaneId) -> LaneRunner:
-        """Under the lock. Forgets lanes that have ended, so that a fleet's restarts do not pile
-        up."""
-        self._lanes = {at: lane for at, lane in self._lanes.items() if not lane.is_over}
+    def _new_runner(self, connection_id: _ConnectionId) -> ConnectionRunner:
+        """Under the lock. Forgets connections that have ended, so that a fleet's restarts do not
+        pile up."""
+        self._runners = {at: runner for at, runner in self._runners.items() if not runner.is_over}
         self._num_handoffs = +self._num_handoffs
-        peer, number = lane_id
-        lane = Lane(peer, self._config, lambda: self._last_heartbeat, self._on_done)
+        peer, number = connection_id
+        connection = SendConnection(peer, self._config, lambda: self._last_heartbeat, self._on_done)
         name = f"baton-kv-send-{peer.worker_id}-{number}"
-        self._lanes[lane_id] = self._run_lane(lane, name)
-        return self._lanes[lane_id]
+        self._runners[connection_id] = self._make_runner(connection, name)
+        return self._runners[connection_id]
 
     def _on_done(self, done: SendDone) -> None:
         with self._lock:
-            if done.key in self._lane_of:
+            if done.key in self._placed:
                 self._place(done.key, None)
-                del self._lane_of[done.key]
+                del self._placed[done.key]
         self._user_on_done(done)

@@ -17,19 +17,19 @@ sender renews however long its own queue is.
 
 Who owns the blocks: the table from `offer` until the ticket's one event; from then on whoever gets
 the event. A writer holds a pin, and may write before what it writes is verified: nobody reads the
-blocks before the commit. An abort that meets a pin refuses further ones at once, and TicketDead is
-told when the last is gone.
+blocks before the commit. An abort that meets a pin refuses further ones at once, and TicketAborted
+is reported when the last is gone.
 """
 
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.errors import HandoffFailed
 from baton.types import KvRange, Sample
-from kv_transfer.coverage import Coverage
 
 _MASK = (1 << 64) - 1
 
@@ -54,9 +54,9 @@ class OfferedTicket:
 
 @dataclass(frozen=True, slots=True)
 class TicketCommitted:
-    """All KV of `num_tokens` tokens is in the blocks, which the hearer of this owns.
+    """All KV of `num_tokens` tokens is in the blocks, which whoever gets this owns.
 
-    firsts: the token after them, of each choice; none if the hearer knows it already.
+    firsts: the token after them, of each choice; none if it is known there already.
     """
 
     ticket_id: int
@@ -71,7 +71,7 @@ class TicketCommitted:
 
 
 @dataclass(frozen=True, slots=True)
-class TicketDead:
+class TicketAborted:
     """There will be no commit, and nothing writes the blocks any more. `reason` is one of
     baton.errors.BY_REASON."""
 
@@ -81,15 +81,15 @@ class TicketDead:
 
 
 @dataclass(frozen=True, slots=True)
-class LendAsked:
+class PrefixRequested:
     """The sender that holds this open ticket wants the KV of the tokens that are here sent to the
-    owner of `lend_to`."""
+    owner of `deliver_to`."""
 
     ticket_id: int
-    lend_to: bytes
+    deliver_to: bytes
 
 
-TicketEvent = TicketCommitted | TicketDead | LendAsked
+TicketEvent = TicketCommitted | TicketAborted | PrefixRequested
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,8 @@ class Rejection:
     message: str
 
 
-#: Told of a ticket's death, to warn its sender: its number, epoch, and why.
-OnDeath = Callable[[int, int, Rejection], None]
+#: Called when a ticket is aborted, to warn its sender: its number, epoch, and why.
+OnAborted = Callable[[int, int, Rejection], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Ticket:
 
     block_ids: where tokens [num_cached_tokens, num_tokens) are to be written; min_tokens: the
     fewest that a commit may be of.
-    connection: whose ticket it is, once it has been presented; on_death: of that connection.
+    connection: whose ticket it is, once it has been presented; on_aborted: of that connection.
     checksum, num_bytes: of all that has been written. data: what the sender was given to show.
     """
 
@@ -137,11 +137,11 @@ class Ticket:
     deadline: float
     state: TicketState = TicketState.OFFERED
     connection: int | None = None
-    on_death: OnDeath | None = None
+    on_aborted: OnAborted | None = None
     num_pins: int = 0
     checksum: int = 0
     num_bytes: int = 0
-    death: TicketDead | None = None
+    aborted: TicketAborted | None = None
     reserved_s: float = 0.0
     receiving_s: float = 0.0
     data: bytes = b""
@@ -153,27 +153,29 @@ class Ticket:
 
     @property
     def is_settled(self) -> bool:
-        """Whether its one event has been told, or is being told."""
+        """Whether its one event has been reported, or is being reported."""
         return not self.is_open and not self.num_pins
 
     @property
     def refusal(self) -> Rejection | None:
         """Why no frame of its sender can be taken any more, if so."""
-        if self.death:
-            return Rejection(self.death.reason, self.death.message)
+        if self.aborted:
+            return Rejection(self.aborted.reason, self.aborted.message)
         if self.state is TicketState.COMMITTED:
             return Rejection(HandoffFailed.reason, "the ticket is committed")
         return None
 
-    def present(self, connection: int, on_death: OnDeath | None, now_s: float) -> Rejection | None:
+    def present(
+        self, connection: int, on_aborted: OnAborted | None, now_s: float
+    ) -> Rejection | None:
         """Its sender is here."""
-        if self.death:
+        if self.aborted:
             return self.refusal
         if self.state is not TicketState.OFFERED:
             return Rejection(HandoffFailed.reason, "the ticket has been used")
         self.state = TicketState.RESERVED
         self.connection = connection
-        self.on_death = on_death
+        self.on_aborted = on_aborted
         self.reserved_s = self.receiving_s = now_s
         self.renew(now_s)
         return None
@@ -201,12 +203,13 @@ class Ticket:
         self.renew(now_s)
         return ""
 
-    def unpin(self, checksum: int, num_bytes: int) -> TicketDead | None:
-        """The writer of one pin is done. What is to be told now: a death that has waited for it."""
+    def unpin(self, checksum: int, num_bytes: int) -> TicketAborted | None:
+        """The writer of one pin is done. What is to be reported now: an abort that has waited for
+        it."""
         self.num_pins -= 1
         self.checksum = (self.checksum + checksum) & _MASK
         self.num_bytes += num_bytes
-        return None if self.num_pins else self.death
+        return None if self.num_pins else self.aborted
 
     def commit(self, commit: Commit) -> TicketCommitted | str:
         """All is sent, and here; or why not."""
@@ -224,12 +227,12 @@ class Ticket:
             self.receiving_s,
         )
 
-    def die(self, reason: str, message: str) -> TicketDead | None:
-        """There will be no commit of this open ticket. What is to be told now: nothing while a
+    def abort(self, reason: str, message: str) -> TicketAborted | None:
+        """There will be no commit of this open ticket. What is to be reported now: nothing while a
         writer is in the blocks."""
         self.state = TicketState.ABORTED
-        self.death = TicketDead(self.ticket_id, reason, message)
-        return None if self.num_pins else self.death
+        self.aborted = TicketAborted(self.ticket_id, reason, message)
+        return None if self.num_pins else self.aborted
 
     def _commit_fault(self, commit: Commit) -> str:
         if not self.min_tokens <= commit.num_tokens <= self.num_tokens:
@@ -240,8 +243,81 @@ class Ticket:
         if self.num_pins or not is_all_here:
             return "a commit of KV that has not all arrived"
         if self.checksum != commit.checksum:
-            return "the checksum of all chunks differs from what the sender tells"
+            return "the checksum of all chunks is not what the sender says"
         return ""
 
 
 _OPEN = frozenset({TicketState.OFFERED, TicketState.RESERVED, TicketState.RECEIVING})
+
+
+class Coverage:
+    """Per group of layers, the disjoint, sorted, maximal token intervals that have arrived.
+
+    A group is split where a piece needs it: most pieces are of all layers, and cost no more than
+    one layer would.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._groups = [_Group(0, num_layers, [], [])]
+
+    def add(self, piece: KvRange) -> bool:
+        """Count `piece` as arrived; False, with no interval changed, if any of it had arrived
+        before."""
+        start, end = piece.first_token, piece.end_token
+        self._split(piece.first_layer)
+        self._split(piece.end_layer)
+        groups = [
+            group
+            for group in self._groups
+            if piece.first_layer <= group.first_layer and group.end_layer <= piece.end_layer
+        ]
+        if any(group.overlaps(start, end) for group in groups):
+            return False
+        for group in groups:
+            group.insert(start, end)
+        return True
+
+    def is_exactly(self, first_token: int, end_token: int) -> bool:
+        """Whether tokens [first_token, end_token) of every layer have arrived, and no other."""
+        is_empty = first_token == end_token
+        starts, ends = ([], []) if is_empty else ([first_token], [end_token])
+        return all(group.starts == starts and group.ends == ends for group in self._groups)
+
+    def _split(self, layer: int) -> None:
+        """Let a group begin at `layer`, unless all end there."""
+        for index, group in enumerate(self._groups):
+            if group.first_layer < layer < group.end_layer:
+                rest = _Group(layer, group.end_layer, group.starts.copy(), group.ends.copy())
+                group.end_layer = layer
+                self._groups.insert(index + 1, rest)
+                return
+
+
+@dataclass(slots=True)
+class _Group:
+    """Layers [first_layer, end_layer), of which the same tokens have arrived: starts[i] <= token <
+    ends[i], and ends[i] < starts[i + 1]."""
+
+    first_layer: int
+    end_layer: int
+    starts: list[int]
+    ends: list[int]
+
+    def overlaps(self, start: int, end: int) -> bool:
+        after = bisect_left(self.starts, end)
+        return after > 0 and self.ends[after - 1] > start
+
+    def insert(self, start: int, end: int) -> None:
+        starts, ends = self.starts, self.ends
+        at = bisect_left(starts, start)
+        joins_next = at < len(starts) and starts[at] == end
+        joins_previous = at > 0 and ends[at - 1] == start
+        if joins_previous and joins_next:
+            del starts[at], ends[at - 1]
+        elif joins_previous:
+            ends[at - 1] = end
+        elif joins_next:
+            starts[at] = start
+        else:
+            starts.insert(at, start)
+            ends.insert(at, end)

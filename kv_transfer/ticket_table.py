@@ -8,17 +8,18 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
 
 from baton.errors import HandoffFailed, InvalidRequest
 from baton.types import KvLayout, KvRange, SequenceSpec, WorkerIdentity
-from kv_transfer.coverage import Coverage
 from kv_transfer.endpoint import Endpoint
 from kv_transfer.kv_ticket import KvTicket, encode_ticket, ticket_id_of, verify_ticket
 from kv_transfer.ticket import (
     Commit,
-    LendAsked,
+    Coverage,
     OfferedTicket,
-    OnDeath,
+    OnAborted,
+    PrefixRequested,
     Rejection,
     Ticket,
     TicketCommitted,
@@ -26,12 +27,32 @@ from kv_transfer.ticket import (
     TicketState,
 )
 
+
+class Tickets(Protocol):
+    """See kv_transfer.ticket_table.TicketTable."""
+
+    def offer(
+        self,
+        spec: SequenceSpec,
+        block_ids: tuple[int, ...],
+        num_cached_tokens: int,
+        num_tokens: int,
+        lease_s: float = ...,
+    ) -> OfferedTicket: ...
+
+    def abort(self, ticket_id: int, reason: str, message: str) -> None: ...
+
+    def expire(self) -> None: ...
+
+    def release(self, ticket_id: int) -> None: ...
+
+
 _EPOCH = 1
 
 
 class TicketTable:
-    """All tickets of one worker's boot. Thread-safe. Tells exactly one end, TicketCommitted or
-    TicketDead, per offered ticket."""
+    """All tickets of one worker's boot. Thread-safe. Reports exactly one end, TicketCommitted or
+    TicketAborted, per offered ticket."""
 
     def __init__(
         self,
@@ -127,13 +148,13 @@ class TicketTable:
         with self._locked() as calls:
             ticket = self._tickets.get(ticket_id)
             if ticket and ticket.is_open:
-                calls.extend(self._give_up(ticket, reason, message))
+                calls.extend(self._abort(ticket, reason, message))
 
     def abort_all(self, reason: str, message: str) -> None:
         """Give every ticket up whose event is still to come."""
         with self._locked() as calls:
             for ticket in self._open():
-                calls.extend(self._give_up(ticket, reason, message))
+                calls.extend(self._abort(ticket, reason, message))
 
     def expire(self) -> None:
         """Abort the tickets that nobody has presented in time, and those that no frame has come for
@@ -144,7 +165,7 @@ class TicketTable:
                 return
             for ticket in self._open():
                 if now >= ticket.deadline:
-                    calls.extend(self._give_up(ticket, HandoffFailed.reason, self._overdue(ticket)))
+                    calls.extend(self._abort(ticket, HandoffFailed.reason, self._overdue(ticket)))
             deadlines = (ticket.deadline for ticket in self._open())
             self._none_over_before_s = min((now + self._offer_s, *deadlines))
 
@@ -164,13 +185,13 @@ class TicketTable:
     # What the receiver calls, in its connections' threads. `connection` numbers them.
 
     def begin(
-        self, data: bytes, connection: int, on_death: OnDeath | None = None
+        self, data: bytes, connection: int, on_aborted: OnAborted | None = None
     ) -> Rejection | None:
         """A sender presents a ticket: genuine, of this boot, live and for the first time, or it is
         rejected.
 
-        on_death: called, in any thread and holding no lock, when the ticket dies by anything but a
-        frame of the connection, or its end."""
+        on_aborted: called, in any thread and holding no lock, when the ticket is aborted by
+        anything but a frame of the connection, or its end."""
         try:
             # What is to the byte as it was given needs no digest.
             ticket_id = ticket_id_of(data)
@@ -184,13 +205,13 @@ class TicketTable:
             return Rejection(HandoffFailed.reason, error.message)
         with self._lock:
             ticket = self._tickets.get(ticket_id)
-            return ticket.present(connection, on_death, self._clock()) if ticket else _UNKNOWN
+            return ticket.present(connection, on_aborted, self._clock()) if ticket else _UNKNOWN
 
     def pin(
         self, ticket_id: int, epoch: int, connection: int, piece: KvRange
     ) -> tuple[int, ...] | Rejection:
         """The block table to write `piece` into, until unpin. A piece out of range or seen before
-        kills the ticket."""
+        aborts the ticket."""
         with self._locked() as calls:
             ticket = self._addressed(ticket_id, epoch, connection)
             if isinstance(ticket, Rejection):
@@ -198,48 +219,51 @@ class TicketTable:
             fault = ticket.pin(piece, self._clock())
             if not fault:
                 return ticket.block_ids
-            calls.extend(self._telling(ticket.die(HandoffFailed.reason, fault)))
+            calls.extend(self._reporting(ticket.abort(HandoffFailed.reason, fault)))
             return Rejection(HandoffFailed.reason, fault)
 
     def unpin(self, ticket_id: int, checksum: int, num_bytes: int) -> None:
         """The writer of one pin is done with the blocks."""
         with self._locked() as calls:
-            calls.extend(self._telling(self._tickets[ticket_id].unpin(checksum, num_bytes)))
+            calls.extend(self._reporting(self._tickets[ticket_id].unpin(checksum, num_bytes)))
 
     def fail(
         self, ticket_id: int, epoch: int, connection: int, reason: str, message: str
     ) -> Rejection:
-        """The sender broke a rule or gave up. Only the connection that holds the ticket can kill it
-        so."""
+        """The sender broke a rule or gave up. Only the connection that holds the ticket can abort
+        it so."""
         with self._locked() as calls:
             ticket = self._addressed(ticket_id, epoch, connection)
             if isinstance(ticket, Rejection):
                 return ticket
-            calls.extend(self._telling(ticket.die(reason, message)))
+            calls.extend(self._reporting(ticket.abort(reason, message)))
             return Rejection(reason, message)
 
     def commit(self, commit: Commit, connection: int) -> Rejection | None:
-        """The sender says that all is sent. None: so it is, and TicketCommitted has been told."""
+        """The sender says that all is sent. None: so it is, and TicketCommitted has been
+        reported."""
         with self._locked() as calls:
             ticket = self._addressed(commit.ticket_id, commit.epoch, connection)
             if isinstance(ticket, Rejection):
                 return ticket
             outcome = ticket.commit(commit)
             if isinstance(outcome, TicketCommitted):
-                calls.extend(self._telling(outcome))
+                calls.extend(self._reporting(outcome))
                 return None
-            calls.extend(self._telling(ticket.die(HandoffFailed.reason, outcome)))
+            calls.extend(self._reporting(ticket.abort(HandoffFailed.reason, outcome)))
             return Rejection(HandoffFailed.reason, outcome)
 
-    def ask(self, ticket_id: int, epoch: int, connection: int, lend_to: bytes) -> Rejection | None:
-        """The sender wants to borrow what the owner holds. LendAsked is told besides the ticket's
-        one event, before it."""
+    def request_prefix(
+        self, ticket_id: int, epoch: int, connection: int, deliver_to: bytes
+    ) -> Rejection | None:
+        """The sender wants the KV that the owner holds. PrefixRequested is reported besides the
+        ticket's one event, before it."""
         with self._locked() as calls:
             ticket = self._addressed(ticket_id, epoch, connection)
             if isinstance(ticket, Rejection):
                 return ticket
             ticket.renew(self._clock())
-            calls.extend(self._telling(LendAsked(ticket_id, lend_to)))
+            calls.extend(self._reporting(PrefixRequested(ticket_id, deliver_to)))
             return None
 
     def renew(self, ticket_id: int, connection: int) -> Rejection | None:
@@ -256,7 +280,7 @@ class TicketTable:
         with self._locked() as calls:
             for ticket in self._open():
                 if ticket.connection == connection:
-                    calls.extend(self._telling(ticket.die(HandoffFailed.reason, message)))
+                    calls.extend(self._reporting(ticket.abort(HandoffFailed.reason, message)))
 
     @contextmanager
     def _locked(self) -> Iterator[list[_Call]]:
@@ -309,16 +333,16 @@ class TicketTable:
             return f"no sender presented the ticket within {self._offer_s:g} s"
         return f"no KV and no sign of life for {self._lease_s:g} s ({ticket.state.value})"
 
-    def _telling(self, event: TicketEvent | None) -> Iterator[_Call]:
+    def _reporting(self, event: TicketEvent | None) -> Iterator[_Call]:
         if event:
             yield partial(self._on_event, event)
 
-    def _give_up(self, ticket: Ticket, reason: str, message: str) -> Iterator[_Call]:
-        """Kill an open ticket for a reason of this side, of which its sender hears, too."""
-        yield from self._telling(ticket.die(reason, message))
-        if ticket.on_death:
+    def _abort(self, ticket: Ticket, reason: str, message: str) -> Iterator[_Call]:
+        """Abort an open ticket for a reason of this side, of which its sender is warned, too."""
+        yield from self._reporting(ticket.abort(reason, message))
+        if ticket.on_aborted:
             rejection = Rejection(reason, message)
-            yield partial(ticket.on_death, ticket.ticket_id, _EPOCH, rejection)
+            yield partial(ticket.on_aborted, ticket.ticket_id, _EPOCH, rejection)
 
 
 _Call = Callable[[], None]

@@ -4,23 +4,124 @@ A scale is the largest size among the elements that it is of, over the largest s
 (int8) or 448 (fp8). So an element is off by half a step: of int8 by 1/254 of the largest at most,
 of fp8 by 1/16 of itself, or by 1/458,752 of the largest where it is tiny. What is not finite makes
 all elements of its scale NaN: it cannot pass for KV.
+
+bfloat16 is the upper half of a float32. fp8 is e4m3 of the OCP 8-bit floating point specification
+(2023): no infinities, one NaN, +-448 at most. Conversions round to nearest, ties to even, and keep
+what is not finite so. They write into arrays of the caller's: fresh memory costs more than the
+conversion.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from baton.types import SCALE_BYTES, SCALED_DTYPES
-from kv_transfer.elements import BITS, FP8_MAX, Floats, fp8_of, from_fp8, narrow, widen
 from kv_transfer.wire_format import WireFormat
 
+FP8_MAX = 448.0
+_FP8_NAN = 0x7F
+_FP8_ALIGN = np.float32(2.0**-120)
+
+#: The numpy type of the bits, by element type. int64 is the oracle engine's and means nothing as a
+#: number.
+BITS: Mapping[str, np.dtype[Any]] = MappingProxyType(
+    {
+        "float32": np.dtype("<f4"),
+        "bfloat16": np.dtype("<u2"),
+        "float16": np.dtype("<f2"),
+        "int64": np.dtype("<i8"),
+    }
+)
+
+Floats = NDArray[np.float32]
+_Bits = NDArray[Any]
+
+
+def widen(bits: _Bits, dtype: str, out: Floats) -> None:
+    """Write the values of elements of `dtype`, one of CONVERTIBLE_DTYPES, into `out`. Exact."""
+    if dtype == "bfloat16":
+        np.left_shift(bits, 16, out=out.view(np.uint32), dtype=np.uint32)
+    else:
+        out[...] = bits
+
+
+def narrow(values: Floats, dtype: str, out: _Bits, work: Floats) -> None:
+    """Write the nearest elements of `dtype`, one of CONVERTIBLE_DTYPES, into `out`. Too large for
+    float16 is infinite.
+
+    work: as large as values; overwritten.
+    """
+    if dtype == "bfloat16":
+        _to_bfloat16(values, out, work.view(np.uint32))
+        return
+    with np.errstate(over="ignore"):
+        out[...] = values
+
+
+def fp8_of(values: Floats, out: NDArray[np.uint8], work: Floats) -> None:
+    """Write the nearest fp8 of finite values within +-FP8_MAX. `values` and `work`, as large, are
+    overwritten.
+
+    Times 2^-120 a float32 has the exponent bits of its fp8, subnormal ones included: what is left
+    is to round its mantissa from 23 bits to 3. Where the CPU takes subnormals for zero, fp8 below
+    2^-6 are zero.
+    """
+    values *= _FP8_ALIGN
+    bits, rounded = values.view(np.uint32), work.view(np.uint32)
+    np.right_shift(bits, 20, out=rounded)
+    rounded &= 1
+    rounded += 0x7FFFF
+    # The sign is carried along, and comes to lie four bits above the code.
+    rounded += bits
+    rounded >>= 20
+    np.bitwise_and(rounded, 0x7F, out=out, casting="unsafe")
+    rounded >>= 4
+    rounded &= 0x80
+    np.bitwise_or(out, rounded, out=out, casting="unsafe")
+
+
+def from_fp8(bits: NDArray[np.uint8], out: Floats) -> None:
+    """Write the values of fp8 elements. Exact."""
+    # Clipping changes nothing, and spares numpy a copy.
+    np.take(_float_of_fp8(), bits, out=out, mode="clip")
+
+
+def _to_bfloat16(values: Floats, out: _Bits, work: NDArray[np.uint32]) -> None:
+    bits = values.view(np.uint32)
+    np.right_shift(bits, 16, out=work)
+    work &= 1
+    work += 0x7FFF
+    work += bits
+    work >>= 16
+    out[...] = work
+    if not np.isfinite(values).all():
+        # The sum above carries NaNs with long mantissas into the sign.
+        out[np.isnan(values)] = 0x7FC0
+
+
+@functools.cache
+def _float_of_fp8() -> Floats:
+    """Value of each of the 256 bit patterns."""
+    code = np.arange(256)
+    exponent, mantissa = (code >> 3) & 15, (code & 7).astype(np.float32)
+    size = np.where(
+        exponent == 0,
+        np.ldexp(mantissa, -9),
+        np.ldexp(8 + mantissa, exponent.astype(np.int32) - 10),
+    )
+    size[(code & _FP8_NAN) == _FP8_NAN] = np.nan
+    return np.where(code & 0x80, -size, size).astype(np.float32)
+
+
 _INT8_MAX = 127.0
-#: Below this no scale is told apart from zero: its inverse would overflow.
+#: Below this a scale is the same as zero: its inverse would overflow.
 _LEAST_PEAK = np.float32(2.0**-100)
 _SCALE = np.dtype("<f4")
 #: Elements that are turned at a time: few enough for the second cache, many enough that calling
@@ -67,7 +168,7 @@ class _Run:
             np.copyto(elements, np.rint(values, out=values), casting="unsafe")
 
     def _scale(self, values: Floats, scales: Floats) -> None:
-        """Choose `scales`, and have `values` told in them; those whose scale is not finite are
+        """Choose `scales`, and have `values` expressed in them; those whose scale is not finite are
         zero."""
         most = np.float32(FP8_MAX if self.dtype == "fp8" else _INT8_MAX)
         axes = (3, 4) if scales.shape[3] == 1 else (4,)

@@ -17,8 +17,8 @@ from baton.errors import BatonError, Cancelled, Draining, InvalidRequest
 from baton.events import Committed, Deferred, Failed, LocalPrefill, Offered
 from baton.grammar import Matchers
 from baton.types import KvSource, Rank, SequenceSpec
-from kv_transfer.ticket import TicketCommitted, TicketDead
-from kv_transfer.tickets import Tickets
+from kv_transfer.ticket import TicketAborted, TicketCommitted
+from kv_transfer.ticket_table import Tickets
 from worker_core.commands import Open
 from worker_core.costs import Costs
 from worker_core.handoff import Handoffs, PrefixFetches
@@ -289,7 +289,7 @@ class Admission:
         self._state.emit(sequence, event)
         return sequence
 
-    def on_aborted(self, aborted: TicketDead) -> None:
+    def on_aborted(self, aborted: TicketAborted) -> None:
         """A sequence's KV, or a prefix of it, will not come."""
         sequence = self._release_ticket(aborted.ticket_id)
         if sequence is None:

@@ -10,7 +10,7 @@ from baton.events import SequenceEvent
 from baton.types import KvSource, SequenceSpec
 from kv_transfer.kv_ticket import parse_ticket
 from kv_transfer.sender import SendDone
-from kv_transfer.ticket import LendAsked, TicketCommitted, TicketDead
+from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted
 from worker_core.policy import Policy
 
 
@@ -126,8 +126,8 @@ Command = (
     | Drain
     | SetPolicy
     | TicketCommitted
-    | TicketDead
-    | LendAsked
+    | TicketAborted
+    | PrefixRequested
     | SendDone
     | ListBlocks
     | Known

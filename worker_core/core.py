@@ -29,10 +29,9 @@ from baton.engine.loop import Step
 from baton.errors import Cancelled
 from baton.grammar import Matchers, with_grammar_ready
 from baton.types import WorkerLoad
-from kv_transfer.kv_sender import KvSender
-from kv_transfer.sender import SendDone
-from kv_transfer.ticket import LendAsked, TicketCommitted, TicketDead, TicketEvent
-from kv_transfer.tickets import Tickets
+from kv_transfer.sender import KvSender, SendDone
+from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted, TicketEvent
+from kv_transfer.ticket_table import Tickets
 from worker_core.admission import Admission, CoreLimits
 from worker_core.beam_group import BeamGroup
 from worker_core.commands import (
@@ -182,7 +181,7 @@ class WorkerCore:
                 self._admission.cancel_queued_of(stream)
                 for group in [group for group in self._state if group.stream == stream]:
                     self._cancel(group)
-            case TicketCommitted() | TicketDead() | LendAsked():
+            case TicketCommitted() | TicketAborted() | PrefixRequested():
                 self._on_ticket_event(command)
             case SendDone():
                 self._on_sent(command)
@@ -202,9 +201,9 @@ class WorkerCore:
                 sequence = self._admission.on_committed(event)
                 if sequence and event.firsts:
                     self._output.produce_firsts(sequence, event.firsts)
-            case TicketDead():
+            case TicketAborted():
                 self._admission.on_aborted(event)
-            case LendAsked():
+            case PrefixRequested():
                 if sequence := self._admission.awaiting(event.ticket_id):
                     self._handoffs.serve_prefix(sequence, event)
 

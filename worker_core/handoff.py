@@ -18,7 +18,7 @@ was said before, and to get it may be faster than to compute it.
     offer a ticket over the blocks of what is lacking
         ──PrefixFetch──> the destination sends it by a handoff of its own
         TicketCommitted: the prompt goes on from there
-        TicketDead:      it is computed here after all"""
+        TicketAborted:      it is computed here after all"""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ from baton.errors import (
 )
 from baton.events import HandedOff, HandOffFailed, Paused
 from baton.types import KvRange, Sample
-from kv_transfer.kv_sender import KvSender
-from kv_transfer.sender import SendDone
-from kv_transfer.ticket import LendAsked, TicketCommitted, TicketDead
-from kv_transfer.tickets import Tickets
+from kv_transfer.sender import KvSender, SendDone
+from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted
+from kv_transfer.ticket_table import Tickets
 from worker_core.commands import Destination, HandOff, Pause, Resume
 from worker_core.costs import Costs
 from worker_core.sequence import Stage, WorkerSequence
@@ -84,7 +83,7 @@ class Handoffs:
     def fetch(self, sequence: WorkerSequence, ticket: bytes) -> None:
         """Ask the destination to send what it holds to the owner of `ticket`, which is this
         worker."""
-        self._sender.borrow(sequence.key, ticket)
+        self._sender.fetch_prefix(sequence.key, ticket)
 
     def send_computed(self, sequence: WorkerSequence, start: int, num_new: int) -> None:
         """KV of these tokens is final: send it to the destination."""
@@ -149,13 +148,12 @@ class Handoffs:
         if sequence.stage is not Stage.PAUSED:
             return
         try:
-            self._sender.begin(sequence.key, ticket)
+            self._send_whole(sequence.key, ticket, sequence.lease, sequence.num_computed_tokens)
         except InvalidRequest as error:
             self._state.emit(sequence, HandOffFailed(error.reason, error.message))
             return
         sequence.stage = Stage.HANDING_OFF
         sequence.is_sending = True
-        self._send_whole(sequence.key, sequence.lease, sequence.num_computed_tokens)
 
     def cancel(self, sequence: WorkerSequence, reason: str, message: str) -> None:
         """Nobody wants the sequence any more: its blocks wait for the sender's last word."""
@@ -164,24 +162,24 @@ class Handoffs:
 
     # Prefixes
 
-    def serve_prefix(self, sequence: WorkerSequence, asked: LendAsked) -> None:
+    def serve_prefix(self, sequence: WorkerSequence, asked: PrefixRequested) -> None:
         """Send what is here of a sequence that awaits the rest of its KV. Its blocks stay ours
         until `on_done`."""
         state, num_tokens = self._state, sequence.num_computed_tokens
         key = f"prefix {asked.ticket_id}"
         if key in state.served_prefixes or not num_tokens:
             return
-        try:
-            self._sender.begin(key, asked.lend_to)
-        except InvalidRequest:
-            return  # the asking worker's own ticket ends its wait
         state.served_prefixes[key] = lease = sequence.lease.fork(num_tokens)
-        self._send_whole(key, lease, num_tokens)
+        try:
+            self._send_whole(key, asked.deliver_to, lease, num_tokens)
+        except InvalidRequest:
+            # The asking worker's own ticket ends its wait.
+            state.served_prefixes.pop(key).release()
 
-    def _send_whole(self, key: str, lease: BlockLease, num_tokens: int) -> None:
-        """Send all there is. The receiver knows the tokens: none comes with the commit."""
-        self._sender.send(key, tuple(lease.block_ids), KvRange(0, num_tokens, 0, self._num_layers))
-        self._sender.commit(key, num_tokens, (), self._clock())
+    def _send_whole(self, key: str, ticket: bytes, lease: BlockLease, num_tokens: int) -> None:
+        """Send all there is. The receiver knows the tokens: none comes with the commit. Raises
+        InvalidRequest if the ticket is none."""
+        self._sender.hand_off(key, ticket, tuple(lease.block_ids), num_tokens, self._clock())
 
     # Ends
 
@@ -280,7 +278,7 @@ class PrefixFetches:
             sequence.prefill.num_fetched_tokens = num_fetched
         sequence.stage = Stage.RUNNING
 
-    def on_aborted(self, aborted: TicketDead) -> None:
+    def on_aborted(self, aborted: TicketAborted) -> None:
         """The prefix will not come: it is computed, unless the sequence was given up."""
         sequence, _ = self._release(aborted.ticket_id)
         if sequence.stage is Stage.FETCHING:

@@ -36,7 +36,7 @@ from baton.telemetry.spans import SpanWriter, TimedEvent, WallClock, context_of
 from baton.types import FinishReason, SequenceSpec
 from kv_transfer.kv_ticket import parse_ticket
 from kv_transfer.sender import SendDone
-from kv_transfer.ticket import TicketCommitted, TicketDead
+from kv_transfer.ticket import TicketAborted, TicketCommitted
 from worker_core.commands import Abort, Command, Open, StreamClosed, StreamEvent
 
 #: What a ticket that is committed has been through, and nobody but its worker saw.
@@ -46,7 +46,7 @@ _COMPUTING: Final = "computing"
 _SENDING: Final = "sending"
 
 _Key = tuple[int, int]
-_TicketEnd = TicketCommitted | TicketDead
+_TicketEnd = TicketCommitted | TicketAborted
 
 
 @dataclass(slots=True, eq=False)
@@ -160,7 +160,7 @@ class WorkerRecorder:
         sent: list[tuple[float, SendDone]] = []
         for at_s, command in [self._commands.popleft() for _ in range(len(self._commands))]:
             match command:
-                case TicketCommitted() | TicketDead():
+                case TicketCommitted() | TicketAborted():
                     ends.append((at_s, command))
                 case SendDone():
                     sent.append((at_s, command))

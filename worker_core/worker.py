@@ -125,7 +125,7 @@ async def serve_worker(
         ),
         submit,
         time.monotonic,
-        num_lanes=options.kv_num_lanes,
+        num_connections=options.kv_num_lanes,
         secret=kv_secret,
         rule=rule,
     )

@@ -78,12 +78,12 @@ class ArrayKvPool:
             self.data[block_id, layers, :, :, inside] = wire[:, :, :, tokens]
 
     @property
-    def is_lendable(self) -> bool:
-        """See LendingPool."""
+    def has_block_views(self) -> bool:
+        """See ViewablePool."""
         return True
 
-    def lend(self, block_id: int, first_layer: int, num_layers: int) -> memoryview:
-        """See LendingPool."""
+    def block_view(self, block_id: int, first_layer: int, num_layers: int) -> memoryview:
+        """See ViewablePool."""
         if not 0 <= block_id < self.num_blocks:
             raise ValueError(f"block {block_id} of {self.num_blocks}")
         layers = self.data[block_id, self._layers(first_layer, num_layers)]

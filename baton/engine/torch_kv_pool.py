@@ -100,12 +100,12 @@ class TorchKvPool(PackedPool):
             view.index_copy_(0, to, view[at])
 
     @property
-    def is_lendable(self) -> bool:
-        """See LendingPool."""
+    def has_block_views(self) -> bool:
+        """See ViewablePool."""
         return self._bytes is not None
 
-    def lend(self, block_id: int, first_layer: int, num_layers: int) -> memoryview:
-        """See LendingPool."""
+    def block_view(self, block_id: int, first_layer: int, num_layers: int) -> memoryview:
+        """See ViewablePool."""
         if self._bytes is None:
             raise ValueError("the blocks are not in host memory")
         if not 0 <= block_id < self._num_blocks:

@@ -5,8 +5,8 @@ The KV channel: tickets, and the headers of the frames that carry blocks.
 
 A frame is a fixed preamble (see kv_transfer/frame.py), which has the version, one of these messages, and
 for KvChunk the payload bytes. Between workers with a KV secret a digest stands behind the header of each frame after KvProof (see
-kv_transfer/frame_seal.py). KvHello, KvAccept and KvRefuse are of version 1 for ever; what follows them is of the version that the
-peers agree on.
+kv_transfer/kv_secret.py). KvHello, KvAccept and KvRefuse are of version 1 for ever; what follows them is of the version that the
+peers agree on, and 1 in release 0.1.0.
 """
 
 from baton.v1 import numerics_pb2 as numerics_pb2
@@ -302,9 +302,7 @@ class KvAccept(message.Message):
     max_chunk_bytes: builtins.int
     """Largest payload of a chunk, in bytes."""
     wire_dtype: builtins.str
-    """Since version 2: type that KV travels in, "float32", "bfloat16", "float16", "int64", "fp8" or "int8". In version 1 it is
-    KvHello.layout.dtype, which must be the receiver's, too.
-    """
+    """Type that KV travels in: "float32", "bfloat16", "float16", "int64", "fp8" or "int8"."""
     nonce: builtins.bytes
     """Of a receiver that has a KV secret: at least 16 random bytes, for the sender's proof."""
     proof: builtins.bytes
@@ -517,7 +515,7 @@ class KvChunk(message.Message):
     """Layers of the piece, at least 1."""
     checksum: builtins.int
     """xxh3_64 of the payload, with place_checksum as its seed, or what KvAccept.payload_checksum names. Between workers with a KV secret: the first 8 bytes of blake3 under
-    the connection's key of this message without checksum, and the payload; see kv_transfer/checksum.py.
+    the connection's key of this message without checksum, and the payload; see kv_transfer/frame.py.
     """
     payload_bytes: builtins.int
     """Bytes of the payload: block by block of the sender (KvHello.layout.block_size), those of its tokens that are in the piece,
@@ -529,8 +527,8 @@ class KvChunk(message.Message):
     slot: builtins.int
     """Staging slot that holds the payload (SHM, NIXL, CUDA_IPC); 0 where it follows the header."""
     place_checksum: builtins.int
-    """Since version 2: xxh3_64 of ticket_id (8 bytes), epoch, first_token, num_tokens, first_layer and num_layers (4 bytes each,
-    little endian). It is checked before the payload is written anywhere; 0 in version 1.
+    """xxh3_64 of ticket_id (8 bytes), epoch, first_token, num_tokens, first_layer and num_layers (4 bytes each,
+    little endian). It is checked before the payload is written anywhere.
     """
     def __init__(
         self,
@@ -561,34 +559,26 @@ class KvCommit(message.Message):
     TICKET_ID_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     NUM_TOKENS_FIELD_NUMBER: builtins.int
-    FIRST_TOKEN_ID_FIELD_NUMBER: builtins.int
+    FIRST_TOKENS_FIELD_NUMBER: builtins.int
     CHECKSUM_FIELD_NUMBER: builtins.int
     EXPOSED_US_FIELD_NUMBER: builtins.int
-    LOGPROBS_FIELD_NUMBER: builtins.int
-    FIRST_TOKENS_FIELD_NUMBER: builtins.int
     ticket_id: builtins.int
     """As in KvTicket."""
     epoch: builtins.int
     """As in KvTicket."""
     num_tokens: builtins.int
     """Tokens whose KV is complete, cached ones included."""
-    first_token_id: builtins.int
-    """In version 1 only: the token after them, with index len(output_token_ids)."""
     checksum: builtins.int
-    """Sum modulo 2^64 of the checksums of all chunks sent; since version 2 also of the xxh3_64 of ticket_id (8 bytes), epoch,
+    """Sum modulo 2^64 of the checksums of all chunks sent, and of the xxh3_64 of ticket_id (8 bytes), epoch,
     num_tokens (4 each), exposed_us (8) and the id of each of first_tokens (4 each, little endian). Between workers with a KV
     secret the latter is, as for a chunk, of this whole message without checksum.
     """
     exposed_us: builtins.int
     """Time from the end of the prefill to the sending of this, in microseconds."""
     @builtins.property
-    def logprobs(self) -> sampling_pb2.PositionLogprobs:
-        """In version 1 only: log probabilities of the first token, if they were asked for."""
-
-    @builtins.property
     def first_tokens(self) -> containers.RepeatedCompositeFieldContainer[sampling_pb2.SampledToken]:
-        """Since version 2: the token after them, with index len(output_token_ids), of each choice of the sequence; none if the
-        receiver knows it already (a decode worker handed the sequence over).
+        """The token after them, with index len(output_token_ids), of each choice of the sequence; none if the receiver knows it already
+        (a decode worker handed the sequence over).
         """
 
     def __init__(
@@ -597,15 +587,13 @@ class KvCommit(message.Message):
         ticket_id: builtins.int = ...,
         epoch: builtins.int = ...,
         num_tokens: builtins.int = ...,
-        first_token_id: builtins.int = ...,
+        first_tokens: abc.Iterable[sampling_pb2.SampledToken] | None = ...,
         checksum: builtins.int = ...,
         exposed_us: builtins.int = ...,
-        logprobs: sampling_pb2.PositionLogprobs | None = ...,
-        first_tokens: abc.Iterable[sampling_pb2.SampledToken] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["checksum", b"checksum", "epoch", b"epoch", "exposed_us", b"exposed_us", "first_token_id", b"first_token_id", "first_tokens", b"first_tokens", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["checksum", b"checksum", "epoch", b"epoch", "exposed_us", b"exposed_us", "first_tokens", b"first_tokens", "num_tokens", b"num_tokens", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -632,30 +620,30 @@ class KvRenew(message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
-class KvBorrow(message.Message):
-    """Asks a ticket's owner for the KV of the leading tokens that it holds already. Sender to receiver, since version 2."""
+class KvFetchPrefix(message.Message):
+    """Asks a ticket's owner for the KV of the leading tokens that it holds already. Sender to receiver."""
 
     DESCRIPTOR: descriptor.Descriptor
 
     TICKET_ID_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
-    LEND_TO_FIELD_NUMBER: builtins.int
+    DELIVER_TO_FIELD_NUMBER: builtins.int
     ticket_id: builtins.int
     """As in KvTicket."""
     epoch: builtins.int
     """As in KvTicket."""
-    lend_to: builtins.bytes
+    deliver_to: builtins.bytes
     """A serialised KvTicket of the sender's own worker: the KV goes there by a handoff that brings no first token."""
     def __init__(
         self,
         *,
         ticket_id: builtins.int = ...,
         epoch: builtins.int = ...,
-        lend_to: builtins.bytes = ...,
+        deliver_to: builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["epoch", b"epoch", "lend_to", b"lend_to", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["deliver_to", b"deliver_to", "epoch", b"epoch", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,8 +5,8 @@ The KV channel: tickets, and the headers of the frames that carry blocks.
 
 A frame is a fixed preamble (see kv_transfer/frame.py), which has the version, one of these messages, and
 for KvChunk the payload bytes. Between workers with a KV secret a digest stands behind the header of each frame after KvProof (see
-kv_transfer/frame_seal.py). KvHello, KvAccept and KvRefuse are of version 1 for ever; what follows them is of the version that the
-peers agree on.
+kv_transfer/kv_secret.py). KvHello, KvAccept and KvRefuse are of version 1 for ever; what follows them is of the version that the
+peers agree on, and 1 in release 0.1.0.
 """
 
 from collections import abc as _abc

@@ -226,7 +226,9 @@ class WatchLoadResponse(message.Message):
     num_leased_blocks: builtins.int
     """KV blocks owned by sequences and tickets."""
     num_open_tickets: builtins.int
-    """Tickets not yet committed or aborted (decode), or handoffs under way (prefill)."""
+    """Tickets of its own that are not yet committed or aborted, and handoffs of sequences that it did not take in. What else it hands
+    off counts in num_waiting.
+    """
     num_orphan_blocks: builtins.int
     """KV blocks owned by no one known: lost until the worker starts anew. 0, or a fault of the worker."""
     num_orphan_sequences: builtins.int

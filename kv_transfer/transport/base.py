@@ -73,13 +73,17 @@ class Connection(Protocol):
         """Send a frame, with the payload that was put into `staged`. Waits no longer than the send
         timeout.
 
-        more: another frame follows at once; this one may wait for it, so that one write wakes the
-        receiver once.
+        more: another frame or `flush` follows at once; this one may wait for it, so that one write
+        wakes the receiver once. Until then the payload must stay as it is.
         """
         ...
 
+    def flush(self) -> None:
+        """Send what waits for more."""
+        ...
+
     def seal(self, key: bytes) -> None:
-        """From here on frames carry digests under this key, both ways: see frame_seal.py. Raises
+        """From here on frames carry digests under this key, both ways: see FrameSeal. Raises
         FrameError if some without have come already."""
         ...
 

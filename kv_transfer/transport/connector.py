@@ -153,6 +153,7 @@ class WatchedConnection:
         self._is_answered = False
         self.stage = connection.stage
         self.unstage = connection.unstage
+        self.flush = connection.flush
         self.seal = connection.seal
         self.fileno = connection.fileno
 

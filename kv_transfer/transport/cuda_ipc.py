@@ -8,7 +8,7 @@ landed. The receiver's device unpacks, and verifies, the slot within the same pa
 
 Memory that somebody has mapped must not be freed. So one end of a pipe goes along with the handle,
 and the sender closes it after it has unmapped the memory; should it die, the kernel does. Only then
-the receiver frees: see LentAreas.
+the receiver frees: see RetiredAreas.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class CudaIpcConnection(UnixConnection):
         super().close()
 
 
-class LentAreas:
+class RetiredAreas:
     """Areas of connections that have ended, each until no other process can have it mapped.
     Thread-safe."""
 
@@ -162,7 +162,7 @@ class CudaIpcServerStream(UnixServerStream):
         slots, self._slots = self._slots, None
         fd, self._fd = self._fd, -1
         if slots:
-            self._listener.lent.keep(slots.area, fd)
+            self._listener.retired.keep(slots.area, fd)
         elif fd >= 0:
             os.close(fd)
 
@@ -177,11 +177,11 @@ class CudaIpcListener(UnixListener):
             lambda sock, receiver: CudaIpcServerStream(sock, receiver, self),
         )
         self.memory = memory
-        self.lent = LentAreas()
+        self.retired = RetiredAreas()
 
     def close(self) -> None:
         super().close()
-        self.lent.drain(_CLOSE_TIMEOUT_S)
+        self.retired.drain(_CLOSE_TIMEOUT_S)
 
 
 def _listen(config: TransportConfig) -> CudaIpcListener:

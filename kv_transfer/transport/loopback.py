@@ -107,11 +107,14 @@ class LoopbackConnection:
             self.lose(error.message)
             raise
 
+    def flush(self) -> None:
+        """Nothing to do: nothing waits."""
+
     def seal(self, key: bytes) -> None:
         """Nothing to do: nobody is on the way."""
 
     def receive(self) -> Frame | None:
-        self._session.speak()
+        self._session.report_aborts()
         if self._replies:
             return self._replies.popleft()
         if self._lost:

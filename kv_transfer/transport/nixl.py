@@ -36,7 +36,7 @@ from kv_transfer.endpoint import Endpoint
 from kv_transfer.frame import Frame, FrameError, Preamble
 from kv_transfer.receiver import Land, Receiver
 from kv_transfer.transport.base import Dial, Staged, Transport, TransportConfig, TransportError
-from kv_transfer.transport.slotted_connection import SlottedConnection
+from kv_transfer.transport.stream_connection import SlottedConnection
 from kv_transfer.transport.stream_listener import ServerStream, StreamListener
 from kv_transfer.transport.tcp import bind, connected, tune
 

@@ -6,14 +6,14 @@ import socket
 import struct
 from abc import ABC, abstractmethod
 from collections import deque
+from typing import Protocol
 
 from baton.v1 import kv_pb2
 from kv_transfer.frame import Frame, FrameBuffer, FrameError, encode
-from kv_transfer.frame_seal import FrameSeal, sender_seals
+from kv_transfer.kv_secret import FrameSeal, sender_seals
 from kv_transfer.transport.base import Staged, TransportError
 
 _READ_BYTES = 64 * 1024
-_MAX_HELD_BYTES = 64 * 1024
 
 
 def set_socket_timeout(sock: socket.socket, option: int, timeout_s: float) -> None:
@@ -47,8 +47,8 @@ class StreamConnection(ABC):
         self._buffer = FrameBuffer()
         self._frames: deque[Frame] = deque()
         self._seal: FrameSeal | None = None
-        # Frames without payload that go out with the next.
-        self._held = b""
+        # What goes out with the next frame.
+        self._held: list[bytes | memoryview] = []
 
     @abstractmethod
     def stage(self, num_bytes: int) -> Staged | None: ...
@@ -71,12 +71,16 @@ class StreamConnection(ABC):
     def send(self, frame: Frame, staged: Staged | None = None, *, more: bool = False) -> None:
         payload = self.payload_of(staged)
         num_bytes = sum(piece.nbytes for piece in payload)
-        self._held += encode(frame, num_bytes, self._buffer.version, self._seal)
-        if more and not payload and len(self._held) < _MAX_HELD_BYTES:
+        self._held += (encode(frame, num_bytes, self._buffer.version, self._seal), *payload)
+        if not more:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self._held:
             return
-        held, self._held = self._held, b""
+        held, self._held = self._held, []
         try:
-            self.write(held, *payload)
+            self.write(*held)
         except BlockingIOError:
             raise TransportError("the receiver takes no bytes any more") from None
         except OSError as error:
@@ -121,3 +125,52 @@ class StreamConnection(ABC):
 
     def close(self) -> None:
         self._sock.close()
+
+
+class SlotMemory(Protocol):
+    """Memory that is cut into slots."""
+
+    def staged(self, index: int, num_bytes: int) -> Staged:
+        """The first bytes of a slot, writable."""
+        ...
+
+
+class SlottedConnection(StreamConnection):
+    """A slot is the sender's but between the sending of a chunk and its credit. Payloads do not
+    travel on the socket."""
+
+    def __init__(self, sock: socket.socket, send_timeout_s: float) -> None:
+        super().__init__(sock, send_timeout_s)
+        self._free: list[int] = []
+        self._in_flight: set[int] = set()
+
+    @property
+    @abstractmethod
+    def memory(self) -> SlotMemory | None:
+        """The slots' memory; None before the receiver's acceptance and after the end."""
+
+    def open_slots(self, num_slots: int) -> None:
+        """The memory is there, and all its slots are free."""
+        self._free = list(range(num_slots))
+
+    def stage(self, num_bytes: int) -> Staged | None:
+        memory = self.memory
+        if not self._free or memory is None:
+            return None
+        slot = self._free.pop()
+        self._in_flight.add(slot)
+        return memory.staged(slot, num_bytes)
+
+    def unstage(self, staged: Staged) -> None:
+        self.take_back([staged.slot])
+
+    def take_back(self, slots: list[int]) -> None:
+        for slot in slots:
+            if slot not in self._in_flight:
+                raise FrameError(f"the receiver gives back slot {slot}, which is not in use")
+            self._in_flight.remove(slot)
+            self._free.append(slot)
+
+    def payload_of(self, staged: Staged | None) -> tuple[memoryview, ...]:
+        del staged
+        return ()

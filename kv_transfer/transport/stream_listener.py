@@ -19,6 +19,7 @@ from baton.v1 import kv_pb2
 from kv_transfer.device_memory import Payload
 from kv_transfer.endpoint import Endpoint
 from kv_transfer.frame import (
+    HANDSHAKE_VERSION,
     PREAMBLE_BYTES,
     Frame,
     FrameError,
@@ -27,10 +28,9 @@ from kv_transfer.frame import (
     decode_preamble,
     encode,
 )
-from kv_transfer.frame_seal import Seals, receiver_seals
+from kv_transfer.kv_secret import Seals, receiver_seals
 from kv_transfer.receiver import Land, Receiver, ReceiverSession
 from kv_transfer.transport.stream_connection import send_all, set_socket_timeout
-from kv_transfer.version import HANDSHAKE_VERSION
 
 MAX_CONNECTIONS = 256
 #: Of them, from one address: a stranger leaves places for others.
@@ -163,9 +163,9 @@ class ServerStream(ABC):
 
 
 @dataclass(slots=True)
-class _Guest:
-    """A connection. address: the peer's, empty on a Unix socket. leave_at_s: when it must have
-    greeted; None: it has."""
+class _Peer:
+    """A connection. address: of its other end, empty on a Unix socket. leave_at_s: when it must
+    have greeted; None: it has."""
 
     sock: socket.socket
     address: str
@@ -187,7 +187,7 @@ class StreamListener:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._accepting: threading.Thread | None = None
-        self._guests: dict[threading.Thread, _Guest] = {}
+        self._peers: dict[threading.Thread, _Peer] = {}
 
     def serve(self, receiver: Receiver) -> None:
         """Start to accept connections. Call once."""
@@ -201,8 +201,8 @@ class StreamListener:
         nothing."""
         with self._lock:
             self._closing.set()
-            threads = tuple(self._guests)
-            socks = (self._sock, *(guest.sock for guest in self._guests.values()))
+            threads = tuple(self._peers)
+            socks = (self._sock, *(peer.sock for peer in self._peers.values()))
         for sock in socks:
             _hang_up(sock)
         for thread in (self._accepting, *threads):
@@ -235,49 +235,49 @@ class StreamListener:
         """End the connections that have not greeted in time; seconds until the next of them is
         late, None if there is none."""
         with self._lock:
-            waiting = [(g.leave_at_s, g) for g in self._guests.values() if g.leave_at_s is not None]
-        for leave_at_s, guest in waiting:
+            waiting = [(g.leave_at_s, g) for g in self._peers.values() if g.leave_at_s is not None]
+        for leave_at_s, peer in waiting:
             if leave_at_s <= now_s:
                 _log.info("a KV connection did not greet within %g s", GREETING_TIMEOUT_S)
-                _hang_up(guest.sock)
+                _hang_up(peer.sock)
         return min((at_s - now_s for at_s, _ in waiting if at_s > now_s), default=None)
 
     def _start(self, sock: socket.socket, address: str, receiver: Receiver) -> bool:
         with self._lock:
             if self._closing.is_set() or not self._has_place(address):
                 return False
-            guest = _Guest(sock, address, time.monotonic() + GREETING_TIMEOUT_S)
+            peer = _Peer(sock, address, time.monotonic() + GREETING_TIMEOUT_S)
             thread = threading.Thread(
                 target=self._run,
-                args=(guest, receiver),
+                args=(peer, receiver),
                 name=self._thread_name("receive"),
                 daemon=True,
             )
-            self._guests[thread] = guest
+            self._peers[thread] = peer
             thread.start()
             return True
 
     def _has_place(self, address: str) -> bool:
         """Under the lock."""
-        num_alike = sum(guest.address == address for guest in self._guests.values())
+        num_alike = sum(peer.address == address for peer in self._peers.values())
         is_bounded = bool(address) and num_alike >= MAX_CONNECTIONS_PER_ADDRESS
-        return len(self._guests) < MAX_CONNECTIONS and not is_bounded
+        return len(self._peers) < MAX_CONNECTIONS and not is_bounded
 
-    def _run(self, guest: _Guest, receiver: Receiver) -> None:
-        sock = guest.sock
+    def _run(self, peer: _Peer, receiver: Receiver) -> None:
+        sock = peer.sock
         try:
             stream = self._stream(sock, receiver)
             try:
                 stream.greet()
-                _converse(stream, receiver, guest)
+                _converse(stream, receiver, peer)
             finally:
                 stream.close()
         except OSError as error:
-            _log.info("a KV connection ended before it was heard: %s", error)
+            _log.info("a KV connection ended before its first frame: %s", error)
         finally:
             sock.close()
             with self._lock:
-                self._guests.pop(threading.current_thread(), None)
+                self._peers.pop(threading.current_thread(), None)
 
 
 def _hang_up(sock: socket.socket) -> None:
@@ -287,26 +287,26 @@ def _hang_up(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)
 
 
-def _converse(stream: ServerStream, receiver: Receiver, guest: _Guest) -> None:
+def _converse(stream: ServerStream, receiver: Receiver, peer: _Peer) -> None:
     """From the first frame to the end of the connection's tickets."""
     ending = "the connection's thread has failed"
     session = receiver.session(stream.reply, stream.seal, stream.wake, stream.payload_checksum)
     try:
-        ending = _serve(stream, session, guest)
+        ending = _serve(stream, session, peer)
         _log.debug("KV connection of %s is over: %s", session.peer, ending)
     finally:
         session.on_close(ending)
 
 
-def _serve(stream: ServerStream, session: ReceiverSession, guest: _Guest) -> str:
+def _serve(stream: ServerStream, session: ReceiverSession, peer: _Peer) -> str:
     """Feed the session until the connection ends; why it did."""
     try:
         while not session.is_refused:
-            session.speak()
+            session.report_aborts()
             if not session.is_open or stream.wait():
                 session.on_frame(*stream.read_frame(session.land))
-            if session.is_open and guest.leave_at_s is not None:
-                guest.leave_at_s = None
+            if session.is_open and peer.leave_at_s is not None:
+                peer.leave_at_s = None
                 stream.opened()
     except FrameError as error:
         _log.warning("KV connection of %s ended: %s", session.peer, error.message)

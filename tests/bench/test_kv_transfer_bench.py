@@ -34,7 +34,7 @@ def test_a_way_differs_from_the_plain_one_in_what_its_name_says():
     assert found["tcp scattered"].tls is None
     assert found["shm secret"].secret is not None
     assert found["shm scattered"].secret is None
-    assert found["tcp 4 handoffs, 2 connections"].num_lanes == 2
+    assert found["tcp 4 handoffs, 2 connections"].num_connections == 2
 
 
 def test_ratios_are_rates_next_to_the_roof():

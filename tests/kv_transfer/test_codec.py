@@ -66,12 +66,12 @@ def test_whole_blocks_travel_as_they_lie_in_the_pool():
 
 
 def test_lent_blocks_are_the_payload_without_a_copy(monkeypatch):
-    monkeypatch.setattr("kv_transfer.codec.MIN_LENT_BYTES", 1)
+    monkeypatch.setattr("kv_transfer.codec.MIN_VIEW_BYTES", 1)
     pool, table = pool_of(4), (5, 2, 9)
     piece = KvRange(4, 8, 1, 2)
     wire = buffer_of(pool, piece)
     codec_of(pool, pool).pack(table, piece, wire)
-    lent = codec_of(pool, pool).lend(table, piece)
+    lent = codec_of(pool, pool).views(table, piece)
     assert b"".join(lent) == bytes(wire)
     pool.data[2, 1] = 0
     assert b"".join(lent) != bytes(wire)
@@ -79,18 +79,18 @@ def test_lent_blocks_are_the_payload_without_a_copy(monkeypatch):
 
 @pytest.mark.parametrize("piece", [KvRange(1, 7, 0, 4), KvRange(0, 7, 0, 4)])
 def test_parts_of_blocks_are_not_lent(monkeypatch, piece):
-    monkeypatch.setattr("kv_transfer.codec.MIN_LENT_BYTES", 1)
+    monkeypatch.setattr("kv_transfer.codec.MIN_VIEW_BYTES", 1)
     pool = pool_of(4)
-    assert codec_of(pool, pool).lend((5, 2), piece) == ()
+    assert codec_of(pool, pool).views((5, 2), piece) == ()
 
 
 def test_short_pieces_are_not_lent():
     pool = pool_of(4)
-    assert codec_of(pool, pool).lend((5, 2), KvRange(0, 8, 0, 4)) == ()
+    assert codec_of(pool, pool).views((5, 2), KvRange(0, 8, 0, 4)) == ()
 
 
 def test_only_blocks_and_layers_that_are_there_are_lent(monkeypatch):
-    monkeypatch.setattr("kv_transfer.codec.MIN_LENT_BYTES", 1)
+    monkeypatch.setattr("kv_transfer.codec.MIN_VIEW_BYTES", 1)
     pool = pool_of(4)
     for table, piece in [
         ((5,), KvRange(0, 8, 0, 1)),
@@ -99,7 +99,7 @@ def test_only_blocks_and_layers_that_are_there_are_lent(monkeypatch):
         ((5,), KvRange(0, 4, 3, 2)),
     ]:
         with pytest.raises(ValueError, match=r"block|layers"):
-            codec_of(pool, pool).lend(table, piece)
+            codec_of(pool, pool).views(table, piece)
 
 
 def test_a_buffer_of_another_size_is_refused():

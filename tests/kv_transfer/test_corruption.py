@@ -14,25 +14,26 @@ import torch
 
 from baton.engine.array_kv_pool import ArrayKvPool
 from baton.engine.torch_kv_pool import TorchKvPool
-from baton.types import KvLayout, KvRange, Sample, Sampling, SequenceSpec, WorkerIdentity
+from baton.types import KvLayout, KvRange, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
 from baton_kernels.word_sum import host_checksum
-from kv_transfer.checksum import chunk_checksum, commit_checksum, place_checksum
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.device_memory import Payload
 from kv_transfer.frame import (
     PREAMBLE_BYTES,
     Frame,
     FrameError,
+    chunk_checksum,
+    commit_checksum,
     decode_header,
     decode_preamble,
     encode,
+    place_checksum,
 )
 from kv_transfer.receiver import Receiver, ReceiverSession
-from kv_transfer.ticket import TicketCommitted, TicketDead, TicketEvent
+from kv_transfer.ticket import TicketAborted, TicketCommitted, TicketEvent
 from kv_transfer.ticket_table import TicketTable
-from kv_transfer.version import MAX_VERSION, put_first_tokens
 from kv_transfer.wire_format import wire_format
 from tests.support.device_double import DeviceArrayPool
 
@@ -55,12 +56,12 @@ class Parcel:
 
     @property
     def raw(self) -> bytes:
-        return encode(self.header, len(self.payload), MAX_VERSION) + self.payload
+        return encode(self.header, len(self.payload)) + self.payload
 
 
 def frame_of(raw: bytes) -> tuple[Frame, memoryview]:
     """As a stream transport reads it."""
-    preamble = decode_preamble(raw[:PREAMBLE_BYTES], MAX_PAYLOAD_BYTES, MAX_VERSION)
+    preamble = decode_preamble(raw[:PREAMBLE_BYTES], MAX_PAYLOAD_BYTES)
     end = PREAMBLE_BYTES + preamble.header_bytes
     frame, payload = decode_header(preamble, raw[PREAMBLE_BYTES:end]), raw[end:]
     is_chunk = isinstance(frame, kv_pb2.KvChunk)
@@ -154,9 +155,9 @@ class Wire:
 
     def commit(self, ticket_id: int, epoch: int, parcels: list[Parcel]) -> None:
         frame = kv_pb2.KvCommit(ticket_id=ticket_id, epoch=epoch, num_tokens=NUM_TOKENS)
-        put_first_tokens(frame, (Sample(1),), MAX_VERSION)
+        frame.first_tokens.add(token_id=1)
         chunks = sum(parcel.header.checksum for parcel in parcels)
-        frame.checksum = commit_checksum(frame, chunks, MAX_VERSION)
+        frame.checksum = commit_checksum(frame, chunks)
         self.session.on_frame(frame, memoryview(b""))
 
     def is_whole(self, parcels: list[Parcel]) -> bool:
@@ -180,7 +181,7 @@ class Wire:
         )
         session = self.receiver.session(replies.append, checksum=kind)
         hello = kv_pb2.KvHello(
-            min_version=1, max_version=MAX_VERSION, worker_id="p0", layout=layout_to_proto(LAYOUT)
+            min_version=1, max_version=1, worker_id="p0", layout=layout_to_proto(LAYOUT)
         )
         session.on_frame(hello, memoryview(b""))
         assert isinstance(replies[0], kv_pb2.KvAccept)
@@ -292,7 +293,7 @@ DAMAGES: list[Damage] = [
     ids=["staged", "int8", "landed", "native", "device", "device int8"],
 )
 def test_no_damaged_chunk_becomes_a_token(wire_dtype, how, monkeypatch):
-    monkeypatch.setattr("kv_transfer.codec.MIN_LENT_BYTES", 1)
+    monkeypatch.setattr("kv_transfer.codec.MIN_VIEW_BYTES", 1)
     wire, caught, harmless = Wire(wire_dtype, **how), Counter[str](), 0
     while caught.total() < NUM_DAMAGED // 6:
         damage = wire.rng.choice(DAMAGES)
@@ -318,7 +319,8 @@ def test_no_damaged_chunk_becomes_a_token(wire_dtype, how, monkeypatch):
         for event in wire.events:
             wire.table.release(event.ticket_id)
         assert all(
-            isinstance(event, TicketDead) or event.ticket_id == ticket_id for event in wire.events
+            isinstance(event, TicketAborted) or event.ticket_id == ticket_id
+            for event in wire.events
         )
         wire.events.clear()
     assert set(caught) == {damage.__name__ for damage in DAMAGES}
@@ -327,18 +329,18 @@ def test_no_damaged_chunk_becomes_a_token(wire_dtype, how, monkeypatch):
 
 @pytest.mark.parametrize("name", ["first_token", "num_tokens", "first_layer", "num_layers"])
 def test_nothing_is_written_where_a_changed_header_says(name, monkeypatch):
-    monkeypatch.setattr("kv_transfer.codec.MIN_LENT_BYTES", 1)
+    monkeypatch.setattr("kv_transfer.codec.MIN_VIEW_BYTES", 1)
     wire = Wire("float32", is_landing=True)
     ticket_id, epoch = wire.offer()
     parcel = wire.parcels(ticket_id, epoch)[0]
     setattr(parcel.header, name, getattr(parcel.header, name) ^ 4)
     wire.deliver(parcel.raw)
     assert not wire.blocks[list(BLOCKS)].any()
-    assert [type(event) for event in wire.events] == [TicketDead]
+    assert [type(event) for event in wire.events] == [TicketAborted]
 
 
 def test_a_connection_that_ends_within_a_payload_lets_the_blocks_go(monkeypatch):
-    monkeypatch.setattr("kv_transfer.codec.MIN_LENT_BYTES", 1)
+    monkeypatch.setattr("kv_transfer.codec.MIN_VIEW_BYTES", 1)
     wire = Wire("float32", is_landing=True)
     parcels = wire.parcels(*wire.offer())
     (view,) = wire.session.land(parcels[0].header)
@@ -346,7 +348,7 @@ def test_a_connection_that_ends_within_a_payload_lets_the_blocks_go(monkeypatch)
     wire.table.abort_all("CANCELLED", "its owner gave it up")
     assert not wire.events, "a writer is in the blocks"
     wire.session.on_close("lost")
-    assert [type(event) for event in wire.events] == [TicketDead]
+    assert [type(event) for event in wire.events] == [TicketAborted]
 
 
 @pytest.mark.parametrize("trade", ["places", "payloads"])
@@ -369,7 +371,7 @@ def test_two_chunks_that_trade_are_no_kv(trade):
     for parcel in parcels:
         wire.deliver(parcel.raw)
     wire.commit(ticket_id, epoch, parcels)
-    assert [type(event) for event in wire.events] == [TicketDead]
+    assert [type(event) for event in wire.events] == [TicketAborted]
 
 
 def test_undamaged_chunks_are_committed():
@@ -391,9 +393,9 @@ def test_a_changed_commit_is_none(field_name):
     for parcel in parcels:
         wire.deliver(parcel.raw)
     frame = kv_pb2.KvCommit(ticket_id=ticket_id, epoch=epoch, num_tokens=NUM_TOKENS)
-    put_first_tokens(frame, (Sample(1),), MAX_VERSION)
+    frame.first_tokens.add(token_id=1)
     total = sum(parcel.header.checksum for parcel in parcels)
-    frame.checksum = commit_checksum(frame, total, MAX_VERSION)
+    frame.checksum = commit_checksum(frame, total)
     frame.first_tokens[0].token_id = 2
     setattr(frame, field_name, getattr(frame, field_name) ^ 1)
     wire.session.on_frame(frame, memoryview(b""))
@@ -407,9 +409,10 @@ def test_a_changed_first_token_is_no_token():
     for parcel in parcels:
         wire.deliver(parcel.raw)
     frame = kv_pb2.KvCommit(ticket_id=ticket_id, epoch=epoch, num_tokens=NUM_TOKENS)
-    put_first_tokens(frame, (Sample(1), Sample(5)), MAX_VERSION)
+    for token_id in (1, 5):
+        frame.first_tokens.add(token_id=token_id)
     total = sum(parcel.header.checksum for parcel in parcels)
-    frame.checksum = commit_checksum(frame, total, MAX_VERSION)
+    frame.checksum = commit_checksum(frame, total)
     frame.first_tokens[1].token_id = 4
     wire.session.on_frame(frame, memoryview(b""))
-    assert isinstance(wire.events[0], TicketDead)
+    assert isinstance(wire.events[0], TicketAborted)

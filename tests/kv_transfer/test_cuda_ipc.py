@@ -27,11 +27,10 @@ from kv_transfer.running_receiver import (
     DEVICE_MAX_CHUNK_BYTES,
     open_receiver,
 )
-from kv_transfer.ticket import TicketCommitted, TicketDead
+from kv_transfer.ticket import TicketAborted, TicketCommitted
 from kv_transfer.transport.base import TransportError
 from kv_transfer.transport.connector import make_connector, usable
-from kv_transfer.transport.cuda_ipc import CudaIpcConnection, LentAreas
-from kv_transfer.version import MAX_VERSION
+from kv_transfer.transport.cuda_ipc import CudaIpcConnection, RetiredAreas
 from tests.support.device_double import DeviceArrayPool, DoubleMemory
 
 PATIENCE_S = 30.0
@@ -105,7 +104,7 @@ def test_a_payload_that_is_changed_in_its_slot_kills_its_ticket(make_rig, monkey
     monkeypatch.setattr(CudaIpcConnection, "send", damage)
     assert isinstance(hand_over(rig), HandoffFailed)
     event = rig.event()
-    assert isinstance(event, TicketDead)
+    assert isinstance(event, TicketAborted)
     assert "wrong checksum" in event.message
 
 
@@ -131,14 +130,14 @@ def test_memory_is_not_freed_while_a_sender_has_it_mapped(make_rig):
         select.select([connection.fileno()], [], [])
     # A second greeting ends the connection, at the receiver's end only.
     connection.send(_hello(rig.source.layout))
-    while listener._guests:
+    while listener._peers:
         pass
-    assert len(listener.lent) == len(rig.target.memory.allocated) == 1
-    listener.lent.sweep()
+    assert len(listener.retired) == len(rig.target.memory.allocated) == 1
+    listener.retired.sweep()
     assert len(rig.target.memory.allocated) == 1
     connection.close()
-    listener.lent.sweep()
-    assert len(listener.lent) == len(rig.target.memory.allocated) == 0
+    listener.retired.sweep()
+    assert len(listener.retired) == len(rig.target.memory.allocated) == 0
     assert not rig.source.memory.opened
 
 
@@ -147,11 +146,11 @@ def test_a_sender_that_goes_frees_the_memory_at_the_next_connection(make_rig):
     for number in range(3):
         assert hand_over(rig, str(number)) is None
         rig.running.tickets.release(rig.event().ticket_id)
-        while rig.source.memory.opened or rig.running.listeners[0]._guests:
+        while rig.source.memory.opened or rig.running.listeners[0]._peers:
             pass
     # The sender lets go of its end of the pipe a moment after it has unmapped the memory.
     while rig.target.memory.allocated:
-        rig.running.listeners[0].lent.sweep()
+        rig.running.listeners[0].retired.sweep()
 
 
 def test_closing_waits_for_senders_that_let_go(make_rig):
@@ -162,7 +161,7 @@ def test_closing_waits_for_senders_that_let_go(make_rig):
 
 
 def test_what_nobody_lets_go_of_stays():
-    memory, lent = DoubleMemory(), LentAreas()
+    memory, lent = DoubleMemory(), RetiredAreas()
     ours, theirs = os.pipe()
     lent.keep(memory.allocate(4096), ours)
     lent.drain(0.01)
@@ -205,7 +204,7 @@ def test_where_the_memory_cannot_be_mapped_the_next_way_is_taken(make_rig, caplo
 
 def _hello(layout: KvLayout) -> kv_pb2.KvHello:
     return kv_pb2.KvHello(
-        min_version=1, max_version=MAX_VERSION, worker_id="p0", layout=layout_to_proto(layout)
+        min_version=1, max_version=1, worker_id="p0", layout=layout_to_proto(layout)
     )
 
 
@@ -226,7 +225,7 @@ def test_an_acceptance_that_does_not_fit_ends_the_connection(change, is_taken):
     receivers, memory = DoubleMemory(), DoubleMemory()
     area = receivers.allocate(2 * 4096)
     fields = {
-        "version": 2,
+        "version": 1,
         "num_credits": 2,
         "max_chunk_bytes": 512,
         "payload_checksum": kv_pb2.KV_PAYLOAD_CHECKSUM_WORD_SUM,
@@ -252,7 +251,7 @@ def test_an_acceptance_without_a_descriptor_is_none():
     with theirs:
         connection = CudaIpcConnection(ours, 1.0, DoubleMemory())
         kind = kv_pb2.KV_PAYLOAD_CHECKSUM_WORD_SUM
-        theirs.sendall(encode(kv_pb2.KvAccept(version=2, payload_checksum=kind)))
+        theirs.sendall(encode(kv_pb2.KvAccept(version=1, payload_checksum=kind)))
         with pytest.raises(HandoffFailed, match="without device memory"):
             connection.receive()
         connection.close()
@@ -299,7 +298,7 @@ def test_blocks_that_are_not_there_end_the_handoff_alone(make_rig):
     error = rig.done().error
     assert error is not None
     assert error.reason == "ENGINE_FAULT"
-    assert isinstance(rig.event(), TicketDead)
+    assert isinstance(rig.event(), TicketAborted)
     rig.sender.begin("again", rig.offer((0, 1), 0, 6).data)
     rig.send_all("again", (2, 3), 6)
     assert rig.done().error is None

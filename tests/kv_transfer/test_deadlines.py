@@ -15,16 +15,23 @@ from baton.types import KvLayout, KvRange, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
 from kv_transfer.endpoint import Endpoint
 from kv_transfer.frame import Frame
+from kv_transfer.handoff import Begin, Cancel, Send
 from kv_transfer.kv_ticket import KvTicket, encode_ticket
-from kv_transfer.lane import Lane
-from kv_transfer.send_task import Begin, Cancel, Send
+from kv_transfer.send_connection import SendConnection
 from kv_transfer.sender import SendDone, Sender
-from kv_transfer.ticket import TicketDead
+from kv_transfer.ticket import TicketAborted
 from kv_transfer.transport.base import Staged
 from kv_transfer.transport.connector import make_connector
 
 LAYOUT = KvLayout("m", 1, 1, 1, "int64", 4)
-ACCEPT = kv_pb2.KvAccept(version=1, worker_id="d0", generation=7, num_credits=1, max_chunk_bytes=64)
+ACCEPT = kv_pb2.KvAccept(
+    version=1,
+    worker_id="d0",
+    generation=7,
+    num_credits=1,
+    max_chunk_bytes=64,
+    wire_dtype=LAYOUT.dtype,
+)
 
 
 @dataclass
@@ -49,6 +56,9 @@ class DeafConnection:
     def send(self, frame: Frame, staged: Staged | None = None, *, more: bool = False) -> None:
         del staged, more
         self.sent.append(frame)
+
+    def flush(self) -> None:
+        pass
 
     def receive(self) -> Frame | None:
         return self.replies.popleft() if self.replies else None
@@ -105,7 +115,7 @@ def test_a_peer_that_does_not_greet():
     desk.pass_time(4.9)
     assert not desk.dones
     desk.pass_time(0.2)
-    assert "did not greet" in desk.error()
+    assert "did not accept" in desk.error()
     assert desk.peer.is_closed
 
 
@@ -139,15 +149,16 @@ def test_a_ticket_is_presented_before_chunks_that_wait_for_room():
 def test_what_is_urgent_does_not_wait_for_all_chunks():
     desk = Desk()
     desk.peer.num_credits = 1000
-    lane = Lane(WorkerIdentity("d0", 7), desk.sender._config, lambda: desk.now, desk.dones.append)
+    peer, config = WorkerIdentity("d0", 7), desk.sender._config
+    connection = SendConnection(peer, config, lambda: desk.now, desk.dones.append)
     ticket = KvTicket(WorkerIdentity("d0", 7), 1, 1, "k", b"", 0, 16, LAYOUT, (), lease_s=30.0)
-    lane.handle(Begin("k", ticket, b"t"))
+    connection.handle(Begin("k", ticket, b"t"))
     desk.peer.replies.append(ACCEPT)
     for _ in range(100):
-        lane.handle(Send("k", (0,), KvRange(0, 4, 0, 1)))
-    assert lane.pump(), "there is more to do"
-    lane.handle(Cancel("k", "CANCELLED", "enough"))
-    while lane.pump():
+        connection.handle(Send("k", (0,), KvRange(0, 4, 0, 1)))
+    assert connection.pump(), "there is more to do"
+    connection.handle(Cancel("k", "CANCELLED", "enough"))
+    while connection.pump():
         pass
     kinds = [type(frame) for frame in desk.peer.sent]
     assert 0 < kinds.count(kv_pb2.KvChunk) < 50
@@ -242,7 +253,7 @@ def test_a_silent_tcp_peer_ends_at_the_connect_deadline(make_rig):
         rig.sender.begin("k", encode_ticket(ticket, b"s" * 32))
         error = rig.done().error
         assert isinstance(error, HandoffFailed)
-        assert "did not greet" in error.message
+        assert "did not accept" in error.message
 
 
 def test_the_lease_ends_a_ticket_whose_sender_is_silent(make_rig):
@@ -257,7 +268,7 @@ def test_the_lease_ends_a_ticket_whose_sender_is_silent(make_rig):
     now[0] = 31.0
     rig.running.tickets.expire()
     event = rig.event()
-    assert isinstance(event, TicketDead)
+    assert isinstance(event, TicketAborted)
     assert event.ticket_id == waiting.ticket_id
     now[0] = 61.0
     rig.running.tickets.expire()

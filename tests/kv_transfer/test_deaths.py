@@ -11,7 +11,7 @@ import pytest
 
 from baton.errors import Cancelled, HandoffFailed
 from baton.types import KvRange, Sample
-from kv_transfer.ticket import TicketCommitted, TicketDead, TicketState
+from kv_transfer.ticket import TicketAborted, TicketCommitted, TicketState
 from tests.support.kv_transports import ALL
 
 POINTS = ["before", "begun", "half sent", "sent", "committed", "settled"]
@@ -44,7 +44,7 @@ def finish(rig, ticket, point):
     for ends in (rig.dones, rig.events):
         with pytest.raises(queue.Empty):
             ends.get_nowait()
-    assert isinstance(event, TicketCommitted | TicketDead)
+    assert isinstance(event, TicketCommitted | TicketAborted)
     assert done.error is not None or isinstance(event, TicketCommitted)
     assert not isinstance(done.error, HandoffFailed | Cancelled) or point != "settled"
     return done, event
@@ -74,7 +74,7 @@ def test_each_side_hears_of_the_end_once(make_rig, transport, point, who):
     if who == "engine" and point in {"begun", "half sent", "sent"}:
         assert isinstance(done.error, Cancelled)
     if point not in {"committed", "settled"} and not (who == "engine" and point == "before"):
-        assert isinstance(event, TicketDead)
+        assert isinstance(event, TicketAborted)
         assert done.error is not None
 
 
@@ -89,7 +89,7 @@ def test_a_lost_sender_frees_the_ticket_without_waiting_for_the_lease(make_rig, 
     assert isinstance(rig.event(), TicketCommitted)
     rig.sender.close()
     event = rig.event()
-    assert isinstance(event, TicketDead)
+    assert isinstance(event, TicketAborted)
     assert event.ticket_id == first.ticket_id
     assert "p0" in event.message
 
@@ -114,11 +114,11 @@ def test_a_lane_works_again_after_its_connection_was_lost(make_rig, transport):
                 connection.lose("cut")
             rig.sender.heartbeat()
         else:
-            for guest in tuple(listener._guests.values()):
-                guest.sock.shutdown(socket.SHUT_RDWR)
+            for peer in tuple(listener._peers.values()):
+                peer.sock.shutdown(socket.SHUT_RDWR)
         assert isinstance(rig.done().error, HandoffFailed)
         rig.running.tickets.abort(cut.ticket_id, "CANCELLED", "given up by its owner")
-        assert isinstance(rig.event(), TicketDead)
+        assert isinstance(rig.event(), TicketAborted)
 
 
 def test_an_ended_handoff_ignores_what_its_owner_still_says(make_rig):
@@ -147,4 +147,4 @@ def test_blocks_that_cannot_be_read_end_their_handoff_alone(make_rig):
     rig.send_all("good", BLOCKS, NUM_TOKENS)
     assert rig.done().error is None
     events = {type(event): event.ticket_id for event in (rig.event(), rig.event())}
-    assert events == {TicketDead: bad.ticket_id, TicketCommitted: good.ticket_id}
+    assert events == {TicketAborted: bad.ticket_id, TicketCommitted: good.ticket_id}

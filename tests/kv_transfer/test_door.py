@@ -42,7 +42,7 @@ def hello() -> bytes:
     )
     return encode(
         kv_pb2.KvHello(
-            min_version=1, max_version=2, worker_id="stranger", layout=layout, nonce=b"n" * 32
+            min_version=1, max_version=1, worker_id="stranger", layout=layout, nonce=b"n" * 32
         )
     )
 

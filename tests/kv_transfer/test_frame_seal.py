@@ -4,7 +4,7 @@ ends the connection."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,21 +15,19 @@ from baton.errors import HandoffFailed
 from baton.types import KvRange, Sample
 from baton.v1 import kv_pb2
 from kv_transfer.frame import PREAMBLE_BYTES, Frame, FrameBuffer, FrameError, encode
-from kv_transfer.frame_seal import SEAL_BYTES, receiver_seals, sender_seals
-from kv_transfer.kv_secret import KvSecret
-from kv_transfer.ticket import LendAsked, TicketCommitted, TicketDead
+from kv_transfer.kv_secret import SEAL_BYTES, KvSecret, receiver_seals, sender_seals
+from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted
 from kv_transfer.transport.tcp import TcpConnection, TcpServerStream
 
 SECRET = KvSecret(b"0123456789abcdef")
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
-VERSION = 2
 
 FRAMES: st.SearchStrategy[Frame] = st.one_of(
     st.builds(kv_pb2.KvBegin, ticket=st.binary(max_size=30)),
     st.builds(kv_pb2.KvChunk, ticket_id=st.integers(0, 9), checksum=st.integers(0, 2**64 - 1)),
     st.builds(kv_pb2.KvCommit, ticket_id=st.integers(0, 9), num_tokens=st.integers(0, 9)),
     st.builds(kv_pb2.KvRenew, ticket_ids=st.lists(st.integers(0, 9), max_size=3)),
-    st.builds(kv_pb2.KvBorrow, ticket_id=st.integers(0, 9), lend_to=st.binary(max_size=9)),
+    st.builds(kv_pb2.KvFetchPrefix, ticket_id=st.integers(0, 9), deliver_to=st.binary(max_size=9)),
     st.builds(kv_pb2.KvAbort, ticket_id=st.integers(0, 9), message=st.text(max_size=9)),
     st.builds(kv_pb2.KvCommitted, ticket_id=st.integers(0, 9)),
     st.builds(kv_pb2.KvCredit, slots=st.lists(st.integers(0, 9), max_size=3)),
@@ -40,13 +38,13 @@ FRAMES: st.SearchStrategy[Frame] = st.one_of(
 def sealed(frames: Sequence[Frame], key: bytes = KEY) -> list[bytes]:
     """As a sender writes them."""
     seal = sender_seals(key).outgoing
-    return [encode(frame, version=VERSION, seal=seal) for frame in frames]
+    return [encode(frame, seal=seal) for frame in frames]
 
 
 def read(data: bytes) -> list[Frame]:
     """What the receiver takes of it, up to the first that it does not take."""
     buffer, taken = FrameBuffer(), list[Frame]()
-    buffer.version, buffer.seal = VERSION, receiver_seals(KEY).incoming
+    buffer.seal = receiver_seals(KEY).incoming
     try:
         for frame in buffer.feed(data):
             taken.append(frame)
@@ -91,8 +89,8 @@ def test_frames_of_elsewhere_end_it_there(frames: list[Frame], data: st.DataObje
     back = receiver_seals(KEY).outgoing
     for strange in (
         sealed(frames, OTHER_KEY),
-        [encode(frame, version=VERSION, seal=back) for frame in frames],
-        [encode(frame, version=VERSION) + bytes(SEAL_BYTES) for frame in frames],
+        [encode(frame, seal=back) for frame in frames],
+        [encode(frame) + bytes(SEAL_BYTES) for frame in frames],
     ):
         assert read(b"".join((*sealed(frames)[:at], strange[at]))) == frames[:at]
 
@@ -103,8 +101,8 @@ Write = Callable[..., None]
 
 
 class Meddler:
-    """Changes what one end writes: the first frame of a kind, in one way. A write is one frame, and
-    perhaps its payload."""
+    """Changes what one end writes: the first frame of a kind, in one way. A write is a few frames,
+    each with its payload, if it has one."""
 
     def __init__(self, kind: int, attack: str) -> None:
         self._kind = kind
@@ -114,6 +112,10 @@ class Meddler:
 
     def patched(self, write: Write) -> Write:
         def meddle(end: Any, *pieces: Any) -> None:
+            for frame in _frames_in(pieces):
+                meddle_with(end, *frame)
+
+        def meddle_with(end: Any, *pieces: Any) -> None:
             if self._kept:
                 write(end, *pieces)
                 write(end, *self._kept)
@@ -140,21 +142,32 @@ class Meddler:
                 pass
 
 
+def _frames_in(pieces: Sequence[Any]) -> Iterator[list[Any]]:
+    """Header and payload of each frame of a write."""
+    frame: list[Any] = []
+    for piece in pieces:
+        if isinstance(piece, bytes) and frame:
+            yield frame
+            frame = []
+        frame.append(piece)
+    yield frame
+
+
 def _flipped(frame: bytes, at: int) -> bytes:
     changed = bytearray(frame)
     changed[at] ^= 4
     return bytes(changed)
 
 
-BEGIN, CHUNK, COMMIT, RENEW, ABORT, COMMITTED, CREDIT, BORROW = range(4, 12)
+BEGIN, CHUNK, COMMIT, RENEW, ABORT, COMMITTED, CREDIT, FETCH_PREFIX = range(4, 12)
 
 
 def begin(rig: Any, *, is_heard: bool) -> None:
     """is_heard: wait until the receiver has taken it in."""
     rig.sender.begin("k", rig.offer((3, 1, 0, 7), 0, 11).data)
-    rig.sender.borrow("k", b"no ticket, for all that this end knows")
+    rig.sender.fetch_prefix("k", b"no ticket, for all that this end knows")
     if is_heard:
-        assert isinstance(rig.event(), LendAsked)
+        assert isinstance(rig.event(), PrefixRequested)
 
 
 def hand_over(rig: Any, clock: list[float], *, is_heard: bool = False) -> Any:
@@ -169,8 +182,8 @@ def hand_over(rig: Any, clock: list[float], *, is_heard: bool = False) -> Any:
     return rig.done()
 
 
-def end_of(rig: Any) -> TicketCommitted | TicketDead:
-    while not isinstance(event := rig.event(), TicketCommitted | TicketDead):
+def end_of(rig: Any) -> TicketCommitted | TicketAborted:
+    while not isinstance(event := rig.event(), TicketCommitted | TicketAborted):
         pass
     return event
 
@@ -182,7 +195,7 @@ def rig_of(make_rig: Any, clock: list[float], secret: KvSecret | None) -> Any:
 
 
 @pytest.mark.parametrize("attack", ["header", "digest", "delay", "repeat", "drop"])
-@pytest.mark.parametrize("kind", [BEGIN, CHUNK, RENEW, BORROW])
+@pytest.mark.parametrize("kind", [BEGIN, CHUNK, RENEW, FETCH_PREFIX])
 def test_a_sender_s_frame_that_is_meddled_with_ends_the_handoff(
     make_rig: Any, monkeypatch: pytest.MonkeyPatch, kind: int, attack: str
 ) -> None:
@@ -193,7 +206,7 @@ def test_a_sender_s_frame_that_is_meddled_with_ends_the_handoff(
     assert meddler.has_struck
     assert isinstance(done.error, HandoffFailed)
     rig.running.close()
-    assert isinstance(end_of(rig), TicketDead)
+    assert isinstance(end_of(rig), TicketAborted)
 
 
 @pytest.mark.parametrize("kind", [COMMIT, ABORT])
@@ -209,7 +222,7 @@ def test_a_last_word_that_is_changed_is_none(
     else:
         begin(rig, is_heard=True)
         rig.sender.abort("k", "CANCELLED", "enough")
-    assert isinstance(end_of(rig), TicketDead)
+    assert isinstance(end_of(rig), TicketAborted)
     assert meddler.has_struck
 
 
@@ -244,7 +257,7 @@ def test_a_receiver_s_frame_that_is_meddled_with_ends_the_connection(
     assert meddler.has_struck
 
 
-@pytest.mark.parametrize("kind", [RENEW, BORROW])
+@pytest.mark.parametrize("kind", [RENEW, FETCH_PREFIX])
 def test_without_a_secret_a_repeated_frame_passes(
     make_rig: Any, monkeypatch: pytest.MonkeyPatch, kind: int
 ) -> None:

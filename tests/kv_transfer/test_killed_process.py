@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kv_transfer.ticket import TicketDead, TicketState
+from kv_transfer.ticket import TicketAborted, TicketState
 from tests.support.kv_transports import REMOTE
 
 pytestmark = pytest.mark.slow
@@ -51,6 +51,6 @@ def test_the_ticket_of_a_killed_sender_dies_at_once(make_rig, transport):
     deaths = {}
     while ticket.ticket_id not in deaths:
         event = rig.event()
-        assert isinstance(event, TicketDead)
+        assert isinstance(event, TicketAborted)
         deaths[event.ticket_id] = event
     assert "p9" in deaths[ticket.ticket_id].message

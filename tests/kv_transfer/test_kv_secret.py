@@ -19,19 +19,24 @@ from baton.errors import ConfigError, PeerMismatch
 from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
-from kv_transfer.checksum import chunk_checksum, chunks_of_commit, commit_checksum, place_checksum
 from kv_transfer.endpoint import Endpoint
-from kv_transfer.frame import Frame, FrameError
+from kv_transfer.frame import (
+    Frame,
+    FrameError,
+    chunk_checksum,
+    chunks_of_commit,
+    commit_checksum,
+    place_checksum,
+)
 from kv_transfer.kv_secret import KvSecret, new_nonce, read_kv_secret
 from kv_transfer.receiver import Receiver, ReceiverSession
-from kv_transfer.ticket import TicketCommitted, TicketDead, TicketEvent
+from kv_transfer.ticket import TicketAborted, TicketCommitted, TicketEvent
 from kv_transfer.ticket_table import TicketTable
 from kv_transfer.transport.base import Connection, Connector, Staged
 from tests.support.kv_transports import ALL
 
 SECRET, OTHER = KvSecret(b"0123456789abcdef"), KvSecret(b"0123456789abcdeF")
 NOTHING = memoryview(b"")
-VERSION = 2
 
 
 def hand_over(rig: Any) -> tuple[Any, Any]:
@@ -74,7 +79,7 @@ def test_workers_that_do_not_are_told_so_and_nothing_is_sent(
     assert not rig.target.data.any()
     rig.running.close()
     dead = rig.event()
-    assert isinstance(dead, TicketDead)
+    assert isinstance(dead, TicketAborted)
     assert dead.ticket_id == offered.ticket_id
 
 
@@ -143,10 +148,10 @@ def other_logprobs(frame: Frame, payload: memoryview) -> None:
         frame.first_tokens[0].logprobs.chosen.logprob = -0.5
 
 
-def older_version(frame: Frame, payload: memoryview) -> None:
+def other_versions(frame: Frame, payload: memoryview) -> None:
     del payload
     if isinstance(frame, kv_pb2.KvHello):
-        frame.max_version = 1
+        frame.max_version += 1
 
 
 def other_type_of_kv(frame: Frame, payload: memoryview) -> None:
@@ -167,7 +172,7 @@ ATTACKS = [
     other_place,
     other_first_token,
     other_logprobs,
-    older_version,
+    other_versions,
     other_type_of_kv,
     no_secrets,
 ]
@@ -179,7 +184,7 @@ def test_what_is_altered_on_the_way_is_never_committed(make_rig: Any, alter: Alt
     done, _ = hand_over(rig)
     assert done.error is not None
     rig.running.close()
-    assert isinstance(rig.event(), TicketDead)
+    assert isinstance(rig.event(), TicketAborted)
     assert rig.events.empty()
 
 
@@ -235,7 +240,7 @@ class Door:
 def hello_of(nonce: bytes) -> kv_pb2.KvHello:
     return kv_pb2.KvHello(
         min_version=1,
-        max_version=VERSION,
+        max_version=1,
         worker_id="p0",
         generation=3,
         layout=layout_to_proto(LAYOUT),
@@ -252,7 +257,7 @@ def test_before_the_proof_nothing_else_is_heard() -> None:
         kv_pb2.KvChunk(ticket_id=1),
         kv_pb2.KvCommit(ticket_id=1),
         kv_pb2.KvRenew(ticket_ids=[1]),
-        kv_pb2.KvBorrow(ticket_id=1),
+        kv_pb2.KvFetchPrefix(ticket_id=1),
         kv_pb2.KvAbort(ticket_id=1, epoch=1),
     ):
         session, _ = door.knock(hello_of(new_nonce()))
@@ -340,11 +345,11 @@ def test_a_commit_tells_the_sum_of_its_chunks_to_who_has_the_key(
     commit = kv_pb2.KvCommit(ticket_id=1, epoch=2, num_tokens=3)
     for token_id in token_ids:
         commit.first_tokens.add(token_id=token_id)
-    commit.checksum = commit_checksum(commit, chunks, VERSION, key)
-    assert chunks_of_commit(commit, VERSION, key) == chunks
-    assert chunks_of_commit(commit, VERSION) != chunks
+    commit.checksum = commit_checksum(commit, chunks, key)
+    assert chunks_of_commit(commit, key) == chunks
+    assert chunks_of_commit(commit) != chunks
     commit.first_tokens.add(token_id=1)
-    assert chunks_of_commit(commit, VERSION, key) != chunks
+    assert chunks_of_commit(commit, key) != chunks
 
 
 # The file.

@@ -24,11 +24,10 @@ from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
 from kv_transfer.frame import PREAMBLE_BYTES, decode_header, decode_preamble, encode
 from kv_transfer.sender import SendDone, Sender
-from kv_transfer.ticket import TicketDead
+from kv_transfer.ticket import TicketAborted
 from kv_transfer.transport.base import TransportConfig
 from kv_transfer.transport.connector import make_connector
 from kv_transfer.transport.nixl import QUARANTINE_S, TRANSPORT, Quarantine
-from kv_transfer.version import MAX_VERSION
 
 pytestmark = pytest.mark.slow
 
@@ -108,21 +107,21 @@ def test_a_chunk_that_has_not_landed_is_not_read(make_rig):
             return decode_header(preamble, header)
 
         hello = kv_pb2.KvHello(
-            min_version=1, max_version=MAX_VERSION, worker_id="p0", layout=layout_to_proto(LAYOUT)
+            min_version=1, max_version=1, worker_id="p0", layout=layout_to_proto(LAYOUT)
         )
         sock.sendall(encode(hello))
         accept = receive()
         assert isinstance(accept, kv_pb2.KvAccept)
         assert accept.remote_memory.agent
-        sock.sendall(encode(kv_pb2.KvBegin(ticket=ticket.data), version=MAX_VERSION))
+        sock.sendall(encode(kv_pb2.KvBegin(ticket=ticket.data)))
         chunk = kv_pb2.KvChunk(
             ticket_id=ticket.ticket_id, epoch=1, num_tokens=4, num_layers=1, payload_bytes=512
         )
-        sock.sendall(encode(chunk, version=MAX_VERSION))
-        sock.sendall(encode(kv_pb2.KvCommit(ticket_id=ticket.ticket_id), version=MAX_VERSION))
+        sock.sendall(encode(chunk))
+        sock.sendall(encode(kv_pb2.KvCommit(ticket_id=ticket.ticket_id)))
         assert sock.recv(1) == b""
     event = rig.event()
-    assert isinstance(event, TicketDead)
+    assert isinstance(event, TicketAborted)
     assert "slot 0 was to land" in event.message
     assert not rig.target.data.any()
 

@@ -10,7 +10,7 @@ import pytest
 from baton.errors import Cancelled, HandoffFailed
 from baton.types import KvRange
 from kv_transfer.kv_secret import KvSecret
-from kv_transfer.ticket import TicketDead, TicketState
+from kv_transfer.ticket import TicketAborted, TicketState
 from tests.support.kv_transports import ALL
 
 SECRET = KvSecret(b"0123456789abcdef")
@@ -42,7 +42,7 @@ def test_an_owner_s_abort_reaches_a_silent_sender(
     done = rig.done()
     assert isinstance(done.error, Cancelled)
     assert "gave it up" in done.error.message
-    assert isinstance(rig.event(), TicketDead)
+    assert isinstance(rig.event(), TicketAborted)
 
 
 def test_the_end_of_a_lease_reaches_it_too(make_rig: Any) -> None:

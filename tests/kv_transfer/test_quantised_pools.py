@@ -106,14 +106,14 @@ def test_the_same_type_arrives_to_the_bit(dtype: str, block_size: int) -> None:
 def test_whole_blocks_travel_from_where_they_lie(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_transfer.codec.MIN_LENT_BYTES", 1)
+    monkeypatch.setattr("kv_transfer.codec.MIN_VIEW_BYTES", 1)
     kv = pool_of(dtype, 4)
     fill(kv, SENT)
     piece = KvRange(0, 8, 1, 2)
     codec = ChunkCodec(kv, wire_format(dtype, kv.layout))
     payload = bytearray(codec.wire.num_bytes(piece))
     codec.pack(SENT, piece, memoryview(payload))
-    assert b"".join(codec.lend(SENT, piece)) == payload
+    assert b"".join(codec.views(SENT, piece)) == payload
 
 
 @pytest.mark.parametrize("dtype", sorted(SCALED_DTYPES))

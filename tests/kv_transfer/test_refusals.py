@@ -14,18 +14,16 @@ from baton.engine.array_kv_pool import ArrayKvPool
 from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2, sampling_pb2
 from baton.wire import layout_to_proto
-from kv_transfer.checksum import chunk_checksum, commit_checksum, place_checksum
-from kv_transfer.frame import Frame, FrameError
+from kv_transfer.frame import Frame, FrameError, chunk_checksum, commit_checksum, place_checksum
 from kv_transfer.kv_ticket import parse_ticket
 from kv_transfer.receiver import Receiver, ReceiverSession
-from kv_transfer.ticket import OfferedTicket, TicketCommitted, TicketDead, TicketEvent
+from kv_transfer.ticket import OfferedTicket, TicketAborted, TicketCommitted, TicketEvent
 from kv_transfer.ticket_table import TicketTable
 
 LAYOUT = KvLayout("m", 2, 1, 2, "int64", 4)
 TOKEN_LAYER_BYTES = LAYOUT.token_layer_bytes
 OWNER = WorkerIdentity("d0", 7)
 NUM_TOKENS = 6
-VERSION = 2
 
 
 @dataclass
@@ -79,7 +77,7 @@ class Desk:
 def hello(**changes: int) -> kv_pb2.KvHello:
     message = kv_pb2.KvHello(
         min_version=1,
-        max_version=VERSION,
+        max_version=1,
         worker_id="p0",
         generation=3,
         layout=layout_to_proto(LAYOUT),
@@ -124,7 +122,7 @@ def commit_of(offered: OfferedTicket, *chunks: kv_pb2.KvChunk, **changes: int) -
     for name, value in changes.items():
         setattr(message, name, value)
     total = sum(c.checksum for c in chunks) + wrong
-    message.checksum = commit_checksum(message, total, VERSION)
+    message.checksum = commit_checksum(message, total)
     return message
 
 
@@ -202,7 +200,7 @@ def test_a_bad_chunk_kills_its_ticket_alone(damage: Damage):
     assert "could not store" not in answer.message, "the pool is no judge of sizes"
     assert desk.is_untouched
     (event,) = desk.events
-    assert isinstance(event, TicketDead)
+    assert isinstance(event, TicketAborted)
     assert (event.ticket_id, event.reason) == (offered.ticket_id, "HANDOFF_FAILED")
     assert desk.take(session, *chunk_of(offered.ticket_id, 2, 3, 0))
     assert desk.is_untouched
@@ -258,7 +256,7 @@ def test_a_commit_that_does_not_fit_kills_the_ticket(changes: dict[str, int]):
         assert not desk.take(session, *chunk)
     session.on_frame(commit_of(offered, *(h for h, _ in sent), **changes), memoryview(b""))
     assert isinstance(desk.replies[0], kv_pb2.KvAbort)
-    assert isinstance(desk.events[0], TicketDead)
+    assert isinstance(desk.events[0], TicketAborted)
 
 
 def test_a_ticket_is_used_once():
@@ -330,7 +328,7 @@ def test_order_of_frames_is_kept():
     refused = desk.receiver.session(desk.replies.append)
     refused.on_frame(hello(min_version=3, max_version=4), memoryview(b""))
     assert desk.replies == [
-        kv_pb2.KvRefuse(field="protocol_version", expected="1..2", actual="3..4")
+        kv_pb2.KvRefuse(field="protocol_version", expected="1..1", actual="3..4")
     ]
     with pytest.raises(FrameError, match="refusal"):
         refused.on_frame(hello(), memoryview(b""))
@@ -373,7 +371,7 @@ def test_sound_frames_of_nonsense_write_nothing_and_raise_nothing_else(script):
     except FrameError:
         session.on_close("broke the rules")
     assert desk.is_untouched
-    assert all(isinstance(event, TicketDead) for event in desk.events)
+    assert all(isinstance(event, TicketAborted) for event in desk.events)
     desk.table.abort(offered.ticket_id, "CANCELLED", "")
     assert [event.ticket_id for event in desk.events] == [offered.ticket_id]
 
@@ -391,7 +389,7 @@ def test_an_abort_during_an_unpack_is_told_after_it():
     desk.pool.unpack = abort_meanwhile  # type: ignore[method-assign]
     desk.take(session, *chunk_of(offered.ticket_id, 1, 5, 0))
     assert seen == []
-    assert desk.events == [TicketDead(offered.ticket_id, "CANCELLED", "the client left")]
+    assert desk.events == [TicketAborted(offered.ticket_id, "CANCELLED", "the client left")]
     (answer,) = desk.take(session, *chunk_of(offered.ticket_id, 1, 5, 1))
     assert isinstance(answer, kv_pb2.KvAbort)
     assert answer.reason == "CANCELLED"
@@ -407,7 +405,7 @@ def test_a_pool_that_cannot_store_kills_the_ticket_alone():
     desk.pool.unpack = refuse  # type: ignore[method-assign]
     (answer,) = desk.take(session, *chunk_of(offered.ticket_id, 1, 5, 0))
     assert isinstance(answer, kv_pb2.KvAbort)
-    assert [type(event) for event in desk.events] == [TicketDead]
+    assert [type(event) for event in desk.events] == [TicketAborted]
 
 
 def test_a_sender_whose_blocks_have_no_tokens_is_refused():

@@ -24,7 +24,7 @@ def test_every_missing_token_arrives_and_nothing_else_changes(
     make_rig, monkeypatch, transport, seed, is_lent
 ):
     if is_lent:
-        monkeypatch.setattr("kv_transfer.codec.MIN_LENT_BYTES", 1)
+        monkeypatch.setattr("kv_transfer.codec.MIN_VIEW_BYTES", 1)
     rng = random.Random(seed)
     num_layers = rng.randint(1, 5)
     rig = make_rig(

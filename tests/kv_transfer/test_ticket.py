@@ -7,8 +7,7 @@ from itertools import product
 import pytest
 
 from baton.types import KvRange, Sample
-from kv_transfer.coverage import Coverage
-from kv_transfer.ticket import Commit, Ticket, TicketCommitted, TicketDead, TicketState
+from kv_transfer.ticket import Commit, Coverage, Ticket, TicketAborted, TicketCommitted, TicketState
 
 NUM_LAYERS, NUM_CACHED, MIN_TOKENS, NUM_TOKENS = 2, 1, 3, 4
 LEASE_S = 30.0
@@ -54,12 +53,12 @@ def test_a_commit_is_of_what_was_sent_and_of_what_was_asked_for(
     assert (ticket.state is TicketState.COMMITTED) is is_good
 
 
-def test_a_death_is_told_when_the_last_writer_is_gone() -> None:
+def test_an_abort_is_reported_when_the_last_writer_is_gone() -> None:
     ticket = presented()
     for token in (1, 2):
         assert not ticket.pin(KvRange(token, 1, 0, NUM_LAYERS), 3.0)
-    assert ticket.die("CANCELLED", "enough") is None
+    assert ticket.abort("CANCELLED", "enough") is None
     assert not ticket.is_settled
     assert ticket.unpin(0, 0) is None
-    assert ticket.unpin(0, 0) == TicketDead(7, "CANCELLED", "enough")
+    assert ticket.unpin(0, 0) == TicketAborted(7, "CANCELLED", "enough")
     assert ticket.is_settled

@@ -15,8 +15,8 @@ from baton.types import KvLayout, KvRange, Sample, Sampling, SequenceSpec, Worke
 from kv_transfer.ticket import (
     Commit,
     Rejection,
+    TicketAborted,
     TicketCommitted,
-    TicketDead,
     TicketEvent,
     TicketState,
 )
@@ -209,9 +209,9 @@ class Tickets(RuleBasedStateMachine):
     def each_ticket_has_its_one_event_in_time(self):
         for ticket_id, model in self.models.items():
             is_told = model.is_dying and not model.num_pins
-            deaths = [e for e in model.events if isinstance(e, TicketDead)]
+            aborts = [e for e in model.events if isinstance(e, TicketAborted)]
             assert len(model.events) <= 1
-            assert len(deaths) == is_told
+            assert len(aborts) == is_told
             if not model.is_released:
                 state = self.table.state(ticket_id)
                 assert (state is TicketState.ABORTED) is model.is_dying

@@ -12,7 +12,7 @@ import pytest
 from baton.errors import Cancelled, ConfigError, HandoffFailed
 from baton.rpc.tls import TlsFiles
 from baton.types import KvLayout
-from kv_transfer.ticket import LendAsked, TicketCommitted
+from kv_transfer.ticket import PrefixRequested, TicketCommitted
 from kv_transfer.transport import stream_listener
 from kv_transfer.transport.tls import client_contexts
 from tests.support.certificates import Authority
@@ -123,7 +123,7 @@ def test_a_ticket_s_death_is_told_through_it(make_rig: Any, own: TlsFiles) -> No
     rig = make_rig("tcp", clock=lambda: 100.0, source_tls=own, target_tls=own)
     offered = rig.offer((3, 1, 0, 7), 0, 11)
     rig.sender.begin("k", offered.data)
-    rig.sender.borrow("k", b"no ticket")
-    assert isinstance(rig.event(), LendAsked)
+    rig.sender.fetch_prefix("k", b"no ticket")
+    assert isinstance(rig.event(), PrefixRequested)
     rig.running.tickets.abort(offered.ticket_id, "CANCELLED", "enough")
     assert isinstance(rig.done().error, Cancelled)

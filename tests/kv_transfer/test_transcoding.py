@@ -16,9 +16,8 @@ from baton.errors import PeerMismatch
 from baton.types import CONVERTIBLE_DTYPES, DTYPE_BYTES, SCALED_DTYPES, KvLayout, KvRange, Sample
 from baton.v1 import kv_pb2
 from kv_transfer.codec import ChunkCodec
-from kv_transfer.elements import BITS, narrow, widen
 from kv_transfer.ticket import TicketCommitted
-from kv_transfer.transcoder import Transcoder
+from kv_transfer.transcoder import BITS, Transcoder, narrow, widen
 from kv_transfer.wire_format import (
     WIRE_DTYPES,
     WireFormat,
@@ -265,7 +264,7 @@ def test_what_is_no_number_travels_untouched(make_rig, transport):
 
 
 def test_blocks_of_another_type_are_not_lent(make_rig, monkeypatch):
-    monkeypatch.setattr("kv_transfer.codec.MIN_LENT_BYTES", 1)
+    monkeypatch.setattr("kv_transfer.codec.MIN_VIEW_BYTES", 1)
     rig = make_rig("tcp", source_layout=layout_of("float32"), target_layout=layout_of("bfloat16"))
     rig.source.data[...] = 1.0
     rig.sender.begin("k", rig.offer((0, 1), 0, 8).data)

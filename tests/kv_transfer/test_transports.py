@@ -32,7 +32,6 @@ SHARED = {
     "__init__",
     "base",
     "connector",
-    "slotted_connection",
     "stream_connection",
     "stream_listener",
     "tls",

@@ -1,6 +1,8 @@
-"""Workers of this version and of the one before hand sequences over to each other.
+"""Workers of release 0.1.0 and of later ones hand sequences over to each other.
 
-`frozen/` holds version 1 as it was: its messages, and the bytes of one frame of each type.
+`tests/frozen/0.1.0` holds the wire as that release had it: the image of its protos, and the bytes
+of one frame of each type. A peer that is built of these alone speaks here with today's code; where
+it stands for a later release, it offers a version more, and its frames have fields more.
 """
 
 from __future__ import annotations
@@ -9,8 +11,6 @@ import json
 import queue
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ import xxhash
 from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
 
 from baton.engine.array_kv_pool import ArrayKvPool
-from baton.errors import HandoffFailed, PeerMismatch
+from baton.errors import PeerMismatch
 from baton.types import (
     KvLayout,
     KvRange,
@@ -36,59 +36,64 @@ from baton.types import (
 )
 from baton.v1 import kv_pb2
 from kv_transfer.frame import PREAMBLE_BYTES, FrameError, decode_header, decode_preamble, encode
+from kv_transfer.handshake import agreed_version
 from kv_transfer.running_receiver import RunningReceiver, open_receiver
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import TicketCommitted, TicketEvent
 from kv_transfer.transport.connector import make_connector
-from kv_transfer.version import agreed_version
 
-FROZEN = Path(__file__).parent / "frozen"
-FRAMES: dict[str, str] = json.loads((FROZEN / "kv_v1_frames.json").read_text())
-V1_PREAMBLE = struct.Struct("<4sBBHII")
-V1_NUMBERS = {name: number for number, name in enumerate(FRAMES, start=1)}
+FROZEN = Path(__file__).parents[1] / "frozen" / "0.1.0"
+FRAMES: dict[str, str] = json.loads((FROZEN / "kv_frames.json").read_text())
+PREAMBLE = struct.Struct("<4sBBHII")
+NUMBERS = {name: number for number, name in enumerate(FRAMES, start=1)}
+PLACE = struct.Struct("<QIIIII")
+COMMIT = struct.Struct("<QIIQ")
 LAYOUT = KvLayout("m", 2, 1, 2, "float32", 4)
 PATIENCE_S = 30.0
 FIRST = Sample(9, TokenLogprobs(9, -0.5, ((4, -1.5),)))
+#: Field 1999, a varint: none of ours.
+LATER_FIELD = bytes.fromhex("f87c01")
 
 
 @pytest.fixture(scope="module")
-def v1(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The message classes of version 1, by name, apart from today's."""
-    out = tmp_path_factory.mktemp("v1") / "kv_v1.binpb"
-    source = f"--proto_path={FROZEN}"
-    # In a process of its own: the compiler and nixl's library cannot be loaded into one.
-    command = [sys.executable, "-m", "grpc_tools.protoc", source, f"--descriptor_set_out={out}"]
-    subprocess.run([*command, "kv_v1.proto"], check=True)
+def messages() -> dict[str, Any]:
+    """The classes of the frozen messages, by name, apart from today's."""
     pool = descriptor_pool.DescriptorPool()
-    (file,) = descriptor_pb2.FileDescriptorSet.FromString(out.read_bytes()).file
-    pool.Add(file)
+    image = descriptor_pb2.FileDescriptorSet.FromString((FROZEN / "protos.binpb").read_bytes())
+    for file in image.file:
+        pool.Add(file)
     return {
         message.name: message_factory.GetMessageClass(
             pool.FindMessageTypeByName(f"{file.package}.{message.name}")
         )
+        for file in image.file
         for message in file.message_type
     }
 
 
 @dataclass
-class V1Socket:
-    """Speaks version 1 and nothing else."""
+class Peer:
+    """Speaks the frozen wire and nothing else. is_later: of a release after it, which can do so."""
 
     sock: socket.socket
     messages: dict[str, Any]
+    is_later: bool
+
+    @property
+    def max_version(self) -> int:
+        return 2 if self.is_later else 1
 
     def send(self, message: Any, payload: bytes = b"") -> None:
-        number = V1_NUMBERS[type(message).__name__]
-        header = message.SerializeToString()
-        preamble = V1_PREAMBLE.pack(b"BTKV", 1, number, 0, len(header), len(payload))
+        number = NUMBERS[type(message).__name__]
+        header = message.SerializeToString() + (LATER_FIELD if self.is_later else b"")
+        preamble = PREAMBLE.pack(b"BTKV", 1, number, 0, len(header), len(payload))
         self.sock.sendall(preamble + header + payload)
 
     def receive(self) -> tuple[Any, bytes]:
         """The next message and its payload, but for credits."""
         while True:
-            magic, version, number, zero, num_header, num_payload = V1_PREAMBLE.unpack(
-                self._read(V1_PREAMBLE.size)
-            )
+            preamble = self._read(PREAMBLE.size)
+            magic, version, number, zero, num_header, num_payload = PREAMBLE.unpack(preamble)
             assert (magic, version, zero) == (b"BTKV", 1, 0)
             name = list(FRAMES)[number - 1]
             message = self.messages[name].FromString(self._read(num_header))
@@ -101,19 +106,22 @@ class V1Socket:
         assert type(message).__name__ == name, message
         return message
 
-    def layout(self, dtype: str = LAYOUT.dtype) -> Any:
-        return self.messages["KvLayout"](
-            fingerprint="m", num_layers=2, num_kv_heads=1, head_dim=2, dtype=dtype, block_size=4
+    def hello(self, min_version: int = 1) -> None:
+        layout = self.messages["KvLayout"](
+            fingerprint="m",
+            num_layers=2,
+            num_kv_heads=1,
+            head_dim=2,
+            dtype=LAYOUT.dtype,
+            block_size=4,
         )
-
-    def hello(self, dtype: str = LAYOUT.dtype) -> None:
         self.send(
             self.messages["KvHello"](
-                min_version=1,
-                max_version=1,
+                min_version=min_version,
+                max_version=self.max_version,
                 worker_id="p0",
                 generation=3,
-                layout=self.layout(dtype),
+                layout=layout,
             )
         )
 
@@ -124,34 +132,49 @@ class V1Socket:
         return data
 
 
+def place_of(chunk: Any) -> int:
+    """The checksum of a chunk's place, by the words of kv.proto."""
+    place = (chunk.first_token, chunk.num_tokens, chunk.first_layer, chunk.num_layers)
+    return xxhash.xxh3_64_intdigest(PLACE.pack(chunk.ticket_id, chunk.epoch, *place))
+
+
+def digest_of(commit: Any) -> int:
+    """A commit's own share of its checksum."""
+    head = COMMIT.pack(commit.ticket_id, commit.epoch, commit.num_tokens, commit.exposed_us)
+    ids = b"".join(first.token_id.to_bytes(4, "little") for first in commit.first_tokens)
+    return xxhash.xxh3_64_intdigest(head + ids)
+
+
 @pytest.mark.parametrize("name", FRAMES)
-def test_todays_messages_read_and_write_the_frames_of_version_1(name, v1):
+def test_todays_messages_read_and_write_the_frozen_frames(name, messages):
     raw = bytes.fromhex(FRAMES[name])
     preamble = decode_preamble(raw[:PREAMBLE_BYTES], 1 << 20)
     frame = decode_header(preamble, raw[PREAMBLE_BYTES:])
     assert type(frame).__name__ == name
-    then = v1[name].FromString(raw[PREAMBLE_BYTES:])
+    then = messages[name].FromString(raw[PREAMBLE_BYTES:])
     assert json_format.MessageToDict(frame) == json_format.MessageToDict(then)
     assert encode(frame, preamble.payload_bytes) == raw
 
 
-def test_the_highest_version_that_both_know_is_taken():
-    assert [agreed_version(1, 1), agreed_version(1, 2), agreed_version(2, 9)] == [1, 2, 2]
-    assert agreed_version(3, 9) is None
+def test_the_highest_version_that_both_know_is_taken(monkeypatch):
+    assert [agreed_version(1, 1), agreed_version(1, 2)] == [1, 1]
+    assert agreed_version(2, 9) is None
     assert agreed_version(0, 0) is None
+    monkeypatch.setattr("kv_transfer.handshake.MAX_VERSION", 3)
+    assert [agreed_version(1, 1), agreed_version(1, 2), agreed_version(2, 9)] == [1, 2, 3]
 
 
-def test_after_the_handshake_frames_tell_the_version_that_was_agreed_on():
-    chunk = encode(kv_pb2.KvRenew(), version=2)
-    assert chunk[4] == 2
-    assert decode_preamble(chunk[:PREAMBLE_BYTES], 0, version=2)
+def test_frames_behind_the_handshake_have_the_version_that_was_agreed_on():
+    renew = encode(kv_pb2.KvRenew(), version=2)
+    assert renew[4] == 2
+    assert decode_preamble(renew[:PREAMBLE_BYTES], 0, version=2)
     with pytest.raises(FrameError, match="version 2 where version 1"):
-        decode_preamble(chunk[:PREAMBLE_BYTES], 0, version=1)
+        decode_preamble(renew[:PREAMBLE_BYTES], 0, version=1)
     for frame in (kv_pb2.KvHello(), kv_pb2.KvAccept(), kv_pb2.KvRefuse()):
         assert encode(frame, version=2)[4] == 1
 
 
-# A sender of version 1.
+# A sender of another release.
 
 
 @pytest.fixture
@@ -159,75 +182,53 @@ def events() -> queue.SimpleQueue[TicketEvent]:
     return queue.SimpleQueue()
 
 
-OpenReceiver = Callable[..., RunningReceiver]
-
-
 @pytest.fixture
-def receive(events) -> Iterator[OpenReceiver]:
-    opened: list[RunningReceiver] = []
-
-    def make(pool: ArrayKvPool, wire_dtype: str = "auto") -> RunningReceiver:
-        opened.append(
-            open_receiver(
-                WorkerIdentity("d0", 7),
-                pool,
-                events.put,
-                time.monotonic,
-                transports=("tcp",),
-                wire_dtype=wire_dtype,
-            )
-        )
-        return opened[-1]
-
-    yield make
-    for running in opened:
-        running.close()
+def running(events) -> Iterator[tuple[RunningReceiver, ArrayKvPool]]:
+    pool = ArrayKvPool(LAYOUT, 4)
+    identity = WorkerIdentity("d0", 7)
+    running = open_receiver(identity, pool, events.put, time.monotonic, transports=("tcp",))
+    yield running, pool
+    running.close()
 
 
-def connected(running: RunningReceiver, messages: dict[str, Any]) -> V1Socket:
+def connected(running: RunningReceiver, messages: dict[str, Any], is_later: bool) -> Peer:
     host, _, port = running.endpoints[0].address.rpartition(":")
     sock = socket.create_connection((host, int(port)), PATIENCE_S)
-    return V1Socket(sock, messages)
+    return Peer(sock, messages, is_later)
 
 
-@pytest.mark.parametrize("wanted", ["auto", "int8"])
-def test_a_sender_of_version_1_hands_over(receive, events, v1, wanted):
-    pool = ArrayKvPool(LAYOUT, 4)
-    running = receive(pool, wanted)
+@pytest.mark.parametrize("is_later", [False, True])
+def test_a_sender_of_another_release_hands_over(running, events, messages, is_later):
+    receiver, pool = running
     spec = SequenceSpec("r", tuple(range(6)), Sampling())
-    offered = running.tickets.offer(spec, (3, 1), 0, 6)
-    # A ticket is made today, and read by the sender of then.
-    ticket = v1["KvTicket"].FromString(offered.data)
+    offered = receiver.tickets.offer(spec, (3, 1), 0, 6)
+    ticket = messages["KvTicket"].FromString(offered.data)
     assert ticket.layout.dtype == "float32"
     kv = np.random.default_rng(0).standard_normal((2, 2, 1, 6, 2)).astype(np.float32)
-    peer = connected(running, v1)
+    peer = connected(receiver, messages, is_later)
     with peer.sock:
         peer.hello()
         accept = peer.expect("KvAccept")
-        assert (accept.version, accept.worker_id) == (1, "d0")
-        peer.send(v1["KvBegin"](ticket=offered.data))
+        assert (accept.version, accept.worker_id, accept.wire_dtype) == (1, "d0", "float32")
+        peer.send(messages["KvBegin"](ticket=offered.data))
         # Blocks of four tokens: four tokens, then two.
         payload = kv[:, :, :, :4].tobytes() + kv[:, :, :, 4:].tobytes()
-        checksum = xxhash.xxh3_64_intdigest(payload)
-        header = v1["KvChunk"](
+        chunk = messages["KvChunk"](
             ticket_id=ticket.ticket_id,
             epoch=ticket.epoch,
             num_tokens=6,
             num_layers=2,
-            checksum=checksum,
             payload_bytes=len(payload),
         )
-        peer.send(header, payload)
-        commit = v1["KvCommit"](
-            ticket_id=ticket.ticket_id,
-            epoch=ticket.epoch,
-            num_tokens=6,
-            first_token_id=9,
-            checksum=checksum,
-        )
-        commit.logprobs.chosen.token_id = 9
-        commit.logprobs.chosen.logprob = -0.5
-        commit.logprobs.top.add(token_id=4, logprob=-1.5)
+        chunk.place_checksum = place_of(chunk)
+        chunk.checksum = xxhash.xxh3_64_intdigest(payload, chunk.place_checksum)
+        peer.send(chunk, payload)
+        commit = messages["KvCommit"](ticket_id=ticket.ticket_id, epoch=ticket.epoch, num_tokens=6)
+        first = commit.first_tokens.add(token_id=9)
+        first.logprobs.chosen.token_id = 9
+        first.logprobs.chosen.logprob = -0.5
+        first.logprobs.top.add(token_id=4, logprob=-1.5)
+        commit.checksum = (chunk.checksum + digest_of(commit)) % (1 << 64)
         peer.send(commit)
         assert peer.expect("KvCommitted").ticket_id == ticket.ticket_id
     event = events.get(timeout=PATIENCE_S)
@@ -237,46 +238,40 @@ def test_a_sender_of_version_1_hands_over(receive, events, v1, wanted):
     np.testing.assert_array_equal(got, kv)
 
 
-def test_a_sender_of_version_1_with_another_type_is_refused_as_then(receive, events, v1):
-    peer = connected(receive(ArrayKvPool(LAYOUT, 4)), v1)
+def test_a_sender_that_speaks_no_version_of_ours_is_refused(running, events, messages):
+    peer = connected(running[0], messages, is_later=True)
     with peer.sock:
-        peer.hello("bfloat16")
+        peer.hello(min_version=2)
         refusal = peer.expect("KvRefuse")
-        assert (refusal.field, refusal.expected, refusal.actual) == ("dtype", "float32", "bfloat16")
+        named = (refusal.field, refusal.expected, refusal.actual)
+        assert named == ("protocol_version", "1..1", "2..2")
     assert events.empty()
 
 
-# A receiver of version 1.
+# A receiver of another release.
 
-
-@dataclass
-class V1Receiver:
-    """Takes one connection and does what `serve` says."""
-
-    address: str
-    heard: queue.SimpleQueue[Any]
-    thread: threading.Thread
+Serve = Callable[[Peer], object]
 
 
 @pytest.fixture
-def v1_receiver(v1) -> Iterator[Callable[[Callable[[V1Socket], object]], V1Receiver]]:
-    """A worker d0 of version 1; what `serve` returns is heard."""
+def serve_once(messages) -> Iterator[Callable[..., tuple[str, queue.SimpleQueue[Any]]]]:
+    """Starts a worker d0 of another release that takes one connection; its address, and a queue
+    that gets what `serve` returns."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         threads: list[threading.Thread] = []
 
-        def start(serve: Callable[[V1Socket], object]) -> V1Receiver:
-            heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        def start(serve: Serve, *, is_later: bool = False) -> tuple[str, queue.SimpleQueue[Any]]:
+            results: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
             def run() -> None:
                 sock, _ = server.accept()
                 with sock:
-                    heard.put(serve(V1Socket(sock, v1)))
+                    results.put(serve(Peer(sock, messages, is_later)))
 
-            thread = threading.Thread(target=run)
-            threads.append(thread)
-            thread.start()
+            threads.append(threading.Thread(target=run))
+            threads[-1].start()
             host, port = server.getsockname()
-            return V1Receiver(f"{host}:{port}", heard, thread)
+            return f"{host}:{port}", results
 
         yield start
         for thread in threads:
@@ -302,15 +297,20 @@ def ticket_for(address: str) -> bytes:
     return ticket.SerializeToString()
 
 
-def accepted(peer: V1Socket) -> None:
+def accept(peer: Peer, version: int) -> Any:
+    """Take the sender's greeting; what it was."""
     hello = peer.expect("KvHello")
-    assert (hello.min_version, hello.layout.dtype) == (1, "float32")
     peer.send(
         peer.messages["KvAccept"](
-            version=1, worker_id="d0", generation=7, num_credits=4, max_chunk_bytes=4096
+            version=version,
+            worker_id="d0",
+            generation=7,
+            num_credits=4,
+            max_chunk_bytes=4096,
+            wire_dtype="float32",
         )
     )
-    peer.expect("KvBegin")
+    return hello
 
 
 @pytest.fixture
@@ -324,56 +324,37 @@ def sender() -> Iterator[tuple[Sender, ArrayKvPool, queue.SimpleQueue[SendDone]]
     sender.close()
 
 
-def test_a_receiver_of_version_1_is_handed_to(v1_receiver, sender):
-    def serve(peer: V1Socket) -> tuple[Any, bytes, Any]:
-        accepted(peer)
+@pytest.mark.parametrize("is_later", [False, True])
+def test_a_receiver_of_another_release_is_handed_to(serve_once, sender, is_later):
+    def serve(peer: Peer) -> tuple[Any, Any, bytes, Any]:
+        hello = accept(peer, version=1)
+        peer.expect("KvBegin")
         chunk, payload = peer.receive()
         commit = peer.expect("KvCommit")
         peer.send(peer.messages["KvCommitted"](ticket_id=5, epoch=1))
-        return chunk, payload, commit
+        return hello, chunk, payload, commit
 
-    receiver = v1_receiver(serve)
+    address, results = serve_once(serve, is_later=is_later)
     sending, pool, dones = sender
-    sending.begin("k", ticket_for(receiver.address))
+    sending.begin("k", ticket_for(address))
     sending.send("k", (2, 0), KvRange(0, 6, 0, 2))
     sending.commit("k", 6, (FIRST,), time.monotonic())
     assert dones.get(timeout=PATIENCE_S).error is None
-    chunk, payload, commit = receiver.heard.get(timeout=PATIENCE_S)
+    hello, chunk, payload, commit = results.get(timeout=PATIENCE_S)
+    assert (hello.min_version, hello.layout.dtype) == (1, "float32")
     assert payload == pool.data[2].tobytes() + pool.data[0][:, :, :, :2].tobytes()
-    assert chunk.checksum == commit.checksum == xxhash.xxh3_64_intdigest(payload)
-    assert (commit.num_tokens, commit.first_token_id) == (6, 9)
-    assert commit.logprobs.chosen.logprob == -0.5
-    assert [(top.token_id, top.logprob) for top in commit.logprobs.top] == [(4, -1.5)]
+    assert chunk.place_checksum == place_of(chunk)
+    assert chunk.checksum == xxhash.xxh3_64_intdigest(payload, chunk.place_checksum)
+    assert commit.checksum == (chunk.checksum + digest_of(commit)) % (1 << 64)
+    (first,) = commit.first_tokens
+    assert (commit.num_tokens, first.token_id, first.logprobs.chosen.logprob) == (6, 9, -0.5)
+    assert [(top.token_id, top.logprob) for top in first.logprobs.top] == [(4, -1.5)]
 
 
-@pytest.mark.parametrize("firsts", [(), (Sample(1), Sample(2))])
-def test_what_version_1_cannot_say_fails_that_handoff_alone(v1_receiver, sender, firsts):
-    def serve(peer: V1Socket) -> Any:
-        accepted(peer)
-        peer.receive()
-        return peer.expect("KvAbort")
-
-    receiver = v1_receiver(serve)
+def test_a_receiver_that_takes_no_version_of_ours_is_named(serve_once, sender):
+    address, _ = serve_once(lambda peer: accept(peer, version=9))
     sending, _, dones = sender
-    sending.begin("k", ticket_for(receiver.address))
-    sending.send("k", (2, 0), KvRange(0, 6, 0, 2))
-    sending.commit("k", 6, firsts, time.monotonic())
-    error = dones.get(timeout=PATIENCE_S).error
-    assert isinstance(error, HandoffFailed)
-    assert "version 1" in error.message
-    assert receiver.heard.get(timeout=PATIENCE_S).ticket_id == 5
-
-
-def test_a_receiver_that_takes_no_version_of_ours_is_named(v1_receiver, sender):
-    def serve(peer: V1Socket) -> None:
-        peer.expect("KvHello")
-        accept = peer.messages["KvAccept"](
-            version=9, worker_id="d0", generation=7, num_credits=4, max_chunk_bytes=4096
-        )
-        peer.send(accept)
-
-    sending, _, dones = sender
-    sending.begin("k", ticket_for(v1_receiver(serve).address))
+    sending.begin("k", ticket_for(address))
     error = dones.get(timeout=PATIENCE_S).error
     assert isinstance(error, PeerMismatch)
     assert error.metadata["field"] == "protocol_version"

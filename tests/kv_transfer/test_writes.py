@@ -6,11 +6,13 @@ import socket
 import threading
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from baton.types import Sample
 from baton.v1 import kv_pb2
 from kv_transfer.frame import PREAMBLE_BYTES, FrameBuffer, decode_header, decode_preamble
+from kv_transfer.ticket import TicketCommitted
 from kv_transfer.transport.base import Staged
 from kv_transfer.transport.stream_connection import StreamConnection
 from kv_transfer.transport.tcp import TcpConnection
@@ -40,24 +42,30 @@ def test_a_frame_with_more_to_follow_goes_out_with_the_next(pair):
     assert frames == [RENEW, kv_pb2.KvCommit(ticket_id=1)]
 
 
-def test_a_payload_is_never_held_back(pair):
+def test_a_payload_goes_out_with_the_frame_that_follows(pair):
     connection, peer = pair
     pieces = (memoryview(b"abc"), memoryview(b"def"))
     staged = Staged(0, memoryview(bytearray(6)), can_gather=True, pieces=pieces)
     connection.send(CHUNK, staged, more=True)
+    with pytest.raises(BlockingIOError):
+        peer.recv(1)
+    connection.send(kv_pb2.KvCommit(ticket_id=1))
     data = peer.recv(4096)
     preamble = decode_preamble(data[:PREAMBLE_BYTES], 6)
     end = PREAMBLE_BYTES + preamble.header_bytes
     assert decode_header(preamble, data[PREAMBLE_BYTES:end]) == CHUNK
-    assert (preamble.payload_bytes, data[end:]) == (6, b"abcdef")
+    assert (preamble.payload_bytes, data[end : end + 6]) == (6, b"abcdef")
+    assert list(FrameBuffer().feed(data[end + 6 :])) == [kv_pb2.KvCommit(ticket_id=1)]
 
 
-def test_held_frames_are_bounded(pair):
+def test_what_nothing_follows_is_flushed(pair):
     connection, peer = pair
-    frame = kv_pb2.KvRenew(ticket_ids=range(1, 1000))
-    for _ in range(100):
-        connection.send(frame, more=True)
-    assert peer.recv(1)
+    connection.send(RENEW, more=True)
+    connection.flush()
+    assert list(FrameBuffer().feed(peer.recv(4096))) == [RENEW]
+    connection.flush()
+    with pytest.raises(BlockingIOError):
+        peer.recv(1)
 
 
 def test_the_commit_rides_with_the_last_chunk(make_rig, monkeypatch):
@@ -78,7 +86,30 @@ def test_the_commit_rides_with_the_last_chunk(make_rig, monkeypatch):
     assert rig.done().error is None
     names = [name for name, _ in sent]
     assert names.count("KvChunk") > 1
-    at = next(at for at, (_, more) in enumerate(sent) if more)
-    assert sent[at : at + 2] == [("KvChunk", True), ("KvCommit", False)]
-    assert not any(more for _, more in sent[at + 1 :])
+    assert [name for name, more in sent if more] == ["KvBegin", "KvChunk"]
+    at = sent.index(("KvChunk", True))
+    assert sent[at + 1] == ("KvCommit", False)
     assert rig.event().firsts == (Sample(7),)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_small_handoff_is_one_write(make_rig, monkeypatch, transport):
+    """Each write wakes the receiver."""
+    writes: list[int] = []
+    rig = make_rig(transport, sender_chunk_bytes=4096, receiver_chunk_bytes=4096)
+    rig.sender.hand_off("first", rig.offer((0,), 0, 3).data, (4,), 3, 0.0)
+    assert rig.done().error is None
+    write = StreamConnection.write
+
+    def spy(self: StreamConnection, *pieces) -> None:
+        writes.append(len(pieces))
+        write(self, *pieces)
+
+    monkeypatch.setattr(StreamConnection, "write", spy)
+    rig.sender.hand_off("second", rig.offer((1,), 0, 3).data, (5,), 3, 0.0)
+    assert rig.done().error is None
+    assert len(writes) == 1
+    assert all(isinstance(rig.event(), TicketCommitted) for _ in range(2))
+    for token in range(3):
+        sent, got = rig.token(rig.source, (5,), token), rig.token(rig.target, (1,), token)
+        assert np.array_equal(sent, got)

@@ -82,7 +82,7 @@ def test_a_whole_block_is_lent_as_it_is_packed(dtype: str) -> None:
     randomise(kv)
     wire = bytearray(2 * 4 * kv.layout.token_layer_bytes)
     kv.pack((2,), KvRange(0, 4, 1, 2), memoryview(wire))
-    assert kv.lend(2, 1, 2) == wire
+    assert kv.block_view(2, 1, 2) == wire
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -113,8 +113,8 @@ def test_blocks_that_a_fetch_may_still_write_stay_leased_after_the_sender_had_it
         engine, sender, 64, pool=pool, tickets=worker.tickets, costs=EagerFetches(min_tokens=1)
     )
     core.step([open_(1, spec_of("a", 10), num_held_tokens=8)])
-    assert worker.tickets.begin(sender.borrowed[0], connection=1) is None
-    ticket = parse_ticket(sender.borrowed[0])
+    assert worker.tickets.begin(sender.fetched[0], connection=1) is None
+    ticket = parse_ticket(sender.fetched[0])
     piece = KvRange(0, 8, 0, NUM_LAYERS)
     assert isinstance(worker.tickets.pin(ticket.ticket_id, ticket.epoch, 1, piece), tuple)
 

@@ -67,6 +67,9 @@ class FaultyConnection:
         self._last_payload = payload
         self._inner.send(frame, staged, more=more)
 
+    def flush(self) -> None:
+        self._inner.flush()
+
     def receive(self) -> Frame | None:
         return self._inner.receive()
 

@@ -15,7 +15,7 @@ class RecordingSender:
     committed: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     begun: tuple[str, bytes] = ("", b"")
-    borrowed: list[bytes] = field(default_factory=list)
+    fetched: list[bytes] = field(default_factory=list)
 
     def begin(self, key: str, ticket: bytes) -> None:
         self.begun = (key, ticket)
@@ -25,14 +25,26 @@ class RecordingSender:
         for token in range(piece.first_token, piece.end_token):
             self.sent += [(key, token, i) for i in range(piece.first_layer, piece.end_layer)]
 
-    def borrow(self, key: str, lend_to: bytes) -> None:
+    def fetch_prefix(self, key: str, deliver_to: bytes) -> None:
         del key
-        self.borrowed.append(lend_to)
+        self.fetched.append(deliver_to)
 
     def commit(
         self, key: str, num_tokens: int, firsts: tuple[Sample, ...], prefill_end: float
     ) -> None:
         del num_tokens, firsts, prefill_end
+        self.committed.append(key)
+
+    def hand_off(
+        self,
+        key: str,
+        ticket: bytes,
+        block_ids: tuple[int, ...],
+        num_tokens: int,
+        prefill_end: float,
+    ) -> None:
+        del block_ids, num_tokens, prefill_end
+        self.begun = (key, ticket)
         self.committed.append(key)
 
     def abort(self, key: str, reason: str, message: str) -> None:

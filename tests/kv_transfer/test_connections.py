@@ -1,5 +1,5 @@
-"""Several lanes to one worker: each handoff stays on one, and a lane that is stuck holds up its own
-handoffs only."""
+"""Several connections to one worker: each handoff stays on one, and one that is stuck holds up its
+own handoffs only."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def finish(rig: Rig, key: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["loopback", "shm", "tcp"])
-def test_handoffs_that_are_under_way_together_share_the_lanes_out(make_rig, transport):
+def test_handoffs_that_are_under_way_together_share_the_connections_out(make_rig, transport):
     connections = Connections()
-    rig = make_rig(transport, num_lanes=2, tap=connections.tap)
+    rig = make_rig(transport, num_connections=2, tap=connections.tap)
     for number in range(4):
         begin(rig, f"k{number}", (3 * number, 3 * number + 1, 3 * number + 2))
     for number in range(4):
@@ -55,9 +55,9 @@ def test_handoffs_that_are_under_way_together_share_the_lanes_out(make_rig, tran
     assert len(connections.opened) == 2
 
 
-def test_one_after_the_other_needs_one_lane(make_rig):
+def test_one_after_the_other_needs_one_connection(make_rig):
     connections = Connections()
-    rig = make_rig("loopback", num_lanes=4, tap=connections.tap)
+    rig = make_rig("loopback", num_connections=4, tap=connections.tap)
     for number in range(5):
         begin(rig, f"k{number}")
         finish(rig, f"k{number}")
@@ -74,6 +74,7 @@ class Stuck:
         self._let_go = let_go
         self.unstage = connection.unstage
         self.stage = connection.stage
+        self.flush = connection.flush
         self.receive = connection.receive
         self.fileno = connection.fileno
         self.close = connection.close
@@ -84,7 +85,7 @@ class Stuck:
         self._connection.send(frame, staged, more=more)
 
 
-def test_a_stuck_lane_does_not_hold_up_the_other(make_rig):
+def test_a_stuck_connection_does_not_hold_up_the_other(make_rig):
     let_go, is_connected = threading.Event(), threading.Event()
 
     def tap(connect: Connector) -> Connector:
@@ -97,7 +98,7 @@ def test_a_stuck_lane_does_not_hold_up_the_other(make_rig):
 
         return stuck_first
 
-    rig = make_rig("tcp", num_lanes=2, tap=tap)
+    rig = make_rig("tcp", num_connections=2, tap=tap)
     begin(rig, "large")
     rig.sender.send("large", (4, 5), KvRange(0, 8, 0, 3))
     assert is_connected.wait(PATIENCE_S)

@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.types import KvRange
-from kv_transfer.chunking import chunks
-from kv_transfer.coverage import Coverage
+from kv_transfer.ticket import Coverage
+from kv_transfer.wire_format import chunks
 
 quick = settings(deadline=None, database=None, max_examples=100)
 PIECES = st.builds(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kv_transfer.elements import BITS, FP8_MAX, fp8_of, from_fp8, narrow, widen
+from kv_transfer.transcoder import BITS, FP8_MAX, fp8_of, from_fp8, narrow, widen
 
 quick = settings(deadline=None, database=None, max_examples=100)
 ALL_16_BITS = np.arange(1 << 16, dtype=np.uint16)

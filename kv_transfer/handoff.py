@@ -1,5 +1,10 @@
-"""What a sender says of a handoff: its KV, cut into chunks as the receiver takes them, and its
-end."""
+"""One handoff as its sender sees it: what is asked for, how far it is, and the frames that say so.
+
+    task     Begin    Send ...     Finish    Cancel, at any time
+    frame    KvBegin  KvChunk ...  KvCommit  KvAbort
+
+It ends with one SendDone: when the receiver has answered, or will not.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,73 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from baton.errors import BatonError, EngineFault, HandoffFailed
-from baton.types import KvRange
+from baton.types import KvRange, Sample
 from baton.v1 import kv_pb2
-from kv_transfer.agreement import Terms
-from kv_transfer.checksum import chunk_checksum, commit_checksum, place_checksum
-from kv_transfer.chunking import chunks
-from kv_transfer.frame import clipped
+from baton.wire import sample_to_proto
+from kv_transfer.frame import chunk_checksum, clipped, commit_checksum, place_checksum
+from kv_transfer.handshake import Terms
 from kv_transfer.kv_ticket import KvTicket
-from kv_transfer.send_task import Finish, Send
 from kv_transfer.transport.base import Staged
-from kv_transfer.version import BORROW_VERSION, can_commit, put_first_tokens
+from kv_transfer.wire_format import chunks
+
+
+@dataclass(frozen=True, slots=True)
+class SendDone:
+    """The one end of a handoff, seen from its sender: it touches the blocks no more. No error: the
+    receiver owns the sequence. num_bytes: KV that was sent."""
+
+    key: str
+    error: BatonError | None
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Open a handoff; `data` are the ticket's bytes."""
+
+    key: str
+    ticket: KvTicket
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A range of the sequence with these blocks is computed."""
+
+    key: str
+    block_ids: tuple[int, ...]
+    piece: KvRange
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPrefix:
+    """Ask the receiver for the KV that it holds; `deliver_to` are the bytes of a ticket of ours."""
+
+    key: str
+    deliver_to: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """All is computed. prefill_end: when, by the sender's clock."""
+
+    key: str
+    num_tokens: int
+    firsts: tuple[Sample, ...]
+    prefill_end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Give a handoff up."""
+
+    key: str
+    reason: str
+    message: str
+
+
+Task = Begin | FetchPrefix | Send | Finish | Cancel
+
 
 _MASK = (1 << 64) - 1
 
@@ -44,7 +106,7 @@ class Handoff:
 
 
 @dataclass(slots=True)
-class Chunks:
+class PendingChunks:
     """Chunks of one task that are still to be sent. `next` is the one that waits for room; None:
     all are gone."""
 
@@ -57,8 +119,8 @@ class Chunks:
         self.next = next(self.rest, None)
 
 
-def cut(handoff: Handoff, task: Send, terms: Terms, max_chunk_bytes: int) -> Chunks:
-    """What of a piece the receiver lacks. Raises HandoffFailed if it is none of the ticket's."""
+def chunks_of(handoff: Handoff, task: Send, terms: Terms, max_chunk_bytes: int) -> PendingChunks:
+    """What the receiver lacks of a piece. Raises HandoffFailed if it is none of the ticket's."""
     piece, ticket = task.piece, handoff.ticket
     if piece.end_token > ticket.num_tokens:
         raise HandoffFailed(f"{piece} is more than the ticket's {ticket.num_tokens} tokens")
@@ -66,11 +128,11 @@ def cut(handoff: Handoff, task: Send, terms: Terms, max_chunk_bytes: int) -> Chu
     missing = replace(piece, first_token=first_token, num_tokens=piece.end_token - first_token)
     wire = terms.codec.wire
     rest = chunks(missing, wire.token_layer_bytes, max_chunk_bytes, wire.block_size)
-    return Chunks(handoff, task.block_ids, rest, next(rest, None))
+    return PendingChunks(handoff, task.block_ids, rest, next(rest, None))
 
 
 def chunk_of(
-    work: Chunks, piece: KvRange, staged: Staged, terms: Terms
+    work: PendingChunks, piece: KvRange, staged: Staged, terms: Terms
 ) -> tuple[kv_pb2.KvChunk, Staged]:
     """A chunk's header, and its payload: copied into `staged`, or, where that will do, the blocks
     themselves.
@@ -88,8 +150,7 @@ def chunk_of(
         payload_bytes=terms.codec.wire.num_bytes(piece),
         slot=staged.slot,
     )
-    if terms.version > 1:
-        chunk.place_checksum = place_checksum(chunk)
+    chunk.place_checksum = place_checksum(chunk)
     try:
         return chunk, _fill(chunk, work.block_ids, piece, staged, terms)
     except (ValueError, RuntimeError) as error:
@@ -97,29 +158,23 @@ def chunk_of(
 
 
 def commit_of(handoff: Handoff, task: Finish, terms: Terms, now_s: float) -> kv_pb2.KvCommit:
-    """All of it is sent. Raises HandoffFailed if the receiver's version cannot be told so."""
-    if not can_commit(len(task.firsts), terms.version):
-        num_firsts, peer = len(task.firsts), handoff.ticket.owner.worker_id
-        raise HandoffFailed(
-            f"{num_firsts} first tokens, which version {terms.version} of {peer} has no room for"
-        )
+    """All of it is sent."""
     commit = kv_pb2.KvCommit(
         ticket_id=handoff.ticket.ticket_id,
         epoch=handoff.ticket.epoch,
         num_tokens=task.num_tokens,
         exposed_us=max(0, round((now_s - task.prefill_end) * 1e6)),
+        first_tokens=map(sample_to_proto, task.firsts),
     )
-    put_first_tokens(commit, task.firsts, terms.version)
-    commit.checksum = commit_checksum(commit, handoff.checksum, terms.version, terms.key)
+    commit.checksum = commit_checksum(commit, handoff.checksum, terms.key)
     return commit
 
 
-def borrow_of(ticket: KvTicket, lend_to: bytes, terms: Terms) -> kv_pb2.KvBorrow | None:
-    """Ask for what the receiver holds. One that cannot be asked does not answer: the lease of the
-    ticket `lend_to` ends the wait."""
-    if terms.version < BORROW_VERSION:
-        return None
-    return kv_pb2.KvBorrow(ticket_id=ticket.ticket_id, epoch=ticket.epoch, lend_to=lend_to)
+def prefix_fetch_of(ticket: KvTicket, deliver_to: bytes) -> kv_pb2.KvFetchPrefix:
+    """Ask for what the receiver holds."""
+    return kv_pb2.KvFetchPrefix(
+        ticket_id=ticket.ticket_id, epoch=ticket.epoch, deliver_to=deliver_to
+    )
 
 
 def abort_of(ticket: KvTicket, error: BatonError) -> kv_pb2.KvAbort:
@@ -144,7 +199,7 @@ def _fill(
     if staged.device is not None:
         chunk.checksum = terms.on_device.pack(block_ids, piece, staged.device, seed)
         return staged
-    if staged.can_gather and (pieces := codec.lend(block_ids, piece)):
+    if staged.can_gather and (pieces := codec.views(block_ids, piece)):
         staged = replace(staged, pieces=pieces)
     elif not terms.key:
         chunk.checksum = codec.pack_checked(block_ids, piece, staged.buffer, seed)

@@ -1,0 +1,292 @@
+"""How the two ends of a connection come to terms, before any ticket is presented: the version is
+the highest that both speak, and the receiver chooses the type that KV travels in.
+
+sender                                     receiver
+KvHello                     ------------->
+                            <-------------  KvAccept, or KvRefuse, and that was all
+KvProof                     ------------->  if the workers have a secret: see kv_secret.py
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from baton.engine.interface import KvPool
+from baton.errors import NUMERICS_FIX, HandoffFailed, PeerMismatch
+from baton.types import ANY_NUMERICS, KvLayout, NumericsRule, WorkerIdentity
+from baton.v1 import kv_pb2
+from baton.wire import layout_from_proto, layout_to_proto, numerics_from_proto, numerics_to_proto
+from kv_transfer.codec import ChunkCodec
+from kv_transfer.device_memory import DeviceCodec, device_copy_of
+from kv_transfer.frame import Frame, FrameError
+from kv_transfer.kv_secret import KvSecret, has_nonce, new_nonce
+from kv_transfer.transport.base import Connection, Connector
+from kv_transfer.wire_format import agreed_dtype, wire_format
+
+#: Of the frames behind the handshake that this release speaks. 1: release 0.1.0.
+MIN_VERSION = 1
+MAX_VERSION = 1
+
+
+def agreed_version(min_version: int, max_version: int) -> int | None:
+    """The highest version that we and a peer of these both speak."""
+    version = min(MAX_VERSION, max_version)
+    return version if version >= max(MIN_VERSION, min_version) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What both have agreed on. `codec` is this end's; it belongs to the connection. key: of its
+    digests; empty if the workers have no secret. device: where payloads are in a device's memory;
+    their checksums know no key."""
+
+    version: int
+    codec: ChunkCodec
+    key: bytes = b""
+    device: DeviceCodec | None = None
+
+    @property
+    def on_device(self) -> DeviceCodec:
+        """What payloads in a device's memory go through. Raises ValueError where none can be
+        there."""
+        if self.device is None:
+            raise ValueError("a payload in a device's memory, where none was agreed on")
+        return self.device
+
+
+def receiver_terms(
+    hello: kv_pb2.KvHello,
+    pool: KvPool,
+    wire_dtype: str,
+    checksum: kv_pb2.KvPayloadChecksum.ValueType = kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED,
+    rule: NumericsRule = ANY_NUMERICS,
+) -> Terms | kv_pb2.KvRefuse:
+    """The receiver's terms, or what forbids any. wire_dtype: what it wants, one of WIRE_DTYPES.
+    checksum: of payloads, as the transport has it. rule: which senders it takes KV of."""
+    version = agreed_version(hello.min_version, hello.max_version)
+    if version is None:
+        return kv_pb2.KvRefuse(
+            field="protocol_version",
+            expected=f"{MIN_VERSION}..{MAX_VERSION}",
+            actual=f"{hello.min_version}..{hello.max_version}",
+        )
+    ours, theirs = pool.layout, layout_from_proto(hello.layout)
+    difference = _difference(ours, theirs) or rule.refuses(numerics_from_proto(hello.numerics))
+    if difference:
+        field, expected, actual = difference
+        return kv_pb2.KvRefuse(field=field, expected=expected, actual=actual)
+    dtype = agreed_dtype(theirs.dtype, ours.dtype, wire_dtype)
+    codec = ChunkCodec(pool, wire_format(dtype, theirs))
+    return Terms(version, codec, device=_device_codec(codec, pool, checksum))
+
+
+def sender_terms(
+    accept: kv_pb2.KvAccept, pool: KvPool, peer: WorkerIdentity, rule: NumericsRule
+) -> Terms:
+    """The sender's, by the answer of `peer`. Raises HandoffFailed if another worker answers,
+    PeerMismatch at what this version cannot keep to, or `rule` forbids."""
+    answering = WorkerIdentity(accept.worker_id, accept.generation)
+    if answering != peer:
+        raise HandoffFailed(
+            f"{answering.worker_id} generation {answering.generation} answers "
+            f"in the place of {peer.worker_id} generation {peer.generation}"
+        )
+    if not MIN_VERSION <= accept.version <= MAX_VERSION:
+        ours = f"{MIN_VERSION}..{MAX_VERSION}"
+        raise PeerMismatch.of(peer.worker_id, "protocol_version", ours, str(accept.version))
+    if difference := rule.refuses(numerics_from_proto(accept.numerics)):
+        raise PeerMismatch.of(peer.worker_id, *difference, fix=NUMERICS_FIX)
+    try:
+        wire = wire_format(accept.wire_dtype, pool.layout)
+    except ValueError:
+        raise PeerMismatch.of(
+            peer.worker_id, "wire_dtype", pool.layout.dtype, accept.wire_dtype
+        ) from None
+    if accept.max_chunk_bytes < wire.token_layer_bytes:
+        least, offered = f"at least {wire.token_layer_bytes}", str(accept.max_chunk_bytes)
+        raise PeerMismatch.of(peer.worker_id, "max_chunk_bytes", least, offered)
+    codec = ChunkCodec(pool, wire)
+    device = _device_codec(codec, pool, accept.payload_checksum)
+    return Terms(accept.version, codec, device=device)
+
+
+def _device_codec(
+    codec: ChunkCodec, pool: KvPool, checksum: kv_pb2.KvPayloadChecksum.ValueType
+) -> DeviceCodec | None:
+    """Of a pool whose device shares memory, if payloads are there."""
+    copy = device_copy_of(pool)
+    is_there = checksum == kv_pb2.KV_PAYLOAD_CHECKSUM_WORD_SUM
+    return DeviceCodec(codec, copy) if copy and is_there else None
+
+
+def _difference(ours: KvLayout, theirs: KvLayout) -> tuple[str, str, str] | None:
+    """(field, ours, theirs) if a sender with that layout cannot write into blocks of ours."""
+    if theirs.block_size < 1:
+        return "block_size", "at least 1", str(theirs.block_size)
+    return ours.difference(theirs)
+
+
+@dataclass(frozen=True, slots=True)
+class SenderConfig:
+    """What all connections of a sender have in common. Times in seconds."""
+
+    identity: WorkerIdentity
+    layout: KvLayout
+    pool: KvPool
+    connect: Connector
+    clock: Callable[[], float]
+    max_chunk_bytes: int
+    connect_timeout_s: float
+    ack_timeout_s: float
+    idle_timeout_s: float
+    secret: KvSecret | None = None
+    rule: NumericsRule = ANY_NUMERICS
+
+
+class SenderHandshake:
+    """The sender's end."""
+
+    def __init__(self, config: SenderConfig, peer: WorkerIdentity, connection: Connection) -> None:
+        """peer: who is to answer."""
+        self._config = config
+        self._peer = peer
+        self._connection = connection
+        self._hello = kv_pb2.KvHello(
+            min_version=MIN_VERSION,
+            max_version=MAX_VERSION,
+            worker_id=config.identity.worker_id,
+            generation=config.identity.generation,
+            layout=layout_to_proto(config.layout),
+            nonce=new_nonce() if config.secret else b"",
+            numerics=numerics_to_proto(config.rule.numerics),
+        )
+
+    def say_hello(self) -> None:
+        """Raises what Connection.send does."""
+        self._connection.send(self._hello)
+
+    def accepted(self, accept: kv_pb2.KvAccept) -> Terms:
+        """What both keep to from here on. Raises PeerMismatch if there is nothing such,
+        HandoffFailed if another answers."""
+        terms = sender_terms(accept, self._config.pool, self._peer, self._config.rule)
+        if self._config.secret is None:
+            return terms
+        key = self._prove(accept, self._config.secret)
+        self._connection.seal(key)
+        return replace(terms, key=key)
+
+    def refused(self, refuse: kv_pb2.KvRefuse) -> PeerMismatch:
+        """Why there will be no KV."""
+        difference = (self._peer.worker_id, refuse.field, refuse.actual, refuse.expected)
+        if refuse.field.startswith("numerics."):
+            return PeerMismatch.of(*difference, fix=NUMERICS_FIX)
+        return PeerMismatch.of(*difference)
+
+    def _prove(self, accept: kv_pb2.KvAccept, secret: KvSecret) -> bytes:
+        """Check the receiver's proof and send ours; the connection's key."""
+        if not has_nonce(accept) or not secret.is_held_by(self._hello, accept):
+            theirs = "another" if accept.proof else "none"
+            ours = "the one of this worker"
+            raise PeerMismatch.of(self._peer.worker_id, "kv_secret", ours, theirs)
+        proof = secret.sender_proof(self._hello, accept)
+        self._connection.send(kv_pb2.KvProof(proof=proof))
+        return secret.connection_key(self._hello, accept)
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverConfig:
+    """What a receiver offers to every sender, and asks of it; see Receiver."""
+
+    identity: WorkerIdentity
+    pool: KvPool
+    num_credits: int
+    max_chunk_bytes: int
+    wire_dtype: str
+    secret: KvSecret | None
+    rule: NumericsRule
+
+
+class ReceiverHandshake:
+    """The receiver's end of one connection. terms: what both keep to, once the sender may present
+    tickets; until then None, and after a refusal for good."""
+
+    def __init__(
+        self,
+        config: ReceiverConfig,
+        reply: Callable[[Frame], None],
+        seal: Callable[[bytes], None],
+        checksum: kv_pb2.KvPayloadChecksum.ValueType,
+    ) -> None:
+        """reply, seal, checksum: see Receiver.session."""
+        self._config = config
+        self._reply = reply
+        self._seal = seal
+        self._checksum = checksum
+        # Of the sender, from its KvHello on.
+        self._worker_id = ""
+        # Agreed on, and waiting for this proof.
+        self._proposed: Terms | None = None
+        self._awaited_proof = b""
+        self.terms: Terms | None = None
+        self.is_refused = False
+
+    @property
+    def peer(self) -> str:
+        """The sender, for people."""
+        return self._worker_id or "unknown sender"
+
+    def on_frame(self, frame: Frame) -> None:
+        """Take a frame that came before `terms`, or any KvHello. Raises FrameError at what does not
+        belong here."""
+        if self.is_refused:
+            raise FrameError("a frame after the refusal")
+        if isinstance(frame, kv_pb2.KvHello):
+            self._on_hello(frame)
+        elif self._proposed is None:
+            raise FrameError(f"a {type(frame).__name__} before the KvHello")
+        else:
+            self._on_proof(self._proposed, frame)
+
+    def _on_hello(self, hello: kv_pb2.KvHello) -> None:
+        if self._proposed is not None or self.terms is not None:
+            raise FrameError("a second KvHello")
+        config, secret = self._config, self._config.secret
+        terms = (
+            kv_pb2.KvRefuse(field="kv_secret", expected="the one of this worker", actual="none")
+            if secret and not has_nonce(hello)
+            else receiver_terms(hello, config.pool, config.wire_dtype, self._checksum, config.rule)
+        )
+        if isinstance(terms, kv_pb2.KvRefuse):
+            self.is_refused = True
+            self._reply(terms)
+            return
+        accept = kv_pb2.KvAccept(
+            version=terms.version,
+            worker_id=config.identity.worker_id,
+            generation=config.identity.generation,
+            num_credits=config.num_credits,
+            max_chunk_bytes=config.max_chunk_bytes,
+            wire_dtype=terms.codec.wire.dtype,
+            payload_checksum=self._checksum,
+            numerics=numerics_to_proto(config.rule.numerics),
+        )
+        if secret:
+            accept.nonce = new_nonce()
+            accept.proof = secret.receiver_proof(hello, accept)
+            self._awaited_proof = secret.sender_proof(hello, accept)
+            self._proposed = replace(terms, key=secret.connection_key(hello, accept))
+        else:
+            self.terms = terms
+        self._worker_id = hello.worker_id
+        self._reply(accept)
+
+    def _on_proof(self, terms: Terms, frame: Frame) -> None:
+        """Compares in constant time."""
+        if not isinstance(frame, kv_pb2.KvProof):
+            raise FrameError(f"a {type(frame).__name__} before the KvProof")
+        if not hmac.compare_digest(frame.proof, self._awaited_proof):
+            raise FrameError("a wrong proof: the sender does not have this worker's KV secret")
+        self.terms = terms
+        self._seal(terms.key)
