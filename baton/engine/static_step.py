@@ -122,7 +122,7 @@ class StaticStep:
         at = _fields_at(shape)
         rows = self._buffer[:at].view(torch.int64).view(_NUM_ROWS, shape.num_seqs)
         token_ids, positions, first_rows, lengths = rows
-        cos, sin = model.rope.compute(positions, lengths, model.decoder.dtype)
+        rotations = model.rope.compute(positions, lengths, model.decoder.dtype)
         table = self._buffer[_table_at(shape, len(self._windows)) :]
         room = _room(shape)
         plans: dict[int | None, AttentionPlan] = {}
@@ -133,13 +133,13 @@ class StaticStep:
                 room,
                 self._tile,
                 self._partials,
-                model.config.head_dim**-0.5,
+                model.config.attention_scale,
                 window,
             )
             at += room.num_fields
         # The ops take whatever plan their kernels make: on this device, Triton's.
         by_window = cast(Mapping[int | None, TwinPlan], plans)
-        return PackedBatch(token_ids, cos, sin, first_rows, by_window, None)
+        return PackedBatch(token_ids, rotations, first_rows, by_window, None)
 
 
 def _column(part: SequenceSlice, block_size: int, num_block_rows: int) -> tuple[int, int, int, int]:

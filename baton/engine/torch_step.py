@@ -91,16 +91,15 @@ def pack_batch(
     )
     lengths = _rope_lengths(batch, positions) if rope.is_dynamic else positions
     end = max(r.stop for r in ranges)
-    cos, sin = rope.tables(to_device(positions, device), to_device(lengths, device), end, dtype)
+    rotations = rope.tables(to_device(positions, device), to_device(lengths, device), end, dtype)
     parts = _attention_slices(batch)
     plans = {
-        window: plan_attention(parts, pool, config.num_heads, config.head_dim**-0.5, window, dtype)
+        window: plan_attention(parts, pool, config.num_heads, config.attention_scale, window, dtype)
         for window in set(config.windows)
     }
     return PackedBatch(
         to_device(token_ids, device),
-        cos,
-        sin,
+        rotations,
         to_device(rows, device),
         plans,
         _sampled(batch, device),

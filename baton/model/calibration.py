@@ -92,7 +92,7 @@ class _OneLayer(Decoder):
         rows = head_rows(batch.first_rows, pool)
         mixed = self._attention(index, layer, states, batch, rows, pool, None, None)
         states = self._add(layer.attention.output, mixed, states, layer.after_attention)
-        return self._mlp(layer, states)
+        return self._mlp(0, layer, states)
 
 
 class _Watched:
@@ -126,11 +126,11 @@ def _batch(ids: Sequence[int], config: ModelConfig, rope: Rope, pool: torch.Tens
     """One sequence from its beginning, in the pool's first blocks."""
     positions = torch.arange(len(ids))
     lengths = torch.full_like(positions, len(ids))
-    cos, sin = rope.tables(positions, lengths, len(ids), pool.dtype)
+    rotations = rope.tables(positions, lengths, len(ids), pool.dtype)
     part = AttentionSlice(0, len(ids), 0, range(len(pool)))
-    scale = config.head_dim**-0.5
+    scale = config.attention_scale
     plans = {
         window: plan_attention([part], pool, config.num_heads, scale, window, pool.dtype)
         for window in set(config.windows)
     }
-    return PackedBatch(torch.tensor(ids), cos, sin, first_rows(positions, pool), plans, None)
+    return PackedBatch(torch.tensor(ids), rotations, first_rows(positions, pool), plans, None)

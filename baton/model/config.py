@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,21 @@ _QWEN: Mapping[str, tuple[_Types, Any]] = {
     "intermediate_size": (_INT, 22016),
 }
 
+_GEMMA: Mapping[str, tuple[_Types, Any]] = {
+    **_COMMON,
+    "vocab_size": (_INT, 256000),
+    "hidden_size": (_INT, 2304),
+    "intermediate_size": (_INT, 9216),
+    "num_hidden_layers": (_INT, 26),
+    "num_attention_heads": (_INT, 8),
+    "num_key_value_heads": (_INT, 4),
+    "head_dim": (_INT, 256),
+    "hidden_act": (_TEXT, "gelu_pytorch_tanh"),
+    "max_position_embeddings": (_INT, 8192),
+    "tie_word_embeddings": (_BOOL, True),
+}
+_LAYER_TYPES = {"layer_types": ((list, type(None)), None)}
+
 #: Families by model_type.
 FAMILIES: Mapping[str, Mapping[str, tuple[_Types, Any]]] = {
     "llama": {
@@ -69,6 +84,98 @@ FAMILIES: Mapping[str, Mapping[str, tuple[_Types, Any]]] = {
     },
     "qwen2": _QWEN,
     "qwen3": {**_QWEN, "head_dim": (_INT, 128), "attention_bias": (_BOOL, False)},
+    "mixtral": {
+        **_COMMON,
+        "intermediate_size": (_INT, 14336),
+        "num_key_value_heads": (_INT_OR_NULL, 8),
+        "max_position_embeddings": (_INT, 4096 * 32),
+        "rms_norm_eps": (_FLOAT, 1e-5),
+        "sliding_window": (_INT_OR_NULL, None),
+        "rope_theta": ((int, float), 1e6),
+        "num_local_experts": (_INT, 8),
+        "num_experts_per_tok": (_INT, 2),
+    },
+    "qwen3_moe": {
+        **_COMMON,
+        "vocab_size": (_INT, 151936),
+        "hidden_size": (_INT, 2048),
+        "intermediate_size": (_INT, 6144),
+        "num_hidden_layers": (_INT, 24),
+        "num_key_value_heads": (_INT, 4),
+        "use_sliding_window": (_BOOL, False),
+        "sliding_window": (_INT_OR_NULL, 4096),
+        "attention_bias": (_BOOL, False),
+        "decoder_sparse_step": (_INT, 1),
+        "moe_intermediate_size": (_INT, 768),
+        "num_experts_per_tok": (_INT, 8),
+        "num_experts": (_INT_OR_NULL, None),
+        "num_local_experts": (_INT, 128),
+        "norm_topk_prob": (_BOOL, False),
+        "mlp_only_layers": ((list, type(None)), None),
+    },
+    "glm4_moe": {
+        **_COMMON,
+        "vocab_size": (_INT, 151552),
+        "intermediate_size": (_INT, 10944),
+        "num_hidden_layers": (_INT, 46),
+        "num_attention_heads": (_INT, 96),
+        "num_key_value_heads": (_INT, 8),
+        "max_position_embeddings": (_INT, 131072),
+        "rms_norm_eps": (_FLOAT, 1e-5),
+        "attention_bias": (_BOOL, False),
+        "partial_rotary_factor": (_FLOAT, 0.5),
+        "moe_intermediate_size": (_INT, 1408),
+        "num_experts_per_tok": (_INT, 8),
+        "n_shared_experts": (_INT, 1),
+        "n_routed_experts": (_INT, 128),
+        "routed_scaling_factor": (_FLOAT, 1.0),
+        "n_group": (_INT, 1),
+        "topk_group": (_INT, 1),
+        "first_k_dense_replace": (_INT, 1),
+        "norm_topk_prob": (_BOOL, True),
+        "use_qk_norm": (_BOOL, False),
+    },
+    "gemma": {
+        **_GEMMA,
+        "hidden_size": (_INT, 3072),
+        "intermediate_size": (_INT, 24576),
+        "num_hidden_layers": (_INT, 28),
+        "num_attention_heads": (_INT, 16),
+        "num_key_value_heads": (_INT, 16),
+        "attention_bias": (_BOOL, False),
+    },
+    "gemma3_text": {
+        **_GEMMA,
+        **_LAYER_TYPES,
+        "vocab_size": (_INT, 262208),
+        "hidden_activation": (_TEXT, "gelu_pytorch_tanh"),
+        "max_position_embeddings": (_INT, 131072),
+        "attention_bias": (_BOOL, False),
+        "query_pre_attn_scalar": ((int, float), 256),
+        "sliding_window": (_INT_OR_NULL, 4096),
+        "sliding_window_pattern": (_INT, 6),
+        "rope_local_base_freq": ((int, float), 10000.0),
+        "rope_theta": ((int, float), 1e6),
+    },
+    "phi3": {
+        **_COMMON,
+        "vocab_size": (_INT, 32064),
+        "hidden_size": (_INT, 3072),
+        "intermediate_size": (_INT, 8192),
+        "num_key_value_heads": (_INT_OR_NULL, None),
+        "max_position_embeddings": (_INT, 4096),
+        "rms_norm_eps": (_FLOAT, 1e-5),
+        "sliding_window": (_INT_OR_NULL, None),
+        "partial_rotary_factor": (_FLOAT, 1.0),
+    },
+    "olmo2": {
+        **_COMMON,
+        "vocab_size": (_INT, 50304),
+        "num_key_value_heads": (_INT_OR_NULL, None),
+        "max_position_embeddings": (_INT, 2048),
+        "rms_norm_eps": (_FLOAT, 1e-5),
+        "attention_bias": (_BOOL, False),
+    },
 }
 
 _ARCHITECTURES: Mapping[str, str] = {
@@ -76,6 +183,13 @@ _ARCHITECTURES: Mapping[str, str] = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
 }
 
 #: What each type of rotary embedding cannot do without, beside rope_theta.
@@ -86,6 +200,7 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
+_QK_NORMED = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -101,6 +216,57 @@ class RopeConfig:
     @property
     def factor(self) -> float:
         return float(dict(self.parameters).get("factor") or 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts, where a layer's MLP is one. See baton_kernels.layer.Routing.
+
+    layers: whether the MLP of each is one. shared_size: width of what all tokens go through
+    besides, 0 if nothing.
+    """
+
+    layers: tuple[bool, ...]
+    num_experts: int
+    num_chosen: int
+    intermediate_size: int
+    is_sigmoid: bool = False
+    is_normalised: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    shared_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a family's layers are beyond those of FAMILIES' first four: by default as theirs."""
+
+    activation: str = "silu"
+    """Of gates: see baton_kernels.layer.Mlp."""
+    norms: str = "before"
+    """Where a layer's parts have their norms: before, after, or around them."""
+    norm_offset: float = 0.0
+    """Added to the weights of norms."""
+    has_wide_norms: bool = False
+    """Whether norms are rounded after they are multiplied by their weights."""
+    has_whole_qk_norm: bool = False
+    """Whether queries, and keys, of all heads have one norm."""
+    attention_scale: float | None = None
+    """Of scores; head_dim ** -0.5 if not given."""
+    embedding_scale: float = 1.0
+    rotary_dim: int | None = None
+    """Of each head, the first so many dimensions are rotated; all if not given."""
+    window_rope: RopeConfig | None = None
+    """Of layers with a window, where they have another."""
+    is_fused: bool = False
+    """Whether the checkpoint has queries, keys and values in one tensor, and gate and up."""
+    experts: ExpertsConfig | None = None
+    num_unused_layers: int = 0
+    """Layers that the checkpoint has after the last one, for other uses."""
+
+
+_PLAIN = Traits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +294,23 @@ class ModelConfig:
     is_tied: bool
     dtype: str
     quantization: QuantizationConfig | None = None
+    traits: Traits = field(default=_PLAIN, repr=False)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of each head that are rotated."""
+        return self.traits.rotary_dim or self.head_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """Of scores."""
+        return self.traits.attention_scale or self.head_dim**-0.5
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """All rotary embeddings of the model: see AttentionShape.rope."""
+        local = self.traits.window_rope
+        return (self.rope,) if local is None else (self.rope, local)
 
     @property
     def derived_max_len(self) -> int:
@@ -143,7 +326,10 @@ class ModelConfig:
     @property
     def kv_digest(self) -> str:
         """A digest of every setting on which the meaning of KV depends, but the weights."""
-        return hashlib.blake2b(repr(replace(self, dtype="")).encode(), digest_size=8).hexdigest()
+        text = repr(replace(self, dtype=""))
+        if self.traits != _PLAIN:  # families that have none keep the digest of earlier releases
+            text += repr(self.traits)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -182,8 +368,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
             f"num_attention_heads={heads}, num_key_value_heads={kv_heads}, head_dim={head_dim}: "
             "the first must be a multiple of the second, and the third even"
         )
-    if fields["hidden_act"] != "silu":
-        raise UnsupportedModel(f"hidden_act={fields['hidden_act']!r}: only 'silu' is known")
+    traits = _traits(family, raw, fields, head_dim)
     attention_bias = bool(fields.get("attention_bias"))
     return ModelConfig(
         family=family,
@@ -199,13 +384,116 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         rope=_rope(raw, fields),
         windows=_windows(family, raw, fields),
         has_qkv_bias=attention_bias or family == "qwen2",
-        has_output_bias=attention_bias,
+        has_output_bias=attention_bias and family != "glm4_moe",
         has_mlp_bias=bool(fields.get("mlp_bias")),
-        has_qk_norm=family == "qwen3",
+        has_qk_norm=family in _QK_NORMED or bool(fields.get("use_qk_norm")),
         is_tied=fields["tie_word_embeddings"],
         dtype=_dtype(raw),
         quantization=parse_quantization(raw.get("quantization_config")),
+        traits=traits,
     )
+
+
+def _traits(
+    family: str, raw: Mapping[str, Any], fields: Mapping[str, Any], head_dim: int
+) -> Traits:
+    traits = Traits(
+        activation=_activation(family, fields),
+        experts=_experts(family, fields),
+        num_unused_layers=int(raw.get("num_nextn_predict_layers") or 0)
+        if family == "glm4_moe"
+        else 0,
+        is_fused=family == "phi3",
+        rotary_dim=_rotary_dim(raw, fields, head_dim),
+    )
+    if family == "olmo2":
+        return replace(traits, norms="after", has_wide_norms=True, has_whole_qk_norm=True)
+    if family.startswith("gemma"):
+        if raw.get("use_bidirectional_attention"):
+            raise UnsupportedModel("use_bidirectional_attention=true: only a causal model is known")
+        traits = replace(
+            traits,
+            norm_offset=1.0,
+            has_wide_norms=True,
+            embedding_scale=fields["hidden_size"] ** 0.5,
+        )
+    if family == "gemma3_text":
+        for name in ("final_logit_softcapping", "attn_logit_softcapping"):
+            if raw.get(name) is not None:
+                raise UnsupportedModel(f"{name}={raw[name]}: known of no {family} model but null")
+        return replace(
+            traits,
+            norms="around",
+            attention_scale=fields["query_pre_attn_scalar"] ** -0.5,
+            window_rope=_rope(raw, fields, "sliding_attention"),
+        )
+    return traits
+
+
+def _activation(family: str, fields: Mapping[str, Any]) -> str:
+    name = fields.get("hidden_activation", fields["hidden_act"])
+    if family == "gemma" and name == "gelu":  # means this one: transformers reads it so
+        name = "gelu_pytorch_tanh"
+    known = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+    if name not in known:
+        raise UnsupportedModel(f"hidden_act={name!r}: {' and '.join(map(repr, known))} are known")
+    return known[name]
+
+
+def _experts(family: str, fields: Mapping[str, Any]) -> ExpertsConfig | None:
+    num_layers, layers = fields["num_hidden_layers"], range(fields["num_hidden_layers"])
+    if family == "mixtral":
+        found = ExpertsConfig(
+            (True,) * num_layers,
+            fields["num_local_experts"],
+            fields["num_experts_per_tok"],
+            fields["intermediate_size"],
+        )
+    elif family == "qwen3_moe":
+        step, dense = fields["decoder_sparse_step"], set(fields["mlp_only_layers"] or ())
+        found = ExpertsConfig(
+            tuple(i not in dense and (i + 1) % step == 0 for i in layers),
+            fields["num_experts"] or fields["num_local_experts"],
+            fields["num_experts_per_tok"],
+            fields["moe_intermediate_size"],
+            is_normalised=fields["norm_topk_prob"],
+        )
+    elif family == "glm4_moe":
+        found = ExpertsConfig(
+            tuple(i >= fields["first_k_dense_replace"] for i in layers),
+            fields["n_routed_experts"],
+            fields["num_experts_per_tok"],
+            fields["moe_intermediate_size"],
+            is_sigmoid=True,
+            is_normalised=fields["norm_topk_prob"],
+            scale=fields["routed_scaling_factor"],
+            num_groups=fields["n_group"],
+            num_chosen_groups=fields["topk_group"],
+            shared_size=fields["moe_intermediate_size"] * fields["n_shared_experts"],
+        )
+    else:
+        return None
+    if not 1 <= found.num_chosen <= found.num_experts or found.num_experts % found.num_groups:
+        raise UnsupportedModel(
+            f"{found.num_chosen} of {found.num_experts} experts in {found.num_groups} groups: "
+            "the first must be 1 to the second, and that a multiple of the third"
+        )
+    return found
+
+
+def _rotary_dim(raw: Mapping[str, Any], fields: Mapping[str, Any], head_dim: int) -> int | None:
+    """See Traits. Only families with a field partial_rotary_factor have one."""
+    if "partial_rotary_factor" not in fields:
+        return None
+    parameters = raw.get("rope_scaling") or fields["rope_parameters"] or {}
+    share = parameters.get("partial_rotary_factor", fields["partial_rotary_factor"])
+    dim = int(head_dim * share)
+    if not 2 <= dim <= head_dim or dim % 2:
+        raise UnsupportedModel(
+            f"partial_rotary_factor={share}: of head_dim={head_dim} an even number of dimensions "
+            "must be rotated"
+        )
+    return None if dim == head_dim else dim
 
 
 def _family(raw: Mapping[str, Any]) -> str:
@@ -230,18 +518,17 @@ def _fields(family: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     for name, (types, default) in FAMILIES[family].items():
         value = fields[name] = raw.get(name, default)
         if type(value) not in types:
-            told = " or ".join("null" if t is type(None) else t.__name__ for t in types)
-            raise UnsupportedModel(f"{name}={value!r}: a {family} model has {told} there")
+            wanted = " or ".join("null" if t is type(None) else t.__name__ for t in types)
+            raise UnsupportedModel(f"{name}={value!r}: a {family} model has {wanted} there")
     return fields
 
 
-def _rope(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> RopeConfig:
-    """Old files have rope_scaling, which goes before rope_parameters, with `type`, and rope_theta
-    beside it."""
-    told = raw.get("rope_scaling") or fields["rope_parameters"] or {}
-    if not isinstance(told, dict):
-        raise UnsupportedModel(f"rope_scaling={told!r}: must be an object")
-    parameters = {"rope_theta": raw.get("rope_theta", 10000.0), **told}
+def _rope(
+    raw: Mapping[str, Any], fields: Mapping[str, Any], layer_type: str = "full_attention"
+) -> RopeConfig:
+    """Of layers of this type. Old files have rope_scaling, which goes before rope_parameters, with
+    `type`, and rope_theta beside it."""
+    parameters = _rope_parameters(raw, fields, layer_type)
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedModel("rope_parameters differ by layer type: not known to Baton")
     rope_type = str(parameters.setdefault("rope_type", parameters.get("type", "default")))
@@ -249,10 +536,14 @@ def _rope(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> RopeConfig:
         raise UnsupportedModel(
             f"rope_type={rope_type!r}: Baton knows {', '.join(ROPE_TYPES)}; use another checkpoint"
         )
-    partial = raw.get("partial_rotary_factor")
-    if partial is not None:
-        parameters.setdefault("partial_rotary_factor", partial)
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+    if "partial_rotary_factor" in fields:
+        parameters.setdefault("partial_rotary_factor", fields["partial_rotary_factor"])
+        if parameters["partial_rotary_factor"] != 1.0 and rope_type not in ("default", "linear"):
+            raise UnsupportedModel(
+                f"partial_rotary_factor={parameters['partial_rotary_factor']} with "
+                f"rope_type={rope_type!r}: known with 'default' and 'linear'"
+            )
+    elif parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UnsupportedModel("partial_rotary_factor other than 1 is not known to Baton")
     if rope_type in ("llama3", "yarn"):
         original = "original_max_position_embeddings"
@@ -269,6 +560,22 @@ def _rope(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> RopeConfig:
     return RopeConfig(rope_type, float(parameters["rope_theta"]), tuple(sorted(plain.items())))
 
 
+def _rope_parameters(
+    raw: Mapping[str, Any], fields: Mapping[str, Any], layer_type: str
+) -> dict[str, Any]:
+    found = raw.get("rope_scaling") or fields["rope_parameters"] or {}
+    if not isinstance(found, dict):
+        raise UnsupportedModel(f"rope_scaling={found!r}: must be an object")
+    theta = raw.get("rope_theta", fields.get("rope_theta", 10000.0))
+    if "rope_local_base_freq" not in fields:
+        return {"rope_theta": theta, **found}
+    # Two kinds of layers, each with its own.
+    of_type = (fields["rope_parameters"] or {}).get(layer_type) or {}
+    if layer_type == "sliding_attention":
+        return {"rope_theta": fields["rope_local_base_freq"], **of_type}
+    return {"rope_theta": theta, **of_type, **(raw.get("rope_scaling") or {})}
+
+
 def _windows(
     family: str, raw: Mapping[str, Any], fields: Mapping[str, Any]
 ) -> tuple[int | None, ...]:
@@ -279,6 +586,9 @@ def _windows(
     if window is not None and window < 1:
         raise UnsupportedModel(f"sliding_window={window}: must be positive or null")
     layer_types = raw.get("layer_types")
+    if layer_types is None and "sliding_window_pattern" in fields:
+        pattern = fields["sliding_window_pattern"]
+        return tuple(window if (layer + 1) % pattern else None for layer in range(num_layers))
     if layer_types is None:
         first = fields.get("max_window_layers", 0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
@@ -291,7 +601,8 @@ def _windows(
             f"layer_types with {unknown or len(layer_types)}: "
             f"one of {list(known)} per layer is known"
         )
-    if family == "mistral":  # all of its layers are alike, whatever the list says
+    if family in ("mistral", "mixtral", "phi3", "qwen3_moe"):
+        # all of their layers are alike, whatever the list says
         return (window,) * num_layers
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 

@@ -10,9 +10,12 @@ import torch.nn.functional as F
 
 from baton.model.config import ModelConfig
 from baton.model.packed import PackedLayer, PackedParameters
+from baton.model.rope import Rotation
 from baton.model.shard import Alone, Ranks
+from baton_kernels.experts import GroupedLinear, combine, grouped_linear, route
+from baton_kernels.geglu import geglu
 from baton_kernels.kv_write import head_rows
-from baton_kernels.layer import Norm
+from baton_kernels.layer import Experts, Mlp, Norm
 from baton_kernels.linear import Linear
 from baton_kernels.paged_attention import AttentionPlan, paged_attention
 from baton_kernels.rms_norm import rms_norm
@@ -20,6 +23,8 @@ from baton_kernels.rope_kv_write import rope_kv_write
 from baton_kernels.swiglu import swiglu
 
 PackedNorm = Norm[torch.Tensor]
+#: By Mlp.activation, the op that makes one row of gate and up.
+GATES = {"silu": swiglu, "gelu_tanh": geglu}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +32,14 @@ class PackedBatch:
     """A step's tokens one sequence after the other, and what its layers need to know. All on the
     engine's device.
 
-    token_ids [tokens] int64; cos, sin [tokens, head_dim / 2] of the model's dtype; first_rows
+    token_ids [tokens] int64; rotations: by AttentionShape.rope, of the model's dtype; first_rows
     [tokens] int64 as baton_kernels.kv_write.head_rows takes them; plans by window; sampled [rows]
     int64: the tokens whose logits are wanted, in that order, with repeats, or None for all, once
     each.
     """
 
     token_ids: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
+    rotations: tuple[Rotation, ...]
     first_rows: torch.Tensor
     plans: Mapping[int | None, AttentionPlan]
     sampled: torch.Tensor | None
@@ -57,6 +61,15 @@ class Decoder:
         self._ranks: Ranks = ranks or Alone()
         self._config = config
         self._parameters = parameters
+        self._grouped = {
+            index: _Grouped.of(layer.mlp)
+            for index, layer in enumerate(parameters.layers)
+            if isinstance(layer.mlp, Experts)
+        }
+        """What runs the experts of a layer, by its index."""
+        scale = torch.tensor(config.traits.embedding_scale, dtype=self.dtype)
+        # Rounded to the model's type, as it was in training.
+        self._embedding_scale = scale.item()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,7 +91,7 @@ class Decoder:
         tokens go on. When this returns, all ranks are done with the pool.
         """
         parameters, ranks = self._parameters, self._ranks
-        hidden = F.embedding(batch.token_ids, parameters.embeddings)
+        hidden = self._embed(batch.token_ids)
         rows = head_rows(batch.first_rows, pool)
         last = len(parameters.layers) - 1
         for index, layer in enumerate(parameters.layers):
@@ -87,8 +100,12 @@ class Decoder:
                 hidden, mixed = hidden[batch.sampled], mixed[batch.sampled]
             output = layer.attention.output
             hidden = self._add(output, ranks.gather(mixed), hidden, layer.after_attention)
-            hidden = self._mlp(layer, hidden)
+            hidden = self._mlp(index, layer, hidden)
         return _norm(parameters.norm, hidden)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        hidden = F.embedding(token_ids, self._parameters.embeddings)
+        return hidden if self._embedding_scale == 1.0 else hidden * self._embedding_scale
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """[rows, vocab] float32 of states [rows, hidden], on rank 0; on others what they have of
@@ -113,20 +130,43 @@ class Decoder:
         normalised = _norm(layer.before_attention, hidden)
         fused = attention.qkv(normalised).view(-1, heads + 2 * kv_heads, dim)
         query, key, value = fused.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
-        query, key = _norm(attention.q_norm, query), _norm(attention.k_norm, key)
-        query, key = rope_kv_write(
-            query, key, value, batch.cos, batch.sin, pool, index, rows, scales
-        )
+        query, key = _norm_heads(attention.q_norm, query), _norm_heads(attention.k_norm, key)
+        cos, sin = batch.rotations[shape.rope]
+        query, key = rope_kv_write(query, key, value, cos, sin, pool, index, rows, scales)
         if layer_done is not None:
             self._ranks.meet()
             layer_done(index)
         plan = batch.plans[shape.window]
         return paged_attention(query, key, value, pool, index, plan, scales).flatten(1)
 
-    def _mlp(self, layer: PackedLayer, hidden: torch.Tensor) -> torch.Tensor:
-        normalised = _norm(layer.before_mlp, hidden)
-        inner = self._ranks.gather(swiglu(layer.mlp.gate_up(normalised)))
-        return self._add(layer.mlp.down, inner, hidden, layer.after_mlp)
+    def _mlp(self, index: int, layer: PackedLayer, hidden: torch.Tensor) -> torch.Tensor:
+        x = _norm(layer.before_mlp, hidden)
+        if isinstance(layer.mlp, Experts):
+            return self._experts(layer.mlp, self._grouped[index], x, hidden, layer.after_mlp)
+        return self._add(layer.mlp.down, self._gated(layer.mlp, x), hidden, layer.after_mlp)
+
+    def _gated(self, mlp: Mlp[Linear], x: torch.Tensor) -> torch.Tensor:
+        """What goes into the MLP's last layer, whole on every rank."""
+        return self._ranks.gather(GATES[mlp.activation](mlp.gate_up(x)))
+
+    def _experts(
+        self,
+        mlp: Experts[Linear, torch.Tensor],
+        grouped: _Grouped,
+        x: torch.Tensor,
+        hidden: torch.Tensor,
+        after: PackedNorm | None,
+    ) -> torch.Tensor:
+        ranks = self._ranks
+        seen = x.float() if mlp.routing.is_sigmoid else x
+        chosen, weights = route(mlp.router(seen, None, torch.float32), mlp.bias, mlp.routing)
+        inner = grouped_linear(x, chosen, grouped.gate_up, mlp.routing.num_chosen)
+        inner = ranks.gather(GATES[mlp.experts[0].activation](inner))
+        parts = grouped_linear(inner, chosen, grouped.down, 1)
+        shared = None if mlp.shared is None else mlp.shared.down(self._gated(mlp.shared, x))
+        if after is None:
+            return ranks.gather(combine(parts, weights, shared, ranks.own(hidden)))
+        return hidden + _norm(after, ranks.gather(combine(parts, weights, shared, None)))
 
     def _add(
         self, linear: Linear, x: torch.Tensor, hidden: torch.Tensor, after: PackedNorm | None
@@ -136,6 +176,26 @@ class Decoder:
         if after is None:
             return ranks.gather(linear(x, ranks.own(hidden)))
         return hidden + _norm(after, ranks.gather(linear(x)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Grouped:
+    """The experts of a layer."""
+
+    gate_up: GroupedLinear
+    down: GroupedLinear
+
+    @classmethod
+    def of(cls, mlp: Experts[Linear, torch.Tensor]) -> _Grouped:
+        gate_ups = [expert.gate_up for expert in mlp.experts]
+        return cls(GroupedLinear(gate_ups), GroupedLinear([expert.down for expert in mlp.experts]))
+
+
+def _norm_heads(norm: PackedNorm | None, heads: torch.Tensor) -> torch.Tensor:
+    """heads [tokens, heads, head_dim]: see Attention."""
+    if norm is not None and len(norm.weight) > heads.shape[2]:
+        return _norm(norm, heads.flatten(1)).view(heads.shape)
+    return _norm(norm, heads)
 
 
 def _norm(norm: PackedNorm | None, x: torch.Tensor) -> torch.Tensor:

@@ -7,12 +7,13 @@ it is in a checkpoint, and which of its outputs a rank holds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.model.config import ModelConfig
+from baton.model.config import ExpertsConfig, ModelConfig
 from baton.model.shard import WHOLE, Shard
-from baton_kernels.layer import Attention, AttentionShape, Layer, Mlp, Norm
+from baton_kernels.layer import Attention, AttentionShape, Experts, Layer, Mlp, Norm, Routing
 
 if TYPE_CHECKING:
     import torch
@@ -20,24 +21,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Rows `rows` of the `num_rows` that the tensors of a checkpoint's layer `name` have."""
+    """Rows `rows` of the `num_rows` that the tensors of a checkpoint's layer `name` have.
+
+    order: of the rows of each head here, where it is another than the checkpoint's: row i is its
+    row order[i].
+    """
 
     name: str
     rows: range
     num_rows: int
+    order: tuple[int, ...] = ()
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
-        """The rows of a tensor [num_rows, ...]; itself if they are all."""
-        return whole if len(self.rows) == self.num_rows else whole[self.rows.start : self.rows.stop]
+        """The rows of a tensor [num_rows, ...]; itself if they are all, as they are."""
+        own = whole
+        if len(self.rows) < self.num_rows:
+            own = whole[self.rows.start : self.rows.stop]
+        if not self.order:
+            return own
+        heads = own.view(-1, len(self.order), *own.shape[1:])
+        return heads[:, list(self.order)].flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """A linear layer: the outputs of those in the checkpoint, one below the other."""
+    """A linear layer: the outputs of those in the checkpoint, one below the other.
+
+    is_router: it is whole on every rank, is never quantised, and computes in float32 if is_wide.
+    """
 
     sources: tuple[Source, ...]
     num_in: int
-    has_bias: bool
+    has_bias: bool = False
+    is_router: bool = False
+    is_wide: bool = False
 
     @property
     def num_out(self) -> int:
@@ -45,16 +62,23 @@ class LinearSpec:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the layers in the checkpoint."""
-        return tuple(source.name for source in self.sources)
+        """Of the layers in the checkpoint, each once."""
+        return tuple(dict.fromkeys(source.name for source in self.sources))
 
 
 @dataclass(frozen=True, slots=True)
 class VectorSpec:
-    """A norm's weight [size]. name: of its tensor."""
+    """Numbers [size] beside linear layers. name: of their tensor.
+
+    offset: added to the checkpoint's; is_wide: float32, whatever the model's type; order: of what
+    the checkpoint has, see Source.
+    """
 
     name: str
     size: int
+    offset: float = 0.0
+    is_wide: bool = False
+    order: tuple[int, ...] = ()
 
 
 LayerSpec = Layer[LinearSpec, VectorSpec]
@@ -62,60 +86,181 @@ LayerSpec = Layer[LinearSpec, VectorSpec]
 
 def describe_layers(config: ModelConfig, shard: Shard = WHOLE) -> tuple[LayerSpec, ...]:
     """The layers of a model, as much of them as the rank holds."""
-    return tuple(_layer(config, shard, index) for index in range(config.num_layers))
+    return tuple(_Composing(config, shard, index).layer() for index in range(config.num_layers))
 
 
 def describe_output(config: ModelConfig, shard: Shard = WHOLE) -> LinearSpec:
     """The layer that makes logits; its tensor is the embeddings' where they are tied."""
     source = Source("lm_head", shard.part(config.vocab_size), config.vocab_size)
-    return LinearSpec((source,), config.hidden_size, has_bias=False)
+    return LinearSpec((source,), config.hidden_size)
 
 
 def describe_norm(config: ModelConfig) -> Norm[VectorSpec]:
     """Of the last layer's results."""
-    return Norm(VectorSpec("model.norm.weight", config.hidden_size), config.rms_norm_eps)
+    return _norm(config, "model.norm.weight", config.hidden_size)
 
 
-def _layer(config: ModelConfig, shard: Shard, index: int) -> LayerSpec:
-    name, hidden, dim = f"model.layers.{index}", config.hidden_size, config.head_dim
-    inner, num_q, num_kv = (
-        config.intermediate_size,
-        config.num_heads * dim,
-        config.num_kv_heads * dim,
-    )
-    heads, kv_heads = shard.part(config.num_heads), shard.kv_heads(config.num_kv_heads)
+def _norm(
+    config: ModelConfig, name: str, size: int, order: tuple[int, ...] = ()
+) -> Norm[VectorSpec]:
+    traits = config.traits
+    spec = VectorSpec(name, size, traits.norm_offset, traits.has_wide_norms, order)
+    return Norm(spec, config.rms_norm_eps)
 
-    def norm(part: str, size: int) -> Norm[VectorSpec]:
-        return Norm(VectorSpec(f"{name}.{part}.weight", size), config.rms_norm_eps)
 
-    def source(part: str, num_rows: int) -> Source:
-        return Source(f"{name}.{part}", shard.part(num_rows), num_rows)
+#: Names of the norms before and after attention, and before and after the MLP, by where they are.
+_NORMS: Mapping[str, tuple[str | None, ...]] = {
+    "before": ("input_layernorm", None, "post_attention_layernorm", None),
+    "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "around": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
 
-    def kv_source(part: str) -> Source:
-        return Source(f"{name}.{part}", range(kv_heads.start * dim, kv_heads.stop * dim), num_kv)
 
-    qkv = (
-        source("self_attn.q_proj", num_q),
-        kv_source("self_attn.k_proj"),
-        kv_source("self_attn.v_proj"),
-    )
-    output = (source("self_attn.o_proj", hidden),)
-    gate_up = (source("mlp.gate_proj", inner), source("mlp.up_proj", inner))
-    down = (source("mlp.down_proj", hidden),)
-    return Layer(
-        before_attention=norm("input_layernorm", hidden),
-        attention=Attention(
-            AttentionShape(len(heads), len(kv_heads), dim, dim**-0.5, config.windows[index]),
-            LinearSpec(qkv, hidden, config.has_qkv_bias),
-            norm("self_attn.q_norm", dim) if config.has_qk_norm else None,
-            norm("self_attn.k_norm", dim) if config.has_qk_norm else None,
+class _Composing:
+    """Puts layer `index` of a rank together."""
+
+    def __init__(self, config: ModelConfig, shard: Shard, index: int) -> None:
+        self._config = config
+        self._shard = shard
+        self._index = index
+
+    def layer(self) -> LayerSpec:
+        config, experts = self._config, self._config.traits.experts
+        norms = [
+            self._norm(part, config.hidden_size) if part else None
+            for part in _NORMS[config.traits.norms]
+        ]
+        before_attention, after_attention, before_mlp, after_mlp = norms
+        has_experts = experts is not None and experts.layers[self._index]
+        return Layer(
+            before_attention,
+            self._attention(),
+            after_attention,
+            before_mlp,
+            self._experts(experts) if experts and has_experts else self._own_mlp(),
+            after_mlp,
+        )
+
+    def _name(self, part: str) -> str:
+        return f"model.layers.{self._index}.{part}"
+
+    def _norm(self, part: str, size: int, order: tuple[int, ...] = ()) -> Norm[VectorSpec]:
+        return _norm(self._config, self._name(f"{part}.weight"), size, order)
+
+    def _source(self, part: str, num_rows: int) -> Source:
+        return Source(self._name(part), self._shard.part(num_rows), num_rows)
+
+    def _attention(self) -> Attention[LinearSpec, VectorSpec]:
+        config, traits, shard = self._config, self._config.traits, self._shard
+        dim, window = config.head_dim, config.windows[self._index]
+        num_q, num_kv = config.num_heads * dim, config.num_kv_heads * dim
+        heads, kv_heads = shard.part(config.num_heads), shard.kv_heads(config.num_kv_heads)
+        has_own_rope = traits.window_rope is not None and window is not None
+        shape = AttentionShape(
+            num_heads=len(heads),
+            num_kv_heads=len(kv_heads),
+            head_dim=dim,
+            scale=config.attention_scale,
+            window=window,
+            rope=int(has_own_rope),
+        )
+        kv_rows = range(kv_heads.start * dim, kv_heads.stop * dim)
+        order = _head_order(config)
+        sources: tuple[Source, ...] = (
+            Source(self._name("self_attn.q_proj"), shard.part(num_q), num_q, order),
+            Source(self._name("self_attn.k_proj"), kv_rows, num_kv, order),
+            Source(self._name("self_attn.v_proj"), kv_rows, num_kv),
+        )
+        if traits.is_fused:
+            sources = _fuse(self._name("self_attn.qkv_proj"), sources)
+        q_norm = k_norm = None
+        if config.has_qk_norm and traits.has_whole_qk_norm:
+            q_norm = self._norm("self_attn.q_norm", num_q, order)
+            k_norm = self._norm("self_attn.k_norm", num_kv, order)
+        elif config.has_qk_norm:
+            q_norm = self._norm("self_attn.q_norm", dim, order)
+            k_norm = self._norm("self_attn.k_norm", dim, order)
+        output = (self._source("self_attn.o_proj", config.hidden_size),)
+        return Attention(
+            shape,
+            LinearSpec(sources, config.hidden_size, config.has_qkv_bias),
+            q_norm,
+            k_norm,
             LinearSpec(output, num_q, config.has_output_bias),
-        ),
-        after_attention=None,
-        before_mlp=norm("post_attention_layernorm", hidden),
-        mlp=Mlp(
-            LinearSpec(gate_up, hidden, config.has_mlp_bias),
-            LinearSpec(down, inner, config.has_mlp_bias),
-        ),
-        after_mlp=None,
-    )
+        )
+
+    def _own_mlp(self) -> Mlp[LinearSpec]:
+        config, inner = self._config, self._config.intermediate_size
+        return self._mlp(
+            ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), inner, config.traits.is_fused
+        )
+
+    def _mlp(
+        self, parts: tuple[str, str, str], inner: int, is_fused: bool = False
+    ) -> Mlp[LinearSpec]:
+        config = self._config
+        gate, up, down = parts
+        sources: tuple[Source, ...] = (self._source(gate, inner), self._source(up, inner))
+        if is_fused:
+            sources = _fuse(self._name("mlp.gate_up_proj"), sources)
+        return Mlp(
+            config.traits.activation,
+            LinearSpec(sources, config.hidden_size, config.has_mlp_bias),
+            LinearSpec((self._source(down, config.hidden_size),), inner, config.has_mlp_bias),
+        )
+
+    def _experts(self, experts: ExpertsConfig) -> Experts[LinearSpec, VectorSpec]:
+        config, num = self._config, experts.num_experts
+        is_mixtral = config.family == "mixtral"
+        folder = "block_sparse_moe" if is_mixtral else "mlp"
+        gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+
+        def mlp(name: str, inner: int) -> Mlp[LinearSpec]:
+            return self._mlp((f"{name}.{gate}", f"{name}.{up}", f"{name}.{down}"), inner)
+
+        router = Source(self._name(f"{folder}.gate"), range(num), num)
+        bias = VectorSpec(self._name(f"{folder}.gate.e_score_correction_bias"), num, is_wide=True)
+        return Experts(
+            Routing(
+                num_experts=num,
+                num_chosen=experts.num_chosen,
+                is_sigmoid=experts.is_sigmoid,
+                is_normalised=experts.is_normalised,
+                scale=experts.scale,
+                num_groups=experts.num_groups,
+                num_chosen_groups=experts.num_chosen_groups,
+            ),
+            LinearSpec((router,), config.hidden_size, is_router=True, is_wide=experts.is_sigmoid),
+            bias if experts.is_sigmoid else None,
+            tuple(
+                mlp(f"{folder}.experts.{i}", experts.intermediate_size)
+                for i in range(experts.num_experts)
+            ),
+            mlp("mlp.shared_experts", experts.shared_size) if experts.shared_size else None,
+        )
+
+
+def _head_order(config: ModelConfig) -> tuple[int, ...]:
+    """Where only some dimensions of a head are rotated: those that are rotated together are put
+    half a head apart, as kernels have them, and the others fill both halves up. Queries and keys
+    are reordered alike, so that their products stay."""
+    rotated, dim = config.rotary_dim, config.head_dim
+    if rotated == dim:
+        return ()
+    half, middle = rotated // 2, rotated + (dim - rotated) // 2
+    return (*range(half), *range(rotated, middle), *range(half, rotated), *range(middle, dim))
+
+
+def _fuse(name: str, sources: tuple[Source, ...]) -> tuple[Source, ...]:
+    """The same rows where the checkpoint has one layer of all, one below the other."""
+    total, start, fused = sum(source.num_rows for source in sources), 0, []
+    for source in sources:
+        rows = range(start + source.rows.start, start + source.rows.stop)
+        fused.append(Source(name, rows, total, source.order))
+        start += source.num_rows
+    return tuple(fused)

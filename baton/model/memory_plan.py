@@ -82,10 +82,11 @@ def format_bytes(num_bytes: int) -> str:
     return f"{size:.4g} GiB"
 
 
-def num_linear_weights(config: ModelConfig) -> int:
-    """Weights of the decoder layers' linear layers."""
-    layers = describe_layers(config)
-    return sum(linear.num_in * linear.num_out for layer in layers for linear in layer.linears)
+def num_linear_weights(config: ModelConfig, *, has_routers: bool = True) -> int:
+    """Weights of the decoder layers' linear layers. has_routers: with those that choose experts,
+    which are never quantised."""
+    linears = (linear for layer in describe_layers(config) for linear in layer.linears)
+    return sum(x.num_in * x.num_out for x in linears if has_routers or not x.is_router)
 
 
 def num_quantized_weights(config: ModelConfig) -> int:
@@ -94,7 +95,7 @@ def num_quantized_weights(config: ModelConfig) -> int:
         return 0
     has_head = config.quantization.output_layer is not None and not config.is_tied
     head = config.vocab_size * config.hidden_size if has_head else 0
-    return num_linear_weights(config) + head
+    return num_linear_weights(config, has_routers=False) + head
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -126,7 +127,11 @@ def token_bytes(config: ModelConfig, element_bytes: int) -> int:
     """An upper estimate of what a step holds for each of its tokens: its widest layer, operation by
     operation or within baton_kernels.cpu.layers.NativeLayers, and inputs as its products take them:
     widened to float32, or rounded to integers with sums for groups of 8 or more."""
-    hidden, inter = config.hidden_size, config.intermediate_size
+    hidden, inter, experts = config.hidden_size, config.intermediate_size, config.traits.experts
+    if experts is not None:
+        # Of each chosen expert a row, gathered and put back.
+        chosen = experts.num_chosen * (2 * experts.intermediate_size + hidden)
+        inter = max(inter, chosen + experts.shared_size)
     q = config.num_heads * config.head_dim
     heads = q + config.num_kv_heads * config.head_dim
     width = 3 * inter + max(4 * hidden + 2 * heads, 2 * hidden + 3 * heads)

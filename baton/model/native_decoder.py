@@ -60,10 +60,11 @@ class NativeDecoder(Decoder):
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See Decoder.forward."""
-        config, parameters = self._config, self._parameters
-        hidden = parameters.embeddings.index_select(0, batch.token_ids)
+        config = self._config
+        hidden = self._embed(batch.token_ids)
         mixed = hidden.new_empty(hidden.shape[0], config.num_heads * config.head_dim)
-        step = Step(pool, scales, batch.cos, batch.sin, batch.first_rows, _native_plans(batch))
+        cos, sin = batch.rotations[0]
+        step = Step(pool, scales, cos, sin, batch.first_rows, _native_plans(batch))
         max_rows = 0 if batch.sampled is None else len(batch.sampled)
         running = self._layers.begin(hidden, mixed, step, max_rows)
         end = config.num_layers * NUM_STAGES

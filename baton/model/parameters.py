@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -43,19 +44,27 @@ DenseLayer = Layer[Linear, Vector]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a tensor of a checkpoint goes: `tensor` has as many rows as the source gives."""
+    """Where a tensor of a checkpoint goes: `tensor` has the rows that the sources give, one below
+    the other. offset: added to what the checkpoint has."""
 
     tensor: torch.Tensor
-    source: Source
+    sources: tuple[Source, ...]
+    offset: float = 0.0
 
     @property
     def shape(self) -> torch.Size:
         """Of the whole tensor in the checkpoint."""
-        return torch.Size((self.source.num_rows, *self.tensor.shape[1:]))
+        return torch.Size((self.sources[0].num_rows, *self.tensor.shape[1:]))
 
     def fill(self, whole: torch.Tensor) -> None:
         """Take the rows from the checkpoint's tensor."""
-        self.tensor.copy_(self.source.take(whole))
+        at = 0
+        for source in self.sources:
+            rows = source.take(whole)
+            self.tensor[at : at + len(rows)].copy_(rows)
+            at += len(rows)
+        if self.offset:
+            self.tensor.add_(self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +84,21 @@ class Parameters:
     def targets(self) -> Iterator[tuple[str, Target]]:
         """Each tensor that a checkpoint must have, and the memory that it is to fill."""
         yield "model.embed_tokens.weight", _whole(self.embeddings)
-        yield self.norm.weight.spec.name, _whole(self.norm.weight.numbers)
+        yield _of_vector(self.norm.weight)
         if not self.is_tied:
             yield from _split(self.lm_head)
         for layer in self.layers:
-            for vector in layer.vectors:
-                yield vector.spec.name, _whole(vector.numbers)
+            yield from map(_of_vector, layer.vectors)
             for linear in layer.linears:
                 yield from _split(linear)
 
     def linear_names(self) -> frozenset[str]:
-        """The linear layers of the checkpoint, by name."""
+        """The linear layers of the checkpoint that may be quantised, by name."""
         linears = [linear for layer in self.layers for linear in layer.linears]
         if not self.is_tied:
             linears.append(self.lm_head)
-        return frozenset(name for linear in linears for name in linear.spec.names)
+        specs = [linear.spec for linear in linears]
+        return frozenset(name for spec in specs if not spec.is_router for name in spec.names)
 
 
 def empty_parameters(
@@ -104,15 +113,17 @@ def empty_parameters(
     of_linears: where linear layers are until they are packed, if not on `device`.
     """
 
-    def empty(*shape: int, on: torch.device = device) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=on)
+    def empty(*shape: int, on: torch.device = device, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device=on)
 
     def linear(spec: LinearSpec) -> Linear:
-        bias = empty(spec.num_out, on=linears) if spec.has_bias else None
-        return Linear(spec, empty(spec.num_out, spec.num_in, on=linears), bias)
+        of = torch.float32 if spec.is_wide else dtype
+        on = device if spec.is_router else linears
+        bias = empty(spec.num_out, on=on, of=of) if spec.has_bias else None
+        return Linear(spec, empty(spec.num_out, spec.num_in, on=on, of=of), bias)
 
     def vector(spec: VectorSpec) -> Vector:
-        return Vector(spec, empty(spec.size))
+        return Vector(spec, empty(spec.size, of=torch.float32 if spec.is_wide else dtype))
 
     linears = of_linears or device
     layers = [spec.map(linear, vector) for spec in describe_layers(config, shard)]
@@ -127,16 +138,23 @@ def empty_parameters(
 
 
 def _whole(tensor: torch.Tensor) -> Target:
-    num_rows = tensor.shape[0]
-    return Target(tensor, Source("", range(num_rows), num_rows))
+    return Target(tensor, (Source("", range(len(tensor)), len(tensor)),))
+
+
+def _of_vector(vector: Vector) -> tuple[str, Target]:
+    spec = vector.spec
+    source = Source(spec.name, range(spec.size), spec.size, spec.order)
+    return spec.name, Target(vector.numbers, (source,), spec.offset)
 
 
 def _split(linear: Linear) -> Iterator[tuple[str, Target]]:
     """What a fused linear is made of, by the names of tensors in a checkpoint. The targets are
     views."""
-    sources = linear.spec.sources
-    sizes = [len(source.rows) for source in sources]
-    for kind, fused in (("weight", linear.weight), ("bias", linear.bias)):
-        if fused is not None:
-            for source, rows in zip(sources, fused.split_with_sizes(sizes), strict=True):
-                yield f"{source.name}.{kind}", Target(rows, source)
+    at = 0
+    for name, group in groupby(linear.spec.sources, key=lambda source: source.name):
+        sources = tuple(group)
+        end = at + sum(len(source.rows) for source in sources)
+        yield f"{name}.weight", Target(linear.weight[at:end], sources)
+        if linear.bias is not None:
+            yield f"{name}.bias", Target(linear.bias[at:end], sources)
+        at = end

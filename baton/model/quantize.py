@@ -147,8 +147,9 @@ def _plan(
 ) -> dict[str, _Rounding | None]:
     """By the names of the tensors that become linear layers, or are left out."""
     linears = [linear for layer in describe_layers(config) for linear in layer.linears]
+    names = [name for linear in linears if not linear.is_router for name in linear.names]
     plan: dict[str, _Rounding | None] = {
-        f"{name}.weight": _Rounding(name, scheme) for linear in linears for name in linear.names
+        f"{name}.weight": _Rounding(name, scheme) for name in names
     }
     if of_output is None:
         return plan

@@ -13,9 +13,11 @@ of its own position, which is the same for prompts up to max_position_embeddings
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from baton.model.config import ModelConfig
 from baton_kernels.rope import rope_tables
@@ -24,19 +26,29 @@ from baton_kernels.rope import rope_tables
 #: next power of two.
 _FIRST_POSITIONS = 1024
 
+#: cos and sin [tokens, head_dim / 2] of a step's tokens.
+Rotation = tuple[torch.Tensor, torch.Tensor]
+
 
 class Rope:
     """inv_freq [num_sets, head_dim / 2] float32; set i is for lengths of first_length + i (set 0:
     all up to it).
 
     Keeps cos and sin of all positions that were asked for so far, and of those before them, where
-    there is one set.
+    there is one set. beside: another that some of the model's layers have.
     """
 
-    def __init__(self, inv_freq: torch.Tensor, scaling: float, first_length: int) -> None:
+    def __init__(
+        self,
+        inv_freq: torch.Tensor,
+        scaling: float,
+        first_length: int,
+        beside: Rope | None = None,
+    ) -> None:
         self.inv_freq = inv_freq
         self.scaling = scaling
         self.first_length = first_length
+        self._beside = beside
         self._cos = self._sin = torch.empty(0)
 
     @property
@@ -45,23 +57,29 @@ class Rope:
 
     def tables(
         self, positions: torch.Tensor, lengths: torch.Tensor, end: int, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Rotation, ...]:
         """See compute; positions are below `end`."""
         if self.is_dynamic:
             return self.compute(positions, lengths, dtype)
         if end > len(self._cos) or self._cos.dtype != dtype:
             self._fill(max(_FIRST_POSITIONS, 1 << (end - 1).bit_length()), dtype)
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        own = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        if self._beside is None:
+            return (own,)
+        return (own, *self._beside.tables(positions, lengths, end, dtype))
 
     def compute(
         self, positions: torch.Tensor, lengths: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [tokens, head_dim / 2]; positions and lengths (see module) [tokens] int64.
-        Keeps nothing."""
+    ) -> tuple[Rotation, ...]:
+        """By AttentionShape.rope; positions and lengths (see module) [tokens] int64. Keeps
+        nothing."""
         inv_freq = self.inv_freq
         if self.is_dynamic:
             inv_freq = inv_freq[(lengths - self.first_length).clamp_(min=0)]
-        return rope_tables(positions, inv_freq, self.scaling, dtype)
+        own = rope_tables(positions, inv_freq, self.scaling, dtype)
+        if self._beside is None:
+            return (own,)
+        return (own, *self._beside.compute(positions, lengths, dtype))
 
     def _fill(self, num_positions: int, dtype: torch.dtype) -> None:
         positions = torch.arange(num_positions, device=self.inv_freq.device)
@@ -70,8 +88,18 @@ class Rope:
 
 def make_rope(config: ModelConfig, max_model_len: int, device: torch.device) -> Rope:
     """The frequencies for contexts up to `max_model_len` tokens."""
+    local = config.traits.window_rope
+    if local is None:
+        return _make(config, max_model_len, device)
+    alone = replace(config, rope=local, traits=replace(config.traits, window_rope=None))
+    return _make(config, max_model_len, device, make_rope(alone, max_model_len, device))
+
+
+def _make(
+    config: ModelConfig, max_model_len: int, device: torch.device, beside: Rope | None = None
+) -> Rope:
     longest, parameters = config.max_position_embeddings, dict(config.rope.parameters)
-    theta, exponent = config.rope.theta, _exponent(config.head_dim)
+    theta, exponent = config.rope.theta, _exponent(config.rotary_dim)
     scaling = 1.0
     match config.rope.rope_type:
         case "dynamic":
@@ -81,7 +109,7 @@ def make_rope(config: ModelConfig, max_model_len: int, device: torch.device) -> 
                 *(torch.tensor(length) for length in range(longest + 1, max_model_len + 1)),
             ]
             sets = [_inverse(_dynamic_theta(config, length), exponent) for length in lengths]
-            return Rope(torch.stack(sets).to(device), scaling, longest)
+            return Rope(torch.stack(sets).to(device), scaling, longest, beside)
         case "linear":
             inv_freq = _inverse(theta, exponent) / parameters["factor"]
         case "yarn":
@@ -90,12 +118,14 @@ def make_rope(config: ModelConfig, max_model_len: int, device: torch.device) -> 
             inv_freq = _llama3(_inverse(theta, exponent), parameters)
         case _:
             inv_freq = _inverse(theta, exponent)
-    return Rope(inv_freq[None].to(device), scaling, longest)
+    # What is not rotated turns by 0: see baton.model.layers.
+    inv_freq = F.pad(inv_freq, (0, (config.head_dim - config.rotary_dim) // 2))
+    return Rope(inv_freq[None].to(device), scaling, longest, beside)
 
 
-def _exponent(head_dim: int) -> torch.Tensor:
-    """2i / head_dim as [head_dim / 2] float32."""
-    return torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
+def _exponent(dim: int) -> torch.Tensor:
+    """2i / dim as [dim / 2] float32."""
+    return torch.arange(0, dim, 2, dtype=torch.float) / dim
 
 
 def _inverse(theta: float | torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
@@ -156,8 +186,8 @@ def _yarn_scaling(factor: float, parameters: dict[str, Any]) -> float:
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    told = parameters.get("attention_factor")
-    if told is not None:
-        return float(told)
+    factor_of_file = parameters.get("attention_factor")
+    if factor_of_file is not None:
+        return float(factor_of_file)
     own, all_dims = parameters.get("mscale"), parameters.get("mscale_all_dim")
     return float(scale(own) / scale(all_dims)) if own and all_dims else scale(1)

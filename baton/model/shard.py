@@ -104,6 +104,10 @@ class Alone:
         return part
 
 
+#: Sizes that all ranks have an equal part of.
+_SHARED = ("num_heads", "hidden_size", "intermediate_size")
+
+
 def check_size(config: ModelConfig, size: int) -> None:
     """Raise ConfigError unless `size` ranks can share the model."""
     if reason := _misfit(config, size):
@@ -115,10 +119,15 @@ def check_size(config: ModelConfig, size: int) -> None:
 
 def _misfit(config: ModelConfig, size: int) -> str:
     """What of the model `size` ranks cannot share; empty if nothing."""
-    for name in ("num_heads", "hidden_size", "intermediate_size"):
-        number = getattr(config, name)
+    traits, experts = config.traits, config.traits.experts
+    numbers = {name: getattr(config, name) for name in _SHARED}
+    if experts is not None:
+        numbers["moe_intermediate_size"] = experts.intermediate_size
+    for name, number in numbers.items():
         if number % size:
             return f"{name}={number} is no multiple of it"
+    if traits.has_whole_qk_norm and size > 1:
+        return f"a {config.family} model has one norm for all heads"
     if config.num_kv_heads % size and size % config.num_kv_heads:
         return f"num_kv_heads={config.num_kv_heads} is neither a multiple nor a divisor of it"
     return ""

@@ -22,7 +22,7 @@ from baton.model.memory_plan import format_bytes
 from baton.model.parameters import Parameters, Target
 from baton.quantization.config import QuantizationConfig
 from baton.quantization.pending import PendingLayers
-from baton.quantization.weight import StoredWeight
+from baton.quantization.weight import StoredWeight, stack
 
 _log = logging.getLogger(__name__)
 
@@ -139,7 +139,8 @@ class _Filling:
         if isinstance(weight, torch.Tensor):
             target.fill(weight)
         elif self._keeps(weight):
-            self._quantized[layer] = weight.part(target.source.rows)
+            parts = [weight.part(source.take) for source in target.sources]
+            self._quantized[layer] = stack(parts)
         else:
             target.fill(weight.dequantize())
         self._filled.add(name)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+#: Gives some rows of a tensor [num_rows, ...]; itself, where they are all.
+TakeRows = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +36,10 @@ class QuantizedWeight:
     def middle(self) -> int:
         return 1 << (self.bits - 1)
 
-    def part(self, rows: range) -> QuantizedWeight:
-        """These outputs only, in memory of their own if they are not all."""
-        if len(rows) == self.levels.shape[0]:
-            return self
-        some = slice(rows.start, rows.stop)
-        zeros = None if self.zeros is None else self.zeros[some].clone()
-        return QuantizedWeight(
-            self.levels[some].clone(), self.scales[some].clone(), zeros, self.bits
-        )
+    def part(self, take: TakeRows) -> QuantizedWeight:
+        """Some outputs only, in memory of their own if they are not all."""
+        zeros = None if self.zeros is None else _own(take, self.zeros)
+        return QuantizedWeight(_own(take, self.levels), _own(take, self.scales), zeros, self.bits)
 
     def dequantize(self) -> torch.Tensor:
         """[num_out, num_in] float32."""
@@ -63,16 +61,20 @@ class Float8Weight:
     def shape(self) -> torch.Size:
         return self.codes.shape
 
-    def part(self, rows: range) -> Float8Weight:
-        """These outputs only, in memory of their own if they are not all."""
-        if len(rows) == self.codes.shape[0]:
-            return self
-        some = slice(rows.start, rows.stop)
-        return Float8Weight(self.codes[some].clone(), self.scales[some].clone())
+    def part(self, take: TakeRows) -> Float8Weight:
+        """See QuantizedWeight."""
+        # Not every build of torch selects rows of float8 itself.
+        codes = _own(take, self.codes.view(torch.uint8)).view(self.codes.dtype)
+        return Float8Weight(codes, _own(take, self.scales))
 
     def dequantize(self) -> torch.Tensor:
         """[num_out, num_in] float32."""
         return self.codes.float() * self.scales[:, None]
+
+
+def _own(take: TakeRows, whole: torch.Tensor) -> torch.Tensor:
+    rows = take(whole)
+    return rows if rows is whole else rows.clone()
 
 
 #: What a layer can be kept as.
@@ -82,6 +84,8 @@ StoredWeight = QuantizedWeight | Float8Weight
 def stack(parts: Sequence[StoredWeight]) -> StoredWeight:
     """Weights of layers with one input, one below the other. All of one scheme: bits and group
     size, or float8."""
+    if len(parts) == 1:
+        return parts[0]
     integers = [part for part in parts if isinstance(part, QuantizedWeight)]
     floats = [part for part in parts if isinstance(part, Float8Weight)]
     if integers and floats:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from baton_kernels.gpu.geglu import geglu
 from baton_kernels.gpu.rms_norm import rms_norm
 from baton_kernels.gpu.swiglu import swiglu
 from bench.gpu.attention_cases import attention_cases
@@ -38,12 +39,24 @@ def _swiglu(generator: torch.Generator, sizes: Sizes) -> Trial:
     return Trial(lambda: swiglu(x), error, 1e-2)
 
 
+def _geglu(generator: torch.Generator, sizes: Sizes) -> Trial:
+    x = (randn(generator, sizes.num_tokens, 2 * sizes.hidden) * 3).to(sizes.half)
+
+    def error(got: torch.Tensor) -> float:
+        gate, up = x.double().chunk(2, dim=-1)
+        gelu = torch.nn.functional.gelu(gate, approximate="tanh")
+        return relative_error(got, gelu * up)
+
+    return Trial(lambda: geglu(x), error, 1e-2)
+
+
 def all_cases() -> Sequence[Case]:
     """Every kernel, in every form that a GPU runs."""
     return (
         *attention_cases(),
         Case("rms_norm", _rms_norm),
         Case("swiglu", _swiglu),
+        Case("geglu", _geglu),
         *kv_cases(),
         *sampling_cases(),
         *quantized_cases(),

@@ -41,7 +41,8 @@ class AttentionShape:
     """What attention does with its heads, of which these are here.
 
     Its KV is num_kv_heads keys and values of head_dim elements a token. scale: of scores; window:
-    positions that a token sees, itself included, or None for all.
+    positions that a token sees, itself included, or None for all; rope: which of the model's
+    rotary embeddings it has.
     """
 
     num_heads: int
@@ -49,11 +50,13 @@ class AttentionShape:
     head_dim: int
     scale: float
     window: int | None
+    rope: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Attention(Generic[LinearT, VectorT]):
-    """qkv stacks queries, keys and values; q_norm and k_norm are of each head's, before RoPE."""
+    """qkv stacks queries, keys and values; q_norm and k_norm come before RoPE, of each head's
+    [head_dim] or of all heads' together."""
 
     shape: AttentionShape
     qkv: LinearT
@@ -75,24 +78,68 @@ class Attention(Generic[LinearT, VectorT]):
 
 @dataclass(frozen=True, slots=True)
 class Mlp(Generic[LinearT]):
-    """down(swiglu(gate_up(x))); gate_up stacks gate and up."""
+    """down(gated(gate_up(x))), gated by swiglu ("silu") or geglu ("gelu_tanh"); gate_up stacks gate
+    and up."""
 
+    activation: str
     gate_up: LinearT
     down: LinearT
 
     def map(self, linear: Callable[[LinearT], _L]) -> Mlp[_L]:
-        return Mlp(linear(self.gate_up), linear(self.down))
+        return Mlp(self.activation, linear(self.gate_up), linear(self.down))
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How many experts a token goes to, and with which weights: see baton_kernels.experts.route.
+
+    is_sigmoid: scores are the logits' sigmoids, not their softmax; is_normalised: the weights add
+    up to `scale`; num_groups, num_chosen_groups: experts are in groups of neighbours, and only
+    those of the best groups can be chosen.
+    """
+
+    num_experts: int
+    num_chosen: int
+    is_sigmoid: bool
+    is_normalised: bool
+    scale: float
+    num_groups: int
+    num_chosen_groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class Experts(Generic[LinearT, VectorT]):
+    """A mixture of MLPs, of which each token goes through some, chosen by what the router gives it;
+    all go through the shared one, if there is one. bias [experts] float32: see
+    baton_kernels.experts."""
+
+    routing: Routing
+    router: LinearT
+    bias: VectorT | None
+    experts: tuple[Mlp[LinearT], ...]
+    shared: Mlp[LinearT] | None
+
+    def map(
+        self, linear: Callable[[LinearT], _L], vector: Callable[[VectorT], _V]
+    ) -> Experts[_L, _V]:
+        return Experts(
+            self.routing,
+            linear(self.router),
+            None if self.bias is None else vector(self.bias),
+            tuple(expert.map(linear) for expert in self.experts),
+            None if self.shared is None else self.shared.map(linear),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Layer(Generic[LinearT, VectorT]):
-    """Attention and an MLP, each between its norms."""
+    """Attention and an MLP, or a mixture of them, each between its norms."""
 
     before_attention: Norm[VectorT] | None
     attention: Attention[LinearT, VectorT]
     after_attention: Norm[VectorT] | None
     before_mlp: Norm[VectorT] | None
-    mlp: Mlp[LinearT]
+    mlp: Mlp[LinearT] | Experts[LinearT, VectorT]
     after_mlp: Norm[VectorT] | None
 
     def map(
@@ -100,12 +147,13 @@ class Layer(Generic[LinearT, VectorT]):
     ) -> Layer[_L, _V]:
         """The same layer of what `linear` and `vector` make of its linear layers and vectors, which
         they get in the order of `linears` and `vectors`."""
+        mlp = self.mlp
         return Layer(
             _map(self.before_attention, vector),
             self.attention.map(linear, vector),
             _map(self.after_attention, vector),
             _map(self.before_mlp, vector),
-            self.mlp.map(linear),
+            mlp.map(linear) if isinstance(mlp, Mlp) else mlp.map(linear, vector),
             _map(self.after_mlp, vector),
         )
 

@@ -10,11 +10,11 @@ from baton_kernels.dispatch import op
 
 @op
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., dim] and weight [dim] of one dtype -> [..., dim].
+    """x [..., dim] and weight [dim] of its dtype, or of float32 -> [..., dim].
 
-    The mean is taken in float32; the quotient is rounded to x's dtype before the weight is applied,
-    as the models' training code does.
+    The mean is taken in float32. The quotient is rounded to x's dtype before a weight of that is
+    applied, and after one of float32 is: as the models' training code does.
     """
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight
+    return ((wide * scale).to(weight.dtype) * weight).to(x.dtype)

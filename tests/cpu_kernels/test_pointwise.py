@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from baton_kernels.geglu import geglu
 from baton_kernels.kv_write import slot_rows
 from baton_kernels.rms_norm import rms_norm
 from baton_kernels.rope_kv_write import rope_kv_write
@@ -28,6 +29,13 @@ def test_rms_norm(generator: torch.Generator, dtype: torch.dtype, shape: tuple[i
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_with_a_weight_of_float32(generator: torch.Generator, dtype: torch.dtype) -> None:
+    x = torch.randn(5, 33, generator=generator).to(dtype) * 3
+    weight = torch.randn(33, generator=generator)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), rms_norm.twin(x, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm_of_a_part_of_each_row(generator: torch.Generator, dtype: torch.dtype) -> None:
     fused = torch.randn(4, 6, 16, generator=generator).to(dtype)
     weight = torch.randn(16, generator=generator).to(dtype)
@@ -44,6 +52,18 @@ def test_swiglu(
 ) -> None:
     x = (torch.randn(shape, generator=generator) * size).to(dtype)
     torch.testing.assert_close(swiglu(x), swiglu.twin(x))
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 14), (5, 66), (40, 96)])
+@pytest.mark.parametrize("size", [1.0, 60.0])
+def test_geglu(
+    generator: torch.Generator, dtype: torch.dtype, shape: tuple[int, int], size: float
+) -> None:
+    x = (torch.randn(shape, generator=generator) * size).to(dtype)
+    # Far below zero torch's own form cancels, and is a few 1e-5 off.
+    torch.testing.assert_close(geglu(x), geglu.twin(x), atol=1e-4, rtol=torch.finfo(dtype).eps * 4)
 
 
 @pytest.mark.usefixtures("num_threads")

@@ -67,7 +67,7 @@ def test_frequencies_are_those_of_transformers(name: str) -> None:
     for length in (100, 129, 150, 160):
         positions = torch.arange(length)[None]
         cos, sin = theirs(torch.zeros(1), positions)
-        ours = rope.tables(positions[0], torch.full((length,), length), length, torch.float32)
+        (ours,) = rope.tables(positions[0], torch.full((length,), length), length, torch.float32)
         torch.testing.assert_close(ours[0], cos[0, :, :8], atol=1e-6, rtol=0)
         torch.testing.assert_close(ours[1], sin[0, :, :8], atol=1e-6, rtol=0)
 

@@ -11,13 +11,41 @@ import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+Family = Literal[
+    *("llama", "mistral", "qwen2", "qwen3"),
+    *("mixtral", "qwen3_moe", "glm4_moe"),
+    *("gemma", "gemma3_text", "phi3", "olmo2"),
+]
 
 _CLASSES: dict[Family, tuple[str, str]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM"),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM"),
+    "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
+}
+
+#: What the default of a family would make too large, or unlike what tests need.
+_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 6},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "gemma": {"pad_token_id": 0},
+    "gemma3_text": {"pad_token_id": 0},
+    "phi3": {"pad_token_id": 0},
+    "olmo2": {"pad_token_id": 0},
 }
 
 #: The tokenizer's ids: 256 bytes, then these.
@@ -67,8 +95,8 @@ def make_tiny_model(
     id; it is left out where vocab_size is too small for it.
     """
     config_class, model_class = (getattr(transformers, name) for name in _CLASSES[family])
-    settings = {**_DEFAULTS, **overrides}
-    if family in ("llama", "qwen2"):
+    settings = {**_DEFAULTS, **_OF_FAMILY.get(family, {}), **overrides}
+    if family in ("llama", "qwen2", "glm4_moe", "gemma", "olmo2"):
         # These two derive or ignore the field in question; an explicit null would not be theirs.
         settings = {k: v for k, v in settings.items() if not (k == "sliding_window" and v is None)}
     if family == "qwen2" and "head_dim" not in overrides:
@@ -115,7 +143,9 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
+            if "norm" in name and "gemma" in type(model).__name__.lower():
+                parameter.copy_(0.2 * noise)  # 1 is added to it
+            elif "norm" in name:
                 parameter.copy_(1 + 0.2 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.3 * noise)
@@ -123,3 +153,6 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
                 parameter.copy_(noise * 0.5)
             else:
                 parameter.copy_(noise * 2.0 / parameter.shape[-1] ** 0.5)
+        for name, buffer in sorted(model.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))

@@ -107,10 +107,10 @@ def test_ranks_fill_every_tensor_between_them() -> None:
         for name, target in whole.items():
             parts = [rank[name] for rank in ranks]
             assert {part.shape for part in parts} == {target.shape}
-            rows = [row for part in parts for row in part.source.rows]
-            assert set(rows) == set(target.source.rows)
+            rows = [row for part in parts for row in part.sources[0].rows]
+            assert set(rows) == set(target.sources[0].rows)
             # Two KV heads of four ranks are held twice; norms and embeddings are everywhere.
             num_holders = 1 if "_proj" in name else size
             if "k_proj" in name or "v_proj" in name:
                 num_holders = size // 2
-            assert len(rows) == num_holders * target.source.num_rows
+            assert len(rows) == num_holders * target.sources[0].num_rows

@@ -49,6 +49,30 @@ struct RopeKvWrite {
     long tokens, heads, kv_heads, dim, block_size;
 };
 
+// As baton_kernels.cpu.experts describes it to ctypes.
+struct Route {
+    const float* logits;   // [tokens][experts]
+    const float* bias;     // [experts] or null
+    int32_t* chosen;       // [tokens][num_chosen], ascending
+    float* weights;        // like chosen
+    long tokens, experts, num_chosen, groups, chosen_groups;
+    int is_sigmoid, is_normalised;
+    float scale;
+};
+
+// As baton_kernels.cpu.experts describes it to ctypes.
+struct GroupedLinear {
+    const Weights* const* experts;
+    long num_experts;
+    const int32_t* chosen;    // [rows]
+    long rows, repeat;
+    const char* x;            // [rows / repeat][num_in]
+    char* out;                // [rows][num_out]
+    int64_t* order;           // [rows + num_experts + 1]
+    char *gathered, *products;  // [rows][num_in], [rows][num_out]
+    void* scratch;            // as baton_linear takes it
+};
+
 // A decoder's layers: see layers.cpp. As baton_kernels.cpu.layers describes it to ctypes.
 struct Layer {
     const void* input_norm;
@@ -66,6 +90,7 @@ struct Stages {
     const void* norm;  // of the last layer's results
     long hidden_size, intermediate_size, heads, kv_heads, dim;
     float eps;
+    int is_wide;       // see baton_rms_norm
     const Attention* const* plans;  // of this step; all but query, out and layer are filled in
     long tokens;
     void* hidden;      // [tokens][hidden_size], in and out
@@ -88,11 +113,17 @@ void baton_linear_scratch(const Weights* w, int64_t* row_bytes);
 void baton_linear(const Weights* w, const void* x, const void* residual, void* out, long rows,
                   int dtype, int out_is_f32, void* scratch, int threads);
 void baton_attention(const Attention* call, int dtype, int threads);
-// out may be x.
-void baton_rms_norm(const void* x, const void* weight, float eps, void* out, long rows, long dim,
-                    int dtype, int threads);
+// out may be x. is_wide: weight is float32, and the product is rounded once.
+void baton_rms_norm(const void* x, const void* weight, int is_wide, float eps, void* out, long rows,
+                    long dim, int dtype, int threads);
 void baton_swiglu(const void* gate_up, void* out, long rows, long dim, int dtype, int threads);
+void baton_geglu(const void* gate_up, void* out, long rows, long dim, int dtype, int threads);
 void baton_rope_kv_write(const RopeKvWrite* call, int dtype, int threads);
+void baton_route(const Route* call, int threads);
+void baton_grouped_linear(const GroupedLinear* call, int dtype, int threads);
+// parts [tokens * chosen][dim]; weights [tokens][chosen]; shared, residual [tokens][dim] or null.
+void baton_combine(const void* parts, const float* weights, const void* shared, const void* residual,
+                   void* out, long tokens, long chosen, long dim, int dtype, int threads);
 // Stages [first, end), counted over all layers; their number is at most 3 num_layers + 1.
 void baton_layers(const Stages* stages, long first, long end, int dtype, int threads);
 // logits [rows][vocab], vocab below 2^31; chosen, verdicts [rows].

@@ -19,7 +19,7 @@ struct Run {
     }
 
     void norm(const void* x, const void* weight, void* out) const {
-        baton_rms_norm(x, weight, s.eps, out, s.tokens, s.hidden_size, dtype, threads);
+        baton_rms_norm(x, weight, s.is_wide, s.eps, out, s.tokens, s.hidden_size, dtype, threads);
     }
 
     char* head(void* x, long at) const { return (char*)x + at * s.dim * (is_f32() ? 4 : 2); }
@@ -29,8 +29,8 @@ struct Run {
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && s.tokens > 32)
         for (long t = 0; t < s.tokens; t++) {
             char *query = head(s.qkv, t * all), *key = head(s.qkv, t * all + s.heads);
-            baton_rms_norm(query, l.q_norm, s.eps, query, s.heads, s.dim, dtype, 1);
-            baton_rms_norm(key, l.k_norm, s.eps, key, s.kv_heads, s.dim, dtype, 1);
+            baton_rms_norm(query, l.q_norm, s.is_wide, s.eps, query, s.heads, s.dim, dtype, 1);
+            baton_rms_norm(key, l.k_norm, s.is_wide, s.eps, key, s.kv_heads, s.dim, dtype, 1);
         }
     }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -20,7 +20,7 @@ from baton_kernels.cpu.library import library, loaded
 from baton_kernels.cpu.linear import NativeLinear
 from baton_kernels.cpu.paged_attention import MAX_HEAD_DIM, AttentionPlan
 from baton_kernels.cpu.rope_kv_write import RopeKvWriteCall, call_over
-from baton_kernels.layer import Layer, Norm
+from baton_kernels.layer import Layer, Mlp, Norm
 
 if TYPE_CHECKING:
     from baton_kernels.linear import Linear
@@ -69,6 +69,7 @@ class _Stages(ctypes.Structure):
         *((name, _LONG) for name in ("hidden_size", "intermediate_size")),
         *((name, _LONG) for name in ("heads", "kv_heads", "dim")),
         ("eps", ctypes.c_float),
+        ("is_wide", ctypes.c_int),
         ("plans", _POINTER),
         ("tokens", _LONG),
         *((name, _POINTER) for name in ("hidden", "mixed", "normalised", "qkv", "query", "key")),
@@ -79,7 +80,7 @@ class _Stages(ctypes.Structure):
 
 def row_bytes(layer: NativeLayer, itemsize: int) -> dict[str, int]:
     """By what the stages of a layer need within, bytes for each token of a step."""
-    attention, mlp, shape = layer.attention, layer.mlp, layer.attention.shape
+    attention, mlp, shape = layer.attention, _mlp(layer), layer.attention.shape
     widths = {
         "normalised": attention.qkv.num_in,
         "qkv": attention.qkv.num_out,
@@ -96,11 +97,18 @@ def native_layer(layer: Layer[Linear, torch.Tensor]) -> NativeLayer | None:
     """The layer as NativeLayers takes it; None if it has a part that they do not know, or a linear
     layer of another form."""
     linears = [linear for linear in layer.linears if isinstance(linear, NativeForm)]
-    has_norms = layer.before_attention is not None and layer.before_mlp is not None
-    has_more = layer.after_attention is not None or layer.after_mlp is not None
-    if not has_norms or has_more or len(linears) < len(layer.linears):
-        return None
-    return layer.with_linears(linears)
+    is_plain = (
+        layer.before_attention is not None
+        and layer.before_mlp is not None
+        and layer.after_attention is None
+        and layer.after_mlp is None
+        and layer.attention.shape.rope == 0
+        and isinstance(layer.mlp, Mlp)
+        and layer.mlp.activation == "silu"
+        and all(vector.dtype == layer.before_mlp.weight.dtype for vector in layer.vectors)
+        and _has_head_norms(layer.attention.q_norm, layer.attention.shape.head_dim)
+    )
+    return layer.with_linears(linears) if is_plain and len(linears) == len(layer.linears) else None
 
 
 def can_run(dtype: torch.dtype, pool_dtype: torch.dtype, head_dim: int) -> bool:
@@ -128,11 +136,12 @@ class NativeLayers:
             num_layers=len(layers),
             norm=norm.weight.data_ptr(),
             hidden_size=first.attention.qkv.num_in,
-            intermediate_size=first.mlp.down.num_in,
+            intermediate_size=_mlp(first).down.num_in,
             heads=shape.num_heads,
             kv_heads=shape.num_kv_heads,
             dim=shape.head_dim,
             eps=norm.eps,
+            is_wide=False,
         )
         """What steps have in common, with room for _max_rows."""
 
@@ -159,7 +168,7 @@ class NativeLayers:
         return running
 
     def _entry(self, layer: NativeLayer) -> _Layer:
-        attention, mlp = layer.attention, layer.mlp
+        attention, mlp = layer.attention, _mlp(layer)
         return _Layer(
             _address(layer.before_attention),
             attention.qkv.address,
@@ -207,6 +216,15 @@ class RunningLayers:
         loaded().baton_layers(
             ctypes.addressof(self._call), first, end, self._dtype, torch.get_num_threads()
         )
+
+
+def _has_head_norms(norm: Norm[torch.Tensor] | None, head_dim: int) -> bool:
+    return norm is None or len(norm.weight) == head_dim
+
+
+def _mlp(layer: NativeLayer) -> Mlp[NativeForm]:
+    """native_layer lets no mixture of experts pass."""
+    return cast("Mlp[NativeForm]", layer.mlp)
 
 
 def _address(norm: Norm[torch.Tensor] | None) -> int | None:

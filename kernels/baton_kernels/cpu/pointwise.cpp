@@ -5,8 +5,8 @@
 namespace {
 
 template <class T>
-void rms_norm(const void* x_, const void* weight_, float eps, void* out_, long rows, long dim,
-              int threads) {
+void rms_norm(const void* x_, const void* weight_, bool is_wide, float eps, void* out_, long rows,
+              long dim, int threads) {
     using E = typename T::element;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 32)
     for (long r = 0; r < rows; r++) {
@@ -20,8 +20,10 @@ void rms_norm(const void* x_, const void* weight_, float eps, void* out_, long r
         const float mean = reduce_add(squares) / (float)dim;
         const f32x16 scale = splat(1.0f / __builtin_sqrtf(mean + eps));
         for (long i = 0; i < dim; i += 16) {
-            const f32x16 v = T::round(T::load(x + i, dim - i) * scale);
-            T::store(out + i, v * T::load((const E*)weight_ + i, dim - i), dim - i);
+            const f32x16 v = T::load(x + i, dim - i) * scale;
+            const f32x16 y = is_wide ? v * F32::load((const float*)weight_ + i, dim - i)
+                                     : T::round(v) * T::load((const E*)weight_ + i, dim - i);
+            T::store(out + i, y, dim - i);
         }
     }
 }
@@ -41,6 +43,26 @@ void swiglu(const void* gate_up_, void* out_, long rows, long dim, int threads) 
             const f32x16 e = T::exp2(abs(g) * splat(-kLog2E));
             const f32x16 silu = g * (select(less(g, zeros()), e, one) / (one + e));
             T::store(out + i, T::round(silu) * up, n);
+        }
+    }
+}
+
+template <class T>
+void geglu(const void* gate_up_, void* out_, long rows, long dim, int threads) {
+    using E = typename T::element;
+    const f32x16 one = splat(1.0f);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 32)
+    for (long r = 0; r < rows; r++) {
+        const E* gate = (const E*)gate_up_ + r * 2 * dim;
+        E* out = (E*)out_ + r * dim;
+        for (long i = 0; i < dim; i += 16) {
+            const long n = dim - i;
+            const f32x16 g = T::load(gate + i, n), up = T::load(gate + dim + i, n);
+            const f32x16 inner = splat(0.7978845608f) * (g + splat(0.044715f) * g * g * g);
+            // (1 + tanh(x)) / 2 = 1 / (1 + e) for x >= 0 and e / (1 + e) below, with e = exp(-2 |x|) <= 1.
+            const f32x16 e = F32::exp2(abs(inner) * splat(-2 * kLog2E));
+            const f32x16 gelu = g * (select(less(inner, zeros()), e, one) / (one + e));
+            T::store(out + i, T::round(gelu) * up, n);
         }
     }
 }
@@ -88,14 +110,21 @@ void rope_kv_write(const RopeKvWrite& c, int threads) {
 
 }  // namespace
 
-extern "C" void baton_rms_norm(const void* x, const void* weight, float eps, void* out, long rows,
-                               long dim, int dtype, int threads) {
-    with_type(dtype, [=](auto t) { rms_norm<decltype(t)>(x, weight, eps, out, rows, dim, threads); });
+extern "C" void baton_rms_norm(const void* x, const void* weight, int is_wide, float eps, void* out,
+                               long rows, long dim, int dtype, int threads) {
+    with_type(dtype, [=](auto t) {
+        rms_norm<decltype(t)>(x, weight, is_wide != 0, eps, out, rows, dim, threads);
+    });
 }
 
 extern "C" void baton_swiglu(const void* gate_up, void* out, long rows, long dim, int dtype,
                              int threads) {
     with_type(dtype, [=](auto t) { swiglu<decltype(t)>(gate_up, out, rows, dim, threads); });
+}
+
+extern "C" void baton_geglu(const void* gate_up, void* out, long rows, long dim, int dtype,
+                            int threads) {
+    with_type(dtype, [=](auto t) { geglu<decltype(t)>(gate_up, out, rows, dim, threads); });
 }
 
 extern "C" void baton_rope_kv_write(const RopeKvWrite* call, int dtype, int threads) {

@@ -19,6 +19,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     loaded().baton_rms_norm(
         x.data_ptr(),
         weight.data_ptr(),
+        weight.dtype == torch.float32,
         eps,
         out.data_ptr(),
         x.numel() // dim,

@@ -18,7 +18,7 @@ TILE_ELEMENTS = 2048
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm(
     x_ptr, weight_ptr, y_ptr, num_rows, num_inner, outer_stride, inner_stride, eps,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, IS_WIDE: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK)
@@ -28,7 +28,10 @@ def _rms_norm(
     x = tl.load(x_ptr + at[:, None] + dims[None, :], mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)
     weight = tl.load(weight_ptr + dims, mask=dims < DIM, other=0.0).to(tl.float32)
-    y = (x * scale[:, None]).to(dtype).to(tl.float32) * weight[None, :]
+    y = x * scale[:, None]
+    if not IS_WIDE:
+        y = y.to(dtype).to(tl.float32)
+    y = y * weight[None, :]
     tl.store(y_ptr + rows[:, None] * DIM + dims[None, :], y.to(dtype), mask=inside)
 
 
@@ -44,7 +47,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     rows = max(1, TILE_ELEMENTS // block)
     _rms_norm[(triton.cdiv(num_rows, rows),)](
         rows_of, weight, y, num_rows, rows_of.shape[1], rows_of.stride(0), rows_of.stride(1), eps,
-        DIM=dim, BLOCK=block, ROWS=rows, num_warps=min(16, max(4, block // 1024)),
-        enable_fp_fusion=False,
+        DIM=dim, BLOCK=block, ROWS=rows, IS_WIDE=weight.dtype == torch.float32,
+        num_warps=min(16, max(4, block // 1024)), enable_fp_fusion=False,
     )  # fmt: skip
     return y

@@ -485,7 +485,7 @@ void test_rms_norm() {
             const Array x(type, rows * dim, random, 3), weight(type, dim, random);
             Array out(type, rows * dim), other(type, rows * dim);
             const std::string what = named("rms_norm", type, {dim});
-            baton_rms_norm(x.data(), weight.data(), 1e-5f, out.data(), rows, dim, type, 1);
+            baton_rms_norm(x.data(), weight.data(), 0, 1e-5f, out.data(), rows, dim, type, 1);
             std::vector<double> wanted;
             for (long r = 0; r < rows; r++) {
                 double squares = 0;
@@ -495,9 +495,9 @@ void test_rms_norm() {
             }
             check_close(what, out, wanted, kTolerance[type]);
             for (long r = 0; r < rows; r++)
-                baton_rms_norm(x.at(r * dim), weight.data(), 1e-5f, other.at(r * dim), 1, dim, type, 1);
+                baton_rms_norm(x.at(r * dim), weight.data(), 0, 1e-5f, other.at(r * dim), 1, dim, type, 1);
             check_same(what, out, other, "a row alone has other bits");
-            baton_rms_norm(x.data(), weight.data(), 1e-5f, other.data(), rows, dim, type, 2);
+            baton_rms_norm(x.data(), weight.data(), 0, 1e-5f, other.data(), rows, dim, type, 2);
             check_same(what, out, other, "two threads give other bits");
         }
 }
@@ -717,7 +717,7 @@ void test_layers() {
         const Attention* plans[1] = {&plan};
         Array x(type, tokens * hidden);
         memcpy(x.data(), given.data(), x.memory.size);
-        const Stages stages = {layers.data(), 2, last, hidden, middle, heads, kv_heads, dim, 1e-5f, plans, tokens,
+        const Stages stages = {layers.data(), 2, last, hidden, middle, heads, kv_heads, dim, 1e-5f, 0, plans, tokens,
                                x.data(), mixed.data(), normalised.data(), qkv.data(), query.data(), key.data(),
                                gate_up.data(), gated.data(), scratch.data(), write_into(pools[0])};
         baton_layers(&stages, 0, 4, type, 1);
@@ -730,12 +730,12 @@ void test_layers() {
         };
         for (long i = 0; i < 2; i++) {
             const Layer& l = layers[i];
-            baton_rms_norm(y.data(), l.input_norm, 1e-5f, normalised.data(), tokens, hidden, type, 1);
+            baton_rms_norm(y.data(), l.input_norm, 0, 1e-5f, normalised.data(), tokens, hidden, type, 1);
             run(l.qkv, normalised, nullptr, qkv);
             for (long t = 0; l.q_norm && t < tokens; t++) {
                 void *q = qkv.at(t * all), *k = qkv.at(t * all + heads * dim);
-                baton_rms_norm(q, l.q_norm, 1e-5f, q, heads, dim, type, 1);
-                baton_rms_norm(k, l.k_norm, 1e-5f, k, kv_heads, dim, type, 1);
+                baton_rms_norm(q, l.q_norm, 0, 1e-5f, q, heads, dim, type, 1);
+                baton_rms_norm(k, l.k_norm, 0, 1e-5f, k, kv_heads, dim, type, 1);
             }
             RopeKvWrite write = write_into(pools[1]);
             write.to_layer = i * 2 * kv_heads * size;
@@ -744,12 +744,12 @@ void test_layers() {
             attention.layer = i;
             baton_attention(&attention, type, 1);
             run(l.output, mixed, &y, y);
-            baton_rms_norm(y.data(), l.post_norm, 1e-5f, normalised.data(), tokens, hidden, type, 1);
+            baton_rms_norm(y.data(), l.post_norm, 0, 1e-5f, normalised.data(), tokens, hidden, type, 1);
             run(l.gate_up, normalised, nullptr, gate_up);
             baton_swiglu(gate_up.data(), gated.data(), tokens, middle, type, 1);
             run(l.down, gated, &y, y);
         }
-        baton_rms_norm(y.data(), last, 1e-5f, y.data(), tokens, hidden, type, 1);
+        baton_rms_norm(y.data(), last, 0, 1e-5f, y.data(), tokens, hidden, type, 1);
         check_same(named("layers", type, {}), x, y, "not what its operations give");
         check(pools[0].memory == pools[1].memory, named("layers", type, {}), "not the KV that its operations write");
     }

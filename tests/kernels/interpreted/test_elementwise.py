@@ -8,8 +8,10 @@ import torch
 
 from baton_kernels import rms_norm as norms
 from baton_kernels import rope_kv_write as ropes
+from baton_kernels.geglu import geglu as geglu_twin
 from baton_kernels.gpu import rms_norm as norm_kernels
 from baton_kernels.gpu import rope_kv_write as rope_kernels
+from baton_kernels.gpu.geglu import geglu
 from baton_kernels.gpu.swiglu import swiglu
 from baton_kernels.kv_write import slot_rows
 from baton_kernels.quantize_rows import dequantize_rows
@@ -45,6 +47,20 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 def test_swiglu(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = randn(*shape, dtype=dtype) * 5
     assert_close(swiglu(x), swiglu_twin(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 14), (2, 2 * 1030)])
+def test_geglu(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = randn(*shape, dtype=dtype)
+    wanted = geglu_twin.twin(x.double())
+    torch.testing.assert_close(geglu(x).double(), wanted, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_with_a_weight_of_float32(dtype: torch.dtype) -> None:
+    x, weight = randn(5, 33, dtype=dtype), randn(33, dtype=torch.float32, seed=1)
+    assert_close(norm_kernels.rms_norm(x, weight, 1e-5), norms.rms_norm.twin(x, weight, 1e-5))
 
 
 @pytest.mark.parametrize("pool_dtype", [None, torch.int8])

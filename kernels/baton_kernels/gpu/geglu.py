@@ -1,0 +1,39 @@
+"""Gated activation: y = gelu(gate) * up, gelu taken by tanh: see the twin.
+
+gate_up [tokens, 2 * dim], the gate first -> [tokens, dim]. gelu is rounded to the dtype before it
+is multiplied, as the twin's is.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 1024
+
+
+@triton.jit
+def _geglu(gate_up_ptr, y_ptr, dim, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = dims < dim
+    gate = tl.load(gate_up_ptr + row * 2 * dim + dims, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * dim + dim + dims, mask=inside, other=0.0)
+    inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+    # (1 + tanh(x)) / 2 is the sigmoid of 2 x.
+    gelu = (gate / (1.0 + tl.exp(-2.0 * inner))).to(up.dtype)
+    y = gelu.to(tl.float32) * up.to(tl.float32)
+    tl.store(y_ptr + row * dim + dims, y.to(up.dtype), mask=inside)
+
+
+def geglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """See the twin. gate_up must be contiguous."""
+    if not gate_up.is_contiguous():
+        raise ValueError("gate_up is not contiguous")
+    num_tokens, dim = gate_up.shape[0], gate_up.shape[1] // 2
+    y = torch.empty(num_tokens, dim, dtype=gate_up.dtype, device=gate_up.device)
+    _geglu[(num_tokens, triton.cdiv(dim, BLOCK))](
+        gate_up, y, dim, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False
+    )
+    return y

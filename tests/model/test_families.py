@@ -1,0 +1,187 @@
+"""Every family's greedy tokens are those of transformers' generate, in float32: by whole prompts,
+by chunks, after a handoff, and on two ranks; and a sequence's logits are the same to the bit in any
+batch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from baton.engine.interface import Batch, SampleRow, SequenceSlice
+from baton.engine.load_engine import load_engine
+from baton.engine.torch_engine import TorchEngine
+from baton.errors import UnsupportedModel
+from baton.model.config import FAMILIES, parse_config
+from baton.types import KvRange, Sampling
+from baton_kernels.cpu.library import library
+from tests.support.drive_engine import generate, token_ids
+
+MakeModel = Callable[..., Path]
+
+NUM_TOKENS = 10
+PROMPT_LENGTHS = (1, 7, 45, 16, 70)
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1000.0}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {}),
+    "mixtral-window": ("mixtral", {"sliding_window": 9, "num_experts_per_tok": 1}),
+    "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]}),
+    "qwen3-moe-plain": ("qwen3_moe", {"decoder_sparse_step": 2}),
+    "glm4-moe": (
+        "glm4_moe",
+        {
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "gemma": ("gemma", {}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "sliding_window": 11,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "query_pre_attn_scalar": 24,
+        },
+    ),
+    "phi3": ("phi3", {"sliding_window": 20}),
+    "phi3-partial": ("phi3", {"rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 0.75}}),
+    "olmo2": ("olmo2", {}),
+}
+#: Ranks cannot share a norm of all heads.
+SHARED = sorted(set(CASES) - {"olmo2"})
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest, tiny_model: MakeModel) -> Path:
+    family, overrides = CASES[request.param]
+    return tiny_model(family, **overrides)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, 256, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+
+
+def expected(path: Path) -> list[list[int]]:
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return [
+        model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )[0].tolist()[len(prompt) :]
+        for prompt in prompts()
+    ]
+
+
+def engine_of(path: Path, block_size: int = 8, **options: Any) -> TorchEngine:
+    return load_engine(str(path), block_size=block_size, num_blocks=110, **options)
+
+
+def rows_of(tokens: Sequence[int], start: int, end: int) -> tuple[SampleRow, ...]:
+    return tuple(
+        SampleRow(i - start, Sampling(), tokens[: i + 1], len(tokens)) for i in range(start, end)
+    )
+
+
+def part_of(
+    tokens: Sequence[int], start: int, end: int, table: Sequence[int], *, is_sampled: bool = True
+) -> SequenceSlice:
+    rows = rows_of(tokens, start, end) if is_sampled else ()
+    return SequenceSlice(tokens[start:end], start, table, rows, len(tokens))
+
+
+def test_greedy_tokens_are_those_of_generate(case: Path) -> None:
+    wanted = expected(case)
+    for block_size, chunk_tokens in ((16, 1 << 20), (5, 7)):
+        outputs = generate(
+            engine_of(case, block_size),
+            prompts(),
+            Sampling(),
+            NUM_TOKENS,
+            chunk_tokens=chunk_tokens,
+        )
+        assert token_ids(outputs) == wanted, (block_size, chunk_tokens)
+
+
+def test_logits_after_a_handoff_are_the_same(case: Path) -> None:
+    """To a worker with blocks of another size, as the KV channel moves it."""
+    prompt, source, target = prompts()[2], engine_of(case, 8), engine_of(case, 5)
+    most = len(prompt) - 1
+    source.logits(Batch((part_of(prompt, 0, most, range(10), is_sampled=False),)))
+    layout = source.spec.layout
+    piece = KvRange(0, most, 0, layout.num_layers)
+    moved = bytearray(piece.num_bytes(layout.token_layer_bytes))
+    source.kv.pack(range(10), piece, memoryview(moved))
+    target.kv.unpack(range(20, 30), piece, memoryview(moved))
+    stayed = source.logits(Batch((part_of(prompt, most, most + 1, range(10)),)))
+    there = target.logits(Batch((part_of(prompt, most, most + 1, range(20, 30)),)))
+    torch.testing.assert_close(there, stayed, atol=1e-4 if library() is None else 0.0, rtol=0)
+
+
+@pytest.mark.skipif(library() is None, reason="no native kernels on this machine")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_are_the_same_to_the_bit_in_any_batch(case: Path, dtype: str) -> None:
+    one, other = prompts()[2], prompts()[4]
+    tables = (range(20), range(20, 40))
+    alone = engine_of(case, dtype=dtype)
+    wanted = alone.logits(Batch((part_of(one, 0, len(one), tables[0]),)))
+    mixed = engine_of(case, dtype=dtype)
+    cuts = [0, 3, 21, 40, 41, 42, len(one)]
+    parts = []
+    for step, (start, end) in enumerate(pairwise(cuts)):
+        beside = part_of(other, step * 11, step * 11 + 11, tables[1])
+        both = (beside, part_of(one, start, end, tables[0]))
+        parts.append(mixed.logits(Batch(both))[11:])
+    assert torch.equal(torch.cat(parts), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARED)
+def test_ranks_give_the_same_bits(tiny_model: MakeModel, name: str) -> None:
+    family, overrides = CASES[name]
+    path, prompt = tiny_model(family, **overrides), prompts()[2]
+    part = part_of(prompt, 0, len(prompt), range(20))
+    alone = engine_of(path).logits(Batch((part,)))
+    shared = engine_of(path, tensor_parallel_size=2)
+    try:
+        assert torch.equal(shared.logits(Batch((part,))), alone)
+    finally:
+        shared.close()
+
+
+def test_the_document_lists_the_families() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) - {"model_type"} == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "9 of 8 experts"),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, "only a causal model"),
+        ({"model_type": "gemma", "hidden_act": "relu"}, "hidden_act='relu'"),
+        ({"model_type": "glm4_moe", "partial_rotary_factor": 0.01}, "partial_rotary_factor=0.01"),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+            "rope_type='longrope'",
+        ),
+    ],
+)
+def test_what_is_not_known_of_a_family_is_named(raw: dict[str, Any], text: str) -> None:
+    with pytest.raises(UnsupportedModel, match=re.escape(text)):
+        parse_config(raw)
