@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest, ModelNotFound
+from baton.sampling_params import OPTIONS
 from baton.types import BeamParams, EarlyStopping, SequenceSpec
 from baton.v1 import inference_pb2, sampling_pb2
 from gateway.intake.model_facts import ModelFacts
@@ -162,22 +163,11 @@ def test_choices_and_beams_that_no_decode_worker_runs_at_once() -> None:
         check_request(good, narrow)
 
 
+#: Options that a beam search leaves no meaning, each with a value that is right without one.
 OTHER_THAN_BEAMS: dict[str, Any] = {
-    "temperature": 0.0,
-    "top_k": 1,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "seed": 1,
-    "logprobs": 1,
-    "include_stop_str_in_output": True,
-    "best_of": 2,
-    "prompt_logprobs": 1,
-    "logit_bias": {1: 1.0},
-    "stop": ["x"],
-    "bad_words": ["x"],
+    name: {"best_of": 2, "logit_bias": {1: 1.0}, "stop": ["x"], "bad_words": ["x"]}.get(name, 1)
+    for name, option in OPTIONS.items()
+    if not option.with_beams
 }
 
 
@@ -187,11 +177,12 @@ def test_what_a_beam_search_has_no_use_for_is_refused(field: str) -> None:
     assert list(violations(bad)) == [f"sampling.{field}"]
 
 
-def test_every_field_goes_with_beams_or_is_refused() -> None:
-    fields = {field.name for field in Params.DESCRIPTOR.fields}
-    meaningful = {"n", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "echo"}
-    meaningful |= {"skip_special_tokens", "structured_output", "beam_search"}
-    assert fields == meaningful | set(OTHER_THAN_BEAMS)
+def test_what_is_about_drawing_goes_with_no_beam_search() -> None:
+    assert {name for name, option in OPTIONS.items() if option.changes_draw} <= set(
+        OTHER_THAN_BEAMS
+    )
+    assert {"seed", "logprobs", "stop", "best_of"} <= set(OTHER_THAN_BEAMS)
+    assert not {"n", "max_tokens", "stop_token_ids", "echo"} & set(OTHER_THAN_BEAMS)
 
 
 def test_a_beam_search_is_resolved() -> None:
