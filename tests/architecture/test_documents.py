@@ -35,3 +35,14 @@ def test_the_architecture_names_a_file_for_every_step_of_a_request() -> None:
     )
     for folder in folders:
         assert f"`{folder}/" in text
+
+
+def test_where_to_add_something_names_files_that_are_there() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    section = text.partition("## Where do I add...\n")[2].partition("\n## ")[0]
+    rows = [line.split(" | ", 1) for line in section.splitlines() if line.startswith("| a ")]
+    named = {row[0].strip("| "): PATH.findall(row[1]) for row in rows}
+    for what in ("sampling option", "server option", "model family", "scheduling policy", "metric"):
+        assert len(named[f"a {what}"]) > 2
+    assert "baton/kv_transports.py" in named["a transport of KV"]
+    assert not [path for paths in named.values() for path in paths if not (ROOT / path).exists()]
