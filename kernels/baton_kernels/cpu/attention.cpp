@@ -21,8 +21,9 @@ constexpr long kTaskRows = 64;
 // Dimensions as sums are kept: see Values.
 constexpr long padded(long dim) { return (dim + 31) / 32 * 32; }
 
-// At most this many of a task's few rows are multiplied at a time: their sums fit into the registers.
+// At most this many of a task's few rows are multiplied at a time: their sums, of one vector or two, fit into the registers.
 constexpr int kTileRows = kVectors / 2 < 8 ? kVectors / 2 : 8;
+constexpr int kPairedRows = kVectors / 4 < 8 ? kVectors / 4 : 8;
 
 template <class T, int R>
 struct Rows {
@@ -79,11 +80,11 @@ struct Rows {
 };
 
 // Calls f(first row, how many) for tiles of a task's R rows; how many is a constant.
-template <int R, int First = 0, class F>
+template <int R, int Most = kTileRows, int First = 0, class F>
 void for_tiles(F&& f) {
-    constexpr int N = R - First < kTileRows ? R - First : kTileRows;
+    constexpr int N = R - First < Most ? R - First : Most;
     f(First, std::integral_constant<int, N>());
-    if constexpr (First + N < R) for_tiles<R, First + N>(f);
+    if constexpr (First + N < R) for_tiles<R, Most, First + N>(f);
 }
 
 // out[r] [dim] += weight[r][j] * values[j], key by key, by operands. Sums are kept in the order in which products come.
@@ -133,7 +134,7 @@ struct Values<F32> {
     static f32x16 in_order(const float* out, long d) { return F32::load(out + d); }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(HAS_BF16_DOT)
 template <>
 struct Values<BF16> {
     // Two keys at a time, weights rounded to bfloat16.
@@ -143,32 +144,39 @@ struct Values<BF16> {
         for (int r = 0; r < R; r++)
             for (int j = step.low() * kGroup; j < step.end; j += 16)
                 BF16::store(narrow[r] + j, F32::load(rows.weight[r] + j));
-        for (long d = 0; d < dim; d += 32) {
-            f32x16 low[R], high[R];
-            UNROLLED for (int r = 0; r < R; r++) {
-                low[r] = F32::load(rows.out[r] + d);
-                high[r] = F32::load(rows.out[r] + d + 16);
-            }
-            for (int g = step.low(); g < step.high(); g++) {
-                const int lane = g * kGroup, end = step.end - lane < kGroup ? step.end - lane : kGroup;
-                const uint16_t *value = step.values[g] + d, *ahead = next.values[g] + d;
-                for (int j = 0; j < end; j += 2, value += 2 * dim, ahead += 2 * dim) {
-                    i32x16 first, second;
-                    // The last key of an odd number has no partner.
-                    BF16::load_pairs(value, value + dim, dim - d, j + 1 < end, first, second);
-                    fetch(ahead);
-                    fetch(ahead + dim);
-                    UNROLLED for (int r = 0; r < R; r++) {
-                        const i32x16 w = splat(*(const int32_t*)(narrow[r] + lane + j));
-                        low[r] = BF16::step(low[r], first, w);
-                        high[r] = BF16::step(high[r], second, w);
-                    }
+        for_tiles<R, kPairedRows>([&](int from, auto n) {
+            for (long d = 0; d < dim; d += 32) add_tile<T, R, n.value>(rows, narrow + from, step, next, dim, from, d);
+        });
+    }
+
+    // Rows [from, from + N) and 32 dimensions from d on. weight: of these rows.
+    template <class T, int R, int N>
+    static void add_tile(Rows<T, R>& rows, const uint16_t (*weight)[kStep], const Step<T>& step, const Step<T>& next,
+                         long dim, int from, long d) {
+        f32x16 low[N], high[N];
+        UNROLLED for (int r = 0; r < N; r++) {
+            low[r] = F32::load(rows.out[from + r] + d);
+            high[r] = F32::load(rows.out[from + r] + d + 16);
+        }
+        for (int g = step.low(); g < step.high(); g++) {
+            const int lane = g * kGroup, end = step.end - lane < kGroup ? step.end - lane : kGroup;
+            const uint16_t *value = step.values[g] + d, *ahead = next.values[g] + d;
+            for (int j = 0; j < end; j += 2, value += 2 * dim, ahead += 2 * dim) {
+                i32x16 first, second;
+                // The last key of an odd number has no partner.
+                BF16::load_pairs(value, value + dim, dim - d, j + 1 < end, first, second);
+                fetch(ahead);
+                fetch(ahead + dim);
+                UNROLLED for (int r = 0; r < N; r++) {
+                    const i32x16 w = splat(*(const int32_t*)(weight[r] + lane + j));
+                    low[r] = BF16::step(low[r], first, w);
+                    high[r] = BF16::step(high[r], second, w);
                 }
             }
-            UNROLLED for (int r = 0; r < R; r++) {
-                F32::store(rows.out[r] + d, low[r]);
-                F32::store(rows.out[r] + d + 16, high[r]);
-            }
+        }
+        UNROLLED for (int r = 0; r < N; r++) {
+            F32::store(rows.out[from + r] + d, low[r]);
+            F32::store(rows.out[from + r] + d + 16, high[r]);
         }
     }
 

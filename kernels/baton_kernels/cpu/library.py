@@ -58,6 +58,9 @@ LEVELS = {
     "avx512_bf16": _x86(_AVX512_BF16),
     "avx512": _x86(_AVX512),
     "avx2": _x86(_AVX2),
+    "neon_bf16": Level(
+        "aarch64", frozenset({"asimd", "bf16", "i8mm"}), ("-march=armv8.2-a+bf16+i8mm",)
+    ),
     "neon": Level("aarch64", frozenset({"asimd"}), ()),
 }
 #: No contraction: a result must not depend on what a compiler fuses.

@@ -9,6 +9,7 @@
 // its bytes cost; for many rows a chunk of the tile is widened once, into the cache.
 #include "calls.h"
 #include "simd.h"
+#include <type_traits>
 
 namespace {
 
@@ -54,7 +55,7 @@ struct Factors<F32> {
 
 template <>
 struct Factors<BF16> {
-#if defined(__AVX512BF16__)
+#if defined(HAS_BF16_DOT)
     using Sum = BF16;
     static constexpr int steps = 1;
     static void load(const char* p, i32x16 (&v)[1]) { v[0] = load_words(p); }
@@ -210,7 +211,8 @@ void stream_tile(const Call& c, const char* w, long words, long first, long rows
     }
 }
 
-// A chunk's words become float32, the vectors of a register tile beside each other: [slices][kValues][V vectors].
+// A chunk's words become float32, or stay what one instruction multiplies, the vectors of a register tile beside each
+// other: [slices][kValues][V vectors].
 template <class K, int V, long kValues>
 void widen_chunk(const char* w, long words, float* out) {
     for (long k = 0; k < words; k++, w += kWordBytes, out += K::steps * V * 16)
@@ -229,6 +231,7 @@ template <class K, long kValues>
 void widen_tile(const Call& c, const char* w, long words, long first, long rows, float* sums) {
     constexpr int V = vectors_of(kMaxRows), slices = kVectors / V;
     constexpr long chunk = kValues / K::steps;
+    using Widened = std::conditional_t<K::steps == 1, K, Factors<F32>>;
     alignas(64) float widened[slices * kValues * V * 16];
     const long calls = num_panels(rows, kMaxRows) * slices;
     for (long k = 0; k < words; k += chunk) {
@@ -242,9 +245,8 @@ void widen_tile(const Call& c, const char* w, long words, long first, long rows,
                 constexpr int R = decltype(r)::value;
                 const int32_t* x = c.x + (first + row) * c.stride + k * K::steps;
                 if (ahead.line >= now + 2 * count * kWordBytes) ahead.lines = 0;
-                float_panel<Factors<F32>, R, V>((const char*)(widened + j * kValues * V * 16), V * 64, x,
-                                                c.stride, count * K::steps,
-                                                sums + row * kTile + j * V * 16, ahead);
+                float_panel<Widened, R, V>((const char*)(widened + j * kValues * V * 16), V * 64, x, c.stride,
+                                           count * K::steps, sums + row * kTile + j * V * 16, ahead);
             });
     }
 }

@@ -17,7 +17,8 @@ constexpr float kLog2E = 1.44269504f;
 #define OUTLINED __attribute__((noinline))
 
 // Each level defines: kPartLanes, kNumRegisters, PartF (float), PartI (int32), PartMask, Half (16 values of 16 bits), and
-// operations on these.
+// operations on these. HAS_BF16_DOT: among them is part_dot_bf16, products of pairs of bfloat16 in one instruction.
+// HAS_QUAD_DOT: part_dot_quads, the same of four bytes; without it there is part_dot_pairs.
 #if defined(__AVX512F__)
 #include "simd_avx512.h"
 #elif defined(__AVX2__)
@@ -29,8 +30,8 @@ constexpr float kLog2E = 1.44269504f;
 #endif
 
 constexpr int kParts = 16 / kPartLanes;
-#if defined(__AVX512BF16__)
-constexpr bool kHasBf16Dot = true;  // products of pairs of bfloat16, in one instruction
+#if defined(HAS_BF16_DOT)
+constexpr bool kHasBf16Dot = true;
 #else
 constexpr bool kHasBf16Dot = false;
 #endif
@@ -350,21 +351,34 @@ struct BF16 {
     }
     // sum + a0 * b0 + a1 * b1, lane by lane, each lane being a pair of bfloat16
     static f32x16 step(f32x16 sum, i32x16 a, i32x16 b) {
-#if defined(__AVX512BF16__)
-        return f32x16{{part_dot_bf16(sum.part[0], a.part[0], b.part[0])}};
+#if defined(HAS_BF16_DOT)
+        FOR_PARTS sum.part[i] = part_dot_bf16(sum.part[i], a.part[i], b.part[i]);
+        return sum;
 #else
         return fma(odd(a), odd(b), fma(even(a), even(b), sum));
 #endif
     }
-#if defined(__AVX512BF16__)
+#if defined(HAS_BF16_DOT)
     // Pairs of the first `count` of 32 elements of two rows, in an order that costs least; without b, of a and zero.
     static void load_pairs(const uint16_t* a, const uint16_t* b, long count, bool has_b, i32x16& low,
                            i32x16& high) {
+#if defined(__AVX512BF16__)
         part_load_pairs(a, b, count, has_b, low.part[0], high.part[0]);
+#else
+        const long count_b = has_b ? count : 0;
+        const Half a_low = load_half(a, count), a_high = load_half(a + 16, count - 16);
+        const Half b_low = load_half(b, count_b), b_high = load_half(b + 16, count_b - 16);
+        FOR_PARTS low.part[i] = part_pairs_of_halves(a_low, b_low, i);
+        FOR_PARTS high.part[i] = part_pairs_of_halves(a_high, b_high, i);
+#endif
     }
     // Lanes of low and high as load_pairs orders them -> the first 16 in order, or the last.
     static f32x16 in_order(f32x16 low, f32x16 high, bool is_last) {
+#if defined(__AVX512BF16__)
         return {{part_in_order(low.part[0], high.part[0], is_last)}};
+#else
+        return is_last ? high : low;
+#endif
     }
 #endif
 };
@@ -400,7 +414,7 @@ static inline void with_type(long stored, F&& f) {
 
 // Products of four unsigned bytes of each lane, `Quads`, and four signed ones, exact. The signed ones are kQuadWords words
 // as `spread_quads` makes them.
-#if defined(__AVX512VNNI__)
+#if defined(HAS_QUAD_DOT)
 constexpr int kQuadWords = 1;
 #else
 constexpr int kQuadWords = 2;
@@ -410,22 +424,22 @@ struct Quads {
     i32x16 word[kQuadWords];
 };
 ALWAYS_INLINE Quads quads_of(i32x16 bytes) {
-#if defined(__AVX512VNNI__)
+#if defined(HAS_QUAD_DOT)
     return {{bytes}};
 #else  // bytes 0 and 2, and 1 and 3, as int16
     return {{bytes & splat(0x00FF00FF), (bytes >> 8) & splat(0x00FF00FF)}};
 #endif
 }
 ALWAYS_INLINE i32x16 dot(i32x16 sum, const Quads& w, const int32_t* x) {
-#if defined(__AVX512VNNI__)
-    return {{part_dot_quads(sum.part[0], w.word[0].part[0], part_splat(x[0]))}};
-#else
     FOR_PARTS {
+#if defined(HAS_QUAD_DOT)
+        sum.part[i] = part_dot_quads(sum.part[i], w.word[0].part[i], part_splat(x[0]));
+#else
         sum.part[i] = sum.part[i] + part_dot_pairs(w.word[0].part[i], part_splat(x[0]));
         sum.part[i] = sum.part[i] + part_dot_pairs(w.word[1].part[i], part_splat(x[1]));
+#endif
     }
     return sum;
-#endif
 }
 static inline void spread_quads(const int8_t* bytes, long num_quads, int32_t* words) {
     if constexpr (kQuadWords == 1) {

@@ -95,6 +95,7 @@ ALWAYS_INLINE Half half_of_floats_f16(const PartF (&v)[1]) {
     return _mm512_cvtps_ph(v[0], _MM_FROUND_TO_NEAREST_INT);
 }
 #if defined(__AVX512BF16__)
+#define HAS_BF16_DOT
 ALWAYS_INLINE PartF part_dot_bf16(PartF sum, PartI a, PartI b) {
     return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
 }
@@ -121,6 +122,7 @@ ALWAYS_INLINE PartF part_in_order(PartF low, PartF high, bool is_last) {
 #endif
 
 #if defined(__AVX512VNNI__)
+#define HAS_QUAD_DOT
 // sum + the four unsigned bytes of w by the four signed ones of x
 ALWAYS_INLINE PartI part_dot_quads(PartI sum, PartI w, PartI x) {
     return (PartI)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);

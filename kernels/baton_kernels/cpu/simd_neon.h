@@ -1,4 +1,4 @@
-// Registers of 4 lanes: any aarch64. Included by simd.h alone.
+// Registers of 4 lanes: any aarch64, and BF16 and I8MM where the level has them. Included by simd.h alone.
 #pragma once
 #include <arm_neon.h>
 
@@ -99,9 +99,29 @@ ALWAYS_INLINE Half half_of_floats_f16(const PartF (&v)[4]) {
     return all;
 }
 
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define HAS_BF16_DOT
+ALWAYS_INLINE PartF part_dot_bf16(PartF sum, PartI a, PartI b) {
+    return (PartF)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+}
+// Part i of 16 pairs, the values of a being the first.
+ALWAYS_INLINE PartI part_pairs_of_halves(Half a, Half b, int i) {
+    const uint16x4_t x = four_of_half(a, i), y = four_of_half(b, i);
+    return (PartI)vcombine_u16(vzip1_u16(x, y), vzip2_u16(x, y));
+}
+#endif
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define HAS_QUAD_DOT
+// sum + the four unsigned bytes of w by the four signed ones of x
+ALWAYS_INLINE PartI part_dot_quads(PartI sum, PartI w, PartI x) {
+    return (PartI)vusdotq_s32((int32x4_t)sum, (uint8x16_t)w, (int8x16_t)x);
+}
+#else
 // a0 * b0 + a1 * b1 of the two int16 in each lane
 ALWAYS_INLINE PartI part_dot_pairs(PartI a, PartI b) {
     const int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
     const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y));
     return (PartI)vpaddq_s32(low, vmull_high_s16(x, y));
 }
+#endif

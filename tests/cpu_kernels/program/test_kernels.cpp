@@ -124,10 +124,24 @@ void check(bool holds, const std::string& what, const char* why) {
     if (!holds) fail(what, why);
 }
 
+// Of all bits of results since it was last shown (FNV-1a).
+uint64_t digest = 0xCBF29CE484222325;
+
+void add_to_digest(const void* data, long num_bytes) {
+    for (long i = 0; i < num_bytes; i++) digest = (digest ^ ((const uint8_t*)data)[i]) * 0x100000001B3;
+}
+
+// tests/cpu_kernels/test_program.py holds it to what it was when NUMERICS_VERSION was last raised.
+void show_digest(const char* what) {
+    printf("bits of %s %016llx\n", what, (unsigned long long)digest);
+    digest = 0xCBF29CE484222325;
+}
+
 // One failure at most: the first number that is too far from what is wanted.
 void check_close(const std::string& what, const Array& got, const std::vector<double>& wanted,
                  double tolerance) {
     checks++;
+    add_to_digest(got.data(), (long)wanted.size() * kSizes[got.type]);
     for (long i = 0; i < (long)wanted.size(); i++) {
         const double value = got.get(i);
         if (!(fabs(value - wanted[i]) <= tolerance * (1 + fabs(wanted[i])))) {
@@ -407,33 +421,43 @@ struct Attending {
 
     std::vector<double> expected() const {
         std::vector<double> out;
-        for (long s = 0; s < (long)sequences.size(); s++)
+        const long dim = pool.dim;
+        for (long s = 0; s < (long)sequences.size(); s++) {
+            const std::vector<double> keys = numbers(s, 0), values = numbers(s, 1);
             for (long t = 0; t < sequences[s].count; t++)
                 for (long h = 0; h < heads; h++) {
-                    const long at = sequences[s].start + t, g = h / (heads / pool.kv_heads), dim = pool.dim;
+                    const long at = sequences[s].start + t, g = h / (heads / pool.kv_heads);
                     const long oldest = window && at >= window ? at - window + 1 : 0;
-                    std::vector<double> sums(dim, 0.0), scores;
+                    std::vector<double> row, sums(dim, 0.0), scores;
+                    for (long d = 0; d < dim; d++) row.push_back(query->get((long)out.size() + d));
                     double top = -1e300, total = 0;
                     for (long p = oldest; p <= at; p++) {
                         double score = 0;
-                        for (long d = 0; d < dim; d++)
-                            score += (double)query->get((long)out.size() + d) * number(s, p, 0, g, d);
+                        for (long d = 0; d < dim; d++) score += row[d] * keys[(p * pool.kv_heads + g) * dim + d];
                         scores.push_back(score * 0.3f);
                         top = fmax(top, scores.back());
                     }
                     for (long p = oldest; p <= at; p++) {
                         const double weight = exp(scores[p - oldest] - top);
                         total += weight;
-                        for (long d = 0; d < dim; d++) sums[d] += weight * number(s, p, 1, g, d);
+                        for (long d = 0; d < dim; d++) sums[d] += weight * values[(p * pool.kv_heads + g) * dim + d];
                     }
                     for (double sum : sums) out.push_back(sum / total);
                 }
+        }
         return out;
     }
 
-    double number(long s, long position, long kind, long kv_head, long d) const {
-        const char* head = pool.head(tables[s][position / pool.block_size], kLayer, kind, kv_head);
-        return rounded(type, pool.get(head, position % pool.block_size, d));
+    // What a sequence's rows see of its keys (kind 0) or values (1): [positions][kv_heads][dim].
+    std::vector<double> numbers(long s, long kind) const {
+        std::vector<double> all;
+        for (long p = 0; p < sequences[s].start + sequences[s].count; p++)
+            for (long g = 0; g < pool.kv_heads; g++) {
+                const char* head = pool.head(tables[s][p / pool.block_size], kLayer, kind, g);
+                for (long d = 0; d < pool.dim; d++)
+                    all.push_back(rounded(type, pool.get(head, p % pool.block_size, d)));
+            }
+        return all;
     }
 };
 
@@ -573,6 +597,7 @@ void test_rope_kv_write() {
                     (i / dim % (heads + kv_heads) < heads ? wanted_query : wanted_key).push_back(turned[i]);
                 check_close(what, query, wanted_query, 2 * kTolerance[type]);
                 check_close(what, key, wanted_key, 2 * kTolerance[type]);
+                add_to_digest(pool.memory.data(), pool.memory.size);
                 bool is_near = true;
                 for (long t = 0; t < tokens; t++)
                     for (long i = 0; t != 7 && i < 2 * kv_heads * dim; i++) {
@@ -759,10 +784,15 @@ void test_layers() {
 
 int main() {
     test_linear();
+    show_digest("linear");
     test_attention();
+    show_digest("attention");
     test_rms_norm();
+    show_digest("rms_norm");
     test_swiglu();
+    show_digest("swiglu");
     test_rope_kv_write();
+    show_digest("rope_kv_write");
     test_checked_argmax();
     test_word_sum();
     test_checked_copy();
