@@ -107,13 +107,13 @@ def _check_weights(folder: Path, dtype: str, block_size: int) -> Iterator[Findin
 
     try:
         config = read_config(folder)
-        where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        name = choose_dtype(dtype, config.dtype, where).name
         longest = config.derived_max_len
         told = f"{config.family}, {config.num_layers} layers, {longest} tokens, {config.dtype}"
         yield ok("model", told)
         shards = find_shards(folder)
         yield _check_shards(list(shards))
+        where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = choose_dtype(dtype, config.dtype, where).name
         yield from _memory_plan(folder, name, block_size)
     except StartupError as error:
         yield problem("model", str(folder), error.message)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.engine.numerics import has_bfloat16_products
+from baton.engine.numerics import cpu_level, has_bfloat16_products
 from baton.errors import ConfigError
 from baton.model.config import DTYPES
-from baton_kernels.cpu.library import NO_LEVEL, level
+from baton_kernels.cpu.library import NO_LEVEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +22,13 @@ class DtypeChoice:
 
 
 def choose_dtype(asked: str, stored: str, device: torch.device) -> DtypeChoice:
-    """asked: a type, or auto; stored: the checkpoint's. Raises ConfigError.
+    """asked: a type, or auto; stored: the checkpoint's. Raises ConfigError, and StartupError as
+    cpu_level does.
 
     On a CPU, auto takes the checkpoint's type where that has kernels of its own, and else float32,
-    which holds all values of the
-    others: native kernels read all types at their own size at every level; torch, without them,
-    multiplies those of 16 bits several times slower than float32, bfloat16 unless the CPU has
-    instructions for it.
+    which holds all values of the others: native kernels read all types at their own size at every
+    level; torch, without them, multiplies those of 16 bits several times slower than float32,
+    bfloat16 unless the CPU has instructions for it.
     """
     if asked != "auto":
         if asked not in DTYPES:
@@ -37,6 +37,6 @@ def choose_dtype(asked: str, stored: str, device: torch.device) -> DtypeChoice:
     own = DtypeChoice(stored, "the checkpoint's type")
     if device.type != "cpu" or stored == "float32":
         return own
-    if level() != NO_LEVEL or (stored == "bfloat16" and has_bfloat16_products()):
+    if cpu_level() != NO_LEVEL or (stored == "bfloat16" and has_bfloat16_products()):
         return own
     return DtypeChoice("float32", f"without native kernels {stored} would be slower")

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
+from baton.errors import StartupError
 from baton.types import NO_LEVEL, NumericsClass
-from baton_kernels.cpu.library import level
+from baton_kernels.cpu.library import LevelError, level
 from baton_kernels.version import NUMERICS_VERSION
 
 #: Flags that oneDNN chooses its products by, besides the capability that torch reports.
@@ -17,24 +18,33 @@ _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
+def cpu_level() -> str:
+    """The level that CPU kernels run at. Raises StartupError where BATON_CPU_LEVEL names none that
+    this machine has."""
+    try:
+        return level()
+    except LevelError as error:
+        raise StartupError(str(error)) from None
+
+
 def numerics_of(device: torch.device, dtype: str) -> NumericsClass:
     """Of an engine on `device` that computes in `dtype`.
 
     What torch adds to the kernels (sums of probabilities for top_p and log probabilities) is
     rounded by its version and by the instructions that it found; without native kernels so are all
-    products, by oneDNN.
+    products, by oneDNN. Raises StartupError as cpu_level does.
     """
     torch_version = f"torch{torch.__version__.partition('+')[0]}"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         beside = f"{torch_version}.triton{metadata.version('triton')}"
         return NumericsClass("cuda", f"sm_{major}{minor}", dtype, f"{NUMERICS_VERSION}+{beside}")
-    cpu_level = level()
+    name = cpu_level()
     capability = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "")
     beside = f"{torch_version}.{capability}"
-    if cpu_level == NO_LEVEL:
+    if name == NO_LEVEL:
         beside = ".".join((beside, *sorted(_PRODUCT_FLAGS & _cpu_flags())))
-    return NumericsClass("cpu", cpu_level, dtype, f"{NUMERICS_VERSION}+{beside}")
+    return NumericsClass("cpu", name, dtype, f"{NUMERICS_VERSION}+{beside}")
 
 
 def has_bfloat16_products() -> bool:

@@ -72,6 +72,12 @@ MISTAKES = (
     Mistake("gateway {box} --registry http://here", "--registry=http://here", "redis://host"),
     # The environment and the file.
     Mistake("decode {box}", "BATON_BLOK_SIZE=8", "BLOCK_SIZE", (("BATON_BLOK_SIZE", "8"),)),
+    Mistake(
+        "decode {box} --dtype auto",
+        "BATON_CPU_LEVEL=avx1024",
+        "this machine has",
+        (("BATON_CPU_LEVEL", "avx1024"),),
+    ),
     Mistake("decode {box} --config {tmp}/unknown.yaml", "unknown.yaml: blok_size=8", "block_size"),
     Mistake("decode {box} --config {tmp}/type.yaml", "type.yaml: port=here", "whole number"),
     Mistake("decode {box} --config {tmp}/broken.yaml", "--config={tmp}/broken.yaml", "valid YAML"),

@@ -20,12 +20,12 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def chosen(
     monkeypatch: pytest.MonkeyPatch, stored: str, level: str, *, has_products: bool = False
 ) -> str:
-    monkeypatch.setattr(module, "level", lambda: level)
+    monkeypatch.setattr(module, "cpu_level", lambda: level)
     monkeypatch.setattr(module, "has_bfloat16_products", lambda: has_products)
     return choose_dtype("auto", stored, CPU).name
 
 
-@pytest.mark.parametrize("level", ["avx2", "avx512", "avx512_bf16", "neon"])
+@pytest.mark.parametrize("level", ["avx2", "avx512", "avx512_bf16", "neon", "neon_bf16"])
 def test_native_kernels_take_every_type_as_it_is(
     monkeypatch: pytest.MonkeyPatch, level: str
 ) -> None:
@@ -51,7 +51,7 @@ def test_what_is_asked_for_is_taken() -> None:
 
 
 def test_an_engine_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "level", lambda: "none")
+    monkeypatch.setattr(module, "cpu_level", lambda: "none")
     model = make_tiny_model(tmp_path, "llama", dtype=torch.float16)
     spec = load_engine(str(model), num_blocks=8, progress=lambda _: None).spec
     assert spec.layout.dtype == "float32"
