@@ -1,9 +1,26 @@
-"""Options of the whole suite."""
+"""Options of the whole suite, and the levels of CPU kernels that a test runs at."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, settings
+
+from baton_kernels.cpu.library import (
+    LEVEL_VARIABLE,
+    NO_LEVEL,
+    chosen_level,
+    levels_of_machine,
+    library,
+)
+from tests.support.without import THINGS, take_away
+
+_FORCED = os.environ.get(LEVEL_VARIABLE)
+LEVELS = (_FORCED,) if _FORCED else levels_of_machine() or (NO_LEVEL,)
 
 # An example may take as long as a busy machine needs for it.
 settings.register_profile(
@@ -16,3 +33,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--num-seeds", type=int, default=20, help="Seeds that the simulated mix of everything runs."
     )
+    parser.addoption(
+        "--without",
+        action="append",
+        choices=THINGS,
+        default=[],
+        help="As on a machine that lacks this; may be repeated.",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    things = config.getoption("--without")
+    # Workers of xdist inherit what the process that starts them lacks.
+    if things and not hasattr(config, "workerinput"):
+        folder = tempfile.TemporaryDirectory()
+        config.add_cleanup(folder.cleanup)
+        take_away(things, Path(folder.name))
+
+
+@pytest.fixture(params=LEVELS)
+def each_level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The test runs at every level that this machine has, or at the one that is forced.
+
+    For what engines do: the kernels by themselves are tests/cpu_kernels/test_program.py's.
+    """
+    monkeypatch.setenv(LEVEL_VARIABLE, request.param)
+    _forget_level()
+    yield
+    _forget_level()
+
+
+def _forget_level() -> None:
+    chosen_level.cache_clear()
+    library.cache_clear()

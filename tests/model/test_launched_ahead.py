@@ -39,6 +39,7 @@ def following(place: int, row: int, sampling: Sampling) -> SequenceSlice:
     return next_token(prompt, len(prompt), sampling, blocks(place), row)
 
 
+@pytest.mark.usefixtures("each_level")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_samples_are_those_of_steps_one_after_the_other(
     tiny_engine: MakeEngine, family: str
@@ -48,6 +49,7 @@ def test_samples_are_those_of_steps_one_after_the_other(
     assert generate_ahead(engine, PROMPTS, SAMPLINGS, 12) == expected
 
 
+@pytest.mark.usefixtures("each_level")
 def test_a_sequence_may_come_in_and_another_leave_between_two_launches(
     tiny_engine: MakeEngine,
 ) -> None:

@@ -87,6 +87,7 @@ def test_logits_and_kv_are_those_of_one_rank(
             assert error < (1e-5 if dtype == "float32" else 0.02)
 
 
+@pytest.mark.usefixtures("each_level")
 def test_tokens_do_not_depend_on_ranks_batch_or_chunks(
     tmp_path: Path, load_ranks: LoadRanks
 ) -> None:
@@ -122,6 +123,7 @@ def test_quantised_weights_are_shared_too(
         assert torch.equal(logits, wanted)
 
 
+@pytest.mark.usefixtures("each_level")
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8", "bfloat16"])
 def test_pools_of_any_type_are_shared(
     tmp_path: Path, kv_cache_dtype: str, load_ranks: LoadRanks
