@@ -3,14 +3,17 @@ transformers."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import signal
-import subprocess
 import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,8 +22,9 @@ from baton.config import ServeOptions
 from baton.supervisor import Cluster
 from baton.types import FinishReason
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
+BATON = str(Path(sys.executable).with_name("baton"))
 MODEL = Path(__file__).parents[2] / "models" / "baton-py-6m"
 PROMPTS = (
     "import os\n\n\ndef walk(path):\n",
@@ -42,7 +46,7 @@ def reference() -> Iterator[tuple[AutoModelForCausalLM, AutoTokenizer]]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster() -> AsyncIterator[Cluster]:
     options = ServeOptions(
         model=str(MODEL),
@@ -101,15 +105,30 @@ async def test_streams_stops_and_seeds(cluster: Cluster) -> None:
 
 
 async def test_the_command_line_and_the_sync_client(cluster: Cluster) -> None:
-    def run(*arguments: str) -> str:
-        command = [sys.executable, "-m", "baton", *arguments, "--address", cluster.address]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    async def run(*arguments: str) -> tuple[int | None, str, str]:
+        """Exit status, stdout and stderr of one command."""
+        process = await asyncio.create_subprocess_exec(
+            *(BATON, *arguments, "--address", cluster.address), stdout=PIPE, stderr=PIPE
+        )
+        out, err = await process.communicate()
+        return process.returncode, out.decode(), err.decode()
 
     with Client(cluster.address) as client:
-        done = client.generate(PROMPTS[0], temperature=0.0, max_tokens=12)
-    text = run("generate", PROMPTS[0], "--temperature", "0", "--max-tokens", "12")
-    assert done.text.strip() in text
-    assert "decode-0" in run("status", "--json")
+        done = client.generate(PROMPTS[0], seed=7, max_tokens=12)
+    flags = ("--seed", "7", "--max-tokens", "12", "--json")
+    generated, status, refused = await asyncio.gather(
+        run("generate", *flags, PROMPTS[0]),
+        run("status", "--json"),
+        run("generate", "--top-p", "7", "a"),
+    )
+    assert generated[0] == status[0] == 0, (generated, status)
+    told = json.loads(generated[1])
+    assert told["choices"][0]["token_ids"] == list(done.token_ids)
+    assert told["usage"]["completion_tokens"] == len(done.token_ids) > 0
+    workers = {worker["worker_id"] for worker in json.loads(status[1])[0]["workers"]}
+    assert workers == {"prefill-0", "decode-0"}
+    assert refused[:2] == (1, "")
+    assert "sampling.top_p" in refused[2]
 
 
 async def test_killed_workers_come_back_and_streams_go_on(cluster: Cluster) -> None:
@@ -125,11 +144,3 @@ async def test_killed_workers_come_back_and_streams_go_on(cluster: Cluster) -> N
         # With no prefill worker the decode worker computes the prompt by itself.
         done = await client.generate(PROMPTS[1], seed=5, max_tokens=300, ignore_eos=True)
         assert done.token_ids == expected.token_ids
-
-
-def test_baton_check_finds_both_ways_of_serving_equal() -> None:
-    command = [sys.executable, "-m", "baton", "check", str(MODEL), "--num-requests", "24"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("24/24 requests") == 4
-    assert "all equal" in done.stdout

@@ -14,12 +14,16 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).with_name("interpreted")
+FILES = frozenset(path.name for path in FOLDER.glob("test_*.py"))
+ENGINES = frozenset({"test_engine.py", "test_step_graphs.py"})
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("test_*.py")))
-def test_interpreted(name: str) -> None:
+@pytest.mark.parametrize("names", [ENGINES, FILES - ENGINES], ids=["engines", "kernels"])
+def test_interpreted(names: frozenset[str]) -> None:
+    """Two processes of about the same length: what they import takes longer than most files."""
+    files = [FOLDER / name for name in sorted(names)]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", FOLDER / f"{name}.py"],
+        [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *files],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

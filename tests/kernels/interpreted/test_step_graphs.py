@@ -24,16 +24,19 @@ from baton.engine.torch_engine import TorchEngine
 from baton.model import native_decoder
 from baton.types import Sampling
 from baton_kernels.cpu.library import library
+from baton_kernels.gpu import attention_plan
 from bench.gpu.interpreter import kernels_on_cpu
 from tests.support.drive_engine import generate, generate_ahead, token_ids
 from tests.support.tiny_models import Family, make_tiny_model
 
-MAX_MODEL_LEN, BLOCK_SIZE, NUM_BLOCKS = 700, 16, 200
+#: Of keys that one program takes: a fourth of what a GPU's takes, for sequences of as many parts.
+SPLIT_TOKENS = 128
+MAX_MODEL_LEN, BLOCK_SIZE, NUM_BLOCKS = 180, 16, 64
 MAX_GRAPH_SEQS = 4
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 4.0}
 MODELS: dict[str, tuple[Family, str, dict[str, Any]]] = {
     "llama": ("llama", "auto", {}),
-    "window": ("mistral", "auto", {"sliding_window": 530}),
+    "window": ("mistral", "auto", {"sliding_window": 140}),
     "some windows": (
         "qwen2",
         "auto",
@@ -43,7 +46,7 @@ MODELS: dict[str, tuple[Family, str, dict[str, Any]]] = {
     "dynamic RoPE": (
         "llama",
         "auto",
-        {"rope_parameters": DYNAMIC, "max_position_embeddings": 300},
+        {"rope_parameters": DYNAMIC, "max_position_embeddings": 80},
     ),
 }
 
@@ -111,6 +114,7 @@ def pair(
     settings = {"max_position_embeddings": 1024, **overrides}
     path = make_tiny_model(tmp_path / "model", family, **settings)
     monkeypatch.setattr(native_decoder, "can_run", lambda *_: False)
+    monkeypatch.setattr(attention_plan, "SPLIT_TOKENS", SPLIT_TOKENS)
     graphs = CountedGraphs(torch.device("cpu"))
 
     def load(**options: Any) -> TorchEngine:
@@ -147,7 +151,8 @@ def decode_batch(rng: random.Random, num_seqs: int, most: int) -> Batch:
     blocks = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
     parts = []
     for _ in range(num_seqs):
-        start = rng.choice((0, rng.randrange(20), rng.randrange(most), 511, 512, most - 1)) % most
+        edges = (SPLIT_TOKENS - 1, SPLIT_TOKENS, most - 1)
+        start = rng.choice((0, rng.randrange(20), rng.randrange(most), *edges)) % most
         width = start // BLOCK_SIZE + 1 + rng.randrange(3)
         table, blocks = blocks[:width], blocks[width:]
         num_prompt_tokens = rng.randrange(1, start + 30)
@@ -171,9 +176,9 @@ def check_same(pair: Pair, batch: Batch) -> None:
 def test_same_bits_over_random_batches(pair: Pair) -> None:
     rng = random.Random(7)
     most = pair.eager.spec.max_model_len
-    for num_seqs in (1, 2, 3, 3, 2, 1):
+    for num_seqs in (1, 3, 2, 1):
         check_same(pair, decode_batch(rng, num_seqs, most))
-    assert pair.graphs.num_replays == 6
+    assert pair.graphs.num_replays == 4
     assert sum(graph.num_replays > 0 for graph in pair.graphs.graphs) > 2
 
 
@@ -208,18 +213,18 @@ def test_layers_are_told_of_once_and_in_order(pair: Pair) -> None:
 
 def test_same_answers(pair: Pair) -> None:
     """Prompts in chunks, then decode steps, each on the tokens of the one before."""
-    prompts = [[5, 77, 200, 3] * 6, [9], list(range(40, 59))]
+    prompts = [[5, 77, 200, 3] * 3, [9], list(range(40, 51))]
     samplings = [
         Sampling(temperature=0.0),
         Sampling(temperature=1.5, seed=7, top_k=40),
         Sampling(temperature=2.0, seed=8, top_p=0.8),
     ]
     answers = [
-        token_ids(generate(engine, prompts, samplings, 4, chunk_tokens=10))
+        token_ids(generate(engine, prompts, samplings, 3, chunk_tokens=5))
         for engine in (pair.eager, pair.replayed)
     ]
     assert answers[0] == answers[1]
     num_replays = pair.graphs.num_replays
     assert num_replays > 0
-    assert token_ids(generate_ahead(pair.replayed, prompts, samplings, 4)) == answers[0]
-    assert pair.graphs.num_replays == num_replays + 3
+    assert token_ids(generate_ahead(pair.replayed, prompts, samplings, 3)) == answers[0]
+    assert pair.graphs.num_replays == num_replays + 2
