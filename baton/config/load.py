@@ -25,8 +25,9 @@ from baton.errors import ConfigError, StartupError
 
 ENV_PREFIX = "BATON_"
 
-#: Environment variables that are no options of a process: where clients look for the gateway.
-_CLIENT_VARIABLES = frozenset({"BATON_ADDRESS"})
+#: Environment variables that are no options of a process: where clients look for the gateway, and
+#: the level of CPU kernels, which has to be known before there are options.
+_OTHER_VARIABLES = frozenset({"BATON_ADDRESS", "BATON_CPU_LEVEL"})
 
 #: What the name of a variable says whose value is not to be shown.
 _SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASS")
@@ -134,7 +135,7 @@ def _from_environment(cls: type[Options]) -> Mapping[str, object]:
     known = {name.upper() for options in _subclasses(Options) for name in options.model_fields}
     for variable, value in sorted(os.environ.items()):
         name = variable.removeprefix(ENV_PREFIX)
-        if name != variable and name not in known and variable not in _CLIENT_VARIABLES:
+        if name != variable and name not in known and variable not in _OTHER_VARIABLES:
             shown = _HIDDEN_VALUE if _SECRET_NAME.search(name) else value
             raise ConfigError.of(variable, shown, f"no such option{_suggestion(name, known)}")
     if not any(variable.startswith(ENV_PREFIX) for variable in os.environ):

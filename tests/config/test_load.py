@@ -119,6 +119,7 @@ def test_a_variable_of_another_command_is_left_alone(monkeypatch: pytest.MonkeyP
     """One environment may serve all processes of a machine."""
     monkeypatch.setenv("BATON_NUM_DECODE_WORKERS", "3")
     monkeypatch.setenv("BATON_ADDRESS", "elsewhere:1")
+    monkeypatch.setenv("BATON_CPU_LEVEL", "avx2")
     assert load_options(GatewayOptions, {"model": "m"}).port == 50051
 
 

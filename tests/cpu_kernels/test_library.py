@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +59,34 @@ def test_it_is_built_once_and_found_again(
     library.cache_clear()
     assert library() is not None
     assert asked == [chosen_level()]
+
+
+def test_of_processes_that_start_at_once_one_builds_it(
+    built: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    lock = fcntl.flock
+
+    def build(level: str, path: Path) -> None:
+        asked.append(level)
+        folder = os.open(cache, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(folder)
+        shutil.copy(built, path)
+
+    monkeypatch.setattr(module, "build", build)
+    path = find_or_build(chosen_level())
+    assert len(asked) == 1
+
+    def lock_after_another(folder: int, how: int) -> None:
+        lock(folder, how)
+        shutil.copy(built, path)
+
+    path.unlink()
+    monkeypatch.setattr(fcntl, "flock", lock_after_another)
+    assert find_or_build(chosen_level()) == path
+    assert len(asked) == 1
 
 
 def test_a_cache_that_others_may_write_to_is_not_used(cache: Path) -> None:

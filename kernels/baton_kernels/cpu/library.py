@@ -10,6 +10,7 @@ that has no level, the torch twins run.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -216,8 +217,15 @@ def find_or_build(level_name: str) -> Path:
     if owner.st_uid != os.getuid() or owner.st_mode & 0o022:
         raise PermissionError(f"{folder}: others may write to it")
     if not (folder / name).is_file():
-        _log.info("building the native CPU kernels for %s, once per machine", level_name)
-        build(level_name, folder / name)
+        # Of several processes that start at once one builds it, and the others wait.
+        lock = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / name).is_file():
+                _log.info("building the native CPU kernels for %s, once per machine", level_name)
+                build(level_name, folder / name)
+        finally:
+            os.close(lock)
     return folder / name
 
 
