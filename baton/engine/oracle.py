@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 
 import numpy as np
@@ -95,7 +96,6 @@ class OracleEngine(Engine):
         self._options = options
         self._kv = ArrayKvPool(layout, options.num_blocks)
         self._weights = _slot_weights(layout)
-        self._places = np.empty((0,), dtype=np.uint64)
         self._end_s = 0.0
         self._launched: deque[_OracleLaunch] = deque()
         """Not computed yet."""
@@ -181,7 +181,7 @@ class OracleEngine(Engine):
         word and its place."""
         size = self._options.block_size
         num_blocks = -(-num_tokens // size)
-        places = self._places_of(num_blocks)
+        places = _places_of(self._kv.data.shape[1:], 1 << num_blocks.bit_length())[:num_blocks]
         mixed = self._kv.data.view(np.uint64)[list(block_table[:num_blocks])]
         mixed ^= places
         mixed *= np.uint64(0x94D049BB133111EB)
@@ -190,16 +190,16 @@ class OracleEngine(Engine):
         mixed[-1, :, :, :, num_tokens - (num_blocks - 1) * size :] = 0
         return mix(int(np.sum(mixed, dtype=np.uint64)))
 
-    def _places_of(self, num_blocks: int) -> _Words:
-        """A word for each word of a sequence's blocks, [num_blocks, *shape of a block], by token,
-        then by place in it."""
-        if len(self._places) < num_blocks:
-            layers, kinds, heads, size, dims = self._kv.data.shape[1:]
-            shape = (2 * num_blocks, size, layers, kinds, heads, dims)
-            numbers = np.arange(1, math.prod(shape) + 1, dtype=np.uint64)
-            by_token = (numbers * np.uint64(0xBF58476D1CE4E5B9)).reshape(shape)
-            self._places = np.ascontiguousarray(np.moveaxis(by_token, 1, 4))
-        return self._places[:num_blocks]
+
+@lru_cache(maxsize=8)
+def _places_of(shape: tuple[int, ...], num_blocks: int) -> _Words:
+    """A word for each word of a sequence's blocks, [num_blocks, *shape of a block], by token, then
+    by place in it. Those of fewer blocks are the first of these."""
+    layers, kinds, heads, size, dims = shape
+    by_token = (num_blocks, size, layers, kinds, heads, dims)
+    numbers = np.arange(1, math.prod(by_token) + 1, dtype=np.uint64)
+    words = (numbers * np.uint64(0xBF58476D1CE4E5B9)).reshape(by_token)
+    return np.ascontiguousarray(np.moveaxis(words, 1, 4))
 
 
 def _kept(batch: Batch) -> Batch:
