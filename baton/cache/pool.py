@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, KeysView, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -148,15 +148,14 @@ class BlockPool:
                 expected[block_id] += 1
         free, cached = set(self._free), set(self._cached)
         leased = {block_id for block_id, count in enumerate(expected) if count}
+        indexed = self._index.block_ids()
         faults = {
             "reference counts differ from the leases": expected != self._references,
             "a block is free twice": len(free) != len(self._free),
             "a block is in two states": bool(free & cached or free & leased or cached & leased),
             "a block is lost": len(free | cached | leased) != self.num_blocks,
-            "a free block is indexed": any(block_id in self._index for block_id in free),
-            "a cached block is not indexed": any(
-                block_id not in self._index for block_id in cached
-            ),
+            "a free block is indexed": not free.isdisjoint(indexed),
+            "a cached block is not indexed": not cached <= indexed,
         }
         found = [fault for fault, is_there in faults.items() if is_there]
         if found:
@@ -377,6 +376,9 @@ class PrefixIndex:
 
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._by_block
+
+    def block_ids(self) -> KeysView[int]:
+        return self._by_block.keys()
 
     def root(self, tenant: bytes) -> bytes:
         """The key that the chains of a tenant start from."""

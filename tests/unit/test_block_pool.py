@@ -192,6 +192,22 @@ def test_a_prefix_that_is_found_is_not_counted_as_room_too() -> None:
     pool.check_integrity()
 
 
+def test_a_block_in_the_wrong_index_is_noticed() -> None:
+    for fault in ("a cached block is not indexed", "a free block is indexed"):
+        pool = make_pool()
+        with pool.lease(b"", [1, 2, 3, 4, 5], 5) or pytest.fail("no room") as lease:
+            lease.index([1, 2, 3, 4], 4)
+        pool.check_integrity()
+        (cached,) = pool.cached_block_ids
+        entries = pool._index._by_block
+        if "not" in fault:
+            del entries[cached]
+        else:
+            entries[pool._free[0]] = entries[cached]
+        with pytest.raises(AssertionError, match=fault):
+            pool.check_integrity()
+
+
 def test_of_those_that_share_a_block_with_nobody_else_the_last_to_write_keeps_it() -> None:
     pool = make_pool()
     first = pool.lease(b"", [1, 2], 2)
