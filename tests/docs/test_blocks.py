@@ -195,7 +195,7 @@ async def test_lines_serve_together_until_they_are_stopped(block: Block) -> None
 
 
 def check_answer(client: Client) -> None:
-    answer = client.generate("abc", max_tokens=4, ignore_eos=True)
+    answer = client.generate([1, 2, 3], max_tokens=4, ignore_eos=True)
     assert len(answer.token_ids) == 4
 
 
