@@ -30,6 +30,7 @@ class Options(BaseModel):
     baton.config.load only."""
 
     model_config = ConfigDict(
+        defer_build=True,
         frozen=True,
         extra="forbid",
         allow_inf_nan=False,
