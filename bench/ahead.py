@@ -21,8 +21,8 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from bench.document import document_of, now
 from bench.host_rig import HostRig
+from bench.machine import document_of, now
 from bench.report import write_json
 from bench.stub_engine import BLOCK_SIZE
 from worker_core.worker import collect_garbage_less_often

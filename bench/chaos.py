@@ -39,8 +39,8 @@ from baton.client import AsyncClient
 from baton.config import ServeOptions
 from baton.errors import BatonError
 from bench.chaos_faults import FAULTS, Fault, Scene
+from bench.fault_proxy import ProxiedCluster
 from bench.machine import describe_commit, describe_machine, describe_versions
-from bench.proxied_cluster import ProxiedCluster
 from bench.stream_history import StreamHistory, StreamRequest, draw_request
 
 STEP_MS = 16.0

@@ -11,8 +11,7 @@ import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from bench.fault_proxy import FAIR, FaultProxy, Way, Weather
-from bench.proxied_cluster import ProxiedCluster
+from bench.fault_proxy import FAIR, FaultProxy, ProxiedCluster, Way, Weather
 
 #: How long a fault of a link, or a frozen process, lasts, in seconds.
 LASTS_S = 4.0

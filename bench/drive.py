@@ -1,15 +1,24 @@
-"""An open loop: every request is sent when it is due, whatever has become of the others."""
+"""An open loop: every request is sent when it is due, whatever has become of the others; and a
+whole measurement, every run of a plan, on clusters started for it or a gateway that runs."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import dataclasses
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from baton.client import AsyncClient, Chunk, SamplingParams
+from baton.config import ServeOptions
+from baton.config.load import load_options
 from baton.errors import BatonError
-from bench.measure import Record
-from bench.workload import LoadRequest
+from baton.supervisor import Cluster
+from bench.measure import Record, Slo, summarise
+from bench.plan import LoadOptions, Run, entries_of, load_of, runs_of
+from bench.report import Point
+from bench.workload import LoadRequest, TraceEntry
 
 
 @dataclass(slots=True)
@@ -122,3 +131,109 @@ def _record(
         transfer_exposed_ms=timing.transfer_exposed_ms if timing else 0.0,
         was_handed_over=bool(timing and timing.transfer_bytes),
     )
+
+
+SPLIT, COLOCATED, GIVEN = "split", "colocated", "given"
+
+
+def cluster_options(
+    model: str, settings: Mapping[str, object], compares: bool
+) -> dict[str, ServeOptions]:
+    """Options of `baton serve` for each target, by its name. Raises ConfigError.
+
+    settings: options by field name, as a YAML file of `baton serve` holds them. compares: whether
+    the same number of workers is measured colocated, too.
+    """
+    base: dict[str, object] = {"log_level": "warning", **settings, "model": model, "port": 0}
+    if not compares:
+        options = load_options(ServeOptions, base)
+        return {COLOCATED if options.colocated else SPLIT: options}
+    split = load_options(ServeOptions, {**base, "colocated": False})
+    only_split = {"num_prefill_workers", "prefill_block_size"}
+    alone = {name: value for name, value in base.items() if name not in only_split}
+    num_workers = split.num_prefill_workers + split.num_decode_workers
+    colocated = load_options(
+        ServeOptions, {**alone, "colocated": True, "num_decode_workers": num_workers}
+    )
+    return {SPLIT: split, COLOCATED: colocated}
+
+
+@asynccontextmanager
+async def started(clusters: Mapping[str, ServeOptions]) -> AsyncIterator[dict[str, AsyncClient]]:
+    """Start the clusters, one after the other, and yield a client of each, by name. Raises
+    StartupError."""
+    async with AsyncExitStack() as stack:
+        clients = {}
+        for name, options in clusters.items():
+            cluster = await stack.enter_async_context(Cluster(options))
+            clients[name] = await stack.enter_async_context(AsyncClient(cluster.address))
+        yield clients
+
+
+@asynccontextmanager
+async def connected(address: str) -> AsyncIterator[dict[str, AsyncClient]]:
+    """A client of a gateway that runs already."""
+    async with AsyncClient(address) as client:
+        yield {GIVEN: client}
+
+
+#: Requests that are sent one after the other before the first run on a target, and not measured.
+NUM_WARM_UP = 3
+
+Targets = AbstractAsyncContextManager[dict[str, AsyncClient]]
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One call of the program. rates: None stands for a trace's own."""
+
+    load: LoadOptions
+    rates: tuple[float | None, ...]
+    num_repetitions: int
+    slo: Slo
+    timeout_s: float
+
+
+async def measure(
+    session: Session, targets: Targets, show: Callable[[Run, Progress], None]
+) -> tuple[Point, ...]:
+    """Run all of a session. show: called at each change within a run. Raises BatonError,
+    TraceError, ArrivalsError."""
+    async with targets as clients:
+        models = {name: await client.model() for name, client in clients.items()}
+        max_model_len = min(model.max_model_len for model in models.values())
+        vocab_size = min(model.vocab_size for model in models.values())
+        entries = entries_of(session.load, max_model_len)
+        runs = runs_of(tuple(clients), session.rates, session.num_repetitions)
+        for client in clients.values():
+            await _warm_up(session, client, entries, vocab_size)
+        points = [
+            await _point(session, clients[run.target], run, entries, vocab_size, show)
+            for run in runs
+        ]
+        return tuple(points)
+
+
+async def _warm_up(
+    session: Session, client: AsyncClient, entries: Sequence[TraceEntry], vocab_size: int
+) -> None:
+    run = Run("", session.rates[0], -1)
+    requests, _ = load_of(session.load, entries, run, vocab_size)
+    for request in requests[:NUM_WARM_UP]:
+        alone = dataclasses.replace(request, due_s=0.0)
+        await drive(client, (alone,), DriveOptions(timeout_s=session.timeout_s, cache_salt="warm"))
+
+
+async def _point(
+    session: Session,
+    client: AsyncClient,
+    run: Run,
+    entries: Sequence[TraceEntry],
+    vocab_size: int,
+    show: Callable[[Run, Progress], None],
+) -> Point:
+    requests, rate = load_of(session.load, entries, run, vocab_size)
+    # A salt of its own: a run finds no prefix that an earlier one has cached.
+    options = DriveOptions(cache_salt=secrets.token_hex(8), timeout_s=session.timeout_s)
+    records = await drive(client, requests, options, lambda progress: show(run, progress))
+    return Point(run.target, rate, run.repetition, summarise(records, session.slo))

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from baton.model.config import ModelConfig, read_config
 from baton.model.memory_plan import num_parameters
-from bench.document import document_of, now
+from bench.machine import document_of, now
 from bench.peers.comparison import Case, Result, data_of, run_case, show_progress, use_cores
 from bench.peers.figures import Figure
 from bench.peers.models import NAMES, checkpoint

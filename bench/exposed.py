@@ -26,7 +26,7 @@ from baton.config import ServeOptions
 from baton.supervisor import Cluster
 from baton.supervisor.log_lines import forward_to_stderr
 from bench.machine import describe_machine, describe_versions
-from bench.suite.page import replaced
+from bench.suite.markdown import replaced
 
 #: Below the vocabulary of every model that is measured, and above its special tokens.
 _TOKEN_IDS = range(10, 500)

@@ -22,7 +22,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.document import document_of, now
 from bench.host_gateway import (
     AddedTtft,
     Flow,
@@ -32,6 +31,7 @@ from bench.host_gateway import (
 )
 from bench.host_service import measure_service
 from bench.host_tier import TierCosts, measure_tier
+from bench.machine import document_of, now
 from bench.report import write_json
 
 MODEL_IN_THE_BOX = str(Path(__file__).resolve().parents[1] / "models" / "baton-py-6m")

@@ -47,7 +47,7 @@ from bench.kv_ways import (
     num_blocks_of,
     raw_socket,
 )
-from bench.suite.page import replaced
+from bench.suite.markdown import replaced
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.running_receiver import DEFAULT_MAX_CHUNK_BYTES
 from kv_transfer.wire_format import wire_format

@@ -21,9 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from baton_kernels.cpu.library import levels_of_machine
-from bench.cpu_level import level_environment
-from bench.document import document_of, now
 from bench.engine import floors_of
+from bench.machine import document_of, level_environment, now
 from bench.peers.comparison import Case, data_of, run_case, show_progress, use_cores
 from bench.peers.models import peer_versions
 from bench.peers.task import Task

@@ -26,15 +26,12 @@ from baton.client import DEFAULT_ADDRESS
 from baton.config import ServeOptions
 from baton.errors import BatonError
 from baton.supervisor import ChildFailed
-from bench.arrivals import ArrivalsError
-from bench.drive import Progress
+from bench.drive import Progress, Session, cluster_options, connected, measure, started
 from bench.machine import describe_commit, describe_machine, describe_versions
 from bench.measure import Slo
-from bench.plan import Arrivals, LoadOptions, Run
-from bench.recorded import TraceError
+from bench.plan import Arrivals, ArrivalsError, LoadOptions, Run
 from bench.report import document_of, goodput_lines, table_of, write_json
-from bench.session import Session, measure
-from bench.targets import cluster_options, connected, started
+from bench.workload import TraceError
 
 MODEL_IN_THE_BOX = str(Path(__file__).resolve().parents[1] / "models" / "baton-py-6m")
 
@@ -187,7 +184,7 @@ def _run(
     if output.json_path:
         write_json(output.json_path, document_of(points, session.slo, output.wanted, about))
     if output.plot_path:
-        from bench.plot import plot
+        from bench.report import plot
 
         title = f"{address or Path(model).name} {about['git'].get('commit', '')[:12]}"
         plot(points, session.slo, title, output.plot_path)

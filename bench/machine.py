@@ -1,4 +1,5 @@
-"""Where and with what a measurement was made, so that a figure can be judged later."""
+"""Where and with what a measurement was made, so that a figure can be judged later; how it is kept;
+and the CPU level that is forced on whatever is measured beside Baton, too."""
 
 from __future__ import annotations
 
@@ -6,10 +7,15 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
-from baton_kernels.cpu.library import level
+from baton_kernels.cpu.library import LEVEL_VARIABLE, level
 
 _PACKAGES = ("baton", "torch", "transformers", "grpcio", "protobuf", "uvloop", "numpy", "triton")
 _ROOT = Path(__file__).resolve().parents[1]
@@ -74,3 +80,47 @@ def _output(program: str, *arguments: str) -> str:
         return ""
     done = subprocess.run([path, *arguments], capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def now() -> str:
+    """Date and time, in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def document_of(module: str, started: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Made when the measurement ends: its load average is that of the machine then, this
+    measurement's own included."""
+    return {
+        "command": ["python", "-m", module, *map(shown, sys.argv[1:])],
+        "started": started,
+        "git": describe_commit(),
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        **data,
+    }
+
+
+def shown(argument: str) -> str:
+    """An argument as others may read it: of a file somewhere on this machine, the name."""
+    return Path(argument).name if argument.startswith("/") else argument
+
+
+#: What makes torch take no instructions above a level's. oneDNN knows no level between VNNI and
+#: BF16: its products of bfloat16 may use VNNI at avx512, which ours do not.
+_TORCH: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+        "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI", "ATEN_CPU_CAPABILITY": "avx512"},
+    }
+)
+
+
+def forced_level() -> str:
+    """Empty where the machine's best is measured."""
+    return os.environ.get(LEVEL_VARIABLE, "")
+
+
+def level_environment(level: str) -> dict[str, str]:
+    """Of a process that measures at a level; empty: the best."""
+    forced = {LEVEL_VARIABLE: level, **_TORCH.get(level, {})} if level else {}
+    return {**os.environ, **forced}

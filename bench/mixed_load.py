@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from bench.arrivals import burst
 from bench.measure import Distribution, Record, Slo, distribution
-from bench.recorded import TraceEntry
-from bench.workload import LoadRequest, requests_of
+from bench.plan import burst
+from bench.workload import LoadRequest, TraceEntry, requests_of
 
 
 @dataclass(frozen=True, slots=True)

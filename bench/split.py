@@ -34,15 +34,14 @@ from baton.config import ServeOptions
 from baton.config.load import load_options
 from baton.errors import BatonError
 from baton.supervisor import ChildFailed
-from bench.document import document_of, now
-from bench.drive import DriveOptions, drive
+from bench.drive import DriveOptions, cluster_options, drive, started
+from bench.machine import document_of, now
 from bench.measure import Slo, goodput
 from bench.mixed_load import MixedLoad, MixedSummary, Steady, mixed_load, summarise_mixed
 from bench.peers.models import NAMES, checkpoint
 from bench.plan import LoadOptions, entries_of, runs_of
-from bench.recorded import TraceEntry, TraceError
 from bench.report import write_json
-from bench.targets import cluster_options, started
+from bench.workload import TraceEntry, TraceError
 
 TUNED = "colocated-tuned"
 

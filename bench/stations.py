@@ -34,17 +34,16 @@ from baton.config import ServeOptions
 from baton.errors import BatonError
 from baton.supervisor import Cluster
 from baton.supervisor.plan import PROGRAMS, Programs
-from bench.document import document_of, now
-from bench.drive import drive
+from bench.drive import SPLIT, cluster_options, drive
+from bench.machine import document_of, now
 from bench.measure import Distribution, Record, distribution
 from bench.mixed_load import MixedLoad, Steady, mixed_load
 from bench.peers.models import NAMES, checkpoint
 from bench.plan import LoadOptions, entries_of
-from bench.recorded import TraceError
 from bench.report import write_json
 from bench.split import BASE_SETTINGS, engine_settings, run_options, warm_up
-from bench.targets import SPLIT, cluster_options
 from bench.timed_worker import STEP_TIMES, StepTimes, read_steps
+from bench.workload import TraceError
 
 _WORKER = (sys.executable, "-m", "bench.timed_worker")
 

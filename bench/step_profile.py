@@ -35,7 +35,7 @@ from baton.model.config import ModelConfig, read_config
 from baton.model.decoder import Decoder
 from baton_kernels.cpu.layers import NUM_STAGES, RunningLayers
 from baton_kernels.cpu.library import library
-from bench.document import document_of, now
+from bench.machine import document_of, now
 from bench.peers.comparison import use_cores
 from bench.peers.models import NAMES, checkpoint
 from bench.peers.ours import next_tokens

@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.document import document_of, now
+from bench.machine import document_of, now
 from bench.peers.comparison import Case, data_of, run_case, show_progress, use_cores
 from bench.peers.figures import Figure
 from bench.peers.models import NAMES, peer_versions

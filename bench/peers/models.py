@@ -18,7 +18,7 @@ import torch
 
 from baton.model.quantize import quantize_checkpoint
 from baton_kernels.cpu.library import levels_of_machine
-from bench.cpu_level import forced_level
+from bench.machine import forced_level
 
 _ROOT = Path(__file__).resolve().parents[2]
 MADE = Path(__file__).with_name(".models")

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
 
-from bench.cpu_level import forced_level, level_environment
+from bench.machine import forced_level, level_environment
 from bench.peers.models import checkpoint, gguf_file, peers_python
 from bench.peers.task import Answer, Task
 

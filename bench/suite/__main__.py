@@ -24,8 +24,7 @@ from typing import Any
 
 from bench.machine import describe_commit
 from bench.report import write_json
-from bench.suite.markdown import NOT_MEASURED
-from bench.suite.page import replaced
+from bench.suite.markdown import NOT_MEASURED, replaced
 from bench.suite.sections import SECTIONS, Section, tables
 
 ROOT = Path(__file__).resolve().parents[2]

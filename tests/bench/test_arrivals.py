@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.arrivals import ArrivalsError, burst, mean_rate, poisson, replay
+from bench.plan import ArrivalsError, burst, mean_rate, poisson, replay
 
 SEEDS = st.integers(0, 2**32)
 COUNTS = st.integers(1, 300)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from bench.drive import cluster_options
 from bench.load import app, settings_of
-from bench.targets import cluster_options
 from tests.support.fake_inference import FakeInference, serve
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bench.measure import Record, Slo
 from bench.mixed_load import Steady, mixed_load, summarise_mixed
-from bench.recorded import TraceEntry
+from bench.workload import TraceEntry
 
 ENTRIES = st.lists(
     st.builds(TraceEntry, st.just(0.0), st.integers(1, 60), st.integers(1, 9)),

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.arrivals import ArrivalsError
-from bench.plan import Arrivals, LoadOptions, Run, entries_of, load_of, runs_of
+from bench.plan import Arrivals, ArrivalsError, LoadOptions, Run, entries_of, load_of, runs_of
 
 OPTIONS = LoadOptions(num_requests=6, num_input_tokens=20, num_output_tokens=10)
 RATES = st.lists(st.floats(0.1, 100), min_size=1, max_size=4, unique=True)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.recorded import TraceEntry, TraceError, capped, read_trace, scaled
+from bench.workload import TraceEntry, TraceError, capped, read_trace, scaled
 
 ENTRIES = st.builds(
     TraceEntry,

@@ -9,8 +9,16 @@ import pytest
 from rich.console import Console
 
 from bench.measure import Record, Slo, summarise
-from bench.plot import plot, series
-from bench.report import Point, document_of, goodput_lines, table_of, targets_of, write_json
+from bench.report import (
+    Point,
+    document_of,
+    goodput_lines,
+    plot,
+    series,
+    table_of,
+    targets_of,
+    write_json,
+)
 
 SLO = Slo(ttft_ms=100, tpot_ms=20)
 

@@ -27,7 +27,7 @@ from bench.suite.__main__ import (
     run,
     write_page,
 )
-from bench.suite.page import PageError, names_in, part_of, replaced
+from bench.suite.markdown import PageError, names_in, part_of, replaced
 from bench.suite.sections import SECTIONS, Section, tables
 
 TEXT = st.text(alphabet="ab |\n-", max_size=30)

@@ -10,8 +10,7 @@ import pytest
 import pytest_asyncio
 
 from baton.client import AsyncClient
-from bench.fault_proxy import FaultProxy, Way, Weather
-from bench.proxied_cluster import ProxiedCluster
+from bench.fault_proxy import FaultProxy, ProxiedCluster, Way, Weather
 from tests.support.certificates import Authority, as_options
 from tests.support.fault_streams import Streams, proxied_cluster, until_quiet
 

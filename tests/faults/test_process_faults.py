@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from baton.client import AsyncClient
-from bench.proxied_cluster import ProxiedCluster
+from bench.fault_proxy import ProxiedCluster
 from gateway.request.assignment import MAX_FAILURES
 from tests.support.fault_streams import Streams, proxied_cluster, until_quiet
 

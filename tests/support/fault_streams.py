@@ -11,7 +11,7 @@ from typing import Any
 from baton.client import AsyncClient
 from baton.config import ServeOptions
 from baton.errors import BatonError
-from bench.proxied_cluster import ProxiedCluster
+from bench.fault_proxy import ProxiedCluster
 from bench.stream_history import StreamHistory, StreamRequest, draw_request
 from tests.support.live_tiers import BOX_MODEL
 
