@@ -25,7 +25,7 @@ import trustme
 
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.rpc.tls import TlsFiles
-from baton.types import KvLayout, KvRange, Sample, Sampling, SequenceSpec, WorkerIdentity
+from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.running_receiver import open_receiver
 from kv_transfer.sender import SendDone, Sender
@@ -112,7 +112,7 @@ def shares_of(
 # The peer: a process of its own that takes orders as lines of JSON.
 
 
-def tell(message: dict[str, Any]) -> None:
+def report(message: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
@@ -141,10 +141,10 @@ def serve_kv(channel: Channel, num_blocks: int) -> None:
         spec = SequenceSpec("r", tuple(range(num_tokens)), Sampling())
         return running.tickets.offer(spec, blocks, 0, num_tokens).data.hex()
 
-    tell({"ready": True})
+    report({"ready": True})
     for line in sys.stdin:
         shares = shares_of(int(json.loads(line)["num_tokens"]), channel, num_blocks)
-        tell({"tickets": [offered(*share) for share in shares]})
+        report({"tickets": [offered(*share) for share in shares]})
     running.close()
 
 
@@ -162,7 +162,7 @@ def serve_raw(max_bytes: int) -> None:
     """Per message: eight bytes of length, that many bytes into warm memory, one byte back."""
     memory = np.ones(max_bytes, np.uint8).data
     with socket.create_server(("127.0.0.1", 0)) as server:
-        tell({"port": server.getsockname()[1]})
+        report({"port": server.getsockname()[1]})
         sock, _ = server.accept()
     with sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -189,7 +189,7 @@ async def serve_grpc(max_bytes: int) -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    tell({"port": port})
+    report({"port": port})
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     await server.stop(None)
 
@@ -315,10 +315,7 @@ def kv_channel(channel: Channel, source: TorchKvPool, max_bytes: int) -> Iterato
                 for number, (ticket, (count, blocks)) in enumerate(
                     zip(tickets, shares, strict=True)
                 ):
-                    key = str(number)
-                    sender.begin(key, ticket)
-                    sender.send(key, blocks, KvRange(0, count, 0, LAYOUT.num_layers))
-                    sender.commit(key, count, (Sample(0),), time.monotonic())
+                    sender.hand_off(str(number), ticket, blocks, count, time.monotonic())
                 for done in [dones.get(timeout=_PATIENCE_S) for _ in shares]:
                     if done.error:
                         raise done.error
