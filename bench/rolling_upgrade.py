@@ -52,12 +52,13 @@ _STEP_MS = 8.0
 
 #: What release 0.1.0 understands, and every later one.
 _COMMON = (
-    f"--model={MODEL}",
-    "--engine=oracle",
     f"--drain-timeout-s={_DRAIN_S:g}",
     "--log-level=error",
+    "--",
+    str(MODEL),
 )
 _OF_WORKERS = (
+    "--engine=oracle",
     f"--oracle-step-ms={_STEP_MS:g}",
     "--max-num-seqs=64",
     "--num-gpu-blocks-override=2000",
@@ -112,14 +113,13 @@ class RollingCluster:
         """lifeline: read end of a pipe; its end of file stops all children."""
         self._lifeline = lifeline
         self._children: dict[str, Child] = {}
-        self._client: AsyncClient | None = None
+        #: Of each gateway so far: the last takes new streams; others may still be read from.
+        self._clients: list[AsyncClient] = []
 
     @property
     def client(self) -> AsyncClient:
         """Of the gateway that takes new streams."""
-        if self._client is None:
-            raise RuntimeError("no gateway was started")
-        return self._client
+        return self._clients[-1]
 
     async def start(self, version: Version) -> None:
         await asyncio.gather(*(self._start_worker(name, version) for name in WORKERS))
@@ -151,20 +151,18 @@ class RollingCluster:
         report = await child.start(self._lifeline)
         await wait_until_serving(report.address)
         old, self._children["gateway"] = self._children.get("gateway"), child
-        old_client, self._client = self._client, AsyncClient(report.address)
-        if old and old_client:
+        self._clients.append(AsyncClient(report.address))
+        if old:
             await old.stop(_DRAIN_S)
-            await old_client.close()
 
     async def stop(self) -> None:
-        if self._client:
-            await self._client.close()
+        await asyncio.gather(*(client.close() for client in self._clients))
         await asyncio.gather(*(child.stop(_DRAIN_S) for child in self._children.values()))
 
     async def _start_worker(self, name: str, version: Version, port: int = 0) -> None:
         tier = name.partition("-")[0]
         program = PROGRAMS.prefill if tier == "prefill" else PROGRAMS.decode
-        arguments = (f"--port={port}", f"--worker-id={name}", *_COMMON, *_OF_WORKERS)
+        arguments = (f"--port={port}", f"--worker-id={name}", *_OF_WORKERS, *_COMMON)
         self._children[name] = self._child(ChildSpec(name, program, arguments), version)
         await self._children[name].start(self._lifeline)
 
