@@ -46,3 +46,12 @@ def test_where_to_add_something_names_files_that_are_there() -> None:
         assert len(named[f"a {what}"]) > 2
     assert "baton/kv_transports.py" in named["a transport of KV"]
     assert not [path for paths in named.values() for path in paths if not (ROOT / path).exists()]
+
+
+def test_every_module_of_baton_has_its_room() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    section = text.partition("## The rooms of baton/\n")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`([a-z0-9_]+(?:\.py)?)`", section))
+    folders = {path.parent.name for path in (ROOT / "baton").glob("*/__init__.py")}
+    modules = {path.name for path in (ROOT / "baton").glob("[!_]*.py")}
+    assert named == folders | modules
