@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 #: The children that a process of ours starts are executed at once: gRPC has nothing to repair in
-#: them, and would complain that it cannot. What goes wrong is told by our own errors, not by lines
+#: them, and would complain that it cannot. What goes wrong is in our own errors, not by lines
 #: of the C core.
 GRPC_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     {"GRPC_ENABLE_FORK_SUPPORT": "0", "GRPC_VERBOSITY": "NONE"}

@@ -68,7 +68,7 @@ KV_TRANSPORTS = (
     KvTransport("tcp", Scope.NETWORK, "TCP"),
 )
 
-#: Those that workers can be told to take.
+#: Those that an option can name.
 REMOTE = tuple(each for each in KV_TRANSPORTS if each.scope is not Scope.PROCESS)
 
 #: Lets each pair of workers take the best that both have.

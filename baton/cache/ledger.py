@@ -36,7 +36,7 @@ class BlockLedger:
 
 @dataclass(frozen=True, slots=True)
 class ListBlocks:
-    """A command to a tier's core: tell the ledger. `reply` is called in the engine loop's
+    """A command to a tier's core: report the ledger. `reply` is called in the engine loop's
     thread."""
 
     reply: Callable[[BlockLedger], None]

@@ -51,7 +51,7 @@ def generate(
     ] = False,
     is_json: options.Json = False,
     timing: Annotated[
-        bool, typer.Option("--timing", help="Tell where the time went, on stderr.")
+        bool, typer.Option("--timing", help="Print where the time went, to stderr.")
     ] = False,
     timeout_s: options.TimeoutS = None,
     beam_width: Annotated[

@@ -63,7 +63,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 
 
 class _Commands(TyperGroup):
-    """Tells every error in one line: exit status 2 if nothing was started, 1 if a request
+    """Reports every error in one line: exit status 2 if nothing was started, 1 if a request
     failed."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
@@ -102,17 +102,19 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except _UsageError as error:
-            told = " ".join(error.format_message().split())
+            message = " ".join(error.format_message().split())
             path = error.ctx.command_path if error.ctx else "baton"
-            typer.echo(f"{path}: error: {told.rstrip('.')}; see {path} --help", err=True)
+            typer.echo(f"{path}: error: {message.rstrip('.')}; see {path} --help", err=True)
             raise SystemExit(EXIT_REFUSED) from None
         except StartupError as error:
             from baton.service import refuse
 
             raise SystemExit(refuse(ctx.invoked_subcommand or "", error)) from None
         except BatonError as error:
-            told = f" [{error.request_id}]" if error.request_id else ""
-            typer.echo(f"baton {ctx.invoked_subcommand}: {error.reason}: {error}{told}", err=True)
+            request = f" [{error.request_id}]" if error.request_id else ""
+            typer.echo(
+                f"baton {ctx.invoked_subcommand}: {error.reason}: {error}{request}", err=True
+            )
             raise SystemExit(1) from None
 
 

@@ -13,7 +13,7 @@ from baton.grpc_environment import GRPC_ENVIRONMENT
 
 
 def serve(options: ServeOptions) -> None:
-    """Run the supervisor until it is told to stop."""
+    """Run the supervisor until it is asked to stop."""
     from baton.service import run_service
     from baton.supervisor import serve_cluster
 

@@ -77,7 +77,7 @@ def get_model_request(*, model: str) -> inference_pb2.GetModelRequest:
 
 
 def prompt_message(prompt: PromptLike) -> inference_pb2.Prompt:
-    """The kind of prompt is told by its type; an empty sequence is one of token ids."""
+    """The kind of prompt follows from its type; an empty sequence is one of token ids."""
     if isinstance(prompt, str):
         return inference_pb2.Prompt(text=_checked_text("prompt.text", prompt))
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):

@@ -33,7 +33,7 @@ _OTHER_VARIABLES = frozenset({"BATON_ADDRESS", "BATON_CPU_LEVEL"})
 _SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASS")
 _HIDDEN_VALUE = "***"
 
-#: How to mend a value, by pydantic's name of the fault; other faults tell it themselves.
+#: How to mend a value, by pydantic's name of the fault; other faults say it themselves.
 _FIXES: Mapping[str, str] = MappingProxyType(
     {
         "greater_than_equal": "give at least {ge}",
@@ -117,7 +117,7 @@ def build_options(
     cls: type[O], values: Mapping[str, object], spellings: Mapping[str, str] | None = None
 ) -> O:
     """cls(**values), with ConfigError for what pydantic finds wrong; only the first fault is
-    told."""
+    reported."""
     spellings = spellings or {}
     for name, value in values.items():
         field = cls.model_fields.get(name)

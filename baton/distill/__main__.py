@@ -17,19 +17,19 @@ LOG_INTERVAL = 20
 
 
 def run(options: DistillOptions) -> None:
-    """Train, and tell how it goes and what came of it."""
+    """Train, and report how it goes and what came of it."""
     from baton.distill.run import distill
     from baton.distill.training import Progress
 
-    def tell(done: Progress, loss: float) -> None:
+    def report(done: Progress, loss: float) -> None:
         if done.step % LOG_INTERVAL == 0:
             share = done.elapsed_s / (options.minutes * 60)
             rate = done.tokens / done.elapsed_s
             typer.echo(f"{share:6.1%} step {done.step} loss {loss:.3f} {rate:.0f} tokens/s")
 
-    figures = distill(options, time.monotonic, tell)
-    told = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
-    typer.echo(f"{options.output}: {told}")
+    figures = distill(options, time.monotonic, report)
+    shown = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
+    typer.echo(f"{options.output}: {shown}")
 
 
 if __name__ == "__main__":

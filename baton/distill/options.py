@@ -12,7 +12,7 @@ from baton.config.options import Options
 
 
 class DistillOptions(Options):
-    """What a distillation is told."""
+    """What a distillation is given."""
 
     target: NonEmpty
     """Model to learn from: a local directory, or a Hugging Face Hub id."""

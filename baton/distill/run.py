@@ -94,10 +94,10 @@ def _split(stream: Tensor, options: DistillOptions) -> tuple[Tensor, list[Tensor
     return trained, list(torch.split(rest, options.context))[:_MAX_HELD_OUT_WINDOWS]
 
 
-def _end_ids(told: int | list[int] | None) -> list[int]:
-    if told is None:
+def _end_ids(given: int | list[int] | None) -> list[int]:
+    if given is None:
         return []
-    return [told] if isinstance(told, int) else list(told)
+    return [given] if isinstance(given, int) else list(given)
 
 
 def _half(hidden_size: int) -> int:
@@ -113,10 +113,10 @@ def _write(
     for name in _TOKENIZER_FILES:
         if (target / name).is_file():
             shutil.copyfile(target / name, output / name)
-    told = {
+    facts = {
         "target": options.target,
         "options": options.model_dump(mode="json"),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         **record,
     }
-    (output / "distill.json").write_text(json.dumps(told, indent=2) + "\n")
+    (output / "distill.json").write_text(json.dumps(facts, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""`python -m baton.doctor.engine`: torch, the device and a model's files, told as one JSON list on
+"""`python -m baton.doctor.engine`: torch, the device and a model's files, as one JSON list on
 stdout.
 
 It is a process of its own, so that the command line stays without torch and outlives an import that
@@ -108,8 +108,8 @@ def _check_weights(folder: Path, dtype: str, block_size: int) -> Iterator[Findin
     try:
         config = read_config(folder)
         longest = config.derived_max_len
-        told = f"{config.family}, {config.num_layers} layers, {longest} tokens, {config.dtype}"
-        yield ok("model", told)
+        found = f"{config.family}, {config.num_layers} layers, {longest} tokens, {config.dtype}"
+        yield ok("model", found)
         shards = find_shards(folder)
         yield _check_shards(list(shards))
         where = torch.device("cuda" if torch.cuda.is_available() else "cpu")

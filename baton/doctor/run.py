@@ -16,7 +16,7 @@ _ENGINE_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class DoctorRequest:
-    """What is to be served, as `baton serve` would be told. model, registry: empty if none."""
+    """What is to be served, as `baton serve` would get it. model, registry: empty if none."""
 
     model: str = ""
     host: str = "127.0.0.1"

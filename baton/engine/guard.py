@@ -33,7 +33,7 @@ def forward_guarded(
 
 
 def try_launch(engine: Engine, batch: Batch, layers_done: LayersDone) -> Launched | None:
-    """A launch; None if it failed: forward_guarded tells by whose fault."""
+    """A launch; None if it failed: forward_guarded says by whose fault."""
     try:
         return engine.launch(batch, layers_done)
     except Exception as error:  # noqa: BLE001 - whatever it is, it comes again when the batch is run guarded
@@ -42,7 +42,7 @@ def try_launch(engine: Engine, batch: Batch, layers_done: LayersDone) -> Launche
 
 
 def try_collect(launched: Launched) -> tuple[tuple[Sample, ...], ...] | None:
-    """A launch's samples; None if it failed: forward_guarded tells by whose fault."""
+    """A launch's samples; None if it failed: forward_guarded says by whose fault."""
     try:
         return launched.samples()
     except Exception as error:  # noqa: BLE001 - as above

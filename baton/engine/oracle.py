@@ -121,7 +121,7 @@ class OracleEngine(Engine):
         return self._kv
 
     def launch(self, batch: Batch, layers_done: LayersDone | None = None) -> Launched:
-        """See Engine.launch. Whatever goes wrong is told when the samples are asked for."""
+        """See Engine.launch. Whatever goes wrong is raised when the samples are asked for."""
         seconds = self._options.step_s + batch.num_tokens * self._options.token_s
         self._end_s = max(self._end_s, time.perf_counter()) + seconds
         launched = _OracleLaunch(_kept(batch), layers_done, self._end_s, self._finish)
@@ -281,7 +281,7 @@ def oracle_beams(
 def oracle_prompt_logprobs(
     prompt: Sequence[int], sampling: Sampling, vocab_size: int
 ) -> tuple[TokenLogprobs, ...]:
-    """What any oracle engine of default shape tells of a prompt's tokens but the first."""
+    """What any oracle engine of default shape reports of a prompt's tokens but the first."""
     rows = tuple(
         SampleRow(i, sampling, prompt[: i + 1], len(prompt), scored_token_id=token_id)
         for i, token_id in enumerate(prompt[1:])
@@ -299,7 +299,7 @@ def _undisturbed(vocab_size: int) -> OracleEngine:
 
 
 def _slot_weights(layout: KvLayout) -> _Words:
-    """One word per (layer, key or value, head, dimension), so that swapped slots are told apart."""
+    """One word per (layer, key or value, head, dimension), so that swapped slots differ."""
     shape = (layout.num_layers, 2, layout.num_kv_heads, layout.head_dim)
     words = [mix(_ROOT + index) for index in range(int(np.prod(shape)))]
     return np.array(words, dtype=np.uint64).reshape(shape)

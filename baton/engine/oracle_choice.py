@@ -44,8 +44,10 @@ def choose(digest: int, row: SampleRow, vocab_size: int) -> Sample:
     """The sample after a prefix of this digest. Raises EngineFault if no token may be chosen."""
     sampling = row.sampling
     if row.scored_token_id is not None:
-        told = _told(_logprobs(digest, vocab_size), row.scored_token_id, sampling.prompt_logprobs)
-        return Sample(row.scored_token_id, told)
+        logprobs = _reported(
+            _logprobs(digest, vocab_size), row.scored_token_id, sampling.prompt_logprobs
+        )
+        return Sample(row.scored_token_id, logprobs)
     allowed = _allowed_ids(row, vocab_size)
     if allowed is not None and not len(allowed):
         raise EngineFault("no token is left to choose")
@@ -55,7 +57,7 @@ def choose(digest: int, row: SampleRow, vocab_size: int) -> Sample:
     token_id = state % vocab_size if allowed is None else int(allowed[state % len(allowed)])
     if sampling.logprobs < 0:
         return Sample(token_id)
-    return Sample(token_id, _told(_logprobs(digest, vocab_size), token_id, sampling.logprobs))
+    return Sample(token_id, _reported(_logprobs(digest, vocab_size), token_id, sampling.logprobs))
 
 
 def _state(digest: int, row: SampleRow) -> int:
@@ -103,7 +105,7 @@ def _best(values: NDArray[np.float32], count: int) -> tuple[tuple[int, float], .
     return tuple(zip(order.tolist(), values[order].tolist(), strict=True))
 
 
-def _told(values: NDArray[np.float32], token_id: int, num_top: int) -> TokenLogprobs:
+def _reported(values: NDArray[np.float32], token_id: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(token_id, float(values[token_id]), _best(values, num_top))
 
 

@@ -1,7 +1,7 @@
 """The files of a checkpoint: where they are, and whether they are ones that we read. Imports no
 torch.
 
-So what is wrong with them is told before a process spends seconds on its imports.
+So what is wrong with them is reported before a process spends seconds on its imports.
 """
 
 from __future__ import annotations
@@ -114,5 +114,5 @@ def naming_model(model: str) -> Iterator[None]:
     try:
         yield
     except ModelError as error:
-        told = error.message.removeprefix(f"{model}: ")
-        raise type(error)(f"MODEL={model}: {told}", **error.metadata) from error
+        reason = error.message.removeprefix(f"{model}: ")
+        raise type(error)(f"MODEL={model}: {reason}", **error.metadata) from error

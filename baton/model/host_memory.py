@@ -26,4 +26,4 @@ def _meminfo_available(meminfo: Path) -> int:
     for line in meminfo.read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise ValueError(f"{meminfo} tells no MemAvailable")
+    raise ValueError(f"{meminfo} names no MemAvailable")

@@ -36,14 +36,14 @@ class PipeRegistry:
         )
         try:
             while line := await reader.readline():
-                told = json.loads(line)
-                yield WorkerAdded(told["address"], Tier[told["tier"].upper()])
+                entry = json.loads(line)
+                yield WorkerAdded(entry["address"], Tier[entry["tier"].upper()])
         finally:
             transport.close()
             self._ended.set()
 
     async def wait_ended(self) -> None:
-        """Returns when the list is complete, and `changes` has told all of it."""
+        """Returns when the list is complete, and `changes` has yielded all of it."""
         await self._ended.wait()
 
     async def announce(self, current: Callable[[], Registration | None]) -> NoReturn:  # noqa: ARG002

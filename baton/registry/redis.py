@@ -171,7 +171,7 @@ def _num_cancels() -> int:
 
 
 class _Outage:
-    """Tells once when Redis cannot be used, and once when it can again."""
+    """Logs once when Redis cannot be used, and once when it can again."""
 
     def __init__(self, where: str) -> None:
         self._where = where

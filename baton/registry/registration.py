@@ -1,4 +1,4 @@
-"""What a worker tells a registry, and the JSON that it is kept as."""
+"""What a worker announces to a registry, and the JSON that it is kept as."""
 
 from __future__ import annotations
 

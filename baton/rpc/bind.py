@@ -1,4 +1,4 @@
-"""Why an address cannot be listened on, told before or after gRPC has failed on it."""
+"""Why an address cannot be listened on, found out before or after gRPC has failed on it."""
 
 from __future__ import annotations
 

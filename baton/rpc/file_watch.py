@@ -30,7 +30,7 @@ class MadeOfFiles(Generic[T]):
         self._value = make()
 
     def current(self) -> T:
-        """Of the files as they are. What cannot be used is told in the log once, and the last that
+        """Of the files as they are. What cannot be used is logged once, and the last that
         could stays."""
         self.renewed()
         with self._lock:

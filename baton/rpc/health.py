@@ -36,14 +36,14 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return tuple(self._is_serving)
 
     def set_serving(self, service_name: str, is_serving: bool) -> None:
-        """Tell watchers, if this is a change. Raises KeyError for a service that is not here."""
+        """Notify watchers, if this is a change. Raises KeyError for a service that is not here."""
         if self._is_serving[service_name] == is_serving or self._is_shut_down:
             return
         self._is_serving[service_name] = is_serving
         self._notify()
 
     def shut_down(self) -> None:
-        """NOT_SERVING from now on; each watcher is told, and its stream ends."""
+        """NOT_SERVING from now on; each watcher is notified, and its stream ends."""
         self._is_serving = dict.fromkeys(self._is_serving, False)
         self._is_shut_down = True
         self._notify()

@@ -22,10 +22,10 @@ def check_peer_names(names: Iterable[str], shown: Iterable[str]) -> None:
     Both are DNS names or URIs, as in subjectAltName, compared without regard to case, and without
     wildcards.
     """
-    wanted, told = sorted(names), sorted(shown)
-    if {name.lower() for name in wanted}.isdisjoint(name.lower() for name in told):
+    wanted, found = sorted(names), sorted(shown)
+    if {name.lower() for name in wanted}.isdisjoint(name.lower() for name in found):
         raise PermissionDenied(
-            f"the certificate shown is made out to {', '.join(told) or 'nobody'}, and this worker "
+            f"the certificate shown is made out to {', '.join(found) or 'nobody'}, and this worker "
             f"works with those made out to {' or '.join(wanted)} alone (--ssl-peer-names)"
         )
 

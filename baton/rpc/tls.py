@@ -56,7 +56,7 @@ def server_credentials(tls: TlsFiles, *, requires_client_cert: bool) -> grpc.Ser
     """Reads the files, and again for the first connection after they have changed. Raises
     ConfigError, naming option, value and fix."""
     if requires_client_cert and not tls.ca_certs:
-        raise ConfigError.of("ssl_ca_certs", "", "give the file by which to tell clients")
+        raise ConfigError.of("ssl_ca_certs", "", "give the file by which to know clients")
     files = watched(tls, lambda: _server_certificates(tls))
     # grpc takes None for "as before", which its stubs do not know.
     renewed: Any = files.renewed

@@ -1,4 +1,4 @@
-"""Log probabilities told with samples: the model's own, of logits before any edit."""
+"""Log probabilities reported with samples: the model's own, of logits before any edit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ChosenLogprobs:
     own: HostCopy
     top: TopTokens
 
-    def told(self, chosen: Sequence[int]) -> dict[int, TokenLogprobs]:
+    def reported(self, chosen: Sequence[int]) -> dict[int, TokenLogprobs]:
         """By row. chosen: the token of each row, also of others."""
         own = self.own.wait().tolist()
         return {
@@ -41,13 +41,13 @@ class LikeliestLogprobs:
     rows: tuple[int, ...]
     top: TopTokens
 
-    def told(self, _chosen: Sequence[int]) -> dict[int, TokenLogprobs]:
+    def reported(self, _chosen: Sequence[int]) -> dict[int, TokenLogprobs]:
         """By row. No row is without a token that it may choose."""
-        told: dict[int, TokenLogprobs] = {}
+        found: dict[int, TokenLogprobs] = {}
         for row, top in zip(self.rows, self.top.pairs(), strict=True):
             allowed = tuple(entry for entry in top if entry[1] > float("-inf"))
-            told[row] = TokenLogprobs(*allowed[0], allowed)
-        return told
+            found[row] = TokenLogprobs(*allowed[0], allowed)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

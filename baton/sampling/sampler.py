@@ -1,4 +1,4 @@
-"""Turn sample rows and their logits into samples: drawn on the device, told when they are asked
+"""Turn sample rows and their logits into samples: drawn on the device, had when they are asked
 for.
 
 Order, as in transformers: the edits of baton.sampling.edits, temperature, top_k, top_p, min_p,
@@ -61,24 +61,24 @@ class Draws:
     """Tokens that were drawn, on their way from the device.
 
     chosen: [rows] int64 on the device, in [0, vocab), of broken rows any.
-    verdicts: chosen, _BROKEN or _NOTHING. told: log probabilities of the rows that ask for some.
+    verdicts: chosen, _BROKEN or _NOTHING. logprobs: of the rows that ask for some.
     """
 
     chosen: torch.Tensor
     verdicts: HostCopy
-    told: tuple[ChosenLogprobs | LikeliestLogprobs, ...]
+    logprobs: tuple[ChosenLogprobs | LikeliestLogprobs, ...]
 
     def samples(self) -> list[Sample]:
         """One per row, once they are here. Raises BrokenRowsError and NothingAllowedError."""
         verdicts = self.verdicts.wait().tolist()
         if min(verdicts, default=0) < 0:
             _raise_of(verdicts)
-        if not self.told:
+        if not self.logprobs:
             return [Sample(token) for token in verdicts]
-        told: dict[int, TokenLogprobs] = {}
-        for part in self.told:
-            told |= part.told(verdicts)
-        return [_sample(token, told.get(row)) for row, token in enumerate(verdicts)]
+        reported: dict[int, TokenLogprobs] = {}
+        for part in self.logprobs:
+            reported |= part.reported(verdicts)
+        return [_sample(token, reported.get(row)) for row, token in enumerate(verdicts)]
 
 
 def _raise_of(verdicts: Sequence[int]) -> None:
@@ -104,16 +104,16 @@ def draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Draws:
     drawn = [i for i, row in enumerate(rows) if not row.sampling.is_greedy]
     if edited is logits and not drawn:
         chosen, verdicts = checked_argmax(logits)
-        return Draws(chosen, HostCopy(verdicts), tuple(_told(logits, edited, rows, chosen)))
+        return Draws(chosen, HostCopy(verdicts), tuple(_reported(logits, edited, rows, chosen)))
     chosen = _draw(edited, rows, drawn) if drawn else edited.argmax(-1)
-    return _draws(logits, edited, chosen, _told(logits, edited, rows, chosen))
+    return _draws(logits, edited, chosen, _reported(logits, edited, rows, chosen))
 
 
 def _draws(
     logits: torch.Tensor,
     edited: torch.Tensor,
     chosen: torch.Tensor,
-    told: Sequence[ChosenLogprobs | LikeliestLogprobs],
+    logprobs: Sequence[ChosenLogprobs | LikeliestLogprobs],
 ) -> Draws:
     verdicts = chosen
     if edited is not logits:
@@ -121,10 +121,10 @@ def _draws(
         is_dead = edited.gather(1, chosen[:, None])[:, 0].isneginf()
         verdicts = verdicts.masked_fill(is_dead, _NOTHING)
     verdicts = verdicts.masked_fill(is_broken(logits), _BROKEN)
-    return Draws(chosen, HostCopy(verdicts), tuple(told))
+    return Draws(chosen, HostCopy(verdicts), tuple(logprobs))
 
 
-def _told(
+def _reported(
     logits: torch.Tensor, edited: torch.Tensor, rows: Sequence[SampleRow], chosen: torch.Tensor
 ) -> list[ChosenLogprobs | LikeliestLogprobs]:
     """Log probabilities of the rows that ask for some, and what beams may go on with."""
@@ -141,8 +141,8 @@ def _told(
     return [*token_logprobs(logits, chosen, wanted), *likeliest(logits, edited, beams)]
 
 
-def _sample(token_id: int, told: TokenLogprobs | None) -> Sample:
-    return Sample(told.token_id if told else token_id, told)
+def _sample(token_id: int, logprobs: TokenLogprobs | None) -> Sample:
+    return Sample(logprobs.token_id if logprobs else token_id, logprobs)
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], drawn: Sequence[int]) -> torch.Tensor:
@@ -161,7 +161,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], drawn: Sequence[int])
     scaled = (part - part.amax(-1, keepdim=True)) / temperature[:, None]
     _filter(scaled, settings)
     # Where logits are no numbers, any token: the next step reads its embedding before anybody can
-    # tell.
+    # know.
     picked = gumbel_argmax(scaled, keys).clamp_(0, scaled.shape[-1] - 1)
     if len(drawn) == len(rows):
         return picked

@@ -1,4 +1,4 @@
-"""What a process tells about itself to OpenTelemetry and Prometheus. Never prompt or answer
+"""What a process reports of itself to OpenTelemetry and Prometheus. Never prompt or answer
 text."""
 
 from baton.telemetry.names import Phase, RequestEvent

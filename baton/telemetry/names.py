@@ -30,7 +30,7 @@ class RequestEvent(enum.StrEnum):
     RECEIVING = "receiving"
     """The first piece of KV arrived."""
     PREFILLED = "prefilled"
-    """The prefill worker told the first token."""
+    """The prefill worker reported the first token."""
     COMMITTED = "committed"
     """All KV is there, and the sequence runs."""
     ABORTED = "aborted"

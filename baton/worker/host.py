@@ -44,7 +44,7 @@ def new_identity(options: WorkerOptions) -> WorkerIdentity:
 def describe(
     options: WorkerOptions, identity: WorkerIdentity, spec: EngineSpec, max_local_prefill: int = 0
 ) -> WorkerInfo:
-    """What the worker tells gateways about itself."""
+    """What the worker reports of itself to gateways."""
     return WorkerInfo(
         identity=identity,
         tier=options.tier,

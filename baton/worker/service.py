@@ -1,4 +1,4 @@
-"""WorkerService: what both tiers tell about themselves, and how they are asked to leave."""
+"""WorkerService: what both tiers report of themselves, and how they are asked to leave."""
 
 from __future__ import annotations
 
@@ -109,15 +109,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         context: _Context,  # noqa: ARG002
     ) -> worker_pb2.ListBlocksResponse:
         loop = asyncio.get_running_loop()
-        told: asyncio.Future[BlockLedger] = loop.create_future()
+        reply: asyncio.Future[BlockLedger] = loop.create_future()
 
-        def tell(ledger: BlockLedger) -> None:
+        def set_reply(ledger: BlockLedger) -> None:
             # The caller may have gone meanwhile.
-            if not told.done():
-                told.set_result(ledger)
+            if not reply.done():
+                reply.set_result(ledger)
 
-        self._list_blocks(ListBlocks(lambda ledger: _call_in(loop, tell, ledger)))
-        return _ledger_to_proto(await told)
+        self._list_blocks(ListBlocks(lambda ledger: _call_in(loop, set_reply, ledger)))
+        return _ledger_to_proto(await reply)
 
     def _report(self, load: WorkerLoad) -> worker_pb2.WatchLoadResponse:
         heartbeat = self._heartbeat
@@ -125,11 +125,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 def _call_in(
-    loop: asyncio.AbstractEventLoop, tell: Callable[[BlockLedger], None], ledger: BlockLedger
+    loop: asyncio.AbstractEventLoop, call: Callable[[BlockLedger], None], ledger: BlockLedger
 ) -> None:
-    """From the engine loop's thread. An event loop that has ended has nobody to tell."""
+    """From the engine loop's thread. An event loop that has ended has nobody to call."""
     with suppress(RuntimeError):
-        loop.call_soon_threadsafe(tell, ledger)
+        loop.call_soon_threadsafe(call, ledger)
 
 
 def _ledger_to_proto(ledger: BlockLedger) -> worker_pb2.ListBlocksResponse:
