@@ -7,9 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
+from baton_kernels.experts import GroupedLinear
+from baton_kernels.gpu.experts import grouped_linear
 from baton_kernels.gpu.geglu import geglu
 from baton_kernels.gpu.rms_norm import rms_norm
 from baton_kernels.gpu.swiglu import swiglu
+from baton_kernels.linear import PlainLinear
 from bench.gpu.attention_cases import attention_cases
 from bench.gpu.case import Case, Sizes, Trial, randn, relative_error
 from bench.gpu.kv_cases import kv_cases
@@ -50,6 +53,22 @@ def _geglu(generator: torch.Generator, sizes: Sizes) -> Trial:
     return Trial(lambda: geglu(x), error, 1e-2)
 
 
+def _grouped_linear(generator: torch.Generator, sizes: Sizes) -> Trial:
+    """Four experts, of which each token goes to two."""
+    shape = (4, sizes.hidden, sizes.hidden)
+    weights = (randn(generator, *shape) / sizes.hidden**0.5).to(sizes.half)
+    experts = GroupedLinear([PlainLinear(weight, None) for weight in weights])
+    first = torch.arange(sizes.num_tokens, device=weights.device) % 3
+    chosen = torch.stack((first, first + 1), 1).int()
+    x = randn(generator, sizes.num_tokens, sizes.hidden).to(sizes.half)
+
+    def error(got: torch.Tensor) -> float:
+        wide = weights.double()[chosen.long()] @ x.double()[:, None, :, None]
+        return relative_error(got, wide.flatten(0, 1)[..., 0])
+
+    return Trial(lambda: grouped_linear(x, chosen, experts, 2), error, 1e-2)
+
+
 def all_cases() -> Sequence[Case]:
     """Every kernel, in every form that a GPU runs."""
     return (
@@ -57,6 +76,7 @@ def all_cases() -> Sequence[Case]:
         Case("rms_norm", _rms_norm),
         Case("swiglu", _swiglu),
         Case("geglu", _geglu),
+        Case("grouped linear", _grouped_linear),
         *kv_cases(),
         *sampling_cases(),
         *quantized_cases(),

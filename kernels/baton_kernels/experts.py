@@ -17,7 +17,7 @@ import torch
 
 from baton_kernels.dispatch import op
 from baton_kernels.layer import Routing
-from baton_kernels.linear import Linear
+from baton_kernels.linear import Linear, PlainLinear
 
 
 @op
@@ -57,6 +57,13 @@ class GroupedLinear:
 
     def __init__(self, linears: Sequence[Linear]) -> None:
         self.linears = tuple(linears)
+        dense = [x for x in linears if isinstance(x, PlainLinear) and x.bias is None]
+        self.addresses: torch.Tensor | None = None
+        """Of the weights [experts] int64, where all are plain tensors, on their device."""
+        if len(dense) == len(linears):
+            weights = [linear.weight for linear in dense]
+            at = [weight.data_ptr() for weight in weights]
+            self.addresses = torch.tensor(at, device=weights[0].device)
 
     @property
     def num_in(self) -> int:

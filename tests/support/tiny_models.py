@@ -12,9 +12,17 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 Family = Literal[
-    *("llama", "mistral", "qwen2", "qwen3"),
-    *("mixtral", "qwen3_moe", "glm4_moe"),
-    *("gemma", "gemma3_text", "phi3", "olmo2"),
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen3_moe",
+    "glm4_moe",
+    "gemma",
+    "gemma3_text",
+    "phi3",
+    "olmo2",
 ]
 
 _CLASSES: dict[Family, tuple[str, str]] = {

@@ -1,0 +1,28 @@
+"""Products by each row's own expert are the experts' own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from baton_kernels.experts import GroupedLinear
+from baton_kernels.experts import grouped_linear as op
+from baton_kernels.gpu.experts import grouped_linear
+from baton_kernels.linear import PlainLinear
+
+
+@pytest.mark.parametrize("repeat", [1, 3])
+@pytest.mark.parametrize("num_tokens", [1, 5, 40])
+@pytest.mark.parametrize(("num_in", "num_out"), [(48, 70), (130, 64)])
+@pytest.mark.parametrize("num_experts", [1, 3, 12])
+def test_grouped_linear(
+    num_experts: int, num_in: int, num_out: int, num_tokens: int, repeat: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(num_experts, num_out, num_in, generator=generator)
+    experts = GroupedLinear([PlainLinear(weight, None) for weight in weights])
+    shape = (num_tokens, 3)
+    chosen = torch.randint(num_experts, shape, generator=generator, dtype=torch.int32)
+    x = torch.randn(chosen.numel() // repeat, num_in, generator=generator)
+    got = grouped_linear(x, chosen, experts, repeat)
+    torch.testing.assert_close(got, op.twin(x, chosen, experts, repeat), atol=1e-4, rtol=1e-4)
