@@ -3,6 +3,7 @@
 For a query at position p of its sequence, head h, KV head g = h // (heads / kv_heads):
     out = sum_j softmax_j(q . k_j * scale) v_j
     over positions j <= p, and j > p - window if there is a window.
+Some models have ScoreTerms besides.
 
 `plan_attention` works out on the host, once per step, what every layer with the same window reads.
 Sequences with few new tokens (decode, verification) are run together in groups of like length; the
@@ -47,6 +48,33 @@ class AttentionSlice(NamedTuple):
     num_tokens: int
     start: int
     block_table: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreTerms:
+    """What a layer does besides with the scores x of head h, in this order.
+
+    softcap: x becomes softcap * tanh(x / softcap) (Gemma 2). slopes [heads] float32: slopes[h] *
+    (j - p) is added (ALiBi, Press et al. 2022). sinks [heads] float32: exp(sinks[h]) is added to
+    the sum that weights are divided by (gpt-oss). No model has both, and neither may a layer: with
+    sinks it would matter where keys are counted from.
+    """
+
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        if self.sinks is not None and self.slopes is not None:
+            raise ValueError("a layer with both sinks and slopes")
+
+    @property
+    def is_none(self) -> bool:
+        return self.softcap is None and self.sinks is None and self.slopes is None
+
+
+NO_TERMS = ScoreTerms()
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +296,7 @@ def paged_attention(
     layer: int,
     plan: AttentionPlan,
     scales: torch.Tensor | None = None,
+    terms: ScoreTerms = NO_TERMS,
 ) -> torch.Tensor:
     """query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim] -> [tokens,
     heads, head_dim].
@@ -278,9 +307,9 @@ def paged_attention(
     out = torch.empty_like(query)
     kv = _Layer(pool, scales, layer, query.dtype)
     for group in plan.groups:
-        _run_group(query, kv, plan.scale, group, out)
+        _run_group(query, kv, plan.scale, group, terms, out)
     for long in plan.longs:
-        _run_long(query, key, value, kv, plan, long, out)
+        _run_long(query, key, value, kv, plan, long, terms, out)
     return out
 
 
@@ -324,7 +353,12 @@ def _heads(pool: torch.Tensor) -> torch.Tensor:
 
 
 def _run_group(
-    query: torch.Tensor, kv: _Layer, scale: float, group: Group, out: torch.Tensor
+    query: torch.Tensor,
+    kv: _Layer,
+    scale: float,
+    group: Group,
+    terms: ScoreTerms,
+    out: torch.Tensor,
 ) -> None:
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = kv.num_kv_heads
@@ -337,7 +371,15 @@ def _run_group(
     packed = query[group.rows].view(shape).permute(0, 2, 3, 1, 4).flatten(2, 3)
     num_rows = packed.shape[2]
     packed = F.pad(packed, (0, 0, 0, max(0, ALIGN - num_rows)))
-    result = F.scaled_dot_product_attention(packed, keys, values, attn_mask=group.bias, scale=scale)
+    if terms.is_none:
+        result = F.scaled_dot_product_attention(
+            packed, keys, values, attn_mask=group.bias, scale=scale
+        )
+    else:
+        heads = torch.arange(num_heads, device=query.device).view(num_kv_heads, -1, 1)
+        heads = heads.expand(-1, -1, group.num_tokens).flatten(1)
+        heads = F.pad(heads, (0, packed.shape[2] - num_rows))
+        result = _attend_with_terms(packed, keys, values, group.bias, scale, terms, heads)
     result = result[:, :, :num_rows]
     result = result.reshape(group.num_seqs, num_kv_heads, shape[3], group.num_tokens, head_dim)
     out[group.rows] = result.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, head_dim)
@@ -350,6 +392,7 @@ def _run_long(
     kv: _Layer,
     plan: AttentionPlan,
     long: Long,
+    terms: ScoreTerms,
     out: torch.Tensor,
 ) -> None:
     num_heads, head_dim = query.shape[1:]
@@ -379,10 +422,41 @@ def _run_long(
         # KV heads are the batch here, and the heads that share one are its heads, so that no KV is
         # repeated.
         shape = (num_kv_heads, heads_per_kv, high - low, head_dim)
-        results[:, :, tile] = F.scaled_dot_product_attention(
-            queries[:, :, tile],
-            keys[:, None, low:high].expand(shape),
-            values[:, None, low:high].expand(shape),
-            attn_mask=bias,
-            scale=plan.scale,
-        )
+        part = queries[:, :, tile]
+        seen_keys, seen_values = (x[:, None, low:high].expand(shape) for x in (keys, values))
+        if terms.is_none:
+            results[:, :, tile] = F.scaled_dot_product_attention(
+                part, seen_keys, seen_values, attn_mask=bias, scale=plan.scale
+            )
+        else:
+            heads = torch.arange(num_heads, device=query.device).view(num_kv_heads, -1, 1)
+            results[:, :, tile] = _attend_with_terms(
+                part, seen_keys, seen_values, bias, plan.scale, terms, heads
+            )
+
+
+def _attend_with_terms(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor,
+    scale: float,
+    terms: ScoreTerms,
+    heads: torch.Tensor,
+) -> torch.Tensor:
+    """As scaled_dot_product_attention, in float32. heads: of each row, to be broadcast over [...,
+    rows] of `query` but for the first dimension of a group's."""
+    scores = query.float() @ keys.float().transpose(-1, -2) * scale
+    if terms.softcap is not None:
+        scores = terms.softcap * torch.tanh(scores / terms.softcap)
+    if terms.slopes is not None:
+        # Adding the same to all of a row's scores changes no weight, so that keys may be counted
+        # from any.
+        places = torch.arange(keys.shape[-2], device=keys.device)
+        scores = scores + terms.slopes[heads][..., None] * places
+    scores = scores + bias
+    if terms.sinks is not None:
+        sinks = terms.sinks[heads][..., None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks), -1)
+    weights = torch.softmax(scores, -1)[..., : keys.shape[-2]]
+    return (weights @ values.float()).to(query.dtype)

@@ -4,6 +4,7 @@ itself alone."""
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton_kernels.cpu.paged_attention import AttentionPlan
-from baton_kernels.paged_attention import AttentionSlice, paged_attention, plan_attention
+from baton_kernels.paged_attention import (
+    NO_TERMS,
+    AttentionSlice,
+    ScoreTerms,
+    paged_attention,
+    plan_attention,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -61,13 +68,27 @@ class Case:
             self.pool[part.block_table[p // size], LAYER, :, :, p % size] = kv[:, p]
         return kv
 
-    def run(self, parts: list[AttentionSlice]) -> torch.Tensor:
-        plan = plan_attention(parts, self.pool, self.heads, SCALE, self.window)
+    def run(self, parts: list[AttentionSlice], terms: ScoreTerms = NO_TERMS) -> torch.Tensor:
+        query, key, value, pool, layer, plan = self.arguments(parts)
         assert isinstance(plan, AttentionPlan)
-        unread = self.query[:, :1]
-        return paged_attention(self.query, unread, unread, self.pool, LAYER, plan)
+        return paged_attention(query, key, value, pool, layer, plan, None, terms)
 
-    def expected(self) -> torch.Tensor:
+    def arguments(
+        self, parts: list[AttentionSlice], *, is_twin: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, Any]:
+        """Of paged_attention. The twin may read new keys and values from where they come from."""
+        plan = plan_attention.twin if is_twin else plan_attention
+        planned = plan(parts, self.pool, self.heads, SCALE, self.window)
+        keys, values = (self._new(kind) if is_twin else self.query[:, :1] for kind in (0, 1))
+        return self.query, keys, values, self.pool, LAYER, planned
+
+    def _new(self, kind: int) -> torch.Tensor:
+        """Keys or values of new tokens [tokens, kv_heads, head_dim]."""
+        return torch.cat(
+            [kv[kind, part.start :] for part, kv in zip(self.slices, self.kv, strict=True)]
+        )
+
+    def expected(self, terms: ScoreTerms = NO_TERMS) -> torch.Tensor:
         rows = []
         for part, kv in zip(self.slices, self.kv, strict=True):
             keys, values = kv.double().repeat_interleave(self.heads // kv.shape[2], 2)
@@ -76,7 +97,15 @@ class Case:
                 first = 0 if self.window is None else max(0, end - self.window)
                 query = self.query[part.first_row + i].double()
                 scores = torch.einsum("hd,khd->hk", query, keys[first:end]) * SCALE
-                rows.append(torch.einsum("hk,khd->hd", scores.softmax(-1), values[first:end]))
+                if terms.softcap is not None:
+                    scores = terms.softcap * torch.tanh(scores / terms.softcap)
+                if terms.slopes is not None:
+                    distances = torch.arange(first - end + 1, 1)
+                    scores += terms.slopes[:, None].double() * distances
+                if terms.sinks is not None:
+                    scores = torch.cat((scores, terms.sinks[:, None].double()), 1)
+                weights = scores.softmax(-1)[:, : end - first]
+                rows.append(torch.einsum("hk,khd->hd", weights, values[first:end]))
         return torch.stack(rows)
 
 
@@ -135,3 +164,33 @@ def test_what_is_broken_breaks_its_sequence_alone(dtype: torch.dtype, kind: int)
     got = case.run(case.slices)
     assert not torch.isfinite(got[0]).all(-1).any()
     assert torch.isfinite(got[1]).all()
+
+
+TERMS = {
+    "softcap": ScoreTerms(softcap=2.0),
+    "sinks": ScoreTerms(sinks=torch.tensor([3.0, -2.0, 0.5, 40.0])),
+    "slopes": ScoreTerms(slopes=torch.tensor([0.5, 0.25, 0.125, 1.0])),
+    "two": ScoreTerms(2.0, torch.tensor([1.0, -1.0, 0.0, 2.0])),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("terms", TERMS)
+def test_terms_of_scores(terms: str, window: int | None, dtype: torch.dtype) -> None:
+    """By few rows and by many, which agree to the bit, and by the twin; against float64."""
+    case = Case([(0, 70), (40, 3), (99, 1)], 4, 2, 40, 16, dtype, window)
+    own = TERMS[terms]
+    together = case.run(case.slices, own)
+    torch.testing.assert_close(
+        together.double(), case.expected(own), atol=TOLERANCE[dtype], rtol=1e-2
+    )
+    # The twin multiplies what is masked, too.
+    case.pool = case.pool.nan_to_num()
+    twin = paged_attention.twin(*case.arguments(case.slices, is_twin=True), None, own)
+    torch.testing.assert_close(twin, together, atol=2 * TOLERANCE[dtype], rtol=1e-2)
+    for part in case.slices:
+        for i in range(0, part.num_tokens, 7):
+            row = part.first_row + i
+            alone = AttentionSlice(row, 1, part.start + i, part.block_table)
+            assert torch.equal(case.run([alone], own)[row], together[row])

@@ -25,10 +25,15 @@ constexpr long padded(long dim) { return (dim + 31) / 32 * 32; }
 constexpr int kTileRows = kVectors / 2 < 8 ? kVectors / 2 : 8;
 constexpr int kPairedRows = kVectors / 4 < 8 ? kVectors / 4 : 8;
 
+alignas(64) constexpr float kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+// The first lane alone.
+alignas(64) constexpr float kSinkWeight[16] = {1};
+
 template <class T, int R>
 struct Rows {
     alignas(64) int32_t query[R][kMaxDim];  // words of operands
     long position[R];
+    float slope[R];
     float top[R];
     f32x16 sum[R];            // the sum of weights is that of the lanes
     alignas(64) float out[R][kMaxDim];
@@ -49,7 +54,9 @@ struct Rows {
             const long newest = position[r] - at, oldest = c.window ? newest - c.window : -1;
             const mask16 seen = greater(splat(clamp(newest + 1)), lane_numbers()) &
                                 greater(lane_numbers(), splat(clamp(oldest)));
-            const f32x16 x = s[i] * splat(scale_of(c));
+            f32x16 x = s[i] * splat(scale_of(c));
+            if (c.softcap || c.slopes)
+                x = with_terms(c, x, splat(slope[r]), F32::load(kLanes) - splat((float)newest));
             F32::store(weight[r] + lane, select(seen, x, splat(-__builtin_inff())));
         }
     }
@@ -215,8 +222,9 @@ void run_few_rows(const Attention& c, const Task& t, const Task* after) {
             for (long d = 0; d < c.dim; d += 16)
                 F32::store((float*)rows.query[r] + d, T::load(query + d, c.dim - d));
         rows.position[r] = place.position;
-        rows.top[r] = kLowest;
-        rows.sum[r] = zeros();
+        rows.slope[r] = slope_of(c, place.head);
+        rows.top[r] = first_top(c, place.head);
+        rows.sum[r] = c.sinks ? F32::load(kSinkWeight) : zeros();
         for (long d = 0; d < padded(c.dim); d += 16) F32::store(rows.out[r] + d, zeros());
     }
     for_steps<T>(c, t, after, [&](const Step<T>& step, const Step<T>& next) {

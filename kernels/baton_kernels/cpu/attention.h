@@ -64,11 +64,11 @@ OUTLINED void turn_keys(const typename T::element* keys, const typename T::eleme
 
 // Where a row of a task lies in query and out, and its token's position.
 struct Place {
-    long at, position;
+    long at, position, head;
 
     Place(const Attention& c, const Task& t, long row) {
         const long per_kv = c.heads / c.kv_heads, own = t.first + row;
-        const long head = t.kv_head * per_kv + own % per_kv;
+        head = t.kv_head * per_kv + own % per_kv;
         at = ((c.first_row[t.seq] + own / per_kv) * c.heads + head) * c.dim;
         position = c.start[t.seq] + own / per_kv;
     }
@@ -184,5 +184,26 @@ void for_steps(const Attention& c, const Task& t, const Task* after, F&& attend)
 
 // Scores are taken to the base of 2.
 inline float scale_of(const Attention& c) { return c.scale * kLog2E; }
+
+// A row's top at first: its sink, whose weight is 1 then, or less than any score.
+inline float first_top(const Attention& c, long head) { return c.sinks ? c.sinks[head] * kLog2E : kLowest; }
+
+inline float slope_of(const Attention& c, long head) { return c.slopes ? c.slopes[head] * kLog2E : 0.0f; }
+
+inline f32x16 tanh(f32x16 x) {
+    const f32x16 low = zeros() - max(x, zeros() - x);  // -|x|
+    const f32x16 e = F32::exp2(low * splat(2 * kLog2E));
+    const f32x16 y = (splat(1.0f) - e) / (splat(1.0f) + e);
+    return select(less(x, zeros()), zeros() - y, y);
+}
+
+// What some models do with scores to the base of 2. distance: from a row's position to the key's, 0 or less.
+inline f32x16 with_terms(const Attention& c, f32x16 x, f32x16 slope, f32x16 distance) {
+    if (c.softcap) {
+        const float cap = c.softcap * kLog2E;
+        x = splat(cap) * tanh(x / splat(cap));
+    }
+    return c.slopes ? fma(slope, distance, x) : x;
+}
 
 }  // namespace

@@ -39,6 +39,7 @@ class ManyRows {
     const long num_words = c.dim / kPerWord<T>;
     const long stride = (c.dim + 15) / 16 * 16;      // of a line of values
     i32x16 position[N];
+    f32x16 place[N], slope[N];                       // position as a number with a fraction
     f32x16 top[N], largest[N];
     alignas(64) int32_t query[N * kPlane];           // [N][words][16 rows]
     alignas(64) int32_t keys[kPlane];                // [words][16 keys]
@@ -56,17 +57,24 @@ public:
         for (int n = 0; n < N; n++) {
             const E* rows[16];
             int32_t positions[16];
+            alignas(64) float places[16], slopes[16], tops[16];
             for (int i = 0; i < 16; i++) {
                 const long row = n * 16 + i;
-                const Place place(c, t, row < t.rows ? row : t.rows - 1);
-                at[row] = place.at;
-                rows[i] = (const E*)c.query + place.at;
-                positions[i] = (int32_t)place.position;
+                const Place own(c, t, row < t.rows ? row : t.rows - 1);
+                at[row] = own.at;
+                rows[i] = (const E*)c.query + own.at;
+                positions[i] = (int32_t)own.position;
+                places[i] = (float)own.position;
+                slopes[i] = slope_of(c, own.head);
+                tops[i] = first_top(c, own.head);
             }
             turn<T>(c.dim, query + n * kPlane, [&](int j, long d) { return rows[j] + d; });
             position[n] = load_words(positions);
-            top[n] = largest[n] = splat(kLowest);
-            for (int i = 0; i < 16; i++) F32::store(sum[i][n], zeros());
+            place[n] = F32::load(places);
+            slope[n] = F32::load(slopes);
+            top[n] = largest[n] = F32::load(tops);
+            // Lane 0 of attention.cpp has a sink's weight.
+            for (int i = 0; i < 16; i++) F32::store(sum[i][n], splat(c.sinks && i == 0 ? 1.0f : 0.0f));
             for (long d = 0; d < stride; d++) F32::store(out[d][n], zeros());
         }
     }
@@ -106,6 +114,8 @@ private:
             UNROLLED for (int i = 0; i < kTileRows; i++) {
                 const int lane = low + key + j;
                 f32x16 x = s[j][i] * scale;
+                if (c.softcap || c.slopes)
+                    x = with_terms(c, x, slope[n + i], splat((float)(first + lane)) - place[n + i]);
                 if (!all_see) x = select(seen(first + lane, n + i), x, splat(-__builtin_inff()));
                 largest[n + i] = max(largest[n + i], x);
                 F32::store(score[lane][n + i], x);

@@ -32,6 +32,10 @@ struct Attention {
     const int64_t* tables;      // block tables, one after the other
     const int64_t* table_at;    // [seqs]: where each begins
     const int64_t* task_at;     // [seqs + 1]: number of tasks of the sequences before
+    // Terms that only some models have: see baton_kernels.paged_attention.ScoreTerms.
+    float softcap;       // 0: none
+    const float* sinks;  // [heads] or null
+    const float* slopes; // [heads] or null
 };
 
 // As baton_kernels.cpu.rope_kv_write describes it to ctypes.

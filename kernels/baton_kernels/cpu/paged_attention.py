@@ -14,8 +14,8 @@ import torch
 from baton_kernels.cpu.calling import is_native, stored_number
 from baton_kernels.cpu.library import loaded
 from baton_kernels.kv_write import head_stride
+from baton_kernels.paged_attention import NO_TERMS, AttentionSlice, ScoreTerms
 from baton_kernels.paged_attention import AttentionPlan as TwinPlan
-from baton_kernels.paged_attention import AttentionSlice
 from baton_kernels.paged_attention import paged_attention as attention_op
 from baton_kernels.paged_attention import plan_attention as plan_op
 
@@ -37,13 +37,15 @@ class _Call(ctypes.Structure):
         *((name, _LONG) for name in ("window", "num_seqs")),
         *((name, _POINTER) for name in ("first_row", "num_tokens", "start")),
         *((name, _POINTER) for name in ("tables", "table_at", "task_at")),
+        ("softcap", ctypes.c_float),
+        *((name, _POINTER) for name in ("sinks", "slopes")),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """A step's sequences, for the layers with one window. call: all but query, out, scales and
-    layer are filled in.
+    """A step's sequences, for the layers with one window. call: all but query, out, scales, layer
+    and a layer's terms are filled in.
 
     numbers: what the call's pointers point into.
     """
@@ -103,15 +105,19 @@ def paged_attention(
     layer: int,
     plan: AttentionPlan | TwinPlan,
     scales: torch.Tensor | None = None,
+    terms: ScoreTerms = NO_TERMS,
 ) -> torch.Tensor:
     """See the twin."""
     if isinstance(plan, TwinPlan):
-        return attention_op.twin(query, key, value, pool, layer, plan, scales)
+        return attention_op.twin(query, key, value, pool, layer, plan, scales, terms)
     query = query.contiguous()
     out = torch.empty_like(query)
     call = plan.call
     call.query, call.out, call.layer = query.data_ptr(), out.data_ptr(), layer
     call.scales = None if scales is None else scales.data_ptr()
+    call.softcap = terms.softcap or 0.0
+    call.sinks = None if terms.sinks is None else terms.sinks.data_ptr()
+    call.slopes = None if terms.slopes is None else terms.slopes.data_ptr()
     loaded().baton_attention(
         ctypes.addressof(call), stored_number(query.dtype), torch.get_num_threads()
     )
