@@ -22,6 +22,9 @@ def check(
         list[str] | None,
         typer.Option(help=f"Transport to try; may be repeated. [default: {' '.join(AUTOMATIC)}]"),
     ] = None,
+    model_impl: Annotated[
+        str, typer.Option(help="Whose code runs the layers: auto, baton or transformers.")
+    ] = "auto",
     dtype: Annotated[
         str, typer.Option(help="Element type of weights; auto takes the checkpoint's.")
     ] = "float32",
@@ -45,7 +48,7 @@ def check(
     from baton.config.load import build_options
 
     options = {"model": model, "dtype": dtype, "engine": engine, "log_level": "warning"}
-    options["kv_cache_dtype"] = kv_cache_dtype
+    options |= {"kv_cache_dtype": kv_cache_dtype, "model_impl": model_impl}
     transports = kv_transport or AUTOMATIC
     for transport in transports:
         build_options(ServeOptions, {**options, "kv_transport": transport})

@@ -28,7 +28,7 @@ def check_model(options: ServeOptions) -> None:
     from baton.model.checkpoint import check_checkpoint, naming_model
 
     with naming_model(options.model):
-        check_checkpoint(options.model, options.revision)
+        check_checkpoint(options.model, options.revision, options.model_impl)
 
 
 def _becomes(module: str) -> Callable[[ServiceOptions], NoReturn]:

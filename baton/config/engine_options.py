@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from baton.config.fields import BlockSize, ByteSize, Count, Device, Dtype, KvDtype
+from baton.config.fields import BlockSize, ByteSize, Count, Device, Dtype, KvDtype, ModelImpl
 from baton.config.options import ModelOptions
 
 
@@ -19,6 +19,10 @@ class EngineOptions(ModelOptions):
     """Time a step of the oracle engine takes, in milliseconds."""
     oracle_token_us: Annotated[float, Field(ge=0)] = 0.0
     """Time each new token of a step adds to it, of the oracle engine, in microseconds."""
+    model_impl: ModelImpl = "auto"
+    """Whose code runs the layers: baton has its own for some families; transformers has most
+    decoders, and runs them with Baton's attention, KV blocks and linear layers; auto takes the
+    first that has the model."""
     dtype: Dtype = "auto"
     """Element type of weights and of what is computed; auto takes the checkpoint's, or float32 on a
     CPU without kernels for that."""

@@ -14,10 +14,14 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from baton.doctor.finding import Finding, ok, problem, warning
 from baton.errors import StartupError
 from baton.types import NO_LEVEL
+
+if TYPE_CHECKING:
+    from baton.engine.model_source import ModelSource
 
 
 def main() -> int:
@@ -102,19 +106,18 @@ def _check_weights(folder: Path, dtype: str, block_size: int) -> Iterator[Findin
     import torch
 
     from baton.engine.dtype import choose_dtype
+    from baton.engine.model_source import model_source
     from baton.model.checkpoint import find_shards
-    from baton.model.config import read_config
 
     try:
-        config = read_config(folder)
-        longest = config.derived_max_len
-        found = f"{config.family}, {config.num_layers} layers, {longest} tokens, {config.dtype}"
-        yield ok("model", found)
+        source = model_source(folder, "auto")
+        what = f"{source.name}, {source.num_layers} layers, {source.max_len} tokens, {source.dtype}"
+        yield ok("model", what)
         shards = find_shards(folder)
         yield _check_shards(list(shards))
         where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        name = choose_dtype(dtype, config.dtype, where).name
-        yield from _memory_plan(folder, name, block_size)
+        name = choose_dtype(dtype, source.dtype, where).name
+        yield from _memory_plan(source, name, block_size)
     except StartupError as error:
         yield problem("model", str(folder), error.message)
 
@@ -133,23 +136,31 @@ def _check_shards(shards: list[Path]) -> Finding:
     return ok("weights", f"{len(shards)} safetensors, {size / 2**20:.1f} MiB")
 
 
-def _memory_plan(folder: Path, dtype: str, block_size: int) -> Iterator[Finding]:
+def _memory_plan(source: ModelSource, dtype: str, block_size: int) -> Iterator[Finding]:
     """The plan of one worker with the other options' defaults, on the host's memory."""
-    from baton.config import DecodeOptions
-    from baton.model.config import read_config
-    from baton.model.host_memory import available_memory_bytes
-    from baton.model.memory_plan import plan_memory
+    import torch
 
-    options = DecodeOptions(model=str(folder))
-    config = read_config(folder)
-    plan = plan_memory(
-        config,
+    from baton.config import DecodeOptions
+    from baton.model.host_memory import available_memory_bytes
+    from baton.model.memory_plan import plan_blocks
+    from baton.types import KvLayout
+
+    options = DecodeOptions(model="-")
+    num_seqs, longest = options.max_num_seqs, source.max_len
+    plan = plan_blocks(
+        KvLayout("", source.num_layers, source.num_kv_heads, source.head_dim, dtype, block_size),
         dtype=dtype,
-        block_size=block_size,
-        max_model_len=config.derived_max_len,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
+        weights=source.weight_bytes(dtype, torch.device("cpu"), 1),
+        activations=source.activation_bytes(
+            dtype, options.max_num_batched_tokens, num_seqs, longest
+        ),
+        graphs=0,
+        max_model_len=longest,
+        max_num_seqs=num_seqs,
         available_bytes=int(available_memory_bytes() * options.gpu_memory_utilization),
+        num_ranks=1,
+        kv_cache_memory_bytes=None,
+        num_blocks=None,
     )
     yield ok("memory of a worker on the CPU", "; ".join(f"{what}: {n}" for what, n in plan.rows()))
 

@@ -27,14 +27,17 @@ def cpu_level() -> str:
         raise StartupError(str(error)) from None
 
 
-def numerics_of(device: torch.device, dtype: str) -> NumericsClass:
-    """Of an engine on `device` that computes in `dtype`.
+def numerics_of(device: torch.device, dtype: str, kernels: str = "") -> NumericsClass:
+    """Of an engine on `device` that computes in `dtype`. kernels: whose results a token depends on
+    besides, with a version.
 
     What torch adds to the kernels (sums of probabilities for top_p and log probabilities) is
     rounded by its version and by the instructions that it found; without native kernels so are all
     products, by oneDNN. Raises StartupError as cpu_level does.
     """
     torch_version = f"torch{torch.__version__.partition('+')[0]}"
+    if kernels:
+        torch_version = f"{torch_version}.{kernels}"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         beside = f"{torch_version}.triton{metadata.version('triton')}"

@@ -12,7 +12,7 @@ import torch
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.errors import EngineFault
 from baton.model.config import ModelConfig
-from baton.model.decoder import PackedBatch
+from baton.model.decoder import PackedBatch, PackedTokens
 from baton.model.rope import Rope
 from baton.sampling.edits import names_unknown_token
 from baton_kernels.host_copy import to_device
@@ -78,32 +78,38 @@ def _wrong_row(row: SampleRow, num_tokens: int, vocab_size: int) -> str:
     return ""
 
 
+def pack_tokens(batch: Batch, pool: torch.Tensor) -> PackedTokens:
+    """A step's tokens and where they go in `pool`, on its device."""
+    device, block_size = pool.device, pool.shape[4]
+    token_ids = _tensor(chain.from_iterable(s.token_ids for s in batch.slices))
+    ranges = [range(s.start, s.start + len(s.token_ids)) for s in batch.slices]
+    rows = _tensor(
+        chain.from_iterable(_first_rows(s, block_size, block_rows(pool)) for s in batch.slices)
+    )
+    return PackedTokens(
+        to_device(token_ids, device),
+        to_device(_tensor(chain.from_iterable(ranges)), device),
+        to_device(rows, device),
+        _attention_slices(batch),
+        _sampled(batch, device),
+    )
+
+
 def pack_batch(
     batch: Batch, config: ModelConfig, rope: Rope, pool: torch.Tensor, dtype: torch.dtype
 ) -> PackedBatch:
     """The metadata of one step over `pool`, on its device, of a model that computes in `dtype`."""
-    device, block_size = pool.device, pool.shape[4]
-    token_ids = _tensor(chain.from_iterable(s.token_ids for s in batch.slices))
-    ranges = [range(s.start, s.start + len(s.token_ids)) for s in batch.slices]
-    positions = _tensor(chain.from_iterable(ranges))
-    rows = _tensor(
-        chain.from_iterable(_first_rows(s, block_size, block_rows(pool)) for s in batch.slices)
-    )
-    lengths = _rope_lengths(batch, positions) if rope.is_dynamic else positions
-    end = max(r.stop for r in ranges)
-    rotations = rope.tables(to_device(positions, device), to_device(lengths, device), end, dtype)
-    parts = _attention_slices(batch)
+    tokens = pack_tokens(batch, pool)
+    positions = tokens.positions
+    lengths = to_device(_rope_lengths(batch), pool.device) if rope.is_dynamic else positions
+    end = max(s.start + len(s.token_ids) for s in batch.slices)
+    rotations = rope.tables(positions, lengths, end, dtype)
+    heads, scale = config.num_heads, config.attention_scale
     plans = {
-        window: plan_attention(parts, pool, config.num_heads, config.attention_scale, window, dtype)
+        window: plan_attention(tokens.slices, pool, heads, scale, window, dtype)
         for window in set(config.windows)
     }
-    return PackedBatch(
-        to_device(token_ids, device),
-        rotations,
-        to_device(rows, device),
-        plans,
-        _sampled(batch, device),
-    )
+    return PackedBatch(tokens.token_ids, rotations, tokens.first_rows, plans, tokens.sampled)
 
 
 def _sampled(batch: Batch, device: torch.device) -> torch.Tensor | None:
@@ -176,12 +182,13 @@ def _first_rows(part: SequenceSlice, block_size: int, rows_of_block: int) -> Ite
         position += count
 
 
-def _rope_lengths(batch: Batch, positions: torch.Tensor) -> torch.Tensor:
+def _rope_lengths(batch: Batch) -> torch.Tensor:
     """The length whose frequencies each token takes: see baton.model.rope."""
-    prompts = torch.cat(
-        [torch.full((len(s.token_ids),), s.num_prompt_tokens) for s in batch.slices]
+    return _tensor(
+        max(position + 1, s.num_prompt_tokens)
+        for s in batch.slices
+        for position in range(s.start, s.start + len(s.token_ids))
     )
-    return torch.maximum(positions + 1, prompts)
 
 
 def _attention_slices(batch: Batch) -> list[AttentionSlice]:

@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from baton.errors import MissingTensor, ModelError, UnsafeCheckpoint
-from baton.model.config import read_config
+from baton.model.config import choose_implementation, read_config
 
 #: What the hub is asked for: weights as safetensors, and the texts that configure model and
 #: tokenizer.
@@ -51,16 +51,17 @@ def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
     return found
 
 
-def check_checkpoint(model: str, revision: str | None = None) -> Path:
+def check_checkpoint(model: str, revision: str | None = None, model_impl: str = "auto") -> Path:
     """The folder of a checkpoint whose files are there, and are ones that Baton reads. Reads no
-    weights.
+    weights. model_impl: see choose_implementation.
 
     Raises ModelError and its kinds.
     """
     folder = resolve_checkpoint(model, revision)
     if (folder / "config.json").is_file():
         find_shards(folder)
-    read_config(folder)
+    if choose_implementation(folder, model_impl) == "baton":
+        read_config(folder)
     return folder
 
 

@@ -334,6 +334,36 @@ class ModelConfig:
 
 def read_config(folder: Path) -> ModelConfig:
     """The config of the checkpoint in `folder`. Raises ModelError, UnsupportedModel."""
+    return parse_config(_read(folder))
+
+
+def choose_implementation(folder: Path, asked: str) -> str:
+    """Whose code runs the layers of the checkpoint in `folder`: "baton" or "transformers".
+
+    asked: one of these, or "auto", which takes Baton's own where the family is one of FAMILIES.
+    Raises ModelError; UnsupportedModel, too, for what transformers' code is known not to be run
+    with here, so that nobody waits for its import.
+    """
+    if asked == "baton":
+        return asked
+    raw = _read(folder)
+    kind = str(raw.get("model_type", ""))
+    if asked == "auto" and kind in FAMILIES:
+        return "baton"
+    if not kind:
+        raise UnsupportedModel(
+            f"model_type={kind!r}: Baton serves {', '.join(FAMILIES)}, and decoders that "
+            "transformers knows; use a checkpoint of one of these"
+        )
+    if raw.get("quantization_config") is not None:
+        raise UnsupportedModel(
+            f"model_type={kind!r} with quantization_config: quantised weights are read for "
+            f"{', '.join(FAMILIES)} with --model-impl=baton; use the checkpoint that it was made of"
+        )
+    return "transformers"
+
+
+def _read(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text())
@@ -345,7 +375,7 @@ def read_config(folder: Path) -> ModelConfig:
         raise ModelError(f"{path}: cannot be read: {error}") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{path}: not a JSON object")
-    return parse_config(raw)
+    return raw
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:

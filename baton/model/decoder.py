@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from baton_kernels.geglu import geglu
 from baton_kernels.kv_write import head_rows
 from baton_kernels.layer import Experts, Mlp, Norm
 from baton_kernels.linear import Linear
-from baton_kernels.paged_attention import AttentionPlan, paged_attention
+from baton_kernels.paged_attention import AttentionPlan, AttentionSlice, paged_attention
 from baton_kernels.rms_norm import rms_norm
 from baton_kernels.rope_kv_write import rope_kv_write
 from baton_kernels.swiglu import swiglu
@@ -28,14 +28,27 @@ GATES = {"silu": swiglu, "gelu_tanh": geglu}
 
 
 @dataclass(frozen=True, slots=True)
-class PackedBatch:
-    """A step's tokens one sequence after the other, and what its layers need to know. All on the
-    engine's device.
+class PackedTokens:
+    """A step's tokens one sequence after the other. All tensors on the engine's device.
 
-    token_ids [tokens] int64; rotations: by AttentionShape.rope, of the model's dtype; first_rows
-    [tokens] int64 as baton_kernels.kv_write.head_rows takes them; plans by window; sampled [rows]
-    int64: the tokens whose logits are wanted, in that order, with repeats, or None for all, once
-    each.
+    token_ids, positions, first_rows [tokens] int64, the last as baton_kernels.kv_write.head_rows
+    takes them; slices: which tokens are of which sequence; sampled [rows] int64: the tokens whose
+    logits are wanted, in that order, with repeats, or None for all, once each.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    first_rows: torch.Tensor
+    slices: Sequence[AttentionSlice]
+    sampled: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """What the layers of baton's own families need to know of a step. All on the engine's device.
+
+    token_ids, first_rows, sampled: see PackedTokens; rotations: by AttentionShape.rope, of the
+    model's dtype; plans by window.
     """
 
     token_ids: torch.Tensor

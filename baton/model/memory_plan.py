@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.errors import ConfigError
 from baton.model.config import ModelConfig
@@ -166,19 +166,52 @@ def plan_memory(
     num_blocks: int | None = None,
     graph_bytes: int = 0,
 ) -> MemoryPlan:
+    """plan_blocks, of one of Baton's own families. kv_dtype: `dtype` if not given."""
+    layout = KvLayout(
+        "", config.num_layers, config.num_kv_heads, config.head_dim, kv_dtype or dtype, block_size
+    )
+    return plan_blocks(
+        layout,
+        dtype=dtype,
+        weights=weight_bytes(config, dtype, keeps_levels, num_ranks),
+        activations=activation_bytes(
+            config, dtype, max_num_batched_tokens, max_num_seqs, max_model_len
+        ),
+        graphs=graph_bytes,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        available_bytes=available_bytes,
+        num_ranks=num_ranks,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        num_blocks=num_blocks,
+    )
+
+
+def plan_blocks(
+    layout: KvLayout,
+    *,
+    dtype: str,
+    weights: int,
+    activations: int,
+    graphs: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    available_bytes: int,
+    num_ranks: int,
+    kv_cache_memory_bytes: int | None,
+    num_blocks: int | None,
+) -> MemoryPlan:
     """How many KV blocks to have: `num_blocks`, or what fits `kv_cache_memory_bytes`, or enough for
     max_num_seqs sequences of max_model_len tokens within what weights, activations and graphs leave
-    of `available_bytes`. kv_dtype: `dtype` if not given. Bytes are of all `num_ranks` ranks of
-    tensor parallelism together, which share them alike.
+    of `available_bytes`.
 
-    Raises ConfigError if that is not even one block, or the weights do not fit.
+    layout: of the whole model's KV; weights, activations, graphs: bytes of one rank; other bytes
+    are of all `num_ranks` ranks of tensor parallelism together, which share them alike. Raises
+    ConfigError if that is not even one block, or the weights do not fit.
     """
-    weights = weight_bytes(config, dtype, keeps_levels, num_ranks)
-    active = activation_bytes(config, dtype, max_num_batched_tokens, max_num_seqs, max_model_len)
-    kv_dtype, kv_heads = kv_dtype or dtype, max(1, config.num_kv_heads // num_ranks)
-    block_bytes = KvLayout(
-        "", config.num_layers, kv_heads, config.head_dim, kv_dtype, block_size
-    ).block_bytes
+    block_size = layout.block_size
+    kv_heads = max(1, layout.num_kv_heads // num_ranks)
+    block_bytes = replace(layout, num_kv_heads=kv_heads).block_bytes
     available_bytes //= num_ranks
     if weights > available_bytes:
         raise ConfigError.of(
@@ -192,7 +225,7 @@ def plan_memory(
             budget = kv_cache_memory_bytes // num_ranks
         else:
             wanted = max_num_seqs * -(-max_model_len // block_size) * block_bytes
-            budget = min(wanted, max(0, available_bytes - weights - active - graph_bytes))
+            budget = min(wanted, max(0, available_bytes - weights - activations - graphs))
         num_blocks = budget // block_bytes
     if num_blocks < 1:
         raise ConfigError.of(
@@ -204,14 +237,14 @@ def plan_memory(
         )
     return MemoryPlan(
         weight_bytes=weights,
-        activation_bytes=active,
+        activation_bytes=activations,
         block_bytes=block_bytes,
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         dtype=dtype,
-        kv_dtype=kv_dtype,
+        kv_dtype=layout.dtype,
         num_ranks=num_ranks,
-        graph_bytes=graph_bytes,
+        graph_bytes=graphs,
     )

@@ -67,6 +67,28 @@ def load_weights(
     Raises MissingTensor, TensorMismatch, UnsafeCheckpoint, ModelError.
     """
     filling = _Filling(parameters, quantization, keeps)
+    _read_shards(folder, filling.take, progress)
+    return filling.finish(folder)
+
+
+def digest_checkpoint(folder: Path, progress: ProgressHook | None = None) -> str:
+    """As Loaded.digest, of all tensors in `folder`. Raises UnsafeCheckpoint, ModelError."""
+    digests: dict[str, str] = {}
+
+    def take(name: str, tensor: torch.Tensor, _: Path) -> bool:
+        digests[name] = _digest(tensor)
+        return True
+
+    _read_shards(folder, take, progress)
+    return _total(digests)
+
+
+def _read_shards(
+    folder: Path,
+    take: Callable[[str, torch.Tensor, Path], bool],
+    progress: ProgressHook | None,
+) -> None:
+    """Call `take` with each tensor, its name and its shard; it says whether it read it."""
     shards = find_shards(folder)
     for index, path in enumerate(shards):
         size = path.stat().st_size
@@ -75,7 +97,7 @@ def load_weights(
             with safe_open(path, framework="pt", device="cpu") as shard:
                 for name in sorted(shard.keys()):
                     tensor = shard.get_tensor(name)
-                    if not filling.take(name, tensor, path):
+                    if not take(name, tensor, path):
                         continue
                     done += tensor.nbytes
                     if progress:
@@ -86,7 +108,14 @@ def load_weights(
             ) from error
         if progress:
             progress(ShardProgress(path.name, index, len(shards), size, size))
-    return filling.finish(folder)
+
+
+def _total(digests: Mapping[str, str]) -> str:
+    """Of all tensors, from each one's."""
+    total = xxhash.xxh3_128()
+    for name in sorted(digests):
+        total.update(f"{name}={digests[name]};".encode())
+    return total.hexdigest()
 
 
 class _Filling:
@@ -154,10 +183,7 @@ class _Filling:
                 f"{', '.join(parts[layer])}"
             )
         _refuse_missing(folder, self._targets, self._filled)
-        total = xxhash.xxh3_128()
-        for name in sorted(self._digests):
-            total.update(f"{name}={self._digests[name]};".encode())
-        return Loaded(total.hexdigest(), self._quantized)
+        return Loaded(_total(self._digests), self._quantized)
 
 
 def _target_of(

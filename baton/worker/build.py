@@ -76,7 +76,7 @@ def _build_oracle(options: EngineOptions) -> OracleEngine:
 
 def _build_torch(options: EngineOptions, max_graph_seqs: int | None) -> Engine:
     with naming_model(options.model):
-        check_checkpoint(options.model, options.revision)
+        check_checkpoint(options.model, options.revision, options.model_impl)
     report_phase("importing torch")
     # Only a process that runs a model pays for importing torch: less while nothing looks for
     # garbage.
@@ -93,6 +93,7 @@ def _build_torch(options: EngineOptions, max_graph_seqs: int | None) -> Engine:
     return load_engine(
         model=options.model,
         revision=options.revision,
+        model_impl=options.model_impl,
         dtype=options.dtype,
         kv_cache_dtype=options.kv_cache_dtype,
         device=device,

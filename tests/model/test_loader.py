@@ -139,7 +139,8 @@ def test_a_file_cut_short_is_refused(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt2"}, "model_type='gpt2'.*llama, mistral, qwen2, qwen3"),
+        ({"model_type": ""}, "model_type=''.*llama, mistral, qwen2, qwen3"),
+        ({"model_type": "unheard"}, "no such model.*unheard"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes.*unquantised"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),

@@ -1,0 +1,247 @@
+"""What load_engine asks of a checkpoint, whoever runs its layers; and the answers for Baton's own
+families."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from baton.engine.graph_device import GraphDevice
+from baton.engine.step_runner import EagerSteps, Followers, StepModel, StepRunner, TensorPool
+from baton.engine.tensor_parallel.start import check_ranks, start_followers
+from baton.errors import ConfigError
+from baton.model.config import ModelConfig, choose_implementation, read_config
+from baton.model.load import keeps_stored_levels, load_parameters
+from baton.model.memory_plan import activation_bytes, weight_bytes
+from baton.model.native_decoder import make_decoder
+from baton.model.packed import PackedParameters
+from baton.model.rope import make_rope
+from baton.model.weights import ProgressHook
+from baton.types import SCALED_DTYPES, KvLayout
+
+if TYPE_CHECKING:
+    from baton.engine.step_graphs import GraphPlan, ReplayedSteps
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Graphs:
+    """What records decode steps, and the most sequences of one."""
+
+    make: Callable[[torch.device], GraphDevice]
+    max_seqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """What is settled before a model is loaded. dtype: of weights and of what is computed; layout:
+    of the whole model's KV, without a fingerprint; max_len: in tokens."""
+
+    device: torch.device
+    dtype: str
+    layout: KvLayout
+    num_blocks: int
+    max_len: int
+    num_ranks: int
+
+
+class ModelSource(Protocol):
+    """A checkpoint. Nothing is loaded before `load`.
+
+    name: of the family or architecture, for people; dtype: the checkpoint's; max_len: of a
+    sequence, in tokens; kv_digest: of every setting on which the meaning of KV depends, but the
+    weights; kernels: whose results a token depends on, besides Baton's.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def max_len(self) -> int: ...
+
+    @property
+    def kv_digest(self) -> str: ...
+
+    @property
+    def kernels(self) -> str: ...
+
+    def check_ranks(self, size: int, device: torch.device) -> None:
+        """Raise ConfigError unless so many ranks can share the model on this kind of device."""
+        ...
+
+    def weight_bytes(self, dtype: str, device: torch.device, num_ranks: int) -> int:
+        """What a rank's weights take."""
+        ...
+
+    def activation_bytes(self, dtype: str, num_tokens: int, num_seqs: int, max_len: int) -> int:
+        """An upper estimate of what a step holds at once."""
+        ...
+
+    def graph_bytes(self, plan: EnginePlan, graphs: Graphs | None) -> int:
+        """About what recorded steps take; 0 where none are."""
+        ...
+
+    def load(self, plan: EnginePlan, progress: ProgressHook | None) -> LoadedModel:
+        """Read the weights. Raises ModelError."""
+        ...
+
+
+class LoadedModel(Protocol):
+    """Weights that are read. followers: see StepRunner; shared_prompt_limit: see EngineSpec."""
+
+    @property
+    def digest(self) -> str: ...
+
+    @property
+    def followers(self) -> Followers: ...
+
+    @property
+    def shared_prompt_limit(self) -> int | None: ...
+
+    def steps(self, pool: TensorPool, graphs: Graphs | None) -> StepRunner:
+        """Steps over `pool`."""
+        ...
+
+
+def model_source(folder: Path, model_impl: str) -> ModelSource:
+    """The checkpoint in `folder`. model_impl: see choose_implementation. Raises ModelError."""
+    if choose_implementation(folder, model_impl) == "baton":
+        return NativeModel(folder, read_config(folder))
+    # Imports transformers, for which only those wait who need it.
+    from baton.engine.transformers_source import TransformersModel
+
+    return TransformersModel(folder)
+
+
+class NativeModel:
+    """A ModelSource of Baton's own families."""
+
+    kernels = ""
+
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
+        self._folder, self._config = folder, config
+        self.name = config.family
+        self.dtype, self.vocab_size = config.dtype, config.vocab_size
+        self.num_layers, self.num_kv_heads = config.num_layers, config.num_kv_heads
+        self.head_dim, self.max_len = config.head_dim, config.derived_max_len
+        self.kv_digest = config.kv_digest
+
+    def check_ranks(self, size: int, device: torch.device) -> None:
+        """See ModelSource."""
+        check_ranks(self._config, size, device)
+
+    def weight_bytes(self, dtype: str, device: torch.device, num_ranks: int) -> int:
+        """See ModelSource."""
+        keeps = keeps_stored_levels(self._config, getattr(torch, dtype), device)
+        return weight_bytes(self._config, dtype, keeps, num_ranks)
+
+    def activation_bytes(self, dtype: str, num_tokens: int, num_seqs: int, max_len: int) -> int:
+        """See ModelSource."""
+        return activation_bytes(self._config, dtype, num_tokens, num_seqs, max_len)
+
+    def graph_bytes(self, plan: EnginePlan, graphs: Graphs | None) -> int:
+        """See ModelSource."""
+        return 0 if graphs is None else _plan_graphs(self._config, plan, graphs).num_bytes
+
+    def load(self, plan: EnginePlan, progress: ProgressHook | None) -> LoadedModel:
+        """See ModelSource."""
+        config, device, layout = self._config, plan.device, plan.layout
+        followers = start_followers(
+            plan.num_ranks, self._folder, config, plan.dtype, layout, plan.num_blocks, plan.max_len
+        )
+        shard = followers.ranks.shard
+        try:
+            parameters, digest = load_parameters(
+                self._folder, config, getattr(torch, plan.dtype), device, progress, shard
+            )
+            followers.wait_ready(digest)
+        except BaseException:
+            followers.close()
+            raise
+        return _LoadedNative(config, plan, parameters, digest, followers)
+
+
+class _LoadedNative:
+    """See LoadedModel."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        plan: EnginePlan,
+        parameters: PackedParameters,
+        digest: str,
+        followers: Followers,
+    ) -> None:
+        self._config, self._plan, self._parameters = config, plan, parameters
+        self.digest, self.followers = digest, followers
+        self._rope = make_rope(config, plan.max_len, plan.device)
+        is_dynamic = self._rope.is_dynamic
+        self.shared_prompt_limit = config.max_position_embeddings if is_dynamic else None
+
+    def steps(self, pool: TensorPool, graphs: Graphs | None) -> StepRunner:
+        """See LoadedModel."""
+        ranks = self.followers.ranks
+        own = ranks.shard.attention_config(self._config)
+        decoder = make_decoder(own, self._parameters, pool.tensor.dtype, ranks)
+        parts = StepModel(own, decoder, self._rope, pool)
+        eager = EagerSteps(parts, self.followers)
+        if graphs is None:
+            return eager
+        plan = _plan_graphs(self._config, self._plan, graphs)
+        return _capture(parts, plan, graphs.make(self._plan.device), eager)
+
+
+def _plan_graphs(config: ModelConfig, plan: EnginePlan, graphs: Graphs) -> GraphPlan:
+    # Imports Triton, which is not everywhere.
+    from baton.engine.step_graphs import plan_graphs
+
+    layout = plan.layout
+    pool = torch.empty(
+        (0, config.num_layers, 2, config.num_kv_heads, layout.block_size, config.head_dim),
+        dtype=torch.int8 if layout.dtype in SCALED_DTYPES else getattr(torch, layout.dtype),
+        device="meta",
+    )
+    return plan_graphs(config, pool, getattr(torch, plan.dtype), graphs.max_seqs, plan.max_len)
+
+
+def _capture(
+    model: StepModel, plan: GraphPlan, device: GraphDevice, eager: StepRunner
+) -> ReplayedSteps:
+    from baton.engine.step_graphs import ReplayedSteps
+
+    num_seqs = plan.shapes[-1].num_seqs
+    _log.info("capturing %d graphs of steps of up to %d sequences", len(plan.shapes), num_seqs)
+    begin = time.monotonic()
+    try:
+        steps = ReplayedSteps(model, plan, device, eager)
+    except RuntimeError as error:  # torch has no other for a device that fails or is full
+        raise ConfigError.of(
+            "enforce_eager",
+            False,
+            f"capturing decode steps failed ({error}); do without graphs, or leave them more "
+            "memory by a lower --gpu-memory-utilization or --max-cudagraph-capture-size",
+        ) from error
+    _log.info("captured %d graphs in %.1f s", len(plan.shapes), time.monotonic() - begin)
+    return steps

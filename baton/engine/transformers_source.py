@@ -1,0 +1,132 @@
+"""An engine's model whose layers are transformers' own: see baton.model.transformers_backend.
+
+Importing this imports transformers, which takes seconds: only a worker that runs such a model does.
+
+Numerics: linear layers and attention are ours, so that a token's result does not depend on the rest
+of its batch but for what else the model's code computes with torch's functions, whose last bit may
+differ with a tensor's size: activations and rotary embeddings of widths that are no multiple of 32,
+or on a number of threads that is no power of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+from baton.engine.interface import Batch
+from baton.engine.model_source import EnginePlan, Graphs, LoadedModel
+from baton.engine.step_runner import Followers, LayerDone, NoFollowers, TensorPool
+from baton.engine.torch_step import pack_tokens, take_drawn
+from baton.errors import ConfigError
+from baton.model.transformers_backend.describe import describe
+from baton.model.transformers_backend.load import TransformersDecoder, load_model
+from baton.model.weights import ProgressHook, digest_checkpoint, terminal_progress
+from baton.types import DTYPE_BYTES
+
+
+class TransformersModel:
+    """A ModelSource of any decoder that transformers knows, and whose KV is that of softmax
+    attention."""
+
+    kernels = f"transformers{transformers.__version__}"
+
+    def __init__(self, folder: Path) -> None:
+        """Raises UnsupportedModel, naming what cannot be served."""
+        found = describe(folder)
+        self._folder, self._description = folder, found
+        self.name = f"{found.architecture} by transformers {transformers.__version__}"
+        self.dtype, self.vocab_size = found.dtype, found.vocab_size
+        self.num_layers, self.num_kv_heads = found.num_layers, found.num_kv_heads
+        self.head_dim, self.max_len = found.head_dim, found.max_len
+        self.kv_digest = found.kv_digest
+
+    def check_ranks(self, size: int, device: torch.device) -> None:  # noqa: ARG002
+        """See ModelSource."""
+        if size > 1:
+            raise ConfigError.of(
+                "tensor_parallel_size",
+                size,
+                f"{self._description.architecture} runs by transformers' code, which no ranks "
+                "share; leave it out",
+            )
+
+    def weight_bytes(self, dtype: str, device: torch.device, num_ranks: int) -> int:  # noqa: ARG002
+        """See ModelSource. A tied output layer has a copy of its own."""
+        found = self._description
+        return (found.num_weights + found.head_weights) * DTYPE_BYTES[dtype]
+
+    def activation_bytes(self, dtype: str, num_tokens: int, num_seqs: int, max_len: int) -> int:
+        """See ModelSource. Norms and activations may be computed in float32."""
+        found = self._description
+        tokens = num_tokens * found.layer_width * max(4, DTYPE_BYTES[dtype])
+        gathered = 2 * max_len * found.num_kv_heads * found.head_dim * DTYPE_BYTES[dtype]
+        return tokens + gathered + 3 * num_seqs * found.vocab_size * 4
+
+    def graph_bytes(self, plan: EnginePlan, graphs: Graphs | None) -> int:  # noqa: ARG002
+        """See ModelSource."""
+        return 0
+
+    def load(self, plan: EnginePlan, progress: ProgressHook | None) -> LoadedModel:
+        """See ModelSource."""
+        if progress is not None:
+            digest = digest_checkpoint(self._folder, progress)
+        else:
+            with terminal_progress() as show:
+                digest = digest_checkpoint(self._folder, show)
+        dtype = getattr(torch, plan.dtype)
+        decoder = load_model(self._folder, self._description, dtype, plan.device)
+        return _LoadedTransformers(digest, decoder)
+
+
+class _LoadedTransformers:
+    """See LoadedModel."""
+
+    shared_prompt_limit = None
+    followers: Followers = NoFollowers()
+
+    def __init__(self, digest: str, decoder: TransformersDecoder) -> None:
+        self.digest, self._decoder = digest, decoder
+
+    def steps(self, pool: TensorPool, graphs: Graphs | None) -> TransformersSteps:  # noqa: ARG002
+        """See LoadedModel. All steps run eagerly."""
+        return TransformersSteps(self._decoder, pool)
+
+
+class TransformersSteps:
+    """See StepRunner."""
+
+    def __init__(self, decoder: TransformersDecoder, pool: TensorPool) -> None:
+        self._decoder, self._pool = decoder, pool
+
+    def run(
+        self, batch: Batch, layer_done: LayerDone | None, drawn: torch.Tensor | None = None
+    ) -> TransformersStep:
+        """See StepRunner."""
+        if not batch.slices:
+            return TransformersStep(torch.empty(0, 0), self._decoder)
+        pool = self._pool
+        tokens = pack_tokens(batch, pool.tensor)
+        take_drawn(tokens.token_ids, batch, drawn)
+        states = self._decoder.forward(tokens, pool.tensor, layer_done, pool.scales)
+        return TransformersStep(states, self._decoder)
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersStep:
+    """See Step. states [rows, hidden], of the batch's sample rows."""
+
+    states: torch.Tensor
+    decoder: TransformersDecoder
+
+    @property
+    def num_rows(self) -> int:
+        """See Step."""
+        return len(self.states)
+
+    def logits(self, rows: Sequence[int]) -> torch.Tensor:
+        """See Step."""
+        return self.decoder.logits(self.states if len(rows) == self.num_rows else self.states[rows])

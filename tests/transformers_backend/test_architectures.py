@@ -1,0 +1,132 @@
+"""Any decoder of transformers through our engine: greedy tokens are those of `generate` in float32,
+whatever the chunks, the batch, a handoff or drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from baton.engine.interface import Batch, SampleRow, SequenceSlice
+from baton.engine.torch_engine import TorchEngine
+from baton.types import KvRange, Sampling
+from tests.support.architectures import ARCHITECTURES
+from tests.support.drive_engine import generate, token_ids
+from tests.transformers_backend.conftest import NUM_TOKENS, PROMPT_LENGTHS, Case, load, prompts
+
+CaseOf = Callable[[str], Case]
+
+GREEDY = Sampling()
+#: One of each kind of attention that has code of its own here; the others take their turn with the
+#: slow ones.
+FEW = ("bloom", "falcon", "gemma2", "gpt2", "gpt_neo", "gpt_oss", "mixtral", "mpt", "opt")
+NAMES = [
+    name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES
+]
+each = pytest.mark.parametrize("name", NAMES)
+
+#: Where sigmoids and softmaxes are narrower than a vector, torch rounds their last element one way
+#: or another with the size of the batch; DBRX multiplies its experts' weights by itself.
+ROUNDED = ("afmoe", "dbrx", "dots1", "glm4_moe", "minimax_m2", "phimoe", "qwen2_moe")
+
+
+@each
+def test_greedy_tokens_are_those_of_generate(name: str, case_of: CaseOf) -> None:
+    case = case_of(name)
+    assert token_ids(generate(case.engine, prompts(), GREEDY, NUM_TOKENS)) == case.expected
+    assert len({tuple(output) for output in case.expected}) == len(PROMPT_LENGTHS)
+
+
+@each
+def test_chunks_change_nothing(name: str, case_of: CaseOf) -> None:
+    """Prompts go in by chunks beside sequences that decode; the last chunk of one is a single
+    token."""
+    case = case_of(name)
+    for chunk_tokens in (1, 7):
+        outputs = generate(case.engine, prompts(), GREEDY, NUM_TOKENS, chunk_tokens=chunk_tokens)
+        assert token_ids(outputs) == case.expected
+
+
+@each
+def test_a_handoff_changes_nothing(name: str, case_of: CaseOf) -> None:
+    """One engine computes a prompt, another, with other blocks, goes on from its KV alone."""
+    case = case_of(name)
+    receiver = load(case.path, block_size=5, num_blocks=24)
+    assert receiver.spec.layout.fingerprint == case.engine.spec.layout.fingerprint
+    for prompt, expected in zip(prompts(), case.expected, strict=True):
+        tokens = [*prompt, *step(case.engine, prompt, 0, range(8, 12), (len(prompt) - 1,))]
+        hand_over(case.engine, range(8, 12), receiver, range(3, 11), len(prompt))
+        while len(tokens) < len(prompt) + NUM_TOKENS:
+            new = tokens[-1:]
+            tokens += step(receiver, new, len(tokens) - 1, range(3, 11), (0,))
+        assert tokens[len(prompt) :] == expected
+
+
+@each
+def test_drafts_change_nothing(name: str, case_of: CaseOf) -> None:
+    """Drafts, of which some are wrong, are verified in one step beside the last token; what they
+    wrote is overwritten."""
+    case = case_of(name)
+    for prompt, expected in zip(prompts(), case.expected, strict=True):
+        output = step(case.engine, prompt, 0, range(8, 12), (len(prompt) - 1,))
+        while len(output) < NUM_TOKENS:
+            drafts = expected[len(output) : len(output) + 3]
+            # Each second guess ends in a wrong one.
+            if len(output) % 2 and drafts:
+                drafts[-1] = (drafts[-1] + 1) % 96
+            new = [output[-1], *drafts]
+            start = len(prompt) + len(output) - 1
+            sampled = step(case.engine, new, start, range(8, 12), range(len(new)))
+            while drafts and sampled[0] == drafts[0]:
+                output.append(sampled.pop(0))
+                drafts.pop(0)
+            output.append(sampled[0])
+        assert output[:NUM_TOKENS] == expected
+
+
+@each
+def test_logits_are_the_same_to_the_bit_in_any_batch(name: str, case_of: CaseOf) -> None:
+    """In chunks, in a batch with another sequence, and alone."""
+    if name in ROUNDED:
+        pytest.skip("torch rounds some of its functions by the size of the batch")
+    engine = case_of(name).engine
+    prompt, other = prompts()[2], prompts()[2][::-1]
+    whole = logits(engine, prompt, (), ())
+    for cuts in ((1,), (7, 20), tuple(range(1, len(prompt)))):
+        assert torch.equal(logits(engine, prompt, cuts, ()), whole)
+        assert torch.equal(logits(engine, prompt, cuts, other), whole)
+
+
+def step(
+    engine: TorchEngine, new: Sequence[int], start: int, table: range, offsets: Sequence[int]
+) -> list[int]:
+    """Greedy tokens after some of a sequence's new tokens."""
+    rows = tuple(SampleRow(offset, GREEDY, (), 0) for offset in offsets)
+    ((*samples,),) = engine.forward(Batch((SequenceSlice(tuple(new), start, table, rows),)))
+    return [sample.token_id for sample in samples]
+
+
+def hand_over(
+    sender: TorchEngine, sources: range, receiver: TorchEngine, targets: range, num_tokens: int
+) -> None:
+    """Move the KV of a sequence's first tokens."""
+    layout = sender.spec.layout
+    piece = KvRange(0, num_tokens, 0, layout.num_layers)
+    packed = bytearray(piece.num_bytes(layout.token_layer_bytes))
+    sender.kv.pack(sources, piece, memoryview(packed))
+    receiver.kv.unpack(targets, piece, memoryview(packed))
+
+
+def logits(
+    engine: TorchEngine, prompt: Sequence[int], cuts: Sequence[int], other: Sequence[int]
+) -> torch.Tensor:
+    """After each token of a prompt, which goes in cut in pieces, each beside another sequence."""
+    parts = []
+    for start, end in zip((0, *cuts), (*cuts, len(prompt)), strict=True):
+        rows = tuple(SampleRow(i, GREEDY, (), 0) for i in range(end - start))
+        slices = [SequenceSlice(tuple(prompt[start:end]), start, range(8, 12)[::-1], rows)]
+        if other:
+            slices.insert(0, SequenceSlice(tuple(other[: end - start + 3]), 0, range(12, 20)))
+        parts.append(engine.logits(Batch(tuple(slices))))
+    return torch.cat(parts)
