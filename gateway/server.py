@@ -73,14 +73,15 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
     deps = RequestDeps(
         fleet,
         dispatcher,
-        tokenizer.decode,
+        tokenizer.decoding,
         options.client_stall_timeout_s,
         migrator,
         time.monotonic,
     )
     async with (
+        _closed_at_end(tokenizer),
         _chat_renderer(tokenizer) as chat,
-        _grammar_compiler(tokenizer) as grammars,
+        _grammar_compiler(tokenizer, options.max_json_whitespace) as grammars,
         running_telemetry(
             _telemetry_settings(options), pages={DISCOVERY_PATH: lambda: scrape_targets(fleet)}
         ) as telemetry,
@@ -88,7 +89,7 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
         observe_build(telemetry.meter, __version__)
         observe_gateway(telemetry.meter, fleet, dispatcher)
         service = InferenceService(
-            ServiceOptions(options.model_name, options.request_timeout_s),
+            ServiceOptions(options.model_name, options.request_timeout_s, bool(api_keys)),
             deps,
             tokenizer,
             chat,
@@ -183,6 +184,14 @@ async def _wait_for_workers(fleet: Fleet, options: GatewayOptions) -> None:
 
 
 @contextlib.asynccontextmanager
+async def _closed_at_end(tokenizer: Tokenizer) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        await tokenizer.close()
+
+
+@contextlib.asynccontextmanager
 async def _chat_renderer(tokenizer: Tokenizer) -> AsyncIterator[ChatRenderer | None]:
     facts = tokenizer.facts
     if facts.chat_template is None:
@@ -196,9 +205,11 @@ async def _chat_renderer(tokenizer: Tokenizer) -> AsyncIterator[ChatRenderer | N
 
 
 @contextlib.asynccontextmanager
-async def _grammar_compiler(tokenizer: Tokenizer) -> AsyncIterator[GrammarCompiler]:
+async def _grammar_compiler(
+    tokenizer: Tokenizer, max_whitespace: int
+) -> AsyncIterator[GrammarCompiler]:
     # Its process starts with the first structured output: most gateways never need it.
-    grammars = GrammarCompiler(tokenizer.facts.folder)
+    grammars = GrammarCompiler(tokenizer.facts.folder, max_whitespace=max_whitespace)
     try:
         yield grammars
     finally:

@@ -7,12 +7,13 @@ import functools
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc.aio
 
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, EngineFault
+from baton.rpc.api_key import shown_digest
 from baton.rpc.interceptor import write_to
 from baton.rpc.status import REQUEST_ID_KEY
 from baton.sampling_params import MAX_CHOICES
@@ -25,7 +26,7 @@ from gateway.intake.grammars import GrammarCompiler
 from gateway.intake.model_facts import ModelFacts
 from gateway.intake.request import ValidatedRequest, unique_request_id
 from gateway.intake.sampling_rules import num_returned
-from gateway.intake.tokenizer import Tokenizer
+from gateway.intake.tokenizer import Tokenizer, TooManyTokens
 from gateway.intake.validator import (
     Ids,
     Tokenized,
@@ -34,6 +35,7 @@ from gateway.intake.validator import (
     check_request,
     check_tokenize,
     resolve,
+    too_long,
 )
 from gateway.intake.violations import given
 from gateway.output.time_limits import fail_at
@@ -49,11 +51,13 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class ServiceOptions:
-    """model_name: what requests call the model. request_timeout_s: for requests without a
-    deadline."""
+    """model_name: what requests call the model. request_timeout_s: for requests without a deadline.
+    has_api_keys: whether callers have shown one; each key is an account then, and else each
+    cache_salt."""
 
     model_name: str
     request_timeout_s: float
+    has_api_keys: bool = False
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
@@ -111,7 +115,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def _generate(
         self, request: inference_pb2.GenerateRequest, context: _Context, record: RequestRecord
     ) -> None:
-        request_id = unique_request_id(context.invocation_metadata())
+        metadata = context.invocation_metadata()
+        request_id = unique_request_id(metadata)
+        account = shown_digest(metadata) if self._options.has_api_keys else b""
         remaining_s = context.time_remaining()
         timeout_s = self._options.request_timeout_s if remaining_s is None else remaining_s
 
@@ -123,6 +129,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         try:
             async with fail_at(deadline_s, _too_late):
                 validated = await self._validated(request, request_id, record)
+                validated = replace(validated, account=account or validated.spec.tenant)
         except BatonError as error:
             error.request_id = request_id
             raise
@@ -138,7 +145,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Token ids of a prompt, as Generate would use them."""
         facts = self._facts()
         check_tokenize(request, facts)
-        token_ids = await self._tokenize(request.prompt)
+        token_ids = await self._tokenize(request.prompt, facts)
         return inference_pb2.TokenizeResponse(
             token_ids=token_ids, max_model_len=facts.max_model_len
         )
@@ -177,7 +184,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         facts = self._facts()
         check_request(request, facts)
         started_s = self._clock()
-        prompt_token_ids = await self._tokenize(request.prompt)
+        prompt_token_ids = await self._tokenize(request.prompt, facts)
         bad_words = await self._tokenizer.ways_to_write(request.sampling.bad_words)
         tokenize_ms = (self._clock() - started_s) * 1e3
         grammar = await self._grammar(request.sampling)
@@ -215,17 +222,28 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         skips = given(request.sampling, "skip_special_tokens", True)
         return await self._tokenizer.decode_all(prompt_token_ids, skips)
 
-    async def _tokenize(self, prompt: inference_pb2.Prompt) -> tuple[int, ...]:
+    async def _tokenize(self, prompt: inference_pb2.Prompt, facts: ModelFacts) -> tuple[int, ...]:
         match prompt.WhichOneof("kind"):
             case "text":
-                return await self._tokenizer.encode(prompt.text, add_special_tokens=True)
+                return await self._encode(prompt.text, facts, add_special_tokens=True)
             case "chat" if self._chat is not None:
                 messages = [(message.role, message.content) for message in prompt.chat.messages]
                 text = await self._chat.render(messages)
                 # The template wrote the special tokens already.
-                return await self._tokenizer.encode(text, add_special_tokens=False)
+                return await self._encode(text, facts, add_special_tokens=False)
             case _:
                 return tuple(prompt.token_ids.ids)
+
+    async def _encode(
+        self, text: str, facts: ModelFacts, *, add_special_tokens: bool
+    ) -> tuple[int, ...]:
+        most = facts.max_prompt_tokens
+        try:
+            return await self._tokenizer.encode(
+                text, add_special_tokens=add_special_tokens, max_tokens=most
+            )
+        except TooManyTokens as error:
+            raise too_long(error.num_tokens, facts) from None
 
     def _facts(self) -> ModelFacts:
         infos = self._fleet.known(Tier.DECODE)
@@ -247,6 +265,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             eos_token_ids=files.eos_token_ids,
             has_chat_template=self._chat is not None,
             max_num_seqs=max((i.max_num_seqs for i in infos), default=MAX_CHOICES),
+            max_token_chars=self._tokenizer.max_token_chars,
         )
 
     def _model(self) -> inference_pb2.Model:

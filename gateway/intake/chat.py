@@ -39,7 +39,10 @@ class ChatRenderer:
 
         Raises InvalidRequest if the template refuses them or takes too long.
         """
-        question = {"messages": [{"role": r, "content": c} for r, c in messages]}
+        question = {
+            "messages": [{"role": role, "num_chars": len(content)} for role, content in messages],
+            "text": "".join(content for _, content in messages),
+        }
         try:
             answer = await self.process.ask(question)
         except TimeoutError:

@@ -2,8 +2,8 @@
 gateway.intake.chat_renderer
 
 It is made with {"template": str, "special_tokens": {name: text}}, and answers {"messages":
-[{"role": str, "content": str}]} with {"text": str} or {"error": str}. See
-gateway.intake.child_main.
+[{"role": str, "num_chars": int}], "text": str} with {"text": str} or {"error": str}. The text asked
+with is what all messages say, one after the other. See gateway.intake.child_main.
 
 Templates are written for transformers, whose rendering this is, without that package: a sandboxed
 jinja environment and what the templates find in it. tests/gateway/test_chat_template.py holds the
@@ -109,6 +109,15 @@ def make_environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
+def _messages_of(question: Mapping[str, Any]) -> list[dict[str, str]]:
+    messages = []
+    end = 0
+    for message in question["messages"]:
+        start, end = end, end + message["num_chars"]
+        messages.append({"role": message["role"], "content": question["text"][start:end]})
+    return messages
+
+
 def make_answer(start: Mapping[str, Any]) -> Answer:
     """See the module's text."""
 
@@ -119,7 +128,7 @@ def make_answer(start: Mapping[str, Any]) -> Answer:
     def answer(question: Mapping[str, Any]) -> Mapping[str, str]:
         try:
             rendered = template().render(
-                messages=question["messages"],
+                messages=_messages_of(question),
                 tools=None,
                 documents=None,
                 add_generation_prompt=True,

@@ -8,11 +8,14 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import EngineFault
+from gateway.intake.child_main import num_text_bytes, text_of, to_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -23,6 +26,10 @@ START_TIMEOUT_S = 60.0
 _MAX_LINE_BYTES = 128 * 2**20
 
 
+#: How a process dies of a question: no memory, no stack.
+_DEADLY = frozenset({-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS})
+
+
 class ChildDied(EngineFault):
     """The process ended before it answered. returncode: as of asyncio's processes, -N for signal
     N."""
@@ -30,6 +37,11 @@ class ChildDied(EngineFault):
     def __init__(self, name: str, returncode: int) -> None:
         super().__init__(f"the {name} died")
         self.returncode = returncode
+
+    @property
+    def is_of_its_question(self) -> bool:
+        """Whether it died as a process does that has no memory or no stack left."""
+        return self.returncode in _DEADLY
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +69,7 @@ class ChildProcess:
         """Of the process, if there is one."""
         return self._process.pid if self._process else None
 
-    async def ask(self, question: object) -> dict[str, Any]:
+    async def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to one question.
 
         Raises TimeoutError if it takes more than answer_timeout_s, not counting the start and those
@@ -129,20 +141,20 @@ class ChildProcess:
             process.kill()
         await process.wait()
 
-    def _write(self, process: asyncio.subprocess.Process, line: object) -> None:
+    def _write(self, process: asyncio.subprocess.Process, message: Mapping[str, Any]) -> None:
         if process.stdin is None:
             raise EngineFault(f"the {self._spec.name} has no input")
-        process.stdin.write(json.dumps(line).encode() + b"\n")
+        process.stdin.write(to_bytes(message))
 
     async def _answer(self, process: asyncio.subprocess.Process) -> dict[str, Any]:
         if process.stdin is None or process.stdout is None:
             raise EngineFault(f"the {self._spec.name} has no pipes")
         try:
             await process.stdin.drain()
-            line = await process.stdout.readline()
-        except ConnectionError:
-            line = b""
-        if not line:
-            raise ChildDied(self._spec.name, await process.wait())
-        answer: dict[str, Any] = json.loads(line)
+            answer: dict[str, Any] = json.loads(await process.stdout.readline())
+            if num_bytes := num_text_bytes(answer):
+                answer["text"] = text_of(await process.stdout.readexactly(num_bytes))
+        except (ConnectionError, asyncio.IncompleteReadError, json.JSONDecodeError):
+            # A line that ends in the middle is one that it did not live to finish.
+            raise ChildDied(self._spec.name, await process.wait()) from None
         return answer

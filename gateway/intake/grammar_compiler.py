@@ -1,10 +1,10 @@
 """A process that compiles grammars, so that a hostile one harms nothing else: python -m
 gateway.intake.grammar_compiler
 
-It is made with {"folder": str}, the model's, and answers {"field": str, "value": ...}, a kind of
-StructuredOutput, with {"grammar": str}, its canonical form, or {"error": str}. See
-gateway.intake.child_main. It dies of a grammar that takes more memory or a deeper stack than a
-worker should spend on it.
+It is made with {"folder": str, "max_whitespace": int}, the model's and Grammar's, and answers
+{"field": str, "value": ...}, a kind of StructuredOutput, with {"grammar": str}, its canonical form,
+or {"error": str}. See gateway.intake.child_main. It dies of a grammar that takes more memory or a
+deeper stack than a worker should spend on it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from baton.errors import BatonError
+from baton.errors import BatonError, InvalidRequest
 from baton.grammar import Grammar, GrammarVocabulary, Matcher, load_vocabulary
 from baton.grammar.matcher import compile_grammar
 from gateway.intake.child_main import Answer, address_space_bytes, limit_memory, serve
@@ -27,18 +27,22 @@ _MAX_MORE_BYTES = 512 * 2**20
 #: A small part of what a worker's threads have: what fits in here fits there with room to spare.
 _STACK_BYTES = 2**20
 
-#: Tokens of a random output that is tried, to find a grammar that cannot be followed.
-_NUM_TRIED_TOKENS = 32
+#: Tokens of a random output that is tried, to find a grammar that cannot be followed: of one where
+#: each is taken back once, and of one that does not end before it must.
+_NUM_TAKEN_BACK, _NUM_GOING_ON = 32, 128
+
+#: Which token ends an output is of no matter here.
+_END = 0
 
 
-def grammar_of(field: str, value: Any) -> Grammar:
+def grammar_of(field: str, value: Any, max_whitespace: int) -> Grammar:
     """The grammar that one field of StructuredOutput means. Raises ValueError, in one line, if it
     means none."""
     match field:
         case "json_schema":
-            return Grammar.json_schema(_parsed(value))
+            return Grammar.json_schema(_parsed(value), max_whitespace)
         case "json_object":
-            return Grammar.json_object()
+            return Grammar.json_object(max_whitespace)
         case "regex":
             return Grammar.regex(value)
         case "choice":
@@ -49,20 +53,25 @@ def grammar_of(field: str, value: Any) -> Grammar:
 
 
 def try_grammar(grammar: Grammar, vocabulary: GrammarVocabulary) -> None:
-    """Compile it and follow some random output. Raises ValueError or EngineFault, in one line, if
+    """Compile it and follow some random outputs. Raises ValueError or BatonError, in one line, if
     that cannot be done."""
     compiled = compile_grammar(grammar, vocabulary)
-    # Which token ends an output is of no matter here.
-    matcher = Matcher(compiled, vocabulary, (0,))
     draw = random.Random(0)
-    for _ in range(_NUM_TRIED_TOKENS):
-        token_id = _some_token(matcher.allowed(), draw)
+    matcher = Matcher(compiled, vocabulary, (_END,))
+    for _ in range(_NUM_TAKEN_BACK):
+        token_id = _some_token(int.from_bytes(matcher.allowed(), "little"), vocabulary, draw)
         matcher.advance(token_id)
         # As when drafts are rejected: not all that Lark's syntax has can be taken back.
         matcher.rollback(1)
         matcher.advance(token_id)
         if matcher.is_over:
-            return
+            break
+    matcher = Matcher(compiled, vocabulary, (_END,))
+    for _ in range(_NUM_GOING_ON):
+        going_on = int.from_bytes(matcher.allowed(), "little") & ~(1 << _END)
+        if not going_on:
+            break
+        matcher.advance(_some_token(going_on, vocabulary, draw))
 
 
 def make_answer(start: Mapping[str, Any]) -> Answer:
@@ -79,19 +88,23 @@ def make_answer(start: Mapping[str, Any]) -> Answer:
     def answer(question: Mapping[str, Any]) -> Mapping[str, str]:
         if vocabulary is None:
             return {"error": trouble}
-        return _in_thread(question, vocabulary)
+        return _in_thread(question, vocabulary, start["max_whitespace"])
 
     return answer
 
 
-def _in_thread(question: Mapping[str, Any], vocabulary: GrammarVocabulary) -> Mapping[str, str]:
+def _in_thread(
+    question: Mapping[str, Any], vocabulary: GrammarVocabulary, max_whitespace: int
+) -> Mapping[str, str]:
     """The answer, found on a small stack."""
     answer: dict[str, str] = {"error": "the compiler failed"}
 
     def find() -> None:
         try:
-            grammar = grammar_of(question["field"], question["value"])
+            grammar = grammar_of(question["field"], question["value"], max_whitespace)
             try_grammar(grammar, vocabulary)
+        except InvalidRequest as error:
+            answer["error"] = error.violations[0].description
         except BatonError as error:
             answer["error"] = error.message
         except ValueError as error:
@@ -120,11 +133,10 @@ def _parsed(text: str) -> dict[str, Any]:
     return schema
 
 
-def _some_token(allowed: bytes, draw: random.Random) -> int:
+def _some_token(bits: int, vocabulary: GrammarVocabulary, draw: random.Random) -> int:
     """One of the tokens of a mask, not evenly chosen: the first from a random one on, or else the
     first of all."""
-    bits = int.from_bytes(allowed, "little")
-    first = draw.randrange(8 * len(allowed))
+    first = draw.randrange(vocabulary.vocab_size)
     ahead = bits >> first
     if ahead:
         return first + (ahead & -ahead).bit_length() - 1

@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import signal
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from baton.errors import BatonError, EngineFault, FieldViolation, InvalidRequest, Overloaded
+from baton.types import DEFAULT_MAX_WHITESPACE
 from baton.v1 import sampling_pb2
 from gateway.intake.child_process import ChildDied, ChildProcess, ChildSpec
 
@@ -25,9 +25,6 @@ MAX_WAITING = 64
 NUM_KEPT = 1024
 
 _TOO_BIG = "takes too much memory to compile, or is nested too deep"
-
-#: How a process dies of a grammar: no memory, no stack.
-_DEADLY = frozenset({-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +52,12 @@ class GrammarCompiler:
         self,
         folder: Path,
         *,
+        max_whitespace: int = DEFAULT_MAX_WHITESPACE,
         compile_timeout_s: float = COMPILE_TIMEOUT_S,
         max_waiting: int = MAX_WAITING,
         num_kept: int = NUM_KEPT,
     ) -> None:
-        """folder: with the model's tokenizer.json."""
+        """folder: with the model's tokenizer.json. max_whitespace: see Grammar."""
         self._timeout_s = compile_timeout_s
         self._max_waiting = max_waiting
         self._num_kept = num_kept
@@ -69,7 +67,7 @@ class GrammarCompiler:
             ChildSpec(
                 "grammar compiler",
                 "gateway.intake.grammar_compiler",
-                {"folder": str(folder)},
+                {"folder": str(folder), "max_whitespace": max_whitespace},
                 compile_timeout_s,
             )
         )
@@ -121,7 +119,7 @@ class GrammarCompiler:
             description = f"takes more than {self._timeout_s:g} s to compile; simplify it"
             return _Outcome(violation=_violation(field, description), is_lasting=False)
         except ChildDied as death:
-            if death.returncode in _DEADLY:
+            if death.is_of_its_question:
                 return _Outcome(violation=_violation(field, _TOO_BIG))
             return _Outcome(fault=death.message, is_lasting=False)
         except BatonError as error:

@@ -10,7 +10,7 @@ class ModelFacts:
     """What requests are checked against.
 
     max_kv_tokens: tokens that the largest decode worker's memory holds. max_num_seqs: sequences
-    that the widest one runs at once.
+    that the widest one runs at once. max_token_chars: of the longest token of the tokenizer.
     """
 
     name: str
@@ -20,8 +20,15 @@ class ModelFacts:
     eos_token_ids: frozenset[int]
     has_chat_template: bool
     max_num_seqs: int
+    max_token_chars: int
 
     @property
     def max_prompt_tokens(self) -> int:
         """One token of output must fit, too."""
         return min(self.max_model_len, self.max_kv_tokens) - 1
+
+    @property
+    def max_prompt_chars(self) -> int:
+        """A longer text is not looked at. It would have too many tokens, unless the tokenizer
+        leaves most of it out."""
+        return self.max_prompt_tokens * self.max_token_chars

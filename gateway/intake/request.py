@@ -40,6 +40,8 @@ class ValidatedRequest:
     """Choices sent to the client: all, or the best of them."""
     echo_text: str | None = None
     """What the text of each output begins with: the prompt's, if it was asked for."""
+    account: bytes = b""
+    """Whose it is: accounts share the queue alike."""
 
     @property
     def is_best_of(self) -> bool:

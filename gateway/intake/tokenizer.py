@@ -12,7 +12,10 @@ from typing import Any
 
 import tokenizers
 
-from baton.errors import ConfigError
+from baton.errors import BatonError, ConfigError, FieldViolation, InvalidRequest, Overloaded
+from gateway.intake.child_process import ChildDied, ChildProcess, ChildSpec
+from gateway.intake.decoding import Decoding, decoding_of
+from gateway.intake.text_tokenizer import read_tokenizer
 
 _FILES = (
     "tokenizer.json",
@@ -24,12 +27,18 @@ _FILES = (
     "chat_template.json",
 )
 
-#: Characters of text from which on tokenizing would hold up the event loop, and goes to a thread.
-_LONG_TEXT_CHARS = 16_384
+ENCODE_TIMEOUT_S = 10.0
 
+#: Long texts that may wait to be tokenized.
+MAX_WAITING = 64
+
+#: Characters of text from which on tokenizing would hold up the event loop, and goes to a process.
+_LONG_TEXT_CHARS = 8_192
+
+#: Tokens from which on their text is made in a thread.
 _LONG_TEXT_TOKENS = 4_096
 
-#: The same for many short texts, each of which costs more by itself.
+#: Characters of many short texts, each of which costs more by itself, for a thread.
 _LONG_WORDS_CHARS = 1_024
 
 _SPECIAL_NAMES = (
@@ -58,55 +67,145 @@ class TokenizerFacts:
     folder: Path
 
 
-class Tokenizer:
-    """Text to token ids and back."""
+class TooManyTokens(Exception):
+    """A text has more tokens than its caller takes. num_tokens: as many."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, facts: TokenizerFacts) -> None:
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"{num_tokens} tokens")
+        self.num_tokens = num_tokens
+
+
+class Tokenizer:
+    """Text to token ids and back. Belongs to one event loop.
+
+    No text holds up the loop: the library keeps the interpreter to itself while it encodes or
+    decodes one text, so that long ones are encoded by another process, one at a time, which is
+    killed when it takes too long; and decoded in a thread, as a batch, for which the library lets
+    go of the interpreter.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        facts: TokenizerFacts,
+        *,
+        encode_timeout_s: float = ENCODE_TIMEOUT_S,
+        max_waiting: int = MAX_WAITING,
+    ) -> None:
+        """tokenizer: as read_tokenizer makes it of the file in facts.folder."""
         self._tokenizer = tokenizer
+        self._decodings = {
+            is_skipping: decoding_of(tokenizer, skip_special_tokens=is_skipping)
+            for is_skipping in (False, True)
+        }
+        self._encode_timeout_s = encode_timeout_s
+        self._max_waiting = max_waiting
+        self._num_waiting = 0
         self.facts = facts
+        self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
+        """No token is of more characters of text."""
+        start_line = {"path": str(facts.folder / "tokenizer.json")}
+        self.process = ChildProcess(
+            ChildSpec("tokenizer", "gateway.intake.text_tokenizer", start_line, encode_timeout_s)
+        )
+        """Started with the first long text."""
 
     @property
     def vocab_size(self) -> int:
         """Ids that have text. A model's vocabulary may be padded to more."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+    async def close(self) -> None:
+        """End the process."""
+        await self.process.close()
+
+    async def encode(
+        self, text: str, *, add_special_tokens: bool, max_tokens: int
+    ) -> tuple[int, ...]:
         """Token ids of `text`; with the special tokens that the tokenizer's post-processor adds, if
-        wanted."""
+        wanted.
+
+        Raises TooManyTokens if they are more than `max_tokens`, InvalidRequest if tokenizing takes
+        too much time or memory, and Overloaded while too many other long texts wait.
+        """
         if len(text) < _LONG_TEXT_CHARS:
-            return self._encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+            ids = self._encode(text, add_special_tokens)
+            if len(ids) > max_tokens:
+                raise TooManyTokens(len(ids))
+            return ids
+        if self._num_waiting >= self._max_waiting:
+            raise Overloaded(f"{self._num_waiting} long prompts wait to be tokenized")
+        self._num_waiting += 1
+        try:
+            return await self._encode_elsewhere(text, add_special_tokens, max_tokens)
+        finally:
+            self._num_waiting -= 1
 
     async def ways_to_write(self, words: Sequence[str]) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """Of each word, its token ids as a text begins with it, and those of the word after a space
         if they do not end with the former. Empty ids where no token comes of a word."""
         if sum(map(len, words)) < _LONG_WORDS_CHARS:
-            return tuple(map(self._ways_to_write, words))
-        return await asyncio.to_thread(lambda: tuple(map(self._ways_to_write, words)))
+            return self._ways_to_write(words)
+        return await asyncio.to_thread(self._ways_to_write, words)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of token ids; ids that the tokenizer does not know have none."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    def decoding(self, skip_special_tokens: bool) -> Decoding:
+        """How a stream of token ids becomes text."""
+        return self._decodings[skip_special_tokens]
+
     async def decode_all(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """As decode, for any number of ids."""
         if len(token_ids) < _LONG_TEXT_TOKENS:
             return self.decode(token_ids, skip_special_tokens)
-        return await asyncio.to_thread(self.decode, token_ids, skip_special_tokens)
+        texts = await asyncio.to_thread(
+            self._tokenizer.decode_batch, [token_ids], skip_special_tokens=skip_special_tokens
+        )
+        return texts[0]
 
-    def _ways_to_write(self, word: str) -> tuple[tuple[int, ...], ...]:
-        bare = word.lstrip() or word
-        alone = self._encode(bare, add_special_tokens=False)
-        after_space = self._encode(f" {bare}", add_special_tokens=False)
-        if after_space[len(after_space) - len(alone) :] == alone:
-            return (alone,)
-        return (alone, after_space)
+    def _ways_to_write(self, words: Sequence[str]) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        bare = [word.lstrip() or word for word in words]
+        texts = [*bare, *(f" {word}" for word in bare)]
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ids = [tuple(encoding.ids) for encoding in encodings]
+        return tuple(
+            (alone,)
+            if after_space[len(after_space) - len(alone) :] == alone
+            else (alone, after_space)
+            for alone, after_space in zip(ids[: len(words)], ids[len(words) :], strict=True)
+        )
+
+    async def _encode_elsewhere(
+        self, text: str, add_special_tokens: bool, max_tokens: int
+    ) -> tuple[int, ...]:
+        question = {
+            "text": text,
+            "add_special_tokens": add_special_tokens,
+            "max_tokens": max_tokens,
+        }
+        try:
+            answer = await self.process.ask(question)
+        except TimeoutError:
+            raise _refusal(text, f"take more than {self._encode_timeout_s:g} s") from None
+        except ChildDied as death:
+            if not death.is_of_its_question:
+                raise
+            raise _refusal(text, "take too much memory") from None
+        if answer["num_tokens"] > max_tokens:
+            raise TooManyTokens(answer["num_tokens"])
+        return tuple(json.loads(answer["text"]))
 
     def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
+
+
+def _refusal(text: str, why: str) -> BatonError:
+    return InvalidRequest.of(
+        FieldViolation("prompt", f"{len(text)} characters {why} to tokenize; shorten them")
+    )
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
@@ -118,7 +217,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
             "tokenizer", name, "has no tokenizer.json; name a directory or Hub id that has one"
         )
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        tokenizer = read_tokenizer(str(path))
     except Exception as error:
         raise ConfigError.of(
             "tokenizer", name, f"tokenizer.json cannot be read: {error}"

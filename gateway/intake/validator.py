@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.errors import FieldViolation, InvalidRequest, ModelNotFound
+from baton.errors import BatonError, FieldViolation, InvalidRequest, ModelNotFound
 from baton.types import SequenceSpec, tenant_of
 from baton.v1 import inference_pb2, sampling_pb2
 from gateway.intake.model_facts import ModelFacts
@@ -26,6 +26,7 @@ from gateway.intake.violations import MAX_SHOWN, Violations, given, id_violation
 MAX_PRIORITY = 1000
 MAX_SALT_CHARS = 256
 MAX_MESSAGES = 1024
+MAX_ROLE_CHARS = 64
 
 _MAX_NAME_CHARS = 40
 
@@ -76,9 +77,9 @@ def check_request(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> 
         *sampling_violations(request.sampling, facts),
         *_other_violations(request),
     ]
-    if request.prompt.WhichOneof("kind") == "token_ids" and request.prompt.token_ids.ids:
-        num_tokens = len(request.prompt.token_ids.ids)
-        violations += _length_violations(num_tokens, request.sampling, facts)
+    num_tokens = len(request.prompt.token_ids.ids)
+    if 0 < num_tokens <= facts.max_prompt_tokens:
+        violations += _output_violations(num_tokens, request.sampling, facts)
     if violations:
         raise InvalidRequest.of(*violations)
 
@@ -93,8 +94,17 @@ def check_tokenize(request: inference_pb2.TokenizeRequest, facts: ModelFacts) ->
 def check_detokenize(request: inference_pb2.DetokenizeRequest, facts: ModelFacts) -> None:
     """As check_request, for token ids alone."""
     check_model(request.model, facts)
+    num_tokens = len(request.token_ids)
+    if num_tokens > facts.max_model_len:
+        text = f"{num_tokens} ids: the model takes {facts.max_model_len}; ask for fewer at a time"
+        raise InvalidRequest.of(FieldViolation("token_ids", text))
     if violations := tuple(id_violations("token_ids", request.token_ids, facts.vocab_size)):
         raise InvalidRequest.of(*violations)
+
+
+def too_long(num_prompt_tokens: int, facts: ModelFacts) -> BatonError:
+    """Of a prompt of more tokens than facts.max_prompt_tokens."""
+    return InvalidRequest.of(_too_long_violation(num_prompt_tokens, facts))
 
 
 def resolve(
@@ -106,10 +116,12 @@ def resolve(
     num_prompt_tokens = len(tokenized.prompt_token_ids)
     if not num_prompt_tokens:
         raise InvalidRequest.of(FieldViolation("prompt", "no token comes of it; give some text"))
+    if num_prompt_tokens > facts.max_prompt_tokens:
+        raise too_long(num_prompt_tokens, facts)
     violations = [*bad_word_violations(params, tokenized.bad_words, facts)]
     if request.prompt.WhichOneof("kind") != "token_ids":  # those were checked before
         violations += _foreign_token_violations(tokenized.prompt_token_ids, facts)
-        violations += _length_violations(num_prompt_tokens, params, facts)
+        violations += _output_violations(num_prompt_tokens, params, facts)
     if violations:
         raise InvalidRequest.of(*violations)
     spec = SequenceSpec(
@@ -140,15 +152,21 @@ def resolve(
 
 
 def _prompt_violations(prompt: inference_pb2.Prompt, facts: ModelFacts) -> Violations:
-    """What is wrong with a prompt, its length in tokens apart."""
+    """What is wrong with a prompt, but for the tokens of a text. What is too long is not looked
+    at."""
     match prompt.WhichOneof("kind"):
         case "text":
             if not prompt.text:
                 yield FieldViolation("prompt.text", '"": empty; give at least one character')
+            yield from _char_violations("prompt.text", len(prompt.text), facts)
         case "token_ids":
-            if not prompt.token_ids.ids:
+            ids = prompt.token_ids.ids
+            if not ids:
                 yield FieldViolation("prompt.token_ids", "[]: empty; give at least one token id")
-            yield from id_violations("prompt.token_ids.ids", prompt.token_ids.ids, facts.vocab_size)
+            if len(ids) > facts.max_prompt_tokens:
+                yield _too_long_violation(len(ids), facts)
+            else:
+                yield from id_violations("prompt.token_ids.ids", ids, facts.vocab_size)
         case "chat":
             yield from _chat_violations(prompt.chat, facts)
         case _:
@@ -178,6 +196,15 @@ def _chat_violations(chat: inference_pb2.ChatPrompt, facts: ModelFacts) -> Viola
             "prompt.chat.messages",
             f"{len(chat.messages)} messages; give at least 1 and at most {MAX_MESSAGES}",
         )
+        return
+    num_chars = sum(len(message.content) for message in chat.messages)
+    yield from _char_violations("prompt.chat.messages", num_chars, facts)
+    long = [i for i, message in enumerate(chat.messages) if len(message.role) > MAX_ROLE_CHARS]
+    for index in long[:MAX_SHOWN]:
+        yield FieldViolation(
+            f"prompt.chat.messages[{index}].role",
+            f"{shown(chat.messages[index].role)}: give at most {MAX_ROLE_CHARS} characters",
+        )
     nameless = [i for i, message in enumerate(chat.messages) if not message.role]
     for index in nameless[:MAX_SHOWN]:
         yield FieldViolation(
@@ -198,23 +225,33 @@ def _other_violations(request: inference_pb2.GenerateRequest) -> Violations:
         )
 
 
-def _length_violations(
-    num_prompt_tokens: int, params: sampling_pb2.SamplingParams, facts: ModelFacts
-) -> Violations:
-    if num_prompt_tokens > facts.max_model_len - 1:
+def _char_violations(field: str, num_chars: int, facts: ModelFacts) -> Violations:
+    if num_chars > facts.max_prompt_chars:
         yield FieldViolation(
+            field,
+            f"{num_chars} characters: a prompt has at most {facts.max_prompt_tokens} tokens here, "
+            f"none of more than {facts.max_token_chars} characters; shorten it",
+        )
+
+
+def _too_long_violation(num_prompt_tokens: int, facts: ModelFacts) -> FieldViolation:
+    if num_prompt_tokens > facts.max_model_len - 1:
+        return FieldViolation(
             "prompt",
             f"{num_prompt_tokens} tokens: the model takes {facts.max_model_len} with at least one "
             f"of output; shorten the prompt to {facts.max_model_len - 1}",
         )
-        return
-    if num_prompt_tokens > facts.max_prompt_tokens:
-        yield FieldViolation(
-            "prompt",
-            f"{num_prompt_tokens} tokens: the largest decode worker's KV memory holds "
-            f"{facts.max_kv_tokens}; shorten the prompt to {facts.max_prompt_tokens}",
-        )
-        return
+    return FieldViolation(
+        "prompt",
+        f"{num_prompt_tokens} tokens: the largest decode worker's KV memory holds "
+        f"{facts.max_kv_tokens}; shorten the prompt to {facts.max_prompt_tokens}",
+    )
+
+
+def _output_violations(
+    num_prompt_tokens: int, params: sampling_pb2.SamplingParams, facts: ModelFacts
+) -> Violations:
+    """What does not fit beside a prompt that fits."""
     yield from prompt_logprobs_violations(params, num_prompt_tokens)
     room = facts.max_model_len - num_prompt_tokens
     if params.HasField("max_tokens"):

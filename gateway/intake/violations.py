@@ -29,11 +29,14 @@ def limit_violations(field: str, value: Any, limits: Limits, vocab_size: int) ->
             yield from text_violations(field, value, limits)
         case TokenIds():
             if len(value) > limits.max_num:
+                # However many there are, they cost no more than this.
                 yield FieldViolation(field, f"{len(value)} ids: give at most {limits.max_num}")
+                return
             yield from id_violations(field, value, vocab_size)
         case TokenBiases():
             if len(value) > limits.max_num:
                 yield FieldViolation(field, f"{len(value)} entries: give at most {limits.max_num}")
+                return
             yield from id_violations(field, sorted(value), vocab_size, is_map=True)
             wrong = [(k, bias) for k, bias in value.items() if not limits.bias.holds(bias)]
             for token_id, bias in sorted(wrong)[:MAX_SHOWN]:
@@ -55,10 +58,11 @@ def id_violations(
 
 
 def text_violations(field: str, texts: Sequence[str], limits: Texts) -> Violations:
-    """More texts than there may be, and texts that are empty or too long."""
+    """More texts than there may be, or texts that are empty or too long."""
     max_chars = limits.max_chars
     if len(texts) > limits.max_num:
         yield FieldViolation(field, f"{len(texts)} {limits.unit}: give at most {limits.max_num}")
+        return
     wrong = [(i, text) for i, text in enumerate(texts) if not 1 <= len(text) <= max_chars]
     for index, text in wrong[:MAX_SHOWN]:
         yield FieldViolation(

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 
 from baton.errors import EngineFault
 from baton.types import FinishReason, Sample
+from gateway.intake.decoding import Decoding
 from gateway.intake.request import TextOptions
-from gateway.output.detokenizer import Decode, Detokenizer
+from gateway.output.detokenizer import Detokenizer
 from gateway.output.stop_strings import StopMatcher
 
 
@@ -36,11 +37,21 @@ class Piece:
 class Output:
     """The output of one choice."""
 
-    def __init__(self, decode: Decode, options: TextOptions, min_tokens: int) -> None:
-        """Stop strings count in the text of the tokens after the first `min_tokens`."""
+    def __init__(
+        self,
+        decoding: Decoding,
+        options: TextOptions,
+        min_tokens: int,
+        *,
+        is_continuation: bool = False,
+    ) -> None:
+        """Stop strings count in the text of the tokens after the first `min_tokens`.
+
+        is_continuation: see Detokenizer.
+        """
         self._options = options
         self._min_tokens = min_tokens
-        self._detokenizer = Detokenizer(decode)
+        self._detokenizer = Detokenizer(decoding, is_continuation=is_continuation)
         self._matcher = (
             StopMatcher(options.stop, is_stop_included=options.is_stop_included)
             if options.stop
@@ -140,18 +151,16 @@ class Output:
         """Add the text of tokens up to a stop string. The number of tokens it took."""
         detokenizer_before, matcher_before = self._detokenizer.copy(), matcher.copy()
         match = matcher.feed(self._detokenizer.feed(token_ids))
+        self._text.append(match.text)
         if match.stop is None:
-            self._text.append(match.text)
             return len(token_ids)
+        self._stop, self.finish = match.stop, FinishReason.STOP
         # Several tokens came at once: go through them again, one by one, to find the one that did
         # it.
         for num_taken, token_id in enumerate(token_ids, start=1):
-            match = matcher_before.feed(detokenizer_before.feed([token_id]))
-            self._text.append(match.text)
-            if match.stop is not None:
-                self._stop, self.finish = match.stop, FinishReason.STOP
+            if matcher_before.feed(detokenizer_before.feed([token_id])).stop is not None:
                 return num_taken
-        raise EngineFault("a stop string vanished when its tokens were read one by one")
+        return len(token_ids)
 
     def _flush(self) -> None:
         """Release what was held back, now that nothing follows."""

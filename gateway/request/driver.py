@@ -16,6 +16,7 @@ from functools import partial
 from baton.errors import BatonError, DeadlineExceeded
 from baton.events import SequenceEvent
 from baton.types import KvSource, Rank, SequenceSpec
+from gateway.intake.decoding import Decoding
 from gateway.intake.request import ValidatedRequest
 from gateway.links.worker_link import WorkerLink
 from gateway.output.delivery import Delivery, Write
@@ -50,8 +51,8 @@ from gateway.routing.migrator import Migrator
 from gateway.routing.placement import Placement
 from gateway.telemetry.timing import Timeline
 
-#: Token ids to text; the flag: whether special tokens are left out.
-TextOf = Callable[[Sequence[int], bool], str]
+#: How token ids become text; the flag: whether special tokens are left out.
+DecodingOf = Callable[[bool], Decoding]
 
 OnAdmitted = Callable[[], Awaitable[None]]
 
@@ -65,7 +66,7 @@ class RequestDeps:
 
     fleet: Fleet
     dispatcher: Dispatcher
-    text_of: TextOf
+    decoding_of: DecodingOf
     client_stall_timeout_s: float
     migrator: Migrator
     clock: Callable[[], float] | None = None
@@ -117,11 +118,13 @@ class RequestDriver:
         """Who ordered those under way, by whom they are of."""
 
     def _new_output(self) -> Output:
-        text = self._request.text
+        text, sampling = self._request.text, self._request.spec.sampling
         return Output(
-            lambda ids: self._deps.text_of(ids, text.skip_special_tokens),
+            self._deps.decoding_of(text.skip_special_tokens),
             text,
-            self._request.spec.sampling.min_tokens,
+            sampling.min_tokens,
+            # A grammar counts a space that its text begins with.
+            is_continuation=bool(sampling.grammar),
         )
 
     async def run(self, on_admitted: OnAdmitted | None = None) -> None:
@@ -274,6 +277,8 @@ class RequestDriver:
                 avoid=action.avoid,
                 unreached=action.unreached,
                 numerics=action.numerics,
+                account=self._request.account,
+                deadline_s=self._deadline_s,
             )
         except BatonError as error:
             place = error

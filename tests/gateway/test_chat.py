@@ -54,7 +54,7 @@ async def test_a_template_that_does_not_end_is_killed_and_others_are_served() ->
 
 async def test_a_render_that_nobody_is_left_to_kill_ends_by_itself() -> None:
     start = {"template": TEMPLATE, "special_tokens": {}, "answer_timeout_s": 0.2}
-    endless = {"messages": [{"role": "endless", "content": "x"}]}
+    endless = {"messages": [{"role": "endless", "num_chars": 1}], "text": "x"}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "gateway.intake.chat_renderer", stdin=asyncio.subprocess.PIPE
     )

@@ -63,7 +63,11 @@ REFUSED = {
 def rendered(template: str) -> Any:
     """What the renderer process answers, its start and the question having been JSON."""
     start = json.loads(json.dumps({"template": template, "special_tokens": SPECIAL}))
-    return make_answer(start)(json.loads(json.dumps({"messages": MESSAGES})))
+    question = {
+        "messages": [{"role": m["role"], "num_chars": len(m["content"])} for m in MESSAGES],
+        "text": "".join(m["content"] for m in MESSAGES),
+    }
+    return make_answer(start)(json.loads(json.dumps(question)))
 
 
 def as_transformers_does(template: str) -> str:

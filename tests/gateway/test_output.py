@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from baton.errors import EngineFault
 from baton.types import FinishReason, Sample
+from gateway.intake.decoding import Decoding
 from gateway.intake.request import TextOptions
 from gateway.output.detokenizer import Detokenizer
 from gateway.output.output import Output
@@ -42,21 +43,21 @@ BORDERS = st.lists(st.integers(0, 1000), max_size=20)
 
 @given(ids=IDS, borders=BORDERS)
 def test_pieces_and_flush_are_the_whole_text_of_bytes(ids: list[int], borders: list[int]) -> None:
-    detokenizer = Detokenizer(bytes_text)
+    detokenizer = Detokenizer(Decoding(bytes_text))
     text = "".join(detokenizer.feed(piece) for piece in cut(ids, borders)) + detokenizer.flush()
     assert text == bytes_text(ids)
 
 
 @given(ids=st.lists(st.integers(0, 300), max_size=100), borders=BORDERS)
 def test_pieces_and_flush_are_the_whole_text_of_words(ids: list[int], borders: list[int]) -> None:
-    detokenizer = Detokenizer(strip_text)
+    detokenizer = Detokenizer(Decoding(strip_text))
     text = "".join(detokenizer.feed(piece) for piece in cut(ids, borders)) + detokenizer.flush()
     assert text == strip_text(ids)
 
 
 @given(text=st.text(max_size=40))
 def test_only_unfinished_characters_wait(text: str) -> None:
-    detokenizer = Detokenizer(bytes_text)
+    detokenizer = Detokenizer(Decoding(bytes_text))
     released = ""
     for number, byte in enumerate(text.encode(), start=1):
         released += detokenizer.feed([byte])
@@ -73,7 +74,7 @@ def test_an_endless_broken_character_takes_bounded_memory(token_id: int) -> None
         longest = max(longest, len(ids))
         return bytes_text(ids)
 
-    detokenizer = Detokenizer(decode)
+    detokenizer = Detokenizer(Decoding(decode))
     ids = [token_id] * 2000
     text = "".join(detokenizer.feed([i]) for i in ids) + detokenizer.flush()
     assert text == bytes_text(ids)
@@ -140,7 +141,7 @@ def test_an_output_does_not_depend_on_how_its_tokens_came(
 ) -> None:
     def run(pieces: Sequence[Sequence[int]], take: Sequence[bool]) -> tuple[object, ...]:
         options = TextOptions(stop=tuple(text_of(stop) for stop in stops))
-        output = Output(text_of, options, min_tokens)
+        output = Output(Decoding(text_of), options, min_tokens)
         sent: list[int] = []
         text, index, last = "", 0, None
         for number, piece in enumerate(pieces):
@@ -168,7 +169,7 @@ def test_an_output_does_not_depend_on_how_its_tokens_came(
 def test_tokens_that_come_again_change_nothing(
     tokens: list[int], again: int, num_more: int
 ) -> None:
-    output = Output(text_of, TextOptions(), 0)
+    output = Output(Decoding(text_of), TextOptions(), 0)
     output.add(0, tuple(map(Sample, tokens)), FinishReason.NONE)
     start = again % len(tokens)
     more = [1] * num_more
@@ -177,7 +178,7 @@ def test_tokens_that_come_again_change_nothing(
 
 
 def test_gaps_and_changes_are_faults() -> None:
-    output = Output(text_of, TextOptions(), 0)
+    output = Output(Decoding(text_of), TextOptions(), 0)
     output.add(0, (Sample(5), Sample(6)), FinishReason.NONE)
     with pytest.raises(EngineFault, match="never came"):
         output.add(3, (Sample(7),), FinishReason.NONE)
@@ -186,7 +187,7 @@ def test_gaps_and_changes_are_faults() -> None:
 
 
 def test_a_held_back_text_is_released_at_the_end() -> None:
-    output = Output(text_of, TextOptions(stop=(text_of([1, 2, 3]),)), 0)
+    output = Output(Decoding(text_of), TextOptions(stop=(text_of([1, 2, 3]),)), 0)
     output.add(0, (Sample(9), Sample(1), Sample(2)), FinishReason.NONE)
     first = output.take()
     assert first is not None

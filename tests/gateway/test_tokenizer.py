@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as HfTokenizer
 
-from baton.errors import ConfigError
-from gateway.intake.tokenizer import Tokenizer, TokenizerFacts, load_tokenizer
-from gateway.output.detokenizer import Detokenizer
+from baton.errors import ConfigError, InvalidRequest, Overloaded
+from gateway.intake.text_tokenizer import read_tokenizer
+from gateway.intake.tokenizer import Tokenizer, TokenizerFacts, TooManyTokens, load_tokenizer
 
 FACTS = TokenizerFacts(frozenset(), {}, None, None, Path())
 
@@ -34,72 +32,74 @@ def byte_level() -> HfTokenizer:
     return tokenizer
 
 
-def sentence_piece() -> HfTokenizer:
-    """Words that bring their space, and bytes as a fallback: the decoder of Llama 2."""
-    vocab = {"<unk>": 0, "▁a": 1, "▁": 2, "b": 3} | {f"<0x{i:02X}>": 4 + i for i in range(256)}
-    tokenizer = HfTokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return tokenizer
-
-
-@settings(deadline=None)
-@given(
-    ids=st.lists(st.integers(0, 260), max_size=60),
-    cuts=st.lists(st.integers(0, 60), max_size=8),
-    skip_special_tokens=st.booleans(),
-)
-def test_byte_level_pieces_are_the_whole_text(
-    ids: list[int], cuts: list[int], skip_special_tokens: bool
-) -> None:
-    tokenizer = Tokenizer(byte_level(), FACTS)
-    detokenizer = Detokenizer(lambda ids: tokenizer.decode(ids, skip_special_tokens))
-    edges = [0, *sorted(c % (len(ids) + 1) for c in cuts), len(ids)]
-    pieces = [ids[a:b] for a, b in pairwise(edges)]
-    text = "".join(map(detokenizer.feed, pieces)) + detokenizer.flush()
-    assert text == tokenizer.decode(ids, skip_special_tokens)
-
-
-@settings(deadline=None)
-@given(
-    words=st.lists(st.sampled_from(["▁a", "▁", "b", "你", "é", "𝄞"]), max_size=20),
-    size=st.integers(1, 12),
-)
-def test_sentence_piece_pieces_are_the_whole_text(words: list[str], size: int) -> None:
-    tokenizer = Tokenizer(sentence_piece(), FACTS)
-    vocab = {"▁a": [1], "▁": [2], "b": [3]}
-    ids = [i for w in words for i in vocab.get(w) or [4 + byte for byte in w.encode()]]
-    detokenizer = Detokenizer(lambda ids: tokenizer.decode(ids, True))
-    pieces = [ids[i : i + size] for i in range(0, len(ids), size)]
-    text = "".join(map(detokenizer.feed, pieces)) + detokenizer.flush()
-    assert text == tokenizer.decode(ids, True)
-
-
 async def test_special_tokens_are_added_as_the_post_processor_does() -> None:
     tokenizer = Tokenizer(byte_level(), FACTS)
-    with_special = await tokenizer.encode("hi", add_special_tokens=True)
-    without = await tokenizer.encode("hi", add_special_tokens=False)
+    with_special = await tokenizer.encode("hi", add_special_tokens=True, max_tokens=3)
+    without = await tokenizer.encode("hi", add_special_tokens=False, max_tokens=2)
     assert with_special == (256, *without)
-    long_text = "hi " * 20_000
-    assert len(await tokenizer.encode(long_text, add_special_tokens=False)) == len(long_text)
+    with pytest.raises(TooManyTokens, match="3 tokens"):
+        await tokenizer.encode("hi", add_special_tokens=True, max_tokens=2)
 
 
-async def test_the_files_truncation_and_padding_are_not_applied() -> None:
+@pytest.fixture
+async def tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Tokenizer]:
+    """One that tokenizes nothing long in this process."""
+    made = load_tokenizer(str(folder))
+    encode = made._encode
+
+    def encode_short(text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        assert len(text) < 9000
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(made, "_encode", encode_short)
+    yield made
+    await made.close()
+
+
+@pytest.mark.slow
+async def test_long_texts_are_tokenized_by_another_process(tokenizer: Tokenizer) -> None:
+    text = "hé 你好\n" * 20_000
+    ids = await tokenizer.encode(text, add_special_tokens=True, max_tokens=2**20)
+    assert ids[0] == 256
+    assert await tokenizer.decode_all(ids, True) == text
+    with pytest.raises(TooManyTokens) as caught:
+        await tokenizer.encode(text, add_special_tokens=True, max_tokens=len(ids) - 1)
+    assert caught.value.num_tokens == len(ids)
+
+
+@pytest.mark.slow
+async def test_a_text_that_takes_too_long_is_refused_and_others_are_served(folder: Path) -> None:
+    made = load_tokenizer(str(folder))
+    tokenizer = Tokenizer(
+        read_tokenizer(str(folder / "tokenizer.json")), made.facts, encode_timeout_s=0.05
+    )
+    try:
+        with pytest.raises(InvalidRequest, match=r"8000000 characters.*more than 0.05 s"):
+            await tokenizer.encode("x" * 8_000_000, add_special_tokens=False, max_tokens=10)
+        assert await tokenizer.encode("x" * 9000, add_special_tokens=False, max_tokens=9000)
+    finally:
+        await tokenizer.close()
+
+
+async def test_no_more_long_texts_wait_than_may(folder: Path) -> None:
+    facts = load_tokenizer(str(folder)).facts
+    tokenizer = Tokenizer(byte_level(), facts, max_waiting=0)
+    with pytest.raises(Overloaded, match="0 long prompts wait"):
+        await tokenizer.encode("x" * 9000, add_special_tokens=False, max_tokens=9000)
+
+
+async def test_the_files_truncation_and_padding_are_not_applied(tmp_path: Path) -> None:
     hf_tokenizer = byte_level()
     hf_tokenizer.enable_truncation(3)
     hf_tokenizer.enable_padding(length=50)
-    assert len(await Tokenizer(hf_tokenizer, FACTS).encode("hello", add_special_tokens=False)) == 5
+    hf_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert len(await tokenizer.encode("hello", add_special_tokens=False, max_tokens=50)) == 5
 
 
 async def test_ids_without_text_have_none() -> None:
     tokenizer = Tokenizer(byte_level(), FACTS)
-    (letter,) = await tokenizer.encode("a", add_special_tokens=False)
+    (letter,) = await tokenizer.encode("a", add_special_tokens=False, max_tokens=1)
     assert tokenizer.decode([letter, 100_000, 2**32 - 1, 257], True) == "a"
     assert await tokenizer.decode_all([letter] * 5000, True) == "a" * 5000
 

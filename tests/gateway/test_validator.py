@@ -27,7 +27,9 @@ from gateway.intake.validator import (
     resolve,
 )
 
-FACTS = ModelFacts("m", 100, 64, 48, frozenset((2,)), has_chat_template=True, max_num_seqs=200)
+FACTS = ModelFacts(
+    "m", 100, 64, 48, frozenset((2,)), has_chat_template=True, max_num_seqs=200, max_token_chars=8
+)
 IDS = Ids("r", seed=7, arrival_ns=5)
 Params = sampling_pb2.SamplingParams
 Prompt = inference_pb2.Prompt
@@ -363,3 +365,36 @@ def test_tokens_that_only_the_tokenizer_knows_are_refused() -> None:
     with pytest.raises(InvalidRequest, match=f"{FACTS.vocab_size + 3} the first") as caught:
         resolve(text, Tokenized((1, FACTS.vocab_size + 3, 2)), FACTS, IDS)
     assert [v.field for v in caught.value.violations] == ["prompt"]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        Prompt(text="x" * (47 * 8 + 1)),
+        Prompt(
+            chat=inference_pb2.ChatPrompt(
+                messages=[inference_pb2.ChatMessage(role="user", content="x" * 200)] * 2
+            )
+        ),
+    ],
+)
+def test_a_text_that_no_prompt_can_hold_is_refused_unread(prompt: Prompt) -> None:
+    for check, message in (
+        (check_request, inference_pb2.GenerateRequest(prompt=prompt)),
+        (check_tokenize, inference_pb2.TokenizeRequest(prompt=prompt)),
+    ):
+        with pytest.raises(InvalidRequest, match=r"37\d|400") as caught:
+            check(message, FACTS)  # type: ignore[arg-type] # each its own
+        (violation,) = caught.value.violations
+        assert violation.field in ("prompt.text", "prompt.chat.messages")
+        assert "at most 47 tokens here, none of more than 8 characters" in violation.description
+    check_request(request(Prompt(text="x" * 47 * 8)), FACTS)
+
+
+def test_too_many_ids_are_refused_unread() -> None:
+    for ids in ([1] * 48, [10**6] * 48):
+        with pytest.raises(InvalidRequest) as caught:
+            check_request(request(ids_prompt(*ids)), FACTS)
+        assert [v.field for v in caught.value.violations] == ["prompt"]
+    with pytest.raises(InvalidRequest, match="65 ids: the model takes 64"):
+        check_detokenize(inference_pb2.DetokenizeRequest(token_ids=[10**6] * 65), FACTS)

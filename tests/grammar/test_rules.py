@@ -10,8 +10,12 @@ from baton.v1 import sampling_pb2
 from gateway.intake.model_facts import ModelFacts
 from gateway.intake.sampling_rules import sampling_violations
 
-FACTS = ModelFacts("m", 100, 64, 48, frozenset((2,)), has_chat_template=True, max_num_seqs=8)
-NO_END = ModelFacts("m", 100, 64, 48, frozenset(), has_chat_template=True, max_num_seqs=8)
+FACTS = ModelFacts(
+    "m", 100, 64, 48, frozenset((2,)), has_chat_template=True, max_num_seqs=8, max_token_chars=8
+)
+NO_END = ModelFacts(
+    "m", 100, 64, 48, frozenset(), has_chat_template=True, max_num_seqs=8, max_token_chars=8
+)
 
 
 def params(beside: dict[str, Any] | None = None, **kind: Any) -> sampling_pb2.SamplingParams:

@@ -13,6 +13,7 @@ from typing import Any
 from baton.errors import BatonError
 from baton.types import UNKNOWN_NUMERICS, NumericsClass, Sampling, SequenceSpec, Tier
 from baton.v1 import inference_pb2
+from gateway.intake.decoding import Decoding
 from gateway.intake.request import TextOptions, ValidatedRequest
 from gateway.request.driver import RequestDeps, RequestDriver
 from gateway.routing.dispatcher import Dispatcher
@@ -225,7 +226,9 @@ async def gateway_world(
     for decode in decodes:
         decode.peers = decodes
     migrator = Migrator(fleet, dispatcher)
-    deps = RequestDeps(fleet, dispatcher, text_of, client_stall_timeout_s, migrator)
+    deps = RequestDeps(
+        fleet, dispatcher, lambda _: Decoding(text_of), client_stall_timeout_s, migrator
+    )
     running = [asyncio.create_task(job) for job in (dispatcher.run(), migrator.run())]
     try:
         await asyncio.sleep(0.1)

@@ -17,6 +17,7 @@ from baton.engine.loop import HEARTBEAT_S
 from baton.events import Failed, SequenceEvent, is_last
 from baton.types import KvLayout, KvSource, SequenceSpec, Tier, WorkerIdentity, WorkerInfo
 from baton.v1 import inference_pb2
+from gateway.intake.decoding import Decoding
 from gateway.intake.request import TextOptions, ValidatedRequest
 from gateway.links.worker_link import Sink
 from gateway.request.driver import RequestDeps, RequestDriver
@@ -237,7 +238,7 @@ class System:
         self.deps = RequestDeps(
             self.fleet,
             self.dispatcher,
-            lambda ids, _: "".join(f"{i} " for i in ids),
+            lambda _: Decoding(lambda ids: "".join(f"{i} " for i in ids)),
             30.0,
             migrator,
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from baton.errors import BatonError
 from baton.events import SequenceEvent
 from baton.types import BlockCounts, SequenceSpec, WorkerLoad
+from gateway.intake.decoding import Decoding
 from gateway.intake.request import TextOptions, ValidatedRequest
 from gateway.request.assignment import Choice
 from gateway.request.driver import RequestDeps, RequestDriver
@@ -50,7 +51,7 @@ class StubWorld:
             self.fleet.report(address, WorkerLoad(blocks=BlockCounts(64, 0, 0)))
         self.dispatcher = Dispatcher(self.fleet, max_queue_size=10, key=b"k" * 16)
         migrator = Migrator(self.fleet, self.dispatcher)
-        deps = RequestDeps(self.fleet, self.dispatcher, text_of, 30.0, migrator)
+        deps = RequestDeps(self.fleet, self.dispatcher, lambda _: Decoding(text_of), 30.0, migrator)
         now_s = asyncio.get_running_loop().time()
         self.timeline = Timeline(now_s)
         request = ValidatedRequest(self.spec, self.text, now_s, num_returned=self.spec.num_choices)
