@@ -18,6 +18,9 @@ from typing import IO
 
 from baton.config import LogLevel
 
+#: Warnings and errors of one kind that are written in so many seconds; of others, how many.
+MAX_ALIKE, ALIKE_S = 100, 60.0
+
 #: What a record may say about where it belongs, in the order of the lines.
 _IDS = ("request_id", "trace_id")
 
@@ -33,9 +36,35 @@ def configure_logging(level: LogLevel, process: str, stream: IO[str] | None = No
     stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)
     handler.setFormatter(PlainFormatter() if stream.isatty() else JsonFormatter(process))
+    handler.addFilter(AlikeLimit())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+
+
+class AlikeLimit(logging.Filter):
+    """Of warnings and errors that come of the same line of code, lets MAX_ALIKE through in ALIKE_S:
+    whoever makes a process log does not fill its disk.
+
+    The first one of the next such time says how many were left out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since_s: dict[tuple[str, int], float] = {}
+        self._counts: dict[tuple[str, int], int] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        line = (record.pathname, record.lineno)
+        since_s, count = self._since_s.get(line, record.created), self._counts.get(line, 0)
+        if record.created - since_s >= ALIKE_S:
+            since_s, num_left_out, count = record.created, max(0, count - MAX_ALIKE), 0
+            if num_left_out:
+                record.msg = f"{record.msg} ({num_left_out} like it were left out before)"
+        self._since_s[line], self._counts[line] = since_s, count + 1
+        return count < MAX_ALIKE
 
 
 class PlainFormatter(logging.Formatter):

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from enum import IntEnum
 from math import isnan, nan
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
+from baton.errors import InvalidRequest
 from baton.events import (
     AddressedEvent,
     Committed,
@@ -56,6 +58,21 @@ _NO_SCORE = nan
 #: Fields of Sampling that are not numbers or bytes of the same name in TokenSampling.
 _COMPOSED = frozenset({"logit_bias", "stop_token_ids", "bad_words", "beam"})
 _PLAIN = tuple(field.name for field in fields(Sampling) if field.name not in _COMPOSED)
+
+
+EnumT = TypeVar("EnumT", bound=IntEnum)
+
+
+def known(kind: type[EnumT], number: int, field: str) -> EnumT:
+    """The member of an enum that a message's field says. Raises InvalidRequest if this version
+    knows none."""
+    try:
+        return kind(number)
+    except ValueError:
+        numbers = ", ".join(f"{member.value} ({member.name})" for member in kind)
+        raise InvalidRequest(
+            f"{field}: {number} is unknown here; must be one of {numbers}"
+        ) from None
 
 
 def layout_to_proto(layout: KvLayout) -> kv_pb2.KvLayout:
@@ -201,7 +218,7 @@ def sampling_from_proto(message: sampling_pb2.TokenSampling) -> Sampling:
         beam = BeamParams(
             width=message.beam.width,
             length_penalty=message.beam.length_penalty,
-            early_stopping=EarlyStopping(message.beam.early_stopping),
+            early_stopping=known(EarlyStopping, message.beam.early_stopping, "beam.early_stopping"),
             num_returned=message.beam.num_returned,
         )
     return Sampling(

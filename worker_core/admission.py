@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from baton.cache.pool import BlockLease
-from baton.engine.interface import refusal, wants_prompt_logprobs
+from baton.engine.interface import wants_prompt_logprobs
+from baton.engine.sequence_rules import refusal
 from baton.errors import BatonError, Cancelled, Draining, InvalidRequest
 from baton.events import Committed, Deferred, Failed, LocalPrefill, Offered
 from baton.grammar import Matchers

@@ -18,7 +18,7 @@ from baton.events import AddressedEvent, Deferred, Tokens, joined
 from baton.rpc.interceptor import send_headers
 from baton.types import KvSource
 from baton.v1 import sequence_service_pb2, sequence_service_pb2_grpc
-from baton.wire import sequence_from_proto, step_to_proto
+from baton.wire import known, sequence_from_proto, step_to_proto
 from worker_core.commands import (
     Abort,
     Command,
@@ -193,7 +193,7 @@ class SequenceServicer(sequence_service_pb2_grpc.SequenceServiceServicer):
                 stream,
                 message.handle,
                 sequence_from_proto(message.sequence),
-                KvSource(message.source) if message.source else KvSource.PREFILL,
+                known(KvSource, message.source or KvSource.PREFILL, "source"),
                 Destination.of(ticket) if ticket else None,
             )
             if ticket:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from baton.errors import InvalidRequest
 from baton.types import (
     UNKNOWN_NUMERICS,
     KvLayout,
@@ -188,23 +187,6 @@ class Engine(Protocol):
     ) -> tuple[tuple[Sample, ...], ...]:
         """Launch a batch and wait for its samples."""
         return self.launch(batch, layers_done).samples()
-
-
-def refusal(spec: SequenceSpec, engine: EngineSpec) -> InvalidRequest | None:
-    """Why this engine can never run the sequence; None if it can."""
-    if not spec.prompt_token_ids:
-        return InvalidRequest("prompt: no tokens; give at least 1")
-    if spec.num_tokens >= engine.max_model_len:
-        return InvalidRequest(
-            f"prompt: {spec.num_tokens} tokens leave no room for output in this worker's "
-            f"{engine.max_model_len}; shorten the prompt"
-        )
-    largest = max(spec.token_ids)
-    if largest >= engine.vocab_size:
-        return InvalidRequest(
-            f"prompt.token_ids: {largest} is not below the vocabulary's size, {engine.vocab_size}"
-        )
-    return None
 
 
 def wants_prompt_logprobs(spec: SequenceSpec) -> bool:

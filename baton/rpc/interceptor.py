@@ -1,5 +1,8 @@
 """Turns whatever a handler raises into a rich status, in one place.
 
+Messages are parsed here, too, and not by grpc, which answers what cannot be parsed with UNKNOWN and
+logs a traceback for each: it is INVALID_ARGUMENT.
+
 BatonError -> its own code and details. Any other exception -> INTERNAL, with a traceback in the log
 under the request id; neither log nor status repeats the exception's message, which may hold a
 user's text. Cancellation and explicit aborts pass untouched. Handlers are coroutine functions or
@@ -14,13 +17,14 @@ import re
 import traceback
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from baton.errors import BY_REASON, BatonError, Cancelled, EngineFault
+from baton.errors import BY_REASON, BatonError, Cancelled, EngineFault, InvalidRequest
 from baton.rpc.status import REQUEST_ID_KEY, abort
 
 _log = logging.getLogger(__name__)
@@ -29,6 +33,9 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _Context = grpc.aio.ServicerContext[Any, Any]
 # Any: the stubs know the behaviours of grpc's synchronous servers only.
 _Behavior = Any
+
+#: Bytes to a message.
+_Parse = Callable[[bytes], Any]
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -53,25 +60,31 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         """The handler, wrapped; None for a method that does not exist, which grpc answers
         itself."""
         handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
         method = handler_call_details.method
+        parse = handler.request_deserializer or _as_it_is
+        parsed_of: Callable[[Any, _Parse], Any] = (
+            _each_parsed if handler.request_streaming else _parsed
+        )
 
         def wrap(behavior: _Behavior, answers_stream: bool) -> _Behavior:
             wrapper = self._stream if answers_stream else self._unary
-            return wrapper(behavior, method)
+            return wrapper(lambda raw, context: behavior(parsed_of(raw, parse), context), method)
 
-        return handler and with_behavior(handler, wrap)
+        return with_behavior(handler, wrap, is_parsed=False)
 
     def _unary(self, behavior: _Behavior, method: str) -> _Behavior:
-        async def call(request: Any, context: _Context) -> Any:
+        async def call(raw: Any, context: _Context) -> Any:
             async with self._guard(context, method):
-                return await behavior(request, context)
+                return await behavior(raw, context)
 
         return call
 
     def _stream(self, behavior: _Behavior, method: str) -> _Behavior:
-        async def call(request: Any, context: _Context) -> None:
+        async def call(raw: Any, context: _Context) -> None:
             async with self._guard(context, method):
-                await _drain(behavior(request, context), context)
+                await _drain(behavior(raw, context), context)
 
         return call
 
@@ -84,7 +97,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # noqa: BLE001, the one border where any failure becomes a status
-            await _fail(context, method, error)
+            # InternalError: nobody is there any more to take it, or its time is over. grpc knows
+            # that the call was aborted, and ends it without a word when the handler returns.
+            with suppress(grpc.aio.InternalError):
+                await _fail(context, method, error)
         finally:
             self._num_running -= 1
             if self._num_running == 0:
@@ -92,11 +108,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 def with_behavior(
-    handler: grpc.RpcMethodHandler[Any, Any], wrap: Callable[[_Behavior, bool], _Behavior]
+    handler: grpc.RpcMethodHandler[Any, Any],
+    wrap: Callable[[_Behavior, bool], _Behavior],
+    *,
+    is_parsed: bool = True,
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """The same handler with its behaviour wrapped. wrap: also told whether it answers with a
-    stream."""
-    codecs = (handler.request_deserializer, handler.response_serializer)
+    """The same handler with its behaviour wrapped. wrap: also gets whether it answers with a
+    stream. is_parsed: whether it takes messages, or else their bytes."""
+    codecs = (handler.request_deserializer if is_parsed else None, handler.response_serializer)
     behavior: _Behavior
     if behavior := handler.unary_unary:
         return grpc.unary_unary_rpc_method_handler(wrap(behavior, False), *codecs)
@@ -133,6 +152,25 @@ async def write_to(context: _Context, response: Any) -> None:
         await context.write(response)
     except grpc.aio.InternalError:
         raise Cancelled("the caller's connection broke") from None
+
+
+def _as_it_is(raw: bytes) -> bytes:
+    return raw
+
+
+def _parsed(raw: bytes, parse: _Parse) -> Any:
+    try:
+        return parse(raw)
+    except DecodeError:
+        raise InvalidRequest(
+            f"the {len(raw)} bytes sent are no message of this call; is the client's version of "
+            "protos/ the server's?"
+        ) from None
+
+
+async def _each_parsed(raws: AsyncIterator[bytes], parse: _Parse) -> AsyncIterator[Any]:
+    async for raw in raws:
+        yield _parsed(raw, parse)
 
 
 async def _drain(result: Any, context: _Context) -> None:

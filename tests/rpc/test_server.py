@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,15 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from baton.errors import BY_REASON, BatonError, ConfigError, EngineFault, InvalidRequest
-from baton.rpc.channel import aio_channel
+from baton.errors import (
+    BY_REASON,
+    BatonError,
+    ConfigError,
+    DeadlineExceeded,
+    EngineFault,
+    InvalidRequest,
+)
+from baton.rpc.channel import aio_channel, sync_channel
 from baton.rpc.server import RunningServer, start_server
 from baton.rpc.status import from_rpc_error
 from baton.v1 import inference_pb2, inference_pb2_grpc
@@ -99,6 +107,65 @@ async def test_an_unforeseen_exception_bears_the_callers_request_id(stub: Stub) 
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await tokenize(stub, "crash", metadata=[("x-request-id", "mine:1")])
     assert from_rpc_error(caught.value).request_id == "mine:1"
+
+
+#: Field 1 says to be of 127 bytes, and is not.
+GARBAGE = b"\x0a\x7f"
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        f"{SERVICE}/Generate",
+        f"{SERVICE}/Tokenize",
+        f"{SERVICE}/GetModel",
+        "grpc.health.v1.Health/Check",
+        "grpc.health.v1.Health/Watch",
+        "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    ],
+)
+async def test_what_is_no_message_is_the_callers_fault_and_not_logged(
+    fake: FakeInference,
+    channel: grpc.aio.Channel,
+    method: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # As a stream of one, whatever the call is: on the wire it is the same.
+    call = channel.stream_stream(f"/{method}")(iter([GARBAGE]))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, InvalidRequest)
+    assert error.code is caught.value.code()
+    assert "the 2 bytes sent are no message of this call" in error.message
+    assert not fake.requests
+    assert not caplog.records
+
+
+async def test_a_status_that_nobody_waits_for_any_more_is_not_logged(
+    fake: FakeInference, server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_over = threading.Event()
+
+    def outlast(_request: Any, _context: Any) -> None:
+        is_over.wait()  # the loop learns of the call's end after this
+        raise DeadlineExceeded("too late")
+
+    fake._note = outlast  # type: ignore[method-assign]
+
+    def call() -> None:
+        is_over.clear()
+        with sync_channel(server.address) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=0.05)
+            is_over.set()
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+    for _ in range(5):
+        await asyncio.to_thread(call)
+    await server.stop()
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR] == []
 
 
 async def test_a_startup_error_never_travels_as_such(fake: FakeInference, stub: Stub) -> None:

@@ -6,12 +6,13 @@ import io
 import json
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.logs import JsonFormatter, PlainFormatter, configure_logging
+from baton.logs import MAX_ALIKE, JsonFormatter, PlainFormatter, configure_logging
 from baton.supervisor.log_lines import readable
 
 
@@ -82,3 +83,28 @@ def test_both_forms_tell_the_ids_that_are_known(ids: dict[str, str], told: str) 
     entry = json.loads(line)
     assert {name: entry[name] for name in ("request_id", "trace_id") if name in entry} == ids
     assert readable("p", line).endswith(f"p: hello{told}")
+
+
+def test_of_errors_alike_no_more_are_written_than_a_disk_can_take() -> None:
+    stream = io.StringIO()
+    configure_logging("info", "p", stream)
+    times_s = iter([*([0.0] * 500), 59.0, 61.0, 61.0])
+    log = logging.getLogger("a")
+    real = log.makeRecord
+
+    def make_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = real(*args, **kwargs)
+        if record.levelno == logging.ERROR:
+            record.created = next(times_s)
+        return record
+
+    log.makeRecord = make_record  # type: ignore[method-assign]
+    for number in range(502):
+        log.error("number %d", number)
+        log.info("a line of a request")
+    messages = [json.loads(line)["message"] for line in stream.getvalue().splitlines()]
+    assert messages.count("a line of a request") == 502
+    errors = [message for message in messages if message.startswith("number")]
+    assert errors[:-1] == [f"number {i}" for i in range(MAX_ALIKE)]
+    assert errors[-1] == f"number 501 ({501 - MAX_ALIKE} like it were left out before)"
+    del log.makeRecord
