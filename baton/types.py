@@ -30,6 +30,10 @@ FALLBACK_NOTICE = (
     "and tokens may depend on the batch"
 )
 
+#: White-space characters between two parts of a JSON document that a schema describes: most unless
+#: a gateway's option says otherwise, and most at all.
+DEFAULT_MAX_WHITESPACE, MAX_WHITESPACE = 16, 1024
+
 #: Sort key of service order, total over the sequences of a gateway: see SequenceSpec.rank.
 Rank = tuple[int, int, str, int]
 

@@ -224,8 +224,8 @@ class WorkerSequence:
         return self.lease.prepare_write(start, start + num_new)
 
     def follow_grammar(self) -> None:
-        """Bring the matcher up to the last token, and find what may come next. Raises EngineFault
-        if nothing may."""
+        """Bring the matcher up to the last token, and find what may come next. Raises
+        InvalidRequest if nothing may."""
         if self.order is None:
             return
         self.matcher = self.matcher or self.order.matcher()

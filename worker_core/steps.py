@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from baton.cache.pool import BlockCopy
 from baton.engine.guard import SliceOutcome, forward_guarded, try_collect, try_launch
 from baton.engine.interface import Batch, Engine, Launched, LayersDone, SequenceSlice
-from baton.errors import BatonError, EngineFault
+from baton.errors import BatonError
 from baton.events import ChunkTime
 from baton.types import Sample
 from worker_core.beam_group import BeamGroup
@@ -233,7 +233,7 @@ class Steps:
             try:
                 if group.order:
                     group.follow_grammar()
-            except EngineFault as error:
+            except BatonError as error:
                 if isinstance(group, WorkerSequence):
                     self._handoffs.cancel(group, error.reason, error.message)
                 self._state.fail(group, error)

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
 from baton.kv_transports import AUTO, REMOTE
 from baton.rpc.address import is_address
+from baton.types import MAX_WHITESPACE
 
 _BYTE_FACTORS: Mapping[str, int] = MappingProxyType(
     {"": 1, "B": 1}
@@ -51,6 +52,7 @@ else:
 
 NonEmpty = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
+JsonWhitespace = Annotated[int, Field(ge=0, le=MAX_WHITESPACE)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 BlockSize = Annotated[int, Field(ge=1, le=256)]
 Seconds = Annotated[float, Field(gt=0)]

@@ -14,6 +14,7 @@ from baton.config.fields import (
     CertReqs,
     Count,
     FileDescriptor,
+    JsonWhitespace,
     NonEmpty,
     Port,
     Seconds,
@@ -27,6 +28,7 @@ from baton.config.options import (
     TlsOptions,
 )
 from baton.rpc.tls import TlsFiles
+from baton.types import DEFAULT_MAX_WHITESPACE
 
 
 class FrontDoorOptions(TlsOptions):
@@ -40,6 +42,9 @@ class FrontDoorOptions(TlsOptions):
     """Deadline, in seconds, of requests that come without one."""
     client_stall_timeout_s: Seconds = 30.0
     """Time, in seconds, that a client may leave a piece unread before its request is ended."""
+    max_json_whitespace: JsonWhitespace = DEFAULT_MAX_WHITESPACE
+    """Most white-space characters between two parts of a JSON document that a request asks for; 0
+    writes it without any."""
     ssl_cert_reqs: CertReqs | None = None
     """Whether clients of the gateway must show a certificate that comes from --ssl-ca-certs;
     required if not given and that is. 0 and 2 say it, too."""

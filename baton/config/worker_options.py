@@ -6,10 +6,19 @@ import os
 import socket
 from typing import Annotated, ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SecretStr, model_validator
 
 from baton.config.engine_options import EngineOptions
-from baton.config.fields import Address, NonEmpty, PeerNames, Port, Seconds, Transport
+from baton.config.fields import (
+    HIDDEN,
+    SECRET,
+    Address,
+    NonEmpty,
+    PeerNames,
+    Port,
+    Seconds,
+    Transport,
+)
 from baton.config.options import (
     LivenessOptions,
     NumericsOptions,
@@ -61,6 +70,8 @@ class HandoffOptions(Options):
     kv_secret_file: NonEmpty | None = None
     """File of a secret that all workers share, such as openssl rand -hex 32 makes: KV goes only
     between workers that have it, and carries digests under it."""
+    kv_secret: SecretStr | None = Field(default=None, json_schema_extra={**HIDDEN, **SECRET})
+    """The secret itself, in place of its file."""
 
 
 class WorkerOptions(

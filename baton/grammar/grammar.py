@@ -6,16 +6,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeGuard, get_args
 
 from baton.errors import EngineFault
+from baton.types import DEFAULT_MAX_WHITESPACE, MAX_WHITESPACE
 
 GrammarKind = Literal["json_schema", "regex", "lark"]
 
-#: White space between the parts of a JSON document. Bounded, so that no model writes white space
-#: for ever.
-_JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{0,32}"
+#: White space between the parts of a JSON document: bounded, so that no model writes white space
+#: for ever, and small ones do not spend their tokens on it.
+_WHITESPACE = r"[\x20\x0A\x0D\x09]"
 
 #: What a regular expression takes literally: letters and digits of any script, and what is beyond
 #: ASCII.
@@ -24,22 +25,26 @@ _PLAIN = re.compile(r"[A-Za-z0-9]|[^\x00-\x7f]")
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """`text` is a JSON Schema, a regular expression (Rust's syntax), or a grammar in Lark's
-    syntax."""
+    """`text` is a JSON Schema, a regular expression (Rust's syntax), or a grammar in Lark's syntax.
+    max_whitespace: most white-space characters between two parts of a JSON document."""
 
     kind: GrammarKind
     text: str
+    max_whitespace: int = DEFAULT_MAX_WHITESPACE
 
     @classmethod
-    def json_schema(cls, schema: dict[str, Any]) -> Grammar:
+    def json_schema(
+        cls, schema: dict[str, Any], max_whitespace: int = DEFAULT_MAX_WHITESPACE
+    ) -> Grammar:
         """Any document that the schema describes. The order of its properties is that of the
         output."""
-        return cls("json_schema", json.dumps(schema, separators=(",", ":")))
+        text = json.dumps(schema, separators=(",", ":"))
+        return cls("json_schema", text, max_whitespace)
 
     @classmethod
-    def json_object(cls) -> Grammar:
+    def json_object(cls, max_whitespace: int = DEFAULT_MAX_WHITESPACE) -> Grammar:
         """Any JSON object."""
-        return cls.json_schema({"type": "object"})
+        return cls.json_schema({"type": "object"}, max_whitespace)
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
@@ -65,13 +70,13 @@ class Grammar:
         except ValueError as error:
             raise EngineFault(f"a grammar's bytes are not JSON: {error}") from None
         match told:
-            case {"kind": kind, "text": str(text)} if _is_kind(kind):
-                return cls(kind, text)
+            case {"kind": kind, "text": str(text), "max_whitespace": int(most)} if _is_kind(kind):
+                return cls(kind, text, min(max(most, 0), MAX_WHITESPACE))
         raise EngineFault("a grammar of a kind that this worker does not know; update it")
 
     def to_bytes(self) -> bytes:
         """As TokenSampling.grammar holds it."""
-        return json.dumps({"kind": self.kind, "text": self.text}).encode()
+        return json.dumps(asdict(self)).encode()
 
     def to_llguidance(self) -> str:
         """As llguidance reads it. Raises ValueError if a schema is no JSON object."""
@@ -84,8 +89,9 @@ class Grammar:
             case "lark":
                 return LLMatcher.grammar_from_lark(self.text)
             case "json_schema":
+                pattern = f"{_WHITESPACE}{{0,{self.max_whitespace}}}"
                 return LLMatcher.grammar_from_json_schema(
-                    self.text, overrides={"whitespace_pattern": _JSON_WHITESPACE}
+                    self.text, overrides={"whitespace_pattern": pattern}
                 )
 
 

@@ -7,13 +7,17 @@ from collections.abc import Collection, Sequence
 
 from llguidance import LLMatcher, LLParserLimits
 
-from baton.errors import EngineFault
+from baton.errors import BatonError, EngineFault, FieldViolation, InvalidRequest
 from baton.grammar.grammar import Grammar
 from baton.grammar.vocabulary import GrammarVocabulary
 
 _MAX_ERROR_CHARS = 300
 
+_TOO_COSTLY = "its grammar costs more to follow than is allowed; make it simpler"
 _NO_TOKEN = "no token of the model continues it"
+
+#: What errors say of a grammar that goes beyond `limits`.
+_COSTLY = ("TooComplex", "too many states", "too many expressions", "Current row has")
 
 #: Where an error's text begins to quote the grammar, line by line.
 _SOURCE_LINES = re.compile(r"\n\s*\d+ \| ")
@@ -37,8 +41,9 @@ class Matcher:
 
     An output may end, by one of `end_token_ids`, only where it is complete; where it can only end,
     nothing else is allowed. Hence those tokens are not allowed elsewhere, though a grammar might
-    take their text, unless nothing else is. Every method raises EngineFault once the grammar has
-    cost more than its limits; that output cannot go on.
+    take their text, unless nothing else is. Every method raises InvalidRequest once the grammar has
+    cost more than its limits; that output cannot go on. What gateways try of a grammar shows most
+    of those that do, and cannot show all.
     """
 
     def __init__(
@@ -63,7 +68,7 @@ class Matcher:
     def allowed(self) -> bytes:
         """Bit t % 8 of byte t // 8 tells whether token t may come next: at least one may.
 
-        Raises EngineFault, too, if none may: no token of the model continues what the grammar
+        Raises InvalidRequest, too, if none may: no token of the model continues what the grammar
         wants.
         """
         return self._vocabulary.to_bytes(self._allowed_bits())
@@ -123,7 +128,7 @@ class Matcher:
             try:
                 scout.advance(token_id)
                 masks.append(scout.allowed())
-            except EngineFault:
+            except BatonError:
                 break
         return tuple(masks)
 
@@ -146,11 +151,20 @@ class Matcher:
         elif bits & ~self._end_bits:
             bits &= ~self._end_bits
         if not bits:
-            raise EngineFault(f"structured output: {_NO_TOKEN}")
+            raise refusal(_NO_TOKEN)
         return bits
 
-    def _fault(self, default: str) -> EngineFault:
-        return EngineFault(f"structured output: {explain(self._inner, default)}")
+    def _fault(self, default: str) -> BatonError:
+        """The grammar's own, where it costs too much or nothing may follow; else one of ours, such
+        as a token that it does not allow."""
+        text = explain(self._inner, default)
+        is_its = default == _NO_TOKEN or text == _TOO_COSTLY
+        return refusal(text) if is_its else EngineFault(f"structured output: {text}")
+
+
+def refusal(text: str) -> InvalidRequest:
+    """Of a grammar, whatever it was given as."""
+    return InvalidRequest.of(FieldViolation("sampling.structured_output", text))
 
 
 def explain(inner: LLMatcher, default: str) -> str:
@@ -158,8 +172,8 @@ def explain(inner: LLMatcher, default: str) -> str:
     stopped."""
     text = _SOURCE_LINES.split(inner.get_error().replace("<non-verbose/>", ""))[0]
     text = " ".join(text.rsplit("\nerror: ", 1)[-1].split())
-    if "TooComplex" in text or "too many states" in text:
-        return "its grammar costs more to follow than is allowed; make it simpler"
+    if any(mark in text for mark in _COSTLY):
+        return _TOO_COSTLY
     if not text or text.startswith("NoExtension"):
         return default
     return text if len(text) <= _MAX_ERROR_CHARS else f"{text[:_MAX_ERROR_CHARS]}..."

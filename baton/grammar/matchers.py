@@ -12,9 +12,9 @@ from typing import Protocol, TypeVar
 
 from llguidance import LLMatcher
 
-from baton.errors import EngineFault
+from baton.errors import EngineFault, InvalidRequest
 from baton.grammar.grammar import Grammar
-from baton.grammar.matcher import Matcher, compile_grammar
+from baton.grammar.matcher import Matcher, compile_grammar, refusal
 from baton.grammar.vocabulary import GrammarVocabulary
 from baton.types import Sampling
 
@@ -47,12 +47,15 @@ class MatcherOrder:
         return self.compiled.done()
 
     def matcher(self) -> Matcher:
-        """A new matcher, before the first token of output. Raises EngineFault if the grammar cannot
-        be compiled."""
+        """A new matcher, before the first token of output. Raises InvalidRequest if the grammar
+        cannot be compiled, EngineFault if none can."""
         try:
             compiled = self.compiled.result()
+        # A new error each time: several sequences may have it.
+        except InvalidRequest as error:
+            raise InvalidRequest.of(*error.violations) from error
         except (EngineFault, CancelledError) as error:
-            raise EngineFault(str(error)) from error  # its own: several sequences may have it
+            raise EngineFault(str(error)) from error
         return Matcher(compiled.inner, compiled.vocabulary, self.end_token_ids)
 
 
@@ -102,11 +105,15 @@ class Matchers:
         try:
             if self._vocabulary is None:
                 self._vocabulary = self._load()
-            inner = compile_grammar(Grammar.from_bytes(data), self._vocabulary)
+            grammar = Grammar.from_bytes(data)
         except Exception as error:
             # Whatever it is, it is charged to the sequences that have this grammar, not to the
             # engine's thread.
             raise EngineFault(f"structured output: {error}") from error
+        try:
+            inner = compile_grammar(grammar, self._vocabulary)
+        except Exception as error:
+            raise refusal(str(error)) from error
         return CompiledGrammar(inner, self._vocabulary)
 
 

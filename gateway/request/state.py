@@ -37,7 +37,9 @@ from baton.errors import (
     BatonError,
     Draining,
     EngineFault,
+    FieldViolation,
     HandoffFailed,
+    InvalidRequest,
     NoWorkers,
     RetriableError,
 )
@@ -687,4 +689,7 @@ def _error_of(event: Failed) -> BatonError:
     kind = BY_REASON.get(event.reason, EngineFault)
     if event.is_retriable != issubclass(kind, RetriableError):
         kind = HandoffFailed if event.is_retriable else EngineFault
+    if kind is InvalidRequest:
+        field, _, description = event.message.partition(": ")
+        return InvalidRequest.of(FieldViolation(field, description))
     return kind(event.message)

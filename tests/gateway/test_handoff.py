@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from baton.errors import BatonError, EngineFault, HandoffFailed, WorkerLost
+from baton.errors import BatonError, EngineFault, HandoffFailed, InvalidRequest, WorkerLost
 from baton.events import (
     Committed,
     Failed,
@@ -255,6 +255,18 @@ def test_whether_another_try_may_help_is_the_worker_s_word(
             assert len(world.links["d"].specs) == 2
         else:
             assert isinstance(world.error, error)
+
+    in_stub_world(test, make_spec("a"))
+
+
+def test_what_a_worker_refuses_is_refused_by_its_field() -> None:
+    async def test(world: StubWorld) -> None:
+        text = "sampling.structured_output: costs more: make it simpler"
+        await world.emit("d", Failed("INVALID_REQUEST", text, is_retriable=False))
+        assert isinstance(world.error, InvalidRequest)
+        (violation,) = world.error.violations
+        assert violation.field == "sampling.structured_output"
+        assert world.error.message == text
 
     in_stub_world(test, make_spec("a"))
 

@@ -87,6 +87,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "start: " + "(" * 3000 + '"a"' + ")" * 3000}, "nested"),
     ({"grammar": "start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(40))
         + '\nA40: "x"'}, "too big"),
+    ({"regex": "((a{1,100}){1,100}){1,100}"}, "costs more to follow"),
+    ({"regex": "(a|aa|aaa|b)*" * 300}, "costs more to follow"),
+    ({"regex": "(a*)*" * 500}, "costs more to follow"),
+    ({"grammar": "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(20))
+        + '\nr20: "x" |'}, "costs more to follow"),
 ]  # fmt: skip
 
 
@@ -154,6 +159,17 @@ async def test_one_requests_cancellation_disturbs_no_other(compiler: GrammarComp
     first.cancel()
     assert Grammar.from_bytes(await second) == Grammar.regex("z")
     assert Grammar.from_bytes(await other) == Grammar.regex("w")
+
+
+async def test_white_space_in_json_is_what_the_option_says() -> None:
+    for most in (0, 3):
+        compiler = GrammarCompiler(FOLDER, max_whitespace=most, compile_timeout_s=30.0)
+        try:
+            for kind in ({"json_object": True}, {"json_schema": '{"type": "object"}'}):
+                grammar = Grammar.from_bytes(await compiler.compile(output(**kind)))
+                assert grammar.max_whitespace == most
+        finally:
+            await compiler.close()
 
 
 async def test_a_flood_of_grammars_is_turned_away() -> None:

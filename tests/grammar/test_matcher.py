@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.errors import EngineFault
+from baton.errors import EngineFault, InvalidRequest
 from baton.grammar import Grammar, GrammarVocabulary, Matcher, load_vocabulary, synthetic_vocabulary
 from baton.grammar.vocabulary import synthetic_tokens
 from tests.support.grammar_walks import (
@@ -37,6 +37,7 @@ seeds = st.integers(0, 2**32)
 
 GRAMMARS = [
     Grammar.json_object(),
+    Grammar.json_object(max_whitespace=0),
     Grammar.regex("(ab?|[0-9]{2,4}){1,5}"),
     Grammar.choice(["yes", "yes, but", "no"]),
     Grammar.lark('start: "(" start ")" | "x" start "y" | "z"'),
@@ -63,6 +64,16 @@ def test_an_output_of_a_schema_is_json_that_it_describes(
     text = text_of(walk(matcher, random.Random(seed)))
     assert matcher.is_over
     jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize("most", [0, 1, 5])
+def test_white_space_between_parts_is_bounded(most: int) -> None:
+    longest = 0
+    for seed in range(20):
+        grammar = Grammar.json_schema({"type": "array", "items": {"enum": [1, 2]}}, most)
+        text = small_text(walk(matcher_of(grammar, small_vocabulary()), random.Random(seed)))
+        longest = max([longest, *map(len, re.findall(r"\s+", text))])
+    assert longest == most
 
 
 @given(st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=5), seeds)
@@ -161,7 +172,7 @@ def test_a_token_that_is_not_allowed_is_an_error_of_its_own() -> None:
 def test_what_costs_too_much_to_follow_fails_in_the_end() -> None:
     """It has 2**60 states, and each is found when it is needed: the limit on them is met."""
     matcher = matcher_of(Grammar.regex(r"(.|\n)*[aeiou](.|\n){60}"), small_vocabulary(), ())
-    with pytest.raises(EngineFault, match="costs more to follow"):
+    with pytest.raises(InvalidRequest, match=r"structured_output: .*costs more to follow"):
         walk(matcher, random.Random(1), 100_000)
 
 
@@ -182,7 +193,7 @@ def test_only_tokens_that_model_and_tokenizer_know_are_allowed(vocab_size: int) 
 def test_a_vocabulary_that_cannot_say_it_fails_the_request() -> None:
     no_letters = synthetic_vocabulary(60)
     matcher = matcher_of(Grammar.regex("[0-9]a"), no_letters)
-    with pytest.raises(EngineFault, match="no token of the model continues it"):
+    with pytest.raises(InvalidRequest, match="no token of the model continues it"):
         walk(matcher, random.Random(1))
 
 

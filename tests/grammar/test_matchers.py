@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from baton.errors import EngineFault
+from baton.errors import BatonError, EngineFault, InvalidRequest
 from baton.grammar import (
     Grammar,
     GrammarVocabulary,
@@ -96,12 +96,16 @@ def test_few_grammars_are_kept_and_a_forgotten_one_still_serves_who_ordered_it()
     assert len(matchers._compiled) == 2
 
 
-@pytest.mark.parametrize("data", [b"?", Grammar.regex("(").to_bytes()])
-def test_what_cannot_be_compiled_fails_each_sequence_by_an_error_of_its_own(data: bytes) -> None:
+@pytest.mark.parametrize(
+    ("data", "kind"), [(b"?", EngineFault), (Grammar.regex("(").to_bytes(), InvalidRequest)]
+)
+def test_what_cannot_be_compiled_fails_each_sequence_by_an_error_of_its_own(
+    data: bytes, kind: type[BatonError]
+) -> None:
     matchers = sim_matchers()
     errors = []
     for _ in range(2):
-        with pytest.raises(EngineFault) as caught:
+        with pytest.raises(kind) as caught:
             matcher_of(matchers, Sampling(grammar=data))
         errors.append(caught.value)
     assert errors[0] is not errors[1]
