@@ -6,18 +6,18 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from functools import cached_property
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
-from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
 
 from baton.client import requests, results
+from baton.client.connections import Connection, Connections
 from baton.client.requests import PromptLike
 from baton.client.results import Chunk, Completion, Model, Tokenization
 from baton.client.settings import (
@@ -29,19 +29,17 @@ from baton.client.settings import (
     new_request_id,
 )
 from baton.errors import BatonError, Cancelled
-from baton.rpc.channel import aio_channel
+from baton.rpc.channel import CLIENT_KEEPALIVE_MS, aio_channel
 from baton.rpc.tls import TlsFiles
 from baton.sampling_params import SamplingOptions, SamplingParams
-from baton.v1 import inference_pb2, inference_pb2_grpc
-
-_R = TypeVar("_R")
+from baton.v1 import inference_pb2
 
 
 class AsyncClient:
-    """A connection to a Baton gateway, for one event loop; an async context manager.
+    """Connections to a Baton gateway, for one event loop; an async context manager.
 
     Every method raises the errors of baton.errors. Arguments as of Client. It connects at its first
-    call, which is to be made in the running loop.
+    call, which is to be made in the running loop, and once more for each hundred calls under way.
     """
 
     def __init__(
@@ -55,8 +53,10 @@ class AsyncClient:
         api_key: str | None = None,
     ) -> None:
         self._settings = Settings.of(address, timeout_s, metadata, max_retries, api_key)
-        self._tls = tls
         self._closed = asyncio.Event()
+        self._connections = Connections(
+            lambda: aio_channel(address, tls, keepalive_ms=CLIENT_KEEPALIVE_MS)
+        )
         self._streams: weakref.WeakSet[AsyncCompletionStream] = weakref.WeakSet()
 
     @property
@@ -118,9 +118,15 @@ class AsyncClient:
         request_id = request_id or new_request_id()
         metadata = self._settings.call_metadata(request_id)
 
+        connections = self._connections
+
         def start(timeout_s: float) -> Any:
             self._check_open()
-            return self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
+            connection = connections.take()
+            generate = connection.inference.Generate
+            call = generate(request, timeout=timeout_s, metadata=metadata)
+            call.add_done_callback(lambda _: connections.give_back(connection))
+            return call
 
         stream = AsyncCompletionStream(
             start, self._settings, self._closed, request_id, self._settings.timeout_or(timeout_s)
@@ -133,7 +139,8 @@ class AsyncClient:
     ) -> Tokenization:
         """The token ids of a prompt, chat messages rendered with the model's template."""
         request = requests.tokenize_request(prompt, model=model)
-        return results.tokenization_of(await self._unary(self._stub.Tokenize, request, timeout_s))
+        response = await self._unary(lambda c: c.inference.Tokenize, request, timeout_s)
+        return results.tokenization_of(response)
 
     async def detokenize(
         self,
@@ -147,22 +154,25 @@ class AsyncClient:
         request = requests.detokenize_request(
             token_ids, model=model, skip_special_tokens=skip_special_tokens
         )
-        return (await self._unary(self._stub.Detokenize, request, timeout_s)).text
+        response = await self._unary(lambda c: c.inference.Detokenize, request, timeout_s)
+        return str(response.text)
 
     async def models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
         """The models served, with their workers."""
         request = inference_pb2.ListModelsRequest()
-        return results.models_of(await self._unary(self._stub.ListModels, request, timeout_s))
+        response = await self._unary(lambda c: c.inference.ListModels, request, timeout_s)
+        return results.models_of(response)
 
     async def model(self, name: str = "", *, timeout_s: float | None = None) -> Model:
         """One model; empty for the only one served."""
         request = requests.get_model_request(model=name)
-        return results.model_of((await self._unary(self._stub.GetModel, request, timeout_s)).model)
+        response = await self._unary(lambda c: c.inference.GetModel, request, timeout_s)
+        return results.model_of(response.model)
 
     async def health(self, service: str = "", *, timeout_s: float | None = None) -> bool:
         """Whether the server, or one service of it by its full name, serves now."""
         request = health_pb2.HealthCheckRequest(service=service)
-        response = await self._unary(self._health.Check, request, timeout_s)
+        response = await self._unary(lambda c: c.health.Check, request, timeout_s)
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
@@ -170,8 +180,8 @@ class AsyncClient:
         self._closed.set()
         for stream in tuple(self._streams):
             await stream.close()
-        if "_channel" in vars(self):
-            await self._channel.close()
+        for channel in self._connections.channels():
+            await channel.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -185,8 +195,11 @@ class AsyncClient:
         await self.close()
 
     async def _unary(
-        self, method: Callable[..., Awaitable[_R]], request: Message, timeout_s: float | None
-    ) -> _R:
+        self,
+        method_of: Callable[[Connection[grpc.aio.Channel]], Any],
+        request: Message,
+        timeout_s: float | None,
+    ) -> Any:
         request_id = new_request_id()
         metadata = self._settings.call_metadata(request_id)
         attempts = Attempts(
@@ -194,9 +207,10 @@ class AsyncClient:
         )
         while True:
             self._check_open()
+            connection = self._connections.take()
             try:
                 remaining_s = attempts.remaining_s(time.monotonic())
-                return await method(request, timeout=remaining_s, metadata=metadata)
+                return await method_of(connection)(request, timeout=remaining_s, metadata=metadata)
             except asyncio.CancelledError:
                 if _is_task_cancelled():
                     raise
@@ -206,18 +220,8 @@ class AsyncClient:
                 delay_s = attempts.delay_s(error, time.monotonic())
                 if delay_s is None or await _is_set_within(self._closed, delay_s):
                     raise error from None
-
-    @cached_property
-    def _channel(self) -> grpc.aio.Channel:
-        return aio_channel(self.address, self._tls)
-
-    @cached_property
-    def _stub(self) -> inference_pb2_grpc.InferenceServiceAsyncStub:
-        return inference_pb2_grpc.InferenceServiceStub(self._channel)
-
-    @cached_property
-    def _health(self) -> Any:
-        return health_pb2_grpc.HealthStub(self._channel)
+            finally:
+                self._connections.give_back(connection)
 
     def _check_open(self) -> None:
         if self._closed.is_set():

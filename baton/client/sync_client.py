@@ -8,13 +8,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
 import grpc
 from google.protobuf.message import Message
-from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
 
 from baton.client import requests, results
+from baton.client.connections import Connection, Connections
 from baton.client.requests import PromptLike
 from baton.client.results import Chunk, Completion, Model, Tokenization
 from baton.client.settings import (
@@ -26,17 +27,15 @@ from baton.client.settings import (
     new_request_id,
 )
 from baton.errors import BatonError, Cancelled
-from baton.rpc.channel import sync_channel
+from baton.rpc.channel import CLIENT_KEEPALIVE_MS, sync_channel
 from baton.rpc.tls import TlsFiles
 from baton.sampling_params import SamplingOptions, SamplingParams
-from baton.v1 import inference_pb2, inference_pb2_grpc
-
-_R = TypeVar("_R")
+from baton.v1 import inference_pb2
 
 
 class Client:
-    """A connection to a Baton gateway. Thread-safe; a context manager. Every method raises the
-    errors of baton.errors.
+    """Connections to a Baton gateway, one for each hundred calls under way. Thread-safe; a context
+    manager. Every method raises the errors of baton.errors.
 
     address: host:port of the gateway.
     timeout_s: of each call that names none of its own, retries included.
@@ -60,9 +59,11 @@ class Client:
         api_key: str | None = None,
     ) -> None:
         self._settings = Settings.of(address, timeout_s, metadata, max_retries, api_key)
-        self._channel = sync_channel(address, tls)
-        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._connections = Connections(
+            lambda: sync_channel(address, tls, keepalive_ms=CLIENT_KEEPALIVE_MS)
+        )
+        # The first one now: files that cannot be read are an error here.
+        self._connections.give_back(self._connections.take())
         self._closed = threading.Event()
 
     @property
@@ -124,9 +125,15 @@ class Client:
         request_id = request_id or new_request_id()
         metadata = self._settings.call_metadata(request_id)
 
+        connections = self._connections
+
         def start(timeout_s: float) -> Any:
             self._check_open()
-            return self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
+            connection = connections.take()
+            generate = connection.inference.Generate
+            call = generate(request, timeout=timeout_s, metadata=metadata)
+            call.add_done_callback(lambda _: connections.give_back(connection))
+            return call
 
         return CompletionStream(
             start, self._settings, self._closed, request_id, self._settings.timeout_or(timeout_s)
@@ -137,7 +144,8 @@ class Client:
     ) -> Tokenization:
         """The token ids of a prompt, chat messages rendered with the model's template."""
         request = requests.tokenize_request(prompt, model=model)
-        return results.tokenization_of(self._unary(self._stub.Tokenize, request, timeout_s))
+        response = self._unary(lambda c: c.inference.Tokenize, request, timeout_s)
+        return results.tokenization_of(response)
 
     def detokenize(
         self,
@@ -151,28 +159,32 @@ class Client:
         request = requests.detokenize_request(
             token_ids, model=model, skip_special_tokens=skip_special_tokens
         )
-        return self._unary(self._stub.Detokenize, request, timeout_s).text
+        response = self._unary(lambda c: c.inference.Detokenize, request, timeout_s)
+        return str(response.text)
 
     def models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
         """The models served, with their workers."""
         request = inference_pb2.ListModelsRequest()
-        return results.models_of(self._unary(self._stub.ListModels, request, timeout_s))
+        response = self._unary(lambda c: c.inference.ListModels, request, timeout_s)
+        return results.models_of(response)
 
     def model(self, name: str = "", *, timeout_s: float | None = None) -> Model:
         """One model; empty for the only one served."""
         request = requests.get_model_request(model=name)
-        return results.model_of(self._unary(self._stub.GetModel, request, timeout_s).model)
+        response = self._unary(lambda c: c.inference.GetModel, request, timeout_s)
+        return results.model_of(response.model)
 
     def health(self, service: str = "", *, timeout_s: float | None = None) -> bool:
         """Whether the server, or one service of it by its full name, serves now."""
         request = health_pb2.HealthCheckRequest(service=service)
-        response = self._unary(self._health.Check, request, timeout_s)
+        response = self._unary(lambda c: c.health.Check, request, timeout_s)
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
     def close(self) -> None:
         """Cancel all that runs, and disconnect. May be called again."""
         self._closed.set()
-        self._channel.close()
+        for channel in self._connections.channels():
+            channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -185,7 +197,12 @@ class Client:
     ) -> None:
         self.close()
 
-    def _unary(self, method: Callable[..., _R], request: Message, timeout_s: float | None) -> _R:
+    def _unary(
+        self,
+        method_of: Callable[[Connection[grpc.Channel]], Any],
+        request: Message,
+        timeout_s: float | None,
+    ) -> Any:
         request_id = new_request_id()
         metadata = self._settings.call_metadata(request_id)
         attempts = Attempts(
@@ -193,14 +210,17 @@ class Client:
         )
         while True:
             self._check_open()
+            connection = self._connections.take()
             try:
                 remaining_s = attempts.remaining_s(time.monotonic())
-                return method(request, timeout=remaining_s, metadata=metadata)
+                return method_of(connection)(request, timeout=remaining_s, metadata=metadata)
             except grpc.RpcError as rpc_error:
                 error = self._settings.error_of(rpc_error, request_id)
                 delay_s = attempts.delay_s(error, time.monotonic())
                 if delay_s is None or self._closed.wait(delay_s):
                     raise error from None
+            finally:
+                self._connections.give_back(connection)
 
     def _check_open(self) -> None:
         if self._closed.is_set():

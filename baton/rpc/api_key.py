@@ -14,6 +14,8 @@ import grpc.aio
 from baton.errors import Unauthenticated
 from baton.rpc import health
 
+Metadata = Iterable[tuple[str, str | bytes]]
+
 _METADATA_KEY = "authorization"
 _SCHEME = "bearer "
 _OPEN = f"/{health.SERVICE_NAME}/"
@@ -43,15 +45,20 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
         # Of this kind whatever the call's: it begins before a message has been read.
         return grpc.stream_stream_rpc_method_handler(_refuse)
 
-    def _is_known(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
-        told = [value for key, value in metadata or () if key == _METADATA_KEY]
-        if len(told) != 1 or not isinstance(told[0], str):
-            return False
-        if not told[0].lower().startswith(_SCHEME):
-            return False
-        shown = _digest(told[0][len(_SCHEME) :])
-        # All are compared, each in constant time: how long it takes tells nothing about any.
+    def _is_known(self, metadata: Metadata | None) -> bool:
+        shown = shown_digest(metadata)
+        # All are compared, each in constant time: how long it takes says nothing about any.
         return sum([hmac.compare_digest(shown, known) for known in self._digests]) > 0
+
+
+def shown_digest(metadata: Metadata | None) -> bytes:
+    """Stands for the key that a caller shows; empty if there is none, or more than one."""
+    shown = [value for key, value in metadata or () if key == _METADATA_KEY]
+    if len(shown) != 1 or not isinstance(shown[0], str):
+        return b""
+    if not shown[0].lower().startswith(_SCHEME):
+        return b""
+    return _digest(shown[0][len(_SCHEME) :])
 
 
 def _digest(api_key: str) -> bytes:

@@ -15,9 +15,18 @@ Options: TypeAlias = tuple[tuple[str, int | str], ...]
 MAX_MESSAGE_BYTES = 16 * 2**20
 """Largest message in either direction: a prompt of a million token ids with room to spare."""
 
+MAX_CONCURRENT_STREAMS = 100
+"""Calls of one connection that a server answers at once. With 256 and more, a client that opens
+streams and resets them without end has the server of grpc 1.85 cancel the calls of others
+(tests/security/test_rapid_reset.py)."""
+
 KEEPALIVE_MS = 2000
 """A peer that is silent, asked, and silent again for this long each time is lost: at most 4 s in
 all."""
+
+CLIENT_KEEPALIVE_MS = 5000
+"""In its place towards gateways: one that stands still for some seconds, for its machine is busy or
+is being moved, loses no stream by it, and there is no other copy of it to go on with."""
 
 
 def common_options(keepalive_ms: int = KEEPALIVE_MS) -> Options:
@@ -33,8 +42,7 @@ def common_options(keepalive_ms: int = KEEPALIVE_MS) -> Options:
     )
 
 
-CHANNEL_OPTIONS: Options = (
-    *common_options(),
+_CHANNEL_OPTIONS: Options = (
     # Workers and gateways are named by address: a proxy of the environment is none of theirs.
     ("grpc.enable_http_proxy", 0),
     # Its own connection: one channel's back-off never delays another's.
@@ -50,7 +58,11 @@ CHANNEL_OPTIONS: Options = (
 
 
 def aio_channel(
-    address: str, tls: TlsFiles | None = None, *, receive_window_bytes: int | None = None
+    address: str,
+    tls: TlsFiles | None = None,
+    *,
+    receive_window_bytes: int | None = None,
+    keepalive_ms: int = KEEPALIVE_MS,
 ) -> grpc.aio.Channel:
     """A channel to "host:port" for the running event loop; connects when first used. Close it.
 
@@ -58,8 +70,9 @@ def aio_channel(
     receive_window_bytes: how far the peer's side of a stream may be ahead of who reads it here; a
     message may be larger. If not given, gRPC chooses: 64 KiB at first, and as much as the
     connection carries in a round trip later.
+    keepalive_ms: see common_options.
     """
-    options = _options(tls)
+    options = channel_options(tls, keepalive_ms)
     if receive_window_bytes is not None:
         window = (
             ("grpc.http2.lookahead_bytes", receive_window_bytes),
@@ -72,14 +85,19 @@ def aio_channel(
     return grpc.aio.secure_channel(address, client_credentials(tls), options=options)
 
 
-def sync_channel(address: str, tls: TlsFiles | None = None) -> grpc.Channel:
+def sync_channel(
+    address: str, tls: TlsFiles | None = None, *, keepalive_ms: int = KEEPALIVE_MS
+) -> grpc.Channel:
     """As aio_channel, for any thread."""
+    options = channel_options(tls, keepalive_ms)
     if tls is None:
-        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-    return grpc.secure_channel(address, client_credentials(tls), options=_options(tls))
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, client_credentials(tls), options=options)
 
 
-def _options(tls: TlsFiles | None) -> Options:
+def channel_options(tls: TlsFiles | None = None, keepalive_ms: int = KEEPALIVE_MS) -> Options:
+    """Of a channel."""
+    options = (*common_options(keepalive_ms), *_CHANNEL_OPTIONS)
     if tls is None or not tls.server_name:
-        return CHANNEL_OPTIONS
-    return (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", tls.server_name))
+        return options
+    return (*options, ("grpc.ssl_target_name_override", tls.server_name))

@@ -14,7 +14,12 @@ from grpc_health.v1 import health_pb2_grpc  # type: ignore[import-untyped]
 from baton.errors import ConfigError
 from baton.rpc import health
 from baton.rpc.bind import bind_fault
-from baton.rpc.channel import KEEPALIVE_MS, Options, common_options
+from baton.rpc.channel import (
+    KEEPALIVE_MS,
+    MAX_CONCURRENT_STREAMS,
+    Options,
+    common_options,
+)
 from baton.rpc.interceptor import ErrorInterceptor
 from baton.rpc.reflection import add_reflection
 
@@ -28,6 +33,7 @@ def server_options(keepalive_ms: int = KEEPALIVE_MS) -> Options:
     """keepalive_ms: see start_server."""
     return (
         *common_options(keepalive_ms),
+        ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
         # What baton.rpc.channel's clients do must not look like ping abuse, nor may the burst after
         # a pause of theirs.
         ("grpc.keepalive_permit_without_calls", 1),

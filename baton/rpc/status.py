@@ -56,8 +56,9 @@ _BY_CODE: Mapping[grpc.StatusCode, type[BatonError]] = {
     grpc.StatusCode.NOT_FOUND: ModelNotFound,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-    grpc.StatusCode.CANCELLED: Cancelled,
 }
+#: What grpc's clients write of a cancel of their own.
+_CANCELLED_HERE = ("locally cancelled", "channel closed", "cancelling all calls")
 _NEVER_CONNECTED = ("failed to connect", "errors resolving", "resolution", "connection refused")
 _TOO_LARGE = "larger than max"
 _ANSWER_TOO_LARGE = ("server: sent", "client: received")
@@ -169,8 +170,8 @@ def from_rpc_error(
 
 def _from_transport(code: grpc.StatusCode, text: str, peer: str) -> BatonError:
     match code:
-        case grpc.StatusCode.UNAVAILABLE:
-            return _from_unavailable(text, peer)
+        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
+            return _from_lost(text or code.name, peer)
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return _from_exhausted(text, peer)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -181,7 +182,11 @@ def _from_transport(code: grpc.StatusCode, text: str, peer: str) -> BatonError:
     return leaf(f"{peer}: {text or code.name}", code=code.name)
 
 
-def _from_unavailable(text: str, peer: str) -> BatonError:
+def _from_lost(text: str, peer: str) -> BatonError:
+    if any(mark in text.lower() for mark in _CANCELLED_HERE):
+        return Cancelled(f"{peer}: {text}")
+    # A cancel that nobody here asked for is a loss, too: a proxy or the server's transport has
+    # dropped the call.
     if any(mark in text.lower() for mark in _NEVER_CONNECTED):
         where = peer.replace(" at ", " not reachable at ", 1)
         where = where if where != peer else f"{peer} not reachable"

@@ -14,7 +14,13 @@ import grpc
 import pytest
 
 from baton.errors import NoWorkers, WorkerLost
-from baton.rpc.channel import CHANNEL_OPTIONS, aio_channel, sync_channel
+from baton.rpc.channel import (
+    CLIENT_KEEPALIVE_MS,
+    KEEPALIVE_MS,
+    aio_channel,
+    channel_options,
+    sync_channel,
+)
 from baton.rpc.server import RunningServer, server_options, start_server
 from baton.rpc.status import from_rpc_error
 from baton.v1 import inference_pb2, inference_pb2_grpc
@@ -73,8 +79,15 @@ def test_a_peer_that_is_not_there_is_told_at_once() -> None:
     assert error.message.startswith("gateway not reachable at 127.0.0.1:1")
 
 
-def test_servers_permit_what_channels_do() -> None:
-    client, server = dict(CHANNEL_OPTIONS), dict(server_options())
+def test_a_gateway_may_stand_still_for_three_seconds() -> None:
+    options = dict(channel_options(keepalive_ms=CLIENT_KEEPALIVE_MS))
+    for name in ("grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"):
+        assert int(options[name]) > 3000
+
+
+@pytest.mark.parametrize("keepalive_ms", [KEEPALIVE_MS, CLIENT_KEEPALIVE_MS])
+def test_servers_permit_what_channels_do(keepalive_ms: int) -> None:
+    client, server = dict(channel_options(keepalive_ms=keepalive_ms)), dict(server_options())
     assert server["grpc.http2.min_ping_interval_without_data_ms"] < client["grpc.keepalive_time_ms"]
     assert server["grpc.http2.max_ping_strikes"] == 0
     assert {"grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"} <= client.keys()

@@ -156,6 +156,7 @@ def test_clip_cuts_between_characters(text: str, max_bytes: int) -> None:
         ("UNAVAILABLE", "ping timeout", WorkerLost, "1.2.3.4:5 was lost"),
         ("DEADLINE_EXCEEDED", "Deadline Exceeded", DeadlineExceeded, "timeout_s"),
         ("CANCELLED", "Locally cancelled", Cancelled, "Locally cancelled"),
+        ("CANCELLED", "Received RST_STREAM with error code 8", WorkerLost, "was lost"),
         (
             "RESOURCE_EXHAUSTED",
             "received metadata size exceeds hard limit",
@@ -195,7 +196,7 @@ def test_details_that_cannot_be_read_are_ignored(raw: bytes) -> None:
     error = from_rpc_error(
         grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, trailing_metadata=trailing, details="gone")
     )
-    assert type(error) is Cancelled
+    assert type(error) is WorkerLost
     assert "gone" in error.message
 
 

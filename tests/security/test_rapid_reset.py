@@ -1,0 +1,132 @@
+"""HTTP/2 rapid reset: who opens streams and resets them without end harms nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator
+from contextlib import closing, suppress
+
+import pytest
+
+from baton.client import AsyncClient
+from baton.errors import BatonError, WorkerLost
+from baton.rpc.channel import MAX_CONCURRENT_STREAMS
+from tests.support.fake_inference import SERVICE, FakeInference, serve
+
+#: Streams that the attacker opens and resets, and calls of others that run meanwhile.
+NUM_RESETS, NUM_OTHERS = 5_000, 40
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_HEADERS, _RST_STREAM, _SETTINGS, _PING = 1, 3, 4, 6
+_END_HEADERS, _CANCEL = 4, 8
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """RFC 9113, 4.1."""
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def header_block(**extra: str) -> bytes:
+    """RFC 7541, 6.2.2: literal fields that are not indexed, nothing compressed."""
+    fields = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": f"/{SERVICE}/Generate",
+        ":authority": "x",
+        "content-type": "application/grpc",
+        "te": "trailers",
+        **extra,
+    }
+    return b"".join(
+        b"\0" + bytes((len(name),)) + name.encode() + bytes((len(value),)) + value.encode()
+        for name, value in fields.items()
+    )
+
+
+async def reset_rapidly(port: int) -> None:
+    """Returns when the server has taken it all, or closed the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reading = asyncio.create_task(reader.read())
+    writer.write(_PREFACE + frame(_SETTINGS, 0, 0, b""))
+    headers, reset = header_block(), struct.pack(">I", _CANCEL)
+    try:
+        for stream in range(1, 2 * NUM_RESETS, 2):
+            writer.write(frame(_HEADERS, _END_HEADERS, stream, headers))
+            writer.write(frame(_RST_STREAM, 0, stream, reset))
+            await writer.drain()
+    except ConnectionError:
+        pass
+    finally:
+        writer.close()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[tuple[FakeInference, int]]:
+    made = FakeInference()
+    running = await serve(made)
+    yield made, running.port
+    await running.stop()
+
+
+@pytest.mark.slow
+async def test_the_calls_of_others_are_answered(fake: tuple[FakeInference, int]) -> None:
+    _, port = fake
+    async with AsyncClient(f"127.0.0.1:{port}") as client:
+        await client.models()
+        attack = asyncio.create_task(reset_rapidly(port))
+        lost: list[BatonError] = []
+        while not attack.done():
+            prompts = [client.tokenize([number]) for number in range(NUM_OTHERS)]
+            answers = await asyncio.gather(*prompts, return_exceptions=True)
+            lost += [answer for answer in answers if isinstance(answer, BatonError)]
+        await attack
+        assert lost == []
+
+
+async def test_more_calls_than_a_connection_takes_have_further_ones(
+    fake: tuple[FakeInference, int],
+) -> None:
+    made, port = fake
+    num = 2 * MAX_CONCURRENT_STREAMS + 1
+    async with AsyncClient(f"127.0.0.1:{port}") as client:
+        streams = [client.stream([1], model="hang") for _ in range(num)]
+        # All of them are answered: none waits for another's end.
+        for stream in streams:
+            assert (await anext(stream)).token_ids == (1,)
+        assert len(client._connections.channels()) == 3
+        for stream in streams:
+            await stream.close()
+        # They are used again, and no further one is opened.
+        assert await client.models()
+        assert len(client._connections.channels()) == 3
+    assert len(made.requests) == num + 1
+
+
+async def test_a_cancel_that_nobody_asked_for_may_be_tried_again() -> None:
+    async def drop(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A server that resets every call, until its client leaves."""
+        with suppress(asyncio.IncompleteReadError, ConnectionError), closing(writer):
+            await reader.readexactly(len(_PREFACE))
+            writer.write(frame(_SETTINGS, 0, 0, b""))
+            while True:
+                head = await reader.readexactly(9)
+                kind, is_answer = head[3], head[4]
+                payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+                if kind in (_SETTINGS, _PING) and not is_answer:
+                    writer.write(frame(kind, 1, 0, payload if kind == _PING else b""))
+                elif kind == _HEADERS:
+                    stream = int.from_bytes(head[5:], "big")
+                    writer.write(frame(_RST_STREAM, 0, stream, struct.pack(">I", _CANCEL)))
+
+    server = await asyncio.start_server(drop, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with AsyncClient(f"127.0.0.1:{port}") as client:
+        with pytest.raises(WorkerLost, match="was lost"):
+            await client.models()
+        with pytest.raises(WorkerLost, match="was lost"):
+            await client.generate([1])
+    server.close()
+    await server.wait_closed()
