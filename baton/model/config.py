@@ -192,6 +192,20 @@ _ARCHITECTURES: Mapping[str, str] = {
     "olmo2": "Olmo2ForCausalLM",
 }
 
+#: Fields that count something there is of each model.
+_SIZES = frozenset(
+    {
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+    }
+)
+
 #: What each type of rotary embedding cannot do without, beside rope_theta.
 ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -383,8 +397,6 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     family = _family(raw)
     fields = _fields(family, raw)
     heads = fields["num_attention_heads"]
-    if heads < 1:
-        raise UnsupportedModel(f"num_attention_heads={heads}: must be positive")
     kv_heads = heads if fields["num_key_value_heads"] is None else fields["num_key_value_heads"]
     if family == "llama" and fields["hidden_size"] % heads:
         raise UnsupportedModel(
@@ -393,7 +405,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         )
     # A qwen2 takes its own from hidden_size, unless config.json has one more field than the family.
     head_dim = fields["head_dim"] or fields["hidden_size"] // heads
-    if kv_heads < 1 or heads % kv_heads or head_dim % 2:
+    if heads % kv_heads or head_dim % 2 or not head_dim:
         raise UnsupportedModel(
             f"num_attention_heads={heads}, num_key_value_heads={kv_heads}, head_dim={head_dim}: "
             "the first must be a multiple of the second, and the third even"
@@ -550,6 +562,8 @@ def _fields(family: str, raw: Mapping[str, Any]) -> dict[str, Any]:
         if type(value) not in types:
             wanted = " or ".join("null" if t is type(None) else t.__name__ for t in types)
             raise UnsupportedModel(f"{name}={value!r}: a {family} model has {wanted} there")
+        if name in _SIZES and value is not None and value < 1:
+            raise UnsupportedModel(f"{name}={value}: must be positive")
     return fields
 
 

@@ -200,7 +200,9 @@ class Child:
         status = self._process.returncode if self._process else None
         lines = tuple(self._last_lines)
         cause = told or next((line for line in reversed(lines) if line.strip()), "it said nothing")
-        return ChildFailed(self.name, describe_exit(status), cause, lines)
+        # Who said why may have been slow to end, and have been killed for it.
+        how = "refused" if told else describe_exit(status)
+        return ChildFailed(self.name, how, cause, lines)
 
 
 def describe_exit(status: int | None) -> str:

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, UnsupportedModel
 from baton.model.config import ModelConfig, parse_config, read_config
 from baton.model.memory_plan import num_parameters, plan_memory
 from baton.model.rope import make_rope
@@ -139,6 +139,25 @@ def test_parameters_are_counted_as_the_checkpoint_has_them(
 def test_transformers_own_files_are_read(tiny_model: MakeModel) -> None:
     path = tiny_model("qwen3")
     assert read_config(path) == parse_config(json.loads((path / "config.json").read_text()))
+
+
+@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+    ],
+)
+def test_a_size_that_is_none_is_refused_by_its_name(name: str, value: int) -> None:
+    with pytest.raises(UnsupportedModel, match=f"^{name}={value}: must be positive"):
+        parse_config(raw(**{name: value}))
 
 
 CONFIG: ModelConfig = parse_config(raw())

@@ -2,8 +2,8 @@
 `fake_service.py ROLE ...`.
 
 The model is a folder. The fake appends what happens to it to FOLDER/journal, and looks there for a
-file FOLDER/NAME that says how to misbehave: "refuse", "crash", "hang" (at the start), or "deaf" (to
-signals).
+file FOLDER/NAME that says how to misbehave: "refuse", "refuse and stay", "crash", "hang" (at the
+start), or "deaf" (to signals).
 """
 
 import asyncio
@@ -44,6 +44,9 @@ async def serve(
     sys.stdout.flush()
     if how == "refuse":
         raise ModelError("no such weights")
+    if how == "refuse and stay":
+        os.write(options.ready_fd or 0, b'{"error": "no such weights"}\n')
+        await stop.wait()
     if how == "crash":
         sys.stderr.write("the last words\n")
         os._exit(3)

@@ -129,13 +129,15 @@ async def test_each_phase_of_the_start_is_told(stage: Stage) -> None:
     ("name", "how", "told"),
     [
         ("decode-0", "refuse", "decode-0 did not start (refused): no such weights"),
+        ("decode-0", "refuse and stay", "decode-0 did not start (refused): no such weights"),
         ("prefill-0", "crash", "prefill-0 did not start (exit status 3): the last words"),
         ("gateway", "crash", "gateway did not start (exit status 3): the last words"),
     ],
 )
 async def test_a_child_that_cannot_start_is_named_with_its_cause_and_the_rest_is_stopped(
-    stage: Stage, name: str, how: str, told: str
+    stage: Stage, name: str, how: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("baton.supervisor.child._EXIT_S", 0.1)
     stage.misbehave(name, how)
     with pytest.raises(ChildFailed) as caught:
         async with stage.cluster():
