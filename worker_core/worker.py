@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from baton.config import WorkerOptions
 from baton.engine.interface import Engine
 from baton.engine.loop import EngineLoop, Heartbeat
+from baton.errors import ConfigError
 from baton.kv_transports import listened_on, takes_port
 from baton.phase_clock import PhaseClock
 from baton.rpc.bind import check_bindable
@@ -23,7 +24,7 @@ from baton.worker.load_board import LoadBoard
 from baton.worker.service import WorkerServicer, services
 from baton.worker.telemetry import open_worker_telemetry
 from kv_transfer.device_memory import device_memory_of
-from kv_transfer.kv_secret import read_kv_secret
+from kv_transfer.kv_secret import KvSecret, read_kv_secret
 from kv_transfer.running_receiver import open_receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transport.connector import make_connector
@@ -69,7 +70,7 @@ async def serve_worker(
     be free."""
     clock = PhaseClock()
     check_bindable(options.host, options.port)
-    kv_secret = read_kv_secret(options.kv_secret_file)
+    kv_secret = _kv_secret_of(options)
     if takes_port(options.kv_transport):
         check_bindable(options.kv_host, options.kv_port, "kv_host", "kv_port")
     tier = await asyncio.to_thread(load_tier)
@@ -181,6 +182,16 @@ async def serve_worker(
         await asyncio.to_thread(channel.close)
         matchers.close()
         await asyncio.to_thread(telemetry.close)
+
+
+def _kv_secret_of(options: WorkerOptions) -> KvSecret | None:
+    """Raises ConfigError."""
+    if options.kv_secret is None:
+        return read_kv_secret(options.kv_secret_file)
+    try:
+        return KvSecret(options.kv_secret.get_secret_value().encode())
+    except ValueError as error:
+        raise ConfigError.of("kv_secret", "***", f"{error}; give openssl rand -hex 32") from None
 
 
 def collect_garbage_less_often(max_num_seqs: int) -> None:

@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 import os
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
@@ -122,7 +123,10 @@ class Cluster:
         # Sockets that share a port never tell that it is taken.
         check_bindable(self._options.host, self._options.port)
         self._lifeline = os.pipe()
-        workers = plan_workers(self._options, len(os.sched_getaffinity(0)), programs=self._programs)
+        # Nobody else who reaches the KV ports of these workers has it.
+        kv_secret = secrets.token_hex(32)
+        num_cores = len(os.sched_getaffinity(0))
+        workers = plan_workers(self._options, num_cores, self._programs, kv_secret)
         first, *others = plan_gateways(self._options, self._programs)
         await self._start_all(workers, (first,))
         if others:  # they share a port that the first one may have chosen

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pydantic import SecretStr
+
 from baton.config import DecodeOptions, GatewayOptions, Options, PrefillOptions, ServeOptions
 from baton.config.command import private_environment, to_arguments
 from baton.config.load import build_options
@@ -84,15 +86,21 @@ def memory_shares(options: ServeOptions) -> tuple[float, float]:
 
 
 def plan_workers(
-    options: ServeOptions, num_cores: int, programs: Programs = PROGRAMS
+    options: ServeOptions, num_cores: int, programs: Programs = PROGRAMS, kv_secret: str = ""
 ) -> tuple[ChildSpec, ...]:
-    """The workers, prefill first, each on a free port of the loopback interface."""
+    """The workers, prefill first, each on a free port of the loopback interface.
+
+    kv_secret: they share it unless the options name another one; empty for none.
+    """
     threads = threads_per_rank(options, num_cores)
     prefill_ranks, decode_ranks = num_ranks(options)
     prefill_share, decode_share = memory_shares(options)
     prefill_size, decode_size = options.prefill_block_size, options.decode_block_size
-    of_prefill = _of_tier(options, prefill_size, prefill_ranks, threads, prefill_share)
-    of_decode = _of_tier(options, decode_size, decode_ranks, threads, decode_share)
+    common = {}
+    if kv_secret and options.kv_secret_file is None and options.kv_secret is None:
+        common["kv_secret"] = SecretStr(kv_secret)
+    of_prefill = common | _of_tier(options, prefill_size, prefill_ranks, threads, prefill_share)
+    of_decode = common | _of_tier(options, decode_size, decode_ranks, threads, decode_share)
     prefill = (
         _worker(PrefillOptions, options, programs.prefill, f"prefill-{i}", of_prefill)
         for i in range(num_prefill_workers(options))

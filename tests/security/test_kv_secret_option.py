@@ -61,3 +61,21 @@ async def test_a_file_that_is_not_there_stops_the_worker(tmp_path: Path, worker:
     with pytest.raises(ConfigError, match="kv_secret_file"):
         async with worker(kv_secret_file=str(tmp_path / "none")):
             pass
+
+
+async def test_a_secret_may_be_given_itself() -> None:
+    common = {"kv_secret": "0123456789abcdef" * 2, "kv_transport": "tcp"}
+    decode = {"max_local_prefill_tokens": 0}
+    async with live_system(worker_options=common, decode_options=decode) as system:
+        done = await system.client.generate(PROMPT, PARAMS)
+        assert done.token_ids == ANSWER
+        assert done.timing.transfer_bytes > 0
+
+
+@pytest.mark.parametrize("worker", [prefill_worker, decode_worker])
+async def test_a_secret_that_is_too_short_stops_the_worker(worker: object) -> None:
+    assert callable(worker)
+    with pytest.raises(ConfigError, match=r"kv_secret.*16 bytes") as caught:
+        async with worker(kv_secret="short"):
+            pytest.fail("it started")
+    assert "short" not in caught.value.message

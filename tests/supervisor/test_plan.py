@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -133,3 +135,15 @@ def test_workers_share_the_memory(
     else:
         assert abs(sum(shares[:num_prefill]) - of_prefill) < 1e-9
         assert len(set(shares[num_prefill:])) == 1
+
+
+def test_workers_share_a_secret_that_no_command_line_shows() -> None:
+    def secrets_of(**options: Any) -> list[str | None]:
+        specs = plan_workers(ServeOptions(model="m", **options), 2, kv_secret="f" * 64)
+        assert not any("f" * 64 in part for spec in specs for part in spec.arguments)
+        return [spec.environment.get("BATON_KV_SECRET") for spec in specs]
+
+    assert secrets_of() == ["f" * 64] * 2
+    # The user's own goes before it.
+    assert secrets_of(kv_secret_file="/s") == [None] * 2
+    assert secrets_of(kv_secret="g" * 64) == ["g" * 64] * 2
