@@ -33,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--num-seeds", type=int, default=20, help="Seeds that the simulated mix of everything runs."
     )
+    parser.addoption("--first-seed", type=int, default=0, help="The first of them.")
     parser.addoption(
         "--without",
         action="append",

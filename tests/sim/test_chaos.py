@@ -3,7 +3,7 @@ damages what it carries.
 
     python -m pytest tests/sim/test_chaos.py --num-seeds 500
 
-drives 10,000 streams. A failure names its seed, which replays it.
+drives 10,000 streams. A failure names its seed, which `--first-seed SEED --num-seeds 1` replays.
 """
 
 from __future__ import annotations
