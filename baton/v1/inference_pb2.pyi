@@ -136,7 +136,9 @@ class GenerateRequest(message.Message):
     model: builtins.str
     """Name of the model; empty means the only one served."""
     priority: builtins.int
-    """Lower numbers are served first; equal ones in order of arrival. Range -1000..1000; default 0."""
+    """Lower numbers are served first among the requests of one API key, or cache_salt where there are no keys; equal ones in
+    order of arrival. Range -1000..1000; default 0.
+    """
     cache_salt: builtins.str
     """Requests with different salts never share cached prefixes. At most 256 characters."""
     @builtins.property

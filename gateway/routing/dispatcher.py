@@ -1,22 +1,27 @@
 """Gives waiting sequences to workers, in order of rank, when there is room: late binding.
 
 A sequence that nobody waits before is placed at once, if there is room. Else by one task, woken by
-whatever may make
-room: a new one, a load report, a worker that joins, a placement's end. Strictly in order: while the
-first cannot be placed nobody else is, so that nobody starves. Only what no ready worker could ever
-serve is passed over, and fails when no worker that it waits for comes back.
+whatever may make room: a new one, a load report, a worker that joins, a placement's end. In order:
+one that there is no room for is overtaken by smaller ones alone, and by few times as many places as
+it needs itself, so that nobody starves. What no ready worker could ever serve is passed over, and
+fails when no worker that it waits for comes back.
+
+Who would be served too late is refused at once, and once more when its turn comes: what is computed
+for nobody would make others late, too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from math import inf
 
-from baton.errors import BatonError, FieldViolation, InvalidRequest, NoWorkers
+from baton.errors import BatonError, FieldViolation, InvalidRequest, NoWorkers, Overloaded
 from baton.types import NumericsClass, Rank, SequenceSpec, Tier
-from gateway.routing.admission import AdmissionQueue
+from gateway.routing.admission import AdmissionQueue, WaitEstimate, queue_full, too_late
 from gateway.routing.fleet import Fleet, Worker
 from gateway.routing.history import Digest, PrefixAffinity, prefix_digests
 from gateway.routing.placement import Placement, plan
@@ -32,8 +37,15 @@ _MAX_DIGESTS = 131_072
 #: of one of them, but after a pause, in seconds.
 _MANY_WORKERS, _SEARCH_PAUSE_S = 64, 0.005
 
-#: Share of the newest interval in the mean interval between two placements.
-_INTERVAL_WEIGHT = 0.1
+#: Sequences that are waited for by others that are placed meanwhile; and places that these may take
+#: for each that the former needs.
+_MAX_BLOCKED, _OVERTAKEN_PER_PLACE = 16, 4
+
+#: How much longer than estimated one is taken to wait: few of those that are let in are late.
+_WAIT_MARGIN = 1.25
+
+#: Requests whose placing is remembered, to learn how long they take.
+_MAX_STARTS = 4096
 
 
 #: Called with the place, or with why there will be none; quick, raises nothing.
@@ -48,8 +60,34 @@ class Waiting:
     need: Need
     digests: tuple[Digest, ...]
     on_place: OnPlace
+    account: bytes
+    """Whose it is: accounts share the places alike."""
+    is_return: bool
+    deadline_s: float
+    """On the event loop's clock."""
     is_over: bool = False
     """Whether it was answered, or given up."""
+    num_overtaking: int = 0
+    """Places that were given to later ones while it was first."""
+
+    @property
+    def rank(self) -> Rank:
+        return self.spec.rank
+
+    @property
+    def width(self) -> int:
+        """Places that it takes."""
+        return self.need.num_sequences
+
+    @property
+    def may_be_overtaken(self) -> bool:
+        return self.num_overtaking < _OVERTAKEN_PER_PLACE * max(2, self.width)
+
+    def may_overtake(self, other: Waiting) -> bool:
+        """Whether there may be room for it where there is none for the other."""
+        mine, its = self.need, other.need
+        is_smaller = mine.num_sequences < its.num_sequences or mine.num_tokens < its.num_tokens
+        return is_smaller or mine.avoid != its.avoid or mine.numerics != its.numerics
 
     def answer(self, place: Placement | BatonError) -> None:
         self.is_over = True
@@ -68,8 +106,9 @@ class Dispatcher:
         self._affinity = PrefixAffinity(_MAX_DIGESTS)
         self._wake = asyncio.Event()
         self._num_tries = 0
-        self._placed_at_s = 0.0
-        self._interval_s = 0.0
+        self._estimate = WaitEstimate()
+        self._starts_s: OrderedDict[str, float] = OrderedDict()
+        """When requests were placed, by their ids."""
         self._stranded_s: dict[Rank, float] = {}
         """Since when each that no ready worker could serve waits."""
         fleet.listen(self._wake.set)
@@ -88,15 +127,17 @@ class Dispatcher:
         avoid: frozenset[str] = frozenset(),
         unreached: frozenset[str] = frozenset(),
         numerics: NumericsClass | None = None,
+        account: bytes = b"",
+        deadline_s: float = inf,
     ) -> Placement | Waiting:
         """A place, which the caller releases; or one in the queue: `on_place` is called then,
         unless it is cancelled.
 
         is_return: the sequence was placed before, and now keeps its rank and finds room in the
         queue.
-        avoid, unreached, numerics: see Need; numerics counts in a strict fleet only. Raises
-        Overloaded, NoWorkers. on_place may get NoWorkers, or InvalidRequest if no worker could ever
-        hold it.
+        avoid, unreached, numerics: see Need; numerics counts in a strict fleet only. account: whose
+        it is. deadline_s: of the request, on the event loop's clock. Raises Overloaded, NoWorkers.
+        on_place may get these, or InvalidRequest if no worker could ever hold it.
         """
         if not is_return and not self._fleet.ready(Tier.DECODE):
             raise NoWorkers("no decode worker is ready", tier="decode")
@@ -105,20 +146,46 @@ class Dispatcher:
             _need_of(spec, avoid, unreached, numerics if self._fleet.numerics.is_strict else None),
             prefix_digests(spec.token_ids, spec.tenant, self._key),
             on_place,
+            account,
+            is_return,
+            deadline_s,
         )
+        now_s = asyncio.get_running_loop().time()
         if not self._queue:
-            place = self._place(waiting, asyncio.get_running_loop().time())
+            place = self._place(waiting, now_s)
             if isinstance(place, Placement):
                 return place
-        self._queue.add(spec.rank, waiting, is_return=is_return, seconds_per_item=self._interval_s)
+        if not is_return:
+            self._check_wait(waiting, now_s)
+        self._queue.add(waiting)
+        self._estimate.set_waiting(True, now_s)
         self._wake.set()
         return waiting
+
+    def _check_wait(self, waiting: Waiting, now_s: float) -> None:
+        """Raises Overloaded if the queue is full, or would be served too late for it."""
+        queue, estimate = self._queue, self._estimate
+        num_running = sum(worker.num_in_flight for worker in self._fleet.tier(Tier.DECODE))
+        if len(queue) >= queue.max_size:
+            clear_s = estimate.seconds_for(queue.width, num_running, now_s)
+            raise queue_full(len(queue), queue.max_size, clear_s)
+        num_places = queue.width_before(waiting.account, waiting.width) + waiting.width
+        wait_s = estimate.seconds_for(num_places, num_running, now_s)
+        if wait_s is not None:
+            self._check_time(waiting, _WAIT_MARGIN * wait_s, now_s)
+
+    def _check_time(self, waiting: Waiting, wait_s: float, now_s: float) -> None:
+        """Raises Overloaded if a sequence that gets its place so long from now ends too late."""
+        expected_s = wait_s + self._estimate.hold_s(waiting.spec.sampling.max_tokens)
+        left_s = waiting.deadline_s - now_s
+        if expected_s > left_s:
+            raise too_late(expected_s, left_s)
 
     def cancel(self, waiting: Waiting) -> None:
         """It waits no more. Idempotent."""
         if not waiting.is_over:
             waiting.is_over = True
-            self._queue.remove(waiting.spec.rank)
+            self._queue.remove(waiting)
             self._wake.set()
 
     def place_now(self, spec: SequenceSpec, among: Collection[Worker]) -> Placement | None:
@@ -137,7 +204,11 @@ class Dispatcher:
         return self._claim(need, digests, choice, matched) if isinstance(choice, Plan) else None
 
     def record(self, worker: Worker, spec: SequenceSpec) -> None:
-        """Remember that `worker` has the KV of all tokens of `spec`."""
+        """Remember that `worker` has the KV of all tokens of `spec`, whose output has ended."""
+        start_s = self._starts_s.get(spec.request_id)
+        if start_s is not None:
+            hold_s = asyncio.get_running_loop().time() - start_s
+            self._estimate.on_ended(hold_s, len(spec.output_token_ids))
         self._affinity.record(
             prefix_digests(spec.token_ids, spec.tenant, self._key), worker.address
         )
@@ -157,18 +228,32 @@ class Dispatcher:
                     await self._wake.wait()
 
     def _place_all(self, now_s: float) -> bool:
-        """Place from the head on, up to the first that has to wait for room; whether there is such
-        a one."""
+        """Place what there is room for, in order, up to one that may be overtaken no more; whether
+        any has to wait for room."""
         passed_over: list[Waiting] = []
-        is_full = False
-        while (waiting := self._queue.pop()) is not None:
+        blocked: list[Waiting] = []
+        while len(blocked) < _MAX_BLOCKED and all(other.may_be_overtaken for other in blocked):
+            waiting = self._queue.pop()
+            if waiting is None:
+                break
+            if not all(map(waiting.may_overtake, blocked)):
+                blocked.append(waiting)
+                continue
+            try:
+                if not waiting.is_return:
+                    self._check_time(waiting, 0.0, now_s)
+            except Overloaded as late:
+                waiting.answer(late)
+                continue
             place = self._place(waiting, now_s)
             if isinstance(place, Placement):
+                self._queue.charge(waiting)
+                self._estimate.on_served(waiting.width, now_s)
+                for other in blocked:
+                    other.num_overtaking += waiting.width
                 waiting.answer(place)
             elif place is Verdict.NOT_NOW:
-                self._queue.restore(waiting.spec.rank, waiting)
-                is_full = True
-                break
+                blocked.append(waiting)
             elif error := self._why_hopeless(waiting, now_s):
                 waiting.answer(error)
             else:
@@ -176,12 +261,13 @@ class Dispatcher:
         # An answer may have led to others being given up.
         passed_over = [waiting for waiting in passed_over if not waiting.is_over]
         self._stranded_s = {
-            waiting.spec.rank: self._stranded_s.get(waiting.spec.rank, now_s)
-            for waiting in passed_over
+            waiting.rank: self._stranded_s.get(waiting.rank, now_s) for waiting in passed_over
         }
-        for waiting in passed_over:
-            self._queue.restore(waiting.spec.rank, waiting)
-        return is_full
+        for waiting in (*passed_over, *blocked):
+            if not waiting.is_over:
+                self._queue.add(waiting)
+        self._estimate.set_waiting(bool(self._queue), now_s)
+        return bool(blocked)
 
     def _place(self, waiting: Waiting, now_s: float) -> Placement | Verdict:
         """Place one, or say why not."""
@@ -192,10 +278,10 @@ class Dispatcher:
         choice = plan(waiting.need, self._fleet, matched, key)
         if isinstance(choice, Verdict):
             return choice
-        placement = self._claim(waiting.need, waiting.digests, choice, matched)
-        self._interval_s += _INTERVAL_WEIGHT * (now_s - self._placed_at_s - self._interval_s)
-        self._placed_at_s = now_s
-        return placement
+        self._starts_s.setdefault(waiting.spec.request_id, now_s)
+        if len(self._starts_s) > _MAX_STARTS:
+            self._starts_s.popitem(last=False)
+        return self._claim(waiting.need, waiting.digests, choice, matched)
 
     def _claim(
         self, need: Need, digests: tuple[Digest, ...], choice: Plan, matched: Mapping[str, int]

@@ -77,18 +77,20 @@ def test_the_client_hears_of_it_once_however_often_it_is_placed() -> None:
     in_world(test)
 
 
-def test_nobody_overtakes_who_waits_for_room_even_if_there_is_enough_for_him() -> None:
+def test_who_waits_for_much_room_is_overtaken_by_who_needs_little_and_keeps_its_turn() -> None:
     async def main() -> None:
         async with gateway_world(num_prefills=0, num_blocks=20) as world:
             blocker = await world.place(make_spec("a", range(40)))
             large = asyncio.create_task(world.place(make_spec("b", range(50))))
             await asyncio.sleep(0.1)
-            small = asyncio.create_task(world.place(make_spec("c", arrival_ns=1)))
+            small = await world.place(make_spec("c", arrival_ns=1))
+            equal = asyncio.create_task(world.place(make_spec("d", range(50), arrival_ns=2)))
             await asyncio.sleep(0.1)
             assert not large.done()
-            assert not small.done()
+            assert not equal.done()
+            small.release()
             blocker.release()
-            for task in (large, small):
+            for task in (large, equal):
                 (await task).release()
             world.check_empty()
 

@@ -6,12 +6,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import Overloaded
-from gateway.routing.admission import AdmissionQueue, Rank
 from gateway.routing.history import PrefixAffinity, prefix_digests
 from gateway.routing.router import DecodeView, Need, Plan, PrefillView, Verdict, choose
 from gateway.routing.workers import MAX_BACKOFF_S, backoff_s
@@ -276,37 +273,6 @@ def test_affinity_is_bounded_and_forgets_what_was_not_used() -> None:
         affinity.record(prefix_digests([number] * 16, b"", b"k", chunk_tokens=4), "w")
         assert len(affinity) <= 8
     assert affinity.matched_tokens(old) == {}
-
-
-RANKS = st.tuples(st.integers(-2, 2), st.integers(0, 50), st.text("ab", max_size=3))
-
-
-@given(ranks=st.lists(RANKS, unique=True, max_size=20), removed=st.sets(st.integers(0, 19)))
-def test_the_queue_is_in_order_and_removal_leaves_no_trace(
-    ranks: list[Rank], removed: set[int]
-) -> None:
-    queue: AdmissionQueue[Rank] = AdmissionQueue(100)
-    for rank in ranks:
-        queue.add(rank, rank, is_return=False, seconds_per_item=0.0)
-    for index in removed:
-        if index < len(ranks):
-            queue.remove(ranks[index])
-            queue.remove(ranks[index])
-    left = sorted(rank for i, rank in enumerate(ranks) if i not in removed)
-    assert len(queue) == len(left)
-    assert [queue.pop() for _ in left] == left
-    assert queue.pop() is None
-
-
-def test_a_full_queue_refuses_new_ones_only() -> None:
-    queue: AdmissionQueue[str] = AdmissionQueue(2)
-    for number in range(2):
-        queue.add((0, number, ""), "x", is_return=False, seconds_per_item=0.0)
-    with pytest.raises(Overloaded) as caught:
-        queue.add((0, 9, ""), "x", is_return=False, seconds_per_item=4.0)
-    assert caught.value.retry_after_s == 8.0
-    queue.add((0, 9, ""), "x", is_return=True, seconds_per_item=0.0)
-    assert len(queue) == 3
 
 
 @given(num_failures=st.integers(1, 10_000), random=st.floats(0, 1, exclude_max=True))

@@ -1,0 +1,287 @@
+"""The queue is fair between accounts, lets no wide request keep others from free places, and
+refuses who would be served too late."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import DeadlineExceeded, Overloaded
+from baton.types import Rank, SequenceSpec
+from gateway.routing.admission import AdmissionQueue, WaitEstimate
+from gateway.routing.dispatcher import Waiting
+from tests.support.gateway_world import World, gateway_world, make_spec
+from tests.support.virtual_loop import run_virtual
+
+
+@dataclass(frozen=True)
+class Item:
+    number: int
+    account: bytes = b""
+    width: int = 1
+    is_return: bool = False
+    priority: int = 0
+
+    @property
+    def rank(self) -> Rank:
+        return (self.priority, self.number, "", 0)
+
+
+ITEMS = st.lists(
+    st.builds(
+        Item,
+        number=st.integers(0, 10**6),
+        account=st.sampled_from([b"a", b"b", b"c"]),
+        width=st.integers(1, 4),
+        is_return=st.booleans(),
+        priority=st.integers(-1, 1),
+    ),
+    unique_by=lambda item: item.rank,
+    max_size=30,
+)
+
+
+def served(queue: AdmissionQueue[Item]) -> list[Item]:
+    items = []
+    while (item := queue.pop()) is not None:
+        queue.charge(item)
+        items.append(item)
+    return items
+
+
+@given(items=ITEMS)
+def test_each_item_is_served_once_returns_first_and_an_account_by_rank(items: list[Item]) -> None:
+    queue: AdmissionQueue[Item] = AdmissionQueue(100)
+    for item in items:
+        queue.add(item)
+    assert queue.width == sum(item.width for item in items)
+    order = served(queue)
+    assert sorted(i.rank for i in order) == sorted(i.rank for i in items)
+    assert len(queue) == queue.width == 0
+    returns = [item for item in order if item.is_return]
+    assert order[: len(returns)] == returns == sorted(returns, key=lambda item: item.rank)
+    for account in (b"a", b"b", b"c"):
+        own = [item for item in order if item.account == account and not item.is_return]
+        assert own == sorted(own, key=lambda item: item.rank)
+
+
+@given(items=ITEMS)
+def test_while_two_accounts_wait_they_get_alike(items: list[Item]) -> None:
+    queue: AdmissionQueue[Item] = AdmissionQueue(100)
+    fresh = [replace(item, is_return=False) for item in items]
+    for item in fresh:
+        queue.add(item)
+    left = {account: sum(i.account == account for i in fresh) for account in (b"a", b"b")}
+    given_places = {b"a": 0, b"b": 0}
+    for item in served(queue):
+        if item.account in left:
+            left[item.account] -= 1
+            given_places[item.account] += item.width
+        if min(left.values()) > 0:
+            assert abs(given_places[b"a"] - given_places[b"b"]) <= 4
+
+
+def test_one_with_five_hundred_requests_makes_another_wait_for_one() -> None:
+    queue: AdmissionQueue[Item] = AdmissionQueue(1000)
+    for number in range(500):
+        queue.add(Item(number, b"many"))
+    for _ in range(100):
+        item = queue.pop()
+        assert item
+        queue.charge(item)
+    assert queue.width_before(b"one", 1) == 1
+    queue.add(Item(1000, b"one"))
+    served_first = [item.account for item in served(queue)[:2]]
+    assert b"one" in served_first
+    # Who was away has saved up nothing.
+    for number in range(2000, 2400):
+        queue.add(Item(number, b"many"))
+        queue.add(Item(number + 1000, b"one"))
+    head = [item.account for item in served(queue)[:100]]
+    assert 49 <= head.count(b"one") <= 51
+
+
+def test_what_is_removed_is_not_served() -> None:
+    queue: AdmissionQueue[Item] = AdmissionQueue(10)
+    items = [Item(number, b"a") for number in range(4)]
+    for item in items:
+        queue.add(item)
+    for item in (items[0], items[2], items[2]):
+        queue.remove(item)
+    assert served(queue) == [items[1], items[3]]
+
+
+@given(batch=st.integers(1, 16), pause_s=st.floats(0.1, 20), idle_s=st.floats(0, 1e4))
+def test_the_wait_is_known_within_a_factor_of_two(
+    batch: int, pause_s: float, idle_s: float
+) -> None:
+    """Places come free in batches; times when nobody waits count for nothing."""
+    estimate, now_s = WaitEstimate(), 0.0
+    assert estimate.seconds_for(10, 4, now_s) is None
+    for _ in range(3):
+        estimate.set_waiting(True, now_s)
+        for _ in range(40):
+            now_s += pause_s
+            for _ in range(batch):
+                estimate.on_served(1, now_s)
+        estimate.set_waiting(False, now_s)
+        now_s += idle_s
+    estimate.set_waiting(True, now_s)
+    told_s = estimate.seconds_for(50 * batch, batch, now_s)
+    assert told_s is not None
+    assert 25 * pause_s <= told_s <= 100 * pause_s
+
+
+def test_free_places_are_used_while_a_wide_request_waits() -> None:
+    async def main() -> None:
+        async with gateway_world(
+            num_prefills=0, max_num_seqs=16, num_blocks=1000, max_model_len=1000
+        ) as world:
+            first = asyncio.create_task(world.generate(make_spec("first", max_tokens=500)))
+            await asyncio.sleep(0.01)
+            wide = make_spec("wide", num_choices=16, arrival_ns=1, max_tokens=8)
+            waiting = asyncio.create_task(world.generate(wide))
+            await asyncio.sleep(0.01)
+            # 15 places are free: who needs one of them has it before the wide one has sixteen.
+            await world.generate(make_spec("polite", arrival_ns=2, max_tokens=8))
+            assert not waiting.done()
+            assert not first.done()
+            await asyncio.gather(first, waiting)
+
+    run_virtual(main())
+
+
+def test_a_wide_request_does_not_starve() -> None:
+    async def main() -> None:
+        async with gateway_world(num_prefills=0, max_num_seqs=4, num_blocks=1000) as world:
+            is_over = False
+            num_served = 0
+            arrivals = itertools.count()
+
+            async def keep_asking() -> None:
+                nonlocal num_served
+                while not is_over:
+                    number = next(arrivals)
+                    await world.generate(make_spec(f"{number}", arrival_ns=number, max_tokens=8))
+                    num_served += 1
+
+            flood = [asyncio.create_task(keep_asking()) for _ in range(8)]
+            await asyncio.sleep(0.5)
+            before = num_served
+            wide = make_spec("wide", num_choices=4, arrival_ns=next(arrivals), max_tokens=8)
+            await world.generate(wide)
+            # All that waited before it, and four times as many places as it needs.
+            assert num_served - before < 40
+            is_over = True
+            await asyncio.gather(*flood)
+
+    run_virtual(main(), max_time_s=3600)
+
+
+def long_spec(name: str, arrival_ns: int) -> SequenceSpec:
+    return make_spec(name, arrival_ns=arrival_ns, max_tokens=100)
+
+
+async def goodput(
+    world: World, rate_per_s: float, timeout_s: float, for_s: float
+) -> tuple[int, list[float]]:
+    """Answers in time at a rate of requests, and how long refusals took."""
+    loop = asyncio.get_running_loop()
+    num_good, refusals_s = 0, []
+
+    async def ask(number: int) -> None:
+        nonlocal num_good
+        begin_s = loop.time()
+        try:
+            spec = make_spec(f"{rate_per_s}-{number}", arrival_ns=number, max_tokens=100)
+            await world.generate(spec, timeout_s=timeout_s)
+            num_good += 1
+        except Overloaded:
+            refusals_s.append(loop.time() - begin_s)
+        except DeadlineExceeded:
+            pass
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(int(rate_per_s * for_s)):
+            group.create_task(ask(number))
+            await asyncio.sleep(1 / rate_per_s)
+    return num_good, refusals_s
+
+
+def test_goodput_stays_when_ten_times_as_much_is_asked_for() -> None:
+    async def main() -> None:
+        async with gateway_world(num_prefills=0, max_num_seqs=4, num_blocks=10_000) as world:
+            loop = asyncio.get_running_loop()
+            begin_s = loop.time()
+            await asyncio.gather(*(world.generate(long_spec(f"w{i}", i)) for i in range(8)))
+            one_s = (loop.time() - begin_s) / 2
+            capacity = 4 / one_s
+            peak, _ = await goodput(world, capacity, 5 * one_s, 60 * one_s)
+            most, refusals_s = await goodput(world, 10 * capacity, 5 * one_s, 60 * one_s)
+            assert most >= 0.9 * peak
+            refusals_s.sort()
+            assert refusals_s[int(0.99 * len(refusals_s))] <= 0.05
+
+    run_virtual(main(), max_time_s=1e5)
+
+
+def test_the_advice_of_a_full_queue_is_when_it_is_empty() -> None:
+    async def main() -> None:
+        async with gateway_world(num_prefills=0, max_num_seqs=2, max_queue_size=20) as world:
+            loop = asyncio.get_running_loop()
+            requests = [
+                asyncio.create_task(world.generate(long_spec(f"r{i}", i))) for i in range(22)
+            ]
+            await asyncio.sleep(0.01)
+            while world.dispatcher.num_waiting > 10:
+                await asyncio.sleep(0.01)
+            requests += [
+                asyncio.create_task(world.generate(long_spec(f"s{i}", i))) for i in range(30 - 20)
+            ]
+            await asyncio.sleep(0)
+            begin_s = loop.time()
+            with pytest.raises(Overloaded, match="--max-queue-size") as caught:
+                await world.generate(make_spec("late", arrival_ns=99))
+            # What was placed before finds room.
+            back = world.dispatcher.place(long_spec("b", 0), lambda _: None, is_return=True)
+            assert isinstance(back, Waiting)
+            world.dispatcher.cancel(back)
+            while world.dispatcher.num_waiting:
+                await asyncio.sleep(0.01)
+            took_s = loop.time() - begin_s
+            assert caught.value.retry_after_s is not None
+            assert took_s / 2 <= caught.value.retry_after_s <= 2 * took_s
+            await asyncio.gather(*requests)
+
+    run_virtual(main(), max_time_s=3600)
+
+
+def test_who_would_be_served_too_late_is_refused_at_once() -> None:
+    async def main() -> None:
+        async with gateway_world(num_prefills=0, max_num_seqs=1) as world:
+            loop = asyncio.get_running_loop()
+            begin_s = loop.time()
+            await world.generate(make_spec("known", max_tokens=100))
+            one_s = loop.time() - begin_s
+            requests = [
+                asyncio.create_task(world.generate(long_spec(f"r{i}", i))) for i in range(10)
+            ]
+            await asyncio.sleep(0.01)
+            while world.dispatcher.num_waiting > 6:
+                await asyncio.sleep(0.01)
+            now_s = loop.time()
+            with pytest.raises(Overloaded, match="the answer is expected in") as caught:
+                await world.generate(make_spec("x", max_tokens=100), timeout_s=3 * one_s)
+            assert loop.time() == now_s
+            # By then, one with as much time is taken.
+            assert caught.value.retry_after_s is not None
+            await asyncio.sleep(2 * caught.value.retry_after_s)
+            await world.generate(make_spec("y", max_tokens=100, arrival_ns=50), timeout_s=9 * one_s)
+            await asyncio.gather(*requests)
+
+    run_virtual(main(), max_time_s=3600)
