@@ -70,8 +70,11 @@ class Grammar:
         except ValueError as error:
             raise EngineFault(f"a grammar's bytes are not JSON: {error}") from None
         match told:
-            case {"kind": kind, "text": str(text), "max_whitespace": int(most)} if _is_kind(kind):
-                return cls(kind, text, min(max(most, 0), MAX_WHITESPACE))
+            case {"kind": kind, "text": str(text)} if _is_kind(kind):
+                # Gateways of 0.1.0 do not say.
+                most = told.get("max_whitespace", DEFAULT_MAX_WHITESPACE)
+                if isinstance(most, int):
+                    return cls(kind, text, min(max(most, 0), MAX_WHITESPACE))
         raise EngineFault("a grammar of a kind that this worker does not know; update it")
 
     def to_bytes(self) -> bytes:

@@ -202,6 +202,11 @@ def test_grammars_survive_their_bytes(grammar: Grammar) -> None:
     assert Grammar.from_bytes(grammar.to_bytes()) == grammar
 
 
+def test_the_bytes_of_a_gateway_that_says_nothing_of_white_space_are_read() -> None:
+    data = b'{"kind": "regex", "text": "a"}'
+    assert Grammar.from_bytes(data) == Grammar.regex("a")
+
+
 @pytest.mark.parametrize(
     "data", [b"", b"\xff", b"[]", b'{"kind": "gbnf", "text": ""}', b'{"kind": "regex"}']
 )
