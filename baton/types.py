@@ -233,6 +233,8 @@ class KvLayout:
     def difference(self, other: KvLayout) -> tuple[str, str, str] | None:
         """(field, own value, other's value) of the first field that forbids sending KV between the
         two."""
+        if self == other:
+            return None
         for name in ("fingerprint", "num_layers", "num_kv_heads", "head_dim"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
