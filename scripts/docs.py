@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from grpc_tools import protoc
 from wrap import wrapped
 
 from baton.cli.main import app
+from baton.config.command import ADVANCED_PANEL
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = ROOT / "protos"
@@ -88,6 +89,11 @@ def cli_page() -> Iterator[str]:
         shown = [param for param in command.params if not getattr(param, "hidden", False)]
         arguments = [param for param in shown if param.param_type_name == "argument"]
         options = [param for param in shown if param.param_type_name == "option"]
+        advanced = [
+            param
+            for param in command.params
+            if getattr(param, "rich_help_panel", None) == ADVANCED_PANEL
+        ]
         named = "".join(f" {_argument_name(argument)}" for argument in arguments)
         yield f"## baton {name}\n"
         yield f"{_one_line(command.help)}\n"
@@ -96,9 +102,19 @@ def cli_page() -> Iterator[str]:
             yield "| | |\n|---|---|"
             for argument in arguments:
                 yield _row(_argument_name(argument), argument)
-            for option in sorted(options, key=lambda option: option.opts[0]):
-                yield _row(_flag(option), option)
+            yield from _rows(options)
             yield ""
+        if advanced:
+            yield "Advanced, shown by `--help-all`:\n"
+            yield "| | |\n|---|---|"
+            yield from _rows(advanced)
+            yield ""
+
+
+def _rows(options: Sequence[Any]) -> Iterator[str]:
+    """By name."""
+    for option in sorted(options, key=lambda option: option.opts[0]):
+        yield _row(_flag(option), option)
 
 
 def _argument_name(argument: Any) -> str:

@@ -28,6 +28,19 @@ from baton.config.options import Options
 
 O = TypeVar("O", bound=Options)  # noqa: E741
 
+#: Options that hardly anybody needs: listed by --help-all, not by --help.
+ADVANCED = frozenset(
+    {
+        *("client_stall_timeout_s", "worker_stall_timeout_s", "ticket_lease_s", "ticket_offer_s"),
+        *("kv_num_lanes", "layer_group_size", "max_cudagraph_capture_size", "reuse_port"),
+        *("oracle_step_ms", "oracle_token_us", "prompt_lookup_min", "prompt_lookup_max"),
+        *("max_itl_factor", "max_local_prefill_tokens", "num_gpu_blocks_override"),
+        *("prefill_block_size", "decode_block_size", "prefill_gpu_memory_utilization"),
+    }
+)
+#: What --help-all and docs/cli.md show them under.
+ADVANCED_PANEL = "Advanced"
+
 _CONFIG_HELP = (
     "YAML file of options, one per line as name: value. Flags and BATON_* variables go before it."
 )
@@ -41,7 +54,7 @@ def option_command(cls: type[O], run: Callable[[O], None], doc: str) -> Callable
         given = {name: value for name, value in flags.items() if value is not None and value != []}
         run(load_options(cls, given, config))
 
-    parameters = [*_parameters(cls), _config_parameter()]
+    parameters = [*_parameters(cls), _config_parameter(), _help_all_parameter()]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__doc__ = doc
@@ -100,6 +113,21 @@ def _config_parameter() -> inspect.Parameter:
     return _keyword("config", annotation)
 
 
+def _help_all_parameter() -> inspect.Parameter:
+    def show(context: typer.Context, is_wanted: bool | None) -> None:
+        if not is_wanted or context.resilient_parsing:
+            return
+        for parameter in context.command.params:
+            if getattr(parameter, "rich_help_panel", None) == ADVANCED_PANEL:
+                parameter.hidden = False  # type: ignore[attr-defined]
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+    text = "Show all options, advanced ones too, and exit."
+    option = typer.Option("--help-all", help=text, is_eager=True, callback=show)
+    return _keyword("help_all", Annotated[bool | None, option])
+
+
 def _parameters(cls: type[Options]) -> Iterator[inspect.Parameter]:
     for name, field in cls.model_fields.items():
         info: Any
@@ -113,7 +141,8 @@ def _parameters(cls: type[Options]) -> Iterator[inspect.Parameter]:
             f"{flag}/{flag.replace('--', '--no-', 1)}" if is_bool else flag,
             help=_help(field),
             metavar=None if is_bool else "KEY" if is_secret(cls, name) else _metavar(field),
-            hidden=_is_hidden(field),
+            hidden=_is_hidden(field) or name in ADVANCED,
+            rich_help_panel=ADVANCED_PANEL if name in ADVANCED else None,
             show_default=False,
         )
         yield _keyword(name, Annotated[_flag_type(field), info])

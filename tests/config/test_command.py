@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from baton.config import DecodeOptions, GatewayOptions, Options, PrefillOptions, ServeOptions
-from baton.config.command import option_command, to_arguments
+from baton.config.command import ADVANCED, option_command, to_arguments
 from baton.config.load import flag_of
 from baton.errors import ConfigError
 
@@ -37,8 +37,23 @@ def test_every_field_has_its_flag_and_nothing_else_has(cls: type[Options]) -> No
     command: Any = typer.main.get_command(app)
     flags = {flag for param in command.params for flag in param.opts if flag.startswith("--")}
     fields = {flag_of(name) for name in cls.model_fields} - {"MODEL"}
-    assert flags - {"--help"} == fields | {"--config"}
+    assert flags - {"--help"} == fields | {"--config", "--help-all"}
     assert all(cls.model_fields[name].description for name in cls.model_fields)
+
+
+@pytest.mark.parametrize("cls", COMMANDS)
+def test_advanced_options_are_shown_by_help_all_alone(cls: type[Options]) -> None:
+    app = typer.Typer(rich_markup_mode=None, add_completion=False)
+    app.command()(option_command(cls, lambda _options: None, "Test."))
+    advanced = [flag_of(name) for name in cls.model_fields if name in ADVANCED]
+    short, long = (CliRunner().invoke(app, [flag]).output for flag in ("--help", "--help-all"))
+    assert advanced
+    assert not any(f"{flag} " in short for flag in advanced)
+    assert all(f"{flag} " in long for flag in advanced)
+
+
+def test_each_advanced_option_is_one_of_ours() -> None:
+    assert {name for cls in COMMANDS for name in cls.model_fields} >= ADVANCED
 
 
 @given(
