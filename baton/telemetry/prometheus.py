@@ -1,4 +1,4 @@
-"""The Prometheus port of one process, with a registry of its own."""
+"""What one process measures, as Prometheus fetches it, and its port; with a registry of its own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from wsgiref.simple_server import WSGIServer
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.sdk.metrics.export import MetricReader
 from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.exposition import choose_encoder
 
 from baton.errors import ConfigError
 from baton.telemetry import names
@@ -26,21 +27,22 @@ _LABELS = frozenset({names.TIER})
 
 
 @dataclass(frozen=True, slots=True)
-class PrometheusPort:
-    """An open port. `reader` belongs to the meter provider, which shuts it down."""
+class PrometheusMetrics:
+    """What is measured, for whoever fetches it. `reader` belongs to the meter provider, which shuts
+    it down."""
 
     reader: MetricReader
-    close: Callable[[], None]
+    registry: CollectorRegistry
+
+    def page(self, accept: str = "") -> tuple[bytes, str]:
+        """All of it, and its content type. accept: the header of the request. Takes milliseconds;
+        may be called from any thread."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
 
 
-def serve_prometheus(
-    host: str, port: int, *, vllm_model: str | None, pages: Pages
-) -> PrometheusPort:
-    """Serve /metrics, and `pages`, at host:port from a thread. vllm_model: also under vLLM's names,
-    for this model's name.
-
-    Raises ConfigError if the port cannot be bound.
-    """
+def prometheus_metrics(vllm_model: str | None) -> PrometheusMetrics:
+    """vllm_model: also under vLLM's names, for this model's name."""
     registry = CollectorRegistry()
     reader = PrometheusMetricReader(
         scope_info_enabled=False, resource_attribute_filter=_LABELS.__contains__, registry=registry
@@ -49,15 +51,25 @@ def serve_prometheus(
     exposed.register(registry)  # a registry collects, too
     if vllm_model is not None:
         exposed.register(VllmNames(registry, vllm_model))
+    return PrometheusMetrics(reader, exposed)
+
+
+def serve_prometheus(
+    metrics: PrometheusMetrics, host: str, port: int, pages: Pages
+) -> Callable[[], None]:
+    """Serve /metrics, and `pages`, at host:port from a thread, until what comes back is called.
+
+    Raises ConfigError if the port cannot be bound.
+    """
     try:
-        server, thread = start_http_server(port, host, exposed)
+        server, thread = start_http_server(port, host, metrics.registry)
     except OSError as error:
-        reader.shutdown()
+        metrics.reader.shutdown()
         raise ConfigError.of(
             "metrics_port", str(port), f"cannot be bound ({error.strerror}); give a free port"
         ) from error
     server.set_app(_with_pages(server.get_app(), pages))
-    return PrometheusPort(reader, lambda: _close(server, thread))
+    return lambda: _close(server, thread)
 
 
 def _close(server: WSGIServer, thread: threading.Thread) -> None:

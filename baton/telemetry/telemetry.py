@@ -27,7 +27,12 @@ from opentelemetry.trace import NoOpTracer, Tracer
 
 from baton.telemetry import names
 from baton.telemetry.otlp import OtlpProtocol, metric_exporter, otlp_protocol, span_exporter
-from baton.telemetry.prometheus import Pages, serve_prometheus
+from baton.telemetry.prometheus import (
+    Pages,
+    PrometheusMetrics,
+    prometheus_metrics,
+    serve_prometheus,
+)
 
 _SCOPE = "baton"
 
@@ -55,6 +60,7 @@ class TelemetrySettings:
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
     metrics_compat: str = "none"
+    has_page: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,8 @@ class Telemetry:
     has_traces: bool
     has_metrics: bool
     close: Callable[[], None]
+    prometheus: PrometheusMetrics | None = None
+    """None where nobody is to fetch them."""
 
     @property
     def is_on(self) -> bool:
@@ -98,8 +106,10 @@ def open_telemetry(
     closers: Closers = []
     readers: list[MetricReader] = []
     # What may be refused comes first, so that nothing is open then.
-    if settings.metrics_port:
-        readers.append(_open_prometheus(settings, pages, closers))
+    prometheus = None
+    if settings.metrics_port or settings.has_page:
+        prometheus = _open_prometheus(settings, pages, closers)
+        readers.append(prometheus.reader)
     if metrics:
         readers.append(PeriodicExportingMetricReader(metric_exporter(metrics)))
     meter = _open_metrics(resource, readers, settings, closers) if readers else None
@@ -110,6 +120,7 @@ def open_telemetry(
         has_traces=tracer is not None,
         has_metrics=meter is not None,
         close=lambda: close_within(closers, CLOSE_TIMEOUT_S),
+        prometheus=prometheus,
     )
 
 
@@ -150,15 +161,15 @@ def _open_traces(
     return provider.get_tracer(_SCOPE, settings.version)
 
 
-def _open_prometheus(settings: TelemetrySettings, pages: Pages, closers: Closers) -> MetricReader:
-    port = serve_prometheus(
-        settings.metrics_host,
-        settings.metrics_port,
-        vllm_model=settings.model if settings.metrics_compat == "vllm" else None,
-        pages=pages,
-    )
-    closers.append(port.close)
-    return port.reader
+def _open_prometheus(
+    settings: TelemetrySettings, pages: Pages, closers: Closers
+) -> PrometheusMetrics:
+    metrics = prometheus_metrics(settings.model if settings.metrics_compat == "vllm" else None)
+    if settings.metrics_port:
+        closers.append(
+            serve_prometheus(metrics, settings.metrics_host, settings.metrics_port, pages)
+        )
+    return metrics
 
 
 def _open_metrics(
