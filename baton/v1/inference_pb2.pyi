@@ -28,19 +28,93 @@ class ChatMessage(message.Message):
 
     ROLE_FIELD_NUMBER: builtins.int
     CONTENT_FIELD_NUMBER: builtins.int
+    TOOL_CALLS_FIELD_NUMBER: builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    REASONING_CONTENT_FIELD_NUMBER: builtins.int
     role: builtins.str
-    """Who speaks: "system", "user", "assistant", or another role that the model's template knows."""
+    """Who speaks: "system", "user", "assistant", "tool", or another role that the model's template knows."""
     content: builtins.str
-    """What is said."""
+    """What is said. May be empty where tools are called."""
+    tool_call_id: builtins.str
+    """Of a tool's answer: the id of the call."""
+    name: builtins.str
+    """Name of the speaker or of the tool, for templates that use it."""
+    reasoning_content: builtins.str
+    """What the assistant thought before it said it, for templates that use it."""
+    @builtins.property
+    def tool_calls(self) -> containers.RepeatedCompositeFieldContainer[ToolCall]:
+        """Tools that the assistant called with it."""
+
     def __init__(
         self,
         *,
         role: builtins.str = ...,
         content: builtins.str = ...,
+        tool_calls: abc.Iterable[ToolCall] | None = ...,
+        tool_call_id: builtins.str = ...,
+        name: builtins.str = ...,
+        reasoning_content: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["content", b"content", "name", b"name", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class ToolCall(message.Message):
+    """A call of a tool, as a model made it."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    ARGUMENTS_FIELD_NUMBER: builtins.int
+    id: builtins.str
+    """Names the call for the tool's answer."""
+    name: builtins.str
+    """Name of the tool."""
+    arguments: builtins.str
+    """Its arguments, a JSON object."""
+    def __init__(
+        self,
+        *,
+        id: builtins.str = ...,
+        name: builtins.str = ...,
+        arguments: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class Tool(message.Message):
+    """A tool that the model may call."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    DESCRIPTION_FIELD_NUMBER: builtins.int
+    PARAMETERS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """1..64 characters of a-z, A-Z, 0-9, "_", "-" and "."."""
+    description: builtins.str
+    """What it does, for the model to read."""
+    parameters: builtins.str
+    """What arguments it takes: a JSON Schema, itself JSON; empty for none. At most 65536 characters."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        description: builtins.str = ...,
+        parameters: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -51,20 +125,40 @@ class ChatPrompt(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: builtins.int
+    TOOLS_FIELD_NUMBER: builtins.int
+    TEMPLATE_KWARGS_FIELD_NUMBER: builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: builtins.int
+    ADD_GENERATION_PROMPT_FIELD_NUMBER: builtins.int
+    template_kwargs: builtins.str
+    """Further variables of the template: a JSON object of at most 65536 characters; empty for none."""
+    continue_final_message: builtins.bool
+    """Whether the last message is to be continued, not answered. Default false."""
+    add_generation_prompt: builtins.bool
+    """Whether the text ends with what begins an answer. Default true, unless continue_final_message."""
     @builtins.property
     def messages(self) -> containers.RepeatedCompositeFieldContainer[ChatMessage]:
         """The messages, oldest first; at least one, at most 1024."""
+
+    @builtins.property
+    def tools(self) -> containers.RepeatedCompositeFieldContainer[Tool]:
+        """Tools that the template describes to the model; at most 128, of 524288 characters in all."""
 
     def __init__(
         self,
         *,
         messages: abc.Iterable[ChatMessage] | None = ...,
+        tools: abc.Iterable[Tool] | None = ...,
+        template_kwargs: builtins.str = ...,
+        continue_final_message: builtins.bool = ...,
+        add_generation_prompt: builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_kwargs", b"template_kwargs", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__add_generation_prompt: _TypeAlias = typing.Literal["add_generation_prompt"]  # noqa: Y015
+    _WhichOneofArgType__add_generation_prompt: _TypeAlias = typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
 
 @typing.final
 class TokenIds(message.Message):

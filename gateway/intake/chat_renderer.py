@@ -3,7 +3,10 @@ gateway.intake.chat_renderer
 
 It is made with {"template": str, "special_tokens": {name: text}}, and answers {"messages":
 [{"role": str, "num_chars": int}], "text": str} with {"text": str} or {"error": str}. The text asked
-with is what all messages say, one after the other. See gateway.intake.child_main.
+with is what all messages say, one after the other. A question may also
+have "fields", further ones of messages by index; "tools" and "kwargs", variables of the template;
+"add_generation_prompt", true if not given; and "continues": the text is to end with the last
+message. See gateway.intake.child_main.
 
 Templates are written for transformers, whose rendering this is, without that package: a sandboxed
 jinja environment and what the templates find in it. tests/gateway/test_chat_template.py holds the
@@ -109,13 +112,24 @@ def make_environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _messages_of(question: Mapping[str, Any]) -> list[dict[str, str]]:
-    messages = []
+def _messages_of(question: Mapping[str, Any]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
     end = 0
     for message in question["messages"]:
         start, end = end, end + message["num_chars"]
         messages.append({"role": message["role"], "content": question["text"][start:end]})
+    for index, fields in question.get("fields", {}).items():
+        messages[int(index)] |= fields
     return messages
+
+
+def _up_to(content: str, rendered: str) -> str:
+    """The text of a conversation up to the end of its last message, which templates may strip."""
+    text = content if content in rendered else content.strip()
+    start = rendered.rfind(text)
+    if start < 0:
+        raise TemplateError("the last message cannot be continued: its text is not as it was given")
+    return rendered[: start + len(text)]
 
 
 def make_answer(start: Mapping[str, Any]) -> Answer:
@@ -127,13 +141,18 @@ def make_answer(start: Mapping[str, Any]) -> Answer:
 
     def answer(question: Mapping[str, Any]) -> Mapping[str, str]:
         try:
-            rendered = template().render(
-                messages=_messages_of(question),
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
+            messages = _messages_of(question)
+            is_continued = bool(question.get("continues"))
+            variables = {
+                "tools": question.get("tools"),
+                "documents": None,
+                "add_generation_prompt": question.get("add_generation_prompt", not is_continued),
                 **start["special_tokens"],
-            )
+                **question.get("kwargs", {}),
+            }
+            rendered = template().render(messages=messages, **variables)
+            if is_continued:
+                rendered = _up_to(messages[-1]["content"], rendered)
         except Exception as error:  # noqa: BLE001 - whatever a template raises is the answer
             return {"error": f"{type(error).__name__}: {error}"}
         return {"text": rendered}

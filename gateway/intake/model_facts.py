@@ -11,6 +11,7 @@ class ModelFacts:
 
     max_kv_tokens: tokens that the largest decode worker's memory holds. max_num_seqs: sequences
     that the widest one runs at once. max_token_chars: of the longest token of the tokenizer.
+    has_tools: whether the chat template describes tools. aliases: further names.
     """
 
     name: str
@@ -21,6 +22,8 @@ class ModelFacts:
     has_chat_template: bool
     max_num_seqs: int
     max_token_chars: int
+    has_tools: bool = False
+    aliases: tuple[str, ...] = ()
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -21,6 +21,7 @@ from gateway.intake.sampling_rules import (
     sampling_of,
     sampling_violations,
 )
+from gateway.intake.tool_rules import tool_violations
 from gateway.intake.violations import MAX_SHOWN, Violations, given, id_violations, shown
 
 MAX_PRIORITY = 1000
@@ -58,7 +59,7 @@ class Tokenized:
 
 def check_model(name: str, facts: ModelFacts) -> None:
     """Raises ModelNotFound unless `name` is the model's, or empty."""
-    if name and name != facts.name:
+    if name and name != facts.name and name not in facts.aliases:
         raise ModelNotFound(
             f"model {shown(name)} is not served here; the model is {facts.name!r}, "
             "and an empty name means the same",
@@ -210,6 +211,7 @@ def _chat_violations(chat: inference_pb2.ChatPrompt, facts: ModelFacts) -> Viola
         yield FieldViolation(
             f"prompt.chat.messages[{index}].role", '"": empty; say who speaks, e.g. "user"'
         )
+    yield from tool_violations(chat, facts)
 
 
 def _other_violations(request: inference_pb2.GenerateRequest) -> Violations:
