@@ -47,12 +47,19 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class ReadyReport:
     """A service takes work. address: host:port it listens on. phases: seconds of each step of the
     start, in order.
-    numerics, dtype_reason: of a worker."""
+    numerics, dtype_reason: of a worker. http_address: of a gateway's HTTP; empty if it has none."""
 
     address: str
     phases: Mapping[str, float]
     numerics: NumericsClass = UNKNOWN_NUMERICS
     dtype_reason: str = ""
+    http_address: str = ""
+
+    @property
+    def ports(self) -> Mapping[str, int]:
+        """The ports that it has bound, by option."""
+        bound = {"port": self.address, "http-port": self.http_address}
+        return {name: int(text.rpartition(":")[2]) for name, text in bound.items() if text}
 
     @property
     def computing(self) -> str:
@@ -83,7 +90,8 @@ def log_ready(report: ReadyReport) -> None:
     """Tell in the log that the service takes work."""
     computing = report.computing or str(report.numerics)
     after = f"; {computing}" if computing else ""
-    logger.info("ready at %s (%s)%s", report.address, describe_phases(report.phases), after)
+    where = " and ".join(filter(None, (report.address, report.http_address)))
+    logger.info("ready at %s (%s)%s", where, describe_phases(report.phases), after)
 
 
 def run_service(
@@ -184,6 +192,8 @@ async def _run(
         gc.freeze()
         announce(report)
         line: dict[str, object] = {"address": report.address, "phases": dict(report.phases)}
+        if report.http_address:
+            line["http_address"] = report.http_address
         if report.numerics != UNKNOWN_NUMERICS:
             line["numerics"] = dataclasses.asdict(report.numerics)
             line["dtype_reason"] = report.dtype_reason

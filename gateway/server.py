@@ -25,10 +25,13 @@ from baton.rpc.server import Register, RunningServer, start_server
 from baton.rpc.tls import server_credentials
 from baton.service import OnReady, ReadyReport
 from baton.start_log import report_phase
-from baton.telemetry import TelemetrySettings, running_telemetry
+from baton.telemetry import Telemetry, TelemetrySettings, running_telemetry
 from baton.telemetry.metrics import observe_build
 from baton.types import Tier
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from gateway.http.app import HttpApp, HttpSettings, Probes
+from gateway.http.chat_style import chat_style
+from gateway.http.server import HttpServer, start_http
 from gateway.intake.api_keys import read_api_keys
 from gateway.intake.chat import ChatRenderer
 from gateway.intake.grammars import GrammarCompiler
@@ -39,7 +42,8 @@ from gateway.routing.fleet import Fleet
 from gateway.routing.gauges import DISCOVERY_PATH, observe_gateway, scrape_targets
 from gateway.routing.migrator import Migrator
 from gateway.routing.workers import Roster, keep_connected
-from gateway.service import InferenceService, ServiceOptions
+from gateway.service import InferenceService
+from gateway.serving import ServiceOptions, Serving
 from gateway.telemetry.recorder import GatewayRecorder
 
 _log = logging.getLogger(__name__)
@@ -88,8 +92,13 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
     ):
         observe_build(telemetry.meter, __version__)
         observe_gateway(telemetry.meter, fleet, dispatcher)
-        service = InferenceService(
-            ServiceOptions(options.model_name, options.request_timeout_s, bool(api_keys)),
+        serving = Serving(
+            ServiceOptions(
+                options.model_name,
+                options.request_timeout_s,
+                bool(api_keys),
+                options.served_model_aliases,
+            ),
             deps,
             tokenizer,
             chat,
@@ -98,12 +107,13 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
         )
         server = await start_server(
             f"{options.host}:{options.port}",
-            _register(service),
+            _register(InferenceService(serving)),
             is_serving=False,
             reuse_port=options.reuse_port,
             credentials=_credentials(options),
             interceptors=(ApiKeyInterceptor(api_keys),) if api_keys else (),
         )
+        http = await _start_http(options, serving, fleet, telemetry, api_keys)
         connect = functools.partial(
             keep_connected,
             tls=options.worker_tls,
@@ -120,12 +130,15 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
                         await supervisor.wait_ended()
                     await _wait_for_workers(fleet, options)
                     clock.lap("workers")
-                    on_ready(ReadyReport(server.address, clock.phases))
+                    http_address = http.address if http else ""
+                    on_ready(ReadyReport(server.address, clock.phases, http_address=http_address))
                     if chat:  # not earlier: its imports would hold up those of workers beside it
                         await chat.start()
                 await stop.wait()
             finally:
-                await server.stop(options.drain_timeout_s if stop.is_set() else None)
+                grace_s = options.drain_timeout_s if stop.is_set() else None
+                stops = [server.stop(grace_s), *([http.stop(grace_s)] if http else [])]
+                await asyncio.gather(*stops)
 
 
 def _telemetry_settings(options: GatewayOptions) -> TelemetrySettings:
@@ -137,6 +150,36 @@ def _telemetry_settings(options: GatewayOptions) -> TelemetrySettings:
         metrics_host=options.host,
         metrics_port=options.metrics_port,
         metrics_compat=options.metrics_compat,
+        has_page=options.enable_http,
+    )
+
+
+async def _start_http(
+    options: GatewayOptions,
+    serving: Serving,
+    fleet: Fleet,
+    telemetry: Telemetry,
+    api_keys: Sequence[str],
+) -> HttpServer | None:
+    port, prometheus = options.bound_http_port, telemetry.prometheus
+    if port is None or prometheus is None:
+        return None
+
+    async def metrics(accept: str) -> tuple[bytes, str]:
+        return await asyncio.to_thread(prometheus.page, accept)
+
+    probes = Probes(is_serving=lambda: bool(fleet.ready(Tier.DECODE)), metrics=metrics)
+    template = serving.tokenizer.facts.chat_template or ""
+    style = chat_style(template, options.tool_call_parser, options.reasoning_parser)
+    settings = HttpSettings(style, tuple(api_keys), options.allowed_origins, int(time.time()))
+    app = HttpApp(serving, probes, settings)
+    return await start_http(
+        app,
+        options.host,
+        port,
+        tls=options.tls,
+        requires_client_cert=options.requires_client_cert,
+        reuse_port=options.reuse_port,
     )
 
 

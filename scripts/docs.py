@@ -1,5 +1,5 @@
-"""Generate docs/cli.md from the commands and docs/protocol.md from the protos, or with --check say
-whether they are current."""
+"""Generate docs/cli.md from the commands, docs/protocol.md from the protos and docs/openai.md from
+the cases that its tests run, or with --check say whether they are current."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ from baton.cli.main import app
 from baton.config.command import ADVANCED_PANEL
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.openai_api.cases import CASES  # noqa: E402, found by the line above
+
 PROTOS = ROOT / "protos"
 
 _CLI_HEAD = """# The command line
@@ -52,6 +56,61 @@ request with `BadRequest`, and with `RetryInfo` where it may succeed later; `bat
 reasons and codes.
 """
 
+_OPENAI_HEAD = """# OpenAI's API
+
+Made from `tests/openai_api/cases.py` by `scripts/docs.py` (`make docs`); do not edit.
+
+The gateway serves OpenAI's HTTP API on `--http-port`, 8000 if not given, beside gRPC: the same
+validation, queue and streams. `--no-enable-http` leaves it out. TLS and API keys are those of the
+gRPC port.
+
+    client = openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+    client.completions.create(model="models/baton-py-6m", prompt="def add(", max_tokens=64)
+
+    curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
+        -d '{"prompt": "def fibonacci(n):", "max_tokens": 64, "stream": true}'
+
+| Path | |
+|---|---|
+| `/v1/completions` | text or token ids of up to 128 prompts in, text out |
+| `/v1/chat/completions` | a conversation in, a message out; tools, thoughts, structured output |
+| `/v1/models`, `/v1/models/{id}` | what is served |
+| `/tokenize`, `/detokenize` | as vLLM has them, for a `prompt` or `messages`, and `tokens` |
+| `/health`, `/ping` | 200 if some request could be served, else 503; without a key |
+| `/metrics` | for Prometheus |
+| `/version` | of Baton |
+
+`model` may be left out. A field that is null is not given; one that nobody here knows is passed
+over, and named in a `warning` header; one that would change the output and is not served (`suffix`,
+`functions`, `audio`, `documents`, `chat_template`, `use_beam_search`) is refused.
+
+Each answer has `x-request-id`: the one that was sent, with an ending that makes it unique, or a
+fresh one. `traceparent` is continued.
+
+An error is OpenAI's `{"error": {"message", "type", "param", "code"}}`, `param` with the whole path
+of the first wrong field. A stream that fails after its first piece has the error as its last event,
+and no `[DONE]`.
+
+| Status | When |
+|---|---|
+| 400 | a field is wrong: which, its value and the fix are in the message |
+| 401 | no API key, or a wrong one |
+| 404 | another model, or a path that is not served |
+| 408 | the request's time was over (`--request-timeout-s`), or it was too slow to arrive |
+| 413, 431 | a body of more than 16 MiB; more than 100 headers, or 32 KiB of them |
+| 429 | full now; `retry-after` says when to try again |
+| 499 | the client went away; in logs and metrics only |
+| 503 | no worker takes work, or one was lost; `retry-after` |
+
+Calls of tools are found in the model's own format: `--tool-call-parser`, `auto` by the chat
+template. `tool_choice: required` and a named function are kept to by a grammar. Thoughts come as
+`reasoning_content`: `--reasoning-parser`.
+
+## What is tested
+
+Each line is a case of the unmodified `openai` package, run by its sync and its async client.
+"""
+
 _METAVARS = {int: "INTEGER", float: "NUMBER"}
 _FieldType = FieldDescriptorProto.Type
 Path_ = tuple[int, ...]
@@ -66,6 +125,7 @@ def main() -> int:
     pages = {
         "cli.md": wrapped("\n".join(cli_page())),
         "protocol.md": wrapped("\n".join(protocol_page())),
+        "openai.md": wrapped("\n".join(openai_page())),
     }
     stale = []
     for name, text in pages.items():
@@ -146,6 +206,16 @@ def _one_line(text: str) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
+
+
+def openai_page() -> Iterator[str]:
+    """Lines of docs/openai.md."""
+    yield _OPENAI_HEAD
+    for section in dict.fromkeys(case.section for case in CASES):
+        names = [case.name for case in CASES if case.section == section]
+        yield f"### {section} ({len(names)})\n"
+        yield from (f"- {name}" for name in names)
+        yield ""
 
 
 def protocol_page() -> Iterator[str]:

@@ -140,8 +140,11 @@ ApiKeys = Annotated[
     AfterValidator(_check_api_keys),
 ]
 
-#: Names in certificates, given by repeating the option or with commas.
-PeerNames = Annotated[tuple[NonEmpty, ...], BeforeValidator(_split_commas)]
+#: Given by repeating the option or with commas.
+Names = Annotated[tuple[NonEmpty, ...], BeforeValidator(_split_commas)]
+
+#: Names in certificates.
+PeerNames = Names
 
 CertReqs = Annotated[Literal["none", "required"], BeforeValidator(_cert_reqs)]
 

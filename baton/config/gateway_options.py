@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,7 @@ from baton.config.fields import (
     Count,
     FileDescriptor,
     JsonWhitespace,
+    Names,
     NonEmpty,
     Port,
     Seconds,
@@ -30,9 +31,17 @@ from baton.config.options import (
 from baton.rpc.tls import TlsFiles
 from baton.types import DEFAULT_MAX_WHITESPACE
 
+#: vLLM's.
+_HTTP_PORT = 8000
+
 
 class FrontDoorOptions(TlsOptions):
-    """How the gateway treats requests."""
+    """How the gateway treats requests, and where they come from."""
+
+    host: NonEmpty = "127.0.0.1"
+    """Address that the gateway listens on."""
+    port: Port = 50051
+    """Port that the gateway listens on for gRPC; 0 takes a free one."""
 
     tokenizer: NonEmpty | None = None
     """Directory or Hub id of the tokenizer; MODEL's own if not given."""
@@ -48,11 +57,37 @@ class FrontDoorOptions(TlsOptions):
     ssl_cert_reqs: CertReqs | None = None
     """Whether clients of the gateway must show a certificate that comes from --ssl-ca-certs;
     required if not given and that is. 0 and 2 say it, too."""
+    enable_http: bool = True
+    """Serve OpenAI's HTTP API, too, on --host and --http-port."""
+    http_port: Port | None = None
+    """Port of OpenAI's HTTP API; 8000 if not given, or a free one where --port is 0. 0 takes a free
+    one."""
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "deepseek_v3"] = (
+        "auto"
+    )
+    """How the model writes calls of tools, for the HTTP API; auto goes by its chat template."""
+    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"] = "auto"
+    """Whether the model thinks before it answers, for the HTTP API. qwen3: where it says <think>,
+    or the prompt ends with that. deepseek_r1: always. auto goes by its chat template."""
+    served_model_aliases: Names = ()
+    """Further names that requests may call the model by; repeat the option or separate with
+    commas."""
+    allowed_origins: Names = ()
+    """Origins, such as https://example.org, whose web pages may call the HTTP API from a browser;
+    * for all."""
     api_key: ApiKeys = Field(default=(), json_schema_extra=SECRET)
     """Key that clients must show; repeat the option or separate with commas for several. Better
     given as BATON_API_KEY or by --api-key-file: a command line can be read by others."""
     api_key_file: NonEmpty | None = None
     """File of further keys that clients may show, one per line."""
+
+    @property
+    def bound_http_port(self) -> int | None:
+        """Where HTTP listens, 0 for any free port; None for nowhere."""
+        if not self.enable_http:
+            return None
+        default = _HTTP_PORT if self.port else 0
+        return default if self.http_port is None else self.http_port
 
     @property
     def requires_client_cert(self) -> bool:
@@ -76,13 +111,9 @@ class GatewayOptions(
 ):
     """Options of `baton gateway`."""
 
-    host: NonEmpty = "127.0.0.1"
-    """Address to listen on."""
-    port: Port = 50051
-    """Port to listen on; 0 takes a free one."""
     reuse_port: bool = False
-    """Share the port with other gateways that have this option: the kernel spreads connections over
-    them."""
+    """Share the ports with other gateways that have this option: the kernel spreads connections
+    over them."""
     prefill_workers: Addresses = ()
     """Addresses of prefill workers, host:port; repeat the option or separate with commas."""
     decode_workers: Addresses = ()

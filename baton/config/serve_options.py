@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from baton.config.decode_options import DecodeTierOptions
 from baton.config.engine_options import EngineOptions
-from baton.config.fields import BlockSize, Count, NonEmpty, Port
+from baton.config.fields import BlockSize, Count
 from baton.config.gateway_options import FrontDoorOptions
 from baton.config.options import LivenessOptions, NumericsOptions, ServiceOptions
 from baton.config.worker_options import HandoffOptions, PeerOptions
@@ -26,16 +26,12 @@ class ServeOptions(
 ):
     """Options of `baton serve`, which starts all tiers on this machine."""
 
-    host: NonEmpty = "127.0.0.1"
-    """Address that the gateway listens on."""
-    port: Port = 50051
-    """Port that the gateway listens on; 0 takes a free one."""
     num_prefill_workers: Count = 1
     """Number of prefill processes."""
     num_decode_workers: Count = 1
     """Number of decode processes."""
     num_gateways: Count = 1
-    """Number of gateway processes, all on one port."""
+    """Number of gateway processes, all on the same ports."""
     prefill_block_size: BlockSize | None = None
     """Tokens per KV block in the prefill tier; --block-size if not given."""
     decode_block_size: BlockSize | None = None

@@ -21,15 +21,33 @@ _SCHEME = "bearer "
 _OPEN = f"/{health.SERVICE_NAME}/"
 
 
-class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without one of the keys before anything of their request is read.
-
-    It keeps digests of the keys, not the keys. To stand behind ErrorInterceptor, which makes the
-    refusal a status.
-    """
+class ApiKeys:
+    """Which keys a server knows. It keeps their digests, not the keys."""
 
     def __init__(self, api_keys: Iterable[str]) -> None:
         self._digests = tuple(map(_digest, api_keys))
+
+    def admit(self, metadata: Metadata | None) -> bool:
+        """Whether a caller shows one of them."""
+        shown = shown_digest(metadata)
+        # All are compared, each in constant time: how long it takes says nothing about any.
+        return sum([hmac.compare_digest(shown, known) for known in self._digests]) > 0
+
+
+def refusal() -> Unauthenticated:
+    """What a caller without a key gets."""
+    return Unauthenticated(
+        "this gateway wants an API key; send one of its keys: "
+        "api_key= of the client, BATON_API_KEY of the command line, or authorization: Bearer KEY"
+    )
+
+
+class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls without one of the keys before anything of their request is read. To stand
+    behind ErrorInterceptor, which makes the refusal a status."""
+
+    def __init__(self, api_keys: Iterable[str]) -> None:
+        self._api_keys = ApiKeys(api_keys)
 
     async def intercept_service(
         self,
@@ -40,15 +58,10 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """The handler, or one that raises Unauthenticated."""
         is_open = handler_call_details.method.startswith(_OPEN)
-        if is_open or self._is_known(handler_call_details.invocation_metadata):
+        if is_open or self._api_keys.admit(handler_call_details.invocation_metadata):
             return await continuation(handler_call_details)
         # Of this kind whatever the call's: it begins before a message has been read.
         return grpc.stream_stream_rpc_method_handler(_refuse)
-
-    def _is_known(self, metadata: Metadata | None) -> bool:
-        shown = shown_digest(metadata)
-        # All are compared, each in constant time: how long it takes says nothing about any.
-        return sum([hmac.compare_digest(shown, known) for known in self._digests]) > 0
 
 
 def shown_digest(metadata: Metadata | None) -> bytes:
@@ -66,7 +79,4 @@ def _digest(api_key: str) -> bytes:
 
 
 async def _refuse(requests: AsyncIterator[Any], context: Any) -> NoReturn:  # noqa: ARG001
-    raise Unauthenticated(
-        "this gateway wants an API key; send one of its keys: "
-        "api_key= of the client, BATON_API_KEY of the command line, or authorization: Bearer KEY"
-    )
+    raise refusal()

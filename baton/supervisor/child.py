@@ -77,13 +77,13 @@ class Child:
         return self._process.pid
 
     async def start(self, parent_fd: int) -> ReadyReport:
-        """Start the process and wait until it is ready; later starts take the first one's port.
+        """Start the process and wait until it is ready; later starts take the first one's ports.
 
         parent_fd: read end of the pipe whose end of file stops the child. Raises ChildFailed; then
         no process is left.
         """
         begin = time.monotonic()
-        spec = self.spec.at_port(_port_of(self.report)) if self.report else self.spec
+        spec = self.spec.at_ports(self.report.ports) if self.report else self.spec
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
@@ -187,6 +187,7 @@ class Child:
                 message.get("phases", {}),
                 numerics,
                 message.get("dtype_reason", ""),
+                message.get("http_address", ""),
             )
         try:
             async with asyncio.timeout(_EXIT_S):
@@ -228,7 +229,3 @@ def _kill_group(leader: int) -> None:
     open."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
-
-
-def _port_of(report: ReadyReport) -> int:
-    return int(report.address.rpartition(":")[2])

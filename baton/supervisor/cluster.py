@@ -76,6 +76,11 @@ class Cluster:
         return self.address_of("gateway")
 
     @property
+    def http_address(self) -> str:
+        """host:port of the gateways' HTTP; empty if they have none."""
+        return self.report_of("gateway").http_address
+
+    @property
     def phases(self) -> Mapping[str, float]:
         """Seconds that each part of the start took: per child from spawn to ready, its own phases,
         and the whole."""
@@ -120,8 +125,8 @@ class Cluster:
     async def start(self) -> None:
         """Start all children. Raises StartupError; call `stop` then too."""
         begin = time.monotonic()
-        # Sockets that share a port never tell that it is taken.
-        check_bindable(self._options.host, self._options.port)
+        # Sockets that share a port never find that it is taken.
+        check_ports(self._options)
         self._lifeline = os.pipe()
         # Nobody else who reaches the KV ports of these workers has it.
         kv_secret = secrets.token_hex(32)
@@ -129,9 +134,9 @@ class Cluster:
         workers = plan_workers(self._options, num_cores, self._programs, kv_secret)
         first, *others = plan_gateways(self._options, self._programs)
         await self._start_all(workers, (first,))
-        if others:  # they share a port that the first one may have chosen
-            port = int(self.address.rpartition(":")[2])
-            await self._start_all((), tuple(other.at_port(port) for other in others))
+        if others:  # they share ports that the first one may have chosen
+            ports = self.report_of("gateway").ports
+            await self._start_all((), tuple(other.at_ports(ports) for other in others))
         before = time.monotonic()
         await self._serving()
         self._phases["serving"] = time.monotonic() - before
@@ -246,6 +251,13 @@ class Cluster:
         except TimeoutError:
             return False
         return True
+
+
+def check_ports(options: ServeOptions) -> None:
+    """Raises ConfigError, naming the option, if a port of the gateways is taken."""
+    check_bindable(options.host, options.port)
+    if options.bound_http_port is not None:
+        check_bindable(options.host, options.bound_http_port, port_option="http_port")
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:

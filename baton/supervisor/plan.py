@@ -16,7 +16,7 @@ from baton.config.load import build_options
 
 #: Options of `baton serve` that are about its own process, or that each child gets a value of its
 #: own for.
-_NOT_PASSED_ON = frozenset({"host", "port", "ready_fd", "parent_fd", "metrics_port"})
+_NOT_PASSED_ON = frozenset({"host", "port", "http_port", "ready_fd", "parent_fd", "metrics_port"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,11 @@ class ChildSpec:
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
-    def at_port(self, port: int) -> ChildSpec:
-        """The same process on a port of its own, which goes before an earlier --port."""
-        kept = tuple(part for part in self.arguments if not part.startswith("--port="))
-        return replace(self, arguments=(f"--port={port}", *kept))
+    def at_ports(self, ports: Mapping[str, int]) -> ChildSpec:
+        """The same process on ports of its own, by option, which go before earlier ones."""
+        flags = {f"--{name}": port for name, port in ports.items()}
+        kept = (part for part in self.arguments if part.partition("=")[0] not in flags)
+        return replace(self, arguments=(*(f"{flag}={port}" for flag, port in flags.items()), *kept))
 
 
 def num_prefill_workers(options: ServeOptions) -> int:
@@ -129,9 +130,11 @@ def _of_tier(
 
 
 def plan_gateways(options: ServeOptions, programs: Programs = PROGRAMS) -> tuple[ChildSpec, ...]:
-    """The gateways, all on the first one's port. They start beside the workers, whose addresses
+    """The gateways, all on the first one's ports. They start beside the workers, whose addresses
     they read on stdin."""
     own: dict[str, Any] = {"host": options.host, "port": options.port, "workers_fd": 0}
+    if options.bound_http_port is not None:
+        own["http_port"] = options.bound_http_port
     if options.num_gateways > 1:
         own["reuse_port"] = True
     names = ("gateway", *(f"gateway-{i}" for i in range(1, options.num_gateways)))

@@ -7,9 +7,8 @@ import sys
 from collections.abc import Mapping
 
 from baton.config import ServeOptions
-from baton.rpc.bind import check_bindable
 from baton.service import OnReady, ReadyReport, describe_phases
-from baton.supervisor.cluster import Cluster
+from baton.supervisor.cluster import Cluster, check_ports
 from baton.supervisor.display import StartDisplay
 
 #: Where clients look for a gateway unless they are told.
@@ -18,7 +17,7 @@ _DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 async def serve_cluster(options: ServeOptions, stop: asyncio.Event, on_ready: OnReady) -> None:
     """Start a gateway and workers of both tiers on this machine, and serve until stopped."""
-    check_bindable(options.host, options.port)
+    check_ports(options)
     display = StartDisplay()
     cluster = Cluster(options, on_line=display.on_line, on_phase=display.on_phase)
     starting = asyncio.create_task(cluster.start(), name="start")
@@ -41,11 +40,13 @@ async def serve_cluster(options: ServeOptions, stop: asyncio.Event, on_ready: On
 
 def print_ready(options: ServeOptions, cluster: Cluster) -> None:
     """On stdout: where requests go and what answers them, where the time went, and what to try."""
-    lines = (
+    lines = [
         f"Baton is ready at {cluster.address}: {'; '.join(describe_cluster(options, cluster))}",
         f"  started in {describe_start(cluster.phases)}",
         f"  try: {example_command(options, cluster.address)}",
-    )
+    ]
+    if cluster.http_address:
+        lines.append(f"  or:  {example_curl(options, cluster.http_address)}")
     sys.stdout.write("\n".join((*lines, "")))
     sys.stdout.flush()
 
@@ -65,11 +66,26 @@ def describe_cluster(options: ServeOptions, cluster: Cluster) -> list[str]:
 
 def example_command(options: ServeOptions, address: str) -> str:
     """A request that can be typed on this machine as it stands."""
-    host, _, port = address.rpartition(":")
-    reachable = f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]") else address
+    reachable = _reachable(address)
     where = "" if reachable == _DEFAULT_ADDRESS else f" --address {reachable}"
     tls = f" --ssl-ca-certs {options.ssl_ca_certs}" if options.ssl_ca_certs else ""
     return f"baton generate 'def fibonacci(n):' --timing{where}{tls}"
+
+
+def example_curl(options: ServeOptions, address: str) -> str:
+    """The same by OpenAI's HTTP API."""
+    scheme = "https" if options.tls else "http"
+    tls = f" --cacert {options.ssl_ca_certs}" if options.ssl_ca_certs else ""
+    key = " -H 'authorization: Bearer KEY'" if options.api_key or options.api_key_file else ""
+    body = '{"prompt": "def fibonacci(n):", "max_tokens": 64}'
+    url = f"{scheme}://{_reachable(address)}/v1/completions"
+    return f"curl {url}{tls}{key} -H 'content-type: application/json' -d '{body}'"
+
+
+def _reachable(address: str) -> str:
+    """A wildcard address as this machine calls it."""
+    host, _, port = address.rpartition(":")
+    return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]") else address
 
 
 def describe_start(phases: Mapping[str, float]) -> str:

@@ -16,6 +16,7 @@ from baton.errors import BatonError, ConfigError, FieldViolation, InvalidRequest
 from gateway.intake.child_process import ChildDied, ChildProcess, ChildSpec
 from gateway.intake.decoding import Decoding, decoding_of
 from gateway.intake.text_tokenizer import read_tokenizer
+from gateway.intake.token_bytes import TokenBytes
 
 _FILES = (
     "tokenizer.json",
@@ -94,6 +95,7 @@ class Tokenizer:
     ) -> None:
         """tokenizer: as read_tokenizer makes it of the file in facts.folder."""
         self._tokenizer = tokenizer
+        self._bytes = TokenBytes(tokenizer)
         self._decodings = {
             is_skipping: decoding_of(tokenizer, skip_special_tokens=is_skipping)
             for is_skipping in (False, True)
@@ -164,6 +166,11 @@ class Tokenizer:
             self._tokenizer.decode_batch, [token_ids], skip_special_tokens=skip_special_tokens
         )
         return texts[0]
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """What a token alone stands for: a part of a character, perhaps; empty for ids that the
+        tokenizer does not know."""
+        return self._bytes[token_id]
 
     def _ways_to_write(self, words: Sequence[str]) -> tuple[tuple[tuple[int, ...], ...], ...]:
         bare = [word.lstrip() or word for word in words]

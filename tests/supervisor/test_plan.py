@@ -95,7 +95,9 @@ def test_several_gateways_differ_in_name_only_and_share_the_port() -> None:
 
 def test_a_restart_takes_the_port_of_the_first_start() -> None:
     (_, decode) = plan_workers(ServeOptions(model="m"), 2)
-    ports = [part for part in decode.at_port(4711).arguments if part.startswith("--port")]
+    ports = [
+        part for part in decode.at_ports({"port": 4711}).arguments if part.startswith("--port")
+    ]
     assert ports == ["--port=4711"]
 
 

@@ -29,6 +29,7 @@ _SMALL = {
     "BATON_KV_CACHE_MEMORY_BYTES": "64MiB",
     "BATON_LOG_LEVEL": "warning",
     "BATON_DRAIN_TIMEOUT_S": "5",
+    "BATON_HTTP_PORT": "0",
     "BATON_ADVERTISE_HOST": "127.0.0.1",
 }
 

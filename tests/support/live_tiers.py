@@ -17,13 +17,19 @@ from decode_svc.server import serve_decode
 from gateway.server import serve_gateway
 from prefill_svc.server import serve_prefill
 
+_Serve = Callable[[Any, asyncio.Event, Callable[[ReadyReport], None]], Awaitable[None]]
+
 
 @asynccontextmanager
-async def serving(
-    serve: Callable[[Any, asyncio.Event, Callable[[ReadyReport], None]], Awaitable[None]],
-    options: object,
-) -> AsyncIterator[str]:
+async def serving(serve: _Serve, options: object) -> AsyncIterator[str]:
     """Run a service; yields its address, and stops it in order at the end."""
+    async with reporting(serve, options) as report:
+        yield report.address
+
+
+@asynccontextmanager
+async def reporting(serve: _Serve, options: object) -> AsyncIterator[ReadyReport]:
+    """As `serving`, with all that it reports."""
     stop = asyncio.Event()
     ready: asyncio.Future[ReadyReport] = asyncio.get_running_loop().create_future()
     task = asyncio.ensure_future(serve(options, stop, ready.set_result))
@@ -31,7 +37,7 @@ async def serving(
         await asyncio.wait({task, ready}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             task.result()
-        yield ready.result().address
+        yield ready.result()
     finally:
         stop.set()
         await task
@@ -58,10 +64,15 @@ BOX_MODEL = Path(__file__).parents[2] / "models" / "baton-py-6m"
 
 
 def gateway(prefills: list[str], decodes: list[str], **options: Any) -> Any:
-    """A gateway before the workers at these addresses."""
+    """A gateway before the workers at these addresses; yields its address."""
+    return serving(serve_gateway, options_of_gateway(prefills, decodes, **options))
+
+
+def options_of_gateway(prefills: list[str], decodes: list[str], **options: Any) -> GatewayOptions:
+    """Of a gateway before the workers at these addresses."""
     defaults = {**_COMMON, "model": str(BOX_MODEL), "served_model_name": "oracle", "port": 0}
     workers = {"prefill_workers": tuple(prefills), "decode_workers": tuple(decodes)}
-    return serving(serve_gateway, GatewayOptions(**{**defaults, **workers, **options}))
+    return GatewayOptions(**{**defaults, **workers, **options})
 
 
 #: For decode workers that compute no prompt. Others compute one that takes them less time than its
@@ -77,12 +88,13 @@ def has_crossed(done: Completion) -> bool:
 
 @dataclass(frozen=True)
 class LiveSystem:
-    """Addresses of everything, and a client."""
+    """Addresses of everything, and a client. http: of the gateway's, too."""
 
     gateway: str
     prefills: list[str]
     decodes: list[str]
     client: AsyncClient
+    http: str
 
     async def until_quiet(self) -> None:
         """Return when no worker holds a block and the gateway has nothing in flight."""
@@ -105,8 +117,9 @@ async def live_system(
     worker_options: dict[str, Any] | None = None,
     decode_options: dict[str, Any] | None = None,
     gateway_options: dict[str, Any] | None = None,
+    api_key: str | None = None,
 ) -> AsyncIterator[LiveSystem]:
-    """Workers, a gateway and a client, stopped in order at the end."""
+    """Workers, a gateway and a client, which shows `api_key`, stopped in order at the end."""
     common = worker_options or {}
     async with AsyncExitStack() as stack:
         prefills = [
@@ -119,8 +132,7 @@ async def live_system(
             )
             for i in range(num_decode)
         ]
-        address = await stack.enter_async_context(
-            gateway(prefills, decodes, **(gateway_options or {}))
-        )
-        client = await stack.enter_async_context(AsyncClient(address))
-        yield LiveSystem(address, prefills, decodes, client)
+        options = options_of_gateway(prefills, decodes, **(gateway_options or {}))
+        report = await stack.enter_async_context(reporting(serve_gateway, options))
+        client = await stack.enter_async_context(AsyncClient(report.address, api_key=api_key))
+        yield LiveSystem(report.address, prefills, decodes, client, report.http_address)

@@ -1,0 +1,335 @@
+"""What is served by HTTP, and where: routes, keys, the ids of requests, and the border where any
+failure becomes an answer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import unquote
+
+from baton import __version__
+from baton.errors import BatonError, ClientStalled
+from baton.rpc.api_key import ApiKeys, refusal
+from baton.v1 import inference_pb2
+from gateway.http.chat import CHAT_NAMES, ChatBody, ChatFormat, chat_prompt
+from gateway.http.chat_style import ChatStyle
+from gateway.http.completions import PROMPT_NAMES, CompletionBody, CompletionFormat, text_prompt
+from gateway.http.connection import JSON, HttpRequest, HttpResponse
+from gateway.http.errors import FieldNames, HttpError, from_baton, http_error
+from gateway.http.generation import Format, Generation
+from gateway.http.requests import Body, BodyT, field_namer, parsed
+from gateway.http.responses import ResponsesBody, ResponsesFormat
+from gateway.intake.request import unique_request_id
+from gateway.intake.validator import check_model
+from gateway.serving import Serving
+
+_log = logging.getLogger(__name__)
+
+_TEXT = "text/plain; charset=utf-8"
+
+#: For whoever asks whether the gateway is well: they have no keys.
+_OPEN = frozenset({"/health", "/ping"})
+
+_MODELS = "/v1/models/"
+
+#: Of request headers: names, and nothing that could end a line.
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,1000}")
+
+_MAX_WARNED = 8
+_MAX_WARNED_CHARS = 64
+
+#: What clients of OpenAI's may ask for, and no model here answers.
+_NOT_SERVED = {
+    "/v1/embeddings": "embeddings",
+    "/v1/batches": "batches",
+    "/v1/files": "files",
+    "/v1/moderations": "moderations",
+    "/v1/images/generations": "images",
+    "/v1/audio/speech": "speech",
+    "/v1/audio/transcriptions": "transcriptions",
+    "/v1/assistants": "assistants",
+    "/v1/threads": "threads",
+    "/v1/fine_tuning/jobs": "fine-tuning",
+}
+
+_Handler = Callable[[HttpRequest, HttpResponse], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """What others know of the gateway. metrics: the page of Prometheus and its content type, for an
+    `accept` header."""
+
+    is_serving: Callable[[], bool]
+    metrics: Callable[[str], Awaitable[tuple[bytes, str]]]
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSettings:
+    """api_keys: none at all: every client is served. allowed_origins: of web pages; "*" for all.
+    created_s: of the model, since 1970."""
+
+    style: ChatStyle
+    api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    created_s: int = 0
+
+
+class HttpApp:
+    """Belongs to one event loop. See connection.HttpHandler."""
+
+    def __init__(self, serving: Serving, probes: Probes, settings: HttpSettings) -> None:
+        self._serving = serving
+        self._probes = probes
+        self._style = settings.style
+        self._api_keys = ApiKeys(settings.api_keys) if settings.api_keys else None
+        self._origins = frozenset(settings.allowed_origins)
+        self._created_s = settings.created_s
+        self._routes: Mapping[str, Mapping[str, _Handler]] = {
+            "/v1/completions": {"POST": self._complete},
+            "/v1/chat/completions": {"POST": self._chat},
+            "/v1/responses": {"POST": self._respond},
+            "/v1/models": {"GET": self._list_models},
+            "/tokenize": {"POST": self._tokenize},
+            "/detokenize": {"POST": self._detokenize},
+            "/health": {"GET": self._health},
+            "/ping": {"GET": self._health},
+            "/version": {"GET": self._version},
+            "/metrics": {"GET": self._metrics},
+        }
+
+    # connection.HttpHandler
+
+    def refusal_of(self, request: HttpRequest) -> HttpError | None:
+        if self._api_keys is None or request.path in _OPEN or request.method == "OPTIONS":
+            return None
+        if self._api_keys.admit(request.headers):
+            return None
+        return from_baton(refusal(), _unchanged)
+
+    async def handle(self, request: HttpRequest, response: HttpResponse) -> None:
+        """Answers, whatever happens; a client that is gone gets nothing."""
+        response.headers += self._cors_headers(request)
+        try:
+            if request.method == "OPTIONS":
+                await response.send(HTTPStatus.NO_CONTENT, _TEXT, b"")
+                return
+            await self._handler_of(request)(request, response)
+        except HttpError as error:
+            await _send_error(error, request, response)
+        except ClientStalled:
+            return  # who does not read gets no more
+        except BatonError as error:
+            await _send_error(from_baton(error, _unchanged), request, response)
+        except Exception as error:  # noqa: BLE001, the one border where any failure becomes an answer
+            await _send_error(_logged(error, request), request, response)
+
+    def _handler_of(self, request: HttpRequest) -> _Handler:
+        if request.path.startswith(_MODELS):
+            methods: Mapping[str, _Handler] = {"GET": self._get_model}
+        elif request.path in self._routes:
+            methods = self._routes[request.path]
+        else:
+            raise _unknown_path(request)
+        method = "GET" if request.method == "HEAD" else request.method
+        if method not in methods:
+            allowed = ", ".join(methods)
+            raise http_error(
+                HTTPStatus.METHOD_NOT_ALLOWED,
+                f"{request.path} takes {allowed}, not {request.method}",
+                headers=(("allow", allowed),),
+            )
+        return methods[method]
+
+    def _cors_headers(self, request: HttpRequest) -> Iterator[tuple[str, str]]:
+        """What lets pages of the allowed origins read the answer."""
+        origin = request.header("origin")
+        if not origin or not self._origins & {origin, "*"}:
+            return
+        yield ("access-control-allow-origin", "*" if "*" in self._origins else origin)
+        yield ("vary", "origin")
+        yield ("access-control-expose-headers", "x-request-id, retry-after, warning")
+        if request.method == "OPTIONS":
+            yield ("access-control-allow-methods", "GET, POST")
+            asked = request.header("access-control-request-headers")
+            if _HEADER_NAMES.fullmatch(asked):
+                yield ("access-control-allow-headers", asked)
+            yield ("access-control-max-age", "600")
+
+    # Completions
+
+    async def _complete(self, request: HttpRequest, response: HttpResponse) -> None:
+        body = _parsed(CompletionBody, request, response)
+        form = CompletionFormat(body, self._serving.tokenizer.bytes_of)
+        await self._generate(form, form.field_names, request, response)
+
+    async def _chat(self, request: HttpRequest, response: HttpResponse) -> None:
+        body = _parsed(ChatBody, request, response)
+        form = ChatFormat(body, self._serving.tokenizer.bytes_of, self._style)
+        await self._generate(form, form.field_names, request, response)
+
+    async def _respond(self, request: HttpRequest, response: HttpResponse) -> None:
+        body = _parsed(ResponsesBody, request, response)
+        form = ResponsesFormat(body, self._serving.tokenizer.bytes_of, self._style)
+        await self._generate(form, form.field_names, request, response)
+
+    async def _generate(
+        self, form: Format, field_names: FieldNames, request: HttpRequest, response: HttpResponse
+    ) -> None:
+        try:
+            await Generation(self._serving, form, request, response).run()
+        except ClientStalled:
+            raise
+        except BatonError as error:
+            raise from_baton(error, field_names) from None
+
+    # Tokens
+
+    async def _tokenize(self, request: HttpRequest, response: HttpResponse) -> None:
+        body = _parsed(_TokenizeBody, request, response)
+        messages = body.messages
+        role = self._style.developer_role
+        prompt = text_prompt(body.prompt) if messages is None else chat_prompt(messages, role)
+        asked = inference_pb2.TokenizeRequest(model=body.model or "", prompt=prompt)
+        try:
+            token_ids = await self._serving.tokenize(asked)
+        except BatonError as error:
+            names = field_namer(PROMPT_NAMES if messages is None else CHAT_NAMES)
+            raise from_baton(error, names) from None
+        document: dict[str, Any] = {
+            "count": len(token_ids),
+            "max_model_len": self._serving.facts.max_model_len,
+            "tokens": list(token_ids),
+            "token_strs": None,
+        }
+        if body.return_token_strs:
+            bytes_of = self._serving.tokenizer.bytes_of
+            document["token_strs"] = [bytes_of(t).decode("utf-8", "replace") for t in token_ids]
+        await _send_json(document, response)
+
+    async def _detokenize(self, request: HttpRequest, response: HttpResponse) -> None:
+        body = _parsed(_DetokenizeBody, request, response)
+        asked = inference_pb2.DetokenizeRequest(model=body.model or "")
+        try:
+            asked.token_ids.extend(body.tokens)
+        except ValueError as error:
+            raise http_error(HTTPStatus.BAD_REQUEST, f"tokens: {error}", param="tokens") from None
+        try:
+            text = await self._serving.detokenize(asked)
+        except BatonError as error:
+            names = field_namer({"token_ids": "tokens"})
+            raise from_baton(error, names) from None
+        await _send_json({"prompt": text}, response)
+
+    # The gateway itself
+
+    async def _list_models(self, request: HttpRequest, response: HttpResponse) -> None:  # noqa: ARG002
+        facts = self._serving.facts
+        models = [self._model(name) for name in (facts.name, *facts.aliases)]
+        await _send_json({"object": "list", "data": models}, response)
+
+    async def _get_model(self, request: HttpRequest, response: HttpResponse) -> None:
+        name = unquote(request.path.removeprefix(_MODELS))
+        check_model(name, self._serving.facts)
+        await _send_json(self._model(name), response)
+
+    def _model(self, name: str) -> dict[str, Any]:
+        facts = self._serving.facts
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created_s,
+            "owned_by": "baton",
+            "root": facts.name,
+            "parent": None,
+            "max_model_len": facts.max_model_len,
+        }
+
+    async def _health(self, request: HttpRequest, response: HttpResponse) -> None:  # noqa: ARG002
+        is_serving = self._probes.is_serving()
+        status = HTTPStatus.OK if is_serving else HTTPStatus.SERVICE_UNAVAILABLE
+        await response.send(status, _TEXT, b"")
+
+    async def _version(self, request: HttpRequest, response: HttpResponse) -> None:  # noqa: ARG002
+        await _send_json({"version": __version__}, response)
+
+    async def _metrics(self, request: HttpRequest, response: HttpResponse) -> None:
+        page, content_type = await self._probes.metrics(request.header("accept"))
+        await response.send(HTTPStatus.OK, content_type, page)
+
+
+class _TokenizeBody(Body):
+    model: str | None = None
+    prompt: Any = None
+    messages: list[Any] | None = None
+    return_token_strs: bool | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+class _DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[int]
+
+
+def _parsed(cls: type[BodyT], request: HttpRequest, response: HttpResponse) -> BodyT:
+    """The body's fields; what nobody knows of them is named in a header of the answer."""
+    body = parsed(cls, request.body)
+    request.body = b""
+    if body.unknown_fields:
+        names = [name[:_MAX_WARNED_CHARS] for name in body.unknown_fields[:_MAX_WARNED]]
+        shown = json.dumps(", ".join(names).replace('"', "").replace("\\", ""))
+        response.headers.append(("warning", f'299 baton {shown[:-1]}: ignored, not known here"'))
+    return body
+
+
+def _unchanged(field: str) -> str:
+    return field
+
+
+def _unknown_path(request: HttpRequest) -> HttpError:
+    if request.path in _NOT_SERVED:
+        what = _NOT_SERVED[request.path]
+        message = f"{what} are not served here: the model writes text; see /v1/models"
+    else:
+        message = f"unknown URL ({request.method} {request.path[:80]})"
+    return http_error(HTTPStatus.NOT_FOUND, message, code="unknown_url")
+
+
+def _logged(error: Exception, request: HttpRequest) -> HttpError:
+    """A fault of ours. Neither log nor answer repeats its message, which may hold a user's text."""
+    request_id = unique_request_id(request.headers)
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    _log.error(
+        "%s failed: %s\n%s",
+        request.path,
+        type(error).__name__,
+        frames,
+        extra={"request_id": request_id},
+    )
+    message = f"{type(error).__name__}; the server's log has the cause under {request_id}"
+    made = http_error(HTTPStatus.INTERNAL_SERVER_ERROR, message)
+    return HttpError(made.status, made.body, request_id=request_id)
+
+
+async def _send_json(document: Any, response: HttpResponse) -> None:
+    await response.send(HTTPStatus.OK, JSON, json.dumps(document).encode())
+
+
+async def _send_error(error: HttpError, request: HttpRequest, response: HttpResponse) -> None:
+    """Within a stream that has begun, the error is its last event, and no [DONE] follows."""
+    if response.has_started:
+        if not response.has_ended:
+            await response.end(b"data: %b\n\n" % error.json)
+        return
+    if all(name != "x-request-id" for name, _ in response.headers):
+        request_id = error.request_id or unique_request_id(request.headers)
+        response.headers.append(("x-request-id", request_id))
+    response.headers += error.headers
+    await response.send(error.status, JSON, error.json)

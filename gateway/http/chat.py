@@ -1,0 +1,415 @@
+"""/v1/chat/completions: a conversation in, the next message out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from baton.errors import FieldViolation, InvalidRequest
+from baton.v1 import inference_pb2
+from gateway.http.chat_style import ChatStyle, choice_of_tools, schema_of_calls
+from gateway.http.errors import FieldNames, shown_value
+from gateway.http.generation import (
+    FINISHES,
+    Answer,
+    Chunk,
+    by_choice,
+    quoted,
+    stop_reason,
+    usage_and_done,
+)
+from gateway.http.logprobs import BytesOf, chat_logprobs, prompt_logprobs
+from gateway.http.reasoning import BEGIN as THINK
+from gateway.http.reasoning import ReasoningSplitter
+from gateway.http.requests import (
+    GenerationBody,
+    field_namer,
+    generate_request,
+    sampling_message,
+    structure_field,
+)
+from gateway.http.tools import REQUIRED_FORMAT, CallBegins, Content, Part, ToolParser
+from gateway.intake.validator import MAX_MESSAGES
+from gateway.intake.violations import MAX_SHOWN, Violations
+
+#: Of the prompt, by which it is seen whether the model begins with its thoughts.
+_NUM_TAIL_TOKENS = 16
+
+_KIND, _CHUNK_KIND = "chat.completion", "chat.completion.chunk"
+
+#: Parts of a message that are text, and where.
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+class ChatBody(GenerationBody):
+    """What a request may have."""
+
+    messages: list[Any]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    # They would change the output.
+    functions: Any = None
+    function_call: Any = None
+    audio: Any = None
+    chat_template: Any = None
+    documents: Any = None
+    # Nothing here depends on these.
+    modalities: Any = None
+    verbosity: Any = None
+    prediction: Any = None
+
+
+_REFUSED = ("functions", "function_call", "audio", "chat_template", "documents")
+
+#: What parts of a chat prompt are called in errors.
+CHAT_NAMES = {
+    "prompt.chat.tools": "tools",
+    "prompt.chat.template_kwargs": "chat_template_kwargs",
+    "prompt.chat.add_generation_prompt": "add_generation_prompt",
+    "prompt.chat.messages": "messages",
+    "prompt.chat": "messages",
+    "prompt": "messages",
+}
+
+
+class ChatFormat:
+    """See generation.Format."""
+
+    id_prefix = "chatcmpl"
+
+    def __init__(self, body: ChatBody, bytes_of: BytesOf, style: ChatStyle) -> None:
+        """Raises InvalidRequest."""
+        self.body = body
+        self._bytes_of = bytes_of
+        self._style = style
+        self._head = ""
+        self._answer: Answer | None = None
+        self._choices: dict[int, ChatChoice] = {}
+        """That have begun."""
+        self._is_reasoning = False
+        """Whether the prompt ends with the beginning of the model's thoughts."""
+        self._num_top = body.top_logprobs or 0
+        self._choice_of_tools = choice_of_tools(body.tools, body.tool_choice)
+        self.requests = [self._request()]
+        self._is_plain = not (
+            body.logprobs or body.return_token_ids or self._has_calls or self._has_thoughts
+        )
+        """Whether a piece of a stream is nothing but its text."""
+
+    @property
+    def field_names(self) -> FieldNames:
+        """What its fields are called in errors."""
+        given = self.body.max_completion_tokens is not None
+        return field_namer(
+            {
+                **CHAT_NAMES,
+                "sampling.logprobs": "top_logprobs",
+                "sampling.max_tokens": "max_completion_tokens" if given else "max_tokens",
+                "sampling.structured_output": structure_field(self.body) or "tools",
+            }
+        )
+
+    def _request(self) -> inference_pb2.GenerateRequest:
+        body, chosen = self.body, self._choice_of_tools
+        name, number = "max_completion_tokens", body.max_completion_tokens
+        if number is None:
+            name, number = "max_tokens", body.max_tokens
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        sampling = sampling_message(body, logprobs=logprobs, max_tokens=(name, number))
+        violations = []
+        if body.top_logprobs is not None and not body.logprobs:
+            fault = f"{shown_value(body.top_logprobs)}: goes with logprobs; set it to true"
+            violations.append(FieldViolation("top_logprobs", fault))
+        if body.is_streamed and body.prompt_logprobs is not None:
+            fault = f"{shown_value(body.prompt_logprobs)}: not with stream; leave out one of them"
+            violations.append(FieldViolation("prompt_logprobs", fault))
+        violations += [
+            FieldViolation(field, "is not served here; leave it out")
+            for field in _REFUSED
+            if getattr(body, field)
+        ]
+        if chosen.is_forced and structure_field(body):
+            fault = "a call of a tool has its own form; leave out one of them"
+            violations.append(FieldViolation("tool_choice", fault))
+        if violations:
+            raise InvalidRequest.of(*violations)
+        if chosen.is_forced:
+            schema = schema_of_calls(chosen, is_parallel=body.parallel_tool_calls is not False)
+            sampling.structured_output.json_schema = json.dumps(schema)
+        elif self._has_calls and "skip_special_tokens" not in body.model_fields_set:
+            sampling.skip_special_tokens = False  # some families' marks are such
+        return generate_request(body, self._prompt(), sampling)
+
+    def _prompt(self) -> inference_pb2.Prompt:
+        body = self.body
+        kwargs = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+        prompt = chat_prompt(body.messages, self._style.developer_role)
+        chat = prompt.chat
+        chat.tools.extend(self._choice_of_tools.tools)
+        chat.template_kwargs = json.dumps(kwargs) if kwargs else ""
+        chat.continue_final_message = bool(body.continue_final_message)
+        if body.add_generation_prompt is not None and not (
+            body.continue_final_message and not body.add_generation_prompt
+        ):
+            chat.add_generation_prompt = body.add_generation_prompt
+        return prompt
+
+    @property
+    def _has_calls(self) -> bool:
+        return bool(self._choice_of_tools.tools)
+
+    @property
+    def _has_thoughts(self) -> bool:
+        # A grammar leaves no room for them.
+        return self._style.has_thoughts and not self._choice_of_tools.is_forced
+
+    def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
+        self._answer = answer
+        fields = json.dumps(answer.fields(_CHUNK_KIND))
+        self._head = f'data: {fields[:-1]}, "choices":[{{"index":'
+        if self._has_thoughts:
+            tail = b"".join(map(self._bytes_of, prompt_token_ids[-_NUM_TAIL_TOKENS:]))
+            self._is_reasoning = tail.rstrip().endswith(THINK.encode())
+
+    def event(self, prompt: int, chunk: Chunk, usage: str) -> str:  # noqa: ARG002, there is one
+        index, role = chunk.choice, ""
+        choice = self._choices.get(index)
+        if choice is None:
+            choice = self._choices[index] = self.new_choice()
+            role = (
+                f'{self._head}{index},"delta":{{"role":"assistant","content":""}},'
+                f'"logprobs":null,"finish_reason":null}}]{usage}}}\n\n'
+            )
+        if self._is_plain and not chunk.finish_reason:
+            return (
+                f'{role}{self._head}{index},"delta":{{"content":{quoted(chunk.text)}}},'
+                f'"logprobs":null,"finish_reason":null}}]{usage}}}\n\n'
+            )
+        delta = choice.delta(chunk.text, is_last=bool(chunk.finish_reason))
+        entry: dict[str, Any] = {
+            "delta": delta,
+            "logprobs": self._logprobs([chunk]),
+            "finish_reason": self._finish(choice, chunk),
+            "stop_reason": stop_reason(chunk),
+        }
+        if self.body.return_token_ids:
+            entry["token_ids"] = list(chunk.token_ids)
+        elif not delta and not chunk.finish_reason and not self.body.logprobs:
+            return role
+        return f"{role}{self._head}{index},{json.dumps(entry)[1:]}]{usage}}}\n\n"
+
+    def new_choice(self) -> ChatChoice:
+        """One that has no text yet."""
+        chosen = self._choice_of_tools
+        form = REQUIRED_FORMAT if chosen.is_forced else self._style.tool_format
+        tools = ToolParser(form if self._has_calls else None, chosen.name)
+        thoughts = None
+        if self._has_thoughts:
+            thoughts = ReasoningSplitter(
+                is_reasoning=self._is_reasoning or self._style.begins_with_thoughts
+            )
+        most = 1 if self.body.parallel_tool_calls is False else None
+        return ChatChoice(tools, thoughts, most, self.body.include_reasoning is not False)
+
+    def _finish(self, choice: ChatChoice, chunk: Chunk) -> str | None:
+        finish = FINISHES[chunk.finish_reason]
+        has_called = choice.tools.num_calls > 0 and self._choice_of_tools.name is None
+        return "tool_calls" if finish == "stop" and has_called else finish
+
+    def end(self, usage: Mapping[str, Any]) -> str:
+        return usage_and_done(self.body, self._fields(_CHUNK_KIND), usage)
+
+    def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
+        choices = [self._choice(i, pieces) for i, pieces in by_choice(chunks[0]).items()]
+        document = {**self._fields(_KIND), "choices": choices, "usage": usage}
+        if self.body.prompt_logprobs is not None:
+            positions = [position for chunk in chunks[0] for position in chunk.prompt_logprobs]
+            document["prompt_logprobs"] = prompt_logprobs(positions, self._bytes_of)
+        return document
+
+    def _fields(self, kind: str) -> dict[str, Any]:
+        return self._answer.fields(kind) if self._answer else {}
+
+    def _choice(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        last = chunks[-1]
+        choice = self.new_choice()
+        delta = choice.delta("".join(chunk.text for chunk in chunks), is_last=True)
+        content = delta.get("content", "")
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if "reasoning_content" in delta:
+            message["reasoning_content"] = delta["reasoning_content"]
+        if "tool_calls" in delta:
+            message["content"] = content or None
+            message["tool_calls"] = [
+                {key: call[key] for key in ("id", "type", "function")}
+                for call in delta["tool_calls"]
+            ]
+        document: dict[str, Any] = {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(chunks),
+            "finish_reason": self._finish(choice, last),
+            "stop_reason": stop_reason(last),
+        }
+        if self.body.return_token_ids:
+            document["token_ids"] = [t for chunk in chunks for t in chunk.token_ids]
+        return document
+
+    def _logprobs(self, chunks: Sequence[Chunk]) -> dict[str, Any] | None:
+        if not self.body.logprobs:
+            return None
+        positions = [position for chunk in chunks for position in chunk.logprobs]
+        return chat_logprobs(positions, self._num_top, self._bytes_of)
+
+
+class ChatChoice:
+    """What one choice's text turns into."""
+
+    def __init__(
+        self,
+        tools: ToolParser,
+        thoughts: ReasoningSplitter | None,
+        max_calls: int | None,
+        has_thoughts: bool,
+    ) -> None:
+        self.tools = tools
+        self._thoughts = thoughts
+        self._max_calls = max_calls
+        self._has_thoughts = has_thoughts
+
+    def delta(self, text: str, *, is_last: bool) -> dict[str, Any]:
+        """The next text, as OpenAI's delta has it; calls with their indices."""
+        thought = ""
+        if self._thoughts is not None:
+            thought, text = self._thoughts.feed(text)
+            if is_last:
+                more_thought, more_text = self._thoughts.end()
+                thought, text = thought + more_thought, text + more_text
+        parts = self.tools.feed(text)
+        if is_last:
+            parts += self.tools.end()
+        delta: dict[str, Any] = {}
+        if thought and self._has_thoughts:
+            delta["reasoning_content"] = thought
+        content = "".join(part.text for part in parts if isinstance(part, Content))
+        if content:
+            delta["content"] = content
+        calls = self._calls(parts)
+        if calls:
+            delta["tool_calls"] = calls
+        return delta
+
+    def _calls(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
+        calls: dict[int, dict[str, Any]] = {}
+        for part in parts:
+            if isinstance(part, Content):
+                continue
+            if self._max_calls is not None and part.index >= self._max_calls:
+                continue
+            call = calls.setdefault(
+                part.index, {"index": part.index, "function": {"arguments": ""}}
+            )
+            if isinstance(part, CallBegins):
+                call |= {"id": part.id, "type": "function"}
+                call["function"] = {"name": part.name, "arguments": ""}
+            else:
+                call["function"]["arguments"] += part.text
+        return list(calls.values())
+
+
+def chat_prompt(messages: Sequence[Any], developer_role: str) -> inference_pb2.Prompt:
+    """developer_role: what the template calls that role. Raises InvalidRequest."""
+    chat = inference_pb2.ChatPrompt()
+    violations = tuple(_put_messages(messages, chat))
+    if violations:
+        raise InvalidRequest.of(*violations[:MAX_SHOWN])
+    for message in chat.messages:
+        if message.role == "developer":
+            message.role = developer_role
+    return inference_pb2.Prompt(chat=chat)
+
+
+def _put_messages(messages: Sequence[Any], chat: inference_pb2.ChatPrompt) -> Violations:
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        yield FieldViolation(
+            "messages", f"{len(messages)} messages; give at least 1 and at most {MAX_MESSAGES}"
+        )
+        return
+    for index, message in enumerate(messages):
+        path = f"messages[{index}]"
+        if isinstance(message, dict):
+            yield from _put_message(path, message, chat.messages.add())
+        else:
+            yield FieldViolation(path, f"{shown_value(message)}: must be an object")
+
+
+def _put_message(
+    path: str, message: Mapping[str, Any], into: inference_pb2.ChatMessage
+) -> Violations:
+    role = message.get("role")
+    if isinstance(role, str) and role:
+        into.role = role
+    else:
+        yield FieldViolation(f"{path}.role", f'{shown_value(role)}: say who speaks, e.g. "user"')
+    content = message.get("content")
+    if isinstance(content, list):
+        violations = list(_part_violations(f"{path}.content", content))
+        yield from violations
+        if not violations:
+            into.content = "\n".join(part[_TEXT_PARTS[part["type"]]] for part in content)
+    elif isinstance(content, str):
+        into.content = content
+    elif content is not None:
+        fault = f"{shown_value(content)}: must be text, or a list of parts"
+        yield FieldViolation(f"{path}.content", fault)
+    for field, given in (
+        ("name", message.get("name")),
+        ("tool_call_id", message.get("tool_call_id")),
+        ("reasoning_content", message.get("reasoning_content", message.get("reasoning"))),
+    ):
+        if isinstance(given, str):
+            setattr(into, field, given)
+        elif given is not None:
+            yield FieldViolation(f"{path}.{field}", f"{shown_value(given)}: must be text")
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        for index, call in enumerate(calls):
+            yield from _put_call(f"{path}.tool_calls[{index}]", call, into.tool_calls.add())
+    elif calls is not None:
+        yield FieldViolation(f"{path}.tool_calls", f"{shown_value(calls)}: must be a list")
+
+
+def _put_call(path: str, call: Any, into: inference_pb2.ToolCall) -> Violations:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        fault = "must be an object with a name and arguments"
+        yield FieldViolation(f"{path}.function", f"{shown_value(function)}: {fault}")
+        return
+    into.name = function["name"]
+    into.id = call["id"] if isinstance(call.get("id"), str) else ""
+    arguments = function.get("arguments") or "{}"
+    into.arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+def _part_violations(path: str, parts: Sequence[Any]) -> Violations:
+    for index, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+        if field is None:
+            fault = f"{shown_value(kind)}: this model reads text only; send parts of type text"
+            yield FieldViolation(f"{path}[{index}].type", fault)
+        elif not isinstance(part.get(field), str):
+            fault = f"{shown_value(part.get(field))}: must be text"
+            yield FieldViolation(f"{path}[{index}].{field}", fault)

@@ -1,0 +1,120 @@
+"""How a model's family writes calls of tools and thoughts, and what a request says of its tools.
+Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.errors import FieldViolation, InvalidRequest
+from baton.v1 import inference_pb2
+from gateway.http.errors import shown_value
+from gateway.http.reasoning import END
+from gateway.http.tools import TOOL_FORMATS, ToolFormat, format_of_template
+
+
+@dataclass(frozen=True, slots=True)
+class ChatStyle:
+    """By the model's chat template, or by the gateway's options.
+
+    tool_format: None if calls are not looked for. has_thoughts: whether the model may think before
+    it answers. begins_with_thoughts: whether it always does, without a mark. developer_role: what
+    the template calls that role.
+    """
+
+    tool_format: ToolFormat | None
+    has_thoughts: bool
+    begins_with_thoughts: bool
+    developer_role: str
+
+
+def chat_style(template: str, tool_call_parser: str, reasoning_parser: str) -> ChatStyle:
+    """The parsers: "auto" goes by the template, "none" is for none."""
+    form = format_of_template(template) if tool_call_parser == "auto" else tool_call_parser
+    is_thinking = reasoning_parser not in ("auto", "none")
+    return ChatStyle(
+        TOOL_FORMATS.get(form),
+        has_thoughts=is_thinking or (reasoning_parser == "auto" and END in template),
+        begins_with_thoughts=reasoning_parser == "deepseek_r1",
+        developer_role="developer" if "developer" in template else "system",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceOfTools:
+    """What the model may call. is_forced: it must. name: the only one it may, if that is said."""
+
+    tools: tuple[inference_pb2.Tool, ...] = ()
+    is_forced: bool = False
+    name: str | None = None
+
+
+def choice_of_tools(tools: Sequence[Any] | None, choice: Any) -> ChoiceOfTools:
+    """By `tools` and `tool_choice`. Raises InvalidRequest."""
+    if choice not in (None, "none") and not tools:
+        fault = f"{shown_value(choice)}: goes with tools; give some"
+        raise InvalidRequest.of(FieldViolation("tool_choice", fault))
+    described = tuple(_tool(index, tool) for index, tool in enumerate(tools or ()))
+    match choice:
+        case "none":
+            return ChoiceOfTools()
+        case None | "auto":
+            return ChoiceOfTools(described)
+        case "required":
+            return ChoiceOfTools(described, is_forced=True)
+        case {"type": "function", "function": {"name": str(name)}}:
+            if all(tool.name != name for tool in described):
+                fault = f"{shown_value(name)}: is none of tools"
+                raise InvalidRequest.of(FieldViolation("tool_choice.function.name", fault))
+            return ChoiceOfTools(described, is_forced=True, name=name)
+        case _:
+            fault = (
+                f"{shown_value(choice)}: must be none, auto, required, or the name of a function"
+            )
+            raise InvalidRequest.of(FieldViolation("tool_choice", fault))
+
+
+def _tool(index: int, tool: Any) -> inference_pb2.Tool:
+    path = f"tools[{index}]"
+    match tool:
+        case {"type": "function", "function": {"name": str(name)} as function}:
+            description, parameters = function.get("description"), function.get("parameters")
+        case _:
+            fault = f"{shown_value(tool)}: must be of type function, with a name"
+            raise InvalidRequest.of(FieldViolation(path, fault))
+    if description is not None and not isinstance(description, str):
+        fault = f"{shown_value(description)}: must be text"
+        raise InvalidRequest.of(FieldViolation(f"{path}.function.description", fault))
+    if parameters is not None and not isinstance(parameters, dict):
+        fault = f"{shown_value(parameters)}: must be a JSON Schema, an object"
+        raise InvalidRequest.of(FieldViolation(f"{path}.function.parameters", fault))
+    return inference_pb2.Tool(
+        name=name,
+        description=description or "",
+        parameters=json.dumps(parameters) if parameters else "",
+    )
+
+
+def schema_of_calls(choice: ChoiceOfTools, *, is_parallel: bool) -> Mapping[str, Any]:
+    """What an output must be that calls: the arguments of the one that is named, or a list of
+    calls."""
+    schemas = {
+        tool.name: json.loads(tool.parameters) if tool.parameters else {"type": "object"}
+        for tool in choice.tools
+    }
+    if choice.name is not None:
+        named: Mapping[str, Any] = schemas[choice.name]
+        return named
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": schema},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for name, schema in schemas.items()
+    ]
+    most = {} if is_parallel else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}

@@ -1,0 +1,202 @@
+"""/v1/completions: text or tokens of one or several prompts in, text out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from baton.errors import FieldViolation, InvalidRequest
+from baton.v1 import inference_pb2, sampling_pb2
+from gateway.http.errors import FieldNames, shown_value
+from gateway.http.generation import (
+    FINISHES,
+    Answer,
+    Chunk,
+    by_choice,
+    quoted,
+    stop_reason,
+    usage_and_done,
+)
+from gateway.http.logprobs import BytesOf, completion_logprobs, prompt_logprobs
+from gateway.http.requests import (
+    MAX_PROMPTS,
+    GenerationBody,
+    field_namer,
+    generate_request,
+    sampling_message,
+    structure_field,
+    token_prompt,
+)
+
+#: OpenAI's and vLLM's, where a request does not say.
+_DEFAULT_MAX_TOKENS = 16
+
+_KIND = "text_completion"
+
+#: What parts of a prompt are called in errors.
+PROMPT_NAMES = {
+    "prompt.token_ids.ids": "prompt",
+    "prompt.token_ids": "prompt",
+    "prompt.text": "prompt",
+}
+
+
+class CompletionBody(GenerationBody):
+    """What a request may have."""
+
+    prompt: Any = None
+    suffix: str | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+
+
+class CompletionFormat:
+    """See generation.Format."""
+
+    id_prefix = "cmpl"
+
+    def __init__(self, body: CompletionBody, bytes_of: BytesOf) -> None:
+        """Raises InvalidRequest."""
+        self.body = body
+        self._bytes_of = bytes_of
+        self._head = ""
+        self._answer: Answer | None = None
+        self._offsets: dict[int, int] = {}
+        """Of each choice of a stream, in characters so far."""
+        self._prompt_logprobs: dict[int, Sequence[sampling_pb2.PositionLogprobs]] = {}
+        """Of each prompt, which come with its first choice."""
+        self.requests = _requests(body)
+        self._num_choices = max(1, body.n or 1)
+
+    @property
+    def field_names(self) -> FieldNames:
+        """What its fields are called in errors."""
+        structure = structure_field(self.body)
+        return field_namer({**PROMPT_NAMES, "sampling.structured_output": structure})
+
+    def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:  # noqa: ARG002
+        self._answer = answer
+        fields = json.dumps(answer.fields(_KIND))
+        self._head = f'data: {fields[:-1]}, "choices":[{{"index":'
+
+    def event(self, prompt: int, chunk: Chunk, usage: str) -> str:
+        index = prompt * self._num_choices + chunk.choice
+        more = self._more(prompt, index, chunk)
+        if not more and not chunk.finish_reason:
+            return (
+                f'{self._head}{index},"text":{quoted(chunk.text)},"logprobs":null,'
+                f'"finish_reason":null,"stop_reason":null}}]{usage}}}\n\n'
+            )
+        choice = {
+            "text": chunk.text,
+            "logprobs": None,
+            "finish_reason": FINISHES[chunk.finish_reason],
+            "stop_reason": stop_reason(chunk),
+            **more,
+        }
+        return f"{self._head}{index},{json.dumps(choice)[1:]}]{usage}}}\n\n"
+
+    def _more(self, prompt: int, index: int, chunk: Chunk) -> dict[str, Any]:
+        """Of a streamed piece, what few requests ask for."""
+        more: dict[str, Any] = {}
+        if self.body.logprobs is not None:
+            offset = self._offsets.get(index, 0)
+            positions = self._positions(prompt, [chunk])
+            more["logprobs"], self._offsets[index] = completion_logprobs(
+                positions, self._bytes_of, offset
+            )
+        if self.body.return_token_ids:
+            more["token_ids"] = list(chunk.token_ids)
+        return more
+
+    def end(self, usage: Mapping[str, Any]) -> str:
+        return usage_and_done(self.body, self._fields(), usage)
+
+    def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
+        choices = [
+            self._choice(prompt, prompt * self._num_choices + number, pieces)
+            for prompt, of_prompt in enumerate(chunks)
+            for number, pieces in by_choice(of_prompt).items()
+        ]
+        return {**self._fields(), "choices": choices, "usage": usage}
+
+    def _fields(self) -> dict[str, Any]:
+        return self._answer.fields(_KIND) if self._answer else {}
+
+    def _choice(self, prompt: int, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        last = chunks[-1]
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": "".join(chunk.text for chunk in chunks),
+            "logprobs": None,
+            "finish_reason": FINISHES[last.finish_reason],
+            "stop_reason": stop_reason(last),
+        }
+        positions = self._positions(prompt, chunks)
+        if self.body.logprobs is not None:
+            choice["logprobs"], _ = completion_logprobs(positions, self._bytes_of, 0)
+        if self.body.prompt_logprobs is not None:
+            of_prompt = self._prompt_logprobs.get(prompt, ())
+            choice["prompt_logprobs"] = prompt_logprobs(of_prompt, self._bytes_of)
+        if self.body.return_token_ids:
+            choice["token_ids"] = [t for chunk in chunks for t in chunk.token_ids]
+        return choice
+
+    def _positions(
+        self, prompt: int, chunks: Sequence[Chunk]
+    ) -> list[sampling_pb2.PositionLogprobs | int]:
+        """Of the output, and of the prompt that is echoed before it."""
+        positions: list[sampling_pb2.PositionLogprobs | int] = []
+        for chunk in chunks:
+            if chunk.prompt_logprobs:
+                self._prompt_logprobs[prompt] = chunk.prompt_logprobs
+            if chunk.prompt_token_ids:
+                positions.append(chunk.prompt_token_ids[0])
+                positions += self._prompt_logprobs.get(prompt, ())
+            positions += chunk.logprobs
+        return positions
+
+
+def _requests(body: CompletionBody) -> list[inference_pb2.GenerateRequest]:
+    prompts = _prompts(body.prompt)
+    max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    sampling = sampling_message(body, logprobs=body.logprobs, max_tokens=("max_tokens", max_tokens))
+    violations = []
+    if body.suffix:
+        violations.append(FieldViolation("suffix", "is not served here; leave it out"))
+    if body.add_special_tokens is False:
+        fault = "false: give token ids as the prompt instead"
+        violations.append(FieldViolation("add_special_tokens", fault))
+    if body.is_streamed and body.prompt_logprobs is not None:
+        fault = f"{shown_value(body.prompt_logprobs)}: not with stream; leave out one of them"
+        violations.append(FieldViolation("prompt_logprobs", fault))
+    if violations:
+        raise InvalidRequest.of(*violations)
+    if body.echo:
+        sampling.echo = True
+        if body.logprobs is not None and body.prompt_logprobs is None:
+            sampling.prompt_logprobs = body.logprobs
+    return [generate_request(body, prompt, sampling) for prompt in prompts]
+
+
+def _prompts(value: Any) -> list[inference_pb2.Prompt]:
+    """Text, a list of texts, token ids, or a list of lists of them."""
+    is_list = isinstance(value, list) and value and not isinstance(value[0], int)
+    if not is_list:
+        return [text_prompt(value)]
+    if len(value) > MAX_PROMPTS:
+        fault = f"{len(value)} prompts; give at most {MAX_PROMPTS}"
+        raise InvalidRequest.of(FieldViolation("prompt", fault))
+    return [text_prompt(part, f"prompt[{index}]") for index, part in enumerate(value)]
+
+
+def text_prompt(value: Any, field: str = "prompt") -> inference_pb2.Prompt:
+    """Of text, or of token ids. Raises InvalidRequest."""
+    if isinstance(value, str):
+        return inference_pb2.Prompt(text=value)
+    if isinstance(value, list) and value:
+        return token_prompt(field, value)
+    fault = f"{shown_value(value)}: give text, token ids, or a list of either"
+    raise InvalidRequest.of(FieldViolation(field, fault))

@@ -1,0 +1,493 @@
+"""HTTP/1.1 on one connection: requests are read whole, within limits and deadlines, and answered
+one after the other.
+
+httptools (llhttp) parses; what is here is what a server has to decide. A request is handed on once
+all of it has come, so that no handler ever waits for its client's bytes, and what is refused by its
+head is refused before its body has been read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from enum import Enum, auto
+from http import HTTPStatus
+from typing import Protocol, cast
+
+import httptools
+
+from gateway.http.errors import HttpError, http_error
+
+Headers = Iterable[tuple[str, str]]
+
+JSON = "application/json"
+
+_PHRASES = {status.value: status.phrase for status in HTTPStatus}
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Of one connection, but for max_buffered_bytes.
+
+    max_header_bytes: the line of the request included. max_body_bytes: of one request.
+    max_buffered_bytes: of requests that have not been read whole, on all connections of a server.
+    header_timeout_s, body_timeout_s: from a request's first byte to the end of its headers, and
+    from there to the end of its body. idle_timeout_s: between requests. linger_s: how long what a
+    refused client still sends is read, and thrown away, so that it gets to read why.
+    """
+
+    max_header_bytes: int = 32 * 2**10
+    max_headers: int = 100
+    max_body_bytes: int = 16 * 2**20
+    max_buffered_bytes: int = 256 * 2**20
+    max_pipelined: int = 16
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 60.0
+    idle_timeout_s: float = 75.0
+    linger_s: float = 5.0
+    write_timeout_s: float = 30.0
+
+
+@dataclass(slots=True)
+class HttpRequest:
+    """One request. headers: names in lower case; several of one name as they came."""
+
+    method: str
+    path: str
+    query: str
+    headers: list[tuple[str, str]]
+    is_http_1_0: bool
+    keeps_alive: bool
+    body: bytes = b""
+
+    def header(self, name: str) -> str:
+        """The first of that name; empty if there is none."""
+        return next((value for key, value in self.headers if key == name), "")
+
+
+class HttpHandler(Protocol):
+    """What a server is for."""
+
+    def refusal_of(self, request: HttpRequest) -> HttpError | None:
+        """Why it is refused, by its head alone; None if it is not."""
+
+    async def handle(self, request: HttpRequest, response: HttpResponse) -> None:
+        """Answer it. Cancelled when the client goes away."""
+
+
+@dataclass(slots=True, eq=False)
+class HttpServerState:
+    """What the connections of a server share."""
+
+    handler: HttpHandler
+    limits: HttpLimits
+    connections: set[HttpConnection] = field(default_factory=set)
+    num_buffered_bytes: int = 0
+    is_stopping: bool = False
+    _date: str = ""
+    _date_s: int = 0
+
+    def date(self) -> str:
+        """For the header; made once a second."""
+        now_s = int(time.time())
+        if now_s != self._date_s:
+            self._date_s, self._date = now_s, formatdate(now_s, usegmt=True)
+        return self._date
+
+
+class _Phase(Enum):
+    """What a connection waits for. Each but BUSY has a deadline."""
+
+    IDLE = auto()
+    HEAD = auto()
+    BODY = auto()
+    BUSY = auto()
+    REFUSED = auto()
+
+
+class HttpConnection(asyncio.Protocol):
+    """One connection, and the parser's callbacks."""
+
+    def __init__(self, state: HttpServerState) -> None:
+        self._state = state
+        self._limits = state.limits
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpRequestParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._phase = _Phase.IDLE
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_head_bytes = 0
+        """Of the request that is read."""
+        self._url = b""
+        self._headers: list[tuple[str, str]] = []
+        self._request: HttpRequest | None = None
+        """That is read, once its head is there."""
+        self._body: list[bytes] = []
+        self._num_body_bytes = 0
+        self._is_reading = False
+        """Whether a request has begun and not ended."""
+        self._refusal: HttpError | None = None
+        self._whole: deque[HttpRequest] = deque()
+        """Requests that wait for the one before them."""
+        self.task: asyncio.Task[None] | None = None
+        """Answers a request."""
+        self._writable: asyncio.Event | None = None
+        """Not set while the client is slow to read; made when it first is."""
+
+    # asyncio's callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # Those of uvloop are none by their type.
+        self._transport = cast(asyncio.Transport, transport)
+        self._state.connections.add(self)
+        self._set_timer(self._limits.idle_timeout_s, self._abort)
+
+    def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
+        self._state.connections.discard(self)
+        self._drop_body()
+        self._whole.clear()
+        self._transport = None
+        self._cancel_timer()
+        self.resume_writing()
+        if self.task is not None:
+            self.task.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        if self._phase is _Phase.REFUSED:
+            return
+        if self._request is None:
+            self._num_head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._parse_again(data[upgrade.args[0] :])
+        except httptools.HttpParserError as error:
+            fault = f"this is not HTTP/1.1: {error}"
+            self._refusal = self._refusal or http_error(HTTPStatus.BAD_REQUEST, fault)
+        if self._refusal is None and self._request is None and self._is_reading:
+            self._check_head(self._num_head_bytes)
+        if self._refusal is not None:
+            self._refuse(self._refusal)
+        elif self.task is None:
+            self._next()
+
+    def _parse_again(self, rest: bytes) -> None:
+        """A request asks for another protocol, as Java's client does, and the parser stops behind
+        its head. It is read on without that wish: nothing is spoken here but HTTP/1.1."""
+        if not self._whole:
+            return
+        request = self._whole.pop()
+        headers = [
+            f"{name}: {value}\r\n"
+            for name, value in request.headers
+            if name not in ("upgrade", "connection", "http2-settings", "expect")
+        ]
+        head = f"{request.method} {self._url.decode('ascii')} HTTP/1.1\r\n{''.join(headers)}\r\n"
+        self._parser = httptools.HttpRequestParser(self)
+        self.data_received(head.encode("latin-1") + rest)
+
+    def eof_received(self) -> None:
+        """The client is gone: the transport closes."""
+
+    def pause_writing(self) -> None:
+        if self._writable is None:
+            self._writable = asyncio.Event()
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        if self._writable is not None:
+            self._writable.set()
+
+    # The parser's callbacks
+
+    def on_message_begin(self) -> None:
+        self._url, self._headers, self._request = b"", [], None
+        self._is_reading = True
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.decode("latin-1").lower(), value.decode("latin-1")))
+
+    def on_headers_complete(self) -> None:
+        if self._refusal is not None:
+            return
+        num_bytes = len(self._url) + sum(len(n) + len(v) + 4 for n, v in self._headers)
+        self._check_head(num_bytes)
+        if self._refusal is not None:
+            return
+        try:
+            url = httptools.parse_url(self._url)
+            path, query = url.path.decode("ascii"), (url.query or b"").decode("ascii")
+        except (httptools.HttpParserInvalidURLError, UnicodeDecodeError):
+            self._refusal = http_error(HTTPStatus.BAD_REQUEST, "the URL is not one")
+            return
+        request = HttpRequest(
+            self._parser.get_method().decode("ascii"),
+            path,
+            query,
+            self._headers,
+            self._parser.get_http_version() == "1.0",
+            self._parser.should_keep_alive(),
+        )
+        self._request = request
+        self._refusal = self._state.handler.refusal_of(request) or self._refusal_of_body(request)
+        if self._refusal is None and request.header("expect").lower() == "100-continue":
+            self._write(_CONTINUE)
+
+    def on_body(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return
+        self._body.append(data)
+        self._num_body_bytes += len(data)
+        self._state.num_buffered_bytes += len(data)
+        limits = self._limits
+        if self._num_body_bytes > limits.max_body_bytes:
+            self._refusal = self._too_large()
+        elif self._state.num_buffered_bytes > limits.max_buffered_bytes:
+            self._refusal = http_error(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "too much of other requests is being received; try again",
+                headers=(("retry-after", "1"),),
+            )
+
+    def on_message_complete(self) -> None:
+        self._is_reading = False
+        self._num_head_bytes = 0
+        request, self._request = self._request, None
+        if self._refusal is not None or request is None:
+            return
+        request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._drop_body()
+        self._whole.append(request)
+        if len(self._whole) > self._limits.max_pipelined:
+            fault = f"more than {self._limits.max_pipelined} requests at once on one connection"
+            self._refusal = http_error(HTTPStatus.TOO_MANY_REQUESTS, fault)
+
+    def _check_head(self, num_bytes: int) -> None:
+        limits = self._limits
+        if num_bytes > limits.max_header_bytes or len(self._headers) > limits.max_headers:
+            self._refusal = http_error(
+                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+                f"send at most {limits.max_headers} headers, of {limits.max_header_bytes} bytes "
+                "in all",
+            )
+
+    def _refusal_of_body(self, request: HttpRequest) -> HttpError | None:
+        length = request.header("content-length")
+        if length and int(length) > self._limits.max_body_bytes:
+            return self._too_large()
+        if request.header("content-encoding") not in ("", "identity"):
+            fault = "send the body as it is, without content-encoding"
+            return http_error(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, fault)
+        return None
+
+    def _too_large(self) -> HttpError:
+        limit = self._limits.max_body_bytes
+        fault = f"the body has more than {limit} bytes; send less"
+        return http_error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, fault)
+
+    def _drop_body(self) -> None:
+        self._state.num_buffered_bytes -= self._num_body_bytes
+        self._body, self._num_body_bytes = [], 0
+
+    # One request after the other
+
+    def _next(self) -> None:
+        """Begin the next request, or wait for it."""
+        if self._whole:
+            self._enter(_Phase.BUSY)
+            self.task = self._loop.create_task(self._answer(self._whole.popleft()))
+        elif self._is_reading:
+            self._enter(_Phase.HEAD if self._request is None else _Phase.BODY)
+        elif self._phase is _Phase.BUSY:
+            self._enter(_Phase.IDLE)
+
+    async def _answer(self, request: HttpRequest) -> None:
+        response = HttpResponse(self, request)
+        try:
+            await self._state.handler.handle(request, response)
+        finally:
+            self.task = None
+            if self._transport is not None:
+                self._go_on(response)
+
+    def _go_on(self, response: HttpResponse) -> None:
+        if not response.has_ended:
+            self._abort()  # half of an answer must not look like a whole one
+        elif response.keeps_alive and not self._state.is_stopping:
+            self._next()
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Close when all is written, or when that takes too long."""
+        if self._transport is not None:
+            self._phase = _Phase.REFUSED
+            self._set_timer(self._limits.write_timeout_s, self._abort)
+            self._transport.close()
+
+    def stop(self) -> None:
+        """The server stops: what runs may end."""
+        if self.task is None:
+            self.close()
+
+    def _abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # Deadlines
+
+    def _enter(self, phase: _Phase) -> None:
+        """Within a phase, its deadline stays as it is, whatever trickles in."""
+        if phase is self._phase and self._timer is not None:
+            return
+        self._phase = phase
+        limits = self._limits
+        match phase:
+            case _Phase.BUSY:
+                self._cancel_timer()
+            case _Phase.IDLE:
+                self._set_timer(limits.idle_timeout_s, self._abort)
+            case _Phase.HEAD:
+                self._set_timer(limits.header_timeout_s, self._be_late)
+            case _Phase.BODY:
+                self._set_timer(limits.body_timeout_s, self._be_late)
+
+    def _set_timer(self, delay_s: float, call: Callable[[], None]) -> None:
+        self._cancel_timer()
+        self._timer = self._loop.call_later(delay_s, call)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _be_late(self) -> None:
+        fault = "the request did not arrive whole in time"
+        self._refuse(http_error(HTTPStatus.REQUEST_TIMEOUT, fault))
+
+    def _refuse(self, error: HttpError) -> None:
+        """Answer, and read no further: what still comes is thrown away."""
+        self._drop_body()
+        self._whole.clear()
+        if self._transport is None:
+            return
+        if self.task is not None:
+            self._abort()  # the answer to the request before it is under way
+            return
+        self._phase = _Phase.REFUSED
+        self._write(head_of(error.status, self._state.date(), error_headers(error)) + error.json)
+        self._set_timer(self._limits.linger_s, self._abort)
+
+    # Writing
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+    async def write(self, data: bytes) -> None:
+        """Returns when the client's window took it. Nothing is written once the client is gone."""
+        self._write(data)
+        if self._writable is not None:
+            await self._writable.wait()
+
+    async def write_all(self, data: bytes) -> None:
+        """As `write`, of what nobody else has a deadline for."""
+        self._write(data)
+        if self._writable is None or self._writable.is_set():
+            return
+        try:
+            async with asyncio.timeout(self._limits.write_timeout_s):
+                await self._writable.wait()
+        except TimeoutError:
+            self._abort()
+
+    @property
+    def date(self) -> str:
+        return self._state.date()
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._state.is_stopping
+
+
+class HttpResponse:
+    """The answer to one request."""
+
+    def __init__(self, connection: HttpConnection, request: HttpRequest) -> None:
+        self._connection = connection
+        self._request = request
+        self._head = b""
+        """Of a stream, until its first bytes go with it."""
+        self._is_chunked = False
+        self.headers: list[tuple[str, str]] = []
+        """Of the answer, whatever it will be; content-type and content-length apart."""
+        self.has_started = False
+        self.has_ended = False
+        self.keeps_alive = request.keeps_alive
+
+    async def send(self, status: int, content_type: str, body: bytes) -> None:
+        """All of it."""
+        headers = [("content-type", content_type), ("content-length", str(len(body)))]
+        head = self._make_head(status, headers)
+        self.has_started = self.has_ended = True
+        data = head if self._request.method == "HEAD" else head + body
+        await self._connection.write_all(data)
+
+    def start(self, content_type: str) -> None:
+        """Begin a stream, whose length nobody knows."""
+        headers = [("content-type", content_type), ("cache-control", "no-cache")]
+        self._is_chunked = not self._request.is_http_1_0
+        if self._is_chunked:
+            headers.append(("transfer-encoding", "chunked"))
+        else:
+            self.keeps_alive = False  # its end is the connection's
+        self._head = self._make_head(HTTPStatus.OK, headers)
+        self.has_started = True
+
+    async def write(self, data: bytes) -> None:
+        """The next bytes of a stream, at least one. Returns when the client's window took them."""
+        if self._is_chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        if self._head:
+            data, self._head = self._head + data, b""
+        await self._connection.write(data)
+
+    async def end(self, data: bytes = b"") -> None:
+        """The last bytes of a stream, if any, and its end."""
+        if self._is_chunked:
+            data = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n"
+        data, self._head = self._head + data, b""
+        self.has_ended = True
+        await self._connection.write_all(data)
+
+    def _make_head(self, status: int, headers: list[tuple[str, str]]) -> bytes:
+        if not self.keeps_alive or self._connection.is_stopping:
+            self.keeps_alive = False
+            headers.append(("connection", "close"))
+        return head_of(status, self._connection.date, (*headers, *self.headers))
+
+
+def head_of(status: int, date: str, headers: Headers) -> bytes:
+    """Status line and headers. Values must be of one line: they are the server's own."""
+    lines = [f"HTTP/1.1 {status} {_PHRASES.get(status, 'Unknown')}\r\ndate: {date}\r\n"]
+    lines += [f"{name}: {value}\r\n" for name, value in headers]
+    lines.append("\r\n")
+    return "".join(lines).encode("latin-1")
+
+
+def error_headers(error: HttpError) -> Headers:
+    """Of an answer that ends the connection."""
+    return (
+        ("content-type", JSON),
+        ("content-length", str(len(error.json))),
+        ("connection", "close"),
+        *error.headers,
+    )

@@ -1,0 +1,171 @@
+"""Errors as OpenAI's clients read them: a status, a body that names the field, and when to try
+again."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from pydantic import ValidationError
+
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    ClientStalled,
+    DeadlineExceeded,
+    Draining,
+    EngineFault,
+    FieldViolation,
+    HandoffFailed,
+    InvalidRequest,
+    ModelNotFound,
+    NoWorkers,
+    Overloaded,
+    PeerMismatch,
+    PermissionDenied,
+    Unauthenticated,
+    WorkerLost,
+)
+from gateway.intake.violations import MAX_SHOWN, shown
+
+#: nginx's: the client went away. Only logs and metrics ever see it.
+CLIENT_CLOSED_REQUEST = 499
+
+_INVALID, _SERVER = "invalid_request_error", "server_error"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """type, code: OpenAI's, in the body."""
+
+    status: int
+    type: str
+    code: str | None = None
+
+
+_KINDS: Mapping[type[BatonError], _Kind] = {
+    InvalidRequest: _Kind(HTTPStatus.BAD_REQUEST, _INVALID),
+    ModelNotFound: _Kind(HTTPStatus.NOT_FOUND, _INVALID, "model_not_found"),
+    Unauthenticated: _Kind(HTTPStatus.UNAUTHORIZED, _INVALID, "invalid_api_key"),
+    PermissionDenied: _Kind(HTTPStatus.FORBIDDEN, _INVALID),
+    Overloaded: _Kind(HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_error", "rate_limit_exceeded"),
+    NoWorkers: _Kind(HTTPStatus.SERVICE_UNAVAILABLE, _SERVER),
+    WorkerLost: _Kind(HTTPStatus.SERVICE_UNAVAILABLE, _SERVER),
+    HandoffFailed: _Kind(HTTPStatus.SERVICE_UNAVAILABLE, _SERVER),
+    Draining: _Kind(HTTPStatus.SERVICE_UNAVAILABLE, _SERVER),
+    DeadlineExceeded: _Kind(HTTPStatus.REQUEST_TIMEOUT, "timeout_error"),
+    ClientStalled: _Kind(CLIENT_CLOSED_REQUEST, _INVALID),
+    Cancelled: _Kind(CLIENT_CLOSED_REQUEST, _INVALID),
+    PeerMismatch: _Kind(HTTPStatus.INTERNAL_SERVER_ERROR, _SERVER),
+    EngineFault: _Kind(HTTPStatus.INTERNAL_SERVER_ERROR, _SERVER),
+}
+
+#: Of requests that end before anything of ours has them.
+_STATUS_TYPES: Mapping[int, str] = {
+    HTTPStatus.REQUEST_TIMEOUT: "timeout_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: _SERVER,
+    HTTPStatus.INTERNAL_SERVER_ERROR: _SERVER,
+}
+
+#: What the validator calls a field, and OpenAI's API.
+FieldNames = Callable[[str], str]
+
+
+@dataclass(eq=False)
+class HttpError(Exception):
+    """An error with its place in HTTP. headers: besides those of every answer."""
+
+    status: int
+    body: Mapping[str, Any]
+    headers: tuple[tuple[str, str], ...] = ()
+    request_id: str = ""
+
+    @property
+    def json(self) -> bytes:
+        return json.dumps(self.body).encode()
+
+
+def http_error(
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    headers: tuple[tuple[str, str], ...] = (),
+) -> HttpError:
+    """An error of the door itself: it concerns HTTP, not what is asked for."""
+    kind = _STATUS_TYPES.get(status, _INVALID)
+    return HttpError(status, _body(message, kind, param, code), headers)
+
+
+def from_baton(error: BatonError, field_name: FieldNames) -> HttpError:
+    """field_name: what the client calls a field of GenerateRequest."""
+    kind = _KINDS[type(error)]
+    message, param = error.message, None
+    if isinstance(error, InvalidRequest) and error.violations:
+        fields = [field_name(violation.field) for violation in error.violations]
+        message = "; ".join(
+            f"{field}: {violation.description}"
+            for field, violation in zip(fields, error.violations, strict=True)
+        )
+        param = fields[0]
+    elif isinstance(error, ModelNotFound):
+        param = "model"
+    headers: tuple[tuple[str, str], ...] = ()
+    if error.retry_after_s is not None:
+        headers = (("retry-after", str(max(1, math.ceil(error.retry_after_s)))),)
+    if isinstance(error, Unauthenticated):
+        headers = (("www-authenticate", "Bearer"),)
+    body = _body(message, kind.type, param, kind.code)
+    return HttpError(kind.status, body, headers, error.request_id)
+
+
+def from_validation(error: ValidationError) -> InvalidRequest:
+    """What is wrong with a body's JSON or types, each field with its path and value."""
+    violations = [
+        FieldViolation(_path(entry["loc"]), _described(entry["type"], entry["msg"], entry["input"]))
+        for entry in error.errors(include_url=False, include_context=False)[:MAX_SHOWN]
+    ]
+    return InvalidRequest.of(*violations)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """("messages", 2, "role") as messages[2].role."""
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return path.removeprefix(".") or "body"
+
+
+def _described(kind: str, message: str, value: object) -> str:
+    if kind == "json_invalid":
+        return f"is not JSON: {message.removeprefix('Invalid JSON: ')}"
+    if kind == "missing":
+        return "is missing; give it"
+    return f"{shown_value(value)}: {message[:1].lower()}{message[1:]}"
+
+
+def shown_value(value: object) -> str:
+    """A value of the client's in a message: not long, and as JSON has it."""
+    if isinstance(value, str):
+        return shown(value)
+    if isinstance(value, dict | list):
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    names = {None: "null", True: "true", False: "false"}
+    return names[value] if value is None or isinstance(value, bool) else shown_number(value)
+
+
+def shown_number(value: object) -> str:
+    text = str(value) if not isinstance(value, int) or abs(value) < 10**20 else "a huge number"
+    return text[:_MAX_NUMBER_CHARS]
+
+
+_MAX_NUMBER_CHARS = 40
+
+
+def _body(message: str, kind: str, param: str | None, code: str | None) -> Mapping[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,217 @@
+"""A request's way through the HTTP door: its prompts go to `Serving` as gRPC's do, and what comes
+is sent as server-sent events, or as one JSON document at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from baton.errors import BatonError
+from baton.v1 import inference_pb2
+from gateway.http.connection import JSON, HttpRequest, HttpResponse
+from gateway.http.requests import GenerationBody
+from gateway.intake.request import ValidatedRequest
+from gateway.serving import Call, Serving
+
+EVENTS = "text/event-stream; charset=utf-8"
+
+_DONE = "data: [DONE]\n\n"
+
+#: In a JSON document of ASCII: some readers of lines take more than "\n" for the end of one.
+quoted = json.encoder.encode_basestring_ascii
+
+Chunk = inference_pb2.GenerateResponse
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What all chunks of an answer begin with."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        """kind: OpenAI's `object`."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+
+class Format(Protocol):
+    """One kind of completion: what is asked of the tiers, and the form of the answer."""
+
+    id_prefix: str
+
+    @property
+    def body(self) -> GenerationBody:
+        """As it was sent."""
+
+    @property
+    def requests(self) -> Sequence[inference_pb2.GenerateRequest]:
+        """One for each prompt."""
+
+    def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
+        """Before the first piece. prompt_token_ids: of one of its prompts."""
+
+    def event(self, prompt: int, chunk: Chunk, usage: str) -> str:
+        """A piece as server-sent events, if there is anything new. usage: a member of the JSON
+        to put in, or nothing."""
+
+    def end(self, usage: Mapping[str, Any]) -> str:
+        """The last events of a stream."""
+
+    def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
+        """The whole answer. chunks: those of each prompt."""
+
+
+class Usage:
+    """Token counts of an answer, over all its prompts."""
+
+    def __init__(self, num_prompts: int) -> None:
+        self.num_prompt_tokens = 0
+        self._num_output_tokens = [0] * num_prompts
+        self._num_cached_tokens = 0
+
+    def add(self, prompt: int, chunk: Chunk) -> None:
+        self._num_output_tokens[prompt] += len(chunk.token_ids)
+        if chunk.HasField("usage"):
+            usage = chunk.usage
+            # Those of choices that were not the best, too.
+            self._num_output_tokens[prompt] = usage.completion_tokens
+            self._num_cached_tokens += max(usage.cached_tokens, usage.decode_cached_tokens)
+
+    def fields(self) -> dict[str, Any]:
+        num_output_tokens = sum(self._num_output_tokens)
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": num_output_tokens,
+            "total_tokens": self.num_prompt_tokens + num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens},
+        }
+
+
+class Generation:
+    """One request. Raises BatonError from `run` as long as nothing of an answer has been sent."""
+
+    def __init__(
+        self, serving: Serving, form: Format, request: HttpRequest, response: HttpResponse
+    ) -> None:
+        self._serving = serving
+        self._form = form
+        self._metadata = request.headers
+        self._response = response
+        self._usage = Usage(len(form.requests))
+        self._answer: Answer | None = None
+        self._chunks: list[list[Chunk]] = [[] for _ in form.requests]
+        """Of each prompt, where they are not streamed."""
+
+    async def run(self) -> None:
+        """Send the whole answer."""
+        if not self._form.body.is_streamed:
+            await self._run_all()
+            document = self._form.document(self._chunks, self._usage.fields())
+            await self._response.send(200, JSON, json.dumps(document).encode())
+            return
+        await self._run_all()
+        await self._response.end(self._form.end(self._usage.fields()).encode())
+
+    async def _run_all(self) -> None:
+        """All prompts at once; the first that fails ends the others."""
+        write = self._write_event if self._form.body.is_streamed else self._keep
+        if len(self._form.requests) == 1:
+            await self._run_one(self._form.requests[0], 0, write)
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index, request in enumerate(self._form.requests):
+                    group.create_task(self._run_one(request, index, write))
+        except* BatonError as failures:
+            raise _first(failures) from None
+
+    async def _run_one(
+        self, request: inference_pb2.GenerateRequest, index: int, write: Any
+    ) -> None:
+        call = Call(self._metadata, functools.partial(write, index), on_validated=self._begin)
+        await self._serving.generate(request, call)
+
+    def _begin(self, validated: ValidatedRequest) -> None:
+        self._usage.num_prompt_tokens += len(validated.spec.prompt_token_ids)
+        if self._answer is not None:
+            return
+        request_id = validated.spec.request_id
+        self._response.headers.append(("x-request-id", request_id))
+        self._answer = Answer(
+            f"{self._form.id_prefix}-{request_id}",
+            int(time.time()),
+            self._form.body.model or self._serving.facts.name,
+            self._serving.fingerprint,
+        )
+        self._form.begin(self._answer, validated.spec.prompt_token_ids)
+
+    async def _keep(self, index: int, chunk: Chunk) -> None:
+        self._usage.add(index, chunk)
+        self._chunks[index].append(chunk)
+
+    async def _write_event(self, index: int, chunk: Chunk) -> None:
+        self._usage.add(index, chunk)
+        body = self._form.body
+        usage = ""
+        if body.has_usage_everywhere:
+            usage = f',"usage":{json.dumps(self._usage.fields())}'
+        elif body.has_usage_chunk:
+            usage = ',"usage":null'
+        data = self._form.event(index, chunk, usage).encode()
+        if not data:
+            return
+        # Not earlier: what fails before the first piece has a status of its own.
+        if not self._response.has_started:
+            self._response.start(EVENTS)
+        await self._response.write(data)
+
+
+def _first(failures: BaseExceptionGroup[BatonError]) -> BatonError:
+    first = failures.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+def usage_and_done(
+    body: GenerationBody, fields: Mapping[str, Any], usage: Mapping[str, Any]
+) -> str:
+    """The end of a stream of completions: the chunk that has the usage alone, if it is wanted, and
+    OpenAI's sign. fields: what chunks begin with."""
+    if not body.has_usage_chunk:
+        return _DONE
+    document = {**fields, "choices": [], "usage": usage}
+    return f"data: {json.dumps(document)}\n\n{_DONE}"
+
+
+FINISHES: Mapping[int, str | None] = {0: None, 1: "stop", 2: "length"}
+
+
+def stop_reason(chunk: Chunk) -> str | int | None:
+    """vLLM's: the string or the token that ended the output, if the client had named it."""
+    match chunk.stop_cause.WhichOneof("kind"):
+        case "stop":
+            return chunk.stop_cause.stop
+        case "stop_token_id":
+            return chunk.stop_cause.stop_token_id
+    return None
+
+
+def by_choice(chunks: Sequence[Chunk]) -> Mapping[int, list[Chunk]]:
+    """The pieces of each choice of a prompt, choices in order."""
+    choices: dict[int, list[Chunk]] = {}
+    for chunk in chunks:
+        choices.setdefault(chunk.choice, []).append(chunk)
+    return dict(sorted(choices.items()))

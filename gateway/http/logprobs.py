@@ -1,0 +1,99 @@
+"""Log probabilities in both of OpenAI's forms: of completions, by token text; of chats, with
+bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from baton.v1 import sampling_pb2
+
+#: The bytes of a token.
+BytesOf = Callable[[int], bytes]
+
+Positions = Sequence[sampling_pb2.PositionLogprobs]
+
+
+def chat_logprobs(positions: Positions, num_top: int, bytes_of: BytesOf) -> dict[str, Any]:
+    """As chats have them. num_top: as many as were asked for."""
+    content = [
+        {
+            **_entry(position.chosen, bytes_of),
+            "top_logprobs": [_entry(entry, bytes_of) for entry in position.top[:num_top]],
+        }
+        for position in positions
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _entry(entry: sampling_pb2.TokenLogprob, bytes_of: BytesOf) -> dict[str, Any]:
+    raw = bytes_of(entry.token_id)
+    return {"token": text_of(raw), "logprob": _finite(entry.logprob), "bytes": list(raw)}
+
+
+def completion_logprobs(
+    positions: Iterable[sampling_pb2.PositionLogprobs | int], bytes_of: BytesOf, offset: int
+) -> tuple[dict[str, Any], int]:
+    """As completions have them, and where the next token's text begins.
+
+    positions: a bare token id, the first of an echoed prompt, has no log probability. offset: in
+    characters, of the first of them.
+    """
+    tokens: list[str] = []
+    logprobs: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    for position in positions:
+        if isinstance(position, int):
+            text = text_of(bytes_of(position))
+            logprobs.append(None)
+            tops.append(None)
+        else:
+            chosen = position.chosen
+            text = text_of(bytes_of(chosen.token_id))
+            logprobs.append(_finite(chosen.logprob))
+            # Of several tokens with one text, the most probable counts.
+            top: dict[str, float] = {}
+            for entry in (*position.top, chosen):
+                top.setdefault(text_of(bytes_of(entry.token_id)), _finite(entry.logprob))
+            tops.append(top)
+        tokens.append(text)
+        offsets.append(offset)
+        offset += len(text)
+    document = {
+        "tokens": tokens,
+        "token_logprobs": logprobs,
+        "top_logprobs": tops,
+        "text_offset": offsets,
+    }
+    return document, offset
+
+
+def prompt_logprobs(positions: Positions, bytes_of: BytesOf) -> list[dict[str, Any] | None]:
+    """As vLLM has them: by token id, nothing for the first token."""
+    ranked: list[dict[str, Any] | None] = [None]
+    for position in positions:
+        entries: dict[str, Any] = {}
+        for rank, entry in enumerate(position.top, start=1):
+            entries[str(entry.token_id)] = _ranked(entry, rank, bytes_of)
+        chosen = position.chosen
+        entries.setdefault(str(chosen.token_id), _ranked(chosen, None, bytes_of))
+        ranked.append(entries)
+    return ranked
+
+
+def _ranked(
+    entry: sampling_pb2.TokenLogprob, rank: int | None, bytes_of: BytesOf
+) -> dict[str, Any]:
+    text = text_of(bytes_of(entry.token_id))
+    return {"logprob": _finite(entry.logprob), "rank": rank, "decoded_token": text}
+
+
+def text_of(raw: bytes) -> str:
+    """Of a token alone; parts of a character become replacement characters."""
+    return raw.decode("utf-8", "replace")
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity: OpenAI writes this for what is as good as impossible."""
+    return max(logprob, -9999.0)

@@ -1,0 +1,58 @@
+"""What a model thinks before it answers, `<think>...</think>`, separated from the answer piece by
+piece. Pure."""
+
+from __future__ import annotations
+
+BEGIN, END = "<think>", "</think>"
+
+
+class ReasoningSplitter:
+    """Of one choice. DeepSeek R1, Qwen3 and others write so; with some, the prompt ends with the
+    first mark already."""
+
+    def __init__(self, *, is_reasoning: bool) -> None:
+        """is_reasoning: whether the output begins within the marks."""
+        self._is_reasoning = is_reasoning
+        self._is_over = False
+        """Whether all that follows is the answer."""
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """The next text's reasoning, and its answer."""
+        if self._is_over:
+            return "", text
+        self._held += text
+        if not self._is_reasoning:
+            stripped = self._held.lstrip()
+            if BEGIN.startswith(stripped):  # it may become the mark, or is nothing yet
+                if stripped == BEGIN:
+                    self._is_reasoning, self._held = True, ""
+                return "", ""
+            if not stripped.startswith(BEGIN):
+                return "", self._finish()
+            self._is_reasoning, self._held = True, stripped[len(BEGIN) :]
+        before, mark, after = self._held.partition(END)
+        if mark:
+            self._held = after.lstrip("\n")
+            return before, self._finish()
+        num_held = next(
+            (
+                n
+                for n in range(min(len(END) - 1, len(before)), 0, -1)
+                if END.startswith(before[-n:])
+            ),
+            0,
+        )
+        cut = len(before) - num_held
+        self._held = before[cut:]
+        return before[:cut], ""
+
+    def end(self) -> tuple[str, str]:
+        """What was held back, now that nothing follows."""
+        held, self._held = self._held, ""
+        return (held, "") if self._is_reasoning and not self._is_over else ("", held)
+
+    def _finish(self) -> str:
+        held, self._held = self._held, ""
+        self._is_over = True
+        return held

@@ -1,0 +1,349 @@
+"""What clients send: the fields of OpenAI's API and of vLLM's beside it, and what they mean in a
+GenerateRequest.
+
+Types are checked here, by pydantic, ranges by the one validator. Fields that nobody knows are
+passed over, and named in a header of the answer; those that would change the output, and are not
+served here, are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from baton.errors import FieldViolation, InvalidRequest
+from baton.v1 import inference_pb2, sampling_pb2
+from gateway.http.errors import from_validation, shown_value
+from gateway.intake.violations import MAX_SHOWN, Violations
+
+#: Objects and lists of a body, nested ones too: what is made of each takes far more memory than its
+#: text.
+MAX_NODES = 100_000
+
+MAX_PROMPTS = 128
+
+_MAX_UINT64 = 2**64
+
+BodyT = TypeVar("BodyT", bound="Body")
+
+_Token = Annotated[int, Field(ge=0)]
+
+
+class Body(BaseModel):
+    """A request's JSON. null means the same as leaving a field out."""
+
+    model_config = ConfigDict(
+        strict=True, extra="allow", frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    @property
+    def unknown_fields(self) -> tuple[str, ...]:
+        """Names of what nobody here knows."""
+        return tuple(self.model_extra or ())
+
+
+class StreamOptions(Body):
+    """What a stream has besides its text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(Body):
+    """What both kinds of completion have."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    best_of: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: Any = None
+    stop_token_ids: list[_Token] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    # Nothing here depends on these.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    request_id: Any = None
+    spaces_between_special_tokens: Any = None
+    # They would change the output.
+    use_beam_search: bool | None = None
+    allowed_token_ids: Any = None
+    logits_processors: Any = None
+    truncate_prompt_tokens: Any = None
+
+    @property
+    def is_streamed(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def has_usage_chunk(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def has_usage_everywhere(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+#: Fields of SamplingParams by the same names.
+_SAME = (
+    "n",
+    "best_of",
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+    "prompt_logprobs",
+)
+#: Given, they are refused: nothing like them is served.
+_REFUSED = ("use_beam_search", "allowed_token_ids", "logits_processors", "truncate_prompt_tokens")
+
+
+def parsed(cls: type[BodyT], data: bytes) -> BodyT:
+    """A body's fields. Raises InvalidRequest, naming each wrong one."""
+    if data.count(b"{") + data.count(b"[") > MAX_NODES:
+        fault = f"more than {MAX_NODES} objects and lists; send fewer"
+        raise InvalidRequest.of(FieldViolation("body", fault))
+    try:
+        return cls.model_validate_json(data)
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def sampling_message(
+    body: GenerationBody, *, logprobs: int | None, max_tokens: tuple[str, int | None]
+) -> sampling_pb2.SamplingParams:
+    """max_tokens: with the name it was given by. Raises InvalidRequest for what a message cannot
+    carry."""
+    params = sampling_pb2.SamplingParams()
+    name, number = max_tokens
+    values = [(field, getattr(body, field)) for field in _SAME]
+    values += [("logprobs", logprobs), (name, number)]
+    violations: list[FieldViolation] = []
+    for field, value in values:
+        if value is None:
+            continue
+        try:
+            setattr(params, "max_tokens" if field == name else field, value)
+        except ValueError:
+            fault = f"{shown_value(value)}: must be from 0 to 2^32 - 1"
+            violations.append(FieldViolation(field, fault))
+    violations += _put_top_k(body.top_k, params)
+    violations += _put_seed(body.seed, params)
+    violations += _put_bias(body.logit_bias or {}, params)
+    violations += _put_stop(body.stop, params)
+    violations += _put_stop_token_ids(body.stop_token_ids or (), params)
+    violations += _put_structure(body, params)
+    params.bad_words.extend(body.bad_words or ())
+    for field in _REFUSED:
+        if getattr(body, field):
+            violations.append(FieldViolation(field, "is not served here; leave it out"))
+    if violations:
+        raise InvalidRequest.of(*violations)
+    return params
+
+
+def generate_request(
+    body: GenerationBody, prompt: inference_pb2.Prompt, sampling: sampling_pb2.SamplingParams
+) -> inference_pb2.GenerateRequest:
+    """The request of one prompt."""
+    request = inference_pb2.GenerateRequest(
+        model=body.model or "",
+        prompt=prompt,
+        sampling=sampling,
+        cache_salt=body.cache_salt or "",
+    )
+    try:
+        request.priority = body.priority or 0
+    except ValueError:
+        fault = f"{shown_value(body.priority)}: must be a number of 32 bits"
+        raise InvalidRequest.of(FieldViolation("priority", fault)) from None
+    return request
+
+
+def token_prompt(field: str, token_ids: Sequence[Any]) -> inference_pb2.Prompt:
+    """A prompt of token ids. Raises InvalidRequest for what is no id."""
+    wrong = [(i, t) for i, t in enumerate(token_ids) if type(t) is not int or not 0 <= t < 2**32]
+    if wrong:
+        raise InvalidRequest.of(
+            *(
+                FieldViolation(f"{field}[{i}]", f"{shown_value(t)}: must be a token id")
+                for i, t in wrong[:MAX_SHOWN]
+            )
+        )
+    return inference_pb2.Prompt(token_ids=inference_pb2.TokenIds(ids=token_ids))
+
+
+def field_namer(names: Mapping[str, str]) -> Callable[[str], str]:
+    """What a client calls fields of GenerateRequest. names: by their beginnings, where they are not
+    the same without "sampling."."""
+
+    def name_of(field: str) -> str:
+        for path, name in names.items():
+            if field == path or field.startswith((f"{path}.", f"{path}[")):
+                return name + field[len(path) :]
+        return field.removeprefix("sampling.")
+
+    return name_of
+
+
+def _put_top_k(top_k: int | None, params: sampling_pb2.SamplingParams) -> Violations:
+    if top_k is None or top_k == -1:  # vLLM's for all of them
+        return
+    if 0 <= top_k < 2**32:
+        params.top_k = top_k
+    else:
+        yield FieldViolation("top_k", f"{shown_value(top_k)}: must be 0 or more, or -1 for all")
+
+
+def _put_seed(seed: int | None, params: sampling_pb2.SamplingParams) -> Violations:
+    if seed is None:
+        return
+    if -(_MAX_UINT64 // 2) <= seed < _MAX_UINT64:
+        params.seed = seed % _MAX_UINT64
+    else:
+        yield FieldViolation("seed", f"{shown_value(seed)}: must be a number of 64 bits")
+
+
+def _put_bias(bias: Mapping[str, float], params: sampling_pb2.SamplingParams) -> Violations:
+    for text, value in bias.items():
+        if text.isascii() and text.isdecimal() and len(text) < 10:
+            params.logit_bias[int(text)] = value
+        else:
+            yield FieldViolation("logit_bias", f"{shown_value(text)}: keys must be token ids")
+            return
+
+
+def _put_stop(stop: Any, params: sampling_pb2.SamplingParams) -> Violations:
+    if stop is None:
+        return
+    texts = [stop] if isinstance(stop, str) else stop
+    if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
+        params.stop.extend(texts)
+    else:
+        yield FieldViolation("stop", f"{shown_value(stop)}: must be a string, or a list of them")
+
+
+def _put_stop_token_ids(
+    token_ids: Sequence[int], params: sampling_pb2.SamplingParams
+) -> Violations:
+    wrong = next((token_id for token_id in token_ids if token_id >= 2**32), None)
+    if wrong is None:
+        params.stop_token_ids.extend(token_ids)
+    else:
+        yield FieldViolation("stop_token_ids", f"{shown_value(wrong)}: must be a token id")
+
+
+#: By field of a body, the kind of StructuredOutput.
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+
+
+def structure_field(body: GenerationBody) -> str:
+    """The field by which a body asks for a structure; empty if none does."""
+    if body.response_format is not None and body.response_format.get("type") != "text":
+        return "response_format"
+    if body.structured_outputs is not None:
+        return "structured_outputs"
+    return next((field for field in _GUIDED if getattr(body, field) is not None), "")
+
+
+def _put_structure(body: GenerationBody, params: sampling_pb2.SamplingParams) -> Violations:
+    field = structure_field(body)
+    if field == "response_format":
+        yield from _put_response_format(body.response_format or {}, params)
+    elif field == "structured_outputs":
+        asked = {k: v for k, v in (body.structured_outputs or {}).items() if v not in (None, False)}
+        kinds = asked.keys() & {"json", "regex", "choice", "grammar", "json_object"}
+        if len(kinds) != 1 or asked.keys() - kinds:
+            yield FieldViolation(
+                field, "give one of json, regex, choice, grammar and json_object, and nothing else"
+            )
+            return
+        (kind,) = kinds
+        yield from _put_kind(f"{field}.{kind}", kind, asked[kind], params)
+    elif field:
+        yield from _put_kind(field, _GUIDED[field], getattr(body, field), params)
+
+
+def _put_response_format(
+    asked: Mapping[str, Any], params: sampling_pb2.SamplingParams
+) -> Violations:
+    match asked.get("type"):
+        case "json_object":
+            params.structured_output.json_object = True
+        case "json_schema":
+            schema = asked.get("json_schema")
+            inner = schema.get("schema") if isinstance(schema, dict) else None
+            if not isinstance(inner, dict):
+                yield FieldViolation(
+                    "response_format.json_schema.schema",
+                    f"{shown_value(inner)}: must be a JSON Schema, an object",
+                )
+                return
+            params.structured_output.json_schema = json.dumps(inner)
+        case kind:
+            yield FieldViolation(
+                "response_format.type",
+                f"{shown_value(kind)}: must be text, json_object or json_schema",
+            )
+
+
+def _put_kind(field: str, kind: str, value: Any, params: sampling_pb2.SamplingParams) -> Violations:
+    output = params.structured_output
+    match kind, value:
+        case "json", str():
+            output.json_schema = value
+        case "json", dict():
+            output.json_schema = json.dumps(value)
+        case "regex", str():
+            output.regex = value
+        case "grammar", str():
+            output.grammar = value
+        case "json_object", True:
+            output.json_object = True
+        case "choice", list() if all(isinstance(text, str) for text in value):
+            output.choice.values.extend(value)
+            output.choice.SetInParent()
+        case _:
+            yield FieldViolation(field, f"{shown_value(value)}: is not of its type")

@@ -1,0 +1,265 @@
+"""Calls of tools in what a model writes, in the formats of Hermes and Qwen, Llama, Mistral and
+DeepSeek, found piece by piece. Pure.
+
+A call is a JSON object after a mark of the format:
+
+    CONTENT --mark--> HEADER --"{"--> CALL --"}"--> AFTER --mark, or "{"--> HEADER
+       ^                 |              |             |
+       └── not a call ───┴──────────────┴── other text ┘
+
+Text that is no call is content. What may be the beginning of a mark is held back until that is
+clear, and nothing is lost where it is none.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from types import MappingProxyType
+
+from gateway.http.json_stream import CallScanner
+
+#: Longest text between a mark and its call's object: a name, and what is around it.
+_MAX_HEADER_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text of the message."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegins:
+    """The next call: its tool is known."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of a call's arguments, JSON."""
+
+    index: int
+    text: str
+
+
+Part = Content | CallBegins | CallArguments
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a family of models writes calls.
+
+    marks: what a call begins with. fillers: what may stand after one, besides spaces. header: what
+    may stand between the mark and the object; its group, if it has one that matched, is the tool's
+    name, and the object is the arguments alone. is_bare: whether an output may begin with an
+    object, without a mark. is_list: whether one object may follow the other without a mark.
+    """
+
+    marks: tuple[str, ...]
+    fillers: tuple[str, ...] = ()
+    header: str = r"\s*()"
+    is_bare: bool = False
+    is_list: bool = False
+
+
+#: By vLLM's names of its parsers.
+TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
+    {
+        "hermes": ToolFormat(("<tool_call>",), ("</tool_call>",)),
+        "llama3_json": ToolFormat(("<|python_tag|>",), (";",), is_bare=True, is_list=True),
+        "mistral": ToolFormat(
+            ("[TOOL_CALLS]",), (",", "]"), r"\s*\[?\s*,?\s*([\w.-]*)(?:\[ARGS\])?\s*", is_list=True
+        ),
+        "deepseek_v3": ToolFormat(
+            ("<｜tool▁call▁begin｜>", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"),
+            ("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+            r"\s*(?:function<｜tool▁sep｜>)?([\w.-]+)(?:<｜tool▁sep｜>)?\s*(?:```json)?\s*",
+        ),
+    }
+)
+
+#: What a grammar makes of a required call: a JSON list, and nothing else.
+REQUIRED_FORMAT = ToolFormat(("[",), (",", "]"), is_list=True)
+
+
+def format_of_template(template: str) -> str:
+    """The name of the format that a chat template shows its model; Hermes' if it shows none."""
+    for mark, name in (
+        ("[TOOL_CALLS]", "mistral"),
+        ("<｜tool▁call", "deepseek_v3"),
+        ("<tool_call>", "hermes"),
+        ("<|python_tag|>", "llama3_json"),
+        ('"parameters"', "llama3_json"),
+    ):
+        if mark in template:
+            return name
+    return "hermes"
+
+
+class _Mode(Enum):
+    CONTENT = auto()
+    HEADER = auto()
+    CALL = auto()
+    AFTER = auto()
+
+
+class ToolParser:
+    """Of one choice."""
+
+    def __init__(self, form: ToolFormat | None, name: str | None = None) -> None:
+        """form: None for an output without calls. name: of the tool, where all of the output is its
+        arguments."""
+        self._form = form
+        self._header = re.compile(form.header if form else "")
+        self._name = name
+        self._mode = _Mode.CONTENT
+        self._held = ""
+        """Not yet emitted; in a call, nothing."""
+        self._mark = ""
+        """That began what is read."""
+        self._call = CallScanner()
+        self._has_begun = False
+        """Whether the call's beginning was."""
+        self._is_first = True
+        self.num_calls = 0
+
+    def feed(self, text: str) -> list[Part]:
+        """What is known by the next text. Neighbouring parts of a kind are not joined."""
+        if self._name is not None:
+            return list(self._named(text))
+        if self._form is None:
+            return [Content(text)] if text else []
+        self._held += text
+        parts: list[Part] = []
+        while True:
+            before = (self._mode, len(self._held))
+            parts += self._step(self._form)
+            if not self._held or before == (self._mode, len(self._held)):
+                return parts
+
+    def end(self) -> list[Part]:
+        """What was held back, now that nothing follows."""
+        held, self._held = self._held, ""
+        if self._mode is _Mode.HEADER:
+            held = self._mark + held
+        elif self._mode is _Mode.CALL and not self._has_begun:
+            held = self._mark + self._call.text
+        elif self._mode is _Mode.AFTER:
+            held = held.strip()
+        return [Content(held)] if held else []
+
+    def _named(self, text: str) -> Iterator[Part]:
+        if not self.num_calls:
+            yield self._begin(self._name or "")
+        if text:
+            yield CallArguments(0, text)
+
+    def _step(self, form: ToolFormat) -> Iterator[Part]:
+        """One arrow of the drawing above, as far as what is held allows."""
+        match self._mode:
+            case _Mode.CONTENT:
+                yield from self._read_content(form)
+            case _Mode.HEADER:
+                yield from self._read_header()
+            case _Mode.CALL:
+                yield from self._read_call()
+            case _Mode.AFTER:
+                self._read_after(form)
+
+    def _read_content(self, form: ToolFormat) -> Iterator[Part]:
+        if self._is_first and form.is_bare:
+            stripped = self._held.lstrip()
+            if not stripped:
+                return
+            if stripped[0] == "{":
+                self._enter_header(self._held[: -len(stripped)], stripped)
+                return
+        found = [(i, -len(m), m) for m in form.marks if (i := self._held.find(m)) >= 0]
+        if found:
+            start, _, mark = min(found)
+            text, self._held = self._held[:start], self._held[start:]
+            self._enter_header(mark, self._held[len(mark) :])
+        else:
+            num_kept = _num_held_back(self._held, form.marks)
+            cut = len(self._held) - num_kept
+            text, self._held = self._held[:cut], self._held[cut:]
+        if text:
+            self._is_first = False
+            # Space before a call is none of the message.
+            if not found or text.strip():
+                yield Content(text)
+
+    def _enter_header(self, mark: str, rest: str) -> None:
+        self._mode, self._mark, self._held, self._is_first = _Mode.HEADER, mark, rest, False
+
+    def _read_header(self) -> Iterator[Part]:
+        start = self._held.find("{")
+        if start < 0:
+            if len(self._held) > _MAX_HEADER_CHARS:
+                yield self._no_call(self._mark + self._held)
+                self._held = ""
+            return
+        header = self._header.fullmatch(self._held[:start])
+        if header is None:
+            yield self._no_call(self._mark + self._held[: start + 1])
+            self._held = self._held[start + 1 :]
+            return
+        self._mark += self._held[:start]
+        self._held = self._held[start:]
+        self._call, self._has_begun = CallScanner(header[1] or None), False
+        self._mode = _Mode.CALL
+
+    def _read_call(self) -> Iterator[Part]:
+        self._held = self._call.feed(self._held)
+        name = self._call.name
+        if name and not self._has_begun:
+            self._has_begun = True
+            yield self._begin(name)
+        if self._has_begun:
+            new = self._call.take_arguments()
+            if new:
+                yield CallArguments(self.num_calls - 1, new)
+        if self._call.is_over:
+            if self._has_begun:
+                self._mode = _Mode.AFTER
+            else:
+                yield self._no_call(self._mark + self._call.text)
+
+    def _read_after(self, form: ToolFormat) -> None:
+        rest = self._held.lstrip()
+        for filler in form.fillers:
+            if rest.startswith(filler):
+                self._held = rest[len(filler) :]
+                return
+        if any(text.startswith(rest) for text in (*form.fillers, *form.marks)):
+            return  # it may become one, if it is not nothing
+        self._held = rest
+        if form.is_list and rest[0] == "{":
+            self._mode, self._mark = _Mode.HEADER, ""
+        else:
+            self._mode = _Mode.CONTENT
+
+    def _begin(self, name: str) -> CallBegins:
+        self.num_calls += 1
+        return CallBegins(self.num_calls - 1, f"call_{secrets.token_hex(12)}", name)
+
+    def _no_call(self, text: str) -> Content:
+        self._mode = _Mode.CONTENT
+        return Content(text)
+
+
+def _num_held_back(text: str, marks: tuple[str, ...]) -> int:
+    """Characters at the end of a text that may be the beginning of a mark."""
+    longest = max(map(len, marks)) - 1
+    for num in range(min(longest, len(text)), 0, -1):
+        if any(mark.startswith(text[-num:]) for mark in marks):
+            return num
+    return 0

@@ -1,0 +1,293 @@
+"""What both doors, gRPC and HTTP, do with a request: validate, tokenize and run it, and report it
+to telemetry."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from baton import __version__
+from baton.errors import BatonError, Cancelled, DeadlineExceeded, EngineFault
+from baton.rpc.api_key import shown_digest
+from baton.sampling_params import MAX_CHOICES
+from baton.telemetry import no_telemetry
+from baton.types import Tier, WorkerInfo
+from baton.v1 import inference_pb2, sampling_pb2
+from baton.wire import numerics_to_proto
+from gateway.intake.chat import ChatRenderer, more_of
+from gateway.intake.grammars import GrammarCompiler
+from gateway.intake.model_facts import ModelFacts
+from gateway.intake.request import ValidatedRequest, unique_request_id
+from gateway.intake.sampling_rules import num_returned
+from gateway.intake.tokenizer import Tokenizer, TooManyTokens
+from gateway.intake.validator import (
+    Ids,
+    Tokenized,
+    check_detokenize,
+    check_model,
+    check_request,
+    check_tokenize,
+    resolve,
+    too_long,
+)
+from gateway.intake.violations import given
+from gateway.output.delivery import Write
+from gateway.output.time_limits import fail_at
+from gateway.request.driver import RequestDeps, RequestDriver
+from gateway.routing.fleet import Fleet, Worker
+from gateway.telemetry.recorder import GatewayRecorder, RequestRecord
+
+#: Tokens that any model is taken to have room for until a worker reports.
+_UNKNOWN_LEN = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    """model_name, aliases: what requests call the model. request_timeout_s: for requests without a
+    deadline. has_api_keys: whether callers have shown one; each key is an account then, and else
+    each cache_salt."""
+
+    model_name: str
+    request_timeout_s: float
+    has_api_keys: bool = False
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """How one request came, and where its output goes.
+
+    metadata: header names in lower case with their values. timeout_s: until the client gives up;
+    None if it did not say. on_validated: called once the request is known to be good. on_admitted:
+    awaited with the request's id once it is in the queue, or has a place.
+    """
+
+    metadata: Iterable[tuple[str, str | bytes]]
+    write: Write
+    timeout_s: float | None = None
+    on_validated: Callable[[ValidatedRequest], None] | None = None
+    on_admitted: Callable[[str], Awaitable[None]] | None = None
+
+
+class Serving:
+    """Belongs to one event loop."""
+
+    def __init__(
+        self,
+        options: ServiceOptions,
+        deps: RequestDeps,
+        tokenizer: Tokenizer,
+        chat: ChatRenderer | None,
+        grammars: GrammarCompiler,
+        recorder: GatewayRecorder | None = None,
+        *,
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """chat: None if the model has no chat template. recorder: on the clock of `deps`; None for
+        none."""
+        self._options = options
+        self._deps = deps
+        self._fleet: Fleet = deps.fleet
+        self.tokenizer = tokenizer
+        self._chat = chat
+        self._grammars = grammars
+        self._now_ns = now_ns
+        self._infos: tuple[WorkerInfo, ...] = ()
+        """Of decode workers, when `_known_facts` was made of it."""
+        self._known_facts = self._facts_by(self._infos)
+        self._clock = deps.clock or time.monotonic
+        self._recorder = recorder or GatewayRecorder(
+            no_telemetry(), options.model_name, self._clock
+        )
+
+    async def generate(self, request: inference_pb2.GenerateRequest, call: Call) -> None:
+        """Stream the output of one request to `call.write`. Raises BatonError."""
+        arrival_s = self._clock()
+        is_chat = request.prompt.WhichOneof("kind") == "chat"
+        record = self._recorder.begin(call.metadata, arrival_s, is_chat=is_chat)
+        error: str | None = EngineFault.reason
+        try:
+            await self._generate(request, call, record)
+            error = None
+        except BatonError as failure:
+            error = failure.reason
+            raise
+        except asyncio.CancelledError:
+            error = Cancelled.reason
+            raise
+        finally:
+            self._recorder.end(record, error)
+
+    async def _generate(
+        self, request: inference_pb2.GenerateRequest, call: Call, record: RequestRecord
+    ) -> None:
+        request_id = unique_request_id(call.metadata)
+        account = shown_digest(call.metadata) if self._options.has_api_keys else b""
+        timeout_s = self._options.request_timeout_s if call.timeout_s is None else call.timeout_s
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        try:
+            async with fail_at(deadline_s, _too_late):
+                validated = await self._validated(request, request_id, record)
+                validated = replace(validated, account=account or validated.spec.tenant)
+        except BatonError as error:
+            error.request_id = request_id
+            raise
+        if call.on_validated is not None:
+            call.on_validated(validated)
+        driver = RequestDriver(self._deps, validated, call.write, deadline_s, record.timeline)
+        on_admitted = call.on_admitted and functools.partial(call.on_admitted, request_id)
+        await driver.run(on_admitted)
+
+    async def tokenize(self, request: inference_pb2.TokenizeRequest) -> tuple[int, ...]:
+        """Token ids of a prompt, as `generate` would use them."""
+        facts = self.facts
+        check_tokenize(request, facts)
+        return await self._tokenize(request.prompt, facts)
+
+    async def detokenize(self, request: inference_pb2.DetokenizeRequest) -> str:
+        """Text of token ids."""
+        check_detokenize(request, self.facts)
+        return await self.tokenizer.decode_all(list(request.token_ids), request.skip_special_tokens)
+
+    def model(self, name: str = "") -> inference_pb2.Model:
+        """The one model, and its workers. Raises ModelNotFound for another name."""
+        facts = self.facts
+        check_model(name, facts)
+        return inference_pb2.Model(
+            name=facts.name,
+            max_model_len=facts.max_model_len,
+            vocab_size=facts.vocab_size,
+            has_chat_template=facts.has_chat_template,
+            workers=[_status_of(worker) for worker in self._fleet.workers.values()],
+        )
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What requests are checked against now."""
+        infos = self._fleet.known(Tier.DECODE)
+        if infos is not self._infos:
+            self._infos, self._known_facts = infos, self._facts_by(infos)
+        return self._known_facts
+
+    async def _validated(
+        self, request: inference_pb2.GenerateRequest, request_id: str, record: RequestRecord
+    ) -> ValidatedRequest:
+        facts = self.facts
+        check_request(request, facts)
+        started_s = self._clock()
+        prompt_token_ids = await self._tokenize(request.prompt, facts)
+        bad_words = await self.tokenizer.ways_to_write(request.sampling.bad_words)
+        tokenize_ms = (self._clock() - started_s) * 1e3
+        grammar = await self._grammar(request.sampling)
+        ids = Ids(
+            request_id,
+            secrets.randbits(64),
+            self._now_ns(),
+            record.traceparent,
+            record.tracestate,
+        )
+        spec, text = resolve(request, Tokenized(prompt_token_ids, bad_words, grammar), facts, ids)
+        record.spec = spec
+        return ValidatedRequest(
+            spec,
+            text,
+            record.timeline.arrival_s,
+            tokenize_ms,
+            num_returned=num_returned(request.sampling),
+            echo_text=await self._echo_text(request, spec.prompt_token_ids),
+        )
+
+    async def _grammar(self, params: sampling_pb2.SamplingParams) -> bytes:
+        if not params.HasField("structured_output"):
+            return b""
+        return await self._grammars.compile(params.structured_output)
+
+    async def _echo_text(
+        self, request: inference_pb2.GenerateRequest, prompt_token_ids: tuple[int, ...]
+    ) -> str | None:
+        """The prompt's text if it is to be echoed: as it was given, or what its tokens say."""
+        if not request.sampling.echo:
+            return None
+        if request.prompt.WhichOneof("kind") == "text":
+            return request.prompt.text
+        skips = given(request.sampling, "skip_special_tokens", True)
+        return await self.tokenizer.decode_all(prompt_token_ids, skips)
+
+    async def _tokenize(self, prompt: inference_pb2.Prompt, facts: ModelFacts) -> tuple[int, ...]:
+        match prompt.WhichOneof("kind"):
+            case "text":
+                return await self._encode(prompt.text, facts, add_special_tokens=True)
+            case "chat" if self._chat is not None:
+                messages = [(message.role, message.content) for message in prompt.chat.messages]
+                text = await self._chat.render(messages, more_of(prompt.chat))
+                # The template wrote the special tokens already.
+                return await self._encode(text, facts, add_special_tokens=False)
+            case _:
+                return tuple(prompt.token_ids.ids)
+
+    async def _encode(
+        self, text: str, facts: ModelFacts, *, add_special_tokens: bool
+    ) -> tuple[int, ...]:
+        most = facts.max_prompt_tokens
+        try:
+            return await self.tokenizer.encode(
+                text, add_special_tokens=add_special_tokens, max_tokens=most
+            )
+        except TooManyTokens as error:
+            raise too_long(error.num_tokens, facts) from None
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what decides which tokens a seed gives: the model, and how its workers round."""
+        numerics = sorted({str(info.numerics) for info in self._fleet.known(Tier.DECODE)})
+        text = "\n".join((__version__, self._options.model_name, *numerics))
+        return f"fp_{hashlib.blake2b(text.encode(), digest_size=5).hexdigest()}"
+
+    def _facts_by(self, infos: Sequence[WorkerInfo]) -> ModelFacts:
+        """By what decode workers reported; before any has, by the model's own files."""
+        files = self.tokenizer.facts
+        fallback = files.max_model_len or _UNKNOWN_LEN
+        return ModelFacts(
+            name=self._options.model_name,
+            vocab_size=infos[0].vocab_size if infos else self.tokenizer.vocab_size,
+            max_model_len=max((i.max_model_len for i in infos), default=fallback),
+            max_kv_tokens=max(
+                (i.num_blocks * i.layout.block_size for i in infos), default=fallback
+            ),
+            eos_token_ids=files.eos_token_ids,
+            has_chat_template=self._chat is not None,
+            has_tools="tools" in (files.chat_template or ""),
+            aliases=self._options.aliases,
+            max_num_seqs=max((i.max_num_seqs for i in infos), default=MAX_CHOICES),
+            max_token_chars=self.tokenizer.max_token_chars,
+        )
+
+
+def _too_late() -> DeadlineExceeded:
+    return DeadlineExceeded("the request's time was over before its prompt was tokenized")
+
+
+def _status_of(worker: Worker) -> inference_pb2.WorkerStatus:
+    info, load = worker.info, worker.load
+    return inference_pb2.WorkerStatus(
+        worker_id=info.identity.worker_id if info else "",
+        address=worker.address,
+        tier=worker.tier.name.lower(),
+        state=worker.state.value,
+        reason=worker.reason,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_free_blocks=load.blocks.free,
+        num_cached_blocks=load.blocks.cached,
+        num_leased_blocks=load.blocks.leased,
+        num_blocks=info.num_blocks if info else 0,
+        block_size=info.layout.block_size if info else 0,
+        num_in_flight=worker.num_in_flight,
+        local_prefill_threshold=load.local_prefill_threshold,
+        numerics=numerics_to_proto(info.numerics) if info else None,
+    )

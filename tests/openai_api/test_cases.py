@@ -1,0 +1,85 @@
+"""The table of cases.py, by both of the package's clients, against one live system."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import operator
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI, OpenAI
+from tokenizers import Tokenizer
+
+from tests.openai_api.cases import CASES, MODEL, Case, World
+from tests.support.live_tiers import LiveSystem, live_system
+from tests.support.oracle_model import make_oracle_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+KEY = "sk-of-the-test"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_oracle_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def system(folder: Path) -> AsyncIterator[LiveSystem]:
+    options = {"model": str(folder), "served_model_name": MODEL}
+    async with live_system(
+        worker_options=options, gateway_options={**options, "api_key": (KEY,)}, api_key=KEY
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def world(folder: Path) -> World:
+    return World(Tokenizer.from_file(str(folder / "tokenizer.json")))
+
+
+def client_options(system: LiveSystem, case: Case) -> dict[str, Any]:
+    base_url = f"http://{system.http}/v1"
+    return {"base_url": base_url, "api_key": KEY, "max_retries": 0, **case.options}
+
+
+def call_sync(system: LiveSystem, case: Case) -> Any:
+    with OpenAI(**client_options(system, case)) as client:
+        try:
+            result = operator.attrgetter(case.call)(client)(**case.kwargs)
+            return list(result) if case.kwargs.get("stream") else result
+        except openai.APIError as error:
+            return error
+
+
+async def call_async(system: LiveSystem, case: Case) -> Any:
+    async with AsyncOpenAI(**client_options(system, case)) as client:
+        try:
+            result = operator.attrgetter(case.call)(client)(**case.kwargs)
+            if inspect.isawaitable(result):
+                result = await result
+            return [chunk async for chunk in result] if case.kwargs.get("stream") else result
+        except openai.APIError as error:
+            return error
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.section}: {case.name}")
+async def test_the_openai_package(case: Case, system: LiveSystem, world: World) -> None:
+    for result in (
+        await asyncio.to_thread(call_sync, system, case),
+        await call_async(system, case),
+    ):
+        if case.error is not None:
+            assert type(result) is case.error, result
+        elif isinstance(result, Exception):
+            raise result
+        case.check(result, world)
+
+
+async def test_nothing_is_left(system: LiveSystem) -> None:
+    await system.until_quiet()

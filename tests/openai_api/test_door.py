@@ -1,0 +1,246 @@
+"""What of the HTTP door the `openai` package does not show: raw bytes, headers, clients that leave,
+and what is full or gone."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.server import serve_gateway
+from tests.support.certificates import Authority
+from tests.support.live_tiers import (
+    ONLY_DECODES,
+    LiveSystem,
+    live_system,
+    options_of_gateway,
+    reporting,
+)
+from tests.support.oracle_model import make_oracle_model
+
+pytestmark = pytest.mark.slow
+
+GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+
+
+@asynccontextmanager
+async def oracle_system(folder: Path, **options: Any) -> AsyncIterator[LiveSystem]:
+    common = {"model": str(make_oracle_model(folder)), "served_model_name": "oracle"}
+    worker_options = {**common, **options.pop("worker_options", {})}
+    gateway_options = {**common, **options.pop("gateway_options", {})}
+    async with live_system(
+        worker_options=worker_options, gateway_options=gateway_options, **options
+    ) as system:
+        yield system
+
+
+def fetch_now(
+    address: str,
+    path: str,
+    body: Any = None,
+    context: ssl.SSLContext | None = None,
+    method: str = "",
+    **headers: str,
+) -> tuple[http.client.HTTPResponse, bytes]:
+    host, _, port = address.rpartition(":")
+    connection: http.client.HTTPConnection
+    if context:
+        connection = http.client.HTTPSConnection(host, int(port), context=context)
+    else:
+        connection = http.client.HTTPConnection(host, int(port))
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body)
+    shown = {name.replace("_", "-"): value for name, value in headers.items()}
+    try:
+        connection.request(method or ("GET" if body is None else "POST"), path, data, shown)
+        response = connection.getresponse()
+        return response, response.read()
+    finally:
+        connection.close()
+
+
+async def fetch(*args: Any, **kwargs: Any) -> tuple[http.client.HTTPResponse, bytes]:
+    return await asyncio.to_thread(fetch_now, *args, **kwargs)
+
+
+async def test_pages_headers_and_bytes(tmp_path: Path) -> None:
+    async with oracle_system(tmp_path) as system:
+        response, body = await fetch(system.http, "/health")
+        assert (response.status, body) == (200, b"")
+
+        response, body = await fetch(system.http, "/version")
+        assert json.loads(body)["version"]
+
+        asked = {"prompt": "the rain", **GREEDY, "no_such": 1, "user": "me"}
+        response, body = await fetch(
+            system.http, "/v1/completions", asked, x_request_id="mine-7", traceparent="bad"
+        )
+        assert response.status == 200
+        request_id = response.getheader("x-request-id") or ""
+        assert request_id.startswith("mine-7-")
+        assert json.loads(body)["id"] == f"cmpl-{request_id}"
+        warning = response.getheader("warning") or ""
+        assert "no_such" in warning
+        assert "user" not in warning
+
+        response, body = await fetch(system.http, "/v1/completions", {**asked, "stream": True})
+        assert (response.getheader("content-type") or "").startswith("text/event-stream")
+        *events, done, rest = body.split(b"\n\n")
+        assert (done, rest) == (b"data: [DONE]", b"")
+        assert all(event.startswith(b"data: {") for event in events)
+
+        asked = {"messages": [{"role": "user", "content": "x"}], **GREEDY, "stream": True}
+        _, body = await fetch(system.http, "/v1/chat/completions", asked)
+        first = json.loads(body.split(b"\n\n")[0].removeprefix(b"data: "))
+        assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+
+        _, body = await fetch(
+            system.http, "/tokenize", {"prompt": "the", "return_token_strs": True}
+        )
+        tokens = json.loads(body)
+        assert "".join(tokens["token_strs"]) == "the"
+        _, body = await fetch(system.http, "/detokenize", {"tokens": tokens["tokens"]})
+        assert json.loads(body) == {"prompt": "the"}
+        chat = {"messages": [{"role": "user", "content": "x"}]}
+        _, body = await fetch(system.http, "/tokenize", chat)
+        assert json.loads(body)["count"] > 3
+
+        _, page = await fetch(system.http, "/metrics")
+        assert b"gen_ai_server_request_duration_seconds_count" in page
+
+        response, body = await fetch(system.http, "/v1/nothing")
+        assert (response.status, json.loads(body)["error"]["code"]) == (404, "unknown_url")
+        response, body = await fetch(system.http, "/v1/completions")
+        assert (response.status, response.getheader("allow")) == (405, "POST")
+        response, body = await fetch(system.http, "/v1/completions", b"{not json")
+        assert (response.status, json.loads(body)["error"]["param"]) == (400, "body")
+        await system.until_quiet()
+
+
+async def test_other_names_and_pages_of_other_origins(tmp_path: Path) -> None:
+    model = str(make_oracle_model(tmp_path))
+    options = options_of_gateway(
+        [],
+        [],
+        model=model,
+        served_model_aliases="gpt-4o,other",
+        allowed_origins="https://a.example",
+        api_key="k",
+    )
+    async with reporting(serve_gateway, options) as report:
+        key = {"authorization": "Bearer k"}
+        _, body = await fetch(report.http_address, "/v1/models", **key)
+        assert [m["id"] for m in json.loads(body)["data"]] == ["oracle", "gpt-4o", "other"]
+        response, _ = await fetch(report.http_address, "/v1/models/gpt-4o", **key)
+        assert response.status == 200
+        response, _ = await fetch(report.http_address, "/v1/models/gpt-5", **key)
+        assert response.status == 404
+        for origin, allowed in (
+            ("https://a.example", "https://a.example"),
+            ("https://b.example", None),
+        ):
+            response, _ = await fetch(report.http_address, "/v1/models", origin=origin, **key)
+            assert response.getheader("access-control-allow-origin") == allowed
+            asked = {"access_control_request_headers": "authorization"}
+            response, _ = await fetch(
+                report.http_address, "/v1/completions", method="OPTIONS", origin=origin, **asked
+            )
+            assert response.status == 204
+            assert response.getheader("access-control-allow-headers") == (
+                allowed and "authorization"
+            )
+
+
+async def until(is_so: Any) -> None:
+    while not await is_so():
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_a_client_that_leaves_frees_its_blocks(tmp_path: Path, is_streamed: bool) -> None:
+    async with oracle_system(
+        tmp_path, worker_options={"oracle_step_ms": 5.0}, decode_options=ONLY_DECODES
+    ) as system:
+        asked = {"prompt": [5] * 40, "max_tokens": 3000, "ignore_eos": True, "stream": is_streamed}
+        body = json.dumps(asked).encode()
+        host, _, port = system.http.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        if is_streamed:
+            assert b"data: " in await reader.readuntil(b"\n\n")
+
+        async def is_running() -> bool:
+            return any(w.num_running for w in (await system.client.model()).workers)
+
+        await until(is_running)
+        writer.close()
+        await system.until_quiet()  # long before its 3000 steps are over
+
+
+async def test_a_gateway_without_workers_says_when_to_come_again(tmp_path: Path) -> None:
+    model = str(make_oracle_model(tmp_path))
+    options = options_of_gateway([], [], model=model, request_timeout_s=0.2)
+
+    async with reporting(serve_gateway, options) as report:
+        response, _ = await fetch(report.http_address, "/health")
+        assert response.status == 503
+        asked = {"prompt": "x", **GREEDY}
+        response, body = await fetch(report.http_address, "/v1/completions", asked)
+        assert response.status == 503
+        assert int(response.getheader("retry-after") or "0") >= 1
+        assert json.loads(body)["error"]["type"] == "server_error"
+
+
+async def test_a_full_queue_and_a_time_that_is_over(tmp_path: Path) -> None:
+    async with oracle_system(
+        tmp_path,
+        worker_options={"oracle_step_ms": 50.0, "max_num_seqs": 1},
+        gateway_options={"max_queue_size": 1, "request_timeout_s": 1.0},
+    ) as system:
+        asked = {"prompt": [5, 6], **GREEDY, "max_tokens": 1000}
+        answers = await asyncio.gather(
+            *(fetch(system.http, "/v1/completions", asked) for _ in range(8))
+        )
+        by_status = {response.status: (response, body) for response, body in answers}
+        assert set(by_status) == {408, 429}
+        response, body = by_status[429]
+        assert int(response.getheader("retry-after") or "0") >= 1
+        assert json.loads(body)["error"]["type"] == "rate_limit_error"
+        await system.until_quiet()
+
+
+async def test_a_stream_that_fails_ends_with_its_error(tmp_path: Path) -> None:
+    async with oracle_system(
+        tmp_path,
+        worker_options={"oracle_step_ms": 20.0},
+        gateway_options={"request_timeout_s": 1.0},
+    ) as system:
+        asked = {"prompt": [5, 6], **GREEDY, "max_tokens": 3000, "stream": True}
+        response, body = await fetch(system.http, "/v1/completions", asked)
+        assert response.status == 200
+        *_, last, rest = body.split(b"\n\n")
+        assert rest == b""
+        assert json.loads(last.removeprefix(b"data: "))["error"]["type"] == "timeout_error"
+
+
+async def test_tls_is_that_of_grpc(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "authority")
+    files = authority.files("127.0.0.1")
+    model = str(make_oracle_model(tmp_path))
+    options = options_of_gateway(
+        [], [], model=model, ssl_certfile=str(files.certfile), ssl_keyfile=str(files.keyfile)
+    )
+
+    async with reporting(serve_gateway, options) as report:
+        context = ssl.create_default_context(cafile=str(authority.ca_certs))
+        response, _ = await fetch(report.http_address, "/version", context=context)
+        assert response.status == 200
+        with pytest.raises((ConnectionError, http.client.HTTPException)):
+            await fetch(report.http_address, "/version")
