@@ -5,10 +5,10 @@ bench/README.md.
 
 Tier: a decode core over an engine that computes nothing, for several numbers of sequences, in a
 pool of --num-blocks. What is told per sequence, block or ticket should not grow with their number.
-Gateway: its process between a source of tokens and raw gRPC streams of this process; tokens a
-second of its CPU time, by the source's pace, beside a bare gRPC server that writes chunks of its
-steps, and what it adds to the time to the first token. Service: what clients get of the tokens of
-an engine whose steps take --step-ms, and no processor.
+Gateway: its process between a source of tokens and raw streams of this process, of gRPC and of
+HTTP; tokens a second of its CPU time, by the source's pace, beside a bare gRPC server that writes
+chunks of its steps, and what it adds to the time to the first token. Service: what clients get of
+the tokens of an engine whose steps take --step-ms, and no processor.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from bench.host_gateway import (
     AddedTtft,
+    Door,
     Flow,
     GatewayCosts,
     measure_added_ttft,
@@ -98,11 +100,11 @@ def gateway_table(costs: Sequence[GatewayCosts]) -> Table:
 
 
 async def measure_gateway(
-    model: str, num_streams: int, num_requests: int
+    model: str, num_streams: int, num_requests: int, door: Door
 ) -> tuple[AddedTtft, list[GatewayCosts]]:
     """One after the other, each with a gateway of its own."""
-    ttft = await measure_added_ttft(model, num_requests)
-    return ttft, [await measure_flow(model, flow) for flow in flows_of(num_streams)]
+    ttft = await measure_added_ttft(model, num_requests, door)
+    return ttft, [await measure_flow(model, flow, door) for flow in flows_of(num_streams)]
 
 
 def main() -> None:
@@ -114,6 +116,7 @@ def main() -> None:
     parser.add_argument("--num-requests", type=int, default=300)
     parser.add_argument("--step-ms", type=float, default=12.0)
     parser.add_argument("--model", default=MODEL_IN_THE_BOX)
+    parser.add_argument("--doors", nargs="+", choices=("grpc", "http"), default=["grpc", "http"])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     started = now()
@@ -126,17 +129,20 @@ def main() -> None:
     ]
     console.print("decode tier, us: step, plan, open, abort per sequence; take, find per block")
     console.print(tier_table(tier))
-    ttft, flows = asyncio.run(
-        measure_gateway(arguments.model, arguments.num_streams, arguments.num_requests)
-    )
-    console.print(f"\ngateway, {arguments.num_streams} streams")
-    console.print(gateway_table(flows))
-    console.print(
-        f"added to the first token, p50: {ttft.added_ms:.2f} ms "
-        f"({ttft.gateway_ms:.2f} by the gateway, {ttft.source_ms:.2f} at the source; a call to a "
-        f"bare gRPC server takes {ttft.bare_ms:.2f}); "
-        f"{ttft.cpu_ms:.2f} ms of CPU time"
-    )
+    doors: dict[Door, tuple[AddedTtft, list[GatewayCosts]]] = {}
+    for door in arguments.doors:
+        measured = measure_gateway(
+            arguments.model, arguments.num_streams, arguments.num_requests, door
+        )
+        ttft, flows = doors[door] = asyncio.run(measured)
+        console.print(f"\ngateway by {door}, {arguments.num_streams} streams")
+        console.print(gateway_table(flows))
+        console.print(
+            f"added to the first token, p50: {ttft.added_ms:.2f} ms "
+            f"({ttft.gateway_ms:.2f} by the gateway, {ttft.source_ms:.2f} at the source; a call to "
+            f"a bare gRPC server takes {ttft.bare_ms:.2f}); "
+            f"{ttft.cpu_ms:.2f} ms of CPU time"
+        )
     service = asyncio.run(
         measure_service(
             arguments.model, arguments.num_streams, _NUM_SERVED_TOKENS, arguments.step_ms
@@ -147,13 +153,15 @@ def main() -> None:
         f"{service.core_ms:.2f} in the decode core alone: a share of {service.share:.2f}"
     )
     if arguments.json:
-        data = {
+        data: dict[str, Any] = {
             "num_blocks": arguments.num_blocks,
             "tier": [dataclasses.asdict(one) for one in tier],
-            "gateway": [dataclasses.asdict(one) for one in flows],
             "service": {**dataclasses.asdict(service), "share": service.share},
-            "added_ttft_ms": {**dataclasses.asdict(ttft), "added_ms": ttft.added_ms},
         }
+        for door, (ttft, flows) in doors.items():
+            end = "" if door == "grpc" else f"_{door}"
+            data[f"gateway{end}"] = [dataclasses.asdict(one) for one in flows]
+            data[f"added_ttft_ms{end}"] = {**dataclasses.asdict(ttft), "added_ms": ttft.added_ms}
         write_json(arguments.json, document_of("bench.host", started, data))
 
 

@@ -1,18 +1,20 @@
 """What the gateway costs: tokens of a source that computes nothing, through its process, to raw
-gRPC streams."""
+streams of gRPC or of server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import grpc.aio
 
@@ -32,6 +34,12 @@ _DEADLINE_S = 300.0
 _NUM_BARE_CHUNKS = 1000
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+#: How clients come in.
+Door = Literal["grpc", "http"]
+
+#: Reads an answer of so many tokens, and counts its chunks.
+_Read = Callable[[int], Awaitable[int]]
 
 SOURCE = (sys.executable, "-m", "bench.token_source")
 
@@ -116,21 +124,22 @@ async def _gateway(model: str, flow: Flow) -> AsyncIterator[tuple[Cluster, grpc.
         yield cluster, channel
 
 
-async def measure_flow(model: str, flow: Flow) -> GatewayCosts:
+async def measure_flow(model: str, flow: Flow, door: Door = "grpc") -> GatewayCosts:
     """All streams at once, from the first request to the last token."""
     async with _gateway(model, flow) as (cluster, channel):
+        read = _reader(channel) if door == "grpc" else _sse_reader(cluster.http_address)
         gateway, source = cluster.pid_of("gateway"), cluster.pid_of("decode-0")
         first, *others = sorted(os.sched_getaffinity(0))
         if others:
             _pin(gateway, {first})
             _pin(source, set(others))
-        num_chunks, seconds, cpu_s = await _run_streams(channel, flow, gateway)
+        num_chunks, seconds, cpu_s = await _run_streams(read, flow, gateway)
         if others:
             _pin(source, {first})
         async with aio_channel(cluster.address_of("decode-0")) as bare:
             num_tokens = min(flow.num_tokens, _NUM_BARE_CHUNKS * flow.step_tokens)
             bare_flow = replace(flow, num_tokens=num_tokens)
-            num_bare, _, bare_cpu_s = await _run_streams(bare, bare_flow, source)
+            num_bare, _, bare_cpu_s = await _run_streams(_reader(bare), bare_flow, source)
     num_tokens = flow.num_streams * flow.num_tokens
     return GatewayCosts(
         flow=flow,
@@ -142,25 +151,26 @@ async def measure_flow(model: str, flow: Flow) -> GatewayCosts:
     )
 
 
-async def _run_streams(channel: grpc.aio.Channel, flow: Flow, pid: int) -> tuple[int, float, float]:
+async def _run_streams(read: _Read, flow: Flow, pid: int) -> tuple[int, float, float]:
     """All streams at once: chunks, seconds, and seconds of CPU time of the process that serves
     them."""
-    await _read_stream(channel, flow.step_tokens)
+    await read(flow.step_tokens)
     cpu_s, begin_s = _cpu_seconds(pid), time.monotonic()
-    streams = [_read_stream(channel, flow.num_tokens) for _ in range(flow.num_streams)]
+    streams = [read(flow.num_tokens) for _ in range(flow.num_streams)]
     num_chunks = sum(await asyncio.gather(*streams))
     seconds, cpu_s = time.monotonic() - begin_s, _cpu_seconds(pid) - cpu_s
     return num_chunks, seconds, max(cpu_s, 1 / _TICKS_PER_S)  # as short as can be told
 
 
-async def measure_added_ttft(model: str, num_requests: int) -> AddedTtft:
+async def measure_added_ttft(model: str, num_requests: int, door: Door = "grpc") -> AddedTtft:
     """By turns at the gateway and at the source, so that what disturbs one disturbs the other."""
     async with _gateway(model, Flow(1, 1, 1, 0.0)) as (cluster, channel):
         through: list[float] = []
         direct: list[float] = []
         bare: list[float] = []
         async with aio_channel(cluster.address_of("decode-0")) as source:
-            await _read_stream(channel, 1)
+            address = cluster.http_address
+            await (_reader(channel) if door == "grpc" else _sse_reader(address))(1)
             pid = cluster.pid_of("gateway")
             cpu_s = _cpu_seconds(pid)
             call = sequence_service_pb2_grpc.SequenceServiceStub(source).Serve()
@@ -171,7 +181,8 @@ async def measure_added_ttft(model: str, num_requests: int) -> AddedTtft:
                 if response is grpc.aio.EOF:
                     raise RuntimeError("the token source ended its stream")
                 direct.append(time.perf_counter() - begin_s)
-                through.append(await _first_token_s(channel))
+                first_s = _first_token_s(channel) if door == "grpc" else _first_event_s(address)
+                through.append(await first_s)
                 bare.append(await _first_token_s(source))
             call.cancel()
             cpu_s = _cpu_seconds(pid) - cpu_s
@@ -198,6 +209,48 @@ async def _first_token_s(channel: grpc.aio.Channel) -> float:
     while await call.read() is not grpc.aio.EOF:
         pass
     return first_s
+
+
+async def _first_event_s(address: str) -> float:
+    """Seconds from opening a connection to the first event of an answer, which is read to its
+    end."""
+    begin_s = time.perf_counter()
+    async with _post(address, 1) as reader:
+        await reader.readuntil(b"data: ")
+        first_s = time.perf_counter() - begin_s
+        await reader.read()
+    return first_s
+
+
+def _reader(channel: grpc.aio.Channel) -> _Read:
+    return functools.partial(_read_stream, channel)
+
+
+def _sse_reader(address: str) -> _Read:
+    async def read(num_tokens: int) -> int:
+        async with _post(address, num_tokens) as reader:
+            data = await reader.read()
+        if not data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+            raise RuntimeError(f"the stream broke: {data[-200:]!r}")
+        return data.count(b"data: {")
+
+    return read
+
+
+@asynccontextmanager
+async def _post(address: str, num_tokens: int) -> AsyncIterator[asyncio.StreamReader]:
+    """The answer to a completion, on a connection that ends with it. Its chunks stay bytes."""
+    fields = {"prompt": _PROMPT, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+    body = json.dumps(fields)
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=2**26)
+    head = f"host: {address}\r\nconnection: close\r\ncontent-length: {len(body)}"
+    try:
+        writer.write(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n{body}".encode())
+        yield reader
+    finally:
+        writer.close()
+        await writer.wait_closed()
 
 
 async def _read_stream(channel: grpc.aio.Channel, num_tokens: int) -> int:

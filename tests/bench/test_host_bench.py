@@ -10,7 +10,7 @@ import pytest
 from baton.events import LocalPrefill, Tokens
 from bench.ahead import measure_ahead
 from bench.host import steps_for
-from bench.host_gateway import Flow, measure_added_ttft, measure_flow
+from bench.host_gateway import Door, Flow, measure_added_ttft, measure_flow
 from bench.host_rig import HostRig
 from bench.host_service import measure_service
 from bench.host_tier import measure_tier
@@ -52,8 +52,10 @@ def test_fewer_steps_are_measured_of_larger_batches() -> None:
 
 
 @pytest.mark.slow
-async def test_all_tokens_of_a_source_come_through_the_gateway() -> None:
-    costs = await measure_flow(MODEL, Flow(num_streams=2, num_tokens=40, step_tokens=8, step_ms=0))
+@pytest.mark.parametrize("door", ["grpc", "http"])
+async def test_all_tokens_of_a_source_come_through_the_gateway(door: Door) -> None:
+    flow = Flow(num_streams=2, num_tokens=40, step_tokens=8, step_ms=0)
+    costs = await measure_flow(MODEL, flow, door)
     assert 8 <= costs.chunk_tokens <= 40
     assert costs.tokens_per_s > 0
 
