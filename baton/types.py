@@ -374,6 +374,9 @@ class WorkerLoad:
     """Most missing tokens of a prompt that a decode worker would compute by itself now."""
     role: Tier | None = None
     """The tier that it serves now; None before the engine loop's first step."""
+    prefill_tokens_per_s: int = 0
+    """Prompt tokens that it would compute now, beside the sequences that decode there; 0 until it
+    has measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,6 +173,7 @@ def load_to_proto(
         num_swaps=load.num_swaps,
         local_prefill_threshold=load.local_prefill_threshold,
         role=worker_pb2.Tier.ValueType(load.role or 0),
+        prefill_tokens_per_s=load.prefill_tokens_per_s,
     )
 
 
@@ -192,6 +193,7 @@ def load_from_proto(message: worker_pb2.WatchLoadResponse) -> WorkerLoad:
         is_draining=message.state == worker_pb2.WORKER_STATE_DRAINING,
         local_prefill_threshold=message.local_prefill_threshold,
         role=Tier(message.role) if message.role else None,
+        prefill_tokens_per_s=message.prefill_tokens_per_s,
     )
 
 

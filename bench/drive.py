@@ -133,7 +133,11 @@ def _record(
     )
 
 
-SPLIT, COLOCATED, GIVEN = "split", "colocated", "given"
+#: SPLIT shares prompts between the tiers by load; in APART the prefill tier computes all of them.
+SPLIT, APART, COLOCATED, GIVEN = "split", "apart", "colocated", "given"
+
+#: Missing tokens that a decode worker computes itself all the same: a tail within a block.
+_APART_TOKENS = 16
 
 
 def cluster_options(
@@ -156,6 +160,12 @@ def cluster_options(
         ServeOptions, {**alone, "colocated": True, "num_decode_workers": num_workers}
     )
     return {SPLIT: split, COLOCATED: colocated}
+
+
+def apart_options(model: str, settings: Mapping[str, object]) -> dict[str, ServeOptions]:
+    """A split whose prefill tier computes all prompts, by its name. Raises ConfigError."""
+    options = {**settings, "colocated": False, "max_local_prefill_tokens": _APART_TOKENS}
+    return {APART: cluster_options(model, options, compares=False)[SPLIT]}
 
 
 @asynccontextmanager

@@ -12,7 +12,13 @@ from baton.errors import ConfigError
 from baton.service import ReadyReport
 from baton.types import Tier
 from baton.worker.build import build_decode_engine
-from worker_core.policy import LocalPrefillPolicy, decode_policy, prefill_policy
+from worker_core.policy import (
+    LocalPrefillPolicy,
+    decode_policy,
+    learned_local_prefill,
+    pinned_local_prefill,
+    prefill_policy,
+)
 from worker_core.speculation.speculator import build_speculation
 from worker_core.worker import TierSetup, serve_worker
 
@@ -56,13 +62,11 @@ def max_num_launches(options: DecodeOptions, spec: EngineSpec) -> int:
 
 
 def local_prefill_policy(options: DecodeOptions, engine: Engine) -> LocalPrefillPolicy:
-    """Until speeds are known, a missing tail up to a block is taken to cost less to compute here
-    than to send for."""
-    pinned = engine.spec.max_model_len if options.colocated else options.max_local_prefill_tokens
-    default = engine.spec.layout.block_size if pinned is None else pinned
-    return LocalPrefillPolicy(
-        default_threshold=default,
-        max_threshold=options.max_num_batched_tokens if pinned is None else pinned,
-        is_pinned=pinned is not None,
-        max_itl_factor=None if options.colocated else options.max_itl_factor,
+    """Colocated, all prompts are computed here; else those up to a given length, or by load."""
+    if options.colocated:
+        return pinned_local_prefill(engine.spec.max_model_len, None)
+    if options.max_local_prefill_tokens is not None:
+        return pinned_local_prefill(options.max_local_prefill_tokens, options.max_itl_factor)
+    return learned_local_prefill(
+        engine.spec, options.max_num_batched_tokens, options.max_itl_factor
     )

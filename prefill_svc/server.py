@@ -24,8 +24,7 @@ async def serve_prefill(
         def policy_of(role: Tier) -> Policy:
             if role is Tier.PREFILL:
                 return prefill_policy()
-            block_size = engine.spec.layout.block_size
-            return decode_policy(learned_local_prefill(block_size, options.max_num_batched_tokens))
+            return decode_policy(learned_local_prefill(engine.spec, options.max_num_batched_tokens))
 
         return TierSetup(engine, policy_of)
 

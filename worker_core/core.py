@@ -151,9 +151,8 @@ class WorkerCore:
         running = [g for g in self._state.in_stage(Stage.RUNNING) if not self._is_drawing_last(g)]
         self._state.num_decoding = sum(not group.is_prefilling for group in running)
         is_first = self._policy.prompts_first
-        num_prefill = (
-            most if is_first else self._costs.max_prefill_tokens(self._state.num_decoding, most)
-        )
+        num_wanted = next((g.num_missing_tokens for g in running if g.is_prefilling), 0)
+        num_prefill = self._costs.max_prefill_tokens(self._state.num_decoding, most, num_wanted)
         return plan_step(
             with_grammar_ready(running),
             self._state.pool.num_available,
@@ -268,4 +267,7 @@ class WorkerCore:
             num_swaps=state.swap.num_swaps,
             local_prefill_threshold=admission.local_prefill_threshold,
             role=self._policy.role,
+            prefill_tokens_per_s=self._costs.prefill_tokens_per_s(
+                state.num_decoding, self._limits.max_num_batched_tokens
+            ),
         )

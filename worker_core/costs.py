@@ -4,6 +4,8 @@ two ways.
     local_prefill_threshold  compute a prompt's missing tokens here, or await them from a prefill
                              worker
     max_prefill_tokens       how much of a prompt to compute beside sequences that decode
+    prefill_tokens_per_s     how fast prompts are computed here as things are: reported to gateways,
+                             which share prompts between the tiers by it
     is_swap_cheaper          keep a preempted sequence's KV in host memory, or have it computed anew
     is_fetch_cheaper         fetch a prefix from a sequence's destination, or compute it
 
@@ -13,6 +15,7 @@ state.
 
 from __future__ import annotations
 
+from worker_core.itl_budget import ItlBudget
 from worker_core.policy import LocalPrefillPolicy
 
 #: What an observation's weight is after one more.
@@ -40,6 +43,11 @@ class Costs:
         self._handoff = LinearFit()
         self._decode = LinearFit()
         self._prefill = LinearFit()
+        self._prefill_beside = LinearFit()
+        """Whole gaps, in which so many tokens of prompts were computed."""
+        self._budget = ItlBudget()
+        self._num_short_tokens = 0
+        """Of the last small chunk that was allowed."""
         self._copy = LinearFit()
         self._fetch = LinearFit()
         self._num_fetch_chances = 0
@@ -62,6 +70,16 @@ class Costs:
         beside_s = self._decode.predict(num_decode_tokens) if num_decode_tokens else 0.0
         self._prefill.observe(num_prefill_tokens, max(0.0, seconds - beside_s))
 
+    def observe_gaps(self, num_decoding: int, num_prefill_tokens: int, gap_s: float) -> None:
+        """After that: from the end of the step before, if sequences decoded in it, to the end of
+        this one; the step's own time if none did."""
+        if not num_prefill_tokens:
+            self._budget.on_step(num_decoding, gap_s, self._decode.predict(num_decoding))
+            return
+        is_long = num_prefill_tokens > self._num_short_tokens
+        self._budget.on_step_beside(num_decoding, is_long=is_long)
+        self._prefill_beside.observe(num_prefill_tokens, gap_s)
+
     def observe_copy(self, num_bytes: int, seconds: float) -> None:
         """KV was copied to host memory, or back."""
         self._copy.observe(num_bytes, seconds)
@@ -79,18 +97,44 @@ class Costs:
             return policy.max_threshold
         return min(max(int(gain / loss_per_token), 0), policy.max_threshold)
 
-    def max_prefill_tokens(self, num_decoding: int, max_num_batched_tokens: int) -> int:
+    def max_prefill_tokens(
+        self, num_decoding: int, max_num_batched_tokens: int, num_wanted: int = 0
+    ) -> int:
         """Tokens of prompts that a step may compute beside `num_decoding` sequences, for their next
-        tokens not to wait long."""
+        tokens not to wait long. num_wanted: missing tokens of the prompt that comes first."""
+        policy = self.policy
+        if policy.max_itl_factor is None or not (num_decoding or policy.max_shared_tokens):
+            return max_num_batched_tokens
+        if not num_decoding:
+            return min(policy.alone_chunk_tokens, max_num_batched_tokens)
+        num_short = min(self._num_tokens_beside(num_decoding), max_num_batched_tokens)
+        self._num_short_tokens = num_short
+        is_long = num_wanted > num_short and self._budget.allows_long(num_decoding)
+        return max_num_batched_tokens if is_long else num_short
+
+    def prefill_tokens_per_s(self, num_decoding: int, max_num_batched_tokens: int) -> int:
+        """At which prompts are computed beside `num_decoding` sequences; 0 if it is not known."""
+        if self._prefill.num_observations < _MIN_OBSERVATIONS:
+            return 0
+        is_beside = num_decoding > 0 and self.policy.max_itl_factor is not None
+        if is_beside and self._prefill_beside.num_observations >= _MIN_OBSERVATIONS:
+            return _per_s(1, self._prefill_beside.rate)
+        num_tokens = self.max_prefill_tokens(num_decoding, max_num_batched_tokens)
+        beside_s = self._decode.predict(num_decoding) if is_beside else 0.0
+        return _per_s(num_tokens, beside_s + self._prefill.predict(num_tokens))
+
+    def _num_tokens_beside(self, num_decoding: int) -> int:
+        """Of a small chunk."""
         policy = self.policy
         # A few short prompts may all have taken the same time, which says nothing of a long one.
         token_s = self._prefill.slope or self._prefill.rate
-        is_known = token_s > 0 and self._decode.num_observations > 0
-        if not num_decoding or not is_known or policy.max_itl_factor is None:
-            return max_num_batched_tokens
-        spare_s = (policy.max_itl_factor - 1) * self._decode.predict(num_decoding)
-        num_tokens = min(spare_s / token_s, max_num_batched_tokens)
-        return max(int(num_tokens), min(policy.min_chunk_tokens, max_num_batched_tokens))
+        if not token_s:
+            return policy.min_chunk_tokens
+        decode_s = self._decode.predict(num_decoding)
+        spare_s = self._budget.spare_s(decode_s)
+        if policy.max_itl_factor is not None:
+            spare_s = min(spare_s, (policy.max_itl_factor - 1) * decode_s)
+        return max(int(spare_s / token_s), policy.min_chunk_tokens)
 
     def is_swap_cheaper(self, num_bytes: int, num_tokens: int) -> bool:
         """Whether KV is sooner out and back again than computed anew by the prefill tier, as far as
@@ -116,6 +160,11 @@ class Costs:
         self._num_fetch_chances += 1
         is_try = self._num_fetch_chances % _TRY_EVERY == 0
         return is_try or fetch_s < self._prefill.predict(num_tokens)
+
+
+def _per_s(num_tokens: int, seconds: float) -> int:
+    """0 where no time passes: under a clock that stands still."""
+    return int(num_tokens / seconds) if seconds > 0 else 0
 
 
 class LinearFit:

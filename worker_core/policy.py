@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.engine.interface import EngineSpec
 from baton.types import Tier
 
 #: Maximum slowdown of a decode step caused by prompt tokens beside it, unless an option says
 #: otherwise.
-MAX_ITL_FACTOR = 2.0
+MAX_ITL_FACTOR = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,17 +18,23 @@ class LocalPrefillPolicy:
     """When a worker computes prompts beside the sequences that decode.
 
     default_threshold: missing tokens up to which it does, before anything is known. max_threshold:
-    most that is ever computed by choice. is_pinned: the threshold is the default, whatever is
-    learned.
-    max_itl_factor: maximum slowdown of a decode step caused by prompt tokens beside it; None for
-    any.
+    most that is ever computed by its own choice. is_pinned: the threshold is the default, whatever
+    is learned.
+    max_itl_factor: maximum slowdown of a decode step caused by a small chunk of a prompt beside it;
+    None for any chunk. min_chunk_tokens: of a small one, at least.
+    alone_chunk_tokens: of a chunk while nothing decodes, where prompts are shared: handoffs to this
+    worker wait for the step's end.
+    max_shared_tokens: longest prompt that a gateway may have computed here although prefill workers
+    could, because it is computed sooner here.
     """
 
     default_threshold: int
     max_threshold: int
     is_pinned: bool
     max_itl_factor: float | None
-    min_chunk_tokens: int = 16
+    min_chunk_tokens: int = 8
+    alone_chunk_tokens: int = 256
+    max_shared_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +51,35 @@ class Policy:
     local_prefill: LocalPrefillPolicy
 
 
-def learned_local_prefill(block_size: int, max_num_batched_tokens: int) -> LocalPrefillPolicy:
-    """Until speeds are known, a missing tail up to a block is taken to cost less to compute here
-    than to send for."""
+def learned_local_prefill(
+    spec: EngineSpec, max_num_batched_tokens: int, max_itl_factor: float = MAX_ITL_FACTOR
+) -> LocalPrefillPolicy:
+    """Prompts are shared with the prefill tier by load. Until speeds are known, a missing tail up
+    to a block is taken to cost less to compute here than to send for."""
     return LocalPrefillPolicy(
-        block_size, max_num_batched_tokens, is_pinned=False, max_itl_factor=MAX_ITL_FACTOR
+        spec.layout.block_size,
+        max_num_batched_tokens,
+        is_pinned=False,
+        max_itl_factor=max_itl_factor,
+        max_shared_tokens=spec.max_model_len,
+    )
+
+
+def pinned_local_prefill(num_tokens: int, max_itl_factor: float | None) -> LocalPrefillPolicy:
+    """What misses up to so many tokens is computed here, and nothing else."""
+    return LocalPrefillPolicy(
+        num_tokens,
+        num_tokens,
+        is_pinned=True,
+        max_itl_factor=max_itl_factor,
+        max_shared_tokens=num_tokens,
     )
 
 
 def prefill_policy() -> Policy:
-    """Prompts first, whatever they do to sequences that decode here; nobody is asked to compute a
-    prompt instead."""
-    local_prefill = LocalPrefillPolicy(0, 0, is_pinned=True, max_itl_factor=None)
+    """Prompts first, in chunks that do not hold up what decodes here while the decode tier is
+    full."""
+    local_prefill = pinned_local_prefill(0, MAX_ITL_FACTOR)
     return Policy(Tier.PREFILL, True, True, local_prefill)
 
 

@@ -80,12 +80,13 @@ def plan_step(
     decoding = [s for s in by_rank if not s.is_prefilling] if prefilling else by_rank
     num_left = len(by_rank)  # by_rank[num_left:] are preempted
     grants: list[tuple[SequenceT, int]] = []
-    num_tokens = budget.num_tokens
+    num_left_tokens = budget.num_tokens
     kinds = [(decoding, budget.num_tokens), (prefilling, budget.num_prefill_tokens)]
     if budget.prompts_first:
         kinds.reverse()
     for served, most in kinds:
-        num_tokens = min(num_tokens, most)
+        num_tokens = min(num_left_tokens, most)
+        num_left_tokens -= num_tokens
         for sequence in served:
             if num_left < len(by_rank) and sequence.rank >= by_rank[num_left].rank:
                 continue
@@ -102,6 +103,7 @@ def plan_step(
             num_available_blocks -= num_needed
             num_tokens -= num_new
             grants.append((sequence, num_new))
+        num_left_tokens += num_tokens
     preempted = tuple(by_rank[num_left:])
     return StepPlan(tuple(_without(grants, preempted)), preempted)
 

@@ -50,11 +50,12 @@ class _Flight:
 
 @dataclass(frozen=True, slots=True)
 class _StepSize:
-    """New tokens of a step: of sequences that decode, drafts and beams among them, and of
-    prompts."""
+    """New tokens of a step: of sequences that decode, drafts and beams among them, and of prompts;
+    and how many decode."""
 
     num_decode_tokens: int
     num_prefill_tokens: int
+    num_decoding: int
 
     @property
     def num_tokens(self) -> int:
@@ -90,6 +91,8 @@ class Steps:
         self._has_failed = False
         """Whether the last launch failed: the next step is run alone."""
         self._collected_s = 0.0
+        self._has_decoded = False
+        """Whether the last step computed next tokens, for which the time to the next one counts."""
         self.num_steps = 0
         """Steps that were collected."""
 
@@ -107,6 +110,7 @@ class Steps:
         there was anything to do."""
         grants, copies = self._with_room(self._with_grammar(granted))
         if not grants:
+            self._has_decoded = False
             return False
         self._has_failed = False
         drafts, more_copies = self._drafting.start(grants)
@@ -195,9 +199,13 @@ class Steps:
     def _note(self, size: _StepSize, begin_s: float) -> None:
         """A step is over that the engine was at since `begin_s`."""
         self.num_steps += 1
-        self._collected_s = self._clock()
+        before_s, self._collected_s = self._collected_s, self._clock()
         seconds = self._collected_s - begin_s
+        gap_s = self._collected_s - before_s if self._has_decoded else seconds
+        self._has_decoded = size.num_decode_tokens > 0
         self._costs.observe_step(size.num_decode_tokens, size.num_prefill_tokens, seconds)
+        if size.num_decoding:
+            self._costs.observe_gaps(size.num_decoding, size.num_prefill_tokens, gap_s)
 
     def _note_chunks(self, grants: Grants, begin_s: float) -> None:
         for group, num_new in grants:
@@ -276,7 +284,8 @@ class Steps:
 
 def _size(grants: Grants, batch: Batch) -> _StepSize:
     num_prefill = sum(num_new for group, num_new in grants if group.is_prefilling)
-    return _StepSize(batch.num_tokens - num_prefill, num_prefill)
+    num_decoding = sum(not group.is_prefilling for group, _ in grants)
+    return _StepSize(batch.num_tokens - num_prefill, num_prefill, num_decoding)
 
 
 def _take_off(grants: Sequence[tuple[WorkerSequence, int]], parts: Sequence[SequenceSlice]) -> None:

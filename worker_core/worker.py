@@ -150,7 +150,8 @@ async def serve_worker(
             WorkerCore(deps, limits, policy), deliver, heartbeat, name="worker-engine"
         )
         servicer = SequenceServicer(submit, loop.has_room, sender.begin)
-        info = describe(options, identity, engine.spec, policy.local_prefill.max_threshold)
+        max_shared_tokens = tier.policy_of(Tier.DECODE).local_prefill.max_shared_tokens
+        info = describe(options, identity, engine.spec, max_shared_tokens)
         host = WorkerHost(
             options,
             loop,

@@ -48,9 +48,9 @@ class DecodeTierOptions(SpeculationOptions):
     max_local_prefill_tokens: Annotated[int, Field(ge=0)] | None = None
     """Missing prompt tokens up to which a decode worker computes by itself; if not given, what is
     measured to be faster."""
-    max_itl_factor: Annotated[float, Field(gt=1)] = 2.0
-    """Times as long as without that a decode step may take because of a prompt computed beside
-    it."""
+    max_itl_factor: Annotated[float, Field(gt=1)] = 10.0
+    """Maximum slowdown of a decode step caused by co-scheduled prefill; it is less where that keeps
+    the 99th percentile of inter-token latency."""
     colocated: bool = False
     """Decode workers compute all prompts themselves, and nothing is handed over."""
     swap_space: Annotated[float, Field(ge=0)] = 1.0

@@ -203,6 +203,7 @@ class WatchLoadResponse(message.Message):
     NUM_SWAPS_FIELD_NUMBER: builtins.int
     LOCAL_PREFILL_THRESHOLD_FIELD_NUMBER: builtins.int
     ROLE_FIELD_NUMBER: builtins.int
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: builtins.int
     state: WorkerState.ValueType
     """Whether it takes work."""
     num_steps: builtins.int
@@ -239,6 +240,8 @@ class WatchLoadResponse(message.Message):
     """Most missing tokens of a prompt that a decode worker would compute by itself now, by what it has measured; 0 in a prefill worker."""
     role: Tier.ValueType
     """The tier that it serves now."""
+    prefill_tokens_per_s: builtins.int
+    """Prompt tokens a second that it would compute now, beside the sequences that decode there; 0 until it has measured."""
     def __init__(
         self,
         *,
@@ -258,10 +261,11 @@ class WatchLoadResponse(message.Message):
         num_swaps: builtins.int = ...,
         local_prefill_threshold: builtins.int = ...,
         role: Tier.ValueType = ...,
+        prefill_tokens_per_s: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["heartbeat_age_ms", b"heartbeat_age_ms", "local_prefill_threshold", b"local_prefill_threshold", "max_heartbeat_age_ms", b"max_heartbeat_age_ms", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leased_blocks", b"num_leased_blocks", "num_open_tickets", b"num_open_tickets", "num_orphan_blocks", b"num_orphan_blocks", "num_orphan_sequences", b"num_orphan_sequences", "num_pending_tokens", b"num_pending_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_swaps", b"num_swaps", "num_waiting", b"num_waiting", "role", b"role", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["heartbeat_age_ms", b"heartbeat_age_ms", "local_prefill_threshold", b"local_prefill_threshold", "max_heartbeat_age_ms", b"max_heartbeat_age_ms", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_leased_blocks", b"num_leased_blocks", "num_open_tickets", b"num_open_tickets", "num_orphan_blocks", b"num_orphan_blocks", "num_orphan_sequences", b"num_orphan_sequences", "num_pending_tokens", b"num_pending_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_swaps", b"num_swaps", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "role", b"role", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

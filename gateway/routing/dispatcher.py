@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from math import inf
 
@@ -201,7 +201,9 @@ class Dispatcher:
         self._num_tries += 1
         key = self._key + self._num_tries.to_bytes(8, "big")
         choice = choose(need, [], views, key)
-        return self._claim(need, digests, choice, matched) if isinstance(choice, Plan) else None
+        if not isinstance(choice, Plan):
+            return None
+        return self._claim(need, digests, choice, num_prefill_tokens=0)
 
     def record(self, worker: Worker, spec: SequenceSpec) -> None:
         """Remember that `worker` has the KV of all tokens of `spec`, whose output has ended."""
@@ -281,15 +283,16 @@ class Dispatcher:
         self._starts_s.setdefault(waiting.spec.request_id, now_s)
         if len(self._starts_s) > _MAX_STARTS:
             self._starts_s.popitem(last=False)
-        return self._claim(waiting.need, waiting.digests, choice, matched)
+        num_cached = matched.get(choice.prefill or choice.decode or "", 0)
+        num_missing = max(1, waiting.need.num_tokens - num_cached)
+        return self._claim(waiting.need, waiting.digests, choice, num_missing)
 
     def _claim(
-        self, need: Need, digests: tuple[Digest, ...], choice: Plan, matched: Mapping[str, int]
+        self, need: Need, digests: tuple[Digest, ...], choice: Plan, num_prefill_tokens: int
     ) -> Placement:
         workers = self._fleet.workers
         prefill = workers[choice.prefill] if choice.prefill else None
         decode = workers[choice.decode] if choice.decode else None
-        num_cached = matched.get(prefill.address, 0) if prefill else 0
         num_blocks = decode.decode_view(0).num_blocks_for(need) if decode else 0
         for worker in (prefill, decode):
             if worker:
@@ -299,7 +302,7 @@ class Dispatcher:
             self._num_tries,
             prefill,
             decode,
-            max(1, need.num_tokens - num_cached),
+            num_prefill_tokens,
             num_blocks,
             need.num_sequences,
         )

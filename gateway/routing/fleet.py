@@ -52,6 +52,8 @@ class Worker:
         self.is_joined = False
         """Whether it was accepted and its connection stands."""
         self.num_in_flight = 0
+        self.num_homed = 0
+        """Sequences that run here, or will, beyond their first tokens."""
         self.outstanding_tokens = 0
         """Prompt tokens that this gateway has given it to compute."""
         self._other_tokens = 0
@@ -136,6 +138,7 @@ class Worker:
             matched_tokens=matched_tokens,
             ahead_tokens=ahead_tokens,
             batch_tokens=info.max_num_batched_tokens,
+            prefill_tokens_per_s=self.load.prefill_tokens_per_s,
             is_awaiting_report=self.is_awaiting_report,
         )
 
@@ -155,6 +158,9 @@ class Worker:
             is_awaiting_report=self.is_awaiting_report,
             matched_tokens=matched_tokens,
             unreached_by=unreached_by,
+            max_shared_tokens=info.max_local_prefill_tokens,
+            pending_tokens=self.outstanding_tokens + self._other_tokens,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
         )
 
     def _known_info(self) -> WorkerInfo:

@@ -1,5 +1,5 @@
-"""Moves running sequences between decode workers: away from those that drain, and from full ones to
-roomy ones.
+"""Moves running sequences between workers: away from those that drain, from full decode workers to
+roomy ones, and from prefill workers, which decode on while the decode tier is full.
 
 It decides and orders; the reducer of each request's life carries an order out. Few migrations are
 under way at once, so that those that wait for theirs run on, and the network is not all theirs.
@@ -98,7 +98,8 @@ class Migrator:
         self._fleet.broken_pairs.expire(now_s)
         workers = self._fleet.tier(Tier.DECODE)
         draining = [w for w in workers if w.state is WorkerState.DRAINING]
-        for worker in draining:
+        staying = [w for w in self._fleet.ready(Tier.PREFILL) if w.num_homed]
+        for worker in (*draining, *staying):
             self._empty(worker, now_s)
         if not self._num_migrating:
             self._even_out(self._fleet.ready(Tier.DECODE), now_s)

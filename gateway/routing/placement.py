@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from baton.types import NumericsClass, Tier
 from gateway.routing.fleet import Fleet, Worker
-from gateway.routing.router import Need, Plan, Verdict, choose
+from gateway.routing.router import Need, Plan, PrefillView, Verdict, choose, choose_prefill_to_stay
 
 #: Workers of a tier that are drawn at random.
 NUM_DRAWN = 12
@@ -33,9 +33,24 @@ def plan(need: Need, fleet: Fleet, matched: Mapping[str, int], key: bytes) -> Pl
     some_decodes = _some(decodes, fleet, Tier.DECODE, matched, key)
     choice = _choose(need, fleet, some_prefills, some_decodes, matched, key)
     is_all = some_prefills is prefills and some_decodes is decodes
-    if is_all or (isinstance(choice, Plan) and _is_good(choice, need, fleet)):
-        return choice
-    return _choose(need, fleet, prefills, decodes, matched, key)
+    if not is_all and not (isinstance(choice, Plan) and _is_good(choice, need, fleet)):
+        choice = _choose(need, fleet, prefills, decodes, matched, key)
+    is_full = choice is Verdict.NOT_NOW and not any(d.is_awaiting_report for d in decodes)
+    if is_full and need.needs_decode:
+        return _stay(need, fleet, some_prefills, matched, key) or choice
+    return choice
+
+
+def _stay(
+    need: Need, fleet: Fleet, prefills: Sequence[Worker], matched: Mapping[str, int], key: bytes
+) -> Plan | None:
+    """A late handoff: while the decode tier is full, a prefill worker decodes on."""
+    return choose_prefill_to_stay(
+        need,
+        _prefill_views(fleet, prefills, matched),
+        [worker.decode_view(0) for worker in prefills],
+        key,
+    )
 
 
 def _of_class(workers: Sequence[Worker], numerics: NumericsClass | None) -> Sequence[Worker]:
@@ -52,8 +67,12 @@ def _is_good(choice: Plan, need: Need, fleet: Fleet) -> bool:
         return False
     if choice.prefill is not None or not fleet.ready(Tier.PREFILL):
         return True
-    threshold = fleet.workers[choice.decode].load.local_prefill_threshold if choice.decode else 0
-    return need.num_tokens <= threshold
+    decode = fleet.workers[choice.decode] if choice.decode else None
+    if decode is None:
+        return False
+    # Else it computes the prompt because it has it sooner, not because no KV would get there.
+    is_cut_off = decode.address in need.unreached or fleet.barred_from(decode.address)
+    return need.num_tokens <= decode.load.local_prefill_threshold or not is_cut_off
 
 
 def _some(
@@ -80,12 +99,7 @@ def _choose(
 ) -> Plan | Verdict:
     return choose(
         need,
-        [
-            worker.prefill_view(
-                matched.get(worker.address, 0), fleet.prefill_work.ahead(worker.address)
-            )
-            for worker in prefills
-        ],
+        _prefill_views(fleet, prefills, matched),
         [
             worker.decode_view(matched.get(worker.address, 0), fleet.barred_from(worker.address))
             for worker in decodes
@@ -95,6 +109,17 @@ def _choose(
 
 
 _log = logging.getLogger(__name__)
+
+
+def _prefill_views(
+    fleet: Fleet, prefills: Sequence[Worker], matched: Mapping[str, int]
+) -> list[PrefillView]:
+    return [
+        worker.prefill_view(
+            matched.get(worker.address, 0), fleet.prefill_work.ahead(worker.address)
+        )
+        for worker in prefills
+    ]
 
 
 class Outcome(enum.Enum):
@@ -133,8 +158,9 @@ class Placement:
         num_sequences: int = 1,
     ) -> None:
         """prefill: computes the prompt as one of its many. decode: runs the sequence beyond its
-        first tokens. One of them, both, or both in one. num_prefill_tokens: those that the prefill
-        worker probably has to compute, at least 1.
+        first tokens. One of them, both, or both in one. num_prefill_tokens: those that
+        probably have to be computed: at least 1 with a prefill worker, 0 where KV comes by a
+        migration.
         num_sequences: those that it will be on the decode worker."""
         home = decode or prefill
         if home is None:
@@ -148,14 +174,16 @@ class Placement:
         self.source_link = self.source.link if self.source else None
         self._fleet = fleet
         self._id = placement_id
-        self._prefill_tokens = num_prefill_tokens if prefill else 0
+        self._computing = prefill or home
+        self._prefill_tokens = num_prefill_tokens
         self._num_sequences = num_sequences if decode else 0
         if prefill:
             prefill.num_in_flight += prefill is not decode
-            prefill.outstanding_tokens += num_prefill_tokens
             fleet.prefill_work.give(prefill.address, num_prefill_tokens)
+        self._computing.outstanding_tokens += num_prefill_tokens
         if decode:
             decode.num_in_flight += num_sequences
+            decode.num_homed += num_sequences
             decode.reserve_blocks(placement_id, num_blocks)
 
     @property
@@ -225,14 +253,16 @@ class Placement:
         self._release_prefill()
         if self.decode and self._num_sequences:
             self.decode.num_in_flight -= self._num_sequences
+            self.decode.num_homed -= self._num_sequences
             self._num_sequences = 0
             self.decode.drop_blocks(self._id)
             self._fleet.changed()
 
     def _release_prefill(self) -> None:
-        if self.prefill and self._prefill_tokens:
-            self.prefill.num_in_flight -= self.prefill is not self.decode
-            self.prefill.outstanding_tokens -= self._prefill_tokens
+        if self._prefill_tokens:
+            if self.prefill:
+                self.prefill.num_in_flight -= self.prefill is not self.decode
+            self._computing.outstanding_tokens -= self._prefill_tokens
             self._prefill_tokens = 0
             self._fleet.changed()
 
@@ -240,6 +270,7 @@ class Placement:
         if self.decode and self._num_sequences > 1:
             self._num_sequences -= 1
             self.decode.num_in_flight -= 1
+            self.decode.num_homed -= 1
             self._fleet.changed()
 
 

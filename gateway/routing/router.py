@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
@@ -26,6 +27,17 @@ from baton.types import NumericsClass, Rank
 #: How much more a token computed again weighs than one to wait for: it delays all who come later,
 #: too.
 RECOMPUTE_WEIGHT = 2.0
+
+#: Share of a prefill worker's speed that a decode worker is taken to have at prompts, before it
+#: has measured its own.
+ASSUMED_SHARE = 0.5
+
+#: Share of its speed that it is taken to have at a prompt that others come before.
+BEHIND_SHARE = 0.5
+
+#: A decode worker computes a prompt if that takes less than this share of the time until a prefill
+#: worker has: it slows down what decodes there.
+SHARING_GAIN = 0.8
 
 #: Difference of two decode workers' fill (0..1) that a wholly cached prompt outweighs: of the fill
 #: itself, and at least.
@@ -71,7 +83,16 @@ class PrefillView:
     matched_tokens: int = 0
     ahead_tokens: float = 0.0
     batch_tokens: int = 0
+    prefill_tokens_per_s: int = 0
     is_awaiting_report: bool = False
+
+    def ttft_s(self, need: Need, others_tokens_per_s: int = 0) -> float:
+        """Estimated seconds until it has computed the prompt, after what it has; infinite before
+        its speed is known. others_tokens_per_s: that of a decode worker. This one is taken to be no
+        slower: what it measured may be old, and nothing new is learned of one that is spared."""
+        num_missing = max(1, need.num_tokens - self.matched_tokens)
+        speed = self.prefill_tokens_per_s and max(self.prefill_tokens_per_s, others_tokens_per_s)
+        return _seconds(self.outstanding_tokens + num_missing, speed)
 
     def has_credit(self) -> bool:
         """One sequence is always taken, however long; further ones while the queue is short.
@@ -100,6 +121,9 @@ class DecodeView:
     since.
     num_sequences: running, waiting, and on their way there.
     unreached_by: addresses of prefill workers whose KV does not get here.
+    max_shared_tokens: most tokens of a prompt that it computes although prefill workers could.
+    pending_tokens: of prompts that it has yet to compute. prefill_tokens_per_s: at which it does,
+    beside what decodes here; 0 if not known.
     """
 
     address: str
@@ -113,6 +137,21 @@ class DecodeView:
     is_awaiting_report: bool = False
     matched_tokens: int = 0
     unreached_by: Set[str] = frozenset()
+    max_shared_tokens: int = 0
+    pending_tokens: int = 0
+    prefill_tokens_per_s: int = 0
+
+    def ttft_s(self, need: Need, assumed_tokens_per_s: float) -> float:
+        """Estimated seconds until it has computed the prompt in chunks beside the sequences that
+        decode here; infinite for a prompt that is not to be computed here. assumed_tokens_per_s:
+        before its own speed is known."""
+        if need.num_tokens > self.max_shared_tokens:
+            return math.inf
+        num_missing = max(1, need.num_tokens - self.matched_tokens)
+        speed = self.prefill_tokens_per_s or assumed_tokens_per_s
+        if self.pending_tokens:  # whoever is computed first decodes beside those that come after
+            speed *= BEHIND_SHARE
+        return _seconds(self.pending_tokens + num_missing, speed)
 
     def num_blocks_for(self, need: Need) -> int:
         """Those that they share, and one more for each but the first to write into."""
@@ -131,6 +170,11 @@ class DecodeView:
             return False
         watermark = min(self.num_sequences, self.num_blocks // 8)
         return self.num_blocks_for(need) + watermark <= self.num_available_blocks
+
+    def has_room_to_stay(self, need: Need) -> bool:
+        """Whether a prefill worker may run the sequence: half of its memory stays for prompts."""
+        num_left = self.num_available_blocks - self.num_blocks_for(need)
+        return self.has_room(need) and num_left >= self.num_blocks // 2
 
     def wants_prefill(self, need: Need) -> bool:
         """Whether a prefill worker should compute the prompt."""
@@ -186,8 +230,40 @@ def choose(
     if not decode.wants_prefill(need) or not decode.is_reached_by(need, able_prefills):
         return Plan(None, decode.address)
     reaching = [p for p in able_prefills if p.address not in decode.unreached_by]
+    if sooner := _sooner_decode(need, able_decodes, reaching):
+        return Plan(None, sooner.address)
     prefill = _best_prefill(need, reaching, tie_key)
     return Plan(prefill.address, decode.address) if prefill else Verdict.NOT_NOW
+
+
+def choose_prefill_to_stay(
+    need: Need, prefills: Sequence[PrefillView], views: Sequence[DecodeView], tie_key: bytes
+) -> Plan | None:
+    """A prefill worker that computes the prompt and decodes on until a decode worker has room; None
+    if none can now. views: the same workers as ones that run sequences."""
+    roomy = {v.address for v in views if v.fits(need) and v.has_room_to_stay(need)}
+    prefill = _best_prefill(need, [p for p in prefills if p.address in roomy], tie_key)
+    return Plan(prefill.address, prefill.address) if prefill else None
+
+
+def _sooner_decode(
+    need: Need, decodes: Sequence[DecodeView], prefills: Sequence[PrefillView]
+) -> DecodeView | None:
+    """The decode worker that has the prompt computed soonest, if that is sooner than any prefill
+    worker, whatever waits before them."""
+    speeds = [p.prefill_tokens_per_s for p in prefills if p.prefill_tokens_per_s]
+    if not speeds or need.avoid:
+        return None
+    assumed = max(speeds) * ASSUMED_SHARE
+    soonest = min(
+        (view for view in decodes if view.has_room(need)),
+        key=lambda view: view.ttft_s(need, assumed),
+        default=None,
+    )
+    if soonest is None:
+        return None
+    apart_s = min(p.ttft_s(need, soonest.prefill_tokens_per_s) for p in prefills)
+    return soonest if soonest.ttft_s(need, assumed) < SHARING_GAIN * apart_s else None
 
 
 def _best_prefill(need: Need, views: Sequence[PrefillView], tie_key: bytes) -> PrefillView | None:
@@ -210,6 +286,10 @@ def _best_decode(
         served = [v for v in views if not v.wants_prefill(need) or v.is_reached_by(need, prefills)]
         views = served or views
     return min(views, key=lambda v: (v.cost(need), _tie(tie_key, v.address)), default=None)
+
+
+def _seconds(num_tokens: float, tokens_per_s: float) -> float:
+    return num_tokens / tokens_per_s if tokens_per_s else math.inf
 
 
 def _tie(tie_key: bytes, address: str) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from bench.drive import cluster_options
+from bench.drive import apart_options, cluster_options
 from bench.load import app, settings_of
 from tests.support.fake_inference import FakeInference, serve
 
@@ -126,3 +126,5 @@ def test_both_targets_have_as_many_workers_and_the_same_engine() -> None:
     assert (split.colocated, colocated.colocated) == (False, True)
     assert split.dtype == colocated.dtype == "float32"
     assert list(cluster_options("m", {"colocated": True}, compares=False)) == ["colocated"]
+    (apart,) = apart_options("m", settings).values()
+    assert apart == split.model_copy(update={"max_local_prefill_tokens": 16})

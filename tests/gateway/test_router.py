@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.routing.history import PrefixAffinity, prefix_digests
-from gateway.routing.router import DecodeView, Need, Plan, PrefillView, Verdict, choose
+from gateway.routing.router import (
+    DecodeView,
+    Need,
+    Plan,
+    PrefillView,
+    Verdict,
+    choose,
+    choose_prefill_to_stay,
+)
 from gateway.routing.workers import MAX_BACKOFF_S, backoff_s
 
 NEED = Need(num_tokens=40, max_num_tokens=60, needs_decode=True)
@@ -311,3 +319,77 @@ def test_short_prompts_go_anywhere() -> None:
     )
     busy = replace(DECODE, num_sequences=4)
     assert choose(NEED, [PREFILL], [lonely, busy], b"k") == Plan(None, "lonely")
+
+
+FAST = replace(PREFILL, prefill_tokens_per_s=1000)
+SHARING = replace(DECODE, max_shared_tokens=100, prefill_tokens_per_s=500)
+
+
+def test_a_prompt_is_computed_by_the_tier_that_has_it_sooner() -> None:
+    assert choose(NEED, [FAST], [SHARING], b"k") == Plan("p", "d"), "40 ms here, 80 ms there"
+    behind = replace(FAST, outstanding_tokens=100)
+    assert choose(NEED, [behind], [SHARING], b"k") == Plan(None, "d"), "140 ms against 80"
+    both_behind = replace(SHARING, pending_tokens=100)
+    assert choose(NEED, [behind], [both_behind], b"k") == Plan("p", "d"), "140 ms against 280"
+
+
+def test_a_prompt_that_the_decode_tier_has_cached_is_computed_there() -> None:
+    knowing = replace(SHARING, matched_tokens=36)
+    assert choose(NEED, [FAST], [knowing], b"k") == Plan(None, "d")
+
+
+def test_a_prefill_worker_is_not_taken_to_be_slower_than_the_decode_tier() -> None:
+    """Its speed may have been measured while it was cold."""
+    slow = replace(FAST, prefill_tokens_per_s=10)
+    assert choose(NEED, [slow], [SHARING], b"k") == Plan("p", "d")
+    assert choose(NEED, [replace(slow, outstanding_tokens=9)], [SHARING], b"k") == Plan("p", "d")
+    behind = replace(slow, outstanding_tokens=100)
+    assert choose(NEED, [behind], [SHARING], b"k") == Plan(None, "d")
+
+
+def test_a_decode_worker_that_has_measured_nothing_is_taken_to_be_slower() -> None:
+    unknown = replace(SHARING, prefill_tokens_per_s=0)
+    assert choose(NEED, [FAST], [unknown], b"k") == Plan("p", "d")
+    behind = replace(FAST, outstanding_tokens=100)
+    assert choose(NEED, [behind], [unknown], b"k") == Plan(None, "d")
+
+
+def test_prompts_are_shared_only_where_that_is_wanted_and_speeds_are_known() -> None:
+    behind = replace(FAST, outstanding_tokens=100)
+    pinned = replace(SHARING, max_shared_tokens=16)
+    assert choose(NEED, [behind], [pinned], b"k") == Plan("p", "d")
+    silent = replace(behind, prefill_tokens_per_s=0)
+    assert choose(NEED, [silent], [SHARING], b"k") == Plan("p", "d")
+
+
+def test_a_prompt_is_not_shared_with_a_decode_worker_that_has_no_room() -> None:
+    behind = replace(FAST, outstanding_tokens=100)
+    full = replace(SHARING, num_available_blocks=5)
+    other = replace(DECODE, address="d2")
+    assert choose(NEED, [behind], [full, other], b"k") == Plan("p", "d2")
+
+
+def test_while_the_decode_tier_is_full_a_prefill_worker_with_memory_decodes_on() -> None:
+    own = replace(DECODE, address="p")
+    assert choose_prefill_to_stay(NEED, [FAST], [own], b"k") == Plan("p", "p")
+    half_full = replace(own, num_available_blocks=60)
+    assert choose_prefill_to_stay(NEED, [FAST], [half_full], b"k") is None
+    busy = replace(FAST, outstanding_tokens=128)
+    assert choose_prefill_to_stay(NEED, [busy], [own], b"k") is None
+
+
+@given(need=NEEDS, prefills=PREFILLS, decodes=DECODES, speed=st.integers(0, 1000))
+def test_a_shared_prompt_never_waits_longer_than_it_would_apart(
+    need: Need, prefills: list[PrefillView], decodes: list[DecodeView], speed: int
+) -> None:
+    fast = [replace(prefill, prefill_tokens_per_s=500) for prefill in prefills]
+    sharing = [
+        replace(decode, max_shared_tokens=100, prefill_tokens_per_s=speed) for decode in decodes
+    ]
+    plan, apart = choose(need, fast, sharing, b"k"), choose(need, fast, decodes, b"k")
+    if plan == apart or not isinstance(plan, Plan):
+        return
+    (decode,) = [view for view in sharing if view.address == plan.decode]
+    assert plan.prefill is None
+    assert decode.has_room(need)
+    assert decode.ttft_s(need, 250) < min(prefill.ttft_s(need) for prefill in fast)

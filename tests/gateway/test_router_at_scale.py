@@ -160,6 +160,11 @@ def test_the_only_worker_with_room_is_found_among_a_thousand() -> None:
     full = WorkerLoad(num_running=MAX_NUM_SEQS, blocks=BlockCounts(0, 0, NUM_BLOCKS))
     for worker in fleet.tier(Tier.DECODE):
         fleet.report(worker.address, full)
+    stays = plan(need, fleet, {}, b"k")
+    assert isinstance(stays, Plan)
+    assert stays.prefill == stays.decode, "a prefill worker decodes on"
+    for worker in fleet.tier(Tier.PREFILL):
+        fleet.report(worker.address, full)
     assert plan(need, fleet, {}, b"k") is Verdict.NOT_NOW
     fleet.report("d77:1", WorkerLoad(blocks=BlockCounts(NUM_BLOCKS, 0, 0)))
     for worker in fleet.tier(Tier.PREFILL):

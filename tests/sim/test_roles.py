@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from baton.engine.interface import EngineSpec
 from baton.engine.oracle import oracle_tokens
 from baton.types import Sampling, SequenceSpec, Tier
 from tests.support.sim_system import History, System, WorkerNode
@@ -28,14 +29,14 @@ def spec_of(rng: random.Random, number: int) -> SequenceSpec:
     )
 
 
-def policy_of(role: Tier) -> Policy:
+def policy_of(role: Tier, spec: EngineSpec) -> Policy:
     if role is Tier.PREFILL:
         return prefill_policy()
-    return decode_policy(learned_local_prefill(block_size=4, max_num_batched_tokens=32))
+    return decode_policy(learned_local_prefill(spec, max_num_batched_tokens=32))
 
 
 def set_role(node: WorkerNode, role: Tier) -> None:
-    node.worker.submit(SetPolicy(policy_of(role)))
+    node.worker.submit(SetPolicy(policy_of(role, node.worker.engine.spec)))
 
 
 async def change_roles(system: System, num_changes: int) -> set[Tier]:

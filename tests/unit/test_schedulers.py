@@ -104,3 +104,16 @@ def test_prompts_first_share_the_whole_budget_by_rank(jobs: list[Fake], budget: 
     assert all(n == j.num_missing_tokens for j, n in grants[:-1])
     num_left = budget - sum(n for _, n in grants)
     assert len(plan.grants) - len(grants) == min(num_left, len(jobs) - len(prompts))
+
+
+@given(fakes(), st.integers(1, 64), st.integers(0, 64))
+def test_sequences_that_decode_get_what_prompts_may_not_use(
+    jobs: list[Fake], num_tokens: int, num_prefill_tokens: int
+) -> None:
+    budget = Budget(num_tokens, min(num_prefill_tokens, num_tokens), prompts_first=True)
+    plan = plan_step(by_rank(jobs), 1000, budget)
+    num_prefilled = sum(n for job, n in plan.grants if job.is_prefilling)
+    num_decoding = sum(not job.is_prefilling for job in jobs)
+    assert num_prefilled <= num_prefill_tokens
+    num_decoded = sum(not job.is_prefilling for job, _ in plan.grants)
+    assert num_decoded == min(num_decoding, num_tokens - num_prefilled)
