@@ -107,7 +107,7 @@ MISTAKES = (
     Mistake("decode {tmp}/nowhere", "MODEL={tmp}/nowhere", "no such folder"),
     Mistake("decode {empty}", "MODEL={empty}", "no config.json"),
     Mistake("prefill {pickles}", "MODEL={pickles}", "save_pretrained"),
-    Mistake("decode {alien}", "MODEL={alien}: model_type='gpt2'", "use a checkpoint of one"),
+    Mistake("decode {alien}", "MODEL={alien}: model_type='mamba'", "use another checkpoint"),
     Mistake("decode {box} --max-model-len 99999", "--max-model-len=99999", "use 1 to 2048"),
     Mistake(
         "decode {box} --num-gpu-blocks-override 2 --max-model-len 64",
@@ -135,7 +135,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, objec
         shutil.copy(BOX / name, tmp / "alien")
     (tmp / "pickles" / "pytorch_model.bin").write_bytes(b"")
     (tmp / "alien" / "model.safetensors").write_bytes(b"")
-    (tmp / "alien" / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp / "alien" / "config.json").write_text('{"model_type": "mamba"}')
     with socket.create_server(("127.0.0.1", 0)) as taken:
         yield {
             "box": BOX,
@@ -195,4 +195,4 @@ def test_serve_tells_once_what_each_child_would_say(places: dict[str, object]) -
     assert done.returncode == 2
     (last,) = done.stderr.splitlines()
     assert last.startswith("baton serve: error: ")
-    assert f"MODEL={places['alien']}: model_type='gpt2'" in last
+    assert f"MODEL={places['alien']}: model_type='mamba'" in last
