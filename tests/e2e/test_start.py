@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import openai
 import pytest
 
 from baton.client import Client
@@ -70,7 +72,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[str
             lines: list[str] = []
             for line in process.stdout or ():
                 lines.append(line)
-                if line.startswith("  try: "):
+                if line.startswith("  or:  curl "):
                     break
             ready = next((line for line in lines if line.startswith("Baton is ready at ")), None)
             if ready is None:
@@ -80,6 +82,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[str
                 short = client.generate("def f", max_tokens=3)
                 long = client.generate("def f(x): return x\n" * 20, max_tokens=3)
             assert short.usage.completion_tokens
+            _ask_over_http(lines[-1])
             assert long.timing.prefill_worker == "prefill-0"
             process.send_signal(signal.SIGINT)
             process.wait()
@@ -88,6 +91,21 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[str
     tiers = ("prefill_svc", "decode_svc", "gateway")
     modules = {tier: json.loads((folder / f"{tier}.json").read_text()) for tier in tiers}
     return modules, told, lines
+
+
+def _ask_over_http(example: str) -> None:
+    """By the unmodified openai package, at the address of the command that the start shows."""
+    found = re.search(r"http://[^/]+/v1", example)
+    assert found, example
+    with openai.OpenAI(base_url=found[0], api_key="none", max_retries=0) as client:
+        model = client.models.list().data[0].id
+        whole = client.completions.create(model=model, prompt="def f", max_tokens=8, temperature=0)
+        pieces = client.completions.create(
+            model=model, prompt="def f", max_tokens=8, temperature=0, stream=True
+        )
+        assert "".join(p.choices[0].text for p in pieces if p.choices) == whole.choices[0].text
+        assert whole.usage
+        assert whole.usage.completion_tokens == 8
 
 
 Served = tuple[dict[str, list[str]], str, list[str]]
@@ -112,7 +130,7 @@ def test_each_process_tells_its_phases_and_the_ready_line_what_was_chosen(served
     for name in ("prefill-0", "decode-0"):
         own = [phase.strip() for child, phase in phases if child == name]
         assert own == ["importing", "importing torch", "loading weights", "ready"]
-    ready, _, example = lines[-3:]
+    ready, _, example, _ = lines[-4:]
     assert f"{MODEL}; bfloat16 (the checkpoint's type)" in ready
     assert ready.endswith("; 1 prefill + 1 decode + 1 gateway\n")
     assert example.startswith("  try: baton generate ")
