@@ -82,7 +82,7 @@ SECTIONS = (
         name="engine-levels",
         module="bench.levels",
         arguments=(),
-        quick=("--model", "tiny", "--rounds", "1", "--threads", "1"),
+        quick=(*("--model", "tiny", "--dtype", "bfloat16", "--rounds", "1", "--threads", "1"),),
         tables={"engine-levels": levels_table},
     ),
     Section(

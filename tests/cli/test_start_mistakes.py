@@ -191,8 +191,8 @@ def test_a_gpu_that_is_not_there(places: dict[str, object]) -> None:
 
 
 def test_serve_tells_once_what_each_child_would_say(places: dict[str, object]) -> None:
-    done = start(["serve", str(places["alien"]), "--port", "0"])
+    done = start(["serve", str(places["empty"]), "--port", "0"])
     assert done.returncode == 2
     (last,) = done.stderr.splitlines()
     assert last.startswith("baton serve: error: ")
-    assert f"MODEL={places['alien']}: model_type='mamba'" in last
+    assert f"MODEL={places['empty']}: no config.json" in last

@@ -11,6 +11,7 @@ import pytest
 from baton.client import SamplingParams
 from baton.engine.oracle import oracle_tokens
 from baton.types import Sampling
+from kv_transfer.transport.base import TransportConfig
 from tests.support.live_tiers import ONLY_DECODES, has_crossed, live_system
 
 pytestmark = pytest.mark.slow
@@ -27,9 +28,8 @@ def silent_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         bound: list[socket.socket] = []
 
-        def bind(host: str, port: int, advertise_address: str) -> tuple[socket.socket, str]:
-            del advertise_address
-            bound.append(socket.create_server((host, port)))
+        def bind(config: TransportConfig) -> tuple[socket.socket, str]:
+            bound.append(socket.create_server((config.host, config.port)))
             return bound[-1], address
 
         monkeypatch.setattr("kv_transfer.transport.tcp.bind", bind)
@@ -40,11 +40,10 @@ def silent_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def dead_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever sends KV over TCP gets to a port that nobody listens at."""
 
-    def bind(host: str, port: int, advertise_address: str) -> tuple[socket.socket, str]:
-        del advertise_address
+    def bind(config: TransportConfig) -> tuple[socket.socket, str]:
         with socket.create_server(("127.0.0.1", 0)) as gone:
             address = f"127.0.0.1:{gone.getsockname()[1]}"
-        return socket.create_server((host, port)), address
+        return socket.create_server((config.host, config.port)), address
 
     monkeypatch.setattr("kv_transfer.transport.tcp.bind", bind)
 

@@ -37,6 +37,7 @@ from baton_kernels.gpu.attention_plan import (
     plan_attention,
 )
 from baton_kernels.kv_write import head_stride
+from baton_kernels.paged_attention import NO_TERMS, ScoreTerms
 
 __all__ = ["attend", "paged_attention", "plan_attention"]
 
@@ -261,9 +262,15 @@ def paged_attention(
     layer: int,
     plan: AttentionPlan,
     scales: torch.Tensor | None = None,
+    terms: ScoreTerms = NO_TERMS,
 ) -> torch.Tensor:
     """See the twin. query's heads and elements must be contiguous; its tokens may be apart. New
-    keys and values are read from the pool."""
+    keys and values are read from the pool. Raises ValueError for terms, which this kernel has
+    not: who needs them plans and attends with the twins."""
+    if not terms.is_none:
+        raise ValueError(
+            "paged_attention on CUDA has no soft-capping, sinks or ALiBi: use its twin"
+        )
     return attend(query, pool, scales, layer, plan)
 
 
