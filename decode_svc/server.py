@@ -67,6 +67,4 @@ def local_prefill_policy(options: DecodeOptions, engine: Engine) -> LocalPrefill
         return pinned_local_prefill(engine.spec.max_model_len, None)
     if options.max_local_prefill_tokens is not None:
         return pinned_local_prefill(options.max_local_prefill_tokens, options.max_itl_factor)
-    return learned_local_prefill(
-        engine.spec, options.max_num_batched_tokens, options.max_itl_factor
-    )
+    return learned_local_prefill(engine.spec, options.max_itl_factor)

@@ -24,7 +24,7 @@ async def serve_prefill(
         def policy_of(role: Tier) -> Policy:
             if role is Tier.PREFILL:
                 return prefill_policy()
-            return decode_policy(learned_local_prefill(engine.spec, options.max_num_batched_tokens))
+            return decode_policy(learned_local_prefill(engine.spec))
 
         return TierSetup(engine, policy_of)
 

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from baton.engine.interface import EngineSpec
 from baton.types import Tier
 
+#: Longest missing tail that a worker that shares prompts computes without being asked to: it knows
+#: what a handoff takes, but not whether prefill workers idle.
+MAX_TAIL_TOKENS = 64
+
 #: Maximum slowdown of a decode step caused by prompt tokens beside it, unless an option says
 #: otherwise.
 MAX_ITL_FACTOR = 10.0
@@ -52,13 +56,14 @@ class Policy:
 
 
 def learned_local_prefill(
-    spec: EngineSpec, max_num_batched_tokens: int, max_itl_factor: float = MAX_ITL_FACTOR
+    spec: EngineSpec, max_itl_factor: float = MAX_ITL_FACTOR
 ) -> LocalPrefillPolicy:
-    """Prompts are shared with the prefill tier by load. Until speeds are known, a missing tail up
-    to a block is taken to cost less to compute here than to send for."""
+    """Prompts are shared with the prefill tier by load, which the gateways know. Of its own accord
+    the worker computes short missing tails only: until speeds are known, those up to a block."""
+    block_size = spec.layout.block_size
     return LocalPrefillPolicy(
-        spec.layout.block_size,
-        max_num_batched_tokens,
+        block_size,
+        max(block_size, MAX_TAIL_TOKENS),
         is_pinned=False,
         max_itl_factor=max_itl_factor,
         max_shared_tokens=spec.max_model_len,

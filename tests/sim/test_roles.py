@@ -32,7 +32,7 @@ def spec_of(rng: random.Random, number: int) -> SequenceSpec:
 def policy_of(role: Tier, spec: EngineSpec) -> Policy:
     if role is Tier.PREFILL:
         return prefill_policy()
-    return decode_policy(learned_local_prefill(spec, max_num_batched_tokens=32))
+    return decode_policy(learned_local_prefill(spec))
 
 
 def set_role(node: WorkerNode, role: Tier) -> None:

@@ -26,7 +26,7 @@ SPEED = Speed(
     step_s=0.0007, sequence_s=0.0002, token_s=0.00006, host_s=0.001, noise=0.08, noise_s=0.015
 )
 SLO = Slo(ttft_ms=250.0, tpot_ms=15.0)
-SHARED = decode_policy(LocalPrefillPolicy(16, 2048, False, MAX_ITL_FACTOR, max_shared_tokens=8192))
+SHARED = decode_policy(LocalPrefillPolicy(16, 64, False, MAX_ITL_FACTOR, max_shared_tokens=8192))
 COLOCATED = decode_policy(pinned_local_prefill(8192, None))
 
 #: Of a prefill and a decode worker, or of two that do both.
@@ -54,7 +54,7 @@ def load_of(rate: float, seed: int) -> list[Arrival]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rate", [4.0, 12.0])
+@pytest.mark.parametrize("rate", [4.0, 8.0])
 def test_more_requests_are_in_time_and_gaps_stay_short(rate: float) -> None:
     shared, apart, colocated = (
         run_load(load_of(rate, 3), SPEED, WAYS[way], SLO)
