@@ -241,9 +241,9 @@ def _network_variables() -> dict[str, str]:
 
 def _wheel_folders() -> Sequence[Path]:
     """Folders of this machine that pip looks for wheels in."""
-    told = os.environ.get("PIP_FIND_LINKS", "").split()
+    urls = os.environ.get("PIP_FIND_LINKS", "").split()
     for file in filter(Path.is_file, _PIP_FILES):
         config = configparser.ConfigParser()
         config.read(file)
-        told += config.get("global", "find-links", fallback="").split()
-    return [path for path in dict.fromkeys(map(Path, told)) if path.is_absolute() and path.is_dir()]
+        urls += config.get("global", "find-links", fallback="").split()
+    return [path for path in dict.fromkeys(map(Path, urls)) if path.is_absolute() and path.is_dir()]

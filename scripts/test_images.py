@@ -99,8 +99,8 @@ class Images:
         """Build what compose.yaml's service runs on, or `target` as it would be built; the seconds
         that it took."""
         services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
-        told = services[service]["build"]
-        arguments = dict(told.get("args", {}))
+        seen = services[service]["build"]
+        arguments = dict(seen.get("args", {}))
         if arguments.get("TORCH") == "cpu" and not is_reached(arguments["TORCH_INDEX_URL"]):
             # Who does not reach the index of the CPU builds has them among wheels of their own, or
             # not at all.
@@ -110,19 +110,24 @@ class Images:
         flags = [f"--build-arg={name}={value}" for name, value in arguments.items()]
         start = time.monotonic()
         self.engine.docker(
-            *("build", "--network=host", f"--target={target or told['target']}", f"--tag={tag}"),
+            *(
+                "build",
+                "--network=host",
+                f"--target={target or seen['target']}",
+                f"--tag={tag}",
+            ),
             *flags,
             str(context),
         )
         return time.monotonic() - start
 
     def size_mb(self, image: str) -> float:
-        told = self.engine.docker("image", "inspect", "--format={{.Size}}", image)
-        return int(told.stdout) / 1e6
+        seen = self.engine.docker("image", "inspect", "--format={{.Size}}", image)
+        return int(seen.stdout) / 1e6
 
     def layers(self, image: str) -> list[str]:
-        told = self.engine.docker("image", "inspect", "--format={{json .RootFS.Layers}}", image)
-        layers: list[str] = json.loads(told.stdout)
+        seen = self.engine.docker("image", "inspect", "--format={{json .RootFS.Layers}}", image)
+        layers: list[str] = json.loads(seen.stdout)
         return layers
 
     def python(self, image: str, code: str, *options: str) -> str:
@@ -292,12 +297,12 @@ class Project:
         return self.compose("ps", "--quiet", service).strip().splitlines()[-1]
 
     def state(self, service: str) -> Any:
-        told = self.engine.docker("inspect", "--format={{json .State}}", self.container(service))
-        return json.loads(told.stdout)
+        seen = self.engine.docker("inspect", "--format={{json .State}}", self.container(service))
+        return json.loads(seen.stdout)
 
     def num_restarts(self, service: str) -> int:
-        told = self.engine.docker("inspect", "--format={{.RestartCount}}", self.container(service))
-        return int(told.stdout)
+        seen = self.engine.docker("inspect", "--format={{.RestartCount}}", self.container(service))
+        return int(seen.stdout)
 
     def is_restarted(self, service: str, num_restarts: int) -> bool:
         """Whether the engine has started it again since it had started it so many times."""
@@ -414,8 +419,8 @@ def drain(project: Project) -> None:
         stopping.result()
     require(num_tokens == 400, f"{num_tokens} tokens of 400 came")
     for service, container in containers.items():
-        told = project.engine.docker("inspect", "--format={{.State.ExitCode}}", container)
-        require(int(told.stdout) == 0, f"{service} ended with {told.stdout.strip()}")
+        seen = project.engine.docker("inspect", "--format={{.State.ExitCode}}", container)
+        require(int(seen.stdout) == 0, f"{service} ended with {seen.stdout.strip()}")
     project.report.add(
         "stop while a request runs", "all of its 400 tokens came; every container ended with 0"
     )
@@ -431,9 +436,10 @@ def read_logs(project: Project) -> None:
             continue
         for line in text.splitlines():
             require(line.startswith("{"), f"{service} writes a line that is not JSON: {line[:200]}")
-            told = json.loads(line)
+            seen = json.loads(line)
             require(
-                told["level"] != "error" and "exception" not in told, f"{service}: {line[:500]}"
+                seen["level"] != "error" and "exception" not in seen,
+                f"{service}: {line[:500]}",
             )
             num_lines += 1
     project.report.add("logs", f"{num_lines} lines of JSON, no error, no traceback")

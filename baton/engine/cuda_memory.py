@@ -75,8 +75,8 @@ class CudaDriver:
         if len(handle) != HANDLE_BYTES:
             raise OSError(f"a handle of {len(handle)} bytes")
         address = _ADDRESS()
-        told = _Handle.from_buffer_copy(handle)
-        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), told, _LAZY_PEER_ACCESS)
+        copied = _Handle.from_buffer_copy(handle)
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), copied, _LAZY_PEER_ACCESS)
         return address.value
 
     def close(self, address: int) -> None:

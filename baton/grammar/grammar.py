@@ -66,13 +66,13 @@ class Grammar:
         """The inverse of to_bytes. Raises EngineFault if it is of another make: gateway and tier do
         not fit together."""
         try:
-            told = json.loads(data)
+            parsed = json.loads(data)
         except ValueError as error:
             raise EngineFault(f"a grammar's bytes are not JSON: {error}") from None
-        match told:
+        match parsed:
             case {"kind": kind, "text": str(text)} if _is_kind(kind):
                 # Gateways of 0.1.0 do not say.
-                most = told.get("max_whitespace", DEFAULT_MAX_WHITESPACE)
+                most = parsed.get("max_whitespace", DEFAULT_MAX_WHITESPACE)
                 if isinstance(most, int):
                     return cls(kind, text, min(max(most, 0), MAX_WHITESPACE))
         raise EngineFault("a grammar of a kind that this worker does not know; update it")

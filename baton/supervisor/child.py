@@ -196,13 +196,13 @@ class Child:
             await self.kill()
         raise self.failure(message.get("error"))
 
-    def failure(self, told: str | None = None) -> ChildFailed:
-        """Why it does not run: what it told, or else the end of its log."""
+    def failure(self, why: str | None = None) -> ChildFailed:
+        """Why it does not run: what it said, or else the end of its log."""
         status = self._process.returncode if self._process else None
         lines = tuple(self._last_lines)
-        cause = told or next((line for line in reversed(lines) if line.strip()), "it said nothing")
+        cause = why or next((line for line in reversed(lines) if line.strip()), "it said nothing")
         # Who said why may have been slow to end, and have been killed for it.
-        how = "refused" if told else describe_exit(status)
+        how = "refused" if why else describe_exit(status)
         return ChildFailed(self.name, how, cause, lines)
 
 

@@ -100,6 +100,6 @@ def describe_start(phases: Mapping[str, float]) -> str:
             for phase, spent in phases.items()
             if phase.startswith(f"{name} ")
         }
-        told = describe_phases({name: seconds})
-        parts.append(f"{told} ({describe_phases(own)})" if own else told)
+        shown = describe_phases({name: seconds})
+        parts.append(f"{shown} ({describe_phases(own)})" if own else shown)
     return ", ".join(parts)

@@ -20,7 +20,8 @@ if ! "$venv/bin/python" -c "import llama_cpp, gguf" >/dev/null 2>&1; then
     rm -rf "$venv"
     "${PYTHON:-.venv/bin/python}" -m venv "$venv"
     echo "bench/peers/setup.sh: building $llama_cpp" >&2
+    # Without pip's cache, which would give one level's build to all.
     CMAKE_ARGS="$flags -DLLAVA_BUILD=OFF" \
-        "$venv/bin/python" -m pip install --quiet --no-binary llama-cpp-python "$llama_cpp" "$gguf"
+        "$venv/bin/python" -m pip install --quiet --no-cache-dir --no-binary llama-cpp-python "$llama_cpp" "$gguf"
 fi
 "$venv/bin/python" -c "import gguf, llama_cpp; print('llama-cpp-python', llama_cpp.__version__)"

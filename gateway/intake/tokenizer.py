@@ -274,11 +274,11 @@ def _eos_token_ids(
     generation_config: Mapping[str, Any], config: Mapping[str, Any], eos_token_id: int | None
 ) -> frozenset[int]:
     """Those of the first file that tells any, as transformers' generate does."""
-    for told in (generation_config.get("eos_token_id"), config.get("eos_token_id"), eos_token_id):
-        if isinstance(told, int):
-            return frozenset((told,))
-        if isinstance(told, list) and told:
-            return frozenset(told)
+    for found in (generation_config.get("eos_token_id"), config.get("eos_token_id"), eos_token_id):
+        if isinstance(found, int):
+            return frozenset((found,))
+        if isinstance(found, list) and found:
+            return frozenset(found)
     return frozenset()
 
 
@@ -299,11 +299,11 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | N
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
-    told = _read_json(folder / "chat_template.json").get("chat_template")
-    told = told or tokenizer_config.get("chat_template")
-    if isinstance(told, list):
-        told = next((t["template"] for t in told if t.get("name") == "default"), None)
-    return told if isinstance(told, str) else None
+    found = _read_json(folder / "chat_template.json").get("chat_template")
+    found = found or tokenizer_config.get("chat_template")
+    if isinstance(found, list):
+        found = next((t["template"] for t in found if t.get("name") == "default"), None)
+    return found if isinstance(found, str) else None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

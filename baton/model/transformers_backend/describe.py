@@ -385,8 +385,8 @@ def _width(weight: torch.Tensor, config: PreTrainedConfig) -> int:
 
 
 def _digest(config: PreTrainedConfig) -> str:
-    told = config.to_dict()
+    fields = config.to_dict()
     for name in ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures"):
-        told.pop(name, None)
-    text = f"transformers:{sorted(told.items(), key=lambda item: item[0])!r}"
+        fields.pop(name, None)
+    text = f"transformers:{sorted(fields.items(), key=lambda item: item[0])!r}"
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
