@@ -130,9 +130,6 @@ class ChatFormat:
         if body.top_logprobs is not None and not body.logprobs:
             fault = f"{shown_value(body.top_logprobs)}: goes with logprobs; set it to true"
             violations.append(FieldViolation("top_logprobs", fault))
-        if body.is_streamed and body.prompt_logprobs is not None:
-            fault = f"{shown_value(body.prompt_logprobs)}: not with stream; leave out one of them"
-            violations.append(FieldViolation("prompt_logprobs", fault))
         violations += [
             FieldViolation(field, "is not served here; leave it out")
             for field in _REFUSED

@@ -68,7 +68,7 @@ class CompletionFormat:
         self._prompt_logprobs: dict[int, Sequence[sampling_pb2.PositionLogprobs]] = {}
         """Of each prompt, which come with its first choice."""
         self.requests = _requests(body)
-        self._num_choices = max(1, body.n or 1)
+        self._num_choices = max(1, self.requests[0].sampling.n)
 
     @property
     def field_names(self) -> FieldNames:
@@ -169,9 +169,6 @@ def _requests(body: CompletionBody) -> list[inference_pb2.GenerateRequest]:
     if body.add_special_tokens is False:
         fault = "false: give token ids as the prompt instead"
         violations.append(FieldViolation("add_special_tokens", fault))
-    if body.is_streamed and body.prompt_logprobs is not None:
-        fault = f"{shown_value(body.prompt_logprobs)}: not with stream; leave out one of them"
-        violations.append(FieldViolation("prompt_logprobs", fault))
     if violations:
         raise InvalidRequest.of(*violations)
     if body.echo:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from baton.errors import FieldViolation, InvalidRequest
+from baton.sampling_params import SamplingParams
 from baton.v1 import inference_pb2, sampling_pb2
 from gateway.http.errors import from_validation, shown_value
 from gateway.intake.violations import MAX_SHOWN, Violations
@@ -52,32 +53,40 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
+#: Sampling options with a spelling of their own here; `echo` is of completions alone.
+_OWN = ("top_k", "seed", "max_tokens", "logprobs", "echo")
+
+#: All others that are one value: fields of a body by the same name, type and meaning.
+_SAME = {
+    name: kind
+    for name, kind in get_type_hints(SamplingParams).items()
+    if kind in (bool | None, int | None, float | None) and name not in _OWN
+}
+
+
+def _with_sampling_options(cls: type[BodyT]) -> type[BodyT]:
+    """cls with a field for each of _SAME."""
+    added: dict[str, Any] = {name: (kind, None) for name, kind in _SAME.items()}
+    return create_model(
+        cls.__name__, __base__=cls, __module__=cls.__module__, __doc__=cls.__doc__, **added
+    )
+
+
+@_with_sampling_options
 class GenerationBody(Body):
     """What both kinds of completion have."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    best_of: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     seed: int | None = None
+    max_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[str, float] | None = None
     stop: Any = None
     stop_token_ids: list[_Token] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    max_tokens: int | None = None
     bad_words: list[str] | None = None
-    skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
     guided_json: Any = None
@@ -115,22 +124,6 @@ class GenerationBody(Body):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-#: Fields of SamplingParams by the same names.
-_SAME = (
-    "n",
-    "best_of",
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "min_tokens",
-    "skip_special_tokens",
-    "prompt_logprobs",
-)
 #: Given, they are refused: nothing like them is served.
 _REFUSED = ("use_beam_search", "allowed_token_ids", "logits_processors", "truncate_prompt_tokens")
 
@@ -171,6 +164,9 @@ def sampling_message(
     violations += _put_stop_token_ids(body.stop_token_ids or (), params)
     violations += _put_structure(body, params)
     params.bad_words.extend(body.bad_words or ())
+    if body.is_streamed and body.prompt_logprobs is not None:
+        fault = f"{shown_value(body.prompt_logprobs)}: not with stream; leave out one of them"
+        violations.append(FieldViolation("prompt_logprobs", fault))
     for field in _REFUSED:
         if getattr(body, field):
             violations.append(FieldViolation(field, "is not served here; leave it out"))

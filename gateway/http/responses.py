@@ -265,18 +265,20 @@ def _renamed(field: str) -> str:
 def _chat_body(body: ResponsesBody) -> ChatBody:
     """The same as a chat."""
     effort = (body.reasoning or {}).get("effort")
-    return ChatBody(
-        model=body.model,
-        messages=_messages(body),
-        max_completion_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        stream=body.stream,
-        tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
-        tool_choice=_tool_choice(body.tool_choice),
-        parallel_tool_calls=body.parallel_tool_calls,
-        response_format=_format((body.text or {}).get("format")),
-        reasoning_effort=effort if isinstance(effort, str) else None,
+    return ChatBody.model_validate(
+        {
+            "model": body.model,
+            "messages": _messages(body),
+            "max_completion_tokens": body.max_output_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "stream": body.stream,
+            "tools": None if body.tools is None else [_tool(tool) for tool in body.tools],
+            "tool_choice": _tool_choice(body.tool_choice),
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "response_format": _format((body.text or {}).get("format")),
+            "reasoning_effort": effort if isinstance(effort, str) else None,
+        }
     )
 
 
