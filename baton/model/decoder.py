@@ -13,14 +13,13 @@ from baton.model.packed import PackedLayer, PackedParameters
 from baton.model.rope import Rotation
 from baton.model.shard import Alone, Ranks
 from baton_kernels.experts import GroupedLinear, combine, grouped_linear, route
-from baton_kernels.geglu import geglu
+from baton_kernels.gated_activation import geglu, swiglu
 from baton_kernels.kv_write import head_rows
 from baton_kernels.layer import Experts, Mlp, Norm
 from baton_kernels.linear import Linear
 from baton_kernels.paged_attention import AttentionPlan, AttentionSlice, paged_attention
 from baton_kernels.rms_norm import rms_norm
 from baton_kernels.rope_kv_write import rope_kv_write
-from baton_kernels.swiglu import swiglu
 
 PackedNorm = Norm[torch.Tensor]
 #: By Mlp.activation, the op that makes one row of gate and up.

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from baton_kernels.gpu import paged_attention
+from baton_kernels.paged_attention import ScoreTerms
 from baton_kernels.quantize_rows import dequantize_rows
 from baton_kernels.quantize_rows import quantize_rows as quantize_op
 from bench.gpu.case import FP8, Case, Sizes, Trial, relative_error
@@ -25,6 +26,7 @@ class _Attention:
     window: int | None = None
     softcap: float | None = None
     has_slopes: bool = False
+    has_sinks: bool = False
 
 
 def _attention(about: _Attention, generator: torch.Generator, sizes: Sizes) -> Trial:
@@ -40,24 +42,19 @@ def _attention(about: _Attention, generator: torch.Generator, sizes: Sizes) -> T
             for kv in batch.history
         ]
         batch = replace(batch, history=tuple((keys, values) for keys, values in rounded))
-    slopes = None
-    if about.has_slopes:
-        slopes = 2.0 ** -torch.arange(1, heads.num_heads + 1, device=pool.device).float()
+    powers = 2.0 ** -torch.arange(1, heads.num_heads + 1, device=pool.device).float()
+    terms = ScoreTerms(
+        about.softcap,
+        sinks=powers if about.has_sinks else None,
+        slopes=powers if about.has_slopes else None,
+    )
     scale = about.head_dim**-0.5
-    rules = (about.window, about.softcap, slopes)
     plan = paged_attention.plan_attention(
-        batch.slices,
-        pool,
-        heads.num_heads,
-        scale,
-        about.window,
-        dtype,
-        softcap=about.softcap,
-        slopes=slopes,
+        batch.slices, pool, heads.num_heads, scale, about.window, dtype
     )
     return Trial(
-        lambda: paged_attention.attend(batch.query, pool, scales, batch.layer, plan),
-        lambda got: relative_error(got, reference_attention(batch, scale, *rules)),
+        lambda: paged_attention.attend(batch.query, pool, scales, batch.layer, plan, terms),
+        lambda got: relative_error(got, reference_attention(batch, scale, about.window, terms)),
         2e-5 if dtype == torch.float32 else 1e-2,
     )
 
@@ -68,6 +65,7 @@ def attention_cases() -> Sequence[Case]:
         "bf16": _Attention(),
         "bf16 window": _Attention(window=100),
         "bf16 softcap alibi": _Attention(softcap=20.0, has_slopes=True),
+        "bf16 window sinks": _Attention(window=100, has_sinks=True, head_dim=64),
         "bf16 head_dim 64 block 64": _Attention(head_dim=64, block_size=64),
         "bf16 head_dim 256": _Attention(head_dim=256, block_size=32),
         "bf16 head_dim 80": _Attention(head_dim=80),

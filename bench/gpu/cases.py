@@ -9,9 +9,8 @@ import torch
 
 from baton_kernels.experts import GroupedLinear
 from baton_kernels.gpu.experts import grouped_linear
-from baton_kernels.gpu.geglu import geglu
+from baton_kernels.gpu.gated_activation import geglu, swiglu
 from baton_kernels.gpu.rms_norm import rms_norm
-from baton_kernels.gpu.swiglu import swiglu
 from baton_kernels.linear import PlainLinear
 from bench.gpu.attention_cases import attention_cases
 from bench.gpu.case import Case, Sizes, Trial, randn, relative_error

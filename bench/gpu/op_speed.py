@@ -7,11 +7,11 @@ from functools import partial
 
 import torch
 
+from baton_kernels.gpu.gated_activation import swiglu
 from baton_kernels.gpu.kv_pack import kv_pack, kv_unpack
 from baton_kernels.gpu.rms_norm import rms_norm
 from baton_kernels.gpu.rope_kv_write import rope_kv_write
 from baton_kernels.gpu.sampling import gumbel_argmax, keep_top_k, keep_top_p
-from baton_kernels.gpu.swiglu import swiglu
 from baton_kernels.kv_write import slot_rows
 from bench.gpu.setting import Result, Setting, time_ms
 

@@ -9,7 +9,7 @@ import torch
 
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.types import KvLayout
-from baton_kernels.paged_attention import AttentionSlice
+from baton_kernels.paged_attention import NO_TERMS, AttentionSlice, ScoreTerms
 
 _NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 
@@ -113,8 +113,7 @@ def reference_attention(
     batch: PagedBatch,
     scale: float,
     window: int | None = None,
-    softcap: float | None = None,
-    slopes: torch.Tensor | None = None,
+    terms: ScoreTerms = NO_TERMS,
 ) -> torch.Tensor:
     """[tokens, heads, head_dim] float64. Quadratic in memory: for short sequences."""
     parts = []
@@ -125,15 +124,19 @@ def reference_attention(
             x.double().repeat_interleave(group, dim=1) for x in (keys, values)
         )
         scores = torch.einsum("qhd,khd->hqk", query, wide_keys) * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
+        if terms.softcap is not None:
+            scores = terms.softcap * torch.tanh(scores / terms.softcap)
         at = torch.arange(len(keys), device=query.device)
         distance = at[None, :] - (part.start + torch.arange(len(query), device=at.device))[:, None]
-        if slopes is not None:
-            scores += slopes.double()[:, None, None] * distance
+        if terms.slopes is not None:
+            scores += terms.slopes.double()[:, None, None] * distance
         hidden = distance > 0
         if window is not None:
             hidden |= distance <= -window
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if terms.sinks is not None:
+            sinks = terms.sinks.double()[:, None, None].expand(-1, len(query), 1)
+            scores = torch.cat((scores, sinks), -1)
+        weights = scores.softmax(-1)[:, :, : len(keys)]
         parts.append(torch.einsum("hqk,khd->qhd", weights, wide_values))
     return torch.cat(parts)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton_kernels.geglu import geglu
+from baton_kernels.gated_activation import geglu, swiglu
 from baton_kernels.kv_write import slot_rows
 from baton_kernels.rms_norm import rms_norm
 from baton_kernels.rope_kv_write import rope_kv_write
-from baton_kernels.swiglu import swiglu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

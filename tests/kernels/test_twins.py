@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton_kernels.gated_activation import swiglu
 from baton_kernels.kv_write import kv_write, slot_rows
 from baton_kernels.paged_attention import (
     MAX_GROUPED_TOKENS,
@@ -19,7 +20,6 @@ from baton_kernels.paged_attention import (
 )
 from baton_kernels.rms_norm import rms_norm
 from baton_kernels.rope import rope, rope_tables
-from baton_kernels.swiglu import swiglu
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

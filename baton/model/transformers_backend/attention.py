@@ -141,9 +141,7 @@ class LayerAttention:
         if step.layer_done is not None:
             step.layer_done(self._layer)
         plan = step.plans[self._key]
-        # Triton's kernels have no terms.
-        has_kernel = terms.is_none or step.pool.device.type == "cpu"
-        run = paged_attention if has_kernel else paged_attention.twin
-        given = () if terms.is_none else (terms,)
-        out = run(queries, keys, values, step.pool, self._layer, plan, step.scales, *given)
+        out = paged_attention(
+            queries, keys, values, step.pool, self._layer, plan, step.scales, terms
+        )
         return out[None]

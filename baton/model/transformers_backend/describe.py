@@ -35,8 +35,7 @@ _IDLE_SETTINGS = frozenset(
         *("output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep"),
     }
 )
-_TERMS = ("softcap", "s_aux", "slopes")
-_SETTINGS = frozenset({"scaling", "sliding_window", "dropout", *_TERMS})
+_SETTINGS = frozenset({"scaling", "sliding_window", "dropout", "softcap", "s_aux", "slopes"})
 #: Where configs keep the longest sequence, the first that is there.
 _LENGTHS = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_length")
 #: Of models that know positions by ALiBi alone and name none: what they were trained on.
@@ -52,8 +51,6 @@ class LayerCall:
 
     module: str
     key: PlanKey
-    has_terms: bool
-    """Whether it has ScoreTerms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +82,6 @@ class Description:
     @property
     def plan_keys(self) -> frozenset[PlanKey]:
         return frozenset(layer.key for layer in self.layers)
-
-    @property
-    def has_terms(self) -> bool:
-        return any(layer.has_terms for layer in self.layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +335,6 @@ def _layer(
     return LayerCall(
         module=names[call.module],
         key=PlanKey(float(scale if scale is not None else call.key[3] ** -0.5), window),
-        has_terms=any(settings.get(name) is not None for name in _TERMS),
     )
 
 

@@ -162,10 +162,7 @@ class TransformersDecoder:
         self, key: PlanKey, slices: Sequence[AttentionSlice], pool: torch.Tensor
     ) -> AttentionPlan:
         found = self._description
-        # Triton's kernels have no terms.
-        has_kernel = pool.device.type == "cpu" or not found.has_terms
-        plan = plan_attention if has_kernel else plan_attention.twin
-        return plan(slices, pool, found.num_heads, key.scale, key.window, self.dtype)
+        return plan_attention(slices, pool, found.num_heads, key.scale, key.window, self.dtype)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """[rows, vocab] float32 of states [rows, hidden]."""

@@ -28,29 +28,29 @@ void rms_norm(const void* x_, const void* weight_, bool is_wide, float eps, void
     }
 }
 
-template <class T>
-void swiglu(const void* gate_up_, void* out_, long rows, long dim, int threads) {
-    using E = typename T::element;
-    const f32x16 one = splat(1.0f);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 32)
-    for (long r = 0; r < rows; r++) {
-        const E* gate = (const E*)gate_up_ + r * 2 * dim;
-        E* out = (E*)out_ + r * dim;
-        for (long i = 0; i < dim; i += 16) {
-            const long n = dim - i;
-            const f32x16 g = T::load(gate + i, n), up = T::load(gate + dim + i, n);
-            // sigmoid(g) = 1 / (1 + e) for g >= 0 and e / (1 + e) below, with e = exp(-|g|) <= 1.
-            const f32x16 e = T::exp2(abs(g) * splat(-kLog2E));
-            const f32x16 silu = g * (select(less(g, zeros()), e, one) / (one + e));
-            T::store(out + i, T::round(silu) * up, n);
-        }
-    }
+// g * sigmoid(x). sigmoid(x) = 1 / (1 + e) for x >= 0 and e / (1 + e) below, with e = exp(-|x|) <= 1.
+template <class Exponent>
+ALWAYS_INLINE f32x16 times_sigmoid(f32x16 g, f32x16 x) {
+    const f32x16 one = splat(1.0f), e = Exponent::exp2(abs(x) * splat(-kLog2E));
+    return g * (select(less(x, zeros()), e, one) / (one + e));
 }
 
 template <class T>
-void geglu(const void* gate_up_, void* out_, long rows, long dim, int threads) {
+struct Silu {
+    static f32x16 of(f32x16 g) { return times_sigmoid<T>(g, g); }
+};
+
+struct Gelu {
+    static f32x16 of(f32x16 g) {
+        const f32x16 inner = splat(0.7978845608f) * (g + splat(0.044715f) * g * g * g);
+        return times_sigmoid<F32>(g, inner + inner);  // (1 + tanh(x)) / 2 is the sigmoid of 2 x
+    }
+};
+
+// Activation::of(gate) * up.
+template <class T, class Activation>
+void gated(const void* gate_up_, void* out_, long rows, long dim, int threads) {
     using E = typename T::element;
-    const f32x16 one = splat(1.0f);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 32)
     for (long r = 0; r < rows; r++) {
         const E* gate = (const E*)gate_up_ + r * 2 * dim;
@@ -58,11 +58,7 @@ void geglu(const void* gate_up_, void* out_, long rows, long dim, int threads) {
         for (long i = 0; i < dim; i += 16) {
             const long n = dim - i;
             const f32x16 g = T::load(gate + i, n), up = T::load(gate + dim + i, n);
-            const f32x16 inner = splat(0.7978845608f) * (g + splat(0.044715f) * g * g * g);
-            // (1 + tanh(x)) / 2 = 1 / (1 + e) for x >= 0 and e / (1 + e) below, with e = exp(-2 |x|) <= 1.
-            const f32x16 e = F32::exp2(abs(inner) * splat(-2 * kLog2E));
-            const f32x16 gelu = g * (select(less(inner, zeros()), e, one) / (one + e));
-            T::store(out + i, T::round(gelu) * up, n);
+            T::store(out + i, T::round(Activation::of(g)) * up, n);
         }
     }
 }
@@ -119,12 +115,14 @@ extern "C" void baton_rms_norm(const void* x, const void* weight, int is_wide, f
 
 extern "C" void baton_swiglu(const void* gate_up, void* out, long rows, long dim, int dtype,
                              int threads) {
-    with_type(dtype, [=](auto t) { swiglu<decltype(t)>(gate_up, out, rows, dim, threads); });
+    with_type(dtype, [=](auto t) {
+        gated<decltype(t), Silu<decltype(t)>>(gate_up, out, rows, dim, threads);
+    });
 }
 
 extern "C" void baton_geglu(const void* gate_up, void* out, long rows, long dim, int dtype,
                             int threads) {
-    with_type(dtype, [=](auto t) { geglu<decltype(t)>(gate_up, out, rows, dim, threads); });
+    with_type(dtype, [=](auto t) { gated<decltype(t), Gelu>(gate_up, out, rows, dim, threads); });
 }
 
 extern "C" void baton_rope_kv_write(const RopeKvWrite* call, int dtype, int threads) {

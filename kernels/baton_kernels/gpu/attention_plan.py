@@ -71,15 +71,10 @@ class Launch:
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """What the layers with one window do in one step. table: all block tables one after the other,
-    int32.
-
-    slopes [heads] float32, or none.
-    """
+    int32."""
 
     scale: float
     window: int | None
-    softcap: float | None
-    slopes: torch.Tensor | None
     table: torch.Tensor
     launches: tuple[Launch, ...]
 
@@ -92,8 +87,6 @@ def plan_attention(
     window: int | None,
     dtype: torch.dtype | None = None,
     *,
-    softcap: float | None = None,
-    slopes: torch.Tensor | None = None,
     choose: Callable[[int, torch.Tensor, torch.dtype], Tile] = choose_tile,
 ) -> AttentionPlan:
     """See the twin. One copy to the device.
@@ -131,7 +124,7 @@ def plan_attention(
             )
         )
         first = end
-    return AttentionPlan(scale, window, softcap, slopes, on_device[:num_entries], tuple(launches))
+    return AttentionPlan(scale, window, on_device[:num_entries], tuple(launches))
 
 
 def most_items(num_tokens: int, window: int | None) -> int:

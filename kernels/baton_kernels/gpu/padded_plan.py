@@ -99,4 +99,4 @@ def padded_plan(
         partials.part,
         partials.lse,
     )
-    return AttentionPlan(scale, window, None, None, table, (launch,))
+    return AttentionPlan(scale, window, table, (launch,))

@@ -5,6 +5,7 @@ For a query at position p, head h, KV head g = h // GROUP, over positions j <= p
 if there is a window:
     s_j = q . k_j * scale   [softcap * tanh(s_j / softcap) if there is a soft-cap]
     out = sum_j softmax_j(s_j + slope_h * (j - p)) v_j   [slopes: ALiBi]
+A sink is one more score, of a key whose value is 0. See ScoreTerms.
 
 Work is cut into items. An item is a run of one sequence's new tokens and a range of its keys; a
 program takes one item and one KV head, and the GROUP heads that share it are rows of one matrix:
@@ -130,12 +131,13 @@ def _tile(
 
 @triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["items_ptr"])
 def _attend(
-    q_ptr, pool_ptr, scales_ptr, table_ptr, items_ptr, slopes_ptr, out_ptr, part_ptr, lse_ptr,
+    q_ptr, pool_ptr, scales_ptr, table_ptr, items_ptr, slopes_ptr, sinks_ptr,
+    out_ptr, part_ptr, lse_ptr,
     q_stride, block_heads, layer_head, stride, scale_stride, scale, softcap, window,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ITEM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SCALES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (items, kv_heads). Writes `out`, or the partial result: part [parts, kv_heads, BLOCK_M,
     HEAD_DIM] and its log2-sum-exp [parts, kv_heads, BLOCK_M], float32."""
@@ -166,6 +168,12 @@ def _attend(
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if HAS_SINKS:
+        # Of the items that share a tile's keys, the one that has the first takes the sink in.
+        low = tl.maximum(position - window + 1, 0) if HAS_WINDOW else 0
+        if begin <= low:
+            peak = tl.load(sinks_ptr + head) * _LOG2_E
+            total += 1.0
     first_head = layer_head + kv_head
     keys = begin + tl.arange(0, BLOCK_N)
     block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)
@@ -265,13 +273,8 @@ def paged_attention(
     terms: ScoreTerms = NO_TERMS,
 ) -> torch.Tensor:
     """See the twin. query's heads and elements must be contiguous; its tokens may be apart. New
-    keys and values are read from the pool. Raises ValueError for terms, which this kernel has
-    not: who needs them plans and attends with the twins."""
-    if not terms.is_none:
-        raise ValueError(
-            "paged_attention on CUDA has no soft-capping, sinks or ALiBi: use its twin"
-        )
-    return attend(query, pool, scales, layer, plan)
+    keys and values are read from the pool."""
+    return attend(query, pool, scales, layer, plan, terms)
 
 
 def attend(
@@ -280,6 +283,7 @@ def attend(
     scales: torch.Tensor | None,
     layer: int,
     plan: AttentionPlan,
+    terms: ScoreTerms = NO_TERMS,
 ) -> torch.Tensor:
     """Attention over a pool of any dtype; scales if it is quantised: see kv_write."""
     num_tokens, num_heads, head_dim = query.shape
@@ -293,16 +297,17 @@ def attend(
     for launch in plan.launches:
         tile = launch.tile
         _attend[(len(launch.items), num_kv_heads)](
-            query, pool, scales, plan.table, launch.items, plan.slopes, out,
-            launch.part, launch.lse, query.stride(0), num_layers * layer_heads, layer * layer_heads,
+            query, pool, scales, plan.table, launch.items, terms.slopes, terms.sinks,
+            out, launch.part, launch.lse,
+            query.stride(0), num_layers * layer_heads, layer * layer_heads,
             head_stride(pool), 0 if scales is None else head_stride(scales),
-            plan.scale, plan.softcap or 1.0, plan.window or 0,
+            plan.scale, terms.softcap or 1.0, plan.window or 0,
             GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, ITEM=ITEM_FIELDS,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=block_d,
             HAS_WINDOW=plan.window is not None, HAS_SCALES=scales is not None,
-            HAS_SOFTCAP=plan.softcap is not None, HAS_SLOPES=plan.slopes is not None,
-            PRECISION="ieee", num_warps=tile.num_warps, num_stages=tile.num_stages,
-            enable_fp_fusion=True,
+            HAS_SOFTCAP=terms.softcap is not None, HAS_SLOPES=terms.slopes is not None,
+            HAS_SINKS=terms.sinks is not None, PRECISION="ieee",
+            num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
         if len(launch.merges):
             _merge[(len(launch.merges), num_kv_heads, tile.block_m)](

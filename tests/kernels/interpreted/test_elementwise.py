@@ -8,15 +8,14 @@ import torch
 
 from baton_kernels import rms_norm as norms
 from baton_kernels import rope_kv_write as ropes
-from baton_kernels.geglu import geglu as geglu_twin
+from baton_kernels.gated_activation import geglu as geglu_twin
+from baton_kernels.gated_activation import swiglu as swiglu_twin
 from baton_kernels.gpu import rms_norm as norm_kernels
 from baton_kernels.gpu import rope_kv_write as rope_kernels
-from baton_kernels.gpu.geglu import geglu
-from baton_kernels.gpu.swiglu import swiglu
+from baton_kernels.gpu.gated_activation import geglu, swiglu
 from baton_kernels.kv_write import slot_rows
 from baton_kernels.quantize_rows import dequantize_rows
 from baton_kernels.rope import rope_tables
-from baton_kernels.swiglu import swiglu as swiglu_twin
 from bench.gpu.paged_batch import in_one_memory
 
 DTYPES = [torch.float32, torch.float16]

@@ -39,7 +39,7 @@ def test_same_tokens(
     wanted = answers()
     used = use_triton(monkeypatch)
     assert answers() == wanted
-    names = ("paged_attention", "rms_norm", "rope_kv_write", "sampling", "swiglu")
+    names = ("paged_attention", "rms_norm", "rope_kv_write", "sampling", "gated_activation")
     assert used >= {f"baton_kernels.gpu.{name}" for name in names}
 
 

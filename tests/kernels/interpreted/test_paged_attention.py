@@ -11,6 +11,7 @@ import torch
 from baton_kernels import paged_attention as twins
 from baton_kernels.gpu import attention_plan
 from baton_kernels.gpu import paged_attention as kernels
+from baton_kernels.paged_attention import NO_TERMS, ScoreTerms
 from baton_kernels.quantize_rows import dequantize_rows, quantize_rows
 from bench.gpu.paged_batch import (
     Heads,
@@ -47,8 +48,7 @@ def run(
     batch: PagedBatch,
     scale: float,
     window: int | None = None,
-    softcap: float | None = None,
-    slopes: torch.Tensor | None = None,
+    terms: ScoreTerms = NO_TERMS,
     block_n: int | None = None,
 ) -> torch.Tensor:
     plan = kernels.plan_attention(
@@ -57,12 +57,10 @@ def run(
         batch.query.shape[1],
         scale,
         window,
-        softcap=softcap,
-        slopes=slopes,
         choose=choose_with(block_n),
     )
     return kernels.paged_attention(
-        batch.query, batch.key, batch.value, batch.pool, batch.layer, plan
+        batch.query, batch.key, batch.value, batch.pool, batch.layer, plan, terms=terms
     )
 
 
@@ -90,22 +88,27 @@ def test_half_precision() -> None:
 
 def test_soft_cap_and_alibi() -> None:
     batch = batch_of(MIXED, Heads(6, 2, 16), 16, torch.float32)
-    slopes = 2.0 ** -torch.arange(1, 7).float()
-    got = run(batch, 2.0, None, 3.0, slopes)
-    wanted = reference_attention(batch, 2.0, None, 3.0, slopes)
+    terms = ScoreTerms(3.0, slopes=2.0 ** -torch.arange(1, 7).float())
+    got = run(batch, 2.0, None, terms)
+    wanted = reference_attention(batch, 2.0, None, terms)
     torch.testing.assert_close(got.double(), wanted, atol=2e-5, rtol=1e-4)
 
 
+SINKS = ScoreTerms(sinks=torch.tensor([3.0, -2.0, 0.0, 90.0, -90.0, 1.0]))
+
+
+@pytest.mark.parametrize("terms", [NO_TERMS, SINKS], ids=["plain", "sinks"])
 @pytest.mark.parametrize("window", [None, 30, 600])
-def test_split_keys(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    """Ranges whose keys no query, some queries or all queries see; the last one of a single key."""
+def test_split_keys(monkeypatch: pytest.MonkeyPatch, window: int | None, terms: ScoreTerms) -> None:
+    """Ranges whose keys no query, some queries or all queries see; the last one of a single key.
+    A sink counts once."""
     monkeypatch.setattr(attention_plan, "SPLIT_TOKENS", 32)
     monkeypatch.setattr(kernels, "MERGE_PARTS", 2)
     lengths = [(96, 1), (63, 4), (126, 3), (5, 2)]
     batch = batch_of(lengths, Heads(6, 2, 16), 16, torch.float32)
-    wanted = reference_attention(batch, 0.3, window)
+    wanted = reference_attention(batch, 0.3, window, terms)
     torch.testing.assert_close(
-        run(batch, 0.3, window, block_n=16).double(), wanted, atol=2e-5, rtol=1e-4
+        run(batch, 0.3, window, terms, block_n=16).double(), wanted, atol=2e-5, rtol=1e-4
     )
 
 

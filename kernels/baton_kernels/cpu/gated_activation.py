@@ -1,21 +1,31 @@
-"""baton_kernels.swiglu in native code."""
+"""baton_kernels.gated_activation in native code."""
 
 from __future__ import annotations
 
 import torch
 
+from baton_kernels import gated_activation
 from baton_kernels.cpu.calling import is_native, stored_number
 from baton_kernels.cpu.library import loaded
-from baton_kernels.swiglu import swiglu as op
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """See the twin."""
+    return _called("swiglu", gate_up)
+
+
+def geglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """See the twin."""
+    return _called("geglu", gate_up)
+
+
+def _called(name: str, gate_up: torch.Tensor) -> torch.Tensor:
     if not is_native(gate_up.dtype) or not gate_up.is_contiguous():
-        return op.twin(gate_up)
+        twin: torch.Tensor = getattr(gated_activation, name).twin(gate_up)
+        return twin
     rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, dim)
-    loaded().baton_swiglu(
+    getattr(loaded(), f"baton_{name}")(
         gate_up.data_ptr(),
         out.data_ptr(),
         rows,
