@@ -221,7 +221,7 @@ async def chaos(
     num_rounds = 0
     async with (
         ProxiedCluster(options) as cluster,
-        AsyncClient(cluster.front) as client,
+        AsyncClient(cluster.front, max_retries=0) as client,
         AsyncClient(cluster.address) as observer,
     ):
         load = Load(client, rng, concurrency)

@@ -109,7 +109,7 @@ class Run:
 
 async def drain(options: ServeOptions, num_streams: int, num_tokens: int) -> DrainResult:
     """Run undisturbed, then with the busier decode worker drained."""
-    async with Cluster(options) as cluster, AsyncClient(cluster.address) as client:
+    async with Cluster(options) as cluster, AsyncClient(cluster.address, max_retries=0) as client:
         vocab_size = (await client.model()).vocab_size
         requests = draw_requests(num_streams, vocab_size, num_tokens)
         undisturbed = await Run(client, requests).finish()

@@ -151,7 +151,7 @@ class RollingCluster:
         report = await child.start(self._lifeline)
         await wait_until_serving(report.address)
         old, self._children["gateway"] = self._children.get("gateway"), child
-        self._clients.append(AsyncClient(report.address))
+        self._clients.append(AsyncClient(report.address, max_retries=0))
         if old:
             await old.stop(_DRAIN_S)
 

@@ -32,6 +32,7 @@ from gateway.intake.validator import (
     check_model,
     check_request,
     check_tokenize,
+    choices_so_far,
     resolve,
     too_long,
 )
@@ -200,6 +201,7 @@ class Serving:
             tokenize_ms,
             num_returned=num_returned(request.sampling),
             echo_text=await self._echo_text(request, spec.prompt_token_ids),
+            resume_from=choices_so_far(request),
         )
 
     async def _grammar(self, params: sampling_pb2.SamplingParams) -> bytes:

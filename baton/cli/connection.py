@@ -34,6 +34,7 @@ class Connection:
         return Client(
             self.address,
             timeout_s=DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s,
+            max_retries=0,
             tls=self.tls,
             api_key=self.api_key,
         )

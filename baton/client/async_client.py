@@ -17,11 +17,12 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
 
 from baton.client import requests, results
-from baton.client.connections import Connection, Connections
+from baton.client.connections import Connection, Connections, GenerateCalls
 from baton.client.requests import PromptLike
 from baton.client.results import Chunk, Completion, Model, Tokenization
 from baton.client.settings import (
     DEFAULT_ADDRESS,
+    DEFAULT_MAX_RETRIES,
     DEFAULT_TIMEOUT_S,
     Attempts,
     MetadataLike,
@@ -48,14 +49,15 @@ class AsyncClient:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         metadata: MetadataLike = (),
-        max_retries: int = 0,
+        max_retries: int = DEFAULT_MAX_RETRIES,
         tls: TlsFiles | None = None,
         api_key: str | None = None,
     ) -> None:
         self._settings = Settings.of(address, timeout_s, metadata, max_retries, api_key)
         self._closed = asyncio.Event()
         self._connections = Connections(
-            lambda: aio_channel(address, tls, keepalive_ms=CLIENT_KEEPALIVE_MS)
+            lambda address: aio_channel(address, tls, keepalive_ms=CLIENT_KEEPALIVE_MS),
+            self._settings.addresses,
         )
         self._streams: weakref.WeakSet[AsyncCompletionStream] = weakref.WeakSet()
 
@@ -118,18 +120,10 @@ class AsyncClient:
         request_id = request_id or new_request_id()
         metadata = self._settings.call_metadata(request_id)
 
-        connections = self._connections
-
-        def start(timeout_s: float) -> Any:
-            self._check_open()
-            connection = connections.take()
-            generate = connection.inference.Generate
-            call = generate(request, timeout=timeout_s, metadata=metadata)
-            call.add_done_callback(lambda _: connections.give_back(connection))
-            return call
-
+        calls = GenerateCalls(self._connections, request, metadata)
+        self._check_open()
         stream = AsyncCompletionStream(
-            start, self._settings, self._closed, request_id, self._settings.timeout_or(timeout_s)
+            calls, self._settings, self._closed, request_id, self._settings.timeout_or(timeout_s)
         )
         self._streams.add(stream)
         return stream
@@ -220,6 +214,7 @@ class AsyncClient:
                 delay_s = attempts.delay_s(error, time.monotonic())
                 if delay_s is None or await _is_set_within(self._closed, delay_s):
                     raise error from None
+                self._connections.avoid(connection)
             finally:
                 self._connections.give_back(connection)
 
@@ -238,13 +233,13 @@ class AsyncCompletionStream:
 
     def __init__(
         self,
-        start: Callable[[float], Any],
+        calls: GenerateCalls[grpc.aio.Channel],
         settings: Settings,
         closed: asyncio.Event,
         request_id: str,
         timeout_s: float,
     ) -> None:
-        self._start = start
+        self._calls = calls
         self._settings = settings
         self._client_closed = closed
         self._attempts = Attempts(settings.max_retries, time.monotonic() + timeout_s)
@@ -292,6 +287,7 @@ class AsyncCompletionStream:
                     self._end()
                     self._reader.end()
                     continue
+                self._attempts.on_progress()
                 try:
                     return self._reader.accept(response)
                 except BatonError:
@@ -315,7 +311,7 @@ class AsyncCompletionStream:
     def _open(self, timeout_s: float) -> None:
         # Read by read(): an unfinished aiter() keeps the call, and by it the connection, alive
         # until the next collection.
-        self._call = self._start(timeout_s)
+        self._call = self._calls.open(timeout_s, self._reader.so_far)
         self._cancel = weakref.finalize(self, self._call.cancel)
         # An event loop that is gone at exit has taken its calls with it.
         self._cancel.atexit = False
@@ -325,9 +321,13 @@ class AsyncCompletionStream:
         self._cancel()
 
     async def _retry(self, error: BatonError) -> None:
-        """Open the stream anew, or raise the error: after the first piece, it is always raised."""
-        is_first = self._reader.num_chunks == 0
-        delay_s = self._attempts.delay_s(error, time.monotonic()) if is_first else None
+        """Open the stream anew, behind what came, or raise the error."""
+        if self._reader.is_whole:
+            self._end()
+            self._reader.end()
+            return
+        may_retry = self._calls.can_go_on or not self._reader.has_begun
+        delay_s = self._attempts.delay_s(error, time.monotonic()) if may_retry else None
         if delay_s is None or await _is_set_within(self._client_closed, delay_s):
             self._end()
             raise error

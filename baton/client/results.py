@@ -3,7 +3,7 @@ from the messages that arrive. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -260,29 +260,46 @@ class StreamReader:
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
-        self.num_chunks = 0
         self.has_ended = False
-        self._num_tokens: dict[int, int] = {}
-        self._is_open: dict[int, bool] = {}
+        self._choices: dict[int, inference_pb2.ChoiceSoFar] = {}
+        self._has_last_piece = False
+
+    @property
+    def so_far(self) -> Sequence[inference_pb2.ChoiceSoFar]:
+        """What came of each choice that anything came of."""
+        return [c for c in self._choices.values() if c.token_ids or c.has_ended]
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._choices)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all pieces came."""
+        return self._has_last_piece
 
     def accept(self, response: inference_pb2.GenerateResponse) -> Chunk:
         """Raises BatonError for a piece that does not follow the choice's last one."""
         chunk = chunk_of(response)
         self.request_id = chunk.request_id or self.request_id
-        expected = self._num_tokens.get(chunk.choice, 0)
+        choice = self._choices.get(chunk.choice)
+        if choice is None:
+            choice = self._choices[chunk.choice] = inference_pb2.ChoiceSoFar(choice=chunk.choice)
+        expected = len(choice.token_ids)
         if chunk.token_index != expected:
             raise self._broken(f"jumped from token {expected} to {chunk.token_index}")
-        if not self._is_open.get(chunk.choice, True):
+        if choice.has_ended:
             raise self._broken("went on after its end")
-        self._num_tokens[chunk.choice] = expected + len(chunk.token_ids)
-        self._is_open[chunk.choice] = chunk.finish_reason is None
-        self.num_chunks += 1
+        choice.token_ids.extend(chunk.token_ids)
+        choice.num_chars += len(chunk.text)
+        choice.has_ended = chunk.finish_reason is not None
+        self._has_last_piece = chunk.usage is not None
         return chunk
 
     def end(self) -> None:
         """The server has ended the stream. Raises BatonError if it is not the end of all
         choices."""
-        if not self._is_open or any(self._is_open.values()):
+        if not self._choices or not all(choice.has_ended for choice in self._choices.values()):
             raise self._broken("ended without a last piece")
         self.has_ended = True
 

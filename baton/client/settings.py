@@ -22,6 +22,7 @@ Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_S = 600.0
+DEFAULT_MAX_RETRIES = 2
 MAX_METADATA_BYTES = 8192
 """Servers may refuse more; each entry counts 32 bytes beside its text, as HTTP/2 counts it."""
 
@@ -37,9 +38,9 @@ _API_KEY = re.compile(r"[\x21-\x7e]+")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A client's address, default timeout, metadata sent with every call, and retries."""
+    """A client's addresses, default timeout, metadata sent with every call, and retries."""
 
-    address: str
+    addresses: tuple[str, ...]
     timeout_s: float
     #: May hold a key.
     metadata: Metadata = field(repr=False)
@@ -57,16 +58,23 @@ class Settings:
         """Raises InvalidRequest for a value that cannot be used."""
         if max_retries < 0:
             raise _wrong("max_retries", f"{max_retries}: must be 0 or more")
-        if not (_ADDRESS.fullmatch(address) or address.startswith("unix:")):
-            raise _wrong(
-                "address", f"{redacted(address)!a:.80}: must be host:port, e.g. {DEFAULT_ADDRESS}"
-            )
+        addresses = tuple(part.strip() for part in address.split(","))
+        for part in addresses:
+            if not (_ADDRESS.fullmatch(part) or part.startswith("unix:")):
+                raise _wrong(
+                    "address", f"{redacted(part)!a:.80}: must be host:port, e.g. {DEFAULT_ADDRESS}"
+                )
         entries = (*checked_metadata(metadata), *_authorization(api_key))
         if [key for key, _ in entries].count(_AUTHORIZATION) > 1:
             raise _wrong(
                 "api_key", "metadata has an authorization of its own; leave one of them out"
             )
-        return cls(address, _timeout(timeout_s), entries, max_retries)
+        return cls(addresses, _timeout(timeout_s), entries, max_retries)
+
+    @property
+    def address(self) -> str:
+        """As it was given."""
+        return ",".join(self.addresses)
 
     def timeout_or(self, timeout_s: float | None) -> float:
         """A call's own timeout, or the client's. Raises InvalidRequest if it is not a positive
@@ -90,25 +98,32 @@ class Settings:
 
 @dataclass(slots=True)
 class Attempts:
-    """How often a call may still be tried, and until when on the caller's monotonic clock."""
+    """How often a call may be tried again in a row, and until when on the caller's monotonic
+    clock."""
 
-    num_left: int
+    max_retries: int
     deadline_s: float
+    num_failed: int = 0
+    """In a row."""
 
     def remaining_s(self, now_s: float) -> float:
         """Time left for the call; never negative."""
         return max(0.0, self.deadline_s - now_s)
 
     def delay_s(self, error: BatonError, now_s: float) -> float | None:
-        """How long to wait before the next attempt, which is then counted; None if there is to be
-        none."""
-        if not isinstance(error, RetriableError) or self.num_left <= 0:
+        """How long to wait before the next attempt, which is then counted: as long as the server
+        asks for, and twice as long with each in a row; None if there is to be none."""
+        if not isinstance(error, RetriableError) or self.num_failed >= self.max_retries:
             return None
-        delay_s = error.retry_after_s or 0.0
+        delay_s = float((error.retry_after_s or 0.0) * 2**self.num_failed)
         if now_s + delay_s >= self.deadline_s:
             return None
-        self.num_left -= 1
+        self.num_failed += 1
         return delay_s
+
+    def on_progress(self) -> None:
+        """Something of the answer came."""
+        self.num_failed = 0
 
 
 def new_request_id() -> str:

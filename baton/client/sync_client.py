@@ -15,11 +15,12 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
 
 from baton.client import requests, results
-from baton.client.connections import Connection, Connections
+from baton.client.connections import Connection, Connections, GenerateCalls
 from baton.client.requests import PromptLike
 from baton.client.results import Chunk, Completion, Model, Tokenization
 from baton.client.settings import (
     DEFAULT_ADDRESS,
+    DEFAULT_MAX_RETRIES,
     DEFAULT_TIMEOUT_S,
     Attempts,
     MetadataLike,
@@ -37,12 +38,13 @@ class Client:
     """Connections to a Baton gateway, one for each hundred calls under way. Thread-safe; a context
     manager. Every method raises the errors of baton.errors.
 
-    address: host:port of the gateway.
+    address: host:port of the gateway, or of several, separated by commas, that serve the same
+    model: the next one is used when one fails.
     timeout_s: of each call that names none of its own, retries included.
     metadata: sent with every call.
-    max_retries: how often a call is tried again if the server says that it may succeed later, after
-    the time it asks
-        for, and as long as nothing of the answer has come.
+    max_retries: how often in a row a call is tried again where it may succeed later, after the
+    time the server asks for, or a second, and twice as long the next time. A stream of which
+    pieces have come goes on behind them.
     tls: files by which the two ends know each other; TlsFiles() trusts the usual roots. None for
     plain text.
     api_key: shown with every call; only ever together with tls where others can listen.
@@ -54,13 +56,14 @@ class Client:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         metadata: MetadataLike = (),
-        max_retries: int = 0,
+        max_retries: int = DEFAULT_MAX_RETRIES,
         tls: TlsFiles | None = None,
         api_key: str | None = None,
     ) -> None:
         self._settings = Settings.of(address, timeout_s, metadata, max_retries, api_key)
         self._connections = Connections(
-            lambda: sync_channel(address, tls, keepalive_ms=CLIENT_KEEPALIVE_MS)
+            lambda address: sync_channel(address, tls, keepalive_ms=CLIENT_KEEPALIVE_MS),
+            self._settings.addresses,
         )
         # The first one now: files that cannot be read are an error here.
         self._connections.give_back(self._connections.take())
@@ -125,18 +128,10 @@ class Client:
         request_id = request_id or new_request_id()
         metadata = self._settings.call_metadata(request_id)
 
-        connections = self._connections
-
-        def start(timeout_s: float) -> Any:
-            self._check_open()
-            connection = connections.take()
-            generate = connection.inference.Generate
-            call = generate(request, timeout=timeout_s, metadata=metadata)
-            call.add_done_callback(lambda _: connections.give_back(connection))
-            return call
-
+        calls = GenerateCalls(self._connections, request, metadata)
+        self._check_open()
         return CompletionStream(
-            start, self._settings, self._closed, request_id, self._settings.timeout_or(timeout_s)
+            calls, self._settings, self._closed, request_id, self._settings.timeout_or(timeout_s)
         )
 
     def tokenize(
@@ -219,6 +214,7 @@ class Client:
                 delay_s = attempts.delay_s(error, time.monotonic())
                 if delay_s is None or self._closed.wait(delay_s):
                     raise error from None
+                self._connections.avoid(connection)
             finally:
                 self._connections.give_back(connection)
 
@@ -237,13 +233,13 @@ class CompletionStream:
 
     def __init__(
         self,
-        start: Callable[[float], Any],
+        calls: GenerateCalls[grpc.Channel],
         settings: Settings,
         closed: threading.Event,
         request_id: str,
         timeout_s: float,
     ) -> None:
-        self._start = start
+        self._calls = calls
         self._settings = settings
         self._client_closed = closed
         self._attempts = Attempts(settings.max_retries, time.monotonic() + timeout_s)
@@ -285,6 +281,7 @@ class CompletionStream:
                 if not self._is_closed:
                     self._retry(self._settings.error_of(error, self.request_id))
             else:
+                self._attempts.on_progress()
                 try:
                     return self._reader.accept(response)
                 except BatonError:
@@ -306,13 +303,17 @@ class CompletionStream:
         self.close()
 
     def _open(self, timeout_s: float) -> None:
-        self._call = self._start(timeout_s)
+        self._call = self._calls.open(timeout_s, self._reader.so_far)
         self._cancel = weakref.finalize(self, self._call.cancel)
 
     def _retry(self, error: BatonError) -> None:
-        """Open the stream anew, or raise the error: after the first piece, it is always raised."""
-        is_first = self._reader.num_chunks == 0
-        delay_s = self._attempts.delay_s(error, time.monotonic()) if is_first else None
+        """Open the stream anew, behind what came, or raise the error."""
+        if self._reader.is_whole:
+            self.close()
+            self._reader.end()
+            return
+        may_retry = self._calls.can_go_on or not self._reader.has_begun
+        delay_s = self._attempts.delay_s(error, time.monotonic()) if may_retry else None
         if delay_s is None or self._client_closed.wait(delay_s):
             self.close()
             raise error

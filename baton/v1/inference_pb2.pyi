@@ -227,6 +227,7 @@ class GenerateRequest(message.Message):
     SAMPLING_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    RESUME_FROM_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Name of the model; empty means the only one served."""
     priority: builtins.int
@@ -243,6 +244,12 @@ class GenerateRequest(message.Message):
     def sampling(self) -> sampling_pb2.SamplingParams:
         """How tokens are chosen and when to stop."""
 
+    @builtins.property
+    def resume_from(self) -> containers.RepeatedCompositeFieldContainer[ChoiceSoFar]:
+        """What came of a stream of this request that broke off: the answer goes on behind it, at any gateway of the model. Needs
+        sampling.seed, the same as before; not for a beam search or best_of, which send nothing before their end.
+        """
+
     def __init__(
         self,
         *,
@@ -251,10 +258,45 @@ class GenerateRequest(message.Message):
         sampling: sampling_pb2.SamplingParams | None = ...,
         priority: builtins.int = ...,
         cache_salt: builtins.str = ...,
+        resume_from: abc.Iterable[ChoiceSoFar] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["cache_salt", b"cache_salt", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["cache_salt", b"cache_salt", "model", b"model", "priority", b"priority", "prompt", b"prompt", "resume_from", b"resume_from", "sampling", b"sampling"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class ChoiceSoFar(message.Message):
+    """What a client has of one choice of a stream that broke off."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    CHOICE_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    NUM_CHARS_FIELD_NUMBER: builtins.int
+    HAS_ENDED_FIELD_NUMBER: builtins.int
+    choice: builtins.int
+    """Which of the n choices, from 0. One that nothing came of is left out."""
+    num_chars: builtins.int
+    """Unicode code points of all its text so far."""
+    has_ended: builtins.bool
+    """Whether its last piece has come."""
+    @builtins.property
+    def token_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """All its tokens so far."""
+
+    def __init__(
+        self,
+        *,
+        choice: builtins.int = ...,
+        token_ids: abc.Iterable[builtins.int] | None = ...,
+        num_chars: builtins.int = ...,
+        has_ended: builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["choice", b"choice", "has_ended", b"has_ended", "num_chars", b"num_chars", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

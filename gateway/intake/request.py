@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from baton.rpc.status import REQUEST_ID_KEY
 from baton.types import SequenceSpec
@@ -28,6 +28,16 @@ class TextOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class ChoiceSoFar:
+    """What the client has of one choice from an earlier stream of the request. num_chars: of its
+    text, the echoed prompt included."""
+
+    token_ids: tuple[int, ...]
+    num_chars: int
+    has_ended: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ValidatedRequest:
     """One request. arrival_s: on the event loop's clock. tokenize_ms: rendering and tokenizing."""
 
@@ -42,6 +52,8 @@ class ValidatedRequest:
     """What the text of each output begins with: the prompt's, if it was asked for."""
     account: bytes = b""
     """Whose it is: accounts share the queue alike."""
+    resume_from: Mapping[int, ChoiceSoFar] = field(default_factory=dict)
+    """By choice, what is not to be sent again."""
 
     @property
     def is_best_of(self) -> bool:

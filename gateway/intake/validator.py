@@ -12,7 +12,7 @@ from baton.errors import BatonError, FieldViolation, InvalidRequest, ModelNotFou
 from baton.types import SequenceSpec, tenant_of
 from baton.v1 import inference_pb2, sampling_pb2
 from gateway.intake.model_facts import ModelFacts
-from gateway.intake.request import TextOptions
+from gateway.intake.request import ChoiceSoFar, TextOptions
 from gateway.intake.sampling_rules import (
     BadWordIds,
     bad_word_violations,
@@ -77,6 +77,7 @@ def check_request(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> 
         *_prompt_violations(request.prompt, facts),
         *sampling_violations(request.sampling, facts),
         *_other_violations(request),
+        *_resume_violations(request, facts),
     ]
     num_tokens = len(request.prompt.token_ids.ids)
     if 0 < num_tokens <= facts.max_prompt_tokens:
@@ -143,6 +144,8 @@ def resolve(
         tracestate=ids.tracestate,
         num_choices=num_choices(params),
     )
+    if violations := [*_finished_violations(request, spec, facts)]:
+        raise InvalidRequest.of(*violations)
     text = TextOptions(
         stop=tuple(params.stop),
         is_stop_included=params.include_stop_str_in_output,
@@ -150,6 +153,14 @@ def resolve(
         user_stop_token_ids=frozenset(params.stop_token_ids),
     )
     return spec, text
+
+
+def choices_so_far(request: inference_pb2.GenerateRequest) -> dict[int, ChoiceSoFar]:
+    """By choice, what the client of a checked request has of it already."""
+    return {
+        entry.choice: ChoiceSoFar(tuple(entry.token_ids), entry.num_chars, entry.has_ended)
+        for entry in request.resume_from
+    }
 
 
 def _prompt_violations(prompt: inference_pb2.Prompt, facts: ModelFacts) -> Violations:
@@ -225,6 +236,60 @@ def _other_violations(request: inference_pb2.GenerateRequest) -> Violations:
             f"{shown(request.cache_salt)}, {len(request.cache_salt)} characters: "
             f"give at most {MAX_SALT_CHARS}",
         )
+
+
+def _resume_violations(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> Violations:
+    entries, params = request.resume_from, request.sampling
+    if not entries:
+        return
+    num_returned = given(params, "n", 1)
+    if params.HasField("beam_search") or num_choices(params) != num_returned:
+        yield FieldViolation(
+            "resume_from",
+            "given with a beam search or best_of, which send nothing before their end; leave it "
+            "out",
+        )
+        return
+    if len({entry.choice for entry in entries}) < len(entries):
+        yield FieldViolation("resume_from", "a choice is given twice; give each once")
+        return
+    if not params.HasField("seed"):
+        yield FieldViolation(
+            "sampling.seed", "unset: an answer goes on with the seed that it began with; give it"
+        )
+    if len(entries) == num_returned and all(entry.has_ended for entry in entries):
+        yield FieldViolation("resume_from", "every choice has ended: there is nothing left to send")
+    for index, entry in enumerate(entries[: num_returned + MAX_SHOWN]):
+        field = f"resume_from[{index}]"
+        if entry.choice >= num_returned:
+            yield FieldViolation(
+                f"{field}.choice", f"{entry.choice}: must be below n, {num_returned}"
+            )
+        if not (entry.token_ids or entry.has_ended):
+            yield FieldViolation(
+                f"{field}.token_ids", "[]: empty; leave out a choice that nothing came of"
+            )
+        if len(entry.token_ids) > facts.max_model_len:
+            yield FieldViolation(
+                f"{field}.token_ids",
+                f"{len(entry.token_ids)} ids: the model takes {facts.max_model_len}",
+            )
+        else:
+            yield from id_violations(f"{field}.token_ids", entry.token_ids, facts.vocab_size)
+
+
+def _finished_violations(
+    request: inference_pb2.GenerateRequest, spec: SequenceSpec, facts: ModelFacts
+) -> Violations:
+    """Choices that have all their tokens, and yet have not ended."""
+    room = min(spec.sampling.max_tokens, facts.max_model_len - len(spec.prompt_token_ids))
+    for index, entry in enumerate(request.resume_from):
+        if len(entry.token_ids) >= room and not entry.has_ended:
+            yield FieldViolation(
+                f"resume_from[{index}].token_ids",
+                f"{len(entry.token_ids)} ids: the output has {room} at most, and would have ended; "
+                "set has_ended",
+            )
 
 
 def _char_violations(field: str, num_chars: int, facts: ModelFacts) -> Violations:

@@ -36,7 +36,7 @@ class Delivery:
         self._timeline = timeline
         self._clock = clock
         self._stalls = stalls
-        self._num_ended = 0
+        self._num_ended = sum(choice.has_ended for choice in request.resume_from.values())
 
     async def send(
         self, index: int, piece: Piece, prompt_logprobs: tuple[TokenLogprobs, ...] | None
@@ -49,7 +49,7 @@ class Delivery:
         if piece.samples:
             self._timeline.on_token_sent(self._clock())
         chunk = self._chunk_of(index, piece)
-        if piece.token_index == 0:
+        if piece.token_index == 0 and index not in self._request.resume_from:
             self._begin(chunk, index, prompt_logprobs)
         if piece.finish is not FinishReason.NONE:
             self._num_ended += 1
@@ -102,7 +102,8 @@ class Delivery:
     def _complete(self, chunk: inference_pb2.GenerateResponse, finish: FinishReason) -> None:
         timeline = self._timeline
         chunk.usage.prompt_tokens = len(self._request.spec.prompt_token_ids)
-        chunk.usage.completion_tokens = timeline.num_output_tokens
+        num_earlier = sum(len(c.token_ids) for c in self._request.resume_from.values())
+        chunk.usage.completion_tokens = num_earlier + timeline.num_output_tokens
         chunk.usage.cached_tokens = timeline.cached_tokens or 0
         chunk.usage.decode_cached_tokens = timeline.decode_cached_tokens or 0
         chunk.usage.draft_tokens = timeline.num_draft_tokens

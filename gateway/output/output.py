@@ -60,6 +60,8 @@ class Output:
         self._token_ids: list[int] = []
         self._samples: list[Sample] = []
         self._text: list[str] = []
+        self._num_chars_to_skip = 0
+        """Of the text to come, those that the client has."""
         self._stop: str | None = None
         self._score: float | None = None
         self.finish = FinishReason.NONE
@@ -72,6 +74,13 @@ class Output:
     @property
     def num_tokens(self) -> int:
         return len(self._token_ids)
+
+    def resume(self, token_ids: Sequence[int], num_chars: int) -> None:
+        """Begin behind tokens that the client has, with so many characters of their text. The
+        first thing that is done with the output."""
+        self._feed([Sample(token_id) for token_id in token_ids], FinishReason.NONE)
+        self._samples.clear()
+        self._num_chars_to_skip = num_chars
 
     def add(
         self,
@@ -108,6 +117,12 @@ class Output:
         samples, text = tuple(self._samples), "".join(self._text)
         self._samples.clear()
         self._text.clear()
+        if self._num_chars_to_skip:
+            skipped, self._num_chars_to_skip = (
+                self._num_chars_to_skip,
+                max(0, self._num_chars_to_skip - len(text)),
+            )
+            text = text[skipped:]
         return Piece(
             token_index=len(self._token_ids) - len(samples),
             samples=samples,

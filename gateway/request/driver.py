@@ -101,7 +101,11 @@ class RequestDriver:
         self._delivery = Delivery(request, write, timeline, self._clock, self._stalls)
         spec = _with_logprobs(request.spec) if request.is_best_of else request.spec
         outputs = [self._new_output() for _ in range(spec.num_choices)]
-        self._state = RequestState(spec, outputs, timeline)
+        for index, so_far in request.resume_from.items():
+            num_chars = max(0, so_far.num_chars - len(request.echo_text or ""))
+            outputs[index].resume(so_far.token_ids, num_chars)
+        ended = {index for index, so_far in request.resume_from.items() if so_far.has_ended}
+        self._state = RequestState(spec, outputs, timeline, ended)
         self._error: BatonError | None = None
         self._news: dict[Choice, None] = {}
         """Choices that have something new, in the order in which it came."""

@@ -29,7 +29,7 @@ source may not know it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 
 from baton.errors import (
@@ -106,12 +106,23 @@ class RequestState:
     """One request. Every method but the properties is an event: what it returns is to be done, in
     order."""
 
-    def __init__(self, spec: SequenceSpec, outputs: Sequence[Output], timeline: Timeline) -> None:
-        """outputs: of each choice, empty. timeline: the request's; all times are on its clock."""
+    def __init__(
+        self,
+        spec: SequenceSpec,
+        outputs: Sequence[Output],
+        timeline: Timeline,
+        ended: Set[int] = frozenset(),
+    ) -> None:
+        """outputs: of each choice, with the tokens that an earlier stream sent, if one did.
+        timeline: the request's; all times are on its clock. ended: choices whose end was sent."""
         self.choices = tuple(Choice(index, output) for index, output in enumerate(outputs))
-        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-        """Once they are known; before the first tokens, if they were asked for."""
-        self.num_running = len(self.choices)
+        for index in ended:
+            self.choices[index].is_over = True
+        has_begun = 0 in ended or outputs[0].num_tokens > 0
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = () if has_begun else None
+        """Once they are known; before the first tokens, if they were asked for. None if an earlier
+        stream sent them."""
+        self.num_running = len(self.choices) - len(ended)
         """Choices that are not over; none once the request has failed."""
         self._spec = spec
         self._timeline = timeline
@@ -126,7 +137,12 @@ class RequestState:
     # What the driver reports
 
     def on_start(self, now_s: float) -> Sequence[Action]:
-        self._wait(self.choices, now_s)
+        for choice in self.choices:
+            if choice.has_ended and not choice.is_over:
+                self._end(choice)
+        for group in self._grouped([choice for choice in self.choices if not choice.is_over]):
+            self._wait(group, now_s)
+        self._is_return = True
         return self._taken_actions()
 
     def on_placed(
@@ -229,7 +245,7 @@ class RequestState:
         """What is to be placed: all choices as one while they have no tokens, else one that has
         some."""
         spec = self._spec
-        if self.prompt_logprobs is not None:
+        if self.prompt_logprobs is not None or choices[0].output.num_tokens:
             spec = replace(spec, sampling=replace(spec.sampling, prompt_logprobs=-1))
         if len(choices) > 1:
             return spec
@@ -562,12 +578,16 @@ class RequestState:
             if num_fatal:
                 self._fail(cause)
                 return
-        is_one = len(choices) == len(self.choices) and not any(c.output.num_tokens for c in choices)
-        for group in (choices,) if is_one else [(choice,) for choice in choices]:
+        for group in self._grouped(choices):
             if not isinstance(cause, Deferred):
                 self._timeline.num_resumes += 1
                 self._timeline.note(RequestEvent.RESUMED, now_s)
             self._wait(group, now_s)
+
+    def _grouped(self, choices: Sequence[Choice]) -> Sequence[Sequence[Choice]]:
+        """All of the request's are one sequence while they have no tokens."""
+        is_one = len(choices) == len(self.choices) and not any(c.output.num_tokens for c in choices)
+        return (choices,) if is_one else [(choice,) for choice in choices]
 
     def _take_pending(self, choice: Choice) -> None:
         """Add what came to a choice's output, and end the choice with it."""
@@ -587,11 +607,10 @@ class RequestState:
         if choice.migration is not None:
             self._end_migration(choice.migration)
         assignment = choice.assignment
-        if assignment is None or assignment.placement is None:
-            return
-        if assignment.placement.decode is not None:
-            self._act(Remember(assignment.placement.decode, self.spec_of((choice,))))
-        self._drop(assignment, choice)
+        if assignment is not None and assignment.placement is not None:
+            if assignment.placement.decode is not None:
+                self._act(Remember(assignment.placement.decode, self.spec_of((choice,))))
+            self._drop(assignment, choice)
         self._actions += choice.deliver
 
     def _drop(self, assignment: Assignment, choice: Choice) -> None:
@@ -648,7 +667,6 @@ class RequestState:
         avoid, unreached = choices[0].avoid, choices[0].unreached
         place = Place(assignment, self._is_return, avoid, unreached, self._numerics)
         self._act(place)
-        self._is_return = True
 
     def _open(self, assignment: Assignment, now_s: float) -> None:
         """Open an assignment that has a placement at its home."""

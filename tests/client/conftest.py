@@ -19,7 +19,7 @@ def service() -> Iterator[FakeInThread]:
 
 @pytest.fixture
 def client(service: FakeInThread) -> Iterator[Client]:
-    with Client(service.address) as client:
+    with Client(service.address, max_retries=0) as client:
         yield client
 
 
@@ -32,6 +32,6 @@ def fake() -> FakeInference:
 @pytest.fixture
 async def async_client(fake: FakeInference) -> AsyncIterator[AsyncClient]:
     server = await serve(fake)
-    async with AsyncClient(server.address) as client:
+    async with AsyncClient(server.address, max_retries=0) as client:
         yield client
     await server.stop()

@@ -210,7 +210,7 @@ async def test_a_stream_that_breaks_its_rules_is_an_error(
 
 
 async def test_a_gateway_that_is_not_there() -> None:
-    async with AsyncClient("127.0.0.1:1") as client:
+    async with AsyncClient("127.0.0.1:1", max_retries=0) as client:
         with pytest.raises(NoWorkers, match=r"gateway not reachable at 127\.0\.0\.1:1"):
             await client.models()
 
@@ -227,14 +227,49 @@ async def test_retries_until_it_succeeds(async_client: AsyncClient, fake: FakeIn
     assert len(fake.requests) == 9
 
 
-async def test_no_retry_after_the_first_piece(
+async def test_a_stream_goes_on_behind_what_came(
+    async_client: AsyncClient, fake: FakeInference
+) -> None:
+    fake.failures_after_first.extend([WorkerLost("gone", retry_after_s=0)] * 5)
+    async with AsyncClient(async_client.address, max_retries=1) as client:
+        done = await client.generate("abc", n=2)
+    assert [choice.text for choice in done.choices] == ["abc", "abc"]
+    requests = fake.requests
+    assert len(requests) == 6
+    assert len({request.sampling.seed for request in requests}) == 1
+    counts = [[len(entry.token_ids) for entry in request.resume_from] for request in requests]
+    assert counts == [[], [1], [1, 1], [2, 1], [2, 2], [3, 2]]
+    assert [entry.num_chars for entry in requests[-1].resume_from] == [3, 2]
+
+
+async def test_a_stream_that_gets_nowhere_fails(
+    async_client: AsyncClient, fake: FakeInference
+) -> None:
+    fake.failures_after_first.append(WorkerLost("gone", retry_after_s=0))
+    async with AsyncClient(async_client.address, max_retries=2) as client:
+        stream = client.stream("ab")
+        await anext(stream)
+        fake.failures.extend([WorkerLost("gone", retry_after_s=0)] * 3)
+        with pytest.raises(WorkerLost):
+            await anext(stream)
+    assert len(fake.requests) == 3
+
+
+async def test_what_sends_nothing_before_its_end_is_not_taken_up(
     async_client: AsyncClient, fake: FakeInference
 ) -> None:
     fake.failures_after_first.append(WorkerLost("gone", retry_after_s=0))
     async with AsyncClient(async_client.address, max_retries=5) as client:
         with pytest.raises(WorkerLost):
-            await client.generate("ab")
+            await client.generate("ab", n=1, best_of=2)
     assert len(fake.requests) == 1
+
+
+@pytest.mark.slow
+async def test_the_next_gateway_is_used_where_one_fails(async_client: AsyncClient) -> None:
+    addresses = f"127.0.0.1:1, {async_client.address}"
+    async with AsyncClient(addresses, max_retries=1) as client:
+        assert (await client.generate("ab")).text == "ab"
 
 
 async def test_what_cannot_be_sent_is_not_sent(
@@ -270,7 +305,7 @@ async def test_closed_clients_leave_no_connections(async_client: AsyncClient) ->
     try:
         before = num_files()
         for _ in range(num_clients):
-            async with AsyncClient(async_client.address) as client:
+            async with AsyncClient(async_client.address, max_retries=0) as client:
                 stream = client.stream("", model="flood")
                 await anext(stream)
                 del stream

@@ -64,7 +64,7 @@ def test_the_other_calls(client: Client) -> None:
 
 
 def test_metadata_and_the_request_id_are_sent(service: FakeInThread) -> None:
-    with Client(service.address, metadata={"team": "blue"}) as client:
+    with Client(service.address, metadata={"team": "blue"}, max_retries=0) as client:
         client.generate("a", request_id="mine-1")
         client.tokenize("a")
     generated, tokenized = service.fake.metadata
@@ -170,7 +170,10 @@ def test_a_call_ends_by_its_deadline(client: Client, service: FakeInThread, mode
 
 
 def test_the_clients_own_timeout_is_the_default(service: FakeInThread) -> None:
-    with Client(service.address, timeout_s=0.2) as client, pytest.raises(DeadlineExceeded):
+    with (
+        Client(service.address, timeout_s=0.2, max_retries=0) as client,
+        pytest.raises(DeadlineExceeded),
+    ):
         client.tokenize("", model="silent")
 
 
@@ -191,7 +194,7 @@ def test_an_answer_too_large_to_take_is_told(client: Client) -> None:
 
 def test_a_gateway_that_is_not_there() -> None:
     with (
-        Client("127.0.0.1:1") as client,
+        Client("127.0.0.1:1", max_retries=0) as client,
         pytest.raises(NoWorkers, match=r"gateway not reachable at 127\.0\.0\.1:1"),
     ):
         client.models()
@@ -218,11 +221,19 @@ def test_no_retry_unless_asked_for(client: Client, service: FakeInThread) -> Non
     assert len(service.fake.requests) == 1
 
 
-def test_no_retry_after_the_first_piece(service: FakeInThread) -> None:
-    service.fake.failures_after_first.append(WorkerLost("gone", retry_after_s=0))
-    with Client(service.address, max_retries=5) as client, pytest.raises(WorkerLost):
-        client.generate("ab")
-    assert len(service.fake.requests) == 1
+def test_a_stream_goes_on_behind_what_came(service: FakeInThread) -> None:
+    service.fake.failures_after_first.extend([WorkerLost("gone", retry_after_s=0)] * 2)
+    with Client(service.address, max_retries=1) as client:
+        assert client.generate("abc").text == "abc"
+    counts = [[len(c.token_ids) for c in r.resume_from] for r in service.fake.requests]
+    assert counts == [[], [1], [2]]
+
+
+@pytest.mark.slow
+def test_the_next_gateway_is_used_where_one_fails(service: FakeInThread) -> None:
+    with Client(f"127.0.0.1:1,{service.address}", max_retries=1) as client:
+        assert client.generate("ab").text == "ab"
+        assert client.detokenize([65]) == "A"
 
 
 def test_no_retry_beyond_the_deadline(service: FakeInThread) -> None:

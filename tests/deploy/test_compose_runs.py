@@ -187,7 +187,7 @@ async def test_the_services_start_in_order_are_healthy_and_answer(
             workers = {addresses["prefill"], addresses["decode"]}
             while await registered(redis_port) != workers:
                 await asyncio.sleep(0.05)
-            async with AsyncClient(addresses["gateway"]) as client:
+            async with AsyncClient(addresses["gateway"], max_retries=0) as client:
                 prompt = "def walk(path):\n" * 8
                 answer = await client.generate(
                     prompt, model="baton-py-6m", max_tokens=8, ignore_eos=True

@@ -67,7 +67,7 @@ async def cluster() -> AsyncIterator[ProxiedCluster]:
 async def healed(cluster: ProxiedCluster) -> AsyncIterator[AsyncClient]:
     """A client whose way to the gateway is sound. Afterwards all links are, and nobody holds
     anything."""
-    async with AsyncClient(cluster.address) as client:
+    async with AsyncClient(cluster.address, max_retries=0) as client:
         yield client
         await heal(cluster)
         await until_quiet(client, 4)
@@ -128,7 +128,7 @@ async def test_of_a_client(
 ) -> None:
     """A client that is cut off is told so once; its work ends, and another client's goes on."""
     others = Streams(healed, seed=6, num_streams=2)
-    async with AsyncClient(cluster.front) as client:
+    async with AsyncClient(cluster.front, max_retries=0) as client:
         streams = Streams(client, seed=7)
         await streams.all_run()
         inflict(cluster.links["gateway"])
@@ -145,7 +145,7 @@ async def test_flipped_bits_under_tls_are_noticed(tmp_path: Path) -> None:
     options = {**as_options(files), "ssl_cert_reqs": "none"}
     async with (
         proxied_cluster(1, 2, **options) as cluster,
-        AsyncClient(cluster.address, tls=files) as client,
+        AsyncClient(cluster.address, tls=files, max_retries=0) as client,
     ):
         streams = Streams(client, seed=8)
         await streams.all_run()

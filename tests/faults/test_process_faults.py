@@ -37,7 +37,7 @@ async def singles() -> AsyncIterator[ProxiedCluster]:
 @asynccontextmanager
 async def using(cluster: ProxiedCluster) -> AsyncIterator[AsyncClient]:
     """A client, and afterwards quiet."""
-    async with AsyncClient(cluster.address) as client:
+    async with AsyncClient(cluster.address, max_retries=0) as client:
         yield client
         await until_quiet(client, len(cluster.names) - 1)
 
@@ -68,6 +68,16 @@ async def test_killed_workers_cost_no_stream_a_token(
         assert not await streams.finish()
         if victims[0].startswith("decode"):
             assert streams.num_resumes
+
+
+async def test_a_killed_gateway_costs_no_stream_a_token(pairs: ProxiedCluster) -> None:
+    """Its successor takes the streams up at the same address."""
+    async with AsyncClient(pairs.address, max_retries=5) as client:
+        streams = Streams(client, seed=2, num_streams=16, num_tokens=100)
+        await streams.all_run()
+        send(pairs, signal.SIGKILL, "gateway")
+        assert not await streams.finish()
+        await until_quiet(client, 4)
 
 
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])

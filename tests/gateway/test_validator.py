@@ -398,3 +398,41 @@ def test_too_many_ids_are_refused_unread() -> None:
         assert [v.field for v in caught.value.violations] == ["prompt"]
     with pytest.raises(InvalidRequest, match="65 ids: the model takes 64"):
         check_detokenize(inference_pb2.DetokenizeRequest(token_ids=[10**6] * 65), FACTS)
+
+
+SO_FAR = inference_pb2.ChoiceSoFar
+
+
+@pytest.mark.parametrize(
+    ("sampling", "entries", "field"),
+    [
+        ({"seed": 1}, [SO_FAR(choice=1, token_ids=[3])], "resume_from[0].choice"),
+        ({"seed": 1}, [SO_FAR(token_ids=[100])], "resume_from[0].token_ids[0]"),
+        ({"seed": 1}, [SO_FAR()], "resume_from[0].token_ids"),
+        ({"seed": 1}, [SO_FAR(token_ids=[3] * 101)], "resume_from[0].token_ids"),
+        ({"seed": 1}, [SO_FAR(token_ids=[3])] * 2, "resume_from"),
+        ({"seed": 1}, [SO_FAR(has_ended=True)], "resume_from"),
+        ({"seed": 1, "n": 1, "best_of": 2}, [SO_FAR(token_ids=[3])], "resume_from"),
+        ({}, [SO_FAR(token_ids=[3])], "sampling.seed"),
+    ],
+)
+def test_what_an_answer_cannot_go_on_behind(
+    sampling: dict[str, Any], entries: list[inference_pb2.ChoiceSoFar], field: str
+) -> None:
+    given_request = request(**sampling)
+    given_request.resume_from.extend(entries)
+    with pytest.raises(InvalidRequest) as caught:
+        check_request(given_request, FACTS)
+    assert [violation.field for violation in caught.value.violations] == [field]
+
+
+def test_an_output_that_has_all_its_tokens_must_have_ended() -> None:
+    given_request = request(seed=1, n=2, max_tokens=3)
+    entries = [SO_FAR(token_ids=[3, 4]), SO_FAR(choice=1, token_ids=[3] * 3)]
+    given_request.resume_from.extend(entries)
+    check_request(given_request, FACTS)
+    with pytest.raises(InvalidRequest, match="has_ended") as caught:
+        resolved(given_request, [5, 6])
+    assert [v.field for v in caught.value.violations] == ["resume_from[1].token_ids"]
+    given_request.resume_from[1].has_ended = True
+    resolved(given_request, [5, 6])

@@ -159,7 +159,7 @@ def _resources() -> dict[str, int]:
 async def test_a_cancelled_task_and_a_lost_client_free_both_tiers() -> None:
     async with live_system(worker_options={"oracle_step_ms": 1.0}) as system:
         task = asyncio.create_task(system.client.generate([1, 2, 3], FOREVER))
-        async with AsyncClient(system.gateway) as other:
+        async with AsyncClient(system.gateway, max_retries=0) as other:
             stream = other.stream([4, 5, 6], FOREVER)
             await anext(aiter(stream))
         task.cancel()
@@ -236,7 +236,7 @@ async def test_a_missing_worker_is_told_and_joins_when_it_appears() -> None:
     async with (
         prefill_worker() as prefill,
         gateway([prefill], [first]) as address,
-        AsyncClient(address) as client,
+        AsyncClient(address, max_retries=0) as client,
     ):
         with pytest.raises(NoWorkers) as refused:
             await client.generate([1, 2], greedy(3))
@@ -255,7 +255,7 @@ async def test_a_worker_of_another_model_is_refused_by_name_and_disturbs_nobody(
         decode_worker(worker_id="odd", served_model_name="other") as odd,
         prefill_worker() as prefill,
         gateway([prefill], [good, odd]) as address,
-        AsyncClient(address) as client,
+        AsyncClient(address, max_retries=0) as client,
     ):
         done = await client.generate([1, 2], greedy(3))
         assert done.token_ids == expected([1, 2], 3)

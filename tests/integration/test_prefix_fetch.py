@@ -48,7 +48,7 @@ async def test_a_prefill_worker_without_a_cache_borrows_the_conversation_so_far(
             decode_worker(kv_transport=transport, **ONLY_DECODES)
         )
         address = await stack.enter_async_context(gateway([prefill], [decode]))
-        client = await stack.enter_async_context(AsyncClient(address))
+        client = await stack.enter_async_context(AsyncClient(address, max_retries=0))
         params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
         said = list(range(100))
         for turn in range(3):

@@ -113,7 +113,9 @@ async def test_an_outage_under_load_fails_no_request(
         enter = stack.enter_async_context
         await enter(prefill_worker(worker_id="p0", registry=server.url))
         await enter(decode_worker(worker_id="d0", registry=server.url))
-        client = await enter(AsyncClient(await enter(gateway([], [], registry=server.url))))
+        client = await enter(
+            AsyncClient(await enter(gateway([], [], registry=server.url)), max_retries=0)
+        )
         await until_ready(client, "p0", "d0")
         load = Load(client)
         async with load.running():
@@ -168,7 +170,7 @@ async def test_a_bad_link_to_the_registry_fails_no_request(
         enter, url = stack.enter_async_context, f"redis://127.0.0.1:{proxy.port}/0"
         await enter(prefill_worker(worker_id="p0", registry=url))
         await enter(decode_worker(worker_id="d0", registry=url))
-        client = await enter(AsyncClient(await enter(gateway([], [], registry=url))))
+        client = await enter(AsyncClient(await enter(gateway([], [], registry=url)), max_retries=0))
         await until_ready(client, "p0", "d0")
         load = Load(client)
         async with load.running():
@@ -190,7 +192,7 @@ async def test_who_comes_and_goes_is_seen_in_a_slow_registry_too(server: RedisSe
         proxy.weather(back=Weather(delay_s=TIMEOUT_S / 25))
         enter, url = stack.enter_async_context, f"redis://127.0.0.1:{proxy.port}/0"
         await enter(decode_worker(worker_id="d0", registry=url))
-        client = await enter(AsyncClient(await enter(gateway([], [], registry=url))))
+        client = await enter(AsyncClient(await enter(gateway([], [], registry=url)), max_retries=0))
         await until_ready(client, "d0")
         load = Load(client)
         async with load.running():
@@ -209,7 +211,7 @@ async def test_a_gateway_that_starts_in_an_outage_serves_after_it(
     async with (
         decode_worker(worker_id="d0", registry=server.url),
         gateway([], [], registry=server.url) as address,
-        AsyncClient(address) as client,
+        AsyncClient(address, max_retries=0) as client,
     ):
         with pytest.raises(NoWorkers):
             await client.generate([1, 2], SamplingParams(max_tokens=2))
@@ -229,7 +231,9 @@ async def test_workers_come_and_go_under_load_and_several_gateways_see_it(
         await enter(prefill_worker(worker_id="p0", registry=server.url))
         await enter(decode_worker(worker_id="d0", registry=server.url))
         clients = [
-            await enter(AsyncClient(await enter(gateway([], [], registry=server.url))))
+            await enter(
+                AsyncClient(await enter(gateway([], [], registry=server.url)), max_retries=0)
+            )
             for _ in range(2)
         ]
         loads = [Load(client) for client in clients]
@@ -259,7 +263,7 @@ async def test_workers_of_another_model_are_left_to_other_gateways(
         decode_worker(worker_id="odd", registry=server.url, served_model_name="other"),
         decode_worker(worker_id="mine", registry=server.url),
         gateway([], [], registry=server.url) as address,
-        AsyncClient(address) as client,
+        AsyncClient(address, max_retries=0) as client,
     ):
         await until_ready(client, "mine")
         await until_told(caplog, "left to other gateways", 1)

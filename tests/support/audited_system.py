@@ -78,7 +78,7 @@ async def serve_some(watch: Watch) -> bool:
         prefill_worker(worker_id="p0", **common) as prefill,
         decode_worker(worker_id="d0", max_local_prefill_tokens=0, **common) as decode,
         gateway([prefill], [decode], served_model_name=str(BOX_MODEL)) as front,
-        AsyncClient(front) as client,
+        AsyncClient(front, max_retries=0) as client,
     ):
         watch.is_serving = True
         digits = StructuredOutput(regex="[0-9]{1,3}")

@@ -139,7 +139,7 @@ def prompt_ids(request: Any) -> list[int]:
 
 def echo(request: Any) -> list[Any]:
     """One piece per token and choice, the choices taking turns, and a last piece without tokens for
-    each."""
+    each; without those that the client has."""
     ids, num_choices = prompt_ids(request), request.sampling.n or 1
     pieces = [
         inference_pb2.GenerateResponse(
@@ -170,7 +170,8 @@ def echo(request: Any) -> list[Any]:
     pieces[-1].usage.prompt_tokens = len(ids)
     pieces[-1].usage.completion_tokens = len(ids) * num_choices
     pieces[-1].timing.decode_worker = "d0"
-    return pieces
+    nums = {entry.choice: len(entry.token_ids) for entry in request.resume_from}
+    return [piece for piece in pieces if piece.token_index >= nums.get(piece.choice, 0)]
 
 
 async def serve(fake: FakeInference) -> RunningServer:

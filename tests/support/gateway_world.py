@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from baton.errors import BatonError
 from baton.types import UNKNOWN_NUMERICS, NumericsClass, Sampling, SequenceSpec, Tier
 from baton.v1 import inference_pb2
 from gateway.intake.decoding import Decoding
-from gateway.intake.request import TextOptions, ValidatedRequest
+from gateway.intake.request import ChoiceSoFar, TextOptions, ValidatedRequest
 from gateway.request.driver import RequestDeps, RequestDriver
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.fleet import Fleet
@@ -125,8 +125,9 @@ class World:
         text: TextOptions | None = None,
         num_returned: int | None = None,
         echo_text: str | None = None,
+        resume_from: Mapping[int, ChoiceSoFar] | None = None,
     ) -> Client:
-        """num_returned: outputs told, all of them if not given."""
+        """num_returned: outputs sent, all of them if not given."""
         client = client or Client()
         now_s = asyncio.get_running_loop().time()
         request = ValidatedRequest(
@@ -135,6 +136,7 @@ class World:
             arrival_s=now_s,
             num_returned=num_returned or spec.num_choices,
             echo_text=echo_text,
+            resume_from=resume_from or {},
         )
         await RequestDriver(self.deps, request, client.write, now_s + timeout_s).run()
         return client

@@ -134,5 +134,7 @@ async def live_system(
         ]
         options = options_of_gateway(prefills, decodes, **(gateway_options or {}))
         report = await stack.enter_async_context(reporting(serve_gateway, options))
-        client = await stack.enter_async_context(AsyncClient(report.address, api_key=api_key))
+        client = await stack.enter_async_context(
+            AsyncClient(report.address, api_key=api_key, max_retries=0)
+        )
         yield LiveSystem(report.address, prefills, decodes, client, report.http_address)

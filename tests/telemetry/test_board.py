@@ -101,7 +101,7 @@ async def _scrapes() -> tuple[Scrape, Scrape]:
             for i in range(2)
         ]
         address = await enter(gateway([prefill], decodes, metrics_port=ports[3], **compat))
-        client = await enter(AsyncClient(address))
+        client = await enter(AsyncClient(address, max_retries=0))
         await _load(client, 100)
         old = await pages()
         await _load(client, 200)
