@@ -19,7 +19,7 @@ from worker_core.policy import (
     pinned_local_prefill,
     prefill_policy,
 )
-from worker_core.speculation.speculator import build_speculation
+from worker_core.speculation.speculator import build_speculation, speculative_method
 from worker_core.worker import TierSetup, serve_worker
 
 
@@ -56,7 +56,7 @@ def max_num_launches(options: DecodeOptions, spec: EngineSpec) -> int:
             "processes that share a model get all tokens; leave it out, or give "
             "--tensor-parallel-size 1",
         )
-    is_useful = spec.computes_aside and options.speculative_method == "none"
+    is_useful = spec.computes_aside and speculative_method(options, spec) == "none"
     is_wanted = is_useful if options.async_scheduling is None else options.async_scheduling
     return spec.max_num_launches if is_wanted else 1
 

@@ -15,9 +15,10 @@ from baton.types import Tier
 class SpeculationOptions(Options):
     """How decode workers guess tokens ahead, to confirm several in one step."""
 
-    speculative_method: Literal["none", "ngram", "draft"] = "ngram"
+    speculative_method: Literal["auto", "none", "ngram", "draft"] = "auto"
     """ngram drafts what followed the last tokens where they occurred before; draft asks
-    --speculative-model; none drafts nothing. The tokens of an answer are the same with each."""
+    --speculative-model; none drafts nothing. auto: none on a GPU, where steps with drafts are not
+    replayed and not launched ahead; else ngram. The tokens of an answer are the same with each."""
     speculative_model: NonEmpty | None = None
     """Draft model, with MODEL's tokenizer: a local directory, or a Hugging Face Hub id."""
     num_speculative_tokens: Count = 8
@@ -77,12 +78,12 @@ class DecodeTierOptions(SpeculationOptions):
 
     async_scheduling: bool | None = None
     """Launch a decode step before the tokens of the one before are handed out, so that a device
-    does not wait for that. If not given, on a GPU that need not be asked for drafts: goes with
-    --speculative-method none."""
+    does not wait for that. If not given, on a GPU without drafts. Goes with --speculative-method
+    none."""
 
     @model_validator(mode="after")
     def _check_async_scheduling(self) -> Self:
-        if self.async_scheduling and self.speculative_method != "none":
+        if self.async_scheduling and self.speculative_method in ("ngram", "draft"):
             raise ValueError(
                 f"--async-scheduling: drafts of --speculative-method={self.speculative_method} "
                 "follow the tokens known; give --speculative-method none with it"

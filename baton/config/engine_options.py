@@ -44,8 +44,8 @@ class EngineOptions(ModelOptions):
     """Memory for KV blocks, such as 512MiB or 2GB; if not given, what --max-num-seqs sequences of
     --max-model-len tokens need, within --gpu-memory-utilization."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Share of the memory that is free at the start, of any device, that weights, activations and
-    KV blocks may take."""
+    """Share of a GPU's memory, as far as it is free, or of the memory that a machine without one
+    has free at the start, that weights, activations and KV blocks may take."""
     num_gpu_blocks_override: Count | None = None
     """Number of KV blocks (on any device), in place of the one that memory gives."""
     enable_prefix_caching: bool = True

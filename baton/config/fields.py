@@ -148,5 +148,8 @@ PeerNames = Names
 
 CertReqs = Annotated[Literal["none", "required"], BeforeValidator(_cert_reqs)]
 
+#: Numbers of GPUs, given by repeating the option or with commas.
+Devices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_split_commas)]
+
 Address = Annotated[NonEmpty, AfterValidator(_check_address)]
 Device = Annotated[str, AfterValidator(_check_device)]

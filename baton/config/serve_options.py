@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from baton.config.decode_options import DecodeTierOptions
 from baton.config.engine_options import EngineOptions
-from baton.config.fields import BlockSize, Count
+from baton.config.fields import BlockSize, Count, Devices
 from baton.config.gateway_options import FrontDoorOptions
 from baton.config.options import LivenessOptions, NumericsOptions, ServiceOptions
 from baton.config.worker_options import HandoffOptions, PeerOptions
@@ -32,6 +32,12 @@ class ServeOptions(
     """Number of decode processes."""
     num_gateways: Count = 1
     """Number of gateway processes, all on the same ports."""
+    prefill_devices: Devices = ()
+    """GPUs of the prefill workers, by number, taken in turn; one worker for each unless
+    --num-prefill-workers says how many. If not given, the workers of both tiers are spread over all
+    GPUs."""
+    decode_devices: Devices = ()
+    """GPUs of the decode workers, as --prefill-devices."""
     prefill_block_size: BlockSize | None = None
     """Tokens per KV block in the prefill tier; --block-size if not given."""
     decode_block_size: BlockSize | None = None
@@ -44,6 +50,16 @@ class ServeOptions(
     prefill_gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of --gpu-memory-utilization's that goes to the prefill tier, where both tiers are on
     one device; if not given, all workers have alike."""
+
+    @model_validator(mode="after")
+    def _check_devices(self) -> Self:
+        if self.device not in ("auto", "cuda") and (self.prefill_devices or self.decode_devices):
+            option = "prefill-devices" if self.prefill_devices else "decode-devices"
+            raise ValueError(
+                f"--{option}: names GPUs, and --device={self.device} is where all workers go; "
+                "leave one of them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_memory(self) -> Self:

@@ -71,7 +71,13 @@ class CudaGraphs:
                 run()
             current.wait_stream(self._stream)
             graph: Any = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            # Transfer threads may allocate and wait meanwhile: that is no part of the capture.
+            with torch.cuda.graph(
+                graph,
+                pool=self._pool,
+                stream=self._stream,
+                capture_error_mode="thread_local",
+            ):
                 run()
         return CudaGraph(graph, self._device)
 

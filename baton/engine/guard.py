@@ -5,7 +5,14 @@ from __future__ import annotations
 
 import logging
 
-from baton.engine.interface import Batch, Engine, Launched, LayersDone, SequenceSlice
+from baton.engine.interface import (
+    Batch,
+    DeviceLost,
+    Engine,
+    Launched,
+    LayersDone,
+    SequenceSlice,
+)
 from baton.errors import BatonError, EngineFault
 from baton.types import Sample
 
@@ -25,6 +32,8 @@ def forward_guarded(
     """
     try:
         return engine.forward(batch, layers_done)
+    except DeviceLost:
+        raise
     except Exception as error:  # noqa: BLE001 - whatever it is, it is charged to one request below
         if len(batch.slices) == 1:
             return (_fault(error),)
@@ -36,6 +45,8 @@ def try_launch(engine: Engine, batch: Batch, layers_done: LayersDone) -> Launche
     """A launch; None if it failed: forward_guarded says by whose fault."""
     try:
         return engine.launch(batch, layers_done)
+    except DeviceLost:
+        raise
     except Exception as error:  # noqa: BLE001 - whatever it is, it comes again when the batch is run guarded
         _log.warning("a batch of %d could not be launched", len(batch.slices), exc_info=error)
         return None
@@ -45,6 +56,8 @@ def try_collect(launched: Launched) -> tuple[tuple[Sample, ...], ...] | None:
     """A launch's samples; None if it failed: forward_guarded says by whose fault."""
     try:
         return launched.samples()
+    except DeviceLost:
+        raise
     except Exception as error:  # noqa: BLE001 - as above
         _log.warning("a launched batch failed", exc_info=error)
         return None

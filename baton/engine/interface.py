@@ -125,6 +125,11 @@ class EngineSpec:
         return self.shared_prompt_limit is None or num_prompt_tokens <= self.shared_prompt_limit
 
 
+class DeviceLost(Exception):
+    """The device fails at whatever it is given from now on: nothing but a new process can follow,
+    and no request is at fault."""
+
+
 class KvPool(Protocol):
     """An engine's KV blocks, as the KV channel sees them. All methods may be called from transfer
     threads."""
@@ -178,7 +183,7 @@ class Engine(Protocol):
         when this returns.
 
         Any exception, here or when the samples are asked for, leaves the blocks that the batch
-        writes undefined and all others untouched.
+        writes undefined and all others untouched; but for DeviceLost, after which nothing is.
         """
         ...
 

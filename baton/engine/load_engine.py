@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -98,7 +99,7 @@ def load_engine(
         graphs=source.graph_bytes(settled, graphs),
         max_model_len=longest,
         max_num_seqs=max_num_seqs,
-        available_bytes=int(_available_bytes(where) * memory_share),
+        available_bytes=_available_bytes(where, memory_share),
         num_ranks=size,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         num_blocks=num_blocks,
@@ -132,7 +133,15 @@ def load_engine(
         _log.warning("%s (%s)", FALLBACK_NOTICE, why_none())
     followers = loaded.followers
     pool = followers.make_pool(layout, memory.num_blocks, where)
-    return TorchEngine(spec, pool, loaded.steps(pool, graphs), layer_group_size, followers)
+    steps = loaded.steps(pool, graphs)
+    return TorchEngine(spec, pool, steps, layer_group_size, followers, waiting_for(where))
+
+
+def waiting_for(device: torch.device) -> Callable[[], None]:
+    """Waits for all that the device was given; a CPU has done it when it was given."""
+    if device.type == "cuda":
+        return partial(torch.cuda.synchronize, device)
+    return lambda: None
 
 
 def _log_plan(plan: MemoryPlan) -> None:
@@ -183,9 +192,10 @@ def _max_len(asked: int | None, longest: int) -> int:
     return asked
 
 
-def _available_bytes(device: torch.device) -> int:
-    """Memory that can be had now: the device's, or this machine's within the process's cgroup."""
+def _available_bytes(device: torch.device, share: float) -> int:
+    """A share of all memory of a GPU, as far as it is free; of what this machine has free, within
+    the process's cgroup."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
-    return available_memory_bytes()
+        free, total = torch.cuda.mem_get_info(device)
+        return min(free, int(total * share))
+    return int(available_memory_bytes() * share)

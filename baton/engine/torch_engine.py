@@ -14,12 +14,14 @@ that.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from baton.engine.interface import (
     Batch,
+    DeviceLost,
     Engine,
     EngineSpec,
     Launched,
@@ -28,6 +30,7 @@ from baton.engine.interface import (
 )
 from baton.engine.step_runner import Followers, LayerDone, Step, StepRunner, TensorPool
 from baton.engine.torch_step import check_batch, check_follows, fault, sample_rows
+from baton.errors import BatonError
 from baton.sampling.sampler import Draws, RowsError, draw
 from baton.types import Sample
 
@@ -45,15 +48,18 @@ class TorchEngine(Engine):
         steps: StepRunner,
         layer_group_size: int,
         followers: Followers,
+        wait_device: Callable[[], None],
     ) -> None:
-        """steps: they read and write `kv`. layer_group_size: layers that a forward tells
-        `layers_done` of at once. followers: the other ranks' processes, if there are any, which are
-        ended with the engine."""
+        """steps: they read and write `kv`. layer_group_size: layers that a forward reports to
+        `layers_done` at once. followers: the other ranks' processes, if there are any, which are
+        ended with the engine. wait_device: waits for all that the device was given, and raises
+        RuntimeError if it can do nothing any more."""
         self._layer_group_size = layer_group_size
         self._followers = followers
         self._spec = spec
         self._kv = kv
         self._steps = steps
+        self._wait_device = wait_device
         self._drawn: torch.Tensor | None = None
         """[rows] int64, of the last launch, on the device; None where nothing may follow it."""
 
@@ -73,11 +79,11 @@ class TorchEngine(Engine):
     def launch(self, batch: Batch, layers_done: LayersDone | None = None) -> Launched:
         """See Engine.launch. Waits for nothing on a GPU. Raises EngineFault, here or when the
         samples are asked for, whose metadata["slices"] lists, separated by commas, the indices of
-        the slices at fault: a batch without them runs."""
+        the slices at fault: a batch without them runs. Raises DeviceLost, likewise."""
         rows, _, owners = sample_rows(batch)
         before, self._drawn = self._drawn, None
         check_follows(batch, 0 if before is None else len(before))
-        with torch.inference_mode():
+        with torch.inference_mode(), device_checked(self._wait_device):
             step = self._run(batch, layers_done, before)
             groups = tuple(
                 (tuple(group), draw(step.logits(group), [rows[i] for i in group]))
@@ -85,7 +91,7 @@ class TorchEngine(Engine):
             )
             if self._spec.max_num_launches > 1:
                 self._drawn = _in_order(groups, len(rows))
-        return _TorchLaunch(len(batch.slices), tuple(owners), groups)
+        return _TorchLaunch(len(batch.slices), tuple(owners), groups, self._wait_device)
 
     def logits(self, batch: Batch, layers_done: LayersDone | None = None) -> torch.Tensor:
         """Write the new tokens' KV; returns the logits of all sample rows, slice by slice, [rows,
@@ -112,6 +118,24 @@ class TorchEngine(Engine):
         return step
 
 
+@contextmanager
+def device_checked(wait_device: Callable[[], None]) -> Iterator[None]:
+    """What goes wrong in the body is the body's own fault only if the device still works after it:
+    an illegal access or a failed assertion is told by whatever call comes next, and by every one
+    after that. Raises DeviceLost if it does not. Being out of memory passes, and faults that
+    requests are charged with need no asking."""
+    try:
+        yield
+    except (BatonError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        try:
+            wait_device()
+        except RuntimeError as lost:
+            raise DeviceLost(str(lost)) from error
+        raise
+
+
 @dataclass(frozen=True, slots=True)
 class _TorchLaunch:
     """Implements Launched. owners: the slice of each row; groups: rows that were drawn at once, and
@@ -120,13 +144,15 @@ class _TorchLaunch:
     num_slices: int
     owners: tuple[int, ...]
     groups: tuple[tuple[tuple[int, ...], Draws], ...]
+    wait_device: Callable[[], None]
 
     def samples(self) -> tuple[tuple[Sample, ...], ...]:
         """See Launched, and TorchEngine.launch."""
         samples: dict[int, Sample] = {}
         for group, draws in self.groups:
             try:
-                found = draws.samples()
+                with device_checked(self.wait_device):
+                    found = draws.samples()
             except RowsError as error:
                 raise fault(str(error), [self.owners[group[i]] for i in error.rows]) from None
             samples.update(zip(group, found, strict=True))

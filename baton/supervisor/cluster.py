@@ -21,7 +21,15 @@ from baton.service import ReadyReport
 from baton.supervisor.child import Child, ChildFailed, describe_exit
 from baton.supervisor.feed import Feed
 from baton.supervisor.log_lines import forward_to_stderr
-from baton.supervisor.plan import PROGRAMS, ChildSpec, Programs, plan_gateways, plan_workers
+from baton.supervisor.plan import (
+    PROGRAMS,
+    ChildSpec,
+    Programs,
+    describe_gpus,
+    num_visible_gpus,
+    plan_gateways,
+    plan_workers,
+)
 from baton.supervisor.serving import wait_until_serving
 
 logger = logging.getLogger(__name__)
@@ -131,7 +139,10 @@ class Cluster:
         # Nobody else who reaches the KV ports of these workers has it.
         kv_secret = secrets.token_hex(32)
         num_cores = len(os.sched_getaffinity(0))
-        workers = plan_workers(self._options, num_cores, self._programs, kv_secret)
+        num_gpus = num_visible_gpus(os.environ)
+        workers = plan_workers(self._options, num_cores, self._programs, kv_secret, num_gpus)
+        if who_is_where := describe_gpus(self._options, num_gpus):
+            logger.info("%s", who_is_where)
         first, *others = plan_gateways(self._options, self._programs)
         await self._start_all(workers, (first,))
         if others:  # they share ports that the first one may have chosen

@@ -83,7 +83,7 @@ class Model:
         )
         followers = NoFollowers()
         steps = EagerSteps(StepModel(config, self.decoder, self.rope, self.kv), followers)
-        self.engine = TorchEngine(spec, self.kv, steps, 4, followers)
+        self.engine = TorchEngine(spec, self.kv, steps, 4, followers, torch.cuda.synchronize)
 
     @property
     def num_weights(self) -> int:

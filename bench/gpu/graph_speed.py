@@ -83,7 +83,7 @@ class Replayed:
     def engine_of(self, steps: StepRunner, max_num_launches: int) -> TorchEngine:
         """steps: one of ours."""
         spec = replace(self.model.engine.spec, max_num_launches=max_num_launches)
-        return TorchEngine(spec, self.model.kv, steps, 4, NoFollowers())
+        return TorchEngine(spec, self.model.kv, steps, 4, NoFollowers(), torch.cuda.synchronize)
 
 
 @cache

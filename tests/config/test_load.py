@@ -76,7 +76,11 @@ REFUSED = [
     ({"ticket_lease_s": "inf"}, "--ticket-lease-s=inf", "number"),
     ({"drain_timeout_s": "nan"}, "--drain-timeout-s=nan", "number"),
     ({"enable_prefix_caching": "perhaps"}, "--enable-prefix-caching=perhaps", "true or false"),
-    ({"async_scheduling": True}, "--async-scheduling", "--speculative-method none"),
+    (
+        {"async_scheduling": True, "speculative_method": "ngram"},
+        "--async-scheduling",
+        "--speculative-method none",
+    ),
     ({"blocksize": "4"}, "--blocksize=4", "did you mean block_size?"),
     ({"model": ""}, "MODEL=", "not empty"),
 ]

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.config import ServeOptions
+from baton.config.load import build_options
+from baton.errors import ConfigError
 from baton.supervisor.cluster import child_environment
-from baton.supervisor.plan import ChildSpec, plan_gateways, plan_workers
+from baton.supervisor.plan import (
+    ChildSpec,
+    describe_gpus,
+    num_visible_gpus,
+    plan_gateways,
+    plan_workers,
+)
 
 RANKS = st.integers(1, 4)
 
@@ -149,3 +161,79 @@ def test_workers_share_a_secret_that_no_command_line_shows() -> None:
     # The user's own goes before it.
     assert secrets_of(kv_secret_file="/s") == [None] * 2
     assert secrets_of(kv_secret="g" * 64) == ["g" * 64] * 2
+
+
+def places(specs: Sequence[ChildSpec]) -> list[str]:
+    """The device of each."""
+    return [
+        argument.removeprefix("--device=")
+        for spec in specs
+        for argument in spec.arguments
+        if argument.startswith("--device=")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "num_gpus", "expected"),
+    [
+        ({}, 0, []),
+        ({}, 1, []),
+        ({}, 2, ["cuda:0", "cuda:1"]),
+        ({"num_prefill_workers": 2, "num_decode_workers": 3}, 4, [0, 1, 2, 3, 0]),
+        ({"device": "cpu"}, 2, ["cpu", "cpu"]),
+        ({"device": "cuda:1"}, 2, ["cuda:1", "cuda:1"]),
+        ({"prefill_devices": (0, 1), "decode_devices": (2, 3)}, 4, [0, 1, 2, 3]),
+        ({"prefill_devices": (3,)}, 4, [3, 0]),
+        ({"decode_devices": (0,), "num_decode_workers": 2}, 1, [0, 0, 0]),
+        ({"decode_devices": (1, 0)}, 0, [1, 1, 0]),
+        ({"decode_devices": (1, 0), "colocated": True}, 2, [1, 0]),
+    ],
+)
+def test_workers_are_placed_on_gpus(
+    options: dict[str, Any], num_gpus: int, expected: list[str | int]
+) -> None:
+    given_options = ServeOptions(model="m", **options)
+    wanted = [f"cuda:{gpu}" if isinstance(gpu, int) else gpu for gpu in expected]
+    assert places(plan_workers(given_options, 8, num_gpus=num_gpus)) == wanted
+    numbers = [place.removeprefix("cuda:") for place in wanted if "device" not in options]
+    line = describe_gpus(given_options, num_gpus)
+    assert [part.split()[-1] for part in line.split(", ") if part] == numbers
+
+
+@given(
+    prefill=st.lists(st.integers(0, 3), max_size=6),
+    decode=st.lists(st.integers(0, 3), max_size=6),
+    of_prefill=st.none() | st.floats(0.01, 0.5),
+)
+def test_workers_share_the_memory_of_their_gpu(
+    prefill: list[int], decode: list[int], of_prefill: float | None
+) -> None:
+    options = ServeOptions(
+        model="m",
+        prefill_devices=tuple(prefill),
+        decode_devices=tuple(decode),
+        prefill_gpu_memory_utilization=of_prefill,
+    )
+    specs = plan_workers(options, 8, num_gpus=4)
+    totals: defaultdict[str, float] = defaultdict(float)
+    for spec, place in zip(specs, places(specs), strict=True):
+        totals[place] += share(spec)
+    assert all(total == pytest.approx(options.gpu_memory_utilization) for total in totals.values())
+
+
+def test_a_gpu_that_is_not_here_is_refused() -> None:
+    options = ServeOptions(model="m", decode_devices=(0, 4))
+    with pytest.raises(ConfigError, match=r"decode_devices.*use 0 to 3"):
+        plan_workers(options, 8, num_gpus=4)
+    with pytest.raises(ConfigError, match="--decode-devices"):
+        build_options(ServeOptions, {"model": "m", "device": "cpu", "decode_devices": (0,)})
+
+
+def test_gpus_are_counted(tmp_path: Path) -> None:
+    assert num_visible_gpus({}, tmp_path / "none") == 0
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / name).mkdir()
+    assert num_visible_gpus({}, tmp_path) == 2
+    assert num_visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == 1
+    assert num_visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    assert num_visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b"}, tmp_path) == 2

@@ -9,7 +9,9 @@ import pytest
 from baton.config import DecodeOptions
 from baton.engine.oracle import OracleEngine, OracleOptions
 from baton.errors import ConfigError
+from baton.types import NumericsClass
 from decode_svc.server import max_num_launches
+from worker_core.speculation.speculator import speculative_method
 
 SPEC = OracleEngine(OracleOptions(num_blocks=8)).spec
 
@@ -26,6 +28,8 @@ def options(*, method: str = "none", is_asked: bool | None = None) -> DecodeOpti
         ("none", None, False, 1),
         ("none", True, False, 2),
         ("none", False, True, 1),
+        ("auto", True, False, 2),
+        ("auto", None, True, 1),
     ],
 )
 def test_two_where_it_is_of_use_or_asked_for(
@@ -40,3 +44,11 @@ def test_an_engine_that_can_have_one_has_one_or_says_why_not() -> None:
     assert max_num_launches(options(), spec) == 1
     with pytest.raises(ConfigError, match="tensor-parallel-size 1"):
         max_num_launches(options(is_asked=True), spec)
+
+
+def test_a_gpu_is_not_asked_for_drafts_unless_told_to() -> None:
+    gpu = replace(SPEC, computes_aside=True, numerics=NumericsClass("cuda"))
+    assert speculative_method(options(method="auto"), gpu) == "none"
+    assert max_num_launches(options(method="auto"), gpu) == 2
+    assert speculative_method(options(method="ngram"), gpu) == "ngram"
+    assert speculative_method(options(method="auto"), SPEC) == "ngram"

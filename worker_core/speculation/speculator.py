@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from baton.cache.pool import BlockPool
 from baton.config import DecodeOptions
-from baton.engine.interface import Engine
+from baton.engine.interface import Engine, EngineSpec
 from baton.model.checkpoint import resolve_checkpoint
 from baton.worker.build import build_decode_engine
 from worker_core.speculation.draft_lengths import (
@@ -42,7 +42,7 @@ def build_speculation(
     """What the options name, for a target that is loaded. Takes as long as loading a draft model;
     raises StartupError."""
     most = options.num_speculative_tokens
-    match options.speculative_method:
+    match speculative_method(options, engine.spec):
         case "ngram":
             proposer = NgramProposer(options.prompt_lookup_min, options.prompt_lookup_max)
             return Speculator(proposer, most, clock)
@@ -50,6 +50,13 @@ def build_speculation(
             return Speculator(_draft_model(options, engine, clock), most, clock)
         case _:
             return NoSpeculation()
+
+
+def speculative_method(options: DecodeOptions, spec: EngineSpec) -> str:
+    """Which one "auto" stands for."""
+    if options.speculative_method != "auto":
+        return options.speculative_method
+    return "none" if options.async_scheduling or spec.numerics.device == "cuda" else "ngram"
 
 
 def _draft_model(
