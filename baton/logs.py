@@ -31,7 +31,7 @@ def configure_logging(level: LogLevel, process: str, stream: IO[str] | None = No
     """Send the root logger's messages from `level` on to `stream` (stderr), in place of what it had
     before.
 
-    process: name of this process, told with each line.
+    process: name of this process, part of each line.
     """
     stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)

@@ -34,7 +34,7 @@ from baton.types import NO_LEVEL, UNKNOWN_NUMERICS, NumericsClass
 
 logger = logging.getLogger(__name__)
 
-#: Exit status of a process that cannot start as it was told to.
+#: Exit status of a process that cannot start as it was asked to.
 EXIT_REFUSED = 2
 
 #: Time, in seconds, that a process has to stop by itself after its supervisor vanished.
@@ -87,7 +87,7 @@ class Serve(Protocol[_Options_contra]):
 
 
 def log_ready(report: ReadyReport) -> None:
-    """Tell in the log that the service takes work."""
+    """Log that the service takes work."""
     computing = report.computing or str(report.numerics)
     after = f"; {computing}" if computing else ""
     where = " and ".join(filter(None, (report.address, report.http_address)))
@@ -100,9 +100,9 @@ def run_service(
     """Run `serve` until SIGTERM, SIGINT, or the end of file of options.parent_fd; return the exit
     status.
 
-    A second signal ends the process at once. StartupError is told in one line, and is exit status
-    2.
-    name: the process's name in its log and messages. announce: tells people that the service is
+    A second signal ends the process at once. StartupError is printed in one line, and is exit
+    status 2.
+    name: the process's name in its log and messages. announce: says to people that the service is
     ready.
     """
     quiet_grpc()
@@ -129,7 +129,7 @@ def run_service(
 
 
 def refuse(name: str, error: StartupError) -> int:
-    """Tell in one line why a process does not start; return its exit status."""
+    """Print in one line why a process does not start; return its exit status."""
     sys.stderr.write(f"baton {name}: error: {as_told(error)}\n")
     return EXIT_REFUSED
 

@@ -16,7 +16,7 @@ PROTOCOL_VERSION = 1
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
     {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1, "int64": 8}
 )
-#: Elements of these are told as multiples of a float32 scale. fp8 is e4m3 without infinities.
+#: Elements of these are multiples of a float32 scale. fp8 is e4m3 without infinities.
 SCALED_DTYPES = frozenset({"int8", "fp8"})
 SCALE_BYTES = 4
 #: KV of one of these can be handed to a worker that keeps another.
@@ -24,7 +24,7 @@ CONVERTIBLE_DTYPES = frozenset({"float32", "bfloat16", "float16"}) | SCALED_DTYP
 
 #: NumericsClass.level of a CPU without native kernels.
 NO_LEVEL = "none"
-#: What whoever has such a CPU is told, at the start, by `baton doctor` and by `baton status`.
+#: What is said to whoever has such a CPU, at the start, by `baton doctor` and by `baton status`.
 FALLBACK_NOTICE = (
     "no native CPU kernels, torch's operations run instead: several times slower, "
     "and tokens may depend on the batch"
@@ -66,7 +66,7 @@ class EarlyStopping(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class BeamParams:
-    """A beam search. num_returned: outputs told, best first; at most `width`."""
+    """A beam search. num_returned: outputs sent, best first; at most `width`."""
 
     width: int
     length_penalty: float = 1.0
@@ -381,7 +381,7 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker tells about itself once per boot."""
+    """What a worker reports of itself once per boot."""
 
     identity: WorkerIdentity
     tier: Tier

@@ -85,7 +85,7 @@ def steps_table(found: Sequence[StepTimes]) -> Table:
 
 
 def main() -> None:
-    """Measure, and tell."""
+    """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[64, 256, 512])
     parser.add_argument("--step-ms", type=float, default=6.0)

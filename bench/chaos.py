@@ -11,7 +11,7 @@ that lived through the last one have ended, until enough have lived through one:
 time between the fault and the moment when all workers were ready again. At the end, no block may be
 held 10 s after the last stream.
 
-Told per fault: streams that lived through it; of them resumed, ended by an error, and wrong (a
+Shown per fault: streams that lived through it; of them resumed, ended by an error, and wrong (a
 token lost, doubled or not the oracle's, something after the end, or a wrong charge); and of the
 resumed, but for those whose readers stopped, the longest silence between two tokens (the resume
 gap); and the longest silence of any, resumed or not.
@@ -74,7 +74,7 @@ class StreamRecord:
 
 
 class Load:
-    """Streams without end, until told to stop."""
+    """Streams without end, until stopped."""
 
     def __init__(self, client: AsyncClient, rng: random.Random, concurrency: int) -> None:
         self._client = client
@@ -222,7 +222,7 @@ async def chaos(
     async with (
         ProxiedCluster(options) as cluster,
         AsyncClient(cluster.front, max_retries=0) as client,
-        AsyncClient(cluster.address) as observer,
+        AsyncClient(cluster.address, max_retries=0) as observer,
     ):
         load = Load(client, rng, concurrency)
         while load.num_faulted < num_streams:
@@ -307,14 +307,14 @@ def main() -> int:
     console.print(f"wrong streams: {num_wrong}; blocks leaked: {num_leaked}")
     console.print(f"longest re-prefill: {REPREFILL_S:.3f} s")
     if arguments.json:
-        told: dict[str, Any] = {
+        document: dict[str, Any] = {
             "machine": describe_machine(),
             "versions": describe_versions(),
             "commit": describe_commit(),
             "faults": [asdict(result) for result in results],
             "num_leaked_blocks": num_leaked,
         }
-        arguments.json.write_text(json.dumps(told, indent=2) + "\n")
+        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
     return 1 if num_wrong or num_leaked else 0
 
 

@@ -102,18 +102,18 @@ class DecodeRig:
         begin_s = self._clock()
         events = self._core.step(commands).events
         seconds = self._clock() - begin_s
-        told = [(e.handle, e.event) for e in events if isinstance(e.event, Tokens)]
+        emitted = [(e.handle, e.event) for e in events if isinstance(e.event, Tokens)]
         return StepResult(
             seconds,
-            sum(len(tokens.samples) for _, tokens in told),
-            sum(tokens.num_draft_tokens for _, tokens in told),
-            sum(tokens.num_accepted_tokens for _, tokens in told),
-            tuple(self._take(told)),
+            sum(len(tokens.samples) for _, tokens in emitted),
+            sum(tokens.num_draft_tokens for _, tokens in emitted),
+            sum(tokens.num_accepted_tokens for _, tokens in emitted),
+            tuple(self._take(emitted)),
         )
 
-    def _take(self, told: Sequence[tuple[int, Tokens]]) -> list[tuple[int, tuple[int, ...]]]:
+    def _take(self, emitted: Sequence[tuple[int, Tokens]]) -> list[tuple[int, tuple[int, ...]]]:
         ended = []
-        for handle, tokens in told:
+        for handle, tokens in emitted:
             self._outputs[handle] += [sample.token_id for sample in tokens.samples]
             if tokens.finish:
                 ended.append((handle, tuple(self._outputs.pop(handle))))

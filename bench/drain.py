@@ -3,8 +3,8 @@
     python -m bench.drain [--num-streams 200] [--engine oracle|torch] [--model DIR] [--json FILE]
 
 Two decode workers, one prefill worker. The same requests run twice: undisturbed, and with the
-busier decode worker told to terminate (SIGTERM, as any orchestrator does) once every stream has a
-token. Told are: streams that finished with the undisturbed run's tokens, those that had to be
+busier decode worker terminated (SIGTERM, as any orchestrator does) once every stream has a
+token. Shown are: streams that finished with the undisturbed run's tokens, those that had to be
 computed anew, and the longest silence between two tokens of a stream in each run.
 """
 
@@ -47,7 +47,7 @@ class StreamResult:
 
 @dataclass(frozen=True, slots=True)
 class DrainResult:
-    """num_moved_at: streams that were live on the worker when it was told to drain. Gaps in
+    """num_moved_at: streams that were live on the worker when it began to drain. Gaps in
     seconds."""
 
     num_streams: int
@@ -167,14 +167,14 @@ def main() -> int:
         f"{result.longest_undisturbed_gap_s * 1e3:.0f} ms"
     )
     if arguments.json:
-        told = {
+        document = {
             "machine": describe_machine(),
             "versions": describe_versions(),
             "commit": describe_commit(),
             "engine": arguments.engine,
             "result": asdict(result),
         }
-        arguments.json.write_text(json.dumps(told, indent=2) + "\n")
+        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
     return 0 if result.num_equal == result.num_streams else 1
 
 

@@ -176,14 +176,16 @@ async def started(clusters: Mapping[str, ServeOptions]) -> AsyncIterator[dict[st
         clients = {}
         for name, options in clusters.items():
             cluster = await stack.enter_async_context(Cluster(options))
-            clients[name] = await stack.enter_async_context(AsyncClient(cluster.address))
+            clients[name] = await stack.enter_async_context(
+                AsyncClient(cluster.address, max_retries=0)
+            )
         yield clients
 
 
 @asynccontextmanager
 async def connected(address: str) -> AsyncIterator[dict[str, AsyncClient]]:
     """A client of a gateway that runs already."""
-    async with AsyncClient(address) as client:
+    async with AsyncClient(address, max_retries=0) as client:
         yield {GIVEN: client}
 
 

@@ -111,7 +111,7 @@ def table_of(figures: Sequence[Figure], floors: Sequence[Floors]) -> Table:
 
 
 def main() -> None:
-    """Measure and tell."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", nargs="+", choices=NAMES, default=["box", "125m", "1.1b"])
     parser.add_argument("--dtype", nargs="+", choices=_DTYPES, default=list(_DTYPES))

@@ -48,7 +48,7 @@ class Handoffs:
 
 
 def handoffs_of(num_tokens: int, timings: Sequence[Timing]) -> Handoffs:
-    """Raises ValueError if a prompt was not handed off: then there is nothing to tell."""
+    """Raises ValueError if a prompt was not handed off: then there is nothing to measure."""
     if not all(timing.transfer_bytes for timing in timings):
         raise ValueError(f"a prompt of {num_tokens} tokens was computed where it was decoded")
     return Handoffs(
@@ -68,7 +68,7 @@ async def measure(
     found = []
     async with (
         Cluster(options, on_line=forward_to_stderr) as cluster,
-        AsyncClient(cluster.address) as client,
+        AsyncClient(cluster.address, max_retries=0) as client,
     ):
         for num_tokens in lengths:
             timings = []
@@ -123,13 +123,13 @@ def main() -> None:
     lengths = [int(length) for length in given.lengths.split(",")]
     found = asyncio.run(measure(options, lengths, given.num_requests))
     machine, versions = describe_machine(), describe_versions()
-    told = markdown(found, machine, versions, given.model)
-    print(told)
+    table = markdown(found, machine, versions, given.model)
+    print(table)
     if given.json:
         result = {"machine": machine, "versions": versions, "found": [asdict(f) for f in found]}
         given.json.write_text(json.dumps(result, indent=1) + "\n")
     if given.doc:
-        given.doc.write_text(replaced(given.doc.read_text(), "exposed", told))
+        given.doc.write_text(replaced(given.doc.read_text(), "exposed", table))
 
 
 if __name__ == "__main__":

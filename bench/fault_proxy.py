@@ -21,7 +21,7 @@ from baton.supervisor import Cluster
 from baton.supervisor.log_lines import forward_to_stderr
 from baton.supervisor.plan import ChildSpec
 
-#: SO_LINGER on, for 0 s: closing tells the peer by RST, and drops what was not sent.
+#: SO_LINGER on, for 0 s: closing resets the connection, and drops what was not sent.
 _RESET = struct.pack("ii", 1, 0)
 
 #: Pieces that a direction holds back at most, before it reads no further.
@@ -43,8 +43,8 @@ class Weather:
     """What becomes of bytes that go one way.
 
     delay_s: how long each is kept back. bytes_per_s: the most that pass. flip_every: bytes from one
-    flipped bit to the next, in the mean. is_silent: nothing passes and nobody is told; what came is
-    passed on when it is over, as by a network that was partitioned.
+    flipped bit to the next, in the mean. is_silent: nothing passes, unnoticed; what came is passed
+    on when it is over, as by a network that was partitioned.
     """
 
     delay_s: float = 0.0
@@ -249,7 +249,7 @@ class ProxiedCluster(Cluster):
         await self._link("gateway", int(self.address.rpartition(":")[2]))
 
     async def stop(self) -> None:
-        # First the links: a worker that is told to go must not wait for what a proxy keeps back.
+        # First the links: a worker that is asked to go must not wait for what a proxy keeps back.
         await self._stack.aclose()
         await super().stop()
 
@@ -270,8 +270,8 @@ class ProxiedCluster(Cluster):
     async def _with_kv_link(self, spec: ChildSpec) -> ChildSpec:
         port = _free_port()
         proxy = await self._link(f"kv {spec.name}", port)
-        told = (f"--kv-port={port}", f"--kv-advertise-address=127.0.0.1:{proxy.port}")
-        return replace(spec, arguments=(*told, *spec.arguments))
+        addresses = (f"--kv-port={port}", f"--kv-advertise-address=127.0.0.1:{proxy.port}")
+        return replace(spec, arguments=(*addresses, *spec.arguments))
 
     async def _link(self, name: str, target_port: int) -> FaultProxy:
         proxy = FaultProxy(target_port, seed=len(self.links))

@@ -4,7 +4,7 @@ bench/README.md.
     python -m bench.host [--num-seqs 16 ...] [--json FILE]
 
 Tier: a decode core over an engine that computes nothing, for several numbers of sequences, in a
-pool of --num-blocks. What is told per sequence, block or ticket should not grow with their number.
+pool of --num-blocks. What is spent per sequence, block or ticket should not grow with their number.
 Gateway: its process between a source of tokens and raw streams of this process, of gRPC and of
 HTTP; tokens a second of its CPU time, by the source's pace, beside a bare gRPC server that writes
 chunks of its steps, and what it adds to the time to the first token. Service: what clients get of
@@ -108,7 +108,7 @@ async def measure_gateway(
 
 
 def main() -> None:
-    """Measure, and tell."""
+    """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[16, 256, 1024, 4096])
     parser.add_argument("--num-blocks", type=int, default=1_000_000)

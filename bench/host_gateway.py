@@ -30,7 +30,7 @@ _GENERATE = "/baton.v1.InferenceService/Generate"
 _PROMPT = (17, 18, 19, 20)
 _DEADLINE_S = 300.0
 
-#: Of each stream, at most: enough to tell what one costs.
+#: Of each stream, at most: enough to see what one costs.
 _NUM_BARE_CHUNKS = 1000
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -46,7 +46,7 @@ SOURCE = (sys.executable, "-m", "bench.token_source")
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What the source tells, of each stream. step_tokens: in a step. step_ms: between steps, which
+    """What the source emits, of each stream. step_tokens: in a step. step_ms: between steps, which
     do not wait for who is slow to take them; 0: each step ends when the one before was taken."""
 
     num_streams: int
@@ -159,7 +159,7 @@ async def _run_streams(read: _Read, flow: Flow, pid: int) -> tuple[int, float, f
     streams = [read(flow.num_tokens) for _ in range(flow.num_streams)]
     num_chunks = sum(await asyncio.gather(*streams))
     seconds, cpu_s = time.monotonic() - begin_s, _cpu_seconds(pid) - cpu_s
-    return num_chunks, seconds, max(cpu_s, 1 / _TICKS_PER_S)  # as short as can be told
+    return num_chunks, seconds, max(cpu_s, 1 / _TICKS_PER_S)  # as short as can be measured
 
 
 async def measure_added_ttft(model: str, num_requests: int, door: Door = "grpc") -> AddedTtft:

@@ -105,5 +105,5 @@ class HostRig:
         ]
 
     def step(self, commands: Sequence[Command] = ()) -> Sequence[SequenceEvent]:
-        """One step; what it told, without whom."""
-        return [told.event for told in self.core.step(commands).events]
+        """One step; what it emitted, without whom."""
+        return [emitted.event for emitted in self.core.step(commands).events]

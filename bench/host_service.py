@@ -60,7 +60,7 @@ async def measure_service(
     programs = Programs(PROGRAMS.prefill, WORKER, PROGRAMS.gateway)
     async with (
         Cluster(options, programs=programs) as cluster,
-        AsyncClient(cluster.address) as client,
+        AsyncClient(cluster.address, max_retries=0) as client,
     ):
         streams = [_stream_ms(client, num_tokens) for _ in range(num_streams)]
         client_ms = fmean(await asyncio.gather(*streams))

@@ -226,8 +226,8 @@ def main() -> None:
     print(f"\n{len(windows)} windows of {options.tokens} tokens, engine in {options.dtype}")
     if options.json:
         found = {name: [asdict(q) for q in some] for name, some in (("sent", sent), ("kept", kept))}
-        told = describe_machine() | describe_versions() | found
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
+        document = describe_machine() | describe_versions() | found
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

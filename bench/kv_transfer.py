@@ -5,7 +5,7 @@ and grpc.aio.
         [--json FILE] [--doc docs/kv_transfer.md]
 
 Every way moves the same number of bytes between the same two processes of one run; ways take turns
-within a round, and medians over the rounds are told. A handoff's time runs from `begin` to the
+within a round, and medians over the rounds are shown. A handoff's time runs from `begin` to the
 peer's confirmation that it owns the blocks: it holds ticket, packing, checksums, unpacking and
 commit. The others only move bytes into memory that is ready.
 
@@ -92,7 +92,7 @@ def summary_of(costs: Sequence[Cost]) -> Summary:
 
 
 def peer_cpu_s_of(way: Way) -> float:
-    """Seconds that the threads of the other process have run; 0 where the kernel does not tell."""
+    """Seconds that the threads of the other process have run; 0 where the kernel does not say."""
     tasks = Path(f"/proc/{way.peer_pid}/task").glob("*/schedstat")
     return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
@@ -278,11 +278,11 @@ class Result:
 
     @property
     def markdown(self) -> str:
-        told = self.machine
-        load = ", ".join(f"{value:.1f}" for value in told["load_average"])
-        setting = ", ".join(f"{name} {told[name]}" for name in ("python", *_PACKAGES))
+        here = self.machine
+        load = ", ".join(f"{value:.1f}" for value in here["load_average"])
+        setting = ", ".join(f"{name} {here[name]}" for name in ("python", *_PACKAGES))
         return (
-            f"{told['date']}, {told['num_cores']} cores of {told['cpu']}, kernel {told['kernel']}, "
+            f"{here['date']}, {here['num_cores']} cores of {here['cpu']}, kernel {here['kernel']}, "
             f"{setting}; {self.num_rounds} rounds; load averages at the end {load}. "
             f"The checksum runs at {1e-9 / self.checksum.alone:.0f} GB/s over bytes in the cache, "
             f"and adds {self.checksum.copied * 1e12:.1f} ps a byte to a copy.\n\n"

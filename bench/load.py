@@ -181,7 +181,7 @@ def _run(
     clusters: Mapping[str, ServeOptions],
     output: Output,
 ) -> None:
-    """Measure, and tell."""
+    """Measure, and print."""
     about: dict[str, Any] = {
         "command": ["python", "-m", "bench.load", *sys.argv[1:]],
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -232,9 +232,9 @@ def _shower(bar: Bar) -> Callable[[Run, Progress], None]:
     def show(run: Run, progress: Progress) -> None:
         if run not in tasks:
             rate = "trace's rate" if run.rate is None else f"{run.rate:g}/s"
-            told = f"{run.target} {rate}" + (f" #{run.repetition}" if run.repetition else "")
+            label = f"{run.target} {rate}" + (f" #{run.repetition}" if run.repetition else "")
             tasks[run] = bar.add_task(
-                told, total=progress.num_requests, running=0, failed=0, tokens=0
+                label, total=progress.num_requests, running=0, failed=0, tokens=0
             )
         bar.update(
             tasks[run],

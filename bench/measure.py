@@ -17,7 +17,7 @@ class Record:
     """One request. pieces: arrival time and number of tokens of each piece that had tokens, in
     order.
 
-    error: the reason if it failed, else empty. The rest is what the server told about it.
+    error: the reason if it failed, else empty. The rest is what the server reported of it.
     """
 
     due_s: float

@@ -24,7 +24,7 @@ extern "C" double baton_peak(long steps, int threads) {
         }
         float total = 0;
         UNROLLED for (int i = 0; i < kChains; i++) total += reduce_add(sums[i]);
-        // The sum is finite: told to the compiler only so that it is computed.
+        // The sum is finite: said to the compiler only so that it is computed.
         operations += total > 0 ? 2.0 * 16 * Product::per_word * kChains * steps : 0;
     }
     return operations;

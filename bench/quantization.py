@@ -1,11 +1,11 @@
 """What rounding weights costs and gains: `python -m bench.quantization [MODEL] [--tokens N]
 [--rounds N]`.
 
-Writes each scheme of `baton quantize` to a temporary folder and tells, for each and for the
+Writes each scheme of `baton quantize` to a temporary folder and shows, for each and for the
 original: bytes of weights, perplexity on held-out text as served (bfloat16) and with the weights'
 rounding alone (float32), and the time of decode steps, in which the schemes take turns. The text is
 what models.corpus holds out: files of this interpreter's standard library. Schemes that gain from
-`--calibration` are told with it, too, on the beginnings of other files.
+`--calibration` are shown with it, too, on the beginnings of other files.
 """
 
 from __future__ import annotations
@@ -133,10 +133,10 @@ def main() -> None:
         f"|---|---|---|---|{'---|' * len(_BATCHES)}\n"
     )
     for row in measure(given.model, given.tokens, given.rounds):
-        told = " | ".join(f"{ms:.2f}" for ms in row.step_ms)
+        times = " | ".join(f"{ms:.2f}" for ms in row.step_ms)
         sys.stdout.write(
             f"| {row.scheme} | {row.weight_bytes / 1e6:.2f} | {row.perplexity_served:.3f} "
-            f"| {row.perplexity_float32:.3f} | {told} |\n"
+            f"| {row.perplexity_float32:.3f} | {times} |\n"
         )
 
 

@@ -38,17 +38,17 @@ def table_of(points: Sequence[Point]) -> Table:
         justify: Literal["left", "right"] = "left" if heading == "target" else "right"
         table.add_column(heading, justify=justify, no_wrap=True)
     for point in points:
-        told = point.summary
+        summary = point.summary
         table.add_row(
             point.target,
             f"{point.rate:g}",
-            f"{told.num_complete}/{told.num_requests}",
-            f"{told.output_tokens_per_s:.1f}",
-            f"{told.slo_attainment:.0%}",
+            f"{summary.num_complete}/{summary.num_requests}",
+            f"{summary.output_tokens_per_s:.1f}",
+            f"{summary.slo_attainment:.0%}",
             "p50\np90\np99",
-            _triple(told.ttft_ms),
-            _triple(told.tpot_ms),
-            _triple(told.itl_ms),
+            _triple(summary.ttft_ms),
+            _triple(summary.tpot_ms),
+            _triple(summary.itl_ms),
         )
     return table
 
@@ -79,12 +79,12 @@ def goodput_lines(points: Sequence[Point], slo: Slo, wanted: float) -> list[str]
         rate = goodput_of(points, target, wanted)
         rates = [point.rate for point in points if point.target == target]
         if rate is None:
-            told = f"below {min(rates):g} requests/s, the lowest rate measured"
+            highest = f"below {min(rates):g} requests/s, the lowest rate measured"
         elif rate == max(rates):
-            told = f"at least {rate:g} requests/s, the highest rate measured"
+            highest = f"at least {rate:g} requests/s, the highest rate measured"
         else:
-            told = f"{rate:g} requests/s"
-        lines.append(f"goodput of {target}: {told} ({wanted:.0%} with {' and '.join(terms)})")
+            highest = f"{rate:g} requests/s"
+        lines.append(f"goodput of {target}: {highest} ({wanted:.0%} with {' and '.join(terms)})")
     return lines
 
 
@@ -107,10 +107,10 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def _triple(told: Distribution) -> str:
-    if not told.count:
+def _triple(times: Distribution) -> str:
+    if not times.count:
         return "-"
-    return "\n".join(f"{value:.1f}" for value in (told.p50, told.p90, told.p99))
+    return "\n".join(f"{value:.1f}" for value in (times.p50, times.p90, times.p99))
 
 
 _SHARES = (("p50", "-"), ("p90", "--"), ("p99", ":"))
@@ -144,9 +144,9 @@ def series(
     was measured."""
     by_rate: dict[float, list[float]] = {}
     for point in points:
-        told: Distribution = getattr(point.summary, name)
-        if point.target == target and told.count:
-            by_rate.setdefault(point.rate, []).append(getattr(told, share))
+        values: Distribution = getattr(point.summary, name)
+        if point.target == target and values.count:
+            by_rate.setdefault(point.rate, []).append(getattr(values, share))
     rates = sorted(by_rate)
     return rates, [_median(by_rate[rate]) for rate in rates]
 

@@ -124,7 +124,7 @@ async def watch_request(watch: Watch) -> tuple[set[Function], set[str], int]:
                 ),
             )
         )
-        client = await enter(AsyncClient(front))
+        client = await enter(AsyncClient(front, max_retries=0))
         await client.generate(prompt, params)
         watch.is_on = True
         done = await client.generate(f"import os\n{prompt}", params)

@@ -7,7 +7,7 @@ processes use this environment's packages and build a native library of their ow
 two decode workers and a gateway start from it, with engines that compute nothing (`--engine
 oracle`): any KV block that is lost, doubled or changed shows in the tokens. Streams come without
 end, so many at a time. Then the processes are replaced one by one, the workers first: one of the
-other version takes the place, and the port, of one that was told to drain and has ended. A new
+other version takes the place, and the port, of one that has drained and ended. A new
 gateway starts beside the old one, which ends when its streams do. Then all of it goes back.
 
 Reported are: the streams that failed, those whose tokens differ from what the first of the same

@@ -9,7 +9,7 @@ with an engine of its own: the control's ratio is what the measurement errs by. 
 every step, so that whatever else the machine does falls on all of them alike; with --clock cpu and
 one thread, the seconds are those that the process computed, which hardly depend on others at all.
 As soon as a sequence ends the next one is opened, the same for each method: the batch is always
-full. Told are tokens over the seconds of a core's own steps, prompts and drafting included; the
+full. Shown are tokens over the seconds of a core's own steps, prompts and drafting included; the
 ratio to none, median and quartiles over ten stretches of the run; how many drafts were right; and
 the share of sequences that have the same tokens as without speculation (numerics: all of them in
 float32, in bfloat16 where the engine's result does not depend on how many rows a step has).
@@ -229,7 +229,7 @@ def main() -> int:
             }
             _tell(workload.name, results[workload.name])
     if arguments.json:
-        told = {
+        document = {
             "machine": describe_machine(),
             "versions": describe_versions(),
             "commit": describe_commit(),
@@ -238,7 +238,7 @@ def main() -> int:
             "clock": arguments.clock,
             "results": results,
         }
-        arguments.json.write_text(json.dumps(told, indent=2) + "\n")
+        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
     return 0
 
 

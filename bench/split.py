@@ -9,7 +9,7 @@ the schedule and not the cores that workers share.
 
 Three clusters of two workers take turns with the same requests: split (one prefill, one decode
 worker); colocated (both do both, with as large chunks of prompts as by default); and
-colocated-tuned, with chunks of --tuned-tokens, the fair rival. Told are the gaps in the steady
+colocated-tuned, with chunks of --tuned-tokens, the fair rival. Shown are the gaps in the steady
 answers (ITL), the time to the first token of the long prompts, and the highest rate of them at
 which the share --slo-attainment of all requests is inside the SLO. See bench/README.md.
 """
@@ -92,10 +92,10 @@ def clusters_of(
     (tuned,) = cluster_options(
         model, {**base, "colocated": True, "num_decode_workers": 2}, compares=False
     ).values()
-    told = tuned.model_dump(exclude_unset=True)
+    given = tuned.model_dump(exclude_unset=True)
     return {
         **clusters,
-        TUNED: load_options(ServeOptions, {**told, "max_num_batched_tokens": tuned_tokens}),
+        TUNED: load_options(ServeOptions, {**given, "max_num_batched_tokens": tuned_tokens}),
     }
 
 
@@ -158,18 +158,18 @@ def table_of(points: Sequence[Point]) -> Table:
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for point in points:
-        told = point.summary
+        summary = point.summary
         table.add_row(
             point.target,
             f"{point.rate:g}",
-            f"{told.itl_ms.p50:.1f}",
-            f"{told.itl_ms.p99:.1f}",
-            f"{told.itl_ms.max:.0f}",
-            f"{told.burst_ttft_ms.p50:.0f}",
-            f"{told.burst_ttft_ms.p99:.0f}",
-            f"{told.steady_ttft_ms.p99:.0f}",
-            f"{told.attainment:.0%}",
-            str(told.num_failed),
+            f"{summary.itl_ms.p50:.1f}",
+            f"{summary.itl_ms.p99:.1f}",
+            f"{summary.itl_ms.max:.0f}",
+            f"{summary.burst_ttft_ms.p50:.0f}",
+            f"{summary.burst_ttft_ms.p99:.0f}",
+            f"{summary.steady_ttft_ms.p99:.0f}",
+            f"{summary.attainment:.0%}",
+            str(summary.num_failed),
         )
     return table
 
@@ -253,8 +253,8 @@ def main(
     console.print(table_of(points))
     goodputs = goodputs_of(points, slo_attainment)
     for target, most in goodputs.items():
-        told = f"below {min(comparison.rates):g}" if most is None else f"{most:g}"
-        console.print(f"goodput of {target}: {told} long prompts/s")
+        highest = f"below {min(comparison.rates):g}" if most is None else f"{most:g}"
+        console.print(f"goodput of {target}: {highest} long prompts/s")
     if json_path:
         data = {
             "model": model,

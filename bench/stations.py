@@ -5,7 +5,7 @@ client.
 
 One cluster of two tiers, as in bench.split with --oracle-step-ms: the engine computes nothing, and
 its step is asked to take a time that is known. Compared are what was asked for; how long a process
-of its own sleeps that asks for as long, at the same time, which tells what the machine adds; the
+of its own sleeps that asks for as long, at the same time, which shows what the machine adds; the
 engine's step; the time from the end of a step to that of the next; and the gaps at the client.
 """
 
@@ -120,7 +120,7 @@ async def measure(options: ServeOptions, plan: Plan) -> Stations:
         os.environ[STEP_TIMES] = str(path)
         async with (
             Cluster(options, programs=programs) as cluster,
-            AsyncClient(cluster.address) as client,
+            AsyncClient(cluster.address, max_retries=0) as client,
         ):
             load = plan.load(await client.model())
             await warm_up(client, load)
@@ -165,8 +165,8 @@ def table_of(stations: Stations) -> Table:
     for heading in ("p50", "p90", "p99", "max"):
         table.add_column(heading, justify="right", no_wrap=True)
     for field in dataclasses.fields(stations):
-        told: Distribution = getattr(stations, field.name)
-        values = (told.p50, told.p90, told.p99, told.max)
+        distribution: Distribution = getattr(stations, field.name)
+        values = (distribution.p50, distribution.p90, distribution.p99, distribution.max)
         table.add_row(field.name, *(f"{value:.2f}" for value in values))
     return table
 

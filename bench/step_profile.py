@@ -163,7 +163,7 @@ def profile_table(profile: Profile, floors: Mapping[str, float]) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and tell."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", choices=NAMES, default="125m")
     parser.add_argument("--dtype", choices=("bfloat16", "int8"), default="bfloat16")
@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parser.parse_args(argv)
     if library() is None:
         parser.error(
-            "there are no native kernels on this machine, whose stages could be told apart"
+            "there are no native kernels on this machine, whose stages could be timed apart"
         )
     started = now()
     use_cores(given.threads)

@@ -1,4 +1,4 @@
-"""An engine that computes nothing, and takes as long about it as it is told."""
+"""An engine that computes nothing, and takes as long about it as it is given."""
 
 from __future__ import annotations
 

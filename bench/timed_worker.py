@@ -72,8 +72,8 @@ async def serve_timed(options: DecodeOptions, stop: asyncio.Event, on_ready: OnR
     """Decode worker that notes its steps."""
     engines: list[TimedEngine] = []
 
-    def make_engine(told: DecodeOptions) -> Engine:
-        engines.append(TimedEngine(build_engine(told)))
+    def make_engine(own_options: DecodeOptions) -> Engine:
+        engines.append(TimedEngine(build_engine(own_options)))
         return engines[-1]
 
     await serve_decode(options, stop, on_ready, make_engine)

@@ -47,7 +47,7 @@ class _Sequence:
 class TokenSource(
     sequence_service_pb2_grpc.SequenceServiceServicer, worker_pb2_grpc.WorkerServiceServicer
 ):
-    """text: token ids to tell. step_tokens: of each sequence. step_s: between steps, 0 for none."""
+    """text: token ids to emit. step_tokens: of each sequence. step_s: between steps, 0 for none."""
 
     def __init__(
         self, info: WorkerInfo, text: Sequence[int], step_tokens: int, step_s: float
@@ -114,7 +114,7 @@ class TokenSource(
 
 class _Pace:
     """Of an engine that waits for nobody: steps that ended while a message was on its way are
-    told together in the next one, as a decode worker does. Without a step time each message is a
+    emitted together in the next one, as a decode worker does. Without a step time each message is a
     step."""
 
     def __init__(self, step_s: float, clock: Callable[[], float]) -> None:
@@ -169,7 +169,7 @@ async def _read(requests: Any, live: dict[int, _Sequence], opened: asyncio.Queue
 
 
 async def serve_source(options: DecodeOptions, stop: asyncio.Event, on_ready: OnReady) -> None:
-    """Tells tokens of a text to whoever opens a sequence."""
+    """Emits tokens of a text to whoever opens a sequence."""
     tokenizer = Tokenizer.from_file(str(Path(options.model) / "tokenizer.json"))
     text = tokenizer.encode(_TEXT.read_text(encoding="utf-8")).ids
     info = WorkerInfo(

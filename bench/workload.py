@@ -40,7 +40,7 @@ def read_trace(path: Path, limit: int | None = None) -> tuple[TraceEntry, ...]:
     """The first `limit` requests of a file, in order of arrival; times begin at the file's own
     zero.
 
-    The name tells the format. .csv: columns TIMESTAMP (date and time), ContextTokens,
+    The name says the format. .csv: columns TIMESTAMP (date and time), ContextTokens,
     GeneratedTokens. .jsonl: one object per line with timestamp (ms), input_length, output_length,
     and hash_ids. Raises TraceError; OSError.
     """
@@ -95,12 +95,12 @@ def _read_jsonl(path: Path, lines: Iterable[str]) -> Iterator[TraceEntry]:
     del path
     for line in lines:
         if line.strip():
-            told = json.loads(line)
+            record = json.loads(line)
             yield TraceEntry(
-                told["timestamp"] / 1000,
-                int(told["input_length"]),
-                int(told["output_length"]),
-                tuple(int(name) for name in told.get("hash_ids", ())),
+                record["timestamp"] / 1000,
+                int(record["input_length"]),
+                int(record["output_length"]),
+                tuple(int(name) for name in record.get("hash_ids", ())),
             )
 
 

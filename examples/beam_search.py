@@ -17,9 +17,9 @@ def main() -> None:
     search = BeamSearch(args.width)
     with Client(args.address) as client:
         greedy = client.generate(args.prompt, max_tokens=24, temperature=0, logprobs=0)
-        told = [position.logprob for position in greedy.choices[0].logprobs]
+        logprobs = [position.logprob for position in greedy.choices[0].logprobs]
         found = client.generate(args.prompt, max_tokens=24, beam_search=search, n=args.width)
-    print(f"greedy, score {sum(told) / len(told):.4f}: {greedy.text!r}")
+    print(f"greedy, score {sum(logprobs) / len(logprobs):.4f}: {greedy.text!r}")
     for choice in found.choices:
         print(f"beam {choice.index}, score {choice.score:.4f}: {choice.text!r}")
 

@@ -57,7 +57,7 @@ def encode_ticket(ticket: KvTicket, secret: bytes) -> bytes:
 
 
 def parse_ticket(data: bytes) -> KvTicket:
-    """The fields of a ticket, whose genuineness its owner alone can tell. Raises InvalidRequest if
+    """The fields of a ticket, whose genuineness its owner alone can check. Raises InvalidRequest if
     it is none."""
     message = _parse(data)
     layout = layout_from_proto(message.layout)

@@ -192,7 +192,7 @@ def _flag(option: Any) -> str:
 def _row(name: str, param: Any) -> str:
     text = _one_line(param.help or "")
     default = param.default
-    # Options of services tell their default in their help already; a callable would be run by
+    # Options of services have their default in their help already; a callable would be run by
     # asking.
     has_default = isinstance(default, (str, int, float)) and default is not False and default != ""
     if has_default and "[default:" not in text:

@@ -15,7 +15,7 @@ class CopyOrder(Protocol):
     over at its end."""
 
     def wrote(self) -> None:
-        """The engine's thread has started all that writes what it tells others of from here on."""
+        """The engine's thread has started all that writes what it reports from here on."""
         ...
 
     def reading(self) -> AbstractContextManager[None]:

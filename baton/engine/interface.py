@@ -41,7 +41,7 @@ class SampleRow(NamedTuple):
     being drawn: 0, or 1 in a slice that follows a row. Then nothing may be asked of the sample that
     depends on them, as penalties and bad words do. The random number is keyed by (sampling.seed,
     number of output tokens so far, choice).
-    allowed: bit t % 8 of byte t // 8 tells whether token t may be chosen; None allows all. At least
+    allowed: bit t % 8 of byte t // 8 says whether token t may be chosen; None allows all. At least
     one is allowed.
     scored_token_id: if set, nothing is drawn: the sample is this token, with
     sampling.prompt_logprobs alternatives, and token_ids may be empty. In a beam search

@@ -109,7 +109,7 @@ class ReplayedSteps:
     def run(
         self, batch: Batch, layer_done: LayerDone | None, drawn: torch.Tensor | None = None
     ) -> Step:
-        """See StepRunner. A replayed step tells of its layers when all of them are queued."""
+        """See StepRunner. A replayed step reports its layers when all of them are queued."""
         if not _is_decode(batch):
             return self._eager.run(batch, layer_done, drawn)
         decode = self._static.cut(batch)

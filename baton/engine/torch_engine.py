@@ -121,8 +121,8 @@ class TorchEngine(Engine):
 @contextmanager
 def device_checked(wait_device: Callable[[], None]) -> Iterator[None]:
     """What goes wrong in the body is the body's own fault only if the device still works after it:
-    an illegal access or a failed assertion is told by whatever call comes next, and by every one
-    after that. Raises DeviceLost if it does not. Being out of memory passes, and faults that
+    an illegal access or a failed assertion is reported by whatever call comes next, and by every
+    one after that. Raises DeviceLost if it does not. Being out of memory passes, and faults that
     requests are charged with need no asking."""
     try:
         yield
@@ -185,7 +185,7 @@ def _row_groups(rows: Sequence[SampleRow]) -> Iterator[list[int]]:
 def _in_groups(
     layers_done: LayersDone, num_layers: int, size: int, wrote: Callable[[], None]
 ) -> LayerDone:
-    """Tell `layers_done` about groups of `size` consecutive layers instead of each, and `wrote`
+    """Report to `layers_done` groups of `size` consecutive layers instead of each, and `wrote`
     before."""
 
     def done(layer: int) -> None:

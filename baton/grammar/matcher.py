@@ -1,4 +1,4 @@
-"""Follows one output through its grammar, and tells which tokens may come next."""
+"""Follows one output through its grammar, and says which tokens may come next."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Matcher:
         return bool(self._inner.is_accepting())
 
     def allowed(self) -> bytes:
-        """Bit t % 8 of byte t // 8 tells whether token t may come next: at least one may.
+        """Bit t % 8 of byte t // 8 says whether token t may come next: at least one may.
 
         Raises InvalidRequest, too, if none may: no token of the model continues what the grammar
         wants.

@@ -147,7 +147,7 @@ async def send_headers(context: _Context) -> None:
 
 async def write_to(context: _Context, response: Any) -> None:
     """Send a piece of a stream. Raises Cancelled if the caller's connection has broken: grpc itself
-    tells that as a fault of its own, unless it has cancelled the handler before."""
+    reports that as a fault of its own, unless it has cancelled the handler before."""
     try:
         await context.write(response)
     except grpc.aio.InternalError:

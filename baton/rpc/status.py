@@ -129,7 +129,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) 
 
 
 def from_proto(status: status_pb2.Status) -> BatonError | None:
-    """The error that a rich status tells of; None if it has no ErrorInfo of ours or a reason
+    """The error that a rich status holds; None if it has no ErrorInfo of ours or a reason
     unknown here."""
     info = _detail(status, error_details_pb2.ErrorInfo())
     if info is None or info.domain != DOMAIN:
@@ -158,7 +158,7 @@ def from_rpc_error(
     understood.
 
     peer, address: who was called, for the message of an error that the peer did not write itself.
-    request_id: taken if the status does not tell one.
+    request_id: taken if the status has none.
     """
     code, text, trailing = _parts(error)
     rich = from_proto(status) if (status := _rich_status(trailing)) else None

@@ -165,7 +165,7 @@ class Child:
             self._on_line(self.name, line)
 
     async def _last_message(self, end: socket.socket) -> Mapping[str, Any]:
-        """What the child tells of the end of its start, nothing if it tells nothing. Closes
+        """What the child reports of the end of its start, nothing if it reports nothing. Closes
         `end`."""
         reader, writer = await asyncio.open_connection(sock=end)
         try:
@@ -216,7 +216,7 @@ def describe_exit(status: int | None) -> str:
 
 
 def _parse_message(line: bytes) -> Mapping[str, Any]:
-    """What a child tells of its start; nothing if it is less than a line, or no JSON object."""
+    """What a child reports of its start; nothing if it is less than a line, or no JSON object."""
     try:
         message = json.loads(line)
     except ValueError:

@@ -100,7 +100,7 @@ class Cluster:
         return tuple(self._children)
 
     def report_of(self, name: str) -> ReadyReport:
-        """What a child told when it was ready. Raises RuntimeError before."""
+        """What a child reported when it was ready. Raises RuntimeError before."""
         report = self._children[name].report
         if report is None:
             raise RuntimeError(f"{name} is not ready")

@@ -11,7 +11,7 @@ from baton.service import OnReady, ReadyReport, describe_phases
 from baton.supervisor.cluster import Cluster, check_ports
 from baton.supervisor.display import StartDisplay
 
-#: Where clients look for a gateway unless they are told.
+#: Where clients look for a gateway unless they are given one.
 _DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 

@@ -46,7 +46,7 @@ Closers = list[Callable[[], None]]
 
 @dataclass(frozen=True, slots=True)
 class TelemetrySettings:
-    """Who tells, and where metrics can be fetched.
+    """Who reports, and where metrics can be fetched.
 
     service: "gateway", "prefill" or "decode". instance: the process's own name. metrics_port: of
     the Prometheus exporter, on metrics_host; 0 for none. metrics_compat: "vllm" adds vLLM's metric
@@ -82,7 +82,7 @@ class Telemetry:
 
 
 def no_telemetry() -> Telemetry:
-    """Tells nobody, and costs nothing."""
+    """Reports nothing, and costs nothing."""
     return Telemetry(NoOpTracer(), NoOpMeter(_SCOPE), False, False, lambda: None)
 
 

@@ -95,7 +95,7 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListBlocks(self, request, context):
-        """Tells who has which KV blocks, between two steps of the engine loop.
+        """Says who has which KV blocks, between two steps of the engine loop.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,7 +42,7 @@ class WorkerServiceStub:
     SetRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]
     """Changes the worker's role while it runs. What runs here runs on; gateways place by the new role from the next load report on."""
     ListBlocks: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListBlocksRequest, _worker_pb2.ListBlocksResponse]
-    """Tells who has which KV blocks, between two steps of the engine loop."""
+    """Says who has which KV blocks, between two steps of the engine loop."""
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -58,7 +58,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     SetRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]  # type: ignore[assignment]
     """Changes the worker's role while it runs. What runs here runs on; gateways place by the new role from the next load report on."""
     ListBlocks: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListBlocksRequest, _worker_pb2.ListBlocksResponse]  # type: ignore[assignment]
-    """Tells who has which KV blocks, between two steps of the engine loop."""
+    """Says who has which KV blocks, between two steps of the engine loop."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Spoken by prefill and decode workers alike."""
@@ -101,6 +101,6 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.ListBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ListBlocksResponse, _abc.Awaitable[_worker_pb2.ListBlocksResponse]]:
-        """Tells who has which KV blocks, between two steps of the engine loop."""
+        """Says who has which KV blocks, between two steps of the engine loop."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -4,8 +4,8 @@ minutes.
     python -m bench.gpu [--only TEXT] [--out FOLDER] [--dry-run]
 
 First whether every kernel is right, on fresh random inputs, against float64; then the roofs; then
-each kernel and the engine as a share of them; then peers. An item that fails or hangs is told as
-such, and the rest goes on. Writes gpu-DATE.json and gpu-DATE.md.
+each kernel and the engine as a share of them; then peers. An item that fails or hangs is reported
+as such, and the rest goes on. Writes gpu-DATE.json and gpu-DATE.md.
 
 It needs torch, Triton and transformers, and none of Baton's other dependencies:
 PYTHONPATH=.:kernels will do for an install. A dry run does all of it in miniature in Triton's

@@ -1,4 +1,4 @@
-"""What a case is: one kernel with random inputs, and a way to tell how wrong its result is. The
+"""What a case is: one kernel with random inputs, and a measure of how wrong its result is. The
 cases: see cases.py."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every kernel with random inputs and a way to tell how wrong its result is: for a GPU, the
+"""Every kernel with random inputs and a measure of how wrong its result is: for a GPU, the
 interpreter and the compiler alike."""
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ def _split(setting: Setting) -> Result:
 
 
 def _prefill_for_ever(setting: Setting) -> None:
-    """Prompts one after the other, told on standard output; the first tells that it is ready."""
+    """Prompts one after the other, reported on standard output; the first says that it is ready."""
     model = load_model(setting)
     chunk, total = setting.pick(2048, 8), setting.pick(8192, 16)
     while True:

@@ -83,7 +83,7 @@ def _hand_over(setting: Setting) -> Result:
 def _median_ms(
     run: Callable[[bytes], None], layout: KvLayout, transport: str, setting: Setting
 ) -> float:
-    """Of handing over all blocks of a receiver in another process, which tells its tickets. The
+    """Of handing over all blocks of a receiver in another process, which prints its tickets. The
     first time does not count."""
     num_blocks = setting.pick(8192, 32) // BLOCK_SIZE
     command = [sys.executable, "-m", "bench.gpu.kv_peer", "--device", str(setting.device)]

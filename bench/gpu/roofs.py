@@ -30,13 +30,13 @@ def matmul_roof(setting: Setting) -> Result:
 
 
 def _clocks_during(left: torch.Tensor, right: torch.Tensor, setting: Setting) -> str:
-    """What nvidia-smi tells during about a second of products."""
+    """What nvidia-smi reports during about a second of products."""
     program = shutil.which("nvidia-smi")
     if setting.is_dry or program is None:
         return "unknown"
     for _ in range(800):
         left @ right
     command = [program, f"--query-gpu={_CLOCKS}", "--format=csv"]
-    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     torch.cuda.synchronize()
-    return " ; ".join(told.splitlines())
+    return " ; ".join(output.splitlines())

@@ -38,10 +38,10 @@ def run_items(
     command: Sequence[str],
     environment: dict[str, str],
     limits: Limits,
-    told: Callable[[Outcome], None],
+    on_outcome: Callable[[Outcome], None],
 ) -> list[Outcome]:
-    """Each item's outcome, in order. command: the child, which speaks as child.py does. told: sees
-    each as it comes."""
+    """Each item's outcome, in order. command: the child, which speaks as child.py does. on_outcome:
+    sees each as it comes."""
     deadline = time.monotonic() + limits.total_s
     outcomes: list[Outcome] = []
     while len(outcomes) < len(names):
@@ -49,11 +49,11 @@ def run_items(
         if time.monotonic() >= deadline:
             late = [Outcome(name, {}, "not run: out of time") for name in rest]
             for outcome in late:
-                told(outcome)
+                on_outcome(outcome)
             return [*outcomes, *late]
         for outcome in _run_child(rest, command, environment, limits.item_s, deadline):
             outcomes.append(outcome)
-            told(outcome)
+            on_outcome(outcome)
     return outcomes
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-#: What an item tells: times in ms, bytes moved and floating-point operations at least needed,
+#: What an item reports: times in ms, bytes moved and floating-point operations at least needed,
 #: errors.
 Result = Mapping[str, float | str]
 

@@ -71,15 +71,15 @@ def table_of(figures: Sequence[Figure]) -> Table:
     for heading in ("prompt", "step", "best", "agreement"):
         table.add_column(heading, justify="right", no_wrap=True)
     for f in figures:
-        told = "-" if f.agreement is None else f"{f.agreement:.0%}"
+        agreement = "-" if f.agreement is None else f"{f.agreement:.0%}"
         where = (f.model, f.dtype, str(f.batch), str(f.context), f.contender)
         times = (f"{f.prompt_ms:.1f}", f"{f.step_ms:.2f}", f"{f.best_step_ms:.2f}")
-        table.add_row(*where, *times, told)
+        table.add_row(*where, *times, agreement)
     return table
 
 
 def main() -> None:
-    """Measure and tell."""
+    """Measure and print."""
     peers = [name for name in CONTENDERS if not name.startswith("baton")]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--peer", nargs="+", choices=peers, default=peers)

@@ -52,7 +52,7 @@ class Result:
 
 
 def run_case(case: Case, num_rounds: int, num_threads: int) -> Result:
-    """Contenders that cannot run are told as missing. All others end with it."""
+    """Contenders that cannot run are shown as missing. All others end with it."""
     commands, missing = {}, []
     for contender in case.contenders:
         try:
@@ -90,9 +90,9 @@ def use_cores(num_threads: int) -> None:
 def show_progress(case: Case, result: Result) -> None:
     """On stderr, a line for each figure and for each contender without one."""
     for figure in result.figures:
-        told = f"prompt {figure.prompt_ms:.1f} ms, step {figure.step_ms:.2f} ms"
+        times = f"prompt {figure.prompt_ms:.1f} ms, step {figure.step_ms:.2f} ms"
         what = f"{figure.batch} x {figure.context}"
-        sys.stderr.write(f"{case.model} {case.dtype} {what} {figure.contender}: {told}\n")
+        sys.stderr.write(f"{case.model} {case.dtype} {what} {figure.contender}: {times}\n")
     for one in result.missing:
         sys.stderr.write(f"{case.model} {case.dtype} {one.contender}: {one.reason}\n")
     sys.stderr.flush()

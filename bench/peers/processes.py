@@ -37,7 +37,7 @@ def command_of(contender: str, model: str, dtype: str, num_threads: int) -> list
         path = gguf_file(model, dtype)
         return [str(peers_python()), "-m", "bench.peers.llama_cpp", str(path), threads]
     folder = str(checkpoint(model, dtype))
-    # What is quantised tells its own types; what computes beside it is bfloat16.
+    # What is quantised names its own types; what computes beside it is bfloat16.
     loaded_as = "bfloat16" if dtype == "int8" else dtype
     if contender == "baton-service":
         return [sys.executable, "-m", "bench.peers.service", folder, loaded_as, threads]
@@ -63,9 +63,9 @@ class ContenderProcess:
         line = self.process.stdout.readline()
         if not line:
             raise ContenderFailed(self._last_line())
-        told = json.loads(line)
+        answer = json.loads(line)
         return Answer(
-            told["prefill_s"], tuple(told["steps_s"]), tuple(map(tuple, told["token_ids"]))
+            answer["prefill_s"], tuple(answer["steps_s"]), tuple(map(tuple, answer["token_ids"]))
         )
 
     def _last_line(self) -> str:

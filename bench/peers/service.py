@@ -17,7 +17,7 @@ from baton.client import AsyncClient, SamplingParams
 from baton.config import ServeOptions
 from baton.model.config import read_config
 from baton.supervisor import Cluster
-from bench.peers.task import Answer, Task, prompts_of, task_of, tell
+from bench.peers.task import Answer, Task, emit, prompts_of, task_of
 
 _MAX_MODEL_LEN = 2048
 _MAX_NUM_SEQS = 32
@@ -89,9 +89,9 @@ async def serve(model: str, dtype: str, num_threads: int) -> None:
     """Answer tasks until stdin ends. The loop runs between them, too: services wish to be heard."""
     vocab_size = read_config(Path(model)).vocab_size
     options = _options(model, dtype, num_threads)
-    async with Cluster(options) as cluster, AsyncClient(cluster.address) as client:
+    async with Cluster(options) as cluster, AsyncClient(cluster.address, max_retries=0) as client:
         while line := await asyncio.to_thread(sys.stdin.readline):
-            tell(await run(client, task_of(line), vocab_size))
+            emit(await run(client, task_of(line), vocab_size))
 
 
 def main() -> None:

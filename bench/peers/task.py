@@ -50,7 +50,7 @@ def task_of(line: str) -> Task:
     return Task(**json.loads(line))
 
 
-def tell(answer: Answer) -> None:
+def emit(answer: Answer) -> None:
     """As one line of JSON on stdout."""
     sys.stdout.write(json.dumps(asdict(answer)) + "\n")
     sys.stdout.flush()
@@ -59,4 +59,4 @@ def tell(answer: Answer) -> None:
 def serve(contender: Contender) -> None:
     """Answer tasks, one a line on stdin, until it ends."""
     for line in sys.stdin:
-        tell(contender.run(task_of(line)))
+        emit(contender.run(task_of(line)))

@@ -83,14 +83,14 @@ class ContinuousBatchingContender:
             max_requests_per_batch=task.batch,
         )
         started = time.perf_counter()
-        told = self._model.generate_batch(
+        outputs = self._model.generate_batch(
             inputs=prompts,
             generation_config=_rules(task.num_tokens),
             continuous_batching_config=settings,
             record_timestamps=True,
             progress_bar=False,
         )
-        by_prompt = {tuple(output.prompt_ids): output for output in told.values()}
+        by_prompt = {tuple(output.prompt_ids): output for output in outputs.values()}
         outputs = [by_prompt[tuple(prompt)] for prompt in prompts]
         firsts_s = [output.timestamps[0] for output in outputs]
         last = outputs[firsts_s.index(max(firsts_s))]

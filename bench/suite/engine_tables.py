@@ -108,12 +108,12 @@ def _int8_gains(figures: Sequence[Figure]) -> dict[str, float]:
 
 def _roofs(document: Mapping[str, Any]) -> str:
     """Each model has its own, measured between its rounds."""
-    told = [
+    lines = [
         f"{r['read_bytes_per_s'] / 1e9:.1f} GB/s and {r['flops_per_s'] / 1e9:.0f} GFLOP/s "
         f"({r['model']} {r['dtype']})"
         for r in document["roofs"]
     ]
-    return f"Roofs of reading and of products, measured between the rounds: {', '.join(told)}."
+    return f"Roofs of reading and of products, measured between the rounds: {', '.join(lines)}."
 
 
 def peers_table(document: Mapping[str, Any]) -> str:
@@ -138,15 +138,15 @@ def peers_table(document: Mapping[str, Any]) -> str:
         (_LLAMA_STEP, "llama.cpp", 1, "step_ms"),
         (_LLAMA_PROMPT, "llama.cpp", 1, "prompt_ms"),
     )
-    told = [
+    lines = [
         goal_line(goal, _speedups(figures, engine, contender, batch, key), " times")
         for goal, contender, batch, key in goals
     ]
-    told += [*_losses(figures, engine), *reasons]
+    lines += [*_losses(figures, engine), *reasons]
     threads = (
         f"{document['num_threads']} threads, each on a core; all contenders on the same cores."
     )
-    return "\n\n".join([f"{about(document)} {threads}", table(headings, rows), "\n".join(told)])
+    return "\n\n".join([f"{about(document)} {threads}", table(headings, rows), "\n".join(lines)])
 
 
 def _task(figure: Figure) -> tuple[Any, ...]:

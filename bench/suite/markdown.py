@@ -31,9 +31,9 @@ def about(document: Mapping[str, Any]) -> str:
     when = document["started"].replace("T", " ").removesuffix("+00:00")
     at_level = f", kernels at {machine['cpu_level']}" if "cpu_level" in machine else ""
     where = f"{machine['cpu'].strip()}, {machine['num_cores']} cores{at_level}"
-    told = [where, load, ", ".join(versions), *([f"commit {commit}"] if commit else [])]
+    parts = [where, load, ", ".join(versions), *([f"commit {commit}"] if commit else [])]
     command = " ".join(document["command"])
-    return f"Measured on {when} UTC: {'; '.join(told)}. By `{command}`."
+    return f"Measured on {when} UTC: {'; '.join(parts)}. By `{command}`."
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ def goal_line(goal: Goal, values: Mapping[str, float], unit: str = "") -> str:
     """One item of a list: the goal, and each figure with whether it is met."""
     if not values:
         return f"* {goal.text}: not measured."
-    told = [
+    parts = [
         f"{name} {number(value)}{unit} ({'met' if goal.is_met_by(value) else '**missed**'})"
         for name, value in values.items()
     ]
-    return f"* {goal.text}: {', '.join(told)}."
+    return f"* {goal.text}: {', '.join(parts)}."
 
 
 def number(value: float) -> str:

@@ -37,9 +37,9 @@ class Section:
 
     def command(self, result: str, trace: str | None, is_quick: bool) -> tuple[str, ...]:
         """After the interpreter. result: where the JSON goes."""
-        told = self.quick if is_quick else self.arguments
+        arguments = self.quick if is_quick else self.arguments
         recorded = (*self.trace, trace) if trace and self.trace else ()
-        return ("-m", self.module, *told, *recorded, "--json", result)
+        return ("-m", self.module, *arguments, *recorded, "--json", result)
 
 
 #: A model whose step takes long enough to be seen among the switches of two cores that five

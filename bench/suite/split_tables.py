@@ -29,18 +29,18 @@ def split_table(document: Mapping[str, Any]) -> str:
     )
     rows = [_row(point) for point in document["points"]]
     goal = goal_line(_STEADY, _ratios(document, _COLOCATED), " times")
-    told = "\n".join([goal, *_bounds(document), *_beside_others(document), _goodput(document)])
-    return "\n\n".join([f"{about(document)} {_load(document)}", table(headings, rows), told])
+    lines = "\n".join([goal, *_bounds(document), *_beside_others(document), _goodput(document)])
+    return "\n\n".join([f"{about(document)} {_load(document)}", table(headings, rows), lines])
 
 
 def _row(point: Mapping[str, Any]) -> list[str]:
-    told = point["summary"]
+    summary = point["summary"]
     return [
         point["target"],
         f"{point['rate']:g}",
-        *(number(told["itl_ms"][key]) for key in ("p50", "p99", "max")),
-        *(number(told["burst_ttft_ms"][key]) for key in ("p50", "p99")),
-        f"{told['attainment']:.0%}",
+        *(number(summary["itl_ms"][key]) for key in ("p50", "p99", "max")),
+        *(number(summary["burst_ttft_ms"][key]) for key in ("p50", "p99")),
+        f"{summary['attainment']:.0%}",
     ]
 
 
@@ -62,12 +62,12 @@ def _bounds(document: Mapping[str, Any]) -> list[str]:
     step_ms, token_us = document["engine"]["step_ms"], document["engine"]["token_us"]
     if not (step_ms and token_us):
         return []
-    told = []
+    lines = []
     for target, chunk in document["chunk_tokens"].items():
         full_ms = step_ms + chunk * token_us / 1e3
-        told.append(f"{full_ms / step_ms:.1f} times {target}'s ({number(full_ms)} ms)")
+        lines.append(f"{full_ms / step_ms:.1f} times {target}'s ({number(full_ms)} ms)")
     return [
-        f"* At most it could be {', '.join(told)}: by a step of {step_ms:g} ms, and one with a "
+        f"* At most it could be {', '.join(lines)}: by a step of {step_ms:g} ms, and one with a "
         "full chunk of a prompt."
     ]
 
@@ -76,8 +76,8 @@ def _beside_others(document: Mapping[str, Any]) -> list[str]:
     """The same ratios for rivals that no goal speaks of."""
     rivals = [t for t in document["goodput_long_prompts_per_s"] if t not in (_SPLIT, _COLOCATED)]
     ratios = {k: v for rival in rivals for k, v in _ratios(document, rival).items()}
-    told = ", ".join(f"{name} {number(value)} times" for name, value in ratios.items())
-    return [f"* The same, beside small chunks: {told}."] if told else []
+    text = ", ".join(f"{name} {number(value)} times" for name, value in ratios.items())
+    return [f"* The same, beside small chunks: {text}."] if text else []
 
 
 def stations_table(document: Mapping[str, Any]) -> str:
@@ -91,21 +91,21 @@ def stations_table(document: Mapping[str, Any]) -> str:
         [name, *(number(document["stations"][key][q]) for q in ("p50", "p90", "p99", "max"))]
         for key, name in _STATIONS
     ]
-    told = table(("Station", "p50", "p90", "p99", "max"), rows)
-    return f"{about(document)} {what}\n\n{told}"
+    stations = table(("Station", "p50", "p90", "p99", "max"), rows)
+    return f"{about(document)} {what}\n\n{stations}"
 
 
 def _goodput(document: Mapping[str, Any]) -> str:
     comparison = document["comparison"]
     slo = comparison["slo"]
     lowest = min(comparison["rates"])
-    told = [
+    lines = [
         f"{target} {f'below {lowest:g}' if rate is None else f'{rate:g}'}"
         for target, rate in document["goodput_long_prompts_per_s"].items()
     ]
     return (
         f"* Goodput, long prompts a second ({comparison['wanted']:.0%} of all requests with "
-        f"TTFT <= {slo['ttft_ms']:g} ms and TPOT <= {slo['tpot_ms']:g} ms): {', '.join(told)}."
+        f"TTFT <= {slo['ttft_ms']:g} ms and TPOT <= {slo['tpot_ms']:g} ms): {', '.join(lines)}."
     )
 
 

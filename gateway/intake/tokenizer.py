@@ -1,4 +1,4 @@
-"""The model's own tokenizer, and what its files tell: end tokens, special tokens, chat template.
+"""The model's own tokenizer, and what its files say: end tokens, special tokens, chat template.
 Imports no torch."""
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _SPECIAL_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """What the files tell besides the tokenizer. max_model_len: of config.json; None if it does not
-    tell.
+    """What the files say besides the tokenizer. max_model_len: of config.json; None if it does not
+    say.
 
     folder: where they are.
     """
@@ -273,7 +273,7 @@ def _facts_of(folder: Path, tokenizer: tokenizers.Tokenizer) -> TokenizerFacts:
 def _eos_token_ids(
     generation_config: Mapping[str, Any], config: Mapping[str, Any], eos_token_id: int | None
 ) -> frozenset[int]:
-    """Those of the first file that tells any, as transformers' generate does."""
+    """Those of the first file that names any, as transformers' generate does."""
     for found in (generation_config.get("eos_token_id"), config.get("eos_token_id"), eos_token_id):
         if isinstance(found, int):
             return frozenset((found,))

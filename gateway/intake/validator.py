@@ -34,7 +34,7 @@ _MAX_NAME_CHARS = 40
 
 @dataclass(frozen=True, slots=True)
 class Ids:
-    """What is drawn or counted for a request, and not told by it. traceparent, tracestate: of its
+    """What is drawn or counted for a request, and not part of it. traceparent, tracestate: of its
     span; may be empty."""
 
     request_id: str

@@ -16,7 +16,7 @@ from baton_kernels.dispatch import op
 #: keep_top_p sorts a row as a whole only if this many of its best tokens do not reach top_p.
 TOP_P_CANDIDATES = 256
 
-#: What checked_argmax tells of a row that is not all finite.
+#: What checked_argmax gives for a row that is not all finite.
 NOT_FINITE = -1
 
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
@@ -28,7 +28,7 @@ def checked_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The lowest id of each row's largest logit, and the same but NOT_FINITE where a logit of the
     row is none: [rows] int64 each.
 
-    logits [rows, vocab] float32. The id that is told of a row that is not finite is any of [0,
+    logits [rows, vocab] float32. The id that is given for a row that is not finite is any of [0,
     vocab).
     """
     chosen = logits.argmax(-1)

@@ -166,7 +166,7 @@ class NixlConnection(SlottedConnection):
 
     def _write(self, area: _Area, staged: Staged) -> None:
         """Returns when the payload is in the receiver's slot. Raises TransportError, also after the
-        send timeout: a frozen peer is never told of."""
+        send timeout: a frozen peer is never reported."""
         agent, num_bytes = area.agent, staged.buffer.nbytes
         start, target = area.address + staged.slot * area.stride, self._remote.address
         target += staged.slot * self._remote.stride

@@ -88,7 +88,7 @@ class StreamConnection(ABC):
 
     def seal(self, key: bytes) -> None:
         if self._frames:
-            raise FrameError("the receiver spoke before it was told who we are")
+            raise FrameError("the receiver spoke before it knew who we are")
         seals = sender_seals(key)
         self._seal, self._buffer.seal = seals.outgoing, seals.incoming
 

@@ -95,7 +95,7 @@ class TcpServerStream(ServerStream):
                 raise FrameError(f"a {type(frame).__name__} with a payload")
             return _NO_PAYLOAD
         if preamble.payload_bytes != frame.payload_bytes:
-            raise FrameError("header and preamble tell different sizes of the payload")
+            raise FrameError("header and preamble give different sizes of the payload")
         landing = land(frame)
         for view in landing:
             self.read_into(view)

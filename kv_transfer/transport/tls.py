@@ -133,7 +133,7 @@ class TlsStream:
         try:
             self._greet()
         except ssl.SSLError:
-            self._flush()  # the peer is told why
+            self._flush()  # the peer learns why
             raise
 
     def check_peer(self, names: Sequence[str]) -> None:

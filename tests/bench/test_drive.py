@@ -38,7 +38,7 @@ async def drive_against(
     seen: list[Progress] = []
     server = await serve(fake)
     try:
-        async with AsyncClient(server.address) as client:
+        async with AsyncClient(server.address, max_retries=0) as client:
             records = await drive(client, REQUESTS, options, seen.append)
     finally:
         await server.stop()

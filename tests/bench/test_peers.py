@@ -38,16 +38,16 @@ def program(*lines: str) -> list[str]:
 #: Gives the same answer to every task.
 STEADY = program(
     "import sys",
-    "from bench.peers.task import Answer, tell",
+    "from bench.peers.task import Answer, emit",
     "for _ in sys.stdin:",
-    f"    tell({CONSTANT!r})",
+    f"    emit({CONSTANT!r})",
 )
 #: Has one answer, and then no more.
 WEARY = program(
     "import sys",
-    "from bench.peers.task import Answer, tell",
+    "from bench.peers.task import Answer, emit",
     "sys.stdin.readline()",
-    f"tell({CONSTANT!r})",
+    f"emit({CONSTANT!r})",
     "sys.stdin.readline()",
     "sys.exit('out of memory')",
 )

@@ -66,7 +66,7 @@ def frame_of(raw: bytes) -> tuple[Frame, memoryview]:
     frame, payload = decode_header(preamble, raw[PREAMBLE_BYTES:end]), raw[end:]
     is_chunk = isinstance(frame, kv_pb2.KvChunk)
     if len(payload) != (frame.payload_bytes if is_chunk else 0) or not is_chunk:
-        raise FrameError("header and preamble tell different sizes of the payload")
+        raise FrameError("header and preamble give different sizes of the payload")
     return frame, memoryview(bytearray(payload))
 
 

@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def _end_with(control: socket.socket) -> None:
-    """Rank 0 may go while this one waits for it in shared memory, where nobody would tell."""
+    """Rank 0 may go while this one waits for it in shared memory, where nobody would notice."""
     poll = select.poll()
     poll.register(control, select.POLLRDHUP)
     poll.poll()

@@ -1,4 +1,4 @@
-"""What rank 0 tells the others to do: a kind, a count, and so many numbers. All are int64 in the
+"""What rank 0 has the others do: a kind, a count, and so many numbers. All are int64 in the
 machine's order."""
 
 from __future__ import annotations

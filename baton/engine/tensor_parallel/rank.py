@@ -73,7 +73,7 @@ class Rank:
 
 
 def _meet_only(_layer: int) -> None:
-    """Rank 0 tells of the layer."""
+    """Rank 0 reports the layer."""
 
 
 def _untold(_: ShardProgress) -> None:

@@ -1,4 +1,4 @@
-"""The processes of ranks 1, 2, ...: started, told what to do, watched, and ended."""
+"""The processes of ranks 1, 2, ...: started, commanded, watched, and ended."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def start_process(spec: RankSpec) -> Member:
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), spec.kv_fd, spec.meeting_fd),
         )
-    # If it is gone already, `wait_ready` tells.
+    # If it is gone already, `wait_ready` says so.
     with suppress(ConnectionError):
         ours.sendall(spec.to_line())
     return Member(f"rank {spec.rank} of {spec.size} (pid {process.pid})", ours, process.wait)

@@ -28,7 +28,7 @@ from baton.model.transformers_backend.attention import PlanKey, register, set_at
 
 #: Tokens of the forward that is watched.
 _NUM_TOKENS = 8
-#: What attention is told that changes nothing here, whatever it is.
+#: What attention is given that changes nothing here, whatever it is.
 _IDLE_SETTINGS = frozenset(
     {
         *("position_ids", "cache_position", "use_cache", "return_dict", "is_causal"),
@@ -331,7 +331,7 @@ def _layer(
     scale, window = settings.get("scaling"), settings.get("sliding_window")
     types = _layer_types(config)
     if types and types[index] == "sliding_attention" and window is None:
-        raise _refused(kind, "a sliding window that its attention is not told of")
+        raise _refused(kind, "a sliding window that its attention is not given")
     return LayerCall(
         module=names[call.module],
         key=PlanKey(float(scale if scale is not None else call.key[3] ** -0.5), window),

@@ -1,6 +1,6 @@
 // Vectors of 16 float32 lanes over memory that is float32, bfloat16 or float16, at every CPU level.
 //
-// A level is what the compiler is told to build for; a vector is held in kParts registers of kPartLanes lanes, so that
+// A level is what the compiler builds for; a vector is held in kParts registers of kPartLanes lanes, so that
 // packed layouts, lanes and the order of sums are the same everywhere. What GCC's vector extension cannot say, or says
 // badly, is in the one file that is included per level: simd_avx512.h, simd_avx2.h or simd_neon.h.
 #pragma once

@@ -32,7 +32,7 @@ class PlanRoom:
 
     @property
     def num_fields(self) -> int:
-        """int32 numbers that tell of all of them."""
+        """int32 numbers that describe all of them."""
         return self.num_items * ITEM_FIELDS + self.num_merges * MERGE_FIELDS
 
 
