@@ -74,7 +74,7 @@ class DeviceCopy:
         """Fill `payload`, and return its word_sum. Raises ValueError as KvPool.pack does, or if it
         does not fit."""
         rows, runs = self._checked(block_ids, piece, run_tokens, payload)
-        with self._order.reading():
+        with self._order.reading(piece.end_layer):
             words = payload.view(torch.int64)
             total = kv_pack_summed(rows, block_ids, runs, words, key_of(seed)).item()
         return checksum_of(int(total), payload.nbytes)

@@ -183,7 +183,7 @@ def _row_groups(rows: Sequence[SampleRow]) -> Iterator[list[int]]:
 
 
 def _in_groups(
-    layers_done: LayersDone, num_layers: int, size: int, wrote: Callable[[], None]
+    layers_done: LayersDone, num_layers: int, size: int, wrote: Callable[[int], None]
 ) -> LayerDone:
     """Report to `layers_done` groups of `size` consecutive layers instead of each, and `wrote`
     before."""
@@ -192,7 +192,7 @@ def _in_groups(
         end = layer + 1
         if end % size == 0 or end == num_layers:
             first = layer // size * size
-            wrote()
+            wrote(end)
             layers_done(first, end - first)
 
     return done

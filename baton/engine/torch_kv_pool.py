@@ -79,7 +79,7 @@ class TorchKvPool(PackedPool):
                 kv_pack(slab, block_ids, piece.first_token, piece.first_layer, packed)
             else:
                 staging = torch.empty(packed.shape, dtype=torch.from_numpy(packed).dtype)
-                with self._order.reading():
+                with self._order.reading(piece.end_layer):
                     kv_pack(slab, block_ids, piece.first_token, piece.first_layer, staging)
                 packed[...] = staging.numpy()
 
@@ -117,9 +117,9 @@ class TorchKvPool(PackedPool):
         start = block_id * layout.block_bytes + first_layer * layer_bytes
         return self._bytes[start : start + num_layers * layer_bytes]
 
-    def wrote(self) -> None:
+    def wrote(self, end_layer: int | None = None) -> None:
         """See TensorPool."""
-        self._order.wrote()
+        self._order.wrote(end_layer)
 
     @property
     def device_copy(self) -> DeviceCopy | None:

@@ -111,14 +111,14 @@ class LateOrder(HostOrder):
     waits for it."""
 
     started: list[torch.Tensor] = field(default_factory=list)
-    told: int = 0
+    num_reported: int = 0
 
-    def wrote(self) -> None:
-        self.told = len(self.started)
+    def wrote(self, end_layer: int | None = None) -> None:  # noqa: ARG002
+        self.num_reported = len(self.started)
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
-        self._run(self.told)
+    def reading(self, end_layer: int) -> Iterator[None]:  # noqa: ARG002
+        self._run(self.num_reported)
         yield
 
     @contextmanager
@@ -134,10 +134,10 @@ class LateOrder(HostOrder):
         for rows in self.started[:count]:
             rows.fill_(1)
         del self.started[:count]
-        self.told = max(0, self.told - count)
+        self.num_reported = max(0, self.num_reported - count)
 
 
-def test_what_is_sent_was_written_before_it_was_told_of():
+def test_what_is_sent_was_written_before_it_was_reported():
     order = LateOrder()
     pool, copy = pool_of(layout_of("float32"), order)
     payload = torch.zeros(1024, dtype=torch.uint8)

@@ -169,13 +169,13 @@ def test_kv_is_marked_as_written_before_others_are_told_of_it(
     engine = tiny_engine(block_size=4, num_hidden_layers=4, layer_group_size=2)
     assert isinstance(engine.kv, TorchKvPool)
     seen: list[object] = []
-    monkeypatch.setattr(engine.kv, "wrote", lambda: seen.append("wrote"))
+    monkeypatch.setattr(engine.kv, "wrote", lambda end=None: seen.append(("wrote", end)))
     part = SequenceSlice(prompt(3), 0, (0,))
     engine.forward(Batch((part,)), lambda first, count: seen.append((first, count)))
-    assert seen == ["wrote", (0, 2), "wrote", (2, 2), "wrote"]
+    assert seen == [("wrote", 2), (0, 2), ("wrote", 4), (2, 2), ("wrote", None)]
     seen.clear()
     engine.forward(Batch((part,)))
-    assert seen == ["wrote"]
+    assert seen == [("wrote", None)]
 
 
 def test_empty_batches_and_slices_without_rows(tiny_engine: MakeEngine) -> None:
