@@ -16,6 +16,7 @@ from baton.engine.interface import EngineSpec
 from baton.engine.model_source import EnginePlan, Graphs, model_source
 from baton.engine.numerics import numerics_of
 from baton.engine.torch_engine import TorchEngine
+from baton.engine.warm_up import warm_up
 from baton.errors import ConfigError
 from baton.model.checkpoint import find_shards, naming_model, resolve_checkpoint
 from baton.model.config import DTYPES
@@ -134,7 +135,10 @@ def load_engine(
     followers = loaded.followers
     pool = followers.make_pool(layout, memory.num_blocks, where)
     steps = loaded.steps(pool, graphs)
-    return TorchEngine(spec, pool, steps, layer_group_size, followers, waiting_for(where))
+    engine = TorchEngine(spec, pool, steps, layer_group_size, followers, waiting_for(where))
+    if where.type == "cuda":
+        warm_up(engine, max_num_batched_tokens, max_num_seqs, _report_warm_up)
+    return engine
 
 
 def waiting_for(device: torch.device) -> Callable[[], None]:
@@ -142,6 +146,10 @@ def waiting_for(device: torch.device) -> Callable[[], None]:
     if device.type == "cuda":
         return partial(torch.cuda.synchronize, device)
     return lambda: None
+
+
+def _report_warm_up(num_done: int, num_batches: int) -> None:
+    report_phase(f"compiling kernels ({num_done}/{num_batches})")
 
 
 def _log_plan(plan: MemoryPlan) -> None:
