@@ -90,12 +90,12 @@ class GenerateCalls(Generic[ChannelT]):
         self._metadata = metadata
         self._last: Connection[ChannelT] | None = None
         sampling = request.sampling
-        if not sampling.HasField("seed"):
-            # Drawn here, so that every gateway draws the same tokens with it.
-            sampling.seed = secrets.randbits(64)
         sends_all_at_its_end = sampling.HasField("beam_search") or sampling.HasField("best_of")
         self.can_go_on = not sends_all_at_its_end
         """Whether a gateway takes up an answer of which something came."""
+        if self.can_go_on and not sampling.HasField("seed"):
+            # Drawn here, so that every gateway draws the same tokens with it.
+            sampling.seed = secrets.randbits(64)
 
     def open(self, timeout_s: float, so_far: Iterable[inference_pb2.ChoiceSoFar]) -> Any:
         """A call of Generate, to be cancelled or read to its end. so_far: see

@@ -17,6 +17,7 @@ from baton.client import (
     AsyncClient,
     AsyncCompletionStream,
     BatonError,
+    BeamSearch,
     Cancelled,
     Client,
     CompletionStream,
@@ -322,3 +323,9 @@ def test_the_sdk_needs_no_torch() -> None:
         "print(sorted({'torch', 'transformers', 'tokenizers', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+async def test_a_beam_search_has_no_seed(async_client: AsyncClient, fake: FakeInference) -> None:
+    """A gateway refuses one that has."""
+    await async_client.generate("ab", beam_search=BeamSearch(width=2))
+    assert not fake.requests[0].sampling.HasField("seed")
