@@ -1,7 +1,7 @@
 """The engine at every CPU level of this machine beside llama.cpp and torch at the same level.
 
-    python -m bench.levels [--level NAME ...] [--model NAME ...] [--dtype NAME ...] [--rounds 5]
-        [--threads N] [--json FILE]
+    python -m bench.levels [--level NAME ...] [--model NAME ...] [--dtype NAME ...]
+        [--contender NAME ...] [--rounds 5] [--threads N] [--json FILE]
 
 Each level is measured in a process of its own, with BATON_CPU_LEVEL set: its roofs of reading and
 of products before each round, and its contenders by turns, on the same cores. torch is
@@ -17,7 +17,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from baton_kernels.cpu.library import levels_of_machine
@@ -42,15 +41,14 @@ _CONTENDERS = {
 }
 
 
-def measure_level(
-    models: Sequence[str], dtypes: Sequence[str], num_rounds: int, num_threads: int
-) -> dict[str, object]:
+def measure_level(given: argparse.Namespace) -> dict[str, object]:
     """Of the level of this process: figures, their floors, roofs, and who is missing."""
     results = []
-    for model in models:
-        for dtype in dtypes:
-            case = Case(model, dtype, _CONTENDERS[dtype], _TASKS[model])
-            results.append(run_case(case, num_rounds, num_threads))
+    for model in given.model:
+        for dtype in given.dtype:
+            contenders = tuple(name for name in _CONTENDERS[dtype] if name in given.contender)
+            case = Case(model, dtype, contenders, _TASKS[model])
+            results.append(run_case(case, given.rounds, given.threads))
             show_progress(case, results[-1])
     floors = [dataclasses.asdict(floor) for result in results for floor in floors_of(result)]
     return {**data_of(results), "floors": floors}
@@ -60,6 +58,7 @@ def _in_process(level: str, given: argparse.Namespace) -> dict[str, object]:
     """What `measure_level` returns at `level`. Raises CalledProcessError."""
     options = [
         *("--within", level, "--model", *given.model, "--dtype", *given.dtype),
+        *("--contender", *given.contender),
         *("--rounds", str(given.rounds), "--threads", str(given.threads)),
     ]
     done = subprocess.run(
@@ -80,6 +79,8 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", choices=tuple(_TASKS), default=["box", "125m"])
     dtypes = tuple(_CONTENDERS)
     parser.add_argument("--dtype", nargs="+", choices=dtypes, default=list(dtypes))
+    names = _CONTENDERS["bfloat16"]
+    parser.add_argument("--contender", nargs="+", choices=names, default=names)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path)
@@ -87,7 +88,7 @@ def main() -> None:
     given = parser.parse_args()
     use_cores(given.threads)
     if given.within:
-        json.dump(measure_level(given.model, given.dtype, given.rounds, given.threads), sys.stdout)
+        json.dump(measure_level(given), sys.stdout)
         return
     started = now()
     measured = [_in_process(level, given) for level in given.level]

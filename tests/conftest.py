@@ -31,9 +31,10 @@ settings.load_profile("busy machine")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--num-seeds", type=int, default=20, help="Seeds that the simulated mix of everything runs."
+        "--num-seeds", type=int, default=10, help="Seeds that the simulated mix of everything runs."
     )
     parser.addoption("--first-seed", type=int, default=0, help="The first of them.")
+    parser.addoption("--long", action="store_true", help="Tests that are marked long, too.")
     parser.addoption(
         "--without",
         action="append",
@@ -52,15 +53,24 @@ def pytest_configure(config: pytest.Config) -> None:
         take_away(things, Path(folder.name))
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--long"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="takes minutes: --long, as in .ci/run"))
+
+
 @pytest.fixture(params=LEVELS)
-def each_level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def each_level(request: pytest.FixtureRequest) -> Iterator[None]:
     """The test runs at every level that this machine has, or at the one that is forced.
 
     For what engines do: the kernels by themselves are tests/cpu_kernels/test_program.py's.
     """
-    monkeypatch.setenv(LEVEL_VARIABLE, request.param)
-    _forget_level()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(LEVEL_VARIABLE, request.param)
+        _forget_level()
+        yield
+    # Not before: who asked in between would have all later tests run at this level.
     _forget_level()
 
 

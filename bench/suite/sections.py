@@ -82,7 +82,10 @@ SECTIONS = (
         name="engine-levels",
         module="bench.levels",
         arguments=(),
-        quick=(*("--model", "tiny", "--dtype", "bfloat16", "--rounds", "1", "--threads", "1"),),
+        quick=(
+            *("--model", "tiny", "--dtype", "bfloat16", "--rounds", "1", "--threads", "1"),
+            *("--contender", "baton"),
+        ),
         tables={"engine-levels": levels_table},
     ),
     Section(

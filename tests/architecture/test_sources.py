@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,6 +69,12 @@ def unsafe_uses(tree: ast.AST) -> Iterator[ast.AST]:
             yield node
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """Parsed once for all rules."""
+    return ast.parse(path.read_text())
+
+
 def found(
     paths: list[Path], rule: Callable[[ast.Module], Iterable[ast.AST]]
 ) -> list[tuple[str, int]]:
@@ -75,7 +82,7 @@ def found(
     return [
         (str(path.relative_to(ROOT)), getattr(node, "lineno", 0))
         for path in paths
-        for node in rule(ast.parse(path.read_text()))
+        for node in rule(tree_of(path))
     ]
 
 

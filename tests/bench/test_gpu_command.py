@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 def test_dry_run(tmp_path: Path) -> None:

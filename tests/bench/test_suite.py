@@ -143,11 +143,19 @@ def test_a_result_of_this_commit_needs_no_other(
 
 
 @pytest.mark.slow
-def test_a_quick_run_measures_and_writes_a_page_of_its_own() -> None:
+@pytest.mark.parametrize(
+    ("section", "row"),
+    [
+        ("step-profile", ". tiny, bfloat16, one sequence, "),
+        # All levels of the machine, each in a process of its own.
+        pytest.param("engine", "| tiny | bfloat16 | 1 | 20 |", marks=pytest.mark.long),
+    ],
+)
+def test_a_quick_run_measures_and_writes_a_page_of_its_own(section: str, row: str) -> None:
     before = PAGE.read_text(encoding="utf-8")
-    command = [sys.executable, "-m", "bench.suite", "--quick", "--only", "engine"]
+    command = [sys.executable, "-m", "bench.suite", "--quick", "--only", section]
     done = subprocess.run(command, cwd=PAGE.parents[1], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     places = Places(QUICK, QUICK / PAGE.name)
-    assert "| tiny | bfloat16 | 1 | 20 |" in part_of(places.page.read_text(), "engine")
+    assert row in part_of(places.page.read_text(), section)
     assert PAGE.read_text(encoding="utf-8") == before

@@ -118,7 +118,9 @@ def run(
 
 
 @pytest.mark.usefixtures("num_threads")
-@pytest.mark.parametrize("sampled", ["some", "more", "all"])
+@pytest.mark.parametrize(
+    "sampled", ["some", *(pytest.param(name, marks=pytest.mark.slow) for name in ("more", "all"))]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_bits(family: str, dtype: torch.dtype, sampled: str) -> None:

@@ -98,6 +98,7 @@ def test_natively(level: str, tmp_path: Path, cache: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "level", [name for name, level in LEVELS.items() if level.architecture == "aarch64"]
 )

@@ -16,6 +16,8 @@ import pytest
 
 from baton.client import Client
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "models/baton-py-6m"
 

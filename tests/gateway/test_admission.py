@@ -213,6 +213,7 @@ async def goodput(
     return num_good, refusals_s
 
 
+@pytest.mark.slow
 def test_goodput_stays_when_ten_times_as_much_is_asked_for() -> None:
     async def main() -> None:
         async with gateway_world(num_prefills=0, max_num_seqs=4, num_blocks=10_000) as world:

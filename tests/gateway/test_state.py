@@ -436,7 +436,10 @@ def live_through(rig: Rig, num_steps: int) -> None:
     rig.perform(rig.state.on_close())
 
 
-@pytest.mark.parametrize("block", range(20))
+@pytest.mark.parametrize(
+    "block",
+    [*range(5), *(pytest.param(block, marks=pytest.mark.slow) for block in range(5, 20))],
+)
 def test_whatever_the_order_of_events(block: int) -> None:
     num_whole = 0
     for seed in range(100 * block, 100 * block + 100):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.http.reasoning import ReasoningSplitter
@@ -132,6 +132,7 @@ def parse(form: ToolFormat | None, pieces: Sequence[str]) -> tuple[str, list[tup
 
 
 @pytest.mark.parametrize(("write", "form"), WRITERS, ids=lambda it: getattr(it, "__name__", ""))
+@settings(max_examples=40)
 @given(calls=CALLS, cuts=CUTS)
 def test_calls_are_found_however_the_output_is_cut(
     write: object, form: ToolFormat, calls: Calls, cuts: list[int]

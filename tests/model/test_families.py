@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ from transformers import AutoModelForCausalLM
 
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.load_engine import load_engine
+from baton.engine.tensor_parallel.team import RankTeam
 from baton.engine.torch_engine import TorchEngine
 from baton.errors import UnsupportedModel
 from baton.model.config import FAMILIES, parse_config
 from baton.types import KvRange, Sampling
 from baton_kernels.cpu.library import library
 from tests.support.drive_engine import generate, token_ids
+from tests.support.rank_threads import start_thread
 
 MakeModel = Callable[..., Path]
 
@@ -149,9 +152,14 @@ def test_logits_are_the_same_to_the_bit_in_any_batch(case: Path, dtype: str) -> 
     assert torch.equal(torch.cat(parts), wanted)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARED)
-def test_ranks_give_the_same_bits(tiny_model: MakeModel, name: str) -> None:
+def test_ranks_give_the_same_bits(
+    tiny_model: MakeModel, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is a thread here; processes are tests/tensor_parallel/test_processes.py's."""
+    losses: list[str] = []
+    team = partial(RankTeam, start=start_thread, on_loss=losses.append)
+    monkeypatch.setattr("baton.engine.tensor_parallel.start.RankTeam", team)
     family, overrides = CASES[name]
     path, prompt = tiny_model(family, **overrides), prompts()[2]
     part = part_of(prompt, 0, len(prompt), range(20))
@@ -161,6 +169,7 @@ def test_ranks_give_the_same_bits(tiny_model: MakeModel, name: str) -> None:
         assert torch.equal(shared.logits(Batch((part,))), alone)
     finally:
         shared.close()
+    assert not losses
 
 
 def test_the_document_lists_the_families() -> None:

@@ -86,7 +86,7 @@ def without_bans(sampling: Sampling) -> Sampling:
     return replace(sampling, bad_words=(), min_tokens=0)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(seed=st.integers(0, 1000), sampling=SAMPLINGS, text=TEXTS, allowed=MASKS)
 def test_edits_are_transformers(
     seed: int, sampling: Sampling, text: tuple[tuple[int, ...], ...], allowed: set[int] | None

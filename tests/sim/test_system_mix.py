@@ -101,7 +101,7 @@ async def serve(system: System, wishes: list[Wish], num_cancels: int) -> list[Hi
 @pytest.mark.slow
 @pytest.mark.parametrize("num_blocks", [40, 200])
 @pytest.mark.parametrize("fault", ["none", "drain", "kill", "drain then kill"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_every_stream_is_that_of_an_undisturbed_request(
     seed: int, fault: str, num_blocks: int
 ) -> None:

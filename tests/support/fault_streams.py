@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
+
 from baton.client import AsyncClient
 from baton.config import ServeOptions
 from baton.errors import BatonError
@@ -115,7 +117,8 @@ async def until_quiet(client: AsyncClient, num_workers: int) -> None:
 async def proxied_cluster(
     num_prefill: int = 2, num_decode: int = 2, **options: Any
 ) -> AsyncIterator[ProxiedCluster]:
-    """Oracle engines whose steps take 8 ms, and a proxy on every link."""
+    """Oracle engines whose steps take 8 ms, and a proxy on every link. However often a process is
+    killed, it is started again after the first delay."""
     defaults = {
         "model": str(BOX_MODEL),
         "engine": "oracle",
@@ -131,5 +134,7 @@ async def proxied_cluster(
         "drain_timeout_s": 2,
         "log_level": "error",
     }
-    async with ProxiedCluster(ServeOptions(**{**defaults, **options})) as cluster:
-        yield cluster
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("baton.supervisor.cluster._LAST_DELAY_S", 0.5)
+        async with ProxiedCluster(ServeOptions(**{**defaults, **options})) as cluster:
+            yield cluster

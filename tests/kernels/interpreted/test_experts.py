@@ -11,10 +11,11 @@ from baton_kernels.gpu.experts import grouped_linear
 from baton_kernels.linear import PlainLinear
 
 
-@pytest.mark.parametrize("repeat", [1, 3])
-@pytest.mark.parametrize("num_tokens", [1, 5, 40])
+@pytest.mark.parametrize(
+    ("num_experts", "num_tokens", "repeat"),
+    [(1, 1, 1), (1, 40, 3), (3, 1, 3), (3, 5, 1), (3, 40, 1), (12, 1, 1), (12, 5, 3), (12, 40, 3)],
+)
 @pytest.mark.parametrize(("num_in", "num_out"), [(48, 70), (130, 64)])
-@pytest.mark.parametrize("num_experts", [1, 3, 12])
 def test_grouped_linear(
     num_experts: int, num_in: int, num_out: int, num_tokens: int, repeat: int
 ) -> None:

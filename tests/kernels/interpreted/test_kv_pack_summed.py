@@ -21,10 +21,14 @@ def pool_of(block_size: int, row_words: int) -> torch.Tensor:
     return torch.randint(-(1 << 62), 1 << 62, shape, generator=generator)
 
 
-@pytest.mark.parametrize("run_tokens", [1, 3, 5, 16, 100])
 @pytest.mark.parametrize(
-    ("block_size", "first_token", "num_tokens", "row_words"),
-    [(16, 0, 80, 2), (5, 7, 9, 3), (3, 2, 1, 1), (16, 15, 65, 5)],
+    ("block_size", "first_token", "num_tokens", "row_words", "run_tokens"),
+    [
+        *((16, 0, 80, 2, run_tokens) for run_tokens in (5, 16)),
+        *((5, 7, 9, 3, run_tokens) for run_tokens in (1, 3, 5, 100)),
+        (3, 2, 1, 1, 1),
+        *((16, 15, 65, 5, run_tokens) for run_tokens in (3, 100)),
+    ],
 )
 def test_one_pass_is_two(
     block_size: int, first_token: int, num_tokens: int, row_words: int, run_tokens: int

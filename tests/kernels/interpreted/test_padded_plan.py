@@ -18,8 +18,7 @@ GROUP = 2
 BLOCK_SIZE = 16
 
 
-@pytest.mark.parametrize("window", [None, 700])
-@pytest.mark.parametrize("spare", [0, 3])
+@pytest.mark.parametrize(("window", "spare"), [(None, 0), (None, 3), (700, 3)])
 def test_same_bits_as_without_padding(window: int | None, spare: int) -> None:
     """One buffer, filled anew for each step; what earlier steps left in it and in the partial
     results does not matter."""
