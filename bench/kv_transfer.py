@@ -35,6 +35,7 @@ import xxhash
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.kv_transports import REMOTE
 from baton.types import KvLayout, KvRange
+from baton_kernels.cpu.library import chosen_level
 from bench.kv_ways import (
     LAYOUT,
     Channel,
@@ -67,11 +68,12 @@ def num_bytes_of(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one transfer, in seconds: by the clock, and on the CPU of the side that needs more of
-    it."""
+    """Of one transfer, in seconds: by the clock, on the CPU of the side that needs more of it, and
+    at the receiver from the presentation of the last ticket to its commit."""
 
     wall_s: float
     cpu_s: float
+    presented_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +84,16 @@ class Summary:
     median_s: float
     best_s: float
     median_cpu_s: float
+    median_presented_s: float = 0.0
 
 
 def summary_of(costs: Sequence[Cost]) -> Summary:
     wall_s = [cost.wall_s for cost in costs]
     return Summary(
-        statistics.median(wall_s), min(wall_s), statistics.median(cost.cpu_s for cost in costs)
+        statistics.median(wall_s),
+        min(wall_s),
+        statistics.median(cost.cpu_s for cost in costs),
+        statistics.median(cost.presented_s for cost in costs),
     )
 
 
@@ -137,7 +143,8 @@ def timed(way: Way, num_bytes: int) -> Cost:
     own_cpu_s, start = time.process_time(), time.perf_counter()
     transfer()
     wall_s, own_cpu_s = time.perf_counter() - start, time.process_time() - own_cpu_s
-    return Cost(wall_s, max(own_cpu_s, peer_cpu_s_of(way) - peer_cpu_s))
+    cpu_s = max(own_cpu_s, peer_cpu_s_of(way) - peer_cpu_s)
+    return Cost(wall_s, cpu_s, max(way.presented_s(), default=0.0))
 
 
 def measure(
@@ -242,6 +249,16 @@ def ratios(
     return {size: of(index) for index, size in enumerate(sizes)}
 
 
+def presented_table(sizes: Sequence[str], found: dict[str, list[Summary]]) -> str:
+    """Markdown: microseconds, medians."""
+    rows = ["| From a ticket's presentation to its commit (us) | " + " | ".join(sizes) + " |"]
+    rows.append("|---" * (len(sizes) + 1) + "|")
+    for name in _ROOFS:
+        cells = (f"{summary.median_presented_s * 1e6:.0f}" for summary in found[name])
+        rows.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
 def ratio_table(found: dict[str, dict[str, float]]) -> str:
     """Markdown."""
     rows = ["| ratio | " + " | ".join(found) + " |", "|---" * (len(found) + 1) + "|"]
@@ -258,6 +275,7 @@ def machine() -> dict[str, Any]:
         "date": datetime.now(UTC).date().isoformat(),
         "cpu": names[0] if names else platform.processor(),
         "num_cores": os.cpu_count(),
+        "level": chosen_level(),
         "load_average": os.getloadavg(),
         "kernel": platform.release(),
         "python": platform.python_version(),
@@ -282,11 +300,13 @@ class Result:
         load = ", ".join(f"{value:.1f}" for value in here["load_average"])
         setting = ", ".join(f"{name} {here[name]}" for name in ("python", *_PACKAGES))
         return (
-            f"{here['date']}, {here['num_cores']} cores of {here['cpu']}, kernel {here['kernel']}, "
+            f"{here['date']}, {here['num_cores']} cores of {here['cpu']} at {here['level']}, "
+            f"kernel {here['kernel']}, "
             f"{setting}; {self.num_rounds} rounds; load averages at the end {load}. "
             f"The checksum runs at {1e-9 / self.checksum.alone:.0f} GB/s over bytes in the cache, "
             f"and adds {self.checksum.copied * 1e12:.1f} ps a byte to a copy.\n\n"
-            f"{table(self.sizes, self.summaries)}\n\n{ratio_table(self.ratios)}\n"
+            f"{table(self.sizes, self.summaries)}\n\n"
+            f"{presented_table(self.sizes, self.summaries)}\n\n{ratio_table(self.ratios)}\n"
         )
 
 

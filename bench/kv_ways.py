@@ -29,7 +29,7 @@ from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.running_receiver import open_receiver
 from kv_transfer.sender import SendDone, Sender
-from kv_transfer.ticket import TicketAborted, TicketEvent
+from kv_transfer.ticket import TicketAborted, TicketCommitted, TicketEvent
 from kv_transfer.transport.connector import make_connector
 
 #: Shape of Llama-3.2-1B: 512 KiB a block.
@@ -118,11 +118,14 @@ def report(message: dict[str, Any]) -> None:
 
 
 def serve_kv(channel: Channel, num_blocks: int) -> None:
-    """Offer tickets per order, until the orders end."""
+    """Per order, offer tickets, or report how long those since then took; until the orders end."""
     pool = TorchKvPool(LAYOUT, num_blocks, torch.device("cpu"))
+    presented_s: list[float] = []
 
     def on_event(event: TicketEvent) -> None:
-        if isinstance(event, TicketAborted):
+        if isinstance(event, TicketCommitted):
+            presented_s.append(time.monotonic() - event.reserved_s)
+        elif isinstance(event, TicketAborted):
             print(f"handoff failed: {event.message}", file=sys.stderr)
         running.tickets.release(event.ticket_id)
 
@@ -143,7 +146,12 @@ def serve_kv(channel: Channel, num_blocks: int) -> None:
 
     report({"ready": True})
     for line in sys.stdin:
-        shares = shares_of(int(json.loads(line)["num_tokens"]), channel, num_blocks)
+        num_tokens = int(json.loads(line)["num_tokens"])
+        if not num_tokens:
+            report({"presented_s": presented_s})
+            presented_s.clear()
+            continue
+        shares = shares_of(num_tokens, channel, num_blocks)
         report({"tickets": [offered(*share) for share in shares]})
     running.close()
 
@@ -232,10 +240,12 @@ def peer(kind: str, max_bytes: int) -> Iterator[Peer]:
 @dataclass(frozen=True, slots=True)
 class Way:
     """How bytes can go. prepare: makes the transfer of so many. peer_pid: the process that takes
-    them, if it is another."""
+    them, if it is another. presented_s: seconds from the presentation of a ticket to its commit, at
+    the receiver, of each handoff since the last call."""
 
     prepare: Callable[[int], Transfer]
     peer_pid: int | None = None
+    presented_s: Callable[[], list[float]] = list
 
 
 @contextmanager
@@ -322,7 +332,9 @@ def kv_channel(channel: Channel, source: TorchKvPool, max_bytes: int) -> Iterato
 
             return transfer
 
-        yield Way(prepare, other.process.pid)
+        yield Way(
+            prepare, other.process.pid, lambda: list(other.ask({"num_tokens": 0})["presented_s"])
+        )
         sender.close()
 
 

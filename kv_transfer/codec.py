@@ -44,7 +44,8 @@ class ViewablePool(Protocol):
 
 @runtime_checkable
 class CheckingPool(ViewablePool, Protocol):
-    """A viewable pool that can copy whole blocks and compute their payload's checksum at once."""
+    """A viewable pool that can copy rows of its blocks and compute their payload's checksum at
+    once."""
 
     @property
     def checked_copy(self) -> CheckedCopy | None:
@@ -55,13 +56,16 @@ class CheckingPool(ViewablePool, Protocol):
 class CheckedCopy(Protocol):
     """See baton_kernels.cpu.checked_copy. Ranges are the caller's to check."""
 
-    def fits(self, num_blocks: int, num_layers: int) -> bool: ...
+    @property
+    def copies_rows(self) -> bool: ...
+
+    def fits(self, num_bytes: int) -> bool: ...
 
     def gather(
         self,
         block_ids: Sequence[int],
-        first_layer: int,
-        num_layers: int,
+        tokens: tuple[int, int],
+        layers: tuple[int, int],
         packed: memoryview,
         seed: int,
     ) -> int: ...
@@ -69,8 +73,8 @@ class CheckedCopy(Protocol):
     def scatter(
         self,
         block_ids: Sequence[int],
-        first_layer: int,
-        num_layers: int,
+        tokens: tuple[int, int],
+        layers: tuple[int, int],
         packed: memoryview,
         seed: int,
     ) -> int: ...
@@ -151,10 +155,10 @@ class ChunkCodec:
         self, block_ids: Sequence[int], piece: KvRange, out: memoryview, seed: int
     ) -> int:
         """As pack; the payload's xxh3_64."""
-        copy = self._checked_copy_for(piece)
+        copy = self._checked_copy_for(piece, out)
         if copy:
-            blocks = self._blocks(block_ids, piece)
-            return copy.gather(blocks, piece.first_layer, piece.num_layers, out, seed)
+            place = self._place(block_ids, piece)
+            return copy.gather(*place, out, seed)
         self.pack(block_ids, piece, out)
         return xxhash.xxh3_64_intdigest(out, seed)
 
@@ -163,30 +167,40 @@ class ChunkCodec:
     ) -> bool:
         """As unpack; False if the payload's xxh3_64 is another: then the blocks may hold what came,
         or what they held."""
-        copy = self._checked_copy_for(piece)
+        copy = self._checked_copy_for(piece, data)
         if copy:
-            blocks = self._blocks(block_ids, piece)
-            layers = piece.first_layer, piece.num_layers
-            return copy.scatter(blocks, *layers, data, seed) == checksum
+            place = self._place(block_ids, piece)
+            return copy.scatter(*place, data, seed) == checksum
         if xxhash.xxh3_64_intdigest(data, seed) != checksum:
             return False
         self.unpack(block_ids, piece, data)
         return True
 
-    def _checked_copy_for(self, piece: KvRange) -> CheckedCopy | None:
+    def _checked_copy_for(self, piece: KvRange, payload: memoryview) -> CheckedCopy | None:
         """What can copy this piece, if anything can."""
         copy = self._checked_copy
-        if copy and _is_whole(piece, self._block_size):
-            num_blocks = piece.num_tokens // self._block_size
-            return copy if copy.fits(num_blocks, piece.num_layers) else None
+        if copy and copy.fits(payload.nbytes):
+            return copy if copy.copies_rows or _is_whole(piece, self._block_size) else None
         return None
 
+    def _place(
+        self, block_ids: Sequence[int], piece: KvRange
+    ) -> tuple[Sequence[int], tuple[int, int], tuple[int, int]]:
+        """A piece as a CheckedCopy takes it. Raises ValueError if it is not in the blocks."""
+        blocks, first_token = self._blocks(block_ids, piece), piece.first_token % self._block_size
+        return (
+            blocks,
+            (first_token, piece.num_tokens),
+            (piece.first_layer, piece.num_layers),
+        )
+
     def _blocks(self, block_ids: Sequence[int], piece: KvRange) -> Sequence[int]:
-        """The blocks that a piece of whole blocks is. Raises ValueError if there are none such."""
+        """The blocks that a piece is in. Raises ValueError if there are none such."""
         size = self._block_size
-        blocks = block_ids[piece.first_token // size : piece.end_token // size]
+        blocks = block_ids[piece.first_token // size : -(-piece.end_token // size)]
         if (
-            piece.end_token > len(block_ids) * size
+            min(piece.first_token, piece.first_layer, piece.num_layers) < 0
+            or piece.end_token > len(block_ids) * size
             or piece.end_layer > self._pool.layout.num_layers
             or not 0 <= min(blocks) <= max(blocks) < self._pool.num_blocks
         ):

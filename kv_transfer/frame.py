@@ -18,7 +18,8 @@ says about its place has a checksum of its own besides, so that it can be truste
 has come. They are xxh3_64: against faults of hardware and software, not against forgers. Between
 workers that share a secret (kv_secret.py) they are the first 64 bits of blake3 under the
 connection's key, over whole header and payload: against forgers, too. A guess is right once in
-2^64, and a wrong one ends its handoff.
+2^64, and a wrong one ends its handoff. Payloads in memory that only one user's processes reach
+(KV_PAYLOAD_CHECKSUM_XXH3) have an xxh3_64 all the same, in a header that is sealed.
 
 Whatever the bytes, decoding raises nothing but FrameError and allocates no more than the limits
 given.

@@ -201,10 +201,10 @@ def _fill(
         return staged
     if staged.can_gather and (pieces := codec.views(block_ids, piece)):
         staged = replace(staged, pieces=pieces)
-    elif not terms.key:
+    elif not terms.payload_key:
         chunk.checksum = codec.pack_checked(block_ids, piece, staged.buffer, seed)
         return staged
     else:
         codec.pack(block_ids, piece, staged.buffer)
-    chunk.checksum = chunk_checksum(chunk, staged.payload, terms.key)
+    chunk.checksum = chunk_checksum(chunk, staged.payload, terms.payload_key)
     return staged

@@ -39,13 +39,20 @@ def agreed_version(min_version: int, max_version: int) -> int | None:
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What both have agreed on. `codec` is this end's; it belongs to the connection. key: of its
-    digests; empty if the workers have no secret. device: where payloads are in a device's memory;
-    their checksums know no key."""
+    digests; empty if the workers have no secret. device: where payloads are in a device's memory.
+    checksum: of payloads."""
 
     version: int
     codec: ChunkCodec
     key: bytes = b""
     device: DeviceCodec | None = None
+    checksum: kv_pb2.KvPayloadChecksum.ValueType = kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED
+
+    @property
+    def payload_key(self) -> bytes:
+        """Of payloads' digests; empty where they are plain checksums, with a secret or without."""
+        is_keyed = self.checksum == kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED
+        return self.key if is_keyed else b""
 
     @property
     def on_device(self) -> DeviceCodec:
@@ -64,7 +71,7 @@ def receiver_terms(
     rule: NumericsRule = ANY_NUMERICS,
 ) -> Terms | kv_pb2.KvRefuse:
     """The receiver's terms, or what forbids any. wire_dtype: what it wants, one of WIRE_DTYPES.
-    checksum: of payloads, as the transport has it. rule: which senders it takes KV of."""
+    checksum: of payloads, the best that the transport has. rule: which senders it takes KV of."""
     version = agreed_version(hello.min_version, hello.max_version)
     if version is None:
         return kv_pb2.KvRefuse(
@@ -79,7 +86,10 @@ def receiver_terms(
         return kv_pb2.KvRefuse(field=field, expected=expected, actual=actual)
     dtype = agreed_dtype(theirs.dtype, ours.dtype, wire_dtype)
     codec = ChunkCodec(pool, wire_format(dtype, theirs))
-    return Terms(version, codec, device=_device_codec(codec, pool, checksum))
+    is_new = checksum == kv_pb2.KV_PAYLOAD_CHECKSUM_XXH3
+    if is_new and checksum not in hello.payload_checksums:
+        checksum = kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED
+    return Terms(version, codec, device=_device_codec(codec, pool, checksum), checksum=checksum)
 
 
 def sender_terms(
@@ -109,7 +119,7 @@ def sender_terms(
         raise PeerMismatch.of(peer.worker_id, "max_chunk_bytes", least, offered)
     codec = ChunkCodec(pool, wire)
     device = _device_codec(codec, pool, accept.payload_checksum)
-    return Terms(accept.version, codec, device=device)
+    return Terms(accept.version, codec, device=device, checksum=accept.payload_checksum)
 
 
 def _device_codec(
@@ -161,6 +171,7 @@ class SenderHandshake:
             layout=layout_to_proto(config.layout),
             nonce=new_nonce() if config.secret else b"",
             numerics=numerics_to_proto(config.rule.numerics),
+            payload_checksums=[kv_pb2.KV_PAYLOAD_CHECKSUM_XXH3],
         )
 
     def say_hello(self) -> None:
@@ -269,7 +280,7 @@ class ReceiverHandshake:
             num_credits=config.num_credits,
             max_chunk_bytes=config.max_chunk_bytes,
             wire_dtype=terms.codec.wire.dtype,
-            payload_checksum=self._checksum,
+            payload_checksum=terms.checksum,
             numerics=numerics_to_proto(config.rule.numerics),
         )
         if secret:

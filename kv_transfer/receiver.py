@@ -87,7 +87,8 @@ class Receiver:
         report_aborts only, in the same thread.
 
         seal: has all that follows carry digests, both ways; see Connection.seal. wake: called in
-        any thread; has `report_aborts` called soon. checksum: of payloads, as the transport has it.
+        any thread; has `report_aborts` called soon. checksum: of payloads, the best that the
+        transport has.
         """
         handshake = ReceiverHandshake(self.config, reply, seal, checksum)
         return ReceiverSession(self, next(self._connections), reply, handshake, wake)
@@ -328,7 +329,7 @@ def header_fault(chunk: kv_pb2.KvChunk, num_bytes: int, terms: Terms) -> str:
 
 def payload_fault(chunk: kv_pb2.KvChunk, payload: tuple[memoryview, ...], terms: Terms) -> str:
     """What is wrong with the payload, in these pieces, of a chunk whose header is sound."""
-    is_sound = chunk_checksum(chunk, payload, terms.key) == chunk.checksum
+    is_sound = chunk_checksum(chunk, payload, terms.payload_key) == chunk.checksum
     return "" if is_sound else _wrong_checksum(chunk)
 
 
@@ -343,7 +344,7 @@ def store(chunk: kv_pb2.KvChunk, payload: Payload, block_ids: tuple[int, ...], t
         device = terms.on_device
         is_sound = device.unpack(block_ids, piece, payload, seed, chunk.checksum)
         return "" if is_sound else _wrong_checksum(chunk)
-    if not terms.key:
+    if not terms.payload_key:
         is_sound = codec.unpack_checked(block_ids, piece, payload, seed, chunk.checksum)
         return "" if is_sound else _wrong_checksum(chunk)
     fault = payload_fault(chunk, (payload,), terms)

@@ -25,11 +25,12 @@ from kv_transfer.transport.base import Listener, TransportConfig, transport_name
 from kv_transfer.transport.loopback import LoopbackHub
 from kv_transfer.wire_format import most_token_layer_bytes
 
-#: Large enough that a chunk's fixed cost is little, all together small enough to stay in a CPU's
-#: last cache.
-DEFAULT_NUM_CREDITS = 4
-DEFAULT_MAX_CHUNK_BYTES = 2 << 20
+#: One is filled while another is read, and the third bridges a wake-up; large enough that a chunk's
+#: fixed cost is little, all together small enough to stay in a CPU's last cache.
+DEFAULT_NUM_CREDITS = 3
+DEFAULT_MAX_CHUNK_BYTES = 4 << 20
 #: For KV on a device, where each chunk costs launches and a wait, and no cache is to be spared.
+DEVICE_NUM_CREDITS = 4
 DEVICE_MAX_CHUNK_BYTES = 16 << 20
 
 
@@ -66,7 +67,7 @@ def open_receiver(
     tcp_port: int = 0,
     tcp_advertise_address: str = "",
     hub: LoopbackHub | None = None,
-    num_credits: int = DEFAULT_NUM_CREDITS,
+    num_credits: int | None = None,
     max_chunk_bytes: int | None = None,
     wire_dtype: str = "auto",
     secret: bytes = b"",
@@ -82,8 +83,9 @@ def open_receiver(
 
     lease_s, offer_s: see TicketTable. secret: of the tickets' digests; drawn anew if none is given.
     Each connection has num_credits * max_chunk_bytes of shared memory, or max_chunk_bytes of
-    buffer. wire_dtype, kv_secret, rule: see Receiver. Raises ConfigError for an unknown transport,
-    or one that cannot be bound.
+    buffer; if not given, they are what suits memory of the host, or of a device. wire_dtype,
+    kv_secret, rule: see Receiver. Raises ConfigError for an unknown transport, or one that cannot
+    be bound.
     """
     config = TransportConfig(
         worker_id=identity.worker_id,
@@ -95,6 +97,9 @@ def open_receiver(
         memory=device_memory_of(pool),
         hub=hub,
     )
+    is_host = config.memory is None
+    default_credits = DEFAULT_NUM_CREDITS if is_host else DEVICE_NUM_CREDITS
+    default_chunk_bytes = DEFAULT_MAX_CHUNK_BYTES if is_host else DEVICE_MAX_CHUNK_BYTES
     listeners: list[Listener] = []
     with contextlib.ExitStack() as undo:
         for transport in transports:
@@ -117,8 +122,8 @@ def open_receiver(
             pool.layout,
             pool,
             tickets,
-            num_credits,
-            max(max_chunk_bytes or _chunk_bytes(pool), most_token_layer_bytes(pool.layout)),
+            default_credits if num_credits is None else num_credits,
+            max(max_chunk_bytes or default_chunk_bytes, most_token_layer_bytes(pool.layout)),
             wire_dtype,
             kv_secret,
             rule,
@@ -127,11 +132,6 @@ def open_receiver(
             listener.serve(receiver)
         undo.pop_all()
     return RunningReceiver(tickets, receiver, tuple(listeners))
-
-
-def _chunk_bytes(pool: KvPool) -> int:
-    """Most bytes of a chunk, where none are given."""
-    return DEFAULT_MAX_CHUNK_BYTES if device_memory_of(pool) is None else DEVICE_MAX_CHUNK_BYTES
 
 
 def _listen(transport: KvTransport, config: TransportConfig) -> Listener:

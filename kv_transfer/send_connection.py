@@ -125,9 +125,9 @@ class SendConnection:
             return False
         try:
             session = self._session or self._connect()
-            is_busy = self._take_replies(session)
+            came = self._take_replies(session)
             self._present(session)
-            is_busy |= self._send_ready(session)
+            num_sent, has_more = self._send_ready(session)
             session.connection.flush()
             self._renew(session)
             self._check_deadlines(session)
@@ -138,7 +138,9 @@ class SendConnection:
         except HandoffFailed as error:
             self._end_all(error)
         else:
-            return is_busy
+            # Replies that no file descriptor announces have come by now.
+            is_inline = session.connection.fileno() < 0
+            return has_more or (is_inline and (came or num_sent > 0))
         return False
 
     def close(self, error: BatonError) -> None:
@@ -206,12 +208,12 @@ class SendConnection:
         token_layer_bytes = self._config.layout.token_layer_bytes
         return task.piece.num_bytes(token_layer_bytes) <= _SMALL_BYTES
 
-    def _send_ready(self, session: SenderSession) -> bool:
-        """Whether anything was sent. Tasks go in their order; a chunk without room holds up those
-        behind it."""
+    def _send_ready(self, session: SenderSession) -> tuple[int, bool]:
+        """How many frames were sent, and whether more could be. Tasks go in their order; a chunk
+        without room holds up those behind it."""
         terms, num_sent = session.terms, 0
         if terms is None:
-            return False
+            return 0, False
         while self._sending or self._tasks:
             if self._sending is None:
                 self._start(session, terms, *self._tasks.popleft())
@@ -219,10 +221,12 @@ class SendConnection:
                 self._sending = None
             # A round ends before a chunk only: a commit that a chunk has announced is in the same
             # write.
-            elif num_sent >= _ROUND_FRAMES or not self._send_chunk(session, terms, self._sending):
+            elif num_sent >= _ROUND_FRAMES:
+                return num_sent, True
+            elif not self._send_chunk(session, terms, self._sending):
                 break
             num_sent += 1
-        return num_sent > 0
+        return num_sent, False
 
     def _start(
         self,

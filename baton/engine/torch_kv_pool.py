@@ -58,7 +58,9 @@ class TorchKvPool(PackedPool):
         self._slabs: list[Slab] = [v.numpy() if self._is_host else v for v in self._views]
         # All bytes of a pool in host memory.
         self._bytes = self._blocks.view(-1).numpy().data if self._is_host else None
-        self._checked_copy = checked_copy_of(self._blocks) if self._is_host else None
+        self._checked_copy = (
+            checked_copy_of(self._blocks, row_bytes, layout.block_size) if self._is_host else None
+        )
         shared = None if self._is_host else cuda_memory(device)
         self._device_copy = (
             DeviceCopy(layout, self._blocks, self._order, shared) if shared else None
@@ -129,7 +131,7 @@ class TorchKvPool(PackedPool):
 
     @property
     def checked_copy(self) -> CheckedCopy | None:
-        """Copies whole blocks and hashes them in one pass; None where there is no such kernel."""
+        """Copies rows and hashes them in one pass; None where there is no such kernel."""
         return self._checked_copy
 
 

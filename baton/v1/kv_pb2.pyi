@@ -74,6 +74,10 @@ class _KvPayloadChecksumEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_KvPa
     """The word sum of kernels/baton_kernels/word_sum.py, with place_checksum as its seed, with and without a KV secret: for payloads
     that no host touches.
     """
+    KV_PAYLOAD_CHECKSUM_XXH3: _KvPayloadChecksum.ValueType  # 2
+    """xxh3_64 with place_checksum as its seed, with and without a KV secret: for payloads in memory that only processes of the receiver's
+    user reach (SHM). Between workers with a KV secret the seal of the chunk's header covers it.
+    """
 
 class KvPayloadChecksum(_KvPayloadChecksum, metaclass=_KvPayloadChecksumEnumTypeWrapper):
     """What the checksums of chunks' payloads are, on one connection."""
@@ -83,6 +87,10 @@ KV_PAYLOAD_CHECKSUM_UNSPECIFIED: KvPayloadChecksum.ValueType  # 0
 KV_PAYLOAD_CHECKSUM_WORD_SUM: KvPayloadChecksum.ValueType  # 1
 """The word sum of kernels/baton_kernels/word_sum.py, with place_checksum as its seed, with and without a KV secret: for payloads
 that no host touches.
+"""
+KV_PAYLOAD_CHECKSUM_XXH3: KvPayloadChecksum.ValueType  # 2
+"""xxh3_64 with place_checksum as its seed, with and without a KV secret: for payloads in memory that only processes of the receiver's
+user reach (SHM). Between workers with a KV secret the seal of the chunk's header covers it.
 """
 
 @typing.final
@@ -238,6 +246,7 @@ class KvHello(message.Message):
     LAYOUT_FIELD_NUMBER: builtins.int
     NONCE_FIELD_NUMBER: builtins.int
     NUMERICS_FIELD_NUMBER: builtins.int
+    PAYLOAD_CHECKSUMS_FIELD_NUMBER: builtins.int
     min_version: builtins.int
     """Lowest version of the channel's protocol the sender speaks."""
     max_version: builtins.int
@@ -256,6 +265,10 @@ class KvHello(message.Message):
     def numerics(self) -> numerics_pb2.NumericsClass:
         """How the sender rounds. A receiver with --numerics=strict refuses another class than its own."""
 
+    @builtins.property
+    def payload_checksums(self) -> containers.RepeatedScalarFieldContainer[KvPayloadChecksum.ValueType]:
+        """Kinds of payload checksums besides those of release 0.1.0 that the sender takes. The receiver chooses, by how payloads travel."""
+
     def __init__(
         self,
         *,
@@ -266,10 +279,11 @@ class KvHello(message.Message):
         layout: KvLayout | None = ...,
         nonce: builtins.bytes = ...,
         numerics: numerics_pb2.NumericsClass | None = ...,
+        payload_checksums: abc.Iterable[KvPayloadChecksum.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout", "numerics", b"numerics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["generation", b"generation", "layout", b"layout", "max_version", b"max_version", "min_version", b"min_version", "nonce", b"nonce", "numerics", b"numerics", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["generation", b"generation", "layout", b"layout", "max_version", b"max_version", "min_version", b"min_version", "nonce", b"nonce", "numerics", b"numerics", "payload_checksums", b"payload_checksums", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,7 +59,7 @@ class CudaIpcConnection(UnixConnection):
     """Packs straight into the receiver's slots. The file descriptor that came is held as long as
     they are mapped."""
 
-    payload_checksum = kv_pb2.KV_PAYLOAD_CHECKSUM_WORD_SUM
+    payload_checksums = frozenset({kv_pb2.KV_PAYLOAD_CHECKSUM_WORD_SUM})
 
     def __init__(self, sock: socket.socket, send_timeout_s: float, memory: DeviceMemory) -> None:
         super().__init__(sock, send_timeout_s)

@@ -63,6 +63,10 @@ def _stride(slot_bytes: int) -> int:
 class ShmConnection(UnixConnection):
     """Packs straight into the receiver's slots."""
 
+    payload_checksums = frozenset(
+        {kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED, kv_pb2.KV_PAYLOAD_CHECKSUM_XXH3}
+    )
+
     def __init__(self, sock: socket.socket, send_timeout_s: float) -> None:
         super().__init__(sock, send_timeout_s)
         self._segment: _Segment | None = None
@@ -99,6 +103,8 @@ class ShmConnection(UnixConnection):
 
 class ShmServerStream(UnixServerStream):
     """Owns the segment of one connection."""
+
+    payload_checksum = kv_pb2.KV_PAYLOAD_CHECKSUM_XXH3
 
     def __init__(self, sock: socket.socket, receiver: Receiver) -> None:
         super().__init__(sock, receiver)

@@ -38,8 +38,8 @@ def send_all(sock: socket.socket, *pieces: bytes | memoryview) -> None:
 class StreamConnection(ABC):
     """See Connection. Owns `sock`, which is in blocking mode."""
 
-    #: What the receiver must say that payloads' checksums are: it follows from where payloads are.
-    payload_checksum: kv_pb2.KvPayloadChecksum.ValueType = kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED
+    #: What the receiver may say that payloads' checksums are: it follows from where payloads are.
+    payload_checksums = frozenset({kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED})
 
     def __init__(self, sock: socket.socket, send_timeout_s: float) -> None:
         set_socket_timeout(sock, socket.SO_SNDTIMEO, send_timeout_s)
@@ -105,7 +105,7 @@ class StreamConnection(ABC):
             self._frames.extend(self._buffer.feed(data))
         frame = self._frames.popleft()
         if isinstance(frame, kv_pb2.KvAccept):
-            if frame.payload_checksum != self.payload_checksum:
+            if frame.payload_checksum not in self.payload_checksums:
                 raise FrameError(f"payload checksums of kind {frame.payload_checksum} on this way")
             self.open_staging(frame)
         elif isinstance(frame, kv_pb2.KvCredit):

@@ -8,6 +8,7 @@ from bench.kv_transfer import (
     ChecksumCost,
     Cost,
     channels,
+    presented_table,
     ratios,
     summary_of,
     table,
@@ -57,3 +58,10 @@ def test_a_table_has_a_row_for_each_way_and_a_cell_for_each_size():
     rows = table(["1KiB", "1MiB"], {"way": [summary, summary]}).splitlines()
     assert rows[0].count("|") == rows[1].count("|") == rows[2].count("|") == 4
     assert "1.05, 1.05 (1000)" in rows[2]
+
+
+def test_a_presentation_is_timed_in_microseconds():
+    summary = summary_of([Cost(1e-3, 1e-3, 2e-4)] * 3)
+    found = {"shm scattered": [summary], "tcp scattered": [summary], "memcpy": [summary]}
+    rows = presented_table(["64KiB"], found).splitlines()
+    assert rows[2:] == ["| shm scattered | 200 |", "| tcp scattered | 200 |"]

@@ -24,7 +24,9 @@ from kv_transfer.frame import encode
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.running_receiver import (
     DEFAULT_MAX_CHUNK_BYTES,
+    DEFAULT_NUM_CREDITS,
     DEVICE_MAX_CHUNK_BYTES,
+    DEVICE_NUM_CREDITS,
     open_receiver,
 )
 from kv_transfer.ticket import TicketAborted, TicketCommitted
@@ -279,15 +281,16 @@ def test_a_worker_without_a_device_is_refused_by_the_options_name(make_rig):
         connect(rig.running.endpoints, PATIENCE_S)
 
 
-def test_chunks_of_a_device_are_larger():
+def test_staging_on_a_device_is_larger():
     for pool, wanted in (
-        (DeviceArrayPool(INTS, 2), DEVICE_MAX_CHUNK_BYTES),
-        (ArrayKvPool(INTS, 2), DEFAULT_MAX_CHUNK_BYTES),
+        (DeviceArrayPool(INTS, 2), (DEVICE_NUM_CREDITS, DEVICE_MAX_CHUNK_BYTES)),
+        (ArrayKvPool(INTS, 2), (DEFAULT_NUM_CREDITS, DEFAULT_MAX_CHUNK_BYTES)),
     ):
         running = open_receiver(
             WorkerIdentity("d0", 7), pool, print, time.monotonic, transports=("tcp",)
         )
-        assert running.receiver.max_chunk_bytes == wanted
+        receiver = running.receiver
+        assert (receiver.num_credits, receiver.max_chunk_bytes) == wanted
         running.close()
 
 

@@ -211,6 +211,58 @@ def _forge_all_without_a_key() -> Alter:
     return alter
 
 
+# Payloads in memory that only one user's processes reach.
+
+
+@pytest.mark.parametrize(("transport", "is_keyed"), [("shm", False), ("tcp", True)])
+def test_only_payloads_on_a_network_are_digested_under_the_key(
+    make_rig: Any, transport: str, is_keyed: bool
+) -> None:
+    plain = []
+
+    def look(frame: Frame, payload: memoryview) -> None:
+        if isinstance(frame, kv_pb2.KvChunk):
+            plain.append(frame.checksum == chunk_checksum(frame, (payload,)))
+
+    rig = make_rig(transport, source_secret=SECRET, target_secret=SECRET, tap=tapped(look))
+    done, _ = hand_over(rig)
+    assert done.error is None
+    assert is_whole(rig)
+    assert plain
+    assert set(plain) == {not is_keyed}
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_payload_that_is_changed_behind_its_header_is_never_committed(
+    make_rig: Any, transport: str
+) -> None:
+    def change(frame: Frame, payload: memoryview) -> None:
+        if isinstance(frame, kv_pb2.KvChunk):
+            payload[-1] ^= 1
+
+    rig = make_rig(transport, source_secret=SECRET, target_secret=SECRET, tap=tapped(change))
+    done, _ = hand_over(rig)
+    assert done.error is not None
+    assert isinstance(rig.event(), TicketAborted)
+
+
+@pytest.mark.parametrize(("known", "best", "agreed"), [(2, 2, 2), (0, 2, 0), (2, 0, 0), (2, 1, 1)])
+def test_a_kind_of_checksum_is_chosen_if_the_sender_knows_it_and_the_way_has_it(
+    known: int, best: int, agreed: int
+) -> None:
+    """0, 1: kinds of release 0.1.0, whose senders name none."""
+    door = Door()
+    session = door.receiver.session(
+        door.replies.append, checksum=kv_pb2.KvPayloadChecksum.ValueType(best)
+    )
+    hello = hello_of(new_nonce())
+    hello.payload_checksums.extend([kv_pb2.KvPayloadChecksum.ValueType(known)] if known else [])
+    session.on_frame(hello, NOTHING)
+    (accept,) = door.replies
+    assert isinstance(accept, kv_pb2.KvAccept)
+    assert accept.payload_checksum == agreed
+
+
 # Somebody who connects.
 
 LAYOUT = KvLayout("m", 2, 1, 2, "int64", 4)

@@ -297,7 +297,7 @@ def ticket_for(address: str) -> bytes:
     return ticket.SerializeToString()
 
 
-def accept(peer: Peer, version: int) -> Any:
+def accept(peer: Peer, version: int, **others: Any) -> Any:
     """Take the sender's greeting; what it was."""
     hello = peer.expect("KvHello")
     peer.send(
@@ -308,6 +308,7 @@ def accept(peer: Peer, version: int) -> Any:
             num_credits=4,
             max_chunk_bytes=4096,
             wire_dtype="float32",
+            **others,
         )
     )
     return hello
@@ -358,3 +359,14 @@ def test_a_receiver_that_takes_no_version_of_ours_is_named(serve_once, sender):
     error = dones.get(timeout=PATIENCE_S).error
     assert isinstance(error, PeerMismatch)
     assert error.metadata["field"] == "protocol_version"
+
+
+def test_plain_checksums_are_for_shared_memory_only(serve_once, sender):
+    """Else who is on the wire could ask for them."""
+    kind = kv_pb2.KV_PAYLOAD_CHECKSUM_XXH3
+    address, _ = serve_once(lambda peer: accept(peer, version=1, payload_checksum=kind))
+    sending, _, dones = sender
+    sending.begin("k", ticket_for(address))
+    error = dones.get(timeout=PATIENCE_S).error
+    assert isinstance(error, FrameError)
+    assert "checksums" in error.message

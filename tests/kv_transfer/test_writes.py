@@ -86,7 +86,8 @@ def test_the_commit_rides_with_the_last_chunk(make_rig, monkeypatch):
     assert rig.done().error is None
     names = [name for name, _ in sent]
     assert names.count("KvChunk") > 1
-    assert [name for name, more in sent if more] == ["KvBegin", "KvChunk"]
+    # Whether KvBegin waits for the first chunk depends on how soon the receiver accepts.
+    assert [name for name, more in sent if more and name != "KvBegin"] == ["KvChunk"]
     at = sent.index(("KvChunk", True))
     assert sent[at + 1] == ("KvCommit", False)
     assert rig.event().firsts == (Sample(7),)

@@ -53,6 +53,17 @@ struct RopeKvWrite {
     long tokens, heads, kv_heads, dim, block_size;
 };
 
+// Tokens of blocks one after the other, of some layers. As baton_kernels.cpu.checked_copy describes it to ctypes.
+struct KvRange {
+    char* pool;               // the first of the layers in block 0
+    const long* block_ids;    // of the block with the first token, and those behind it
+    long block_bytes;         // from one block to the next
+    long num_heads, head_bytes;  // heads of all the layers' keys and values; from one's rows in a block to the next's
+    long row_bytes, block_size;
+    long first_token;         // within the first block
+    long num_tokens;
+};
+
 // As baton_kernels.cpu.experts describes it to ctypes.
 struct Route {
     const float* logits;   // [tokens][experts]
@@ -135,10 +146,7 @@ void baton_checked_argmax(const float* logits, long rows, long vocab, int64_t* c
                           int threads);
 // words [count]; key: that of the first of them.
 void baton_word_sum(const uint64_t* words, long count, uint64_t key, uint64_t* sum);
-// Between blocks of a pool and a payload. pool: the first piece's place in block 0; block_bytes: from one block to the next;
-// ids [count] of blocks.
-void baton_checked_gather(const char* pool, long block_bytes, long piece_bytes, const long* ids, long count,
-                          char* packed, uint64_t seed, uint64_t* checksum);
-void baton_checked_scatter(char* pool, long block_bytes, long piece_bytes, const long* ids, long count,
-                           const char* packed, uint64_t seed, uint64_t* checksum);
+// Between blocks of a pool and a payload of num_bytes, more than 240; its xxh3_64 with that seed.
+void baton_checked_gather(const KvRange* range, char* packed, long num_bytes, uint64_t seed, uint64_t* checksum);
+void baton_checked_scatter(const KvRange* range, char* packed, long num_bytes, uint64_t seed, uint64_t* checksum);
 }

@@ -1,7 +1,9 @@
 // Blocks of a pool to and from one contiguous payload, and the payload's xxh3_64 (the published algorithm, for inputs of
 // more than 240 bytes) on the way: each byte is read once.
 //
-// Pieces are multiples of 64 bytes, the stripes of the hash; all of a payload have one size.
+// A whole block is one piece; of others, the rows of each head are. Pieces are multiples of 64 bytes, the stripes of
+// the hash.
+#include "calls.h"
 #include "words.h"
 
 namespace {
@@ -110,31 +112,56 @@ struct Hash {
     }
 };
 
-template <class Target, class SourceAt, class TargetAt>
-uint64_t copy_all(long count, long piece_bytes, uint64_t seed, SourceAt source, TargetAt target) {
-    Hash hash(seed);
-    const long num_stripes = piece_bytes / stripe_bytes, last = piece_bytes - stripe_bytes;
-    for (long i = 0; i + 1 < count; i++) hash.copy<Target>(source(i), target(i), num_stripes);
-    hash.copy<Target>(source(count - 1), target(count - 1), num_stripes - 1);
-    return hash.finish<Target>(source(count - 1) + last, target(count - 1) + last);
+// Pieces of a payload, of which the last one finishes the hash.
+template <class Target>
+struct Pass {
+    Hash hash;
+    long left;  // bytes of the payload that are still to come
+    uint64_t checksum = 0;
+
+    Pass(uint64_t seed, long payload_bytes) : hash(seed), left(payload_bytes) {}
+
+    void copy(const char* source, char* target, long num_bytes) {
+        left -= num_bytes;
+        const long last = num_bytes - stripe_bytes;
+        hash.copy<Target>(source, target, (left ? num_bytes : last) / stripe_bytes);
+        if (!left) checksum = hash.finish<Target>(source + last, target + last);
+    }
+};
+
+// Give the pieces of a range to copy(in the pool, in the payload, bytes), in the payload's order.
+template <class Copy>
+void for_pieces(const KvRange& range, char* packed, Copy copy) {
+    const auto give = [&](char* in_pool, long num_bytes) {
+        copy(in_pool, packed, num_bytes);
+        packed += num_bytes;
+    };
+    long token = range.first_token, left = range.num_tokens;
+    for (const long* id = range.block_ids; left; id++, token = 0) {
+        char* block = range.pool + *id * range.block_bytes;
+        const long count = left < range.block_size - token ? left : range.block_size - token;
+        if (count == range.block_size) {
+            give(block, range.num_heads * range.head_bytes);
+        } else {
+            for (long head = 0; head < range.num_heads; head++)
+                give(block + head * range.head_bytes + token * range.row_bytes, count * range.row_bytes);
+        }
+        left -= count;
+    }
 }
 
 }  // namespace
 
-// pool: the first piece's place in block 0; block_bytes: from one block to the next; ids [count] of blocks.
-
-extern "C" void baton_checked_gather(const char* pool, long block_bytes, long piece_bytes,
-                                     const long* ids, long count, char* packed, uint64_t seed,
+extern "C" void baton_checked_gather(const KvRange* range, char* packed, long num_bytes, uint64_t seed,
                                      uint64_t* checksum) {
-    const auto in_pool = [=](long i) { return pool + ids[i] * block_bytes; };
-    const auto in_packed = [=](long i) { return packed + i * piece_bytes; };
-    *checksum = copy_all<Cached>(count, piece_bytes, seed, in_pool, in_packed);
+    Pass<Cached> pass(seed, num_bytes);
+    for_pieces(*range, packed, [&](char* in_pool, char* in_payload, long n) { pass.copy(in_pool, in_payload, n); });
+    *checksum = pass.checksum;
 }
 
-extern "C" void baton_checked_scatter(char* pool, long block_bytes, long piece_bytes,
-                                      const long* ids, long count, const char* packed,
-                                      uint64_t seed, uint64_t* checksum) {
-    const auto in_pool = [=](long i) { return pool + ids[i] * block_bytes; };
-    const auto in_packed = [=](long i) { return packed + i * piece_bytes; };
-    *checksum = copy_all<Streamed>(count, piece_bytes, seed, in_packed, in_pool);
+extern "C" void baton_checked_scatter(const KvRange* range, char* packed, long num_bytes, uint64_t seed,
+                                      uint64_t* checksum) {
+    Pass<Streamed> pass(seed, num_bytes);
+    for_pieces(*range, packed, [&](char* in_pool, char* in_payload, long n) { pass.copy(in_payload, in_pool, n); });
+    *checksum = pass.checksum;
 }

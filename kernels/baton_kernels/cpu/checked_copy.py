@@ -1,4 +1,4 @@
-"""Whole blocks to and from a contiguous payload, and the payload's xxh3_64 in the same pass over
+"""Blocks' rows to and from a contiguous payload, and the payload's xxh3_64 in the same pass over
 its bytes.
 
 Twin: copy, then xxhash.xxh3_64_intdigest(payload, seed). One pass reads each byte once, and on the
@@ -21,81 +21,118 @@ _STRIPE_BYTES = 64
 #: Shorter payloads are hashed in another way.
 _MIN_BYTES = 241
 
+_POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
 
-def checked_copy_of(pool: torch.Tensor) -> CheckedCopy | None:
-    """Of a pool [blocks, layers, ...] in host memory; None without the native library, or for
+
+class KvRangeCall(ctypes.Structure):
+    """`KvRange` of calls.h."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("pool", "block_ids")),
+        *((name, _LONG) for name in ("block_bytes", "num_heads", "head_bytes")),
+        *((name, _LONG) for name in ("row_bytes", "block_size", "first_token", "num_tokens")),
+    )
+
+
+def checked_copy_of(pool: torch.Tensor, row_bytes: int, block_size: int) -> CheckedCopy | None:
+    """Of a pool [blocks, layers, 2, kv_heads, head_bytes] uint8 in host memory, where the last are
+    block_size rows and whatever belongs to all of them; None without the native library, or for
     blocks that it cannot copy."""
     native = library()
     layer_bytes = pool[0, 0].nbytes
     if native is None or layer_bytes % _STRIPE_BYTES or pool.data_ptr() % _STRIPE_BYTES:
         return None
-    return CheckedCopy(native, pool)
+    return CheckedCopy(native, pool, row_bytes, block_size)
 
 
 class CheckedCopy:
     """Ranges are the caller's to check. Thread-safe for distinct blocks; no call holds the GIL
     while it copies."""
 
-    def __init__(self, native: ctypes.CDLL, pool: torch.Tensor) -> None:
+    def __init__(
+        self, native: ctypes.CDLL, pool: torch.Tensor, row_bytes: int, block_size: int
+    ) -> None:
+        """See checked_copy_of."""
         self._native = native
         self._pool = pool
         self._address = pool.data_ptr()
         self._block_bytes = pool[0].nbytes
         self._layer_bytes = pool[0, 0].nbytes
+        self._layer_heads = pool[0, 0, ..., 0].numel()
+        self._head_bytes = pool.shape[-1]
+        self._row_bytes = row_bytes
+        self._block_size = block_size
+        has_rows_only = self._head_bytes == block_size * row_bytes
+        #: Whether a part of a block's rows can be copied, too.
+        self.copies_rows = has_rows_only and not row_bytes % _STRIPE_BYTES
 
-    def fits(self, num_blocks: int, num_layers: int) -> bool:
+    def fits(self, num_bytes: int) -> bool:
         """Whether a payload of so much can be copied here."""
-        return num_blocks * num_layers * self._layer_bytes >= _MIN_BYTES
+        return num_bytes >= _MIN_BYTES
 
     def gather(
         self,
         block_ids: Sequence[int],
-        first_layer: int,
-        num_layers: int,
+        tokens: tuple[int, int],
+        layers: tuple[int, int],
         packed: memoryview,
         seed: int,
     ) -> int:
-        """Fill `packed` with these blocks' layers, one block after the other; its xxh3_64."""
+        """Fill `packed` with the rows of a range, one block after the other, each [layers, 2,
+        kv_heads, tokens]; its xxh3_64.
+
+        tokens: the first, counted from the first block's beginning, and how many; whole blocks
+        unless `copies_rows`. layers: the first, and how many.
+        """
         return self._call(
-            self._native.baton_checked_gather, block_ids, first_layer, num_layers, packed, seed
+            self._native.baton_checked_gather, block_ids, tokens, layers, packed, seed
         )
 
     def scatter(
         self,
         block_ids: Sequence[int],
-        first_layer: int,
-        num_layers: int,
+        tokens: tuple[int, int],
+        layers: tuple[int, int],
         packed: memoryview,
         seed: int,
     ) -> int:
         """The inverse; the xxh3_64 of the very bytes that were written."""
         return self._call(
-            self._native.baton_checked_scatter, block_ids, first_layer, num_layers, packed, seed
+            self._native.baton_checked_scatter, block_ids, tokens, layers, packed, seed
         )
 
     def _call(
         self,
         function: Callable[..., None],
         block_ids: Sequence[int],
-        first_layer: int,
-        num_layers: int,
+        tokens: tuple[int, int],
+        layers: tuple[int, int],
         packed: memoryview,
         seed: int,
     ) -> int:
-        count = len(block_ids)
-        piece_bytes = num_layers * self._layer_bytes
-        if packed.nbytes != count * piece_bytes:
-            raise ValueError(f"{packed.nbytes} bytes for {count} pieces of {piece_bytes}")
-        ids = (ctypes.c_long * count)(*block_ids)
-        data = np.frombuffer(packed, np.uint8)
+        (first_token, num_tokens), (first_layer, num_layers) = tokens, layers
+        num_bytes = num_layers * self._layer_bytes * num_tokens // self._block_size
+        if packed.nbytes != num_bytes:
+            raise ValueError(
+                f"{packed.nbytes} bytes for {num_tokens} tokens of {num_layers} layers"
+            )
+        ids = (_LONG * len(block_ids))(*block_ids)
+        call = KvRangeCall(
+            self._address + first_layer * self._layer_bytes,
+            ctypes.addressof(ids),
+            self._block_bytes,
+            num_layers * self._layer_heads,
+            self._head_bytes,
+            self._row_bytes,
+            self._block_size,
+            first_token,
+            num_tokens,
+        )
         checksum = ctypes.c_uint64()
         function(
-            self._address + first_layer * self._layer_bytes,
-            self._block_bytes,
-            piece_bytes,
-            ids,
-            count,
-            data.ctypes.data,
+            ctypes.byref(call),
+            np.frombuffer(packed, np.uint8).ctypes.data,
+            num_bytes,
             seed,
             ctypes.byref(checksum),
         )

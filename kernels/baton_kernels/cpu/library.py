@@ -72,11 +72,7 @@ _FLAGS = (
 _TIMEOUT_S = 300.0
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-_CHECKED_COPY = (
-    *(_POINTER, _LONG, _LONG),
-    *(_POINTER, _LONG, _POINTER),
-    *(ctypes.c_uint64, _POINTER),
-)
+_CHECKED_COPY = (_POINTER, _POINTER, _LONG, ctypes.c_uint64, _POINTER)
 _FUNCTIONS = {
     "baton_linear": (_POINTER, *(_POINTER,) * 3, _LONG, _INT, _INT, _POINTER, _INT),
     "baton_linear_scratch": (_POINTER, _POINTER),

@@ -2,6 +2,7 @@
 // a row has the same bits alone and in company, with one thread and with two. It needs no Python, so that it also runs where
 // there is none: compiled for another CPU, under an emulator.
 #include "calls.h"
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -665,22 +666,39 @@ void test_checked_copy() {
     for (const Known& k : {Known{256, 1, 0xFCA7F66C1FB5141E}, Known{1088, 1, 0x2FF3A2BFB9FE86F3},
                            Known{64, 5, 0x60B52B502C3D1FA1}, Known{1024, 3, 0x4F71E8F6B43A135E},
                            Known{4160, 7, 0x2717B22A6C63B881}}) {
-        const long blocks = k.count + 2, block_bytes = k.piece + 128;
-        Memory pool(blocks * block_bytes), packed(k.piece * k.count), other(blocks * block_bytes);
-        std::vector<long> ids;
-        for (long i = 0; i < k.count; i++) ids.push_back(blocks - 1 - i);
-        for (long i = 0; i < (long)ids.size() * k.piece; i++)
-            pool.data()[64 + ids[i / k.piece] * block_bytes + i % k.piece] = (char)(i * 131 % 251);
-        uint64_t sent = 0, received = 0;
-        const std::string what = "checked copy of " + std::to_string(k.piece) + " x " + std::to_string(k.count);
-        baton_checked_gather(pool.data() + 64, block_bytes, k.piece, ids.data(), k.count, packed.data(), 99, &sent);
-        check(sent == k.hash, what, "gather gives another checksum");
-        for (long i = 0; i < k.piece * k.count; i++)
-            if ((uint8_t)packed.data()[i] != i * 131 % 251) return fail(what, "gather gives other bytes");
-        baton_checked_scatter(other.data() + 64, block_bytes, k.piece, ids.data(), k.count, packed.data(), 99,
-                              &received);
-        check(received == k.hash, what, "scatter gives another checksum");
-        check(other == pool, what, "scatter gives other bytes");
+        // Blocks of one head and one row, and blocks of two heads of three rows each, of which the first and the
+        // last of the sequence are in the range in part.
+        for (long heads : {1L, 2L}) {
+            const long size = heads == 1 ? 1 : 3, skipped = size / 2;
+            if (k.piece % (64 * heads)) continue;
+            const long row = k.piece / heads, head = size * row, blocks = k.count + 2, block_bytes = heads * head + 128;
+            Memory pool(blocks * block_bytes), packed(k.piece * k.count), other(blocks * block_bytes);
+            std::vector<long> ids;
+            for (long i = 0; i < k.count; i++) ids.push_back(blocks - 1 - i);
+            // As the payload lies: block by block, head by head, token by token.
+            long at = 0;
+            for (long begin = skipped, end; begin < skipped + k.count; begin = end) {
+                const long block = begin / size;
+                end = std::min((block + 1) * size, skipped + k.count);
+                for (long h = 0; h < heads; h++)
+                    for (long t = begin - block * size; t < end - block * size; t++)
+                        for (long i = 0; i < row; i++, at++)
+                            pool.data()[64 + ids[block] * block_bytes + h * head + t * row + i] =
+                                (char)(at * 131 % 251);
+            }
+            uint64_t sent = 0, received = 0;
+            const std::string what = "checked copy of " + std::to_string(k.piece) + " x " + std::to_string(k.count) +
+                                     ", heads " + std::to_string(heads);
+            KvRange range{pool.data() + 64, ids.data(), block_bytes, heads, head, row, size, skipped, k.count};
+            baton_checked_gather(&range, packed.data(), k.piece * k.count, 99, &sent);
+            check(sent == k.hash, what, "gather gives another checksum");
+            for (long i = 0; i < k.piece * k.count; i++)
+                if ((uint8_t)packed.data()[i] != i * 131 % 251) return fail(what, "gather gives other bytes");
+            range.pool = other.data() + 64;
+            baton_checked_scatter(&range, packed.data(), k.piece * k.count, 99, &received);
+            check(received == k.hash, what, "scatter gives another checksum");
+            check(other == pool, what, "scatter gives other bytes");
+        }
     }
 }
 
