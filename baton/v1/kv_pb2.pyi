@@ -528,7 +528,7 @@ class KvChunk(message.Message):
     num_layers: builtins.int
     """Layers of the piece, at least 1."""
     checksum: builtins.int
-    """xxh3_64 of the payload, with place_checksum as its seed, or what KvAccept.payload_checksum names. Between workers with a KV secret: the first 8 bytes of blake3 under
+    """xxh3_64 of the payload, with place_checksum as its seed, or what KvAccept.payload_checksum names. Between workers with a KV secret, where it names nothing: the first 8 bytes of blake3 under
     the connection's key of this message without checksum, and the payload; see kv_transfer/frame.py.
     """
     payload_bytes: builtins.int
