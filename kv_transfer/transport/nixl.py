@@ -69,7 +69,7 @@ class _Area:
     thread."""
 
     def __init__(self, name: str, num_slots: int, slot_bytes: int) -> None:
-        """name: unlike any other agent's that a peer may ever hear of."""
+        """name: unlike any other agent's that a peer may ever know."""
         api = _api()
         self.errors: tuple[type[Exception], ...] = tuple(
             value for key, value in vars(api.nixlBind).items() if key.endswith("Error")
