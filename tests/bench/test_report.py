@@ -86,6 +86,7 @@ def test_lines_of_the_plot_are_medians_over_repetitions_by_rate() -> None:
     assert targets_of(POINTS) == ["split", "colocated"]
 
 
+@pytest.mark.slow
 def test_the_plot_is_a_png(tmp_path: Path) -> None:
     path = tmp_path / "load.png"
     plot(POINTS, SLO, "title", path)

@@ -88,6 +88,7 @@ def cache(request: pytest.FixtureRequest) -> Path:
     return request.config.cache.mkdir("cpu_kernels")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", levels_of_machine())
 def test_natively(level: str, tmp_path: Path, cache: Path) -> None:
     compiler = shutil.which("c++") or shutil.which("g++")

@@ -6,6 +6,8 @@ import asyncio
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
 
+import pytest
+
 from baton.rpc.server import start_server
 
 
@@ -17,6 +19,7 @@ async def health(*arguments: str) -> tuple[int | None, str]:
     return process.returncode, out.decode().strip()
 
 
+@pytest.mark.slow
 async def test_it_follows_the_servers_health_and_that_of_a_service() -> None:
     server = await start_server("127.0.0.1:0", lambda _: ["some.Service"], is_serving=True)
     try:

@@ -95,6 +95,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 async def test_what_cannot_be_followed_is_refused_with_the_reason(
     compiler: GrammarCompiler,
 ) -> None:

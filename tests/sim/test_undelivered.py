@@ -102,6 +102,7 @@ def test_the_pair_is_not_tried_again_for_a_while() -> None:
     in_system(test, hub_of=cut("mute", p0="d0"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["refused", "mute"])
 def test_others_do_it_if_there_are_others(how: str) -> None:
     """One pair of four is cut: in the end nobody but the tier that should do so has computed a

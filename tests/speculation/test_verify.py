@@ -99,6 +99,7 @@ def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_coupled", [True, False])
 def test_emitted_tokens_follow_the_targets_distribution(is_coupled: bool) -> None:
     seeds = list(range(NUM_SEEDS))

@@ -18,9 +18,9 @@ from tests.transformers_backend.conftest import NUM_TOKENS, PROMPT_LENGTHS, Case
 CaseOf = Callable[[str], Case]
 
 GREEDY = Sampling()
-#: One of each kind of attention that has code of its own here; the others take their turn with the
-#: slow ones.
-FEW = ("bloom", "falcon", "gemma2", "gpt2", "gpt_neo", "gpt_oss", "mixtral", "mpt", "opt")
+#: Attention with ALiBi, with a soft cap, with windows by turns and with sinks; the others take
+#: their turn with the slow ones.
+FEW = ("bloom", "gemma2", "gpt_neo", "gpt_oss")
 NAMES = [
     name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES
 ]
