@@ -18,9 +18,14 @@ constexpr int kVectors = kTile / 16;
 constexpr bool kIsWide = kNumRegisters * kPartLanes >= 512;  // 24 vectors of sums fit into registers, and else 6
 constexpr long kMaxRows = 6;        // rows of a register tile
 constexpr long kMaxIntRows = 4;     // the same for integers, whose sums compilers copy at every step
-constexpr long kChunkRows = 96;     // rows that a task takes through a tile, so that they find it in the L2 cache
+constexpr long kMostRows = 264;     // rows that a task takes through a tile, if it widens the tile for them
+constexpr long kChunkRows = 96;     // the same if it does not: so that they stay in the L2 cache
+constexpr long kFewRows = 48;       // fewer are not cut for the sake of more tasks
+constexpr long kTasks = 4;          // that a thread should have, so that none waits long for another
+constexpr long kRowsAhead = 8;      // from a row that is written to one that is fetched
 constexpr long kChunkValues = 256;  // of k that all rows go through before the next
 constexpr long kSmallChunk = 64;    // the same where panels are few, so that it stays in the L1 cache
+constexpr long kStop = 8;           // words of k, after which memory may be fetched
 constexpr long kRowPad = 16;        // words, so that rows do not fall into the same lines of the cache
 
 enum Format { kF32, kBF16, kF16, kI8, kI4 };
@@ -80,7 +85,7 @@ struct Factors<F16> {
     }
 };
 
-// Lines of memory that are fetched meanwhile: `lines` of them every 8 words.
+// Lines of memory that are fetched meanwhile: `lines` of them every kStop words.
 struct Ahead {
     const char* line;
     int lines;
@@ -101,7 +106,7 @@ UNROLLED
     long k = 0;
     while (k < words) {
         for (int i = 0; i < ahead.lines; i++, ahead.line += 64) fetch(ahead.line);
-        const long end = k + 8 < words ? k + 8 : words;
+        const long end = k + kStop < words ? k + kStop : words;
         for (; k < end; k++, w += stride) {
 UNROLLED
             for (int j = 0; j < V; j++) {
@@ -211,43 +216,42 @@ void stream_tile(const Call& c, const char* w, long words, long first, long rows
     }
 }
 
-// A chunk's words become float32, or stay what one instruction multiplies, the vectors of a register tile beside each
-// other: [slices][kValues][V vectors].
-template <class K, int V, long kValues>
-void widen_chunk(const char* w, long words, float* out) {
+// Some words of V vectors of a tile become float32, or stay what one instruction multiplies: [words * steps][V vectors].
+template <class K, int V>
+void widen_slice(const char* w, long words, float* out) {
     for (long k = 0; k < words; k++, w += kWordBytes, out += K::steps * V * 16)
 UNROLLED
-        for (int j = 0; j < kVectors; j++) {
+        for (int j = 0; j < V; j++) {
             i32x16 v[K::steps];
             K::load(w + j * 64, v);
 UNROLLED
-            for (int s = 0; s < K::steps; s++)
-                store_words(out + ((j / V * kValues + s) * V + j % V) * 16, v[s]);
+            for (int s = 0; s < K::steps; s++) store_words(out + (s * V + j) * 16, v[s]);
         }
 }
 
-// stream_tile for many rows: each chunk is widened first.
+// stream_tile for many rows: what a register tile takes of a chunk is widened first, for all of them.
 template <class K, long kValues>
 void widen_tile(const Call& c, const char* w, long words, long first, long rows, float* sums) {
-    constexpr int V = vectors_of(kMaxRows), slices = kVectors / V;
+    constexpr int V = vectors_of(kMaxRows);
     constexpr long chunk = kValues / K::steps;
     using Widened = std::conditional_t<K::steps == 1, K, Factors<F32>>;
-    alignas(64) float widened[slices * kValues * V * 16];
-    const long calls = num_panels(rows, kMaxRows) * slices;
+    alignas(64) float widened[kValues * V * 16];
+    const long calls = num_panels(rows, kMaxRows) * (kVectors / V);
     for (long k = 0; k < words; k += chunk) {
         const long count = words - k < chunk ? words - k : chunk;
         const char* now = w + k * kWordBytes;
-        widen_chunk<K, V, kValues>(now, count, widened);
-        const long blocks = calls * (count * K::steps / 8);
-        Ahead ahead{now + count * kWordBytes, (int)((count * 4 + blocks) / (blocks + 1))};
-        for (int j = 0; j < slices; j++)
+        const long stops = calls * (count * K::steps / kStop);
+        Ahead ahead{now + count * kWordBytes, (int)((count * 4 + stops) / (stops + 1))};
+        for (int j = 0; j < kVectors; j += V) {
+            widen_slice<K, V>(now + j * 64, count, widened);
             for_panels(rows, kMaxRows, [&](long row, auto r) {
                 constexpr int R = decltype(r)::value;
                 const int32_t* x = c.x + (first + row) * c.stride + k * K::steps;
                 if (ahead.line >= now + 2 * count * kWordBytes) ahead.lines = 0;
-                float_panel<Widened, R, V>((const char*)(widened + j * kValues * V * 16), V * 64, x, c.stride,
-                                           count * K::steps, sums + row * kTile + j * V * 16, ahead);
+                float_panel<Widened, R, V>((const char*)widened, V * 64, x, c.stride, count * K::steps,
+                                           sums + row * kTile + j * 16, ahead);
             });
+        }
     }
 }
 
@@ -288,10 +292,19 @@ void int_tile(const Call& c, long tile, long first, long rows, float* sums) {
     }
 }
 
+template <class E>
+void fetch_tile(const E* row) {
+    for (long i = 0; i < kTile; i += 64 / sizeof(E)) fetch(row + i);
+}
+
 template <class T, class Out>
 void finish(const Call& c, long tile, long first, long rows, const float* sums) {
     const long num_out = c.w->num_out;
     for (long r = 0; r < rows; r++) {
+        // Rows lie too far apart for CPUs to see what comes next.
+        const long ahead = (first + r + kRowsAhead) * num_out + tile * kTile;
+        if (r + kRowsAhead < rows) fetch_tile((typename Out::element*)c.out + ahead);
+        if (r + kRowsAhead < rows && c.residual) fetch_tile((const typename T::element*)c.residual + ahead);
         const f32x16 scale = splat(c.x_scales ? c.x_scales[first + r] : 1.0f);
         for (long n = tile * kTile; n < num_out && n < (tile + 1) * kTile; n += 16) {
             const long count = num_out - n, at = (first + r) * num_out + n;
@@ -305,7 +318,7 @@ void finish(const Call& c, long tile, long first, long rows, const float* sums) 
 
 template <class T>
 void run_task(const Call& c, long tile, long first, long rows) {
-    alignas(64) float sums[kChunkRows * kTile];
+    alignas(64) float sums[kMostRows * kTile];
     memset(sums, 0, rows * kTile * sizeof(float));
     switch (c.w->format) {
         case kI8: int_tile<false>(c, tile, first, rows, sums); break;
@@ -376,8 +389,17 @@ void widen(Call& c, const typename T::element* x, char* scratch, int threads) {
     c.stride = stride;
 }
 
+// Of `most` rows, or fewer so that there are tasks for all threads; whole register tiles but for the last.
+long rows_of_task(long rows, long tiles, int threads, long most) {
+    const long wanted = (kTasks * threads + tiles - 1) / tiles, possible = rows / kFewRows;
+    const long needed = (rows + most - 1) / most, more = wanted < possible ? wanted : possible;
+    const long chunks = more > needed ? more : needed;
+    return ((rows + chunks - 1) / chunks + kMaxRows - 1) / kMaxRows * kMaxRows;
+}
+
 template <class T>
 void linear(Call& c, const void* x_, char* scratch, int threads) {
+    if (c.rows == 0) return;
     const Weights& w = *c.w;
     const auto* x = (const typename T::element*)x_;
     if (w.format >= kI8) {
@@ -389,12 +411,13 @@ void linear(Call& c, const void* x_, char* scratch, int threads) {
         c.stride = w.num_in * sizeof(typename T::element) / 4;
     }
     const long tiles = (w.num_out + kTile - 1) / kTile;
-    const long chunks = (c.rows + kChunkRows - 1) / kChunkRows;
+    const bool is_widened = w.format < kI8 && (Factors<T>::steps > 1 || !kIsWide);
+    const long chunk = rows_of_task(c.rows, tiles, threads, is_widened ? kMostRows : kChunkRows);
+    const long chunks = (c.rows + chunk - 1) / chunk;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (long task = 0; task < tiles * chunks; task++) {
-        const long first = task % chunks * kChunkRows;
-        const long left = c.rows - first;
-        run_task<T>(c, task / chunks, first, left < kChunkRows ? left : kChunkRows);
+        const long first = task % chunks * chunk, left = c.rows - first;
+        run_task<T>(c, task / chunks, first, left < chunk ? left : chunk);
     }
 }
 
