@@ -52,7 +52,8 @@ FROM runtime AS gateway
 COPY --from=gateway-needs /opt/baton /opt/baton
 COPY --from=package /package /opt/baton
 USER 10001:10001
-EXPOSE 50051
+# gRPC, and OpenAI's HTTP API.
+EXPOSE 50051 8000
 
 FROM build AS bench-needs
 RUN pip install --require-hashes -r /locks/bench.txt

@@ -282,10 +282,15 @@ class Project:
     engine: Engine
     files: tuple[str, ...]
     port: int
+    http_port: int
     report: Report
 
     def compose(self, *arguments: str, check: bool = True) -> str:
-        environment = {**self.engine.environment, "GATEWAY_PORT": str(self.port)}
+        environment = {
+            **self.engine.environment,
+            "GATEWAY_PORT": str(self.port),
+            "GATEWAY_HTTP_PORT": str(self.http_port),
+        }
         command = (*self.engine.compose, f"--project-name={PROJECT}", f"--project-directory={ROOT}")
         files = (f"--file={name}" for name in self.files)
         return run(
@@ -328,6 +333,18 @@ class Project:
             return client.generate(
                 PROMPT, ignore_eos=True, cache_salt=str(time.monotonic_ns()), **options
             )
+
+    def ask_by_http(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """What OpenAI's API answers, by the other published port. Raises Failed."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"content-type": "application/json"}
+        url = f"http://127.0.0.1:{self.http_port}{path}"
+        request = urllib.request.Request(url, data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=60.0) as answer:
+                return json.load(answer)
+        except OSError as error:
+            raise Failed(f"{path} by HTTP: {error}") from None
 
 
 def is_handed_over(answer: Completion) -> bool:
@@ -372,7 +389,7 @@ def start_and_ask(project: Project) -> None:
         lambda: all(project.state(name)["Health"]["Status"] == "healthy" for name in SERVICES),
     )
     project.report.add("compose up to all healthy", f"{time.monotonic() - start:.1f} s")
-    answer = project.ask(max_tokens=16)
+    answer = project.ask(max_tokens=16, temperature=0.0)
     require(is_handed_over(answer), f"not handed over: {answer.timing}")
     require(answer.usage.completion_tokens == 16, "tokens are missing")
     logs = project.compose("logs", "--no-color")
@@ -382,6 +399,13 @@ def start_and_ask(project: Project) -> None:
         f"{answer.timing.transfer_bytes / 1024:.0f} KiB through shared memory, "
         f"first token after {answer.timing.time_to_first_token_ms:.0f} ms",
     )
+    (model,) = project.ask_by_http("/v1/models")["data"]
+    body = {"model": model["id"], "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
+    body |= {"ignore_eos": True, "cache_salt": str(time.monotonic_ns())}
+    by_http = project.ask_by_http("/v1/completions", body)
+    require(by_http["choices"][0]["text"] == answer.text, f"another answer by HTTP: {by_http}")
+    num_tokens = by_http["usage"]["completion_tokens"]
+    project.report.add("the same prompt by HTTP", f"the same {num_tokens} tokens of {model['id']}")
     inside = project.compose("exec", "-T", "gateway", "baton", "status")
     require("decode-0" in inside, f"baton status in the gateway's container: {inside}")
 
@@ -447,15 +471,19 @@ def read_logs(project: Project) -> None:
 
 @contextmanager
 def running_project(engine: Engine, redis: str, report: Report) -> Iterator[Project]:
-    """compose.yaml with the images that were built, on a free port; taken down at the end, its
+    """compose.yaml with the images that were built, on free ports; taken down at the end, its
     volumes too."""
     override = OUT / "override.yaml"
     own = {"BATON_MAX_LOCAL_PREFILL_TOKENS": MAX_LOCAL_PREFILL_TOKENS}
     services = {"redis": {"image": redis}, "decode": {"environment": own}}
     override.write_text(yaml.safe_dump({"services": services}))
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    project = Project(engine, (str(ROOT / "compose.yaml"), str(override)), port, report)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as grpc,
+        socket.create_server(("127.0.0.1", 0)) as http,
+    ):
+        port, http_port = grpc.getsockname()[1], http.getsockname()[1]
+    files = (str(ROOT / "compose.yaml"), str(override))
+    project = Project(engine, files, port, http_port, report)
     try:
         yield project
     finally:

@@ -123,7 +123,9 @@ def test_only_the_gateway_has_a_way_out_and_it_stops_before_its_workers(profile:
         assert ("front" in told["networks"]) is is_gateway
         assert ("ports" in told) is is_gateway
         if is_gateway:
-            assert told["ports"][0].startswith("127.0.0.1:")
+            options = options_of(told["command"], told["environment"])
+            ports = (options.port, options.bound_http_port)
+            assert tuple(told["ports"]) == tuple(f"127.0.0.1:{port}:{port}" for port in ports)
             # It starts beside them: it waits for nobody's health, since its own is that of the
             # fleet.
             others = services.keys() - {name} | {"redis"}

@@ -11,7 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from tests.support.compose_file import ROOT, load_compose
+from tests.support.command_options import options_of
+from tests.support.compose_file import ROOT, baton_services_of, load_compose
 
 LINES = [
     line
@@ -80,6 +81,16 @@ def test_the_user_of_every_target_is_that_of_its_services() -> None:
     assert STAGES["worker-rdma"][-1].startswith("USER 10001")
     # What is built without a target is a worker on a CPU.
     assert STAGES[""] == STAGES["worker"]
+
+
+def test_a_target_exposes_the_ports_that_its_services_listen_on() -> None:
+    for name, told in baton_services_of("cpu").items():
+        (exposed,) = (
+            line.split()[1:] for line in STAGES[told["build"]["target"]] if "EXPOSE " in line
+        )
+        options = options_of(told["command"], told["environment"])
+        ports = [options.port, *([options.bound_http_port] if name == "gateway" else [])]
+        assert exposed == [str(port) for port in ports]
 
 
 def test_a_service_runs_on_the_target_and_the_torch_of_its_profile() -> None:

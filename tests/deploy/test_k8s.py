@@ -176,7 +176,10 @@ def test_a_pod_is_confined_probed_over_grpc_and_may_drain(name: str) -> None:
     assert container["readinessProbe"]["grpc"] == {"port": options.port}
     assert {"startupProbe", "livenessProbe"} <= set(container)
     ports = {one["name"]: one["containerPort"] for one in container["ports"]}
-    assert ports == {"grpc": options.port, "metrics": options.metrics_port}
+    expected = {"grpc": options.port, "metrics": options.metrics_port}
+    if name == "gateway":
+        expected["http"] = options.bound_http_port
+    assert ports == expected
     (spread,) = spec["topologySpreadConstraints"]
     labels = workload(name)["spec"]["template"]["metadata"]["labels"]
     assert spread["labelSelector"]["matchLabels"].items() <= labels.items()
@@ -216,15 +219,17 @@ def test_redis_is_confined_keeps_nothing_and_only_batons_pods_reach_it() -> None
     assert set(allowed["values"]) == set(TIERS)
 
 
-def test_prometheus_reaches_metrics_and_clients_reach_grpc_and_nobody_else_reaches_anything() -> (
-    None
-):
+def test_prometheus_reaches_metrics_and_clients_the_two_doors_and_nobody_else_anything() -> None:
     baton, metrics = policy_of("workers")["spec"]["ingress"]
     assert metrics == {"from": [PROMETHEUS], "ports": [{"protocol": "TCP", "port": "metrics"}]}
     (pods,) = baton["from"]
     assert set(pods["podSelector"]["matchExpressions"][0]["values"]) == set(TIERS)
     anyone, metrics = policy_of("gateway")["spec"]["ingress"]
-    assert anyone == {"ports": [{"protocol": "TCP", "port": "grpc"}]}
+    (service,) = (one for one in manifests("gateway") if one["kind"] == "Service")
+    doors = {port["targetPort"] for port in service["spec"]["ports"]}
+    assert doors == {"grpc", "http"}
+    assert anyone.keys() == {"ports"}
+    assert {port["port"] for port in anyone["ports"]} == doors
     assert metrics["from"] == [PROMETHEUS]
 
 

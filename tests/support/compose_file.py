@@ -18,6 +18,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 PORT = 50051
+HTTP_PORT = 8000
 #: Of services that are not ours, by name.
 OTHER_PORTS = {"redis": 6379}
 
@@ -76,6 +77,7 @@ class Localhost:
         if own:
             value = value.replace(f"127.0.0.1:{PORT}", own)
         value = value.replace(f"--port={PORT}", "--port=0")
+        value = value.replace(f"--http-port={HTTP_PORT}", "--http-port=0")
         for inside, outside in self.mounts.items():
             if value == inside or value.startswith(inside + "/"):
                 value = outside + value[len(inside) :]
