@@ -100,10 +100,10 @@ def run_service(
     """Run `serve` until SIGTERM, SIGINT, or the end of file of options.parent_fd; return the exit
     status.
 
-    A second signal ends the process at once. StartupError is printed in one line, and is exit
-    status 2.
-    name: the process's name in its log and messages. announce: says to people that the service is
-    ready.
+    A second signal ends the process at once. A StartupError is exit status 2, and one line: on
+    options.ready_fd if that is given, for whoever started this process to show, else on stderr.
+    name: the process's name in its log and messages. announce: reports to people that the service
+    is ready.
     """
     quiet_grpc()
     configure_logging(options.log_level, name)
@@ -120,8 +120,10 @@ def run_service(
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(options, serve, ready, announce))
     except StartupError as error:
+        if options.ready_fd is None:
+            return refuse(name, error)
         ready.write({"error": as_told(error), "reason": error.reason})
-        return refuse(name, error)
+        return EXIT_REFUSED
     finally:
         start_log.detach()
         ready.close()
@@ -207,6 +209,8 @@ async def _run(
     try:
         await serve(options, stop, on_ready)
     finally:
+        # Libraries look at the end of the process for what nobody has collected, and print it.
+        gc.unfreeze()
         ended.set()
         for signum in _SIGNALS:
             loop.remove_signal_handler(signum)

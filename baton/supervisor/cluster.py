@@ -161,7 +161,6 @@ class Cluster:
         """Drain and stop all children: the gateway, then the workers. No process is left. May be
         called again."""
         self._stopping.set()
-        self._feed.end()  # a gateway that still waits for workers waits no longer
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
@@ -169,6 +168,7 @@ class Cluster:
         grace_s = self._options.drain_timeout_s + _KILL_MARGIN_S
         gateways = [child for name, child in self._children.items() if name.startswith("gateway")]
         await asyncio.gather(*(gateway.stop(grace_s) for gateway in gateways))
+        self._feed.end()
         await asyncio.gather(*(child.stop(grace_s) for child in self._children.values()))
         for fd in self._lifeline:
             if fd >= 0:

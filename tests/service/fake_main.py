@@ -1,6 +1,8 @@
 """A process around a service that does what its model's name says."""
 
 import asyncio
+import atexit
+import gc
 import logging
 import sys
 
@@ -24,5 +26,11 @@ async def serve(options: DecodeOptions, stop: asyncio.Event, on_ready: OnReady) 
         await asyncio.Event().wait()
 
 
+def report_frozen() -> None:
+    """Print how many objects no collection looks at."""
+    sys.stdout.write(f"{gc.get_freeze_count()} frozen\n")
+
+
 if __name__ == "__main__":
+    atexit.register(report_frozen)
     main(DecodeOptions, serve, "decode")

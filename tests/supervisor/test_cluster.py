@@ -271,15 +271,19 @@ async def test_serve_tells_that_it_is_ready_and_drains_on_a_signal(
     assert not any(map(is_running, pids_in(stage.journal())))
 
 
-async def test_serve_tells_the_cause_in_one_line_and_exits_with_2(stage: Stage) -> None:
-    stage.misbehave("decode-0", "refuse")
+async def test_serve_reports_the_cause_once_and_exits_with_2(stage: Stage) -> None:
+    for name in ("prefill-0", "decode-0"):
+        stage.misbehave(name, "refuse")
     process, line = await start_supervisor(stage)
     _, log = await process.communicate()
     assert line == b""
     assert process.returncode == 2
-    assert log.splitlines()[-1].decode() == (
-        "baton serve: error: decode-0 did not start (refused): no such weights"
-    )
+    (cause,) = (line.decode() for line in log.splitlines() if b"no such weights" in line)
+    assert cause in {
+        f"baton serve: error: {name} did not start (refused): no such weights"
+        for name in ("prefill-0", "decode-0")
+    }
+    assert log.splitlines()[-1].decode() == cause
     assert b"Traceback" not in log
 
 
