@@ -15,7 +15,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar, cast
 
-import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -153,6 +152,8 @@ def _from_environment(cls: type[Options]) -> Mapping[str, object]:
 
 
 def _from_file(path: Path) -> Mapping[str, object]:
+    import yaml  # few have a file, and every process would wait for the import
+
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from baton.errors import StartupError
 from baton.rpc.channel import sync_channel
@@ -23,6 +22,9 @@ async def wait_until_serving(
 
     Raises StartupError if that has not happened after `timeout_s` seconds.
     """
+    # Not earlier: the processes that this one starts would wait for the import.
+    from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+
     channel = sync_channel(_here(address), tls)
     request = health_pb2.HealthCheckRequest(service=_SERVICE)
     stub = health_pb2_grpc.HealthStub(channel)

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from opentelemetry.metrics import Meter, NoOpMeter
 from opentelemetry.sdk.metrics import MeterProvider
@@ -27,12 +28,9 @@ from opentelemetry.trace import NoOpTracer, Tracer
 
 from baton.telemetry import names
 from baton.telemetry.otlp import OtlpProtocol, metric_exporter, otlp_protocol, span_exporter
-from baton.telemetry.prometheus import (
-    Pages,
-    PrometheusMetrics,
-    prometheus_metrics,
-    serve_prometheus,
-)
+
+if TYPE_CHECKING:
+    from baton.telemetry.prometheus import Pages, PrometheusMetrics
 
 _SCOPE = "baton"
 
@@ -164,6 +162,9 @@ def _open_traces(
 def _open_prometheus(
     settings: TelemetrySettings, pages: Pages, closers: Closers
 ) -> PrometheusMetrics:
+    # Most workers have no port for it, and need not wait for the import.
+    from baton.telemetry.prometheus import prometheus_metrics, serve_prometheus
+
     metrics = prometheus_metrics(settings.model if settings.metrics_compat == "vllm" else None)
     if settings.metrics_port:
         closers.append(
