@@ -41,6 +41,7 @@ from gateway.output.delivery import Write
 from gateway.output.time_limits import fail_at
 from gateway.request.driver import RequestDeps, RequestDriver
 from gateway.routing.fleet import Fleet, Worker
+from gateway.telemetry.handoffs import RecentHandoffs
 from gateway.telemetry.recorder import GatewayRecorder, RequestRecord
 
 #: Tokens that any model is taken to have room for until a worker reports.
@@ -73,6 +74,15 @@ class Call:
     timeout_s: float | None = None
     on_validated: Callable[[ValidatedRequest], None] | None = None
     on_admitted: Callable[[str], Awaitable[None]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayLoad:
+    """num_waiting: requests that wait for workers. num_active: under way, those among them."""
+
+    num_waiting: int
+    num_active: int
+    handoffs: RecentHandoffs
 
 
 class Serving:
@@ -166,6 +176,12 @@ class Serving:
             has_chat_template=facts.has_chat_template,
             workers=[_status_of(worker) for worker in self._fleet.workers.values()],
         )
+
+    @property
+    def load(self) -> GatewayLoad:
+        """What the gateway itself has to do now."""
+        waiting, recorder = self._deps.dispatcher.num_waiting, self._recorder
+        return GatewayLoad(waiting, recorder.num_active, recorder.handoffs)
 
     @property
     def facts(self) -> ModelFacts:

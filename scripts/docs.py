@@ -79,10 +79,14 @@ gRPC port.
 | `/health`, `/ping` | 200 if some request could be served, else 503; without a key |
 | `/metrics` | for Prometheus |
 | `/version` | of Baton |
+| `/` | a page for people: a playground, a live map of the workers, code to copy |
 
 `model` may be left out. A field that is null is not given; one that nobody here knows is passed
 over, and named in a `warning` header; one that would change the output and is not served (`suffix`,
 `functions`, `audio`, `documents`, `chat_template`, `use_beam_search`) is refused.
+
+`return_timing: true` adds `timing` to an answer, or to the last piece of a stream: milliseconds to
+the first token and what they were spent on, the bytes handed over, and who computed what.
 
 Each answer has `x-request-id`: the one that was sent, with an ending that makes it unique, or a
 fresh one. `traceparent` is continued.

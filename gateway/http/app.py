@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from gateway.http.completions import PROMPT_NAMES, CompletionBody, CompletionFor
 from gateway.http.connection import JSON, HttpRequest, HttpResponse
 from gateway.http.errors import FieldNames, HttpError, from_baton, http_error
 from gateway.http.generation import Format, Generation
+from gateway.http.page import LIVE_PATH, PAGE_FILES, Page
 from gateway.http.requests import Body, BodyT, field_namer, parsed
 from gateway.http.responses import ResponsesBody, ResponsesFormat
 from gateway.intake.request import unique_request_id
@@ -33,8 +35,9 @@ _log = logging.getLogger(__name__)
 
 _TEXT = "text/plain; charset=utf-8"
 
-#: For whoever asks whether the gateway is well: they have no keys.
-_OPEN = frozenset({"/health", "/ping"})
+#: For whoever asks whether the gateway is well, and the page where a key can be given: they have
+#: none.
+_OPEN = frozenset({"/health", "/ping", *PAGE_FILES})
 
 _MODELS = "/v1/models/"
 
@@ -91,6 +94,7 @@ class HttpApp:
         self._api_keys = ApiKeys(settings.api_keys) if settings.api_keys else None
         self._origins = frozenset(settings.allowed_origins)
         self._created_s = settings.created_s
+        page = Page(serving, time.monotonic)
         self._routes: Mapping[str, Mapping[str, _Handler]] = {
             "/v1/completions": {"POST": self._complete},
             "/v1/chat/completions": {"POST": self._chat},
@@ -102,6 +106,8 @@ class HttpApp:
             "/ping": {"GET": self._health},
             "/version": {"GET": self._version},
             "/metrics": {"GET": self._metrics},
+            LIVE_PATH: {"GET": page.live},
+            **{path: {"GET": page.file} for path in PAGE_FILES},
         }
 
     # connection.HttpHandler

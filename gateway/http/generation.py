@@ -65,8 +65,8 @@ class Format(Protocol):
         """Before the first piece. prompt_token_ids: of one of its prompts."""
 
     def event(self, prompt: int, chunk: Chunk, usage: str) -> str:
-        """A piece as server-sent events, if there is anything new. usage: a member of the JSON
-        to put in, or nothing."""
+        """A piece as server-sent events, if there is anything new. usage: members of the JSON to
+        put in, or nothing."""
 
     def end(self, usage: Mapping[str, Any]) -> str:
         """The last events of a stream."""
@@ -115,12 +115,16 @@ class Generation:
         self._answer: Answer | None = None
         self._chunks: list[list[Chunk]] = [[] for _ in form.requests]
         """Of each prompt, where they are not streamed."""
+        self._has_timing = bool(form.body.return_timing)
 
     async def run(self) -> None:
         """Send the whole answer."""
         if not self._form.body.is_streamed:
             await self._run_all()
             document = self._form.document(self._chunks, self._usage.fields())
+            if self._has_timing:
+                timings = [timing_of(chunks[-1]) for chunks in self._chunks]
+                document["timing"] = timings[0] if len(timings) == 1 else timings
             await self._response.send(200, JSON, json.dumps(document).encode())
             return
         await self._run_all()
@@ -171,6 +175,8 @@ class Generation:
             usage = f',"usage":{json.dumps(self._usage.fields())}'
         elif body.has_usage_chunk:
             usage = ',"usage":null'
+        if self._has_timing and chunk.HasField("timing"):
+            usage += f',"timing":{json.dumps(timing_of(chunk))}'
         data = self._form.event(index, chunk, usage).encode()
         if not data:
             return
@@ -178,6 +184,28 @@ class Generation:
         if not self._response.has_started:
             self._response.start(EVENTS)
         await self._response.write(data)
+
+
+def timing_of(chunk: Chunk) -> dict[str, Any]:
+    """Where a request's time went, in milliseconds, and by which workers; of its last piece.
+    first_token_ms: the parts of time_to_first_token_ms."""
+    timing, first = chunk.timing, chunk.timing.first_token
+    return {
+        "time_to_first_token_ms": round(timing.time_to_first_token_ms, 3),
+        "total_ms": round(timing.total_ms, 3),
+        "first_token_ms": {
+            "tokenize": round(first.tokenize_ms, 3),
+            "queue": round(first.queue_ms, 3),
+            "reserve": round(first.reserve_ms, 3),
+            "prefill": round(first.prefill_ms, 3),
+            "first_step": round(first.first_step_ms, 3),
+        },
+        "transfer_exposed_ms": round(timing.transfer_exposed_ms, 3),
+        "transfer_bytes": timing.transfer_bytes,
+        "prefill_worker": timing.prefill_worker,
+        "decode_worker": timing.decode_worker,
+        "num_resumes": timing.num_resumes,
+    }
 
 
 def _first(failures: BaseExceptionGroup[BatonError]) -> BatonError:

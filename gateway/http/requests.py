@@ -88,6 +88,7 @@ class GenerationBody(Body):
     stop_token_ids: list[_Token] | None = None
     bad_words: list[str] | None = None
     return_token_ids: bool | None = None
+    return_timing: bool | None = None
     response_format: dict[str, Any] | None = None
     guided_json: Any = None
     guided_regex: str | None = None

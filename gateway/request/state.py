@@ -84,6 +84,7 @@ from gateway.request.assignment import (
     Update,
 )
 from gateway.routing.placement import Outcome, Placement
+from gateway.telemetry.handoffs import Handoff
 from gateway.telemetry.timing import Timeline
 
 #: How long a worker may take to pause a sequence; it goes on there after that.
@@ -267,9 +268,10 @@ class RequestState:
             case Prefilled():
                 self._on_prefilled(assignment, event, now_s)
             case Committed(transfer_exposed_ms, transfer_bytes):
-                self._timeline.transfer_exposed_ms += transfer_exposed_ms
-                self._timeline.transfer_bytes += transfer_bytes
-                self._timeline.note(RequestEvent.COMMITTED, now_s)
+                placement, origin = _placement_of(assignment), assignment.origin
+                source = _placement_of(origin).decode_name if origin else placement.prefill_name
+                handoff = Handoff(source, placement.decode_name, transfer_bytes)
+                self._timeline.on_committed(handoff, transfer_exposed_ms, now_s)
                 self._on_kv(assignment, now_s)
                 if not assignment.is_search:
                     self._fork(assignment)

@@ -33,6 +33,7 @@ from baton.telemetry.spans import (
     tracestate_of,
 )
 from baton.types import FinishReason, SequenceSpec
+from gateway.telemetry.handoffs import RecentHandoffs
 from gateway.telemetry.instruments import Instruments
 from gateway.telemetry.timing import Timeline
 
@@ -88,7 +89,9 @@ class GatewayRecorder:
         self._model = model
         self._clock = clock
         self._instruments = Instruments(telemetry.meter)
-        self._num_active = 0
+        self.num_active = 0
+        """Requests under way."""
+        self.handoffs = RecentHandoffs()
         self._bypass_warnings = RateLimit(WARN_INTERVAL_S, clock)
         telemetry.meter.create_observable_gauge(
             "baton.requests.active", [self._observe_active], description="Requests under way."
@@ -107,13 +110,14 @@ class GatewayRecorder:
             attributes=self._common(operation),
             start_time=wall.ns(arrival_s),
         )
-        self._num_active += 1
-        return RequestRecord(Timeline(arrival_s), span, wall, operation)
+        self.num_active += 1
+        timeline = Timeline(arrival_s, on_handoff=self.handoffs.add)
+        return RequestRecord(timeline, span, wall, operation)
 
     def end(self, record: RequestRecord, error: str | None) -> None:
         """The request is over. error: the reason of its failure, one of baton.errors.BY_REASON;
         None if it ended well."""
-        self._num_active -= 1
+        self.num_active -= 1
         now_s = self._clock()
         if error == Cancelled.reason:
             record.timeline.note(RequestEvent.CANCELLED, now_s)
@@ -201,7 +205,7 @@ class GatewayRecorder:
         own.phase.record(0.0, {names.PHASE: _EXPOSED})
 
     def _observe_active(self, options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG002
-        yield Observation(self._num_active)
+        yield Observation(self.num_active)
 
     # Logs
 

@@ -3,12 +3,13 @@ choices."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from baton.telemetry.names import Phase, RequestEvent
 from baton.types import FinishReason
 from baton.v1 import inference_pb2
+from gateway.telemetry.handoffs import Handoff
 
 
 @dataclass(slots=True)
@@ -46,6 +47,8 @@ class Timeline:
     has_forked: bool = False
     """Whether there are several choices that wait for different things. No phase begins then but by
     a token sent."""
+    on_handoff: Callable[[Handoff], None] | None = None
+    """Called with each handoff that ended well."""
     events: list[tuple[RequestEvent, float]] = field(default_factory=list)
     """What happened, and when."""
     _phases: list[tuple[Phase, float]] = field(default_factory=list)
@@ -79,6 +82,14 @@ class Timeline:
         if self.first_token_s is None and self.phase is Phase.PREFILL:
             waited_s = now_s - self._phases[-1][1]
             self._prefill_excess_s += max(0.0, waited_s - reported_ms / 1e3)
+
+    def on_committed(self, handoff: Handoff, exposed_ms: float, now_s: float) -> None:
+        """KV has moved; exposed_ms: that no compute hid."""
+        self.transfer_exposed_ms += exposed_ms
+        self.transfer_bytes += handoff.num_bytes
+        self.note(RequestEvent.COMMITTED, now_s)
+        if self.on_handoff is not None:
+            self.on_handoff(handoff)
 
     def on_tokens(self, now_s: float) -> None:
         """Tokens came, and go to the client next."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import openai
+import pytest
 import tokenizers
 
 from baton.engine.oracle import oracle_tokens
@@ -500,6 +501,15 @@ def _(result: Any, world: World) -> None:
 @extra("vLLM's fields", "`return_token_ids`", return_token_ids=True)
 def _(result: Any, world: World) -> None:
     assert result.choices[0].model_extra["token_ids"] == world.tokens(world.ids(PROMPT))
+
+
+@extra("vLLM's fields", "Baton's `return_timing`", return_timing=True)
+def _(result: Any, world: World) -> None:
+    timing = result.model_extra["timing"]
+    parts = timing["first_token_ms"]
+    assert sum(parts.values()) == pytest.approx(timing["time_to_first_token_ms"], abs=0.01)
+    assert timing["decode_worker"]
+    assert result.choices[0].text == world.completion(PROMPT)
 
 
 @extra("vLLM's fields", "`priority` and `cache_salt`", priority=-3, cache_salt="mine")

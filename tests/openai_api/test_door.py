@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import re
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from gateway.http.page import LIVE_PATH, PAGE_FILES
 from gateway.server import serve_gateway
 from tests.support.certificates import Authority
 from tests.support.live_tiers import (
@@ -160,6 +162,59 @@ async def test_other_names_and_pages_of_other_origins(tmp_path: Path) -> None:
 async def until(is_so: Any) -> None:
     while not await is_so():
         await asyncio.sleep(0.02)
+
+
+async def test_the_page_is_open_and_what_it_shows_wants_a_key(tmp_path: Path) -> None:
+    model = str(make_oracle_model(tmp_path))
+    options = options_of_gateway([], [], model=model, api_key="k")
+    async with reporting(serve_gateway, options) as report:
+        for path in PAGE_FILES:
+            response, body = await fetch(report.http_address, path)
+            assert response.status == 200
+            policy = response.getheader("content-security-policy") or ""
+            assert policy.startswith("default-src 'none'; script-src 'self'")
+            assert "unsafe" not in policy
+            assert response.getheader("x-content-type-options") == "nosniff"
+            # Nothing of any other host, and nothing that the policy would stop.
+            assert not re.search(rb"https?://(?!www.w3.org/2000/svg)|@import|<style| style=", body)
+            assert not re.search(rb"<script>| on[a-z]+=|\beval\(|innerHTML", body)
+        response, _ = await fetch(report.http_address, LIVE_PATH)
+        assert response.status == 401
+        _, body = await fetch(report.http_address, LIVE_PATH, authorization="Bearer k")
+        live = json.loads(body)
+        assert (live["model"]["name"], live["workers"]) == ("oracle", [])
+        assert live["gateway"] == {"num_waiting": 0, "num_active": 0}
+
+
+async def test_handoffs_and_timing_are_those_that_happened(tmp_path: Path) -> None:
+    expected: list[list[Any]] = []
+    async with oracle_system(tmp_path) as system:
+        asked = {"prompt": "the rain " * 200, **GREEDY, "return_timing": True}
+        for is_streamed in (True, False):
+            data = {**asked, "cache_salt": str(is_streamed), "stream": is_streamed}
+            _, body = await fetch(system.http, "/v1/completions", data)
+            if is_streamed:
+                pieces = [json.loads(e[6:]) for e in body.split(b"\n\n") if e[6:7] == b"{"]
+                (timing,) = (piece["timing"] for piece in pieces if "timing" in piece)
+            else:
+                timing = json.loads(body)["timing"]
+            assert (timing["prefill_worker"], timing["decode_worker"]) == ("p0", "d0")
+            expected.append([len(expected) + 1, "p0", "d0", timing["transfer_bytes"]])
+
+        async def is_shown() -> bool:  # the workers are not listed anew for every look
+            _, body = await fetch(system.http, LIVE_PATH)
+            return bool(json.loads(body)["handoffs"]["last"] == expected)
+
+        await until(is_shown)
+        _, body = await fetch(system.http, LIVE_PATH)
+        total_bytes = sum(num_bytes for *_, num_bytes in expected)
+        assert json.loads(body)["handoffs"]["total_bytes"] == total_bytes > 0
+        workers = {worker["id"]: worker for worker in json.loads(body)["workers"]}
+        assert {name: worker["tier"] for name, worker in workers.items()} == {
+            "p0": "prefill",
+            "d0": "decode",
+        }
+        assert all(worker["state"] == "ready" for worker in workers.values())
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])

@@ -15,6 +15,7 @@ from pathlib import Path
 PROGRAMS = {
     "compiler": re.compile(r"(.+-)?(cc|c\+\+|gcc|g\+\+|clang|clang\+\+)(-[\d.]+)?"),
     "docker": re.compile(r"docker(d|-compose)?"),
+    "chromium": re.compile(r"chromium(-browser)?|google-chrome"),
 }
 MODULES = {"nixl": "nixl"}
 THINGS = (*PROGRAMS, *MODULES)

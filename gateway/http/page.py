@@ -1,0 +1,112 @@
+"""The page at `/`: its files, and what its live map shows of the fleet.
+
+The files are open to whoever reaches the port, as they hold nothing of anybody's; what is served
+and who serves it wants a key, where there are keys.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from baton import __version__
+from gateway.http.connection import JSON, HttpRequest, HttpResponse
+from gateway.serving import Serving
+
+_FOLDER = Path(__file__).parent / "static"
+
+#: By path, the file and its content type. Paths are relative within the page: it may stand below a
+#: prefix of a proxy's.
+PAGE_FILES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "/": ("index.html", "text/html; charset=utf-8"),
+        "/page/page.css": ("page.css", "text/css; charset=utf-8"),
+        "/page/icon.svg": ("icon.svg", "image/svg+xml"),
+        "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    }
+)
+
+LIVE_PATH = "/page/live"
+
+#: Nothing of another origin, nothing inline, and in nobody's frame.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = (
+    ("content-security-policy", _POLICY),
+    ("x-content-type-options", "nosniff"),
+    ("referrer-policy", "no-referrer"),
+    ("cross-origin-opener-policy", "same-origin"),
+    ("cache-control", "no-cache"),
+)
+
+#: However many look, the fleet is listed this often at most, in seconds.
+_MIN_INTERVAL_S = 0.25
+
+
+class Page:
+    """Belongs to one event loop. clock: in seconds."""
+
+    def __init__(self, serving: Serving, clock: Callable[[], float]) -> None:
+        self._serving = serving
+        self._clock = clock
+        self._files: dict[str, bytes] = {}
+        """That were asked for."""
+        self._live = b""
+        self._listed_s = 0.0
+
+    async def file(self, request: HttpRequest, response: HttpResponse) -> None:
+        """One of PAGE_FILES."""
+        name, content_type = PAGE_FILES[request.path]
+        if name not in self._files:
+            self._files[name] = (_FOLDER / name).read_bytes()
+        response.headers += _HEADERS
+        await response.send(HTTPStatus.OK, content_type, self._files[name])
+
+    async def live(self, request: HttpRequest, response: HttpResponse) -> None:  # noqa: ARG002
+        """The model, the gateway, the workers and their last handoffs, as they are now."""
+        now_s = self._clock()
+        if not self._live or now_s - self._listed_s >= _MIN_INTERVAL_S:
+            self._live = json.dumps(self._listing(), separators=(",", ":")).encode()
+            self._listed_s = now_s
+        response.headers += _HEADERS
+        await response.send(HTTPStatus.OK, JSON, self._live)
+
+    def _listing(self) -> dict[str, Any]:
+        model, load = self._serving.model(), self._serving.load
+        return {
+            "version": __version__,
+            "model": {
+                "name": model.name,
+                "max_model_len": model.max_model_len,
+                "has_chat_template": model.has_chat_template,
+            },
+            "gateway": {"num_waiting": load.num_waiting, "num_active": load.num_active},
+            "workers": [
+                {
+                    "id": worker.worker_id or worker.address,
+                    "tier": worker.tier,
+                    "state": worker.state,
+                    "reason": worker.reason,
+                    "num_running": worker.num_running,
+                    "num_waiting": worker.num_waiting,
+                    "leased_blocks": worker.num_leased_blocks,
+                    "cached_blocks": worker.num_cached_blocks,
+                    "num_blocks": worker.num_blocks,
+                }
+                for worker in model.workers
+            ],
+            "handoffs": {
+                "total": load.handoffs.total,
+                "total_bytes": load.handoffs.total_bytes,
+                "last": [
+                    [number, handoff.source, handoff.target, handoff.num_bytes]
+                    for number, handoff in load.handoffs.numbered()
+                ],
+            },
+        }
