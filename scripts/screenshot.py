@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from tests.support.chromium import Tab, chromium_program, running_chromium  # noqa: E402
 
-_SIZE = (1120, 640)
+_SIZE, _LIVE_SIZE = (1120, 760), (1120, 560)
 _PROMPT = '''import os
 
 
@@ -53,11 +53,13 @@ async def take_pictures() -> None:
             await tab.until("outcome.textContent.startsWith('Done')")
             (ROOT / "docs" / "page.png").write_bytes(await tab.screenshot())
             await tab.run("document.getElementById('tab-live').click()")
-            await tab.run("document.getElementById('max_tokens').value = 1500")
+            await tab.resize(*_LIVE_SIZE)
+            await tab.run("document.getElementById('max_tokens').value = 1000")
             for number in range(_NUM_LOADS):
                 await tab.run(f"document.getElementById('prompt').value += 'x = {number}\\n' * 40")
                 await tab.run("send()", is_awaited=False)
-            await tab.until("document.querySelectorAll('#flights circle').length > 0")
+            await tab.until("last.gateway.num_active > 2 && last.handoffs.total > 3")
+            await tab.until("document.querySelector('#flights circle')")
             (ROOT / "docs" / "page-live.png").write_bytes(await tab.screenshot())
 
 

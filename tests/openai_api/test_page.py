@@ -15,7 +15,10 @@ import pytest_asyncio
 
 from baton.config import ServeOptions
 from baton.supervisor import Cluster
+from gateway.server import serve_gateway
 from tests.support.chromium import Browser, Tab, chromium_program, running_chromium
+from tests.support.live_tiers import options_of_gateway, reporting
+from tests.support.oracle_model import make_oracle_model
 
 MODEL = Path(__file__).parents[2] / "models" / "baton-py-6m"
 TABS = ("playground", "live", "code")
@@ -199,3 +202,22 @@ async def test_the_code_is_of_this_server(tab: Tab, cluster: Cluster) -> None:
     for text in texts:
         assert f"http://{cluster.http_address}/v1" in text
         assert '"box"' in text
+
+
+async def test_a_key_is_asked_for_and_kept_for_the_tab(browser: Browser, tmp_path: Path) -> None:
+    model = str(make_oracle_model(tmp_path))
+    options = options_of_gateway([], [], model=model, api_key="right")
+    async with reporting(serve_gateway, options) as report:
+        tab = await browser.new_tab()
+        await tab.open(f"http://{report.http_address}/")
+        for given in ("wrong", "right"):
+            await tab.until("document.getElementById('key-dialog').open")
+            fault = await tab.run("document.getElementById('key-fault').textContent")
+            assert bool(fault) is (given == "right")
+            await tab.run(f"document.getElementById('key').value = {given!r}")
+            await tab.run("document.querySelector('#key-form button').click()")
+        await tab.until("health.textContent === '0 of 0 workers ready'")
+        await tab.until("document.querySelector('pre').textContent.includes('Bearer YOUR_KEY')")
+        await tab.open(f"http://{report.http_address}/#code")
+        await tab.until("document.getElementById('model').textContent === 'oracle'")
+        assert not await tab.run("document.getElementById('key-dialog').open")

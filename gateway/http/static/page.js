@@ -348,6 +348,7 @@ async function poll() {
 }
 
 function onListing(listing) {
+  listing.workers.sort((a, b) => a.id.localeCompare(b.id, "en", { numeric: true }));
   if (model.name !== listing.model.name || !last) {
     model = listing.model;
     onModel();
@@ -467,7 +468,7 @@ function drawHandoffs(handoffs) {
   const fresh = handoffs.last.filter(([number]) => number > known).slice(-MAX_FLIGHTS);
   const newest = handoffs.last.at(-1);
   byId("rates").textContent =
-    `${handoffs.total} handoffs, ${bytes(handoffs.total_bytes)} since the gateway started` +
+    `Handoffs since the gateway started: ${handoffs.total}, ${bytes(handoffs.total_bytes)}` +
     (newest ? `; the last from ${newest[1]} to ${newest[2]}, ${bytes(newest[3])}.` : ".");
   if (!isLive() || matchMedia("(prefers-reduced-motion: reduce)").matches) return;
   for (const [i, [, source, target]] of fresh.entries()) {
@@ -475,18 +476,23 @@ function drawHandoffs(handoffs) {
   }
 }
 
-function center(name) {
-  const element = cards.get(name)?.element;
-  if (!element) return null;
+// From edge to edge where the two stand side by side, else from middle to middle.
+function ends(source, target) {
   const map = byId("map").getBoundingClientRect();
-  const box = element.getBoundingClientRect();
-  return [box.x + box.width / 2 - map.x, box.y + box.height / 2 - map.y];
+  const [from, to] = [source, target].map((name) => cards.get(name)?.element);
+  if (!from || !to) return null;
+  const [a, b] = [from, to].map((element) => element.getBoundingClientRect());
+  const isBeside = a.right < b.left;
+  return [
+    [(isBeside ? a.right : a.x + a.width / 2) - map.x, a.y + a.height / 2 - map.y],
+    [(isBeside ? b.left : b.x + b.width / 2) - map.x, b.y + b.height / 2 - map.y],
+  ];
 }
 
 function fly(source, target, delay) {
-  const from = center(source);
-  const to = center(target);
-  if (!from || !to) return;
+  const found = ends(source, target);
+  if (!found) return;
+  const [from, to] = found;
   const shape = (tag, attributes) => {
     const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
     for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
