@@ -218,6 +218,7 @@ async def test_a_key_is_asked_for_and_kept_for_the_tab(browser: Browser, tmp_pat
             await tab.run("document.querySelector('#key-form button').click()")
         await tab.until("health.textContent === '0 of 0 workers ready'")
         await tab.until("document.querySelector('pre').textContent.includes('Bearer YOUR_KEY')")
-        await tab.open(f"http://{report.http_address}/#code")
+        await tab.run("document.getElementById('model').textContent = ''")
+        await tab.call("Page.reload")
         await tab.until("document.getElementById('model').textContent === 'oracle'")
         assert not await tab.run("document.getElementById('key-dialog').open")

@@ -96,7 +96,7 @@ class Tab:
                 )
             except ScriptFailed as failure:
                 # The page that was asked is gone: another one is being opened.
-                if "destroyed" not in str(failure):
+                if "destroyed" not in str(failure) and "navigated" not in str(failure):
                     raise
             else:
                 return
