@@ -229,6 +229,7 @@ async function send() {
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
       take(event, writer, seen);
+      running.signal.throwIfAborted(); // more pieces may have come already
     }
     finish(seen);
   } catch (error) {
