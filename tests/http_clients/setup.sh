@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Install what the tests of this folder run against Baton's HTTP, unmodified, in environments of their own beside this file:
+# load tools (.venv-load, about 2 GB with torch, which guidellm and vLLM import) and frameworks (.venv-frameworks).
+# Baton depends on none of it. Safe to run again. TORCH_INDEX_URL: as for scripts/venv.sh.
+set -euo pipefail
+cd "$(dirname "$0")"
+python=${PYTHON:-python3}
+torch_index=${TORCH_INDEX_URL:+--index-url=$TORCH_INDEX_URL}
+
+made() { # made NAME: is there an environment of just these packages?
+    cmp --quiet "$1.txt" ".venv-$1/installed.txt"
+}
+
+make() { # make NAME: an empty one
+    echo "tests/http_clients/setup.sh: installing .venv-$1" >&2
+    rm -rf ".venv-$1"
+    "$python" -m venv ".venv-$1"
+}
+
+if ! made load; then
+    make load
+    # shellcheck disable=SC2086 # no index is no argument
+    .venv-load/bin/pip install --quiet $torch_index "torch>=2.11,<=2.13.0"
+    .venv-load/bin/pip install --quiet "setuptools>=77,<81" setuptools-scm setuptools-rust wheel packaging cmake ninja jinja2 numpy
+    grep -v ^vllm load.txt | .venv-load/bin/pip install --quiet --requirement /dev/stdin
+    # From source for no device, and without what it needs to serve models: `vllm bench serve` is a client.
+    VLLM_TARGET_DEVICE=empty .venv-load/bin/pip install --quiet --no-deps --no-build-isolation --no-binary vllm $(grep ^vllm load.txt)
+    cp load.txt .venv-load/installed.txt
+fi
+if ! made frameworks; then
+    make frameworks
+    .venv-frameworks/bin/pip install --quiet --requirement frameworks.txt
+    cp frameworks.txt .venv-frameworks/installed.txt
+fi

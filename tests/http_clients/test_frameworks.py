@@ -1,0 +1,16 @@
+"""A conversation with a call of a tool, kept to by a grammar, and its answer, by frameworks that
+people use, unmodified, against `baton serve`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.http_clients.conftest import HERE, runner
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", ["langchain", "litellm", "open_webui"])
+def test_a_conversation_with_a_call_of_a_tool(name: str, base_url: str) -> None:
+    run = runner("frameworks")
+    run("python", HERE / f"{name}_conversation.py", f"{base_url}/v1")
