@@ -74,6 +74,8 @@ gRPC port.
 |---|---|
 | `/v1/completions` | text or token ids of up to 128 prompts in, text out |
 | `/v1/chat/completions` | a conversation in, a message out; tools, thoughts, structured output |
+| `/v1/responses` | OpenAI's newer form of the same; nothing is kept between requests |
+| `/v1/messages`, `/v1/messages/count_tokens` | Anthropic's API; see below |
 | `/v1/models`, `/v1/models/{id}` | what is served |
 | `/tokenize`, `/detokenize` | as vLLM has them, for a `prompt` or `messages`, and `tokens` |
 | `/health`, `/ping` | 200 if some request could be served, else 503; without a key |
@@ -109,6 +111,17 @@ and no `[DONE]`.
 Calls of tools are found in the model's own format: `--tool-call-parser`, `auto` by the chat
 template. `tool_choice: required` and a named function are kept to by a grammar. Thoughts come as
 `reasoning_content`: `--reasoning-parser`.
+
+## Anthropic's API
+
+`/v1/messages` takes text, `system`, tools of the client's own, results of tools, `stop_sequences`,
+`thinking` (`enabled` and `disabled` become the template variable `enable_thinking`),
+`output_config.format` with a JSON Schema, and streams Anthropic's events; a last message of the
+assistant is continued. Keys come as `x-api-key` or as Bearer; errors have Anthropic's form. Images,
+documents, tools that a server runs, and batches are refused. The unmodified `anthropic` package
+runs against it in `tests/openai_api/test_messages.py`.
+
+    client = anthropic.Anthropic(base_url="http://127.0.0.1:8000", api_key="none")
 
 ## What is tested
 

@@ -24,6 +24,7 @@ from gateway.http.completions import PROMPT_NAMES, CompletionBody, CompletionFor
 from gateway.http.connection import JSON, HttpRequest, HttpResponse
 from gateway.http.errors import FieldNames, HttpError, from_baton, http_error
 from gateway.http.generation import Format, Generation
+from gateway.http.messages import MessagesBody, MessagesFormat, messages_error
 from gateway.http.page import LIVE_PATH, PAGE_FILES, Page
 from gateway.http.requests import Body, BodyT, field_namer, parsed
 from gateway.http.responses import ResponsesBody, ResponsesFormat
@@ -40,6 +41,9 @@ _TEXT = "text/plain; charset=utf-8"
 _OPEN = frozenset({"/health", "/ping", *PAGE_FILES})
 
 _MODELS = "/v1/models/"
+
+#: Anthropic's, and what lies below it: with its own form of errors and its own header of keys.
+_MESSAGES = "/v1/messages"
 
 #: Of request headers: names, and nothing that could end a line.
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,1000}")
@@ -99,6 +103,8 @@ class HttpApp:
             "/v1/completions": {"POST": self._complete},
             "/v1/chat/completions": {"POST": self._chat},
             "/v1/responses": {"POST": self._respond},
+            _MESSAGES: {"POST": self._write_message},
+            f"{_MESSAGES}/count_tokens": {"POST": self._count_tokens},
             "/v1/models": {"GET": self._list_models},
             "/tokenize": {"POST": self._tokenize},
             "/detokenize": {"POST": self._detokenize},
@@ -115,9 +121,11 @@ class HttpApp:
     def refusal_of(self, request: HttpRequest) -> HttpError | None:
         if self._api_keys is None or request.path in _OPEN or request.method == "OPTIONS":
             return None
+        if request.path.startswith(_MESSAGES):
+            _show_key(request)
         if self._api_keys.admit(request.headers):
             return None
-        return from_baton(refusal(), _unchanged)
+        return _shaped(from_baton(refusal(), _unchanged), request)
 
     async def handle(self, request: HttpRequest, response: HttpResponse) -> None:
         """Answers, whatever happens; a client that is gone gets nothing."""
@@ -184,6 +192,23 @@ class HttpApp:
         body = _parsed(ResponsesBody, request, response)
         form = ResponsesFormat(body, self._serving.tokenizer.bytes_of, self._style)
         await self._generate(form, form.field_names, request, response)
+
+    async def _write_message(self, request: HttpRequest, response: HttpResponse) -> None:
+        body = _parsed(MessagesBody, request, response)
+        form = MessagesFormat(body, self._serving.tokenizer.bytes_of, self._style)
+        await self._generate(form, form.field_names, request, response)
+
+    async def _count_tokens(self, request: HttpRequest, response: HttpResponse) -> None:
+        body = _parsed(MessagesBody, request, response)
+        bytes_of = self._serving.tokenizer.bytes_of
+        form = MessagesFormat(body, bytes_of, self._style, is_counted=True)
+        (asked,) = form.requests
+        tokenize = inference_pb2.TokenizeRequest(model=asked.model, prompt=asked.prompt)
+        try:
+            token_ids = await self._serving.tokenize(tokenize)
+        except BatonError as error:
+            raise from_baton(error, form.field_names) from None
+        await _send_json({"input_tokens": len(token_ids)}, response)
 
     async def _generate(
         self, form: Format, field_names: FieldNames, request: HttpRequest, response: HttpResponse
@@ -295,6 +320,18 @@ def _parsed(cls: type[BodyT], request: HttpRequest, response: HttpResponse) -> B
     return body
 
 
+def _show_key(request: HttpRequest) -> None:
+    """A key in Anthropic's header is one in OpenAI's."""
+    key = request.header("x-api-key")
+    if key and not request.header("authorization"):
+        request.headers.append(("authorization", f"Bearer {key}"))
+
+
+def _shaped(error: HttpError, request: HttpRequest) -> HttpError:
+    """An error as clients of that path read it."""
+    return messages_error(error) if request.path.startswith(_MESSAGES) else error
+
+
 def _unchanged(field: str) -> str:
     return field
 
@@ -330,9 +367,11 @@ async def _send_json(document: Any, response: HttpResponse) -> None:
 
 async def _send_error(error: HttpError, request: HttpRequest, response: HttpResponse) -> None:
     """Within a stream that has begun, the error is its last event, and no [DONE] follows."""
+    error = _shaped(error, request)
     if response.has_started:
         if not response.has_ended:
-            await response.end(b"data: %b\n\n" % error.json)
+            kind = b"event: error\n" if request.path.startswith(_MESSAGES) else b""
+            await response.end(b"%bdata: %b\n\n" % (kind, error.json))
         return
     if all(name != "x-request-id" for name, _ in response.headers):
         request_id = error.request_id or unique_request_id(request.headers)

@@ -1,0 +1,448 @@
+"""/v1/messages, Anthropic's API: a conversation in, blocks of the next message out. Each request is
+a chat of chat.py in another form."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from baton.errors import FieldViolation, InvalidRequest
+from baton.v1 import inference_pb2
+from gateway.http.chat import ChatBody, ChatChoice, ChatFormat
+from gateway.http.chat_style import ChatStyle
+from gateway.http.errors import FieldNames, HttpError, shown_value
+from gateway.http.generation import FINISHES, Answer, Chunk, by_choice
+from gateway.http.logprobs import BytesOf
+from gateway.http.requests import Body
+from gateway.intake.violations import MAX_SHOWN, Violations
+
+
+class MessagesBody(Body):
+    """What a request may have."""
+
+    model: str | None = None
+    messages: list[Any]
+    max_tokens: int | None = None
+    system: Any = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    # They would change the output.
+    container: Any = None
+    mcp_servers: Any = None
+    context_management: Any = None
+    # Nothing here depends on these.
+    metadata: Any = None
+    service_tier: Any = None
+    inference_geo: Any = None
+    cache_control: Any = None
+    user_profile_id: Any = None
+    workspace_id: Any = None
+
+
+_REFUSED = ("container", "mcp_servers", "context_management")
+
+#: What chat.py calls a field, and this API.
+_NAMES = {
+    "stop": "stop_sequences",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "response_format": "output_config.format",
+    "tool_choice.function.name": "tool_choice.name",
+}
+_MESSAGE = re.compile(r"messages\[(\d+)\]")
+
+#: By status, where it is not invalid_request_error for the client's faults and api_error for ours.
+_ERROR_TYPES: Mapping[int, str] = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_TIMEOUT: "timeout_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+}
+
+
+def messages_error(error: HttpError) -> HttpError:
+    """The same as this API has it."""
+    is_ours = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+    kind = _ERROR_TYPES.get(error.status, "api_error" if is_ours else "invalid_request_error")
+    body = {
+        "type": "error",
+        "error": {"type": kind, "message": error.body["error"]["message"]},
+        "request_id": error.request_id or None,
+    }
+    return HttpError(error.status, body, error.headers, error.request_id)
+
+
+class MessagesFormat:
+    """See generation.Format."""
+
+    id_prefix = "msg"
+
+    def __init__(
+        self, body: MessagesBody, bytes_of: BytesOf, style: ChatStyle, *, is_counted: bool = False
+    ) -> None:
+        """is_counted: whether only the prompt's tokens are wanted. Raises InvalidRequest, with this
+        API's names."""
+        conversation = _Conversation(body)
+        self._paths = conversation.paths
+        violations = list(_violations(body, is_counted=is_counted))
+        violations += conversation.violations
+        if violations:
+            raise InvalidRequest.of(*violations[:MAX_SHOWN])
+        try:
+            self._chat = ChatFormat(_chat_body(body, conversation.messages), bytes_of, style)
+        except InvalidRequest as error:
+            raise InvalidRequest.of(
+                *(FieldViolation(self._name_of(v.field), v.description) for v in error.violations)
+            ) from None
+        self._answer: Answer | None = None
+        self._choice: ChatChoice | None = None
+        self._num_prompt_tokens = 0
+        self._blocks = _Blocks()
+        self._last: Chunk | None = None
+
+    @property
+    def body(self) -> ChatBody:
+        return self._chat.body
+
+    @property
+    def requests(self) -> Sequence[inference_pb2.GenerateRequest]:
+        return self._chat.requests
+
+    @property
+    def field_names(self) -> FieldNames:
+        """What its fields are called in errors."""
+        of_chat = self._chat.field_names
+        return lambda field: self._name_of(of_chat(field))
+
+    def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
+        self._answer = answer
+        self._num_prompt_tokens = len(prompt_token_ids)
+        self._chat.begin(answer, prompt_token_ids)
+
+    def event(self, prompt: int, chunk: Chunk, usage: str) -> str:  # noqa: ARG002
+        blocks = self._blocks
+        if self._choice is None:
+            self._choice = self._chat.new_choice()
+            used = {"input_tokens": self._num_prompt_tokens, "output_tokens": 0}
+            blocks.emit("message_start", message=self._message(used))
+        is_last = bool(chunk.finish_reason)
+        blocks.add(self._choice.delta(chunk.text, is_last=is_last))
+        if is_last:
+            self._last = chunk
+            blocks.close()
+        return blocks.take_events()
+
+    def end(self, usage: Mapping[str, Any]) -> str:
+        self._blocks.emit("message_delta", delta=self._stop(), usage=_usage(usage))
+        self._blocks.emit("message_stop")
+        return self._blocks.take_events()
+
+    def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
+        (pieces,) = by_choice(chunks[0]).values()
+        self._last = pieces[-1]
+        text = "".join(chunk.text for chunk in pieces)
+        self._blocks.add(self._chat.new_choice().delta(text, is_last=True))
+        self._blocks.close()
+        message = self._message(_usage(usage))
+        return {**message, "content": self._blocks.blocks, **self._stop()}
+
+    def _message(self, usage: Mapping[str, Any]) -> dict[str, Any]:
+        """Before it has any content."""
+        answer = self._answer
+        return {
+            "id": answer.id if answer else "",
+            "type": "message",
+            "role": "assistant",
+            "model": answer.model if answer else "",
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
+
+    def _stop(self) -> dict[str, Any]:
+        last = self._last
+        cause = last.stop_cause if last else None
+        sequence = cause.stop if cause and cause.WhichOneof("kind") == "stop" else None
+        if last and FINISHES[last.finish_reason] == "length":
+            reason = "max_tokens"
+        elif any(block["type"] == "tool_use" for block in self._blocks.blocks):
+            reason = "tool_use"
+        else:
+            reason = "end_turn" if sequence is None else "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+    def _name_of(self, field: str) -> str:
+        for path, name in _NAMES.items():
+            if field == path or field.startswith((f"{path}.", f"{path}[")):
+                return name + field[len(path) :]
+        return _MESSAGE.sub(lambda found: self._paths[int(found[1])], field)
+
+
+class _Blocks:
+    """The content as it grows, and its events."""
+
+    def __init__(self) -> None:
+        self.blocks: list[dict[str, Any]] = []
+        """The last may be open."""
+        self._is_open = False
+        self._text = ""
+        """Of the open one."""
+        self._events: list[str] = []
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        self._events.append(f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n")
+
+    def take_events(self) -> str:
+        text = "".join(self._events)
+        self._events.clear()
+        return text
+
+    def add(self, delta: Mapping[str, Any]) -> None:
+        """A delta of a chat."""
+        if "reasoning_content" in delta:
+            self._ensure({"type": "thinking", "thinking": "", "signature": ""})
+            self._extend("thinking_delta", "thinking", delta["reasoning_content"])
+        if "content" in delta:
+            self._ensure({"type": "text", "text": ""})
+            self._extend("text_delta", "text", delta["content"])
+        for call in delta.get("tool_calls", ()):
+            function = call["function"]
+            if "id" in call:
+                block = {"type": "tool_use", "id": call["id"], "name": function["name"]}
+                self._begin({**block, "input": {}})
+            if function["arguments"]:
+                self._extend("input_json_delta", "partial_json", function["arguments"])
+
+    def close(self) -> None:
+        """The open block is whole."""
+        if not self._is_open:
+            return
+        block = self.blocks[-1]
+        match block["type"]:
+            case "tool_use":
+                block["input"] = _arguments(self._text)
+            case kind:
+                block[kind] = self._text
+        self.emit("content_block_stop", index=len(self.blocks) - 1)
+        self._is_open, self._text = False, ""
+
+    def _ensure(self, block: dict[str, Any]) -> None:
+        if not self._is_open or self.blocks[-1]["type"] != block["type"]:
+            self._begin(block)
+
+    def _begin(self, block: dict[str, Any]) -> None:
+        self.close()
+        self.blocks.append(block)
+        self._is_open = True
+        self.emit("content_block_start", index=len(self.blocks) - 1, content_block=block)
+
+    def _extend(self, kind: str, field: str, text: str) -> None:
+        self._text += text
+        delta = {"type": kind, field: text}
+        self.emit("content_block_delta", index=len(self.blocks) - 1, delta=delta)
+
+
+def _arguments(text: str) -> Any:
+    """An output that ended before its call did has none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {}
+
+
+def _usage(usage: Mapping[str, Any]) -> Mapping[str, Any]:
+    cached = min(usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"])
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage["completion_tokens"],
+    }
+
+
+# What is asked for
+
+
+def _violations(body: MessagesBody, *, is_counted: bool) -> Violations:
+    if body.max_tokens is None and not is_counted:
+        yield FieldViolation("max_tokens", "is missing; give it")
+    for field in _REFUSED:
+        if getattr(body, field):
+            yield FieldViolation(field, "is not served here; leave it out")
+    for index, tool in enumerate(body.tools or ()):
+        path = f"tools[{index}]"
+        if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
+            yield FieldViolation(path, f"{shown_value(tool)}: must be a tool, with a name")
+            continue
+        if tool.get("type") not in (None, "custom"):
+            fault = f"{shown_value(tool['type'])}: no tools are run here; give your own"
+            yield FieldViolation(f"{path}.type", fault)
+        if not isinstance(tool.get("input_schema"), dict):
+            fault = f"{shown_value(tool.get('input_schema'))}: must be a JSON Schema, an object"
+            yield FieldViolation(f"{path}.input_schema", fault)
+        if not isinstance(tool.get("description"), str | None):
+            fault = f"{shown_value(tool['description'])}: must be text"
+            yield FieldViolation(f"{path}.description", fault)
+    asked = (body.output_config or {}).get("format")
+    if not isinstance(asked, dict | None):
+        yield FieldViolation("output_config.format", f"{shown_value(asked)}: must be an object")
+    match body.tool_choice:
+        case None | {"type": "auto" | "any" | "none"} | {"type": "tool", "name": str()}:
+            return
+    fault = 'must be of type auto, any or none, or of type tool, with its "name"'
+    yield FieldViolation("tool_choice", f"{shown_value(body.tool_choice)}: {fault}")
+
+
+def _chat_body(body: MessagesBody, messages: list[Any]) -> ChatBody:
+    """The same as a chat. Nothing of it is wrong that `_violations` names."""
+    choice = body.tool_choice or {}
+    is_parallel = not choice.get("disable_parallel_tool_use")
+    config, thinking = body.output_config or {}, (body.thinking or {}).get("type")
+    effort = config.get("effort")
+    is_continued = bool(messages) and messages[-1].get("role") == "assistant"
+    return ChatBody.model_validate(
+        {
+            "model": body.model,
+            "messages": messages,
+            "max_tokens": body.max_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+            "stop": body.stop_sequences,
+            "stream": body.stream,
+            "tools": [_tool(tool) for tool in body.tools] if body.tools else None,
+            "tool_choice": _tool_choice(choice),
+            "parallel_tool_calls": is_parallel,
+            "response_format": _format(config.get("format")),
+            "reasoning_effort": effort if isinstance(effort, str) else None,
+            "chat_template_kwargs": thinking and {"enable_thinking": thinking != "disabled"},
+            "continue_final_message": is_continued,
+        }
+    )
+
+
+def _tool(tool: Mapping[str, Any]) -> Any:
+    function = {"name": tool["name"], "parameters": tool["input_schema"]}
+    if tool.get("description"):
+        function["description"] = tool["description"]
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: Mapping[str, Any]) -> Any:
+    match choice.get("type"):
+        case "tool":
+            return {"type": "function", "function": {"name": choice["name"]}}
+        case "any":
+            return "required"
+        case kind:
+            return kind
+
+
+def _format(asked: Any) -> Any:
+    match asked:
+        case {"type": "json_schema"}:
+            return {"type": "json_schema", "json_schema": {"schema": asked.get("schema")}}
+    return asked
+
+
+class _Conversation:
+    """Messages as a chat has them: `system` is the first of them, and results of tools are messages
+    of their own."""
+
+    def __init__(self, body: MessagesBody) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.paths: list[str] = []
+        """Where each was given."""
+        self.violations: list[FieldViolation] = []
+        if body.system:
+            self._add("system", {"role": "system", "content": self._text("system", body.system)})
+        for index, message in enumerate(body.messages):
+            self._read(f"messages[{index}]", message)
+
+    def _read(self, path: str, message: Any) -> None:
+        match message:
+            case {"role": "user" | "assistant" as role, "content": str() as text}:
+                self._add(path, {"role": role, "content": text})
+            case {"role": "user", "content": list() as blocks}:
+                self._read_user(path, blocks)
+            case {"role": "assistant", "content": list() as blocks}:
+                self._read_assistant(path, blocks)
+            case {"role": "user" | "assistant"}:
+                fault = f"{shown_value(message.get('content'))}: must be text, or a list of blocks"
+                self._refuse(f"{path}.content", fault)
+            case dict():
+                fault = f"{shown_value(message.get('role'))}: must be user or assistant"
+                self._refuse(f"{path}.role", fault)
+            case _:
+                self._refuse(path, f"{shown_value(message)}: must be an object")
+
+    def _read_user(self, path: str, blocks: Sequence[Any]) -> None:
+        texts: list[str] = []
+        for index, block in enumerate(blocks):
+            where = f"{path}.content[{index}]"
+            match block:
+                case {"type": "text", "text": str() as text}:
+                    texts.append(text)
+                case {"type": "tool_result", "tool_use_id": str() as call_id}:
+                    content = self._text(f"{where}.content", block.get("content") or "")
+                    answer = {"role": "tool", "tool_call_id": call_id, "content": content}
+                    self._add(path, answer)
+                case _:
+                    self._refuse_block(where, block, "text or tool_result")
+        if texts:
+            self._add(path, {"role": "user", "content": "\n".join(texts)})
+
+    def _read_assistant(self, path: str, blocks: Sequence[Any]) -> None:
+        texts: list[str] = []
+        calls: list[Any] = []
+        for index, block in enumerate(blocks):
+            match block:
+                case {"type": "text", "text": str() as text}:
+                    texts.append(text)
+                case {"type": "tool_use", "id": str() as call_id, "name": str() as name}:
+                    function = {"name": name, "arguments": json.dumps(block.get("input") or {})}
+                    calls.append({"id": call_id, "type": "function", "function": function})
+                case {"type": "thinking" | "redacted_thinking"}:
+                    pass  # templates leave out what was thought before
+                case _:
+                    self._refuse_block(f"{path}.content[{index}]", block, "text or tool_use")
+        message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+        self._add(path, {**message, "tool_calls": calls} if calls else message)
+
+    def _text(self, path: str, value: Any) -> str:
+        """Of a text, or of blocks of text."""
+        if isinstance(value, str):
+            return value
+        texts: list[str] = []
+        for index, block in enumerate(value if isinstance(value, list) else [value]):
+            match block:
+                case {"type": "text", "text": str() as text}:
+                    texts.append(text)
+                case _:
+                    self._refuse_block(f"{path}[{index}]", block, "text")
+        return "\n".join(texts)
+
+    def _add(self, path: str, message: dict[str, Any]) -> None:
+        self.messages.append(message)
+        self.paths.append(path)
+
+    def _refuse_block(self, path: str, block: Any, kinds: str) -> None:
+        kind = block.get("type") if isinstance(block, dict) else block
+        self._refuse(f"{path}.type", f"{shown_value(kind)}: must be a block of {kinds}")
+
+    def _refuse(self, path: str, fault: str) -> None:
+        if len(self.violations) < MAX_SHOWN:
+            self.violations.append(FieldViolation(path, fault))
