@@ -265,6 +265,12 @@ class SamplingParams:
         "What the output must look like. It ends where it is complete, or at max_tokens."
     )
 
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """The options that are set, by name."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
     def with_options(self, **options: Unpack[SamplingOptions]) -> SamplingParams:
         """A copy with these fields changed."""
         return replace(self, **options)
@@ -303,3 +309,8 @@ class SamplingOptions(TypedDict, total=False):
 OPTIONS: Mapping[str, SamplingOption] = MappingProxyType(
     {each.name: SamplingOption(each.name, **each.metadata) for each in fields(SamplingParams)}
 )
+
+
+def describe_values(values: Mapping[str, float]) -> str:
+    """Numbers of options as people read them: "temperature 0.7, top_p 0.95"."""
+    return ", ".join(f"{name} {value:g}" for name, value in values.items())

@@ -47,13 +47,15 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class ReadyReport:
     """A service takes work. address: host:port it listens on. phases: seconds of each step of the
     start, in order.
-    numerics, dtype_reason: of a worker. http_address: of a gateway's HTTP; empty if it has none."""
+    numerics, dtype_reason: of a worker. http_address: of a gateway's HTTP; empty if it has none.
+    sampling_defaults: the model's own, for people; of a gateway."""
 
     address: str
     phases: Mapping[str, float]
     numerics: NumericsClass = UNKNOWN_NUMERICS
     dtype_reason: str = ""
     http_address: str = ""
+    sampling_defaults: str = ""
 
     @property
     def ports(self) -> Mapping[str, int]:
@@ -90,6 +92,8 @@ def log_ready(report: ReadyReport) -> None:
     """Log that the service takes work."""
     computing = report.computing or str(report.numerics)
     after = f"; {computing}" if computing else ""
+    if report.sampling_defaults:
+        after += f"; sampling defaults of the model: {report.sampling_defaults}"
     where = " and ".join(filter(None, (report.address, report.http_address)))
     logger.info("ready at %s (%s)%s", where, describe_phases(report.phases), after)
 
@@ -196,6 +200,8 @@ async def _run(
         line: dict[str, object] = {"address": report.address, "phases": dict(report.phases)}
         if report.http_address:
             line["http_address"] = report.http_address
+        if report.sampling_defaults:
+            line["sampling_defaults"] = report.sampling_defaults
         if report.numerics != UNKNOWN_NUMERICS:
             line["numerics"] = dataclasses.asdict(report.numerics)
             line["dtype_reason"] = report.dtype_reason

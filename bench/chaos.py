@@ -205,6 +205,7 @@ async def chaos(
     options = ServeOptions(
         model="models/baton-py-6m",
         engine="oracle",
+        generation_config="none",
         oracle_step_ms=STEP_MS,
         max_num_batched_tokens=CHUNK_TOKENS,
         num_prefill_workers=2,

@@ -138,6 +138,7 @@ def options_of(engine: str, model: str) -> ServeOptions:
         {
             "model": model,
             "engine": engine,
+            "generation_config": "none",
             "dtype": "float32",
             "oracle_step_ms": 20.0,
             "num_decode_workers": 2,

@@ -229,7 +229,11 @@ class Load:
 
     async def _stream(self, prompt: int) -> None:
         params = SamplingParams(
-            temperature=0.8, seed=prompt, max_tokens=40 + 10 * prompt, ignore_eos=True
+            temperature=0.8,
+            top_p=1.0,  # not the model's own: the older version knows of none
+            seed=prompt,
+            max_tokens=40 + 10 * prompt,
+            ignore_eos=True,
         )
         tally, token_ids = self.tally, list[int]()
         tally.num_streams += 1

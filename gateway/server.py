@@ -23,6 +23,7 @@ from baton.registry import PipeRegistry, StaticRegistry, make_registry
 from baton.rpc.api_key import ApiKeyInterceptor
 from baton.rpc.server import Register, RunningServer, start_server
 from baton.rpc.tls import server_credentials
+from baton.sampling_params import describe_values
 from baton.service import OnReady, ReadyReport
 from baton.start_log import report_phase
 from baton.telemetry import Telemetry, TelemetrySettings, running_telemetry
@@ -35,6 +36,7 @@ from gateway.http.server import HttpServer, start_http
 from gateway.intake.api_keys import read_api_keys
 from gateway.intake.chat import ChatRenderer
 from gateway.intake.grammars import GrammarCompiler
+from gateway.intake.sampling_defaults import sampling_defaults
 from gateway.intake.tokenizer import Tokenizer, load_tokenizer
 from gateway.request.driver import RequestDeps
 from gateway.routing.dispatcher import Dispatcher
@@ -64,6 +66,9 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
     report_phase("loading tokenizer")
     tokenizer = await asyncio.to_thread(load_tokenizer, options.tokenizer_name, options.revision)
     clock.lap("tokenizer")
+    generation_config = tokenizer.facts.generation_config
+    is_used = options.generation_config == "auto"
+    defaults = sampling_defaults(generation_config if is_used else {})
     fleet = Fleet(numerics_policy=options.numerics)
     supervisor = None if options.workers_fd is None else PipeRegistry(options.workers_fd)
     registries = (
@@ -98,6 +103,7 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
                 options.request_timeout_s,
                 bool(api_keys),
                 options.served_model_aliases,
+                defaults,
             ),
             deps,
             tokenizer,
@@ -131,7 +137,14 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
                     await _wait_for_workers(fleet, options)
                     clock.lap("workers")
                     http_address = http.address if http else ""
-                    on_ready(ReadyReport(server.address, clock.phases, http_address=http_address))
+                    on_ready(
+                        ReadyReport(
+                            server.address,
+                            clock.phases,
+                            http_address=http_address,
+                            sampling_defaults=describe_values(defaults),
+                        )
+                    )
                     if chat:  # not earlier: its imports would hold up those of workers beside it
                         await chat.start()
                 await stop.wait()

@@ -8,8 +8,9 @@ import functools
 import hashlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from baton import __version__
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, EngineFault
@@ -52,12 +53,14 @@ _UNKNOWN_LEN = 2**20
 class ServiceOptions:
     """model_name, aliases: what requests call the model. request_timeout_s: for requests without a
     deadline. has_api_keys: whether callers have shown one; each key is an account then, and else
-    each cache_salt."""
+    each cache_salt.
+    sampling_defaults: the model's own, by option."""
 
     model_name: str
     request_timeout_s: float
     has_api_keys: bool = False
     aliases: tuple[str, ...] = ()
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +177,7 @@ class Serving:
             max_model_len=facts.max_model_len,
             vocab_size=facts.vocab_size,
             has_chat_template=facts.has_chat_template,
+            sampling_defaults=sampling_pb2.SamplingParams(**facts.sampling_defaults),
             workers=[_status_of(worker) for worker in self._fleet.workers.values()],
         )
 
@@ -283,6 +287,7 @@ class Serving:
             aliases=self._options.aliases,
             max_num_seqs=max((i.max_num_seqs for i in infos), default=MAX_CHOICES),
             max_token_chars=self.tokenizer.max_token_chars,
+            sampling_defaults=self._options.sampling_defaults,
         )
 
 

@@ -12,6 +12,7 @@ import typer
 
 from baton.cli import options
 from baton.cli.connection import Connection, connecting
+from baton.sampling_params import describe_values
 from baton.types import FALLBACK_NOTICE, UNKNOWN_NUMERICS, NumericsClass
 
 if TYPE_CHECKING:
@@ -91,6 +92,9 @@ def _print_tables(models: tuple[Model, ...]) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=_UNFOLDED_WIDTH)
     for model in models:
         console.print(_table(model))
+        defaults = model.sampling_defaults.given
+        if defaults:
+            typer.echo(f"sampling defaults of the model: {describe_values(defaults)}")
         for line in numerics_lines(model.workers):
             typer.echo(line)
 

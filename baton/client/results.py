@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from baton.errors import BatonError
+from baton.sampling_params import SamplingParams
 from baton.types import UNKNOWN_NUMERICS, FinishReason, NumericsClass, TokenLogprobs
 from baton.v1 import inference_pb2, sampling_pb2
 
@@ -179,6 +180,8 @@ class Model:
     vocab_size: int
     has_chat_template: bool
     workers: tuple[WorkerStatus, ...]
+    sampling_defaults: SamplingParams = field(default_factory=SamplingParams)
+    """What requests get that leave it out, by the model's generation_config.json."""
 
 
 _T = TypeVar("_T", Usage, TimeToFirstToken, Timing, WorkerStatus)
@@ -234,7 +237,16 @@ def model_of(model: inference_pb2.Model) -> Model:
         vocab_size=model.vocab_size,
         has_chat_template=model.has_chat_template,
         workers=tuple(map(_worker_status, model.workers)),
+        sampling_defaults=_sampling_of(model.sampling_defaults),
     )
+
+
+def _sampling_of(message: sampling_pb2.SamplingParams) -> SamplingParams:
+    """Of options that are numbers."""
+    values: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
+    # float32 on the wire: 0.7, not 0.699999988.
+    rounded = {k: float(f"{v:.7g}") for k, v in values.items() if isinstance(v, float)}
+    return SamplingParams(**{**values, **rounded})
 
 
 def _worker_status(message: inference_pb2.WorkerStatus) -> WorkerStatus:

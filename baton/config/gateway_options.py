@@ -45,6 +45,10 @@ class FrontDoorOptions(TlsOptions):
 
     tokenizer: NonEmpty | None = None
     """Directory or Hub id of the tokenizer; MODEL's own if not given."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Where a request's sampling options come from if it leaves them out. auto: temperature, top_k,
+    top_p, min_p, repetition_penalty and max_new_tokens of the generation_config.json beside the
+    tokenizer. none: the documented defaults."""
     max_queue_size: Count = 1024
     """Most requests that wait for workers; further ones are refused, with when to try again."""
     request_timeout_s: Seconds = 600.0

@@ -188,6 +188,7 @@ class Child:
                 numerics,
                 message.get("dtype_reason", ""),
                 message.get("http_address", ""),
+                message.get("sampling_defaults", ""),
             )
         try:
             async with asyncio.timeout(_EXIT_S):

@@ -40,9 +40,11 @@ async def serve_cluster(options: ServeOptions, stop: asyncio.Event, on_ready: On
 
 def print_ready(options: ServeOptions, cluster: Cluster) -> None:
     """On stdout: where requests go and what answers them, where the time went, and what to try."""
+    defaults = cluster.report_of("gateway").sampling_defaults
     lines = [
         f"Baton is ready at {cluster.address}: {'; '.join(describe_cluster(options, cluster))}",
         f"  started in {describe_start(cluster.phases)}",
+        *([f"  sampling defaults of the model: {defaults}"] if defaults else []),
         f"  try: {example_command(options, cluster.address)}",
     ]
     if cluster.http_address:

@@ -758,6 +758,7 @@ class Model(message.Message):
     VOCAB_SIZE_FIELD_NUMBER: builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: builtins.int
     WORKERS_FIELD_NUMBER: builtins.int
+    SAMPLING_DEFAULTS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Name to put into requests."""
     max_model_len: builtins.int
@@ -770,6 +771,12 @@ class Model(message.Message):
     def workers(self) -> containers.RepeatedCompositeFieldContainer[WorkerStatus]:
         """The gateway's view of the workers that serve it."""
 
+    @builtins.property
+    def sampling_defaults(self) -> sampling_pb2.SamplingParams:
+        """What requests get that leave it out: the model's own defaults, of its generation_config.json. What is unset here has
+        the default of SamplingParams.
+        """
+
     def __init__(
         self,
         *,
@@ -778,10 +785,11 @@ class Model(message.Message):
         vocab_size: builtins.int = ...,
         has_chat_template: builtins.bool = ...,
         workers: abc.Iterable[WorkerStatus] | None = ...,
+        sampling_defaults: sampling_pb2.SamplingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["sampling_defaults", b"sampling_defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["has_chat_template", b"has_chat_template", "max_model_len", b"max_model_len", "name", b"name", "vocab_size", b"vocab_size", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["has_chat_template", b"has_chat_template", "max_model_len", b"max_model_len", "name", b"name", "sampling_defaults", b"sampling_defaults", "vocab_size", b"vocab_size", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -67,7 +67,10 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 
 @typing.final
 class SamplingParams(message.Message):
-    """Sampling and stopping parameters of a public request. An unset field takes the default that its comment names."""
+    """Sampling and stopping parameters of a public request. An unset field takes the default that its comment names; or, for
+    temperature, top_k, top_p, min_p, repetition_penalty and max_tokens, that of the model's generation_config.json if it has
+    one (see Model.sampling_defaults). A beam search takes max_tokens of it only.
+    """
 
     DESCRIPTOR: descriptor.Descriptor
 

@@ -221,9 +221,11 @@ def field_namer(names: Mapping[str, str]) -> Callable[[str], str]:
 
 
 def _put_top_k(top_k: int | None, params: sampling_pb2.SamplingParams) -> Violations:
-    if top_k is None or top_k == -1:  # vLLM's for all of them
+    if top_k is None:
         return
-    if 0 <= top_k < 2**32:
+    if top_k == -1:  # vLLM's for all of them, whatever the model's default is
+        params.top_k = 0
+    elif 0 <= top_k < 2**32:
         params.top_k = top_k
     else:
         yield FieldViolation("top_k", f"{shown_value(top_k)}: must be 0 or more, or -1 for all")

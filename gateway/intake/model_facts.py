@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +14,7 @@ class ModelFacts:
     max_kv_tokens: tokens that the largest decode worker's memory holds. max_num_seqs: sequences
     that the widest one runs at once. max_token_chars: of the longest token of the tokenizer.
     has_tools: whether the chat template describes tools. aliases: further names.
+    sampling_defaults: the model's own, by option.
     """
 
     name: str
@@ -24,6 +27,7 @@ class ModelFacts:
     max_token_chars: int
     has_tools: bool = False
     aliases: tuple[str, ...] = ()
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -120,13 +120,19 @@ def sampling_of(
     structured_output, or empty."""
     beam = _beam_params(params)
     plain = {f.name: value for f, value in params.ListFields() if f.name in _PLAIN}
-    chosen = {**_DEFAULTS, **plain}
+    defaults = facts.sampling_defaults
     if beam:
-        chosen["temperature"] = 0.0
+        chosen = {**_DEFAULTS, **plain, "temperature": 0.0}
+    else:
+        of_model = {name: value for name, value in defaults.items() if name in _PLAIN}
+        chosen = {**_DEFAULTS, **of_model, **plain}
+    room = facts.max_model_len - num_prompt_tokens
+    # Room for what the request asks for, and the model's default does not know of.
+    unasked = max(params.min_tokens, min(room, defaults.get("max_tokens", room)))
     return Sampling(
         **chosen,
         logit_bias=MappingProxyType(dict(params.logit_bias)),
-        max_tokens=given(params, "max_tokens", facts.max_model_len - num_prompt_tokens),
+        max_tokens=given(params, "max_tokens", unasked),
         stop_token_ids=_stop_token_ids(params, facts),
         seed=given(params, "seed", seed),
         bad_words=_possible(bad_words, facts.vocab_size),

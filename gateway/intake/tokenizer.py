@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class TokenizerFacts:
     """What the files say besides the tokenizer. max_model_len: of config.json; None if it does not
     say.
 
-    folder: where they are.
+    folder: where they are. generation_config: as it is in its file; empty if there is none.
     """
 
     eos_token_ids: frozenset[int]
@@ -66,6 +66,7 @@ class TokenizerFacts:
     chat_template: str | None
     max_model_len: int | None
     folder: Path
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
 
 
 class TooManyTokens(Exception):
@@ -255,11 +256,12 @@ def _facts_of(folder: Path, tokenizer: tokenizers.Tokenizer) -> TokenizerFacts:
     special_tokens = _special_tokens(
         {**_read_json(folder / "special_tokens_map.json"), **tokenizer_config}
     )
+    generation_config = _read_json(folder / "generation_config.json")
     text_config = config.get("text_config") or config
     max_model_len = text_config.get("max_position_embeddings")
     return TokenizerFacts(
         eos_token_ids=_eos_token_ids(
-            _read_json(folder / "generation_config.json"),
+            generation_config,
             text_config,
             tokenizer.token_to_id(special_tokens.get("eos_token", "")),
         ),
@@ -267,6 +269,7 @@ def _facts_of(folder: Path, tokenizer: tokenizers.Tokenizer) -> TokenizerFacts:
         chat_template=_chat_template(folder, tokenizer_config),
         max_model_len=max_model_len if isinstance(max_model_len, int) else None,
         folder=folder,
+        generation_config=generation_config,
     )
 
 

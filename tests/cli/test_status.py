@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from baton.client import Model, NumericsClass, WorkerStatus
+from baton.client import Model, NumericsClass, SamplingParams, WorkerStatus
 from baton.errors import NoWorkers
 
 if TYPE_CHECKING:
@@ -74,6 +74,12 @@ def test_a_table_of_workers(run: Run, client: FakeClient) -> None:
         "10",
         "48",
     ]
+
+
+def test_the_models_own_sampling_defaults_are_shown(run: Run, client: FakeClient) -> None:
+    defaults = SamplingParams(temperature=0.7, top_k=20)
+    client.served = (replace(model(worker("decode")), sampling_defaults=defaults),)
+    assert "sampling defaults of the model: temperature 0.7, top_k 20\n" in run("status").stdout
 
 
 def test_json_has_every_field(run: Run, client: FakeClient) -> None:

@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-un
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
+from baton.client.results import models_of
 from baton.config import GatewayOptions
 from baton.errors import BatonError, ConfigError, InvalidRequest, ModelNotFound, NoWorkers
 from baton.rpc.channel import aio_channel
@@ -216,8 +217,30 @@ async def test_the_model_is_described_with_its_workers(model_path: Path) -> None
             ("d", "decode", "ready"),
         ]
         assert model.workers[1].num_blocks == 64
+        assert not model.sampling_defaults.ListFields()
         listed = (await stub.ListModels(inference_pb2.ListModelsRequest())).models
         assert [m.name for m in listed] == ["m"]
+
+
+@pytest.mark.parametrize(("source", "temperature"), [("auto", 0.5), ("none", 1.0)])
+async def test_the_models_sampling_defaults_reach_the_tiers_and_are_shown(
+    model_path: Path, source: str, temperature: float
+) -> None:
+    (model_path / "generation_config.json").write_text(json.dumps({"temperature": 0.5}))
+    decode = GrpcWorker(make_info("d", Tier.DECODE))
+    async with (
+        serving(decode) as d,
+        gateway(model_path, decode_workers=(d.address,), generation_config=source) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        listed = await stub.ListModels(inference_pb2.ListModelsRequest())
+        (shown,) = models_of(listed)
+        expected = {"temperature": 0.5} if source == "auto" else {}
+        assert shown.sampling_defaults.given == expected
+        params = sampling_pb2.SamplingParams(max_tokens=2)
+        request = inference_pb2.GenerateRequest(prompt=ids_prompt(1, 2), sampling=params)
+        _ = [chunk async for chunk in stub.Generate(request)]
+        assert [spec.sampling.temperature for spec in decode.specs.values()] == [temperature]
 
 
 async def test_a_gateway_without_workers_serves_and_says_so(

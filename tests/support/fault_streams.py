@@ -122,6 +122,7 @@ async def proxied_cluster(
     defaults = {
         "model": str(BOX_MODEL),
         "engine": "oracle",
+        "generation_config": "none",
         "oracle_step_ms": 8.0,
         "max_num_batched_tokens": 64,
         "num_prefill_workers": num_prefill,

@@ -71,6 +71,8 @@ def gateway(prefills: list[str], decodes: list[str], **options: Any) -> Any:
 def options_of_gateway(prefills: list[str], decodes: list[str], **options: Any) -> GatewayOptions:
     """Of a gateway before the workers at these addresses."""
     defaults = {**_COMMON, "model": str(BOX_MODEL), "served_model_name": "oracle", "port": 0}
+    # What a test does not say is the oracle's default, not the model's own.
+    defaults["generation_config"] = "none"
     workers = {"prefill_workers": tuple(prefills), "decode_workers": tuple(decodes)}
     return GatewayOptions(**{**defaults, **workers, **options})
 
