@@ -25,6 +25,7 @@ BatonError
     ├── ConfigError           an option's value is wrong; names option, value and fix
     └── ModelError            the model cannot be served
         ├── UnsupportedModel      its architecture or a setting is unknown to us
+        │   └── UnsupportedSetting    to Baton's own layers of its family
         ├── MissingTensor         the checkpoint lacks a tensor
         ├── TensorMismatch        a tensor has a shape the config does not allow
         └── UnsafeCheckpoint      it has weights as pickles only
@@ -242,6 +243,10 @@ class ModelError(StartupError):
 
 class UnsupportedModel(ModelError):
     """Its architecture or a setting is unknown to us."""
+
+
+class UnsupportedSetting(UnsupportedModel):
+    """Of a family that has layers of Baton's own, which do not know it; transformers' code may."""
 
 
 class MissingTensor(ModelError):

@@ -15,7 +15,7 @@ import torch
 from baton.engine.graph_device import GraphDevice
 from baton.engine.step_runner import EagerSteps, Followers, StepModel, StepRunner, TensorPool
 from baton.engine.tensor_parallel.start import check_ranks, start_followers
-from baton.errors import ConfigError
+from baton.errors import ConfigError, UnsupportedModel
 from baton.model.config import ModelConfig, choose_implementation, read_config
 from baton.model.load import keeps_stored_levels, load_parameters
 from baton.model.memory_plan import activation_bytes, weight_bytes
@@ -127,12 +127,20 @@ class LoadedModel(Protocol):
 
 def model_source(folder: Path, model_impl: str) -> ModelSource:
     """The checkpoint in `folder`. model_impl: see choose_implementation. Raises ModelError."""
-    if choose_implementation(folder, model_impl) == "baton":
+    chosen = choose_implementation(folder, model_impl)
+    if chosen.name == "baton":
         return NativeModel(folder, read_config(folder))
     # Imports transformers, for which only those wait who need it.
     from baton.engine.transformers_source import TransformersModel
 
-    return TransformersModel(folder)
+    if not chosen.refusal:
+        return TransformersModel(folder)
+    try:
+        source = TransformersModel(folder)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{chosen.refusal}. By transformers: {error.message}") from error
+    _log.warning("transformers' code runs the layers: Baton's own do not (%s)", chosen.refusal)
+    return source
 
 
 class NativeModel:

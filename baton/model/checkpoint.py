@@ -60,7 +60,7 @@ def check_checkpoint(model: str, revision: str | None = None, model_impl: str = 
     folder = resolve_checkpoint(model, revision)
     if (folder / "config.json").is_file():
         find_shards(folder)
-    if choose_implementation(folder, model_impl) == "baton":
+    if choose_implementation(folder, model_impl).name == "baton":
         read_config(folder)
     return folder
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from baton.errors import ModelError, UnsupportedModel
+from baton.errors import ModelError, UnsupportedModel, UnsupportedSetting
 from baton.quantization.config import QuantizationConfig, parse_quantization
 
 #: Types that a value may have. As in transformers, a whole number is no float, and a bool no
@@ -351,30 +351,47 @@ def read_config(folder: Path) -> ModelConfig:
     return parse_config(_read(folder))
 
 
-def choose_implementation(folder: Path, asked: str) -> str:
-    """Whose code runs the layers of the checkpoint in `folder`: "baton" or "transformers".
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """Whose code runs a checkpoint's layers. name: "baton" or "transformers"; refusal: why not
+    Baton's own, of a family that has some; else empty."""
 
-    asked: one of these, or "auto", which takes Baton's own where the family is one of FAMILIES.
-    Raises ModelError; UnsupportedModel, too, for what transformers' code is known not to be run
-    with here, so that nobody waits for its import.
+    name: str
+    refusal: str = ""
+
+
+def choose_implementation(folder: Path, asked: str) -> Implementation:
+    """Whose code runs the layers of the checkpoint in `folder`.
+
+    asked: a name, or "auto", which takes Baton's own where the family is one of FAMILIES and has no
+    setting that its layers do not know. Raises ModelError; UnsupportedModel, too, for what
+    transformers' code is known not to be run with here, so that nobody waits for its import.
     """
     if asked == "baton":
-        return asked
+        return Implementation(asked)
     raw = _read(folder)
     kind = str(raw.get("model_type", ""))
+    is_quantised = raw.get("quantization_config") is not None
+    refusal = ""
     if asked == "auto" and kind in FAMILIES:
-        return "baton"
+        try:
+            parse_config(raw)
+            return Implementation("baton")
+        except UnsupportedSetting as error:
+            if is_quantised:
+                raise
+            refusal = error.message
     if not kind:
         raise UnsupportedModel(
             f"model_type={kind!r}: Baton serves {', '.join(FAMILIES)}, and decoders that "
             "transformers knows; use a checkpoint of one of these"
         )
-    if raw.get("quantization_config") is not None:
+    if is_quantised:
         raise UnsupportedModel(
             f"model_type={kind!r} with quantization_config: quantised weights are read for "
             f"{', '.join(FAMILIES)} with --model-impl=baton; use the checkpoint that it was made of"
         )
-    return "transformers"
+    return Implementation("transformers", refusal)
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -462,7 +479,7 @@ def _traits(
     if family == "gemma3_text":
         for name in ("final_logit_softcapping", "attn_logit_softcapping"):
             if raw.get(name) is not None:
-                raise UnsupportedModel(f"{name}={raw[name]}: known of no {family} model but null")
+                raise UnsupportedSetting(f"{name}={raw[name]}: known of no {family} model but null")
         return replace(
             traits,
             norms="around",
@@ -478,7 +495,7 @@ def _activation(family: str, fields: Mapping[str, Any]) -> str:
         name = "gelu_pytorch_tanh"
     known = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
     if name not in known:
-        raise UnsupportedModel(f"hidden_act={name!r}: {' and '.join(map(repr, known))} are known")
+        raise UnsupportedSetting(f"hidden_act={name!r}: {' and '.join(map(repr, known))} are known")
     return known[name]
 
 
@@ -574,21 +591,21 @@ def _rope(
     `type`, and rope_theta beside it."""
     parameters = _rope_parameters(raw, fields, layer_type)
     if any(isinstance(value, Mapping) for value in parameters.values()):
-        raise UnsupportedModel("rope_parameters differ by layer type: not known to Baton")
+        raise UnsupportedSetting("rope_parameters differ by layer type: not known to Baton")
     rope_type = str(parameters.setdefault("rope_type", parameters.get("type", "default")))
     if rope_type not in ROPE_TYPES:
-        raise UnsupportedModel(
+        raise UnsupportedSetting(
             f"rope_type={rope_type!r}: Baton knows {', '.join(ROPE_TYPES)}; use another checkpoint"
         )
     if "partial_rotary_factor" in fields:
         parameters.setdefault("partial_rotary_factor", fields["partial_rotary_factor"])
         if parameters["partial_rotary_factor"] != 1.0 and rope_type not in ("default", "linear"):
-            raise UnsupportedModel(
+            raise UnsupportedSetting(
                 f"partial_rotary_factor={parameters['partial_rotary_factor']} with "
                 f"rope_type={rope_type!r}: known with 'default' and 'linear'"
             )
     elif parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UnsupportedModel("partial_rotary_factor other than 1 is not known to Baton")
+        raise UnsupportedSetting("partial_rotary_factor other than 1 is not known to Baton")
     if rope_type in ("llama3", "yarn"):
         original = "original_max_position_embeddings"
         parameters.setdefault(original, fields["max_position_embeddings"])

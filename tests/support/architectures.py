@@ -173,10 +173,11 @@ def model_type(name: str) -> str:
     return str(ARCHITECTURES[name].get("model_type", name))
 
 
-def make_checkpoint(path: Path, name: str) -> Path:
+def make_checkpoint(path: Path, name: str, **changes: Any) -> Path:
     """Write an architecture's checkpoint into `path`. Every tensor is random, and wide enough that
-    greedy outputs vary; no token ends them."""
-    settings = {key: value for key, value in ARCHITECTURES[name].items() if key != "model_type"}
+    greedy outputs vary; no token ends them. changes: to its config."""
+    known = {**ARCHITECTURES[name], **changes}
+    settings = {key: value for key, value in known.items() if key != "model_type"}
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     config = AutoConfig.for_model(model_type(name), **settings, **tokens)
     from_config: Any = AutoModelForCausalLM.from_config

@@ -37,11 +37,10 @@ def prompts() -> list[list[int]]:
 
 
 def load(path: Path, **options: Any) -> TorchEngine:
-    """An engine by transformers' code, quietly."""
+    """An engine, by transformers' code if no other is asked for, quietly."""
     quiet = {"progress": lambda _: None, "on_plan": lambda _: None}
-    return load_engine(
-        str(path), model_impl="transformers", **{"num_blocks": 32, **quiet, **options}
-    )
+    defaults = {"model_impl": "transformers", "num_blocks": 32}
+    return load_engine(str(path), **{**defaults, **quiet, **options})
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from baton.errors import ConfigError, MissingTensor, UnsupportedModel
+from baton.engine.model_source import model_source
+from baton.errors import ConfigError, MissingTensor, UnsupportedModel, UnsupportedSetting
 from baton.model.checkpoint import check_checkpoint
 from baton.model.config import choose_implementation
 from baton.model.transformers_backend.describe import describe
@@ -58,9 +60,60 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
 def test_auto_takes_our_own_where_there_is_one(tmp_path: Path) -> None:
     for kind, expected in (("llama", "baton"), ("gpt2", "transformers")):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-        assert choose_implementation(tmp_path, "auto") == expected
-        assert choose_implementation(tmp_path, "transformers") == "transformers"
-        assert choose_implementation(tmp_path, "baton") == "baton"
+        assert choose_implementation(tmp_path, "auto").name == expected
+        assert choose_implementation(tmp_path, "transformers").name == "transformers"
+        assert choose_implementation(tmp_path, "baton").name == "baton"
+
+
+def _longrope(**changes: object) -> dict[str, object]:
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 64,
+        "factor": 4.0,
+        **changes,
+    }
+
+
+def test_a_setting_that_our_own_layers_do_not_know_goes_to_transformers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_checkpoint(tmp_path, "phi3", rope_parameters=_longrope())
+    with caplog.at_level(logging.WARNING):
+        engine = load(path, model_impl="auto")
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "transformers' code runs the layers" in line
+    assert "rope_type='longrope'" in line
+    assert engine.spec.max_model_len == 64
+    with pytest.raises(UnsupportedSetting, match="longrope"):
+        load(path, model_impl="baton")
+
+
+def test_what_neither_runs_is_refused_with_both_reasons(tmp_path: Path) -> None:
+    """Each of the two has something against it."""
+    raw = {"model_type": "llama", "hidden_act": "relu", "is_encoder_decoder": True}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UnsupportedModel, match=r"hidden_act='relu'.*By transformers: .*encoder"):
+        model_source(tmp_path, "auto")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"quantization_config": {"quant_method": "awq"}}, "longrope"),
+        ({"hidden_size": "64"}, "hidden_size='64'"),
+        ({"architectures": ["Phi3ForSequenceClassification"]}, "Baton generates text"),
+    ],
+)
+def test_what_is_wrong_or_cannot_be_read_does_not_go_to_transformers(
+    changes: dict[str, object], reason: str, tmp_path: Path
+) -> None:
+    raw = {"model_type": "phi3", "rope_scaling": _longrope(), **changes}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UnsupportedModel, match=reason):
+        choose_implementation(tmp_path, "auto")
 
 
 def test_a_checkpoint_is_looked_at_without_transformers(tmp_path: Path) -> None:
