@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from baton.errors import ConfigError
@@ -65,7 +64,8 @@ def grams(
     pool = torch.zeros(shape, dtype=dtype)
     rope = make_rope(config, config.derived_max_len, _CPU)
     batches = [_batch(ids, config, rope, pool) for ids in pieces]
-    states = [F.embedding(batch.token_ids, parameters.embeddings) for batch in batches]
+    embed = Decoder(config, parameters).embed
+    states = [embed(batch.token_ids) for batch in batches]
     specs = describe_layers(config)
     for index, (spec, layer) in enumerate(zip(specs, parameters.layers, strict=True)):
         watched = [_Watched(linear) for linear in layer.linears]

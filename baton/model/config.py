@@ -17,12 +17,16 @@ from typing import Any
 from baton.errors import ModelError, UnsupportedModel, UnsupportedSetting
 from baton.quantization.config import QuantizationConfig, parse_quantization
 
+#: What baton_kernels.gated_activation.clamped_swiglu has, which is not imported here.
+CLAMPED_SILU_ALPHA, CLAMPED_SILU_LIMIT = 1.702, 7.0
+
 #: Types that a value may have. As in transformers, a whole number is no float, and a bool no
 #: number.
 _Types = tuple[type, ...]
 
 _INT, _FLOAT, _BOOL, _TEXT = (int,), (float,), (bool,), (str,)
 _INT_OR_NULL: _Types = (int, type(None))
+_NUMBER_OR_NULL: _Types = (int, float, type(None))
 
 #: Fields that all families have: their types, and their values where config.json leaves them out.
 _COMMON: Mapping[str, tuple[_Types, Any]] = {
@@ -144,6 +148,16 @@ FAMILIES: Mapping[str, Mapping[str, tuple[_Types, Any]]] = {
         "num_key_value_heads": (_INT, 16),
         "attention_bias": (_BOOL, False),
     },
+    "gemma2": {
+        **_GEMMA,
+        **_LAYER_TYPES,
+        "hidden_activation": (_TEXT, "gelu_pytorch_tanh"),
+        "attention_bias": (_BOOL, False),
+        "query_pre_attn_scalar": ((int, float), 256),
+        "sliding_window": (_INT_OR_NULL, 4096),
+        "final_logit_softcapping": (_NUMBER_OR_NULL, 30.0),
+        "attn_logit_softcapping": (_NUMBER_OR_NULL, 50.0),
+    },
     "gemma3_text": {
         **_GEMMA,
         **_LAYER_TYPES,
@@ -156,6 +170,26 @@ FAMILIES: Mapping[str, Mapping[str, tuple[_Types, Any]]] = {
         "sliding_window_pattern": (_INT, 6),
         "rope_local_base_freq": ((int, float), 10000.0),
         "rope_theta": ((int, float), 1e6),
+    },
+    "gpt_oss": {
+        **_COMMON,
+        **_LAYER_TYPES,
+        "vocab_size": (_INT, 201088),
+        "hidden_size": (_INT, 2880),
+        "intermediate_size": (_INT, 2880),
+        "num_hidden_layers": (_INT, 36),
+        "num_attention_heads": (_INT, 64),
+        "num_key_value_heads": (_INT_OR_NULL, 8),
+        "head_dim": (_INT_OR_NULL, 64),
+        "max_position_embeddings": (_INT, 131072),
+        "rms_norm_eps": (_FLOAT, 1e-5),
+        "rope_theta": ((int, float), 150000.0),
+        "attention_bias": (_BOOL, True),
+        "sliding_window": (_INT_OR_NULL, 128),
+        "num_local_experts": (_INT, 128),
+        "num_experts_per_tok": (_INT, 4),
+        "swiglu_alpha": ((int, float), CLAMPED_SILU_ALPHA),
+        "swiglu_limit": ((int, float), CLAMPED_SILU_LIMIT),
     },
     "phi3": {
         **_COMMON,
@@ -187,7 +221,9 @@ _ARCHITECTURES: Mapping[str, str] = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
 }
@@ -213,6 +249,15 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "dynamic": ("factor",),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+#: Of a gpt-oss whose config.json says nothing of it.
+_GPT_OSS_ROPE: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
 }
 _QK_NORMED = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -250,6 +295,9 @@ class ExpertsConfig:
     num_groups: int = 1
     num_chosen_groups: int = 1
     shared_size: int = 0
+    is_stacked: bool = False
+    """Whether the checkpoint has the experts of a layer in one tensor: see
+    baton.model.stacked_experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +316,10 @@ class Traits:
     """Whether queries, and keys, of all heads have one norm."""
     attention_scale: float | None = None
     """Of scores; head_dim ** -0.5 if not given."""
+    attention_softcap: float | None = None
+    """Of scores: see baton_kernels.paged_attention.ScoreTerms."""
+    logit_softcap: float | None = None
+    """c, where logits x become c * tanh(x / c)."""
     embedding_scale: float = 1.0
     rotary_dim: int | None = None
     """Of each head, the first so many dimensions are rotated; all if not given."""
@@ -278,6 +330,8 @@ class Traits:
     experts: ExpertsConfig | None = None
     num_unused_layers: int = 0
     """Layers that the checkpoint has after the last one, for other uses."""
+    has_sinks: bool = False
+    """Whether each head of attention has a sink: see baton_kernels.paged_attention.ScoreTerms."""
 
 
 _PLAIN = Traits()
@@ -448,7 +502,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         has_qk_norm=family in _QK_NORMED or bool(fields.get("use_qk_norm")),
         is_tied=fields["tie_word_embeddings"],
         dtype=_dtype(raw),
-        quantization=parse_quantization(raw.get("quantization_config")),
+        quantization=_quantization(family, raw),
         traits=traits,
     )
 
@@ -465,6 +519,12 @@ def _traits(
         is_fused=family == "phi3",
         rotary_dim=_rotary_dim(raw, fields, head_dim),
     )
+    if family == "gpt_oss":
+        settled = {"swiglu_alpha": CLAMPED_SILU_ALPHA, "swiglu_limit": CLAMPED_SILU_LIMIT}
+        for name, known in settled.items():
+            if fields[name] != known:
+                raise UnsupportedSetting(f"{name}={fields[name]}: {known} is known")
+        return replace(traits, activation="clamped_silu", has_wide_norms=True, has_sinks=True)
     if family == "olmo2":
         return replace(traits, norms="after", has_wide_norms=True, has_whole_qk_norm=True)
     if family.startswith("gemma"):
@@ -475,6 +535,14 @@ def _traits(
             norm_offset=1.0,
             has_wide_norms=True,
             embedding_scale=fields["hidden_size"] ** 0.5,
+        )
+    if family == "gemma2":
+        return replace(
+            traits,
+            norms="around",
+            attention_scale=fields["query_pre_attn_scalar"] ** -0.5,
+            attention_softcap=_softcap("attn_logit_softcapping", fields),
+            logit_softcap=_softcap("final_logit_softcapping", fields),
         )
     if family == "gemma3_text":
         for name in ("final_logit_softcapping", "attn_logit_softcapping"):
@@ -487,6 +555,13 @@ def _traits(
             window_rope=_rope(raw, fields, "sliding_attention"),
         )
     return traits
+
+
+def _softcap(name: str, fields: Mapping[str, Any]) -> float | None:
+    value: float | None = fields[name]
+    if value is not None and not value > 0:
+        raise UnsupportedModel(f"{name}={value}: must be positive or null")
+    return value
 
 
 def _activation(family: str, fields: Mapping[str, Any]) -> str:
@@ -507,6 +582,15 @@ def _experts(family: str, fields: Mapping[str, Any]) -> ExpertsConfig | None:
             fields["num_local_experts"],
             fields["num_experts_per_tok"],
             fields["intermediate_size"],
+        )
+    elif family == "gpt_oss":
+        # A softmax over the chosen ones alone is that over all, normalised.
+        found = ExpertsConfig(
+            (True,) * num_layers,
+            fields["num_local_experts"],
+            fields["num_experts_per_tok"],
+            fields["intermediate_size"],
+            is_stacked=True,
         )
     elif family == "qwen3_moe":
         step, dense = fields["decoder_sparse_step"], set(fields["mlp_only_layers"] or ())
@@ -625,6 +709,8 @@ def _rope_parameters(
     raw: Mapping[str, Any], fields: Mapping[str, Any], layer_type: str
 ) -> dict[str, Any]:
     found = raw.get("rope_scaling") or fields["rope_parameters"] or {}
+    if not found and "swiglu_alpha" in fields:
+        found = dict(_GPT_OSS_ROPE)
     if not isinstance(found, dict):
         raise UnsupportedModel(f"rope_scaling={found!r}: must be an object")
     theta = raw.get("rope_theta", fields.get("rope_theta", 10000.0))
@@ -650,6 +736,8 @@ def _windows(
     if layer_types is None and "sliding_window_pattern" in fields:
         pattern = fields["sliding_window_pattern"]
         return tuple(window if (layer + 1) % pattern else None for layer in range(num_layers))
+    if layer_types is None and family in ("gemma2", "gpt_oss"):
+        return tuple(None if layer % 2 else window for layer in range(num_layers))
     if layer_types is None:
         first = fields.get("max_window_layers", 0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
@@ -666,6 +754,14 @@ def _windows(
         # all of their layers are alike, whatever the list says
         return (window,) * num_layers
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+def _quantization(family: str, raw: Mapping[str, Any]) -> QuantizationConfig | None:
+    """Weights in mxfp4, which a gpt-oss has in its experts, are dequantised as they are read: none
+    is left."""
+    found = raw.get("quantization_config")
+    is_mxfp4 = isinstance(found, Mapping) and found.get("quant_method") == "mxfp4"
+    return None if is_mxfp4 and family == "gpt_oss" else parse_quantization(found)
 
 
 def _dtype(raw: Mapping[str, Any]) -> str:

@@ -13,17 +13,22 @@ from baton.model.packed import PackedLayer, PackedParameters
 from baton.model.rope import Rotation
 from baton.model.shard import Alone, Ranks
 from baton_kernels.experts import GroupedLinear, combine, grouped_linear, route
-from baton_kernels.gated_activation import geglu, swiglu
+from baton_kernels.gated_activation import clamped_swiglu, geglu, swiglu
 from baton_kernels.kv_write import head_rows
 from baton_kernels.layer import Experts, Mlp, Norm
 from baton_kernels.linear import Linear
-from baton_kernels.paged_attention import AttentionPlan, AttentionSlice, paged_attention
+from baton_kernels.paged_attention import (
+    AttentionPlan,
+    AttentionSlice,
+    ScoreTerms,
+    paged_attention,
+)
 from baton_kernels.rms_norm import rms_norm
 from baton_kernels.rope_kv_write import rope_kv_write
 
 PackedNorm = Norm[torch.Tensor]
 #: By Mlp.activation, the op that makes one row of gate and up.
-GATES = {"silu": swiglu, "gelu_tanh": geglu}
+GATES = {"silu": swiglu, "gelu_tanh": geglu, "clamped_silu": clamped_swiglu}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,7 @@ class Decoder:
         tokens go on. When this returns, all ranks are done with the pool.
         """
         parameters, ranks = self._parameters, self._ranks
-        hidden = self._embed(batch.token_ids)
+        hidden = self.embed(batch.token_ids)
         rows = head_rows(batch.first_rows, pool)
         last = len(parameters.layers) - 1
         for index, layer in enumerate(parameters.layers):
@@ -115,7 +120,8 @@ class Decoder:
             hidden = self._mlp(index, layer, hidden)
         return _norm(parameters.norm, hidden)
 
-    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """States [tokens, hidden] that the first layer takes."""
         hidden = F.embedding(token_ids, self._parameters.embeddings)
         return hidden if self._embedding_scale == 1.0 else hidden * self._embedding_scale
 
@@ -123,6 +129,9 @@ class Decoder:
         """[rows, vocab] float32 of states [rows, hidden], on rank 0; on others what they have of
         it."""
         part = self._parameters.lm_head(states, None, torch.float32)
+        cap = self._config.traits.logit_softcap
+        if cap is not None:
+            part = torch.tanh(part / cap) * cap
         return self._ranks.gather_first(part, self._config.vocab_size)
 
     def _attention(
@@ -149,7 +158,8 @@ class Decoder:
             self._ranks.meet()
             layer_done(index)
         plan = batch.plans[shape.window]
-        return paged_attention(query, key, value, pool, index, plan, scales).flatten(1)
+        terms = ScoreTerms(shape.softcap, attention.sinks)
+        return paged_attention(query, key, value, pool, index, plan, scales, terms).flatten(1)
 
     def _mlp(self, index: int, layer: PackedLayer, hidden: torch.Tensor) -> torch.Tensor:
         x = _norm(layer.before_mlp, hidden)

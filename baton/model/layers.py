@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Rows `rows` of the `num_rows` that the tensors of a checkpoint's layer `name` have.
+    """Rows `rows`, which may be every other one, of the `num_rows` that the tensors of a
+    checkpoint's layer `name` have.
 
     order: of the rows of each head here, where it is another than the checkpoint's: row i is its
     row order[i].
@@ -36,7 +37,7 @@ class Source:
         """The rows of a tensor [num_rows, ...]; itself if they are all, as they are."""
         own = whole
         if len(self.rows) < self.num_rows:
-            own = whole[self.rows.start : self.rows.stop]
+            own = whole[self.rows.start : self.rows.stop : self.rows.step]
         if not self.order:
             return own
         heads = own.view(-1, len(self.order), *own.shape[1:])
@@ -68,7 +69,7 @@ class LinearSpec:
 
 @dataclass(frozen=True, slots=True)
 class VectorSpec:
-    """Numbers [size] beside linear layers. name: of their tensor.
+    """Numbers [size] beside linear layers. name: of their tensor; rows: of it, if not all are here.
 
     offset: added to the checkpoint's; is_wide: float32, whatever the model's type; order: of what
     the checkpoint has, see Source.
@@ -79,6 +80,11 @@ class VectorSpec:
     offset: float = 0.0
     is_wide: bool = False
     order: tuple[int, ...] = ()
+    rows: range | None = None
+
+    @property
+    def source(self) -> Source:
+        return Source(self.name, self.rows or range(self.size), self.size, self.order)
 
 
 LayerSpec = Layer[LinearSpec, VectorSpec]
@@ -168,6 +174,7 @@ class _Composing:
             scale=config.attention_scale,
             window=window,
             rope=int(has_own_rope),
+            softcap=traits.attention_softcap,
         )
         kv_rows = range(kv_heads.start * dim, kv_heads.stop * dim)
         order = _head_order(config)
@@ -186,12 +193,17 @@ class _Composing:
             q_norm = self._norm("self_attn.q_norm", dim, order)
             k_norm = self._norm("self_attn.k_norm", dim, order)
         output = (self._source("self_attn.o_proj", config.hidden_size),)
+        sinks = None
+        if traits.has_sinks:
+            name = self._name("self_attn.sinks")
+            sinks = VectorSpec(name, config.num_heads, is_wide=True, rows=heads)
         return Attention(
             shape,
             LinearSpec(sources, config.hidden_size, config.has_qkv_bias),
             q_norm,
             k_norm,
             LinearSpec(output, num_q, config.has_output_bias),
+            sinks,
         )
 
     def _own_mlp(self) -> Mlp[LinearSpec]:
@@ -214,6 +226,21 @@ class _Composing:
             LinearSpec((self._source(down, config.hidden_size),), inner, config.has_mlp_bias),
         )
 
+    def _stacked_mlp(self, name: str, inner: int) -> Mlp[LinearSpec]:
+        """Of gpt-oss: one of a layer's tensors, in which rows of gate and up take turns."""
+        config, rows = self._config, self._shard.part(inner)
+        gate_up = self._name(f"{name}.gate_up_proj")
+        gate = range(2 * rows.start, 2 * rows.stop, 2)
+        up = range(gate.start + 1, gate.stop + 1, 2)
+        sources = tuple(Source(gate_up, part, 2 * inner) for part in (gate, up))
+        return Mlp(
+            config.traits.activation,
+            LinearSpec(sources, config.hidden_size, has_bias=True),
+            LinearSpec(
+                (self._source(f"{name}.down_proj", config.hidden_size),), inner, has_bias=True
+            ),
+        )
+
     def _experts(self, experts: ExpertsConfig) -> Experts[LinearSpec, VectorSpec]:
         config, num = self._config, experts.num_experts
         is_mixtral = config.family == "mixtral"
@@ -223,7 +250,12 @@ class _Composing:
         def mlp(name: str, inner: int) -> Mlp[LinearSpec]:
             return self._mlp((f"{name}.{gate}", f"{name}.{up}", f"{name}.{down}"), inner)
 
-        router = Source(self._name(f"{folder}.gate"), range(num), num)
+        def expert(index: int) -> Mlp[LinearSpec]:
+            name, inner = f"{folder}.experts.{index}", experts.intermediate_size
+            return self._stacked_mlp(name, inner) if experts.is_stacked else mlp(name, inner)
+
+        router_name = "router" if experts.is_stacked else "gate"
+        router = Source(self._name(f"{folder}.{router_name}"), range(num), num)
         bias = VectorSpec(self._name(f"{folder}.gate.e_score_correction_bias"), num, is_wide=True)
         return Experts(
             Routing(
@@ -235,12 +267,15 @@ class _Composing:
                 num_groups=experts.num_groups,
                 num_chosen_groups=experts.num_chosen_groups,
             ),
-            LinearSpec((router,), config.hidden_size, is_router=True, is_wide=experts.is_sigmoid),
-            bias if experts.is_sigmoid else None,
-            tuple(
-                mlp(f"{folder}.experts.{i}", experts.intermediate_size)
-                for i in range(experts.num_experts)
+            LinearSpec(
+                (router,),
+                config.hidden_size,
+                has_bias=experts.is_stacked,
+                is_router=True,
+                is_wide=experts.is_sigmoid,
             ),
+            bias if experts.is_sigmoid else None,
+            tuple(map(expert, range(num))),
             mlp("mlp.shared_experts", experts.shared_size) if experts.shared_size else None,
         )
 

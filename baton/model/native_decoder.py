@@ -61,7 +61,7 @@ class NativeDecoder(Decoder):
     ) -> torch.Tensor:
         """See Decoder.forward."""
         config = self._config
-        hidden = self._embed(batch.token_ids)
+        hidden = self.embed(batch.token_ids)
         mixed = hidden.new_empty(hidden.shape[0], config.num_heads * config.head_dim)
         cos, sin = batch.rotations[0]
         step = Step(pool, scales, cos, sin, batch.first_rows, _native_plans(batch))

@@ -70,7 +70,8 @@ class Target:
 @dataclass(frozen=True, slots=True)
 class Parameters:
     """All parameters of a rank. lm_head's weight [vocab, hidden] is of embeddings itself where they
-    are tied.
+    are tied. has_stacked_experts: whether the checkpoint has them as baton.model.stacked_experts
+    says.
 
     layers: a list, because packing takes them out of it one by one.
     """
@@ -80,6 +81,7 @@ class Parameters:
     norm: Norm[Vector]
     lm_head: Linear
     is_tied: bool
+    has_stacked_experts: bool = False
 
     def targets(self) -> Iterator[tuple[str, Target]]:
         """Each tensor that a checkpoint must have, and the memory that it is to fill."""
@@ -123,7 +125,8 @@ def empty_parameters(
         return Linear(spec, empty(spec.num_out, spec.num_in, on=on, of=of), bias)
 
     def vector(spec: VectorSpec) -> Vector:
-        return Vector(spec, empty(spec.size, of=torch.float32 if spec.is_wide else dtype))
+        of = torch.float32 if spec.is_wide else dtype
+        return Vector(spec, empty(len(spec.source.rows), of=of))
 
     linears = of_linears or device
     layers = [spec.map(linear, vector) for spec in describe_layers(config, shard)]
@@ -134,7 +137,9 @@ def empty_parameters(
     else:
         lm_head = linear(output)
     norm = describe_norm(config).map(vector)
-    return Parameters(embeddings, layers, norm, lm_head, config.is_tied)
+    experts = config.traits.experts
+    is_stacked = experts is not None and experts.is_stacked
+    return Parameters(embeddings, layers, norm, lm_head, config.is_tied, is_stacked)
 
 
 def _whole(tensor: torch.Tensor) -> Target:
@@ -143,8 +148,7 @@ def _whole(tensor: torch.Tensor) -> Target:
 
 def _of_vector(vector: Vector) -> tuple[str, Target]:
     spec = vector.spec
-    source = Source(spec.name, range(spec.size), spec.size, spec.order)
-    return spec.name, Target(vector.numbers, (source,), spec.offset)
+    return spec.name, Target(vector.numbers, (spec.source,), spec.offset)
 
 
 def _split(linear: Linear) -> Iterator[tuple[str, Target]]:

@@ -87,6 +87,11 @@ def quantize_checkpoint(
     config = read_config(source)
     if config.quantization is not None:
         raise UnsupportedModel(f"{source}: is quantised already; give the unquantised checkpoint")
+    experts = config.traits.experts
+    if experts is not None and experts.is_stacked:
+        raise UnsupportedModel(
+            f"{source}: all experts of a layer are in one tensor, which cannot be rounded here"
+        )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError.of("output", str(output), "is there already; name a new folder")
     if calibration is not None and scheme not in CALIBRATED:

@@ -20,6 +20,7 @@ from baton.errors import MissingTensor, ModelError, TensorMismatch
 from baton.model.checkpoint import find_shards
 from baton.model.memory_plan import format_bytes
 from baton.model.parameters import Parameters, Target
+from baton.model.stacked_experts import StackedExperts
 from baton.quantization.config import QuantizationConfig
 from baton.quantization.pending import PendingLayers
 from baton.quantization.weight import StoredWeight, stack
@@ -133,6 +134,7 @@ class _Filling:
         self._pending = None
         if quantization is not None:
             self._pending = PendingLayers(quantization, parameters.linear_names())
+        self._stacked = StackedExperts() if parameters.has_stacked_experts else None
         self._filled: set[str] = set()
         self._digests: dict[str, str] = {}
         self._quantized: dict[str, StoredWeight] = {}
@@ -150,14 +152,25 @@ class _Filling:
                 self._put(*whole, path)
         elif self._pending is not None and self._pending.is_unused(name):
             return False
-        else:
-            target = _target_of(name, self._targets, path, self._is_tied)
-            if target is None:
-                return False
-            _check(name, tensor, target, path)
-            target.fill(tensor)
-            self._filled.add(name)
+        elif self._stacked is not None and self._stacked.takes(name):
+            try:
+                for piece, part in self._stacked.pieces(name, tensor):
+                    self._fill(piece, part, path)
+            except ValueError as error:
+                raise TensorMismatch(f"{path.name}: {name!r}: {error}") from error
+        elif not self._fill(name, tensor, path):
+            return False
         self._digests[name] = _digest(tensor)
+        return True
+
+    def _fill(self, name: str, tensor: torch.Tensor, path: Path) -> bool:
+        """False for a tensor that is rightly not read."""
+        target = _target_of(name, self._targets, path, self._is_tied)
+        if target is None:
+            return False
+        _check(name, tensor, target, path)
+        target.fill(tensor)
+        self._filled.add(name)
         return True
 
     def _put(self, layer: str, weight: StoredWeight | torch.Tensor, path: Path) -> None:
@@ -181,6 +194,11 @@ class _Filling:
             raise MissingTensor(
                 f"{folder}: {len(parts)} quantised layers lack tensors, the first {layer!r}: "
                 f"{', '.join(parts[layer])}"
+            )
+        if self._stacked is not None and (halves := self._stacked.missing):
+            raise MissingTensor(
+                f"{folder}: {len(halves)} tensors are missing, the first {halves[0]!r}; the "
+                "checkpoint is not whole"
             )
         _refuse_missing(folder, self._targets, self._filled)
         return Loaded(_total(self._digests), self._quantized)

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from baton_kernels.experts import GroupedLinear
+from baton_kernels.gated_activation import clamped_swiglu as clamped_swiglu_op
 from baton_kernels.gpu.experts import grouped_linear
-from baton_kernels.gpu.gated_activation import geglu, swiglu
+from baton_kernels.gpu.gated_activation import clamped_swiglu, geglu, swiglu
 from baton_kernels.gpu.rms_norm import rms_norm
 from baton_kernels.linear import PlainLinear
 from bench.gpu.attention_cases import attention_cases
@@ -52,18 +53,30 @@ def _geglu(generator: torch.Generator, sizes: Sizes) -> Trial:
     return Trial(lambda: geglu(x), error, 1e-2)
 
 
+def _clamped_swiglu(generator: torch.Generator, sizes: Sizes) -> Trial:
+    x = (randn(generator, sizes.num_tokens, 2 * sizes.hidden) * 3).to(sizes.half)
+
+    def error(got: torch.Tensor) -> float:
+        return relative_error(got, clamped_swiglu_op.twin(x.double()))
+
+    return Trial(lambda: clamped_swiglu(x), error, 1e-2)
+
+
 def _grouped_linear(generator: torch.Generator, sizes: Sizes) -> Trial:
-    """Four experts, of which each token goes to two."""
+    """Four experts with biases, of which each token goes to two."""
     shape = (4, sizes.hidden, sizes.hidden)
     weights = (randn(generator, *shape) / sizes.hidden**0.5).to(sizes.half)
-    experts = GroupedLinear([PlainLinear(weight, None) for weight in weights])
+    biases = randn(generator, *shape[:2]).to(sizes.half)
+    linears = [PlainLinear(w, b) for w, b in zip(weights, biases, strict=True)]
+    experts = GroupedLinear(linears)
     first = torch.arange(sizes.num_tokens, device=weights.device) % 3
     chosen = torch.stack((first, first + 1), 1).int()
     x = randn(generator, sizes.num_tokens, sizes.hidden).to(sizes.half)
 
     def error(got: torch.Tensor) -> float:
         wide = weights.double()[chosen.long()] @ x.double()[:, None, :, None]
-        return relative_error(got, wide.flatten(0, 1)[..., 0])
+        biased = wide[..., 0] + biases.double()[chosen.long()]
+        return relative_error(got, biased.flatten(0, 1))
 
     return Trial(lambda: grouped_linear(x, chosen, experts, 2), error, 1e-2)
 
@@ -75,6 +88,7 @@ def all_cases() -> Sequence[Case]:
         Case("rms_norm", _rms_norm),
         Case("swiglu", _swiglu),
         Case("geglu", _geglu),
+        Case("clamped_swiglu", _clamped_swiglu),
         Case("grouped linear", _grouped_linear),
         *kv_cases(),
         *sampling_cases(),

@@ -57,13 +57,17 @@ class GroupedLinear:
 
     def __init__(self, linears: Sequence[Linear]) -> None:
         self.linears = tuple(linears)
-        dense = [x for x in linears if isinstance(x, PlainLinear) and x.bias is None]
+        dense = [x for x in linears if isinstance(x, PlainLinear)]
         self.addresses: torch.Tensor | None = None
         """Of the weights [experts] int64, where all are plain tensors, on their device."""
+        self.biases: torch.Tensor | None = None
+        """[experts, num_out], beside them; None if there are none."""
         if len(dense) == len(linears):
             weights = [linear.weight for linear in dense]
             at = [weight.data_ptr() for weight in weights]
             self.addresses = torch.tensor(at, device=weights[0].device)
+            biases = [linear.bias for linear in dense if linear.bias is not None]
+            self.biases = torch.stack(biases) if biases else None
 
     @property
     def num_in(self) -> int:

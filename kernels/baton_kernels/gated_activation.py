@@ -2,6 +2,8 @@
 
 swiglu: f(g) = silu(g) = g / (1 + exp(-g))
 geglu: f(g) = gelu(g), taken by tanh: g / 2 * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g^3)))
+clamped_swiglu (gpt-oss): g = min(gate, LIMIT), f(g) = g / (1 + exp(-ALPHA g)), and in place of up
+    it is max(-LIMIT, min(up, LIMIT)) + 1
 """
 
 from __future__ import annotations
@@ -10,6 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from baton_kernels.dispatch import op
+
+#: Of clamped_swiglu; its native and Triton kernels have them, too.
+ALPHA, LIMIT = 1.702, 7.0
 
 
 @op
@@ -24,3 +29,11 @@ def geglu(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [tokens, 2 * dim], the gate first -> [tokens, dim]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
+
+
+@op
+def clamped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [tokens, 2 * dim], the gate first -> [tokens, dim]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate = gate.clamp(max=LIMIT)
+    return (gate * torch.sigmoid(gate * ALPHA)) * (up.clamp(-LIMIT, LIMIT) + 1)

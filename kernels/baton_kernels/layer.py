@@ -42,7 +42,7 @@ class AttentionShape:
 
     Its KV is num_kv_heads keys and values of head_dim elements a token. scale: of scores; window:
     positions that a token sees, itself included, or None for all; rope: which of the model's
-    rotary embeddings it has.
+    rotary embeddings it has; softcap: of scores, see baton_kernels.paged_attention.ScoreTerms.
     """
 
     num_heads: int
@@ -51,18 +51,21 @@ class AttentionShape:
     scale: float
     window: int | None
     rope: int = 0
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Attention(Generic[LinearT, VectorT]):
     """qkv stacks queries, keys and values; q_norm and k_norm come before RoPE, of each head's
-    [head_dim] or of all heads' together."""
+    [head_dim] or of all heads' together. sinks [heads] float32: see
+    baton_kernels.paged_attention.ScoreTerms."""
 
     shape: AttentionShape
     qkv: LinearT
     q_norm: Norm[VectorT] | None
     k_norm: Norm[VectorT] | None
     output: LinearT
+    sinks: VectorT | None = None
 
     def map(
         self, linear: Callable[[LinearT], _L], vector: Callable[[VectorT], _V]
@@ -73,13 +76,14 @@ class Attention(Generic[LinearT, VectorT]):
             _map(self.q_norm, vector),
             _map(self.k_norm, vector),
             linear(self.output),
+            None if self.sinks is None else vector(self.sinks),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Mlp(Generic[LinearT]):
-    """down(gated(gate_up(x))), gated by swiglu ("silu") or geglu ("gelu_tanh"); gate_up stacks gate
-    and up."""
+    """down(gated(gate_up(x))), gated by swiglu ("silu"), geglu ("gelu_tanh") or clamped_swiglu
+    ("clamped_silu"); gate_up stacks gate and up."""
 
     activation: str
     gate_up: LinearT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton_kernels.gated_activation import geglu, swiglu
+from baton_kernels.gated_activation import clamped_swiglu, geglu, swiglu
 from baton_kernels.kv_write import slot_rows
 from baton_kernels.rms_norm import rms_norm
 from baton_kernels.rope_kv_write import rope_kv_write
@@ -63,6 +63,20 @@ def test_geglu(
     x = (torch.randn(shape, generator=generator) * size).to(dtype)
     # Far below zero torch's own form cancels, and is a few 1e-5 off.
     torch.testing.assert_close(geglu(x), geglu.twin(x), atol=1e-4, rtol=torch.finfo(dtype).eps * 4)
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 14), (40, 96)])
+@pytest.mark.parametrize("size", [1.0, 30.0])
+def test_clamped_swiglu(
+    generator: torch.Generator, dtype: torch.dtype, shape: tuple[int, int], size: float
+) -> None:
+    x = (torch.randn(shape, generator=generator) * size).to(dtype)
+    # The twin rounds within the gate, too.
+    tolerance = max(1e-5, torch.finfo(dtype).eps * 4)
+    wanted = clamped_swiglu.twin(x.double()).to(dtype)
+    torch.testing.assert_close(clamped_swiglu(x), wanted, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.usefixtures("num_threads")

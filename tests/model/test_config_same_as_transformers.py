@@ -28,7 +28,9 @@ CLASSES = {
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "glm4_moe": transformers.Glm4MoeConfig,
     "gemma": transformers.GemmaConfig,
+    "gemma2": transformers.Gemma2Config,
     "gemma3_text": transformers.Gemma3TextConfig,
+    "gpt_oss": transformers.GptOssConfig,
     "phi3": transformers.Phi3Config,
     "olmo2": transformers.Olmo2Config,
 }
@@ -36,7 +38,16 @@ CLASSES = {
 #: tokens: see test_families.
 DRAWN = ("llama", "mistral", "qwen2", "qwen3")
 #: Those that take attention_bias for the output layer, too.
-OUTPUT_BIASED = ("llama", "qwen3", "qwen3_moe", "gemma", "gemma3_text", "olmo2")
+OUTPUT_BIASED = (
+    "llama",
+    "qwen3",
+    "qwen3_moe",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "olmo2",
+)
 
 #: What transformers raises for a config.json that it does not take; it fails by the others, too.
 REFUSALS = (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError)
@@ -168,7 +179,7 @@ def check_same(ours: ModelConfig, theirs: Any) -> None:
     assert ours.rope.rope_type == rope["rope_type"]
     assert ours.rotary_dim == int(ours.head_dim * rope.get("partial_rotary_factor", 1.0))
     check_experts(ours, theirs)
-    if ours.family in ("qwen2", "qwen3", "gemma3_text"):
+    if ours.family in ("qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss"):
         kinds = ["full_attention" if w is None else "sliding_attention" for w in ours.windows]
         wanted = theirs.layer_types if theirs.sliding_window else ["full_attention"] * len(kinds)
         assert kinds == wanted

@@ -47,6 +47,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma": ("gemma", {}),
+    "gemma2": (
+        "gemma2",
+        {
+            "sliding_window": 11,
+            "num_hidden_layers": 3,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma2-uncapped": (
+        "gemma2",
+        {
+            "sliding_window": 20,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
     "gemma3": (
         "gemma3_text",
         {
@@ -56,6 +74,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 24,
         },
     ),
+    "gpt-oss": ("gpt_oss", {"sliding_window": 11, "num_hidden_layers": 3}),
     "phi3": ("phi3", {"sliding_window": 20}),
     "phi3-partial": ("phi3", {"rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 0.75}}),
     "olmo2": ("olmo2", {}),
@@ -189,6 +208,7 @@ def test_the_document_lists_the_families() -> None:
     [
         ({"model_type": "mixtral", "num_experts_per_tok": 9}, "9 of 8 experts"),
         ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 0}, "attn_logit_softcapping=0"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "only a causal model"),
         ({"model_type": "gemma", "hidden_act": "relu"}, "hidden_act='relu'"),
         ({"model_type": "glm4_moe", "partial_rotary_factor": 0.01}, "partial_rotary_factor=0.01"),

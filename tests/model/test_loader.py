@@ -143,7 +143,6 @@ def test_a_file_cut_short_is_refused(checkpoint: Path) -> None:
         ({"model_type": "unheard"}, "no such model.*unheard"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes.*unquantised"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"num_key_value_heads": 3}, "multiple"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
         ({"dtype": "float8_e4m3fn"}, "float8"),

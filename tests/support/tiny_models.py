@@ -20,7 +20,9 @@ Family = Literal[
     "qwen3_moe",
     "glm4_moe",
     "gemma",
+    "gemma2",
     "gemma3_text",
+    "gpt_oss",
     "phi3",
     "olmo2",
 ]
@@ -34,7 +36,9 @@ _CLASSES: dict[Family, tuple[str, str]] = {
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
     "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM"),
     "gemma": ("GemmaConfig", "GemmaForCausalLM"),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
     "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
 }
@@ -51,7 +55,22 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "topk_group": 2,
     },
     "gemma": {"pad_token_id": 0},
+    "gemma2": {"pad_token_id": 0},
     "gemma3_text": {"pad_token_id": 0},
+    "gpt_oss": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 48,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "phi3": {"pad_token_id": 0},
     "olmo2": {"pad_token_id": 0},
 }
@@ -157,6 +176,8 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
                 parameter.copy_(1 + 0.2 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.3 * noise)
+            elif name.endswith("sinks"):
+                parameter.copy_(noise)
             elif "embed" in name or "lm_head" in name:
                 parameter.copy_(noise * 0.5)
             else:

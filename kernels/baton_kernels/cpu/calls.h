@@ -133,6 +133,8 @@ void baton_rms_norm(const void* x, const void* weight, int is_wide, float eps, v
                     long dim, int dtype, int threads);
 void baton_swiglu(const void* gate_up, void* out, long rows, long dim, int dtype, int threads);
 void baton_geglu(const void* gate_up, void* out, long rows, long dim, int dtype, int threads);
+void baton_clamped_swiglu(const void* gate_up, void* out, long rows, long dim, int dtype,
+                          int threads);
 void baton_rope_kv_write(const RopeKvWrite* call, int dtype, int threads);
 void baton_route(const Route* call, int threads);
 void baton_grouped_linear(const GroupedLinear* call, int dtype, int threads);

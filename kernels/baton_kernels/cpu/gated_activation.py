@@ -19,6 +19,11 @@ def geglu(gate_up: torch.Tensor) -> torch.Tensor:
     return _called("geglu", gate_up)
 
 
+def clamped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """See the twin."""
+    return _called("clamped_swiglu", gate_up)
+
+
 def _called(name: str, gate_up: torch.Tensor) -> torch.Tensor:
     if not is_native(gate_up.dtype) or not gate_up.is_contiguous():
         twin: torch.Tensor = getattr(gated_activation, name).twin(gate_up)

@@ -103,6 +103,8 @@ def native_layer(layer: Layer[Linear, torch.Tensor]) -> NativeLayer | None:
         and layer.after_attention is None
         and layer.after_mlp is None
         and layer.attention.shape.rope == 0
+        and layer.attention.shape.softcap is None
+        and layer.attention.sinks is None
         and isinstance(layer.mlp, Mlp)
         and layer.mlp.activation == "silu"
         and all(vector.dtype == layer.before_mlp.weight.dtype for vector in layer.vectors)

@@ -85,6 +85,7 @@ _FUNCTIONS = {
     ),
     "baton_swiglu": (_POINTER, _POINTER, _LONG, _LONG, _INT, _INT),
     "baton_geglu": (_POINTER, _POINTER, _LONG, _LONG, _INT, _INT),
+    "baton_clamped_swiglu": (_POINTER, _POINTER, _LONG, _LONG, _INT, _INT),
     "baton_route": (_POINTER, _INT),
     "baton_grouped_linear": (_POINTER, _INT, _INT),
     "baton_combine": (*(_POINTER,) * 5, *(_LONG,) * 3, _INT, _INT),

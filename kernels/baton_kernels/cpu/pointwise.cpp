@@ -38,16 +38,32 @@ ALWAYS_INLINE f32x16 times_sigmoid(f32x16 g, f32x16 x) {
 template <class T>
 struct Silu {
     static f32x16 of(f32x16 g) { return times_sigmoid<T>(g, g); }
+    static f32x16 of_up(f32x16 up) { return up; }
+};
+
+template <class T>
+struct ClampedSilu {
+    static f32x16 of(f32x16 g) {
+        const f32x16 limit = splat(7.0f);
+        g = select(less(limit, g), limit, g);
+        return times_sigmoid<T>(g, splat(1.702f) * g);
+    }
+    static f32x16 of_up(f32x16 up) {
+        const f32x16 limit = splat(7.0f), least = splat(-7.0f);
+        up = select(less(limit, up), limit, up);
+        return T::round(select(less(up, least), least, up) + splat(1.0f));
+    }
 };
 
 struct Gelu {
+    static f32x16 of_up(f32x16 up) { return up; }
     static f32x16 of(f32x16 g) {
         const f32x16 inner = splat(0.7978845608f) * (g + splat(0.044715f) * g * g * g);
         return times_sigmoid<F32>(g, inner + inner);  // (1 + tanh(x)) / 2 is the sigmoid of 2 x
     }
 };
 
-// Activation::of(gate) * up.
+// Activation::of(gate) * Activation::of_up(up).
 template <class T, class Activation>
 void gated(const void* gate_up_, void* out_, long rows, long dim, int threads) {
     using E = typename T::element;
@@ -58,7 +74,7 @@ void gated(const void* gate_up_, void* out_, long rows, long dim, int threads) {
         for (long i = 0; i < dim; i += 16) {
             const long n = dim - i;
             const f32x16 g = T::load(gate + i, n), up = T::load(gate + dim + i, n);
-            T::store(out + i, T::round(Activation::of(g)) * up, n);
+            T::store(out + i, T::round(Activation::of(g)) * Activation::of_up(up), n);
         }
     }
 }
@@ -117,6 +133,13 @@ extern "C" void baton_swiglu(const void* gate_up, void* out, long rows, long dim
                              int threads) {
     with_type(dtype, [=](auto t) {
         gated<decltype(t), Silu<decltype(t)>>(gate_up, out, rows, dim, threads);
+    });
+}
+
+extern "C" void baton_clamped_swiglu(const void* gate_up, void* out, long rows, long dim, int dtype,
+                                     int threads) {
+    with_type(dtype, [=](auto t) {
+        gated<decltype(t), ClampedSilu<decltype(t)>>(gate_up, out, rows, dim, threads);
     });
 }
 

@@ -22,8 +22,9 @@ COLUMNS, DEPTH = 64, 64
 
 @triton.jit
 def _grouped_linear(
-    x_ptr, addresses_ptr, order_ptr, first_ptr, tile_end_ptr, y_ptr, num_in, num_out,
+    x_ptr, addresses_ptr, biases_ptr, order_ptr, first_ptr, tile_end_ptr, y_ptr, num_in, num_out,
     EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, REPEAT: tl.constexpr,
+    HAS_BIASES: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -51,6 +52,9 @@ def _grouped_linear(
         w_at = columns[None, :].to(tl.int64) * num_in + start + depth[:, None]
         w = tl.load(weight_ptr + w_at, mask=is_deep[:, None] & is_column[None, :], other=0.0)
         sums = tl.dot(x, w, sums, input_precision="ieee")
+    if HAS_BIASES:
+        bias = tl.load(biases_ptr + expert * num_out + columns, mask=is_column, other=0.0)
+        sums += bias.to(tl.float32)[None, :]
     y_at = rows[:, None] * num_out + columns[None, :]
     tl.store(y_ptr + y_at, sums.to(dtype), mask=is_row[:, None] & is_column[None, :])
 
@@ -58,7 +62,7 @@ def _grouped_linear(
 def grouped_linear(
     x: torch.Tensor, chosen: torch.Tensor, experts: GroupedLinear, repeat: int
 ) -> torch.Tensor:
-    """See the twin. Experts that are quantised, or have biases, are run by it."""
+    """See the twin. Experts that are quantised are run by it."""
     if experts.addresses is None:
         return grouped_op.twin(x, chosen, experts, repeat)
     x, num_experts, num_rows = x.contiguous(), len(experts.linears), chosen.numel()
@@ -74,9 +78,10 @@ def grouped_linear(
     tile_ends = (-(-counts // tile_rows)).cumsum(0).int()
     most_tiles = triton.cdiv(num_rows, tile_rows) + min(num_experts, num_rows)
     _grouped_linear[(most_tiles, triton.cdiv(experts.num_out, COLUMNS))](
-        x, experts.addresses, order, first, tile_ends, y, experts.num_in, experts.num_out,
+        x, experts.addresses, experts.biases, order, first, tile_ends, y,
+        experts.num_in, experts.num_out,
         EXPERTS=num_experts, EXPERTS_BLOCK=triton.next_power_of_2(num_experts), REPEAT=repeat,
-        ROWS=tile_rows, COLUMNS=COLUMNS, DEPTH=DEPTH, num_warps=4,
-        enable_fp_fusion=False,
+        HAS_BIASES=experts.biases is not None,
+        ROWS=tile_rows, COLUMNS=COLUMNS, DEPTH=DEPTH, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return y

@@ -8,11 +8,12 @@ import torch
 
 from baton_kernels import rms_norm as norms
 from baton_kernels import rope_kv_write as ropes
+from baton_kernels.gated_activation import clamped_swiglu as clamped_twin
 from baton_kernels.gated_activation import geglu as geglu_twin
 from baton_kernels.gated_activation import swiglu as swiglu_twin
 from baton_kernels.gpu import rms_norm as norm_kernels
 from baton_kernels.gpu import rope_kv_write as rope_kernels
-from baton_kernels.gpu.gated_activation import geglu, swiglu
+from baton_kernels.gpu.gated_activation import clamped_swiglu, geglu, swiglu
 from baton_kernels.kv_write import slot_rows
 from baton_kernels.quantize_rows import dequantize_rows
 from baton_kernels.rope import rope_tables
@@ -54,6 +55,14 @@ def test_geglu(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = randn(*shape, dtype=dtype)
     wanted = geglu_twin.twin(x.double())
     torch.testing.assert_close(geglu(x).double(), wanted, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2 * 1030)])
+def test_clamped_swiglu(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = randn(*shape, dtype=dtype) * 5
+    wanted = clamped_twin.twin(x.double())
+    torch.testing.assert_close(clamped_swiglu(x).double(), wanted, atol=4e-3, rtol=2e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
