@@ -24,7 +24,7 @@ if ! made load; then
     .venv-load/bin/pip install --quiet "setuptools>=77,<81" setuptools-scm setuptools-rust wheel packaging cmake ninja jinja2 numpy
     grep -v ^vllm load.txt | .venv-load/bin/pip install --quiet --requirement /dev/stdin
     # From source for no device, and without what it needs to serve models: `vllm bench serve` is a client.
-    VLLM_TARGET_DEVICE=empty .venv-load/bin/pip install --quiet --no-deps --no-build-isolation --no-binary vllm $(grep ^vllm load.txt)
+    VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0 .venv-load/bin/pip install --quiet --no-deps --no-build-isolation --no-binary vllm $(grep ^vllm load.txt)
     cp load.txt .venv-load/installed.txt
 fi
 if ! made frameworks; then
