@@ -132,7 +132,8 @@ def test_each_process_tells_its_phases_and_the_ready_line_what_was_chosen(served
     for name in ("prefill-0", "decode-0"):
         own = [phase.strip() for child, phase in phases if child == name]
         assert own == ["importing", "importing torch", "loading weights", "ready"]
-    ready, _, example, _ = lines[-4:]
+    (ready,) = (line for line in lines if line.startswith("Baton is ready at "))
+    (example,) = (line for line in lines if line.startswith("  try: "))
     assert f"{MODEL}; bfloat16 (the checkpoint's type)" in ready
     assert ready.endswith("; 1 prefill + 1 decode + 1 gateway\n")
     assert example.startswith("  try: baton generate ")

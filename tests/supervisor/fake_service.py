@@ -10,7 +10,9 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 from baton.config import DecodeOptions, GatewayOptions, Options, PrefillOptions
 from baton.errors import ModelError
@@ -31,6 +33,21 @@ def _journal(folder: Path) -> list[str]:
 
 def _name(options: Options) -> str:
     return getattr(options, "worker_id", None) or "gateway"
+
+
+async def _hear_of_workers(folder: Path, workers_fd: int) -> None:
+    async for change in PipeRegistry(workers_fd).changes():
+        if isinstance(change, WorkerAdded):
+            _note(folder, f"gateway heard {change.tier.name} {change.address}")
+
+
+async def _until_first(*waits: Coroutine[Any, Any, Any]) -> None:
+    """Return when one has ended. The others are cancelled."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def serve(
@@ -68,9 +85,7 @@ async def serve(
     host, port = server.sockets[0].getsockname()[:2]
     _note(folder, f"{name} started {os.getpid()}")
     if isinstance(options, GatewayOptions) and options.workers_fd is not None:
-        async for change in PipeRegistry(options.workers_fd).changes():
-            if isinstance(change, WorkerAdded):
-                _note(folder, f"gateway heard {change.tier.name} {change.address}")
+        await _until_first(_hear_of_workers(folder, options.workers_fd), stop.wait())
     on_ready(ReadyReport(f"{host}:{port}", {"load": 0.25}))
     await stop.wait()
     if how == "deaf":
