@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 import urllib.request
+from contextlib import suppress
+from pathlib import Path
+
+_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST_PORT = 10_000
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(s.getsockname()[1]) for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
+    """Ports that nobody has now, below those that the system gives to whoever asks for any: other
+    tests ask for many."""
+    first_ephemeral = int(_EPHEMERAL_PORTS.read_text().split()[0])
+    ports: set[int] = set()
+    while len(ports) < count:
+        port = random.SystemRandom().randrange(_LOWEST_PORT, first_ephemeral)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.add(port)
+    return list(ports)
 
 
 async def fetch_metrics(port: int) -> str:

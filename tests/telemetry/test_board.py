@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from baton.client import AsyncClient, SamplingParams
-from tests.support.live_tiers import decode_worker, gateway, prefill_worker
+from tests.support.live_tiers import ONLY_DECODES, decode_worker, gateway, prefill_worker
 from tests.support.metrics_page import fetch_metrics, free_ports
 from tests.support.promql import Scrape, evaluate, has_data, scrape
 
@@ -90,7 +90,13 @@ async def _scrapes() -> tuple[Scrape, Scrape]:
         return scrape(at_s, {str(port): await fetch_metrics(port) for port in ports})
 
     compat: dict[str, Any] = {"metrics_compat": "vllm"}
-    tight = {"num_gpu_blocks_override": 40, "max_model_len": 150, "swap_space": 0.0}
+    # No prompt is computed where it decodes, however short, so that KV is sent.
+    tight = {
+        "num_gpu_blocks_override": 40,
+        "max_model_len": 150,
+        "swap_space": 0.0,
+        **ONLY_DECODES,
+    }
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         prefill = await enter(prefill_worker(worker_id="p0", metrics_port=ports[0], **compat))
