@@ -39,18 +39,22 @@ def generate(out: Path) -> bool:
     """Write the stubs of all our protos under `out`; false if protoc refuses one."""
     # The plugins are installed next to this interpreter, which need not be on PATH.
     plugins = Path(sys.executable).parent
-    return not protoc.main(
-        [
-            "protoc",
-            f"--proto_path={PROTOS}",
-            f"--plugin=protoc-gen-mypy={plugins / 'protoc-gen-mypy'}",
-            f"--plugin=protoc-gen-mypy_grpc={plugins / 'protoc-gen-mypy_grpc'}",
-            f"--python_out={out}",
-            f"--grpc_python_out={out}",
-            f"--mypy_out=readable_stubs:{out}",
-            f"--mypy_grpc_out={out}",
-            *map(str, sorted(PROTOS.rglob("*.proto"))),
-        ]
+    protos = sorted(PROTOS.rglob("*.proto"))
+    with_services = [path for path in protos if "\nservice " in path.read_text()]
+    messages = ("--python_out={out}", "--mypy_out=readable_stubs:{out}")
+    services = ("--grpc_python_out={out}", "--mypy_grpc_out={out}")
+    return not any(
+        protoc.main(
+            [
+                "protoc",
+                f"--proto_path={PROTOS}",
+                f"--plugin=protoc-gen-mypy={plugins / 'protoc-gen-mypy'}",
+                f"--plugin=protoc-gen-mypy_grpc={plugins / 'protoc-gen-mypy_grpc'}",
+                *(output.format(out=out) for output in outputs),
+                *map(str, files),
+            ]
+        )
+        for outputs, files in ((messages, protos), (services, with_services))
     )
 
 
