@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from baton.engine.guard import SliceOutcome
-from baton.engine.interface import num_scored_rows
+from baton.engine.interface import SliceOutcome, num_scored_rows
 from baton.errors import BatonError, Cancelled
 from baton.events import Prefilled, Tokens
 from baton.types import FinishReason, Sample, finish_reason

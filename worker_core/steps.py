@@ -21,8 +21,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.cache.pool import BlockCopy
-from baton.engine.guard import SliceOutcome, forward_guarded, try_collect, try_launch
-from baton.engine.interface import Batch, Engine, Launched, LayersDone, SequenceSlice
+from baton.engine.interface import (
+    Batch,
+    Engine,
+    Launched,
+    LayersDone,
+    SequenceSlice,
+    SliceOutcome,
+    forward_guarded,
+    try_collect,
+    try_launch,
+)
 from baton.errors import BatonError
 from baton.events import ChunkTime
 from baton.types import Sample

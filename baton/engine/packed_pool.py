@@ -26,16 +26,8 @@ class PackedPool(ABC):
     copies them."""
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
-        self._layout = layout
-        self._num_blocks = num_blocks
-
-    @property
-    def layout(self) -> KvLayout:
-        return self._layout
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
+        self.layout = layout
+        self.num_blocks = num_blocks
 
     def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
         """See KvPool. Raises ValueError also if `out` is read-only."""
@@ -65,8 +57,8 @@ class PackedPool(ABC):
         self, block_ids: Sequence[int], piece: KvRange, data: memoryview
     ) -> list[PackedPart]:
         """`data` as pack_parts has it, without a copy. Raises ValueError as KvPool.pack does."""
-        layout = self._layout
-        check_range(layout, self._num_blocks, block_ids, piece)
+        layout = self.layout
+        check_range(layout, self.num_blocks, block_ids, piece)
         if data.nbytes != piece.num_bytes(layout.token_layer_bytes):
             raise ValueError(f"{data.nbytes} bytes do not hold {piece}")
         return _split(layout, piece, data)

@@ -145,7 +145,7 @@ class EagerStep:
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
         """See Step."""
-        some = self.states if len(rows) == self.num_rows else self.states[rows]
+        some = self.states if len(rows) == len(self.states) else self.states[rows]
         with self.followers.logits(rows):
             return self.decoder.logits(some)
 

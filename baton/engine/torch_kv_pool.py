@@ -44,6 +44,7 @@ class TorchKvPool(PackedPool):
         super().__init__(layout, num_blocks)
         self._is_host = device.type == "cpu"
         self._order = copy_order(device)
+        self.wrote = self._order.wrote
         memory = memory if memory is not None else _fresh(num_blocks * layout.block_bytes, device)
         self._blocks = memory.view(num_blocks, layout.num_layers, 2, layout.num_kv_heads, -1)
         row_bytes = layout.head_dim * DTYPE_BYTES[layout.dtype]
@@ -110,18 +111,14 @@ class TorchKvPool(PackedPool):
         """See ViewablePool."""
         if self._bytes is None:
             raise ValueError("the blocks are not in host memory")
-        if not 0 <= block_id < self._num_blocks:
-            raise ValueError(f"block {block_id} is not in [0, {self._num_blocks})")
-        if not 0 <= first_layer < first_layer + num_layers <= self._layout.num_layers:
+        if not 0 <= block_id < self.num_blocks:
+            raise ValueError(f"block {block_id} is not in [0, {self.num_blocks})")
+        if not 0 <= first_layer < first_layer + num_layers <= self.layout.num_layers:
             raise ValueError(f"layers [{first_layer}, {first_layer + num_layers})")
-        layout = self._layout
+        layout = self.layout
         layer_bytes = layout.block_size * layout.token_layer_bytes
         start = block_id * layout.block_bytes + first_layer * layer_bytes
         return self._bytes[start : start + num_layers * layer_bytes]
-
-    def wrote(self, end_layer: int | None = None) -> None:
-        """See TensorPool."""
-        self._order.wrote(end_layer)
 
     @property
     def device_copy(self) -> DeviceCopy | None:

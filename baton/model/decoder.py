@@ -78,6 +78,8 @@ class Decoder:
         self._ranks: Ranks = ranks or Alone()
         self._config = config
         self._parameters = parameters
+        self.dtype = parameters.embeddings.dtype
+        """Of the weights, and of what is computed."""
         self._grouped = {
             index: _Grouped.of(layer.mlp)
             for index, layer in enumerate(parameters.layers)
@@ -87,11 +89,6 @@ class Decoder:
         scale = torch.tensor(config.traits.embedding_scale, dtype=self.dtype)
         # Rounded to the model's type, as it was in training.
         self._embedding_scale = scale.item()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weights, and of what is computed."""
-        return self._parameters.embeddings.dtype
 
     def forward(
         self,

@@ -64,7 +64,9 @@ class NativeDecoder(Decoder):
         hidden = self.embed(batch.token_ids)
         mixed = hidden.new_empty(hidden.shape[0], config.num_heads * config.head_dim)
         cos, sin = batch.rotations[0]
-        step = Step(pool, scales, cos, sin, batch.first_rows, _native_plans(batch))
+        # Native ones, as `can_run` holds.
+        plans = cast(Mapping[int | None, AttentionPlan], batch.plans)
+        step = Step(pool, scales, cos, sin, batch.first_rows, plans)
         max_rows = 0 if batch.sampled is None else len(batch.sampled)
         running = self._layers.begin(hidden, mixed, step, max_rows)
         end = config.num_layers * NUM_STAGES
@@ -88,8 +90,3 @@ def _run_to(running: RunningLayers, end: int, layer_done: Callable[[int], None] 
         layer_done(after_kv // NUM_STAGES)
         first = after_kv
     running.run(first, end)
-
-
-def _native_plans(batch: PackedBatch) -> Mapping[int | None, AttentionPlan]:
-    """The batch's plans, which are native wherever `can_run` holds."""
-    return cast(Mapping[int | None, AttentionPlan], batch.plans)

@@ -49,11 +49,8 @@ class Rope:
         self.scaling = scaling
         self.first_length = first_length
         self._beside = beside
+        self.is_dynamic = inv_freq.shape[0] > 1
         self._cos = self._sin = torch.empty(0)
-
-    @property
-    def is_dynamic(self) -> bool:
-        return self.inv_freq.shape[0] > 1
 
     def tables(
         self, positions: torch.Tensor, lengths: torch.Tensor, end: int, dtype: torch.dtype

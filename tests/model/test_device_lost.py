@@ -8,8 +8,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from baton.engine.guard import forward_guarded, try_collect, try_launch
-from baton.engine.interface import Batch, DeviceLost, Launched, LayersDone
+from baton.engine.interface import (
+    Batch,
+    DeviceLost,
+    Launched,
+    LayersDone,
+    forward_guarded,
+    try_collect,
+    try_launch,
+)
 from baton.engine.oracle import OracleEngine, OracleOptions
 from baton.engine.torch_engine import device_checked
 from baton.errors import EngineFault

@@ -15,8 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from baton.cache.pool import BlockLease, BlockPool
-from baton.engine.guard import forward_guarded
-from baton.engine.interface import Batch, Engine, EngineSpec, SampleRow, SequenceSlice
+from baton.engine.interface import (
+    Batch,
+    Engine,
+    EngineSpec,
+    SampleRow,
+    SequenceSlice,
+    forward_guarded,
+)
 from baton.errors import BatonError, ConfigError
 from baton.types import Sampling
 from worker_core.speculation.draft_lengths import rounded

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from baton_kernels.cpu.calling import is_native, stored_number
+from baton_kernels.cpu.calling import NATIVE_DTYPES, STORED_NUMBERS
 from baton_kernels.cpu.int_linear import NativeIntLinear
 from baton_kernels.cpu.library import loaded
 from baton_kernels.cpu.linear import NativeLinear
@@ -77,7 +77,7 @@ def grouped_linear(
 ) -> torch.Tensor:
     """See the twin."""
     natives = [x for x in experts.linears if isinstance(x, NativeLinear | NativeIntLinear)]
-    if not is_native(x.dtype) or len(natives) < len(experts.linears):
+    if x.dtype not in NATIVE_DTYPES or len(natives) < len(experts.linears):
         return grouped_op.twin(x, chosen, experts, repeat)
     x, rows = x.contiguous(), chosen.numel()
     out = x.new_empty(rows, experts.num_out)
@@ -101,7 +101,7 @@ def grouped_linear(
         scratch=scratch.data_ptr(),
     )
     loaded().baton_grouped_linear(
-        ctypes.addressof(call), stored_number(x.dtype), torch.get_num_threads()
+        ctypes.addressof(call), STORED_NUMBERS.get(x.dtype), torch.get_num_threads()
     )
     return out
 
@@ -113,7 +113,7 @@ def combine(
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
     """See the twin."""
-    if not is_native(parts.dtype):
+    if parts.dtype not in NATIVE_DTYPES:
         return combine_op.twin(parts, weights, shared, residual)
     tokens, chosen = weights.shape
     out = parts.new_empty(tokens, parts.shape[1])
@@ -124,6 +124,6 @@ def combine(
         None if shared is None else shared.data_ptr(),
         None if residual is None else residual.data_ptr(),
         *(out.data_ptr(), tokens, chosen, parts.shape[1]),
-        *(stored_number(parts.dtype), torch.get_num_threads()),
+        *(STORED_NUMBERS.get(parts.dtype), torch.get_num_threads()),
     )
     return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from baton_kernels import gated_activation
-from baton_kernels.cpu.calling import is_native, stored_number
+from baton_kernels.cpu.calling import NATIVE_DTYPES, STORED_NUMBERS
 from baton_kernels.cpu.library import loaded
 
 
@@ -25,7 +25,7 @@ def clamped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def _called(name: str, gate_up: torch.Tensor) -> torch.Tensor:
-    if not is_native(gate_up.dtype) or not gate_up.is_contiguous():
+    if gate_up.dtype not in NATIVE_DTYPES or not gate_up.is_contiguous():
         twin: torch.Tensor = getattr(gated_activation, name).twin(gate_up)
         return twin
     rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
@@ -35,7 +35,7 @@ def _called(name: str, gate_up: torch.Tensor) -> torch.Tensor:
         out.data_ptr(),
         rows,
         dim,
-        stored_number(gate_up.dtype),
+        STORED_NUMBERS.get(gate_up.dtype),
         torch.get_num_threads(),
     )
     return out

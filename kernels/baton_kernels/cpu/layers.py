@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from baton_kernels.cpu.calling import is_native, stored_number
+from baton_kernels.cpu.calling import NATIVE_DTYPES, STORED_NUMBERS
 from baton_kernels.cpu.int_linear import NativeIntLinear
 from baton_kernels.cpu.library import library, loaded
 from baton_kernels.cpu.linear import NativeLinear
@@ -115,8 +115,10 @@ def native_layer(layer: Layer[Linear, torch.Tensor]) -> NativeLayer | None:
 
 def can_run(dtype: torch.dtype, pool_dtype: torch.dtype, head_dim: int) -> bool:
     """Whether NativeLayers is for layers that compute in `dtype` over such a pool."""
-    is_stored = stored_number(pool_dtype) is not None
-    return is_native(dtype) and is_stored and head_dim <= MAX_HEAD_DIM and library() is not None
+    is_stored = pool_dtype in STORED_NUMBERS
+    return (
+        dtype in NATIVE_DTYPES and is_stored and head_dim <= MAX_HEAD_DIM and library() is not None
+    )
 
 
 class NativeLayers:
@@ -165,7 +167,7 @@ class NativeLayers:
         call = _Stages.from_buffer_copy(self._call)
         call.plans = ctypes.addressof(plans)
         call.write = call_over(step.pool, scales, step.cos, step.sin, step.first_rows, 1)
-        running = RunningLayers(call, (self, plans, step), stored_number(hidden.dtype))
+        running = RunningLayers(call, (self, plans, step), STORED_NUMBERS.get(hidden.dtype))
         running.goes_on_with(hidden, mixed)
         return running
 

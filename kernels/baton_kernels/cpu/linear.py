@@ -8,7 +8,7 @@ from enum import IntEnum
 
 import torch
 
-from baton_kernels.cpu.calling import is_native, stored_number
+from baton_kernels.cpu.calling import NATIVE_DTYPES, STORED_NUMBERS
 from baton_kernels.cpu.library import library, loaded
 from baton_kernels.cpu.memory import Allocate, host_memory
 
@@ -48,7 +48,7 @@ class Weights(ctypes.Structure):
 def can_pack(weight: torch.Tensor) -> bool:
     """Whether NativeLinear takes the weight [num_out, num_in] here."""
     is_whole = weight.shape[1] * weight.element_size() % 4 == 0
-    return is_native(weight.dtype) and is_whole and library() is not None
+    return weight.dtype in NATIVE_DTYPES and is_whole and library() is not None
 
 
 class NativeLinear:
@@ -114,7 +114,7 @@ def run(
         None if residual is None else residual.data_ptr(),
         out.data_ptr(),
         rows,
-        stored_number(x.dtype),
+        STORED_NUMBERS.get(x.dtype),
         out.dtype == torch.float32,
         scratch.data_ptr(),
         torch.get_num_threads(),

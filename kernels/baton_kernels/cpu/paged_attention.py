@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import torch
 
-from baton_kernels.cpu.calling import is_native, stored_number
+from baton_kernels.cpu.calling import NATIVE_DTYPES, STORED_NUMBERS
 from baton_kernels.cpu.library import loaded
 from baton_kernels.kv_write import head_stride
 from baton_kernels.paged_attention import NO_TERMS, AttentionSlice, ScoreTerms
@@ -64,8 +64,8 @@ def plan_attention(
 ) -> AttentionPlan | TwinPlan:
     """See the twin."""
     head_dim = pool.shape[5]
-    dtype, stored = dtype or pool.dtype, stored_number(pool.dtype)
-    if not is_native(dtype) or stored is None or head_dim > MAX_HEAD_DIM:
+    dtype, stored = dtype or pool.dtype, STORED_NUMBERS.get(pool.dtype)
+    if dtype not in NATIVE_DTYPES or stored is None or head_dim > MAX_HEAD_DIM:
         return plan_op.twin(slices, pool, num_heads, scale, window, dtype)
     _, num_layers, _, num_kv_heads, block_size, _ = pool.shape
     numbers = _numbers(slices, num_heads // num_kv_heads, num_kv_heads)
@@ -119,6 +119,6 @@ def paged_attention(
     call.sinks = None if terms.sinks is None else terms.sinks.data_ptr()
     call.slopes = None if terms.slopes is None else terms.slopes.data_ptr()
     loaded().baton_attention(
-        ctypes.addressof(call), stored_number(query.dtype), torch.get_num_threads()
+        ctypes.addressof(call), STORED_NUMBERS.get(query.dtype), torch.get_num_threads()
     )
     return out

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from baton_kernels.cpu.calling import is_native, stored_number
+from baton_kernels.cpu.calling import NATIVE_DTYPES, STORED_NUMBERS
 from baton_kernels.cpu.library import loaded
 from baton_kernels.rms_norm import rms_norm as op
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See the twin."""
-    if not is_native(x.dtype):
+    if x.dtype not in NATIVE_DTYPES:
         return op.twin(x, weight, eps)
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -24,7 +24,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out.data_ptr(),
         x.numel() // dim,
         dim,
-        stored_number(x.dtype),
+        STORED_NUMBERS.get(x.dtype),
         torch.get_num_threads(),
     )
     return out

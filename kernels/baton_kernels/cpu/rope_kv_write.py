@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from baton_kernels.cpu.calling import is_native, stored_number
+from baton_kernels.cpu.calling import NATIVE_DTYPES, STORED_NUMBERS
 from baton_kernels.cpu.library import loaded
 from baton_kernels.kv_write import head_stride
 from baton_kernels.rope_kv_write import rope_kv_write as op
@@ -47,7 +47,7 @@ def call_over(
         sin=sin.data_ptr(),
         pool=pool.data_ptr(),
         scales=None if scales is None else scales.data_ptr(),
-        stored=stored_number(pool.dtype),
+        stored=STORED_NUMBERS.get(pool.dtype),
         row_bytes=head_dim * pool.itemsize,
         head_bytes=head_stride(pool) * pool.itemsize,
         rows=rows.data_ptr(),
@@ -73,8 +73,8 @@ def rope_kv_write(
     """See the twin."""
     head_dim = query.shape[2]
     has_dense_heads = all(x.stride()[1:] == (head_dim, 1) for x in (query, key, value))
-    is_stored = stored_number(pool.dtype) is not None
-    if not is_native(query.dtype) or not is_stored or not has_dense_heads:
+    is_stored = pool.dtype in STORED_NUMBERS
+    if query.dtype not in NATIVE_DTYPES or not is_stored or not has_dense_heads:
         return op.twin(query, key, value, cos, sin, pool, layer, rows, scales)
     out, key_out = query.new_empty(query.shape), key.new_empty(key.shape)
     call = call_over(pool, scales, cos, sin, rows, pool.shape[3])
@@ -86,6 +86,6 @@ def rope_kv_write(
     call.to_layer = layer * 2 * call.to_values
     call.tokens, call.heads = query.shape[:2]
     loaded().baton_rope_kv_write(
-        ctypes.addressof(call), stored_number(query.dtype), torch.get_num_threads()
+        ctypes.addressof(call), STORED_NUMBERS.get(query.dtype), torch.get_num_threads()
     )
     return out, key_out
