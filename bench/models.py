@@ -1,15 +1,18 @@
-"""Which decoders run by transformers' code, as a test run finds it.
+"""Which decoders run, by Baton's own code and by transformers', as a test run finds it.
 
-python -m bench.models: runs tests/transformers_backend/test_architectures.py, all of it, and writes
-its table into docs/models.md.
+python -m bench.models: runs tests/model/test_families.py and
+tests/transformers_backend/test_architectures.py, all of both, and writes a table of each into
+docs/models.md.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -20,49 +23,100 @@ from bench.suite.markdown import replaced
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"
-TESTS = "tests/transformers_backend/test_architectures.py"
-#: A column's heading by the test that fills it.
-COLUMNS: Mapping[str, str] = {
-    "test_greedy_tokens_are_those_of_generate": "whole prompts",
-    "test_chunks_change_nothing": "chunks",
-    "test_a_handoff_changes_nothing": "handoff",
-    "test_drafts_change_nothing": "drafts",
-    "test_logits_are_the_same_to_the_bit_in_any_batch": "bits",
-}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Of the part `name` of the page, made by the test module `tests`.
+
+    title: of what a line is. columns: a column's heading by the test that fills it, or by what one
+    of them records.
+    """
+
+    name: str
+    tests: str
+    title: str
+    columns: Mapping[str, str]
+
+
+NATIVE = Table(
+    "families",
+    "tests/model/test_families.py",
+    "model",
+    {
+        "test_greedy_tokens_are_those_of_generate": "whole prompts",
+        "test_chunks_change_nothing": "chunks",
+        "test_logits_after_a_handoff_are_the_same": "handoff",
+        "test_drafts_change_nothing": "drafts",
+        "test_quantised_tokens_are_those_of_what_the_levels_mean": "int8, int4",
+        "test_logits_are_the_same_to_the_bit_in_any_batch": "bits",
+        "test_ranks_give_the_same_bits": "ranks",
+        "kernels": "kernels",
+    },
+)
+GENERIC = Table(
+    "transformers",
+    "tests/transformers_backend/test_architectures.py",
+    "architecture",
+    {
+        "test_greedy_tokens_are_those_of_generate": "whole prompts",
+        "test_chunks_change_nothing": "chunks",
+        "test_a_handoff_changes_nothing": "handoff",
+        "test_drafts_change_nothing": "drafts",
+        "test_logits_are_the_same_to_the_bit_in_any_batch": "bits",
+        "default": "by default",
+    },
+)
+#: Whatever has a line passes this, or fails it; other tests of a module make none.
+FIRST = "test_greedy_tokens_are_those_of_generate"
+#: In a test's name, beside the architecture.
+_PARAMETERS = re.compile(r"^(float32|bfloat16)-|-(float32|bfloat16|int8|int4)$")
 _WORDS = {"skipped": "to rounding", "failure": "**no**", "error": "**no**"}
 
 
 def results_of(report: str) -> dict[str, dict[str, str]]:
-    """By architecture, then test, "yes" or what kept it from that. report: pytest's JUnit XML, our
-    own."""
+    """By architecture, then test, "yes" or what kept it from that; and what tests recorded. Where a
+    test has further parameters, after the architecture or before it, the worst. report: pytest's
+    JUnit XML, our own."""
     results: dict[str, dict[str, str]] = {}
     for case in ElementTree.fromstring(report).iter("testcase"):
-        test, _, name = case.attrib["name"].removesuffix("]").partition("[")
+        test, _, rest = case.attrib["name"].removesuffix("]").partition("[")
+        name = _PARAMETERS.sub("", rest)
         words = [_WORDS[child.tag] for child in case if child.tag in _WORDS]
-        results.setdefault(name, {})[test] = words[0] if words else "yes"
+        found = results.setdefault(name, {})
+        if words or test not in found:
+            found[test] = words[0] if words else "yes"
+        for noted in case.iter("property"):
+            found[noted.attrib["name"]] = noted.attrib["value"]
     return results
 
 
-def table_of(results: Mapping[str, Mapping[str, str]]) -> str:
+def table_of(table: Table, results: Mapping[str, Mapping[str, str]]) -> str:
     """In Markdown, a line for each architecture."""
-    heads = ("architecture", *COLUMNS.values(), "by default")
+    heads = (table.title, *table.columns.values())
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, found in sorted(results.items()):
         default = "Baton's code" if name in FAMILIES else "transformers'"
-        cells = (name, *(found.get(test, "-") for test in COLUMNS), default)
+        known = {"default": default, **found}
+        cells = (name, *(known.get(test, "-") for test in table.columns))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def main() -> int:
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-n0", TESTS, f"--junitxml={report}"]
-        status = subprocess.run(command, cwd=ROOT, check=False).returncode
-        results = results_of(report.read_text())
-    head = f"{len(results)} architectures, transformers {transformers.__version__}, float32:"
-    body = f"{head}\n\n{table_of(results)}"
-    PAGE.write_text(replaced(PAGE.read_text(), "transformers", body))
+    status = 0
+    for table in (NATIVE, GENERIC):
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.xml"
+            # A family that keeps what tests record.
+            pytest = [sys.executable, "-m", "pytest", "-q", "-n0", "-o", "junit_family=xunit1"]
+            command = [*pytest, table.tests, f"--junitxml={report}"]
+            status |= subprocess.run(command, cwd=ROOT, check=False).returncode
+            results = results_of(report.read_text())
+        results = {name: found for name, found in results.items() if FIRST in found}
+        head = f"{len(results)} {table.title}s, transformers {transformers.__version__}, float32:"
+        body = f"{head}\n\n{table_of(table, results)}"
+        PAGE.write_text(replaced(PAGE.read_text(), table.name, body))
     return status
 
 

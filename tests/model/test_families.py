@@ -1,26 +1,33 @@
 """Every family's greedy tokens are those of transformers' generate, in float32: by whole prompts,
-by chunks, after a handoff, and on two ranks; and a sequence's logits are the same to the bit in any
-batch."""
+by chunks, after a handoff, with drafts, quantised, and on two ranks; and a sequence's logits are
+the same to the bit in any batch. `python -m bench.models` makes a table of what passes."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from functools import partial
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from baton.engine import model_source
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.load_engine import load_engine
 from baton.engine.tensor_parallel.team import RankTeam
 from baton.engine.torch_engine import TorchEngine
 from baton.errors import UnsupportedModel
 from baton.model.config import FAMILIES, parse_config
+from baton.model.decoder import Decoder
+from baton.model.native_decoder import NativeDecoder, make_decoder
+from baton.model.quantize import quantize_checkpoint
+from baton.quantization.scheme import Scheme
 from baton.types import KvRange, Sampling
 from baton_kernels.cpu.library import library
 from tests.support.drive_engine import generate, token_ids
@@ -33,6 +40,13 @@ PROMPT_LENGTHS = (1, 7, 45, 16, 70)
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1000.0}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {"sliding_window": 20}),
+    "qwen2": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {}),
     "mixtral": ("mixtral", {}),
     "mixtral-window": ("mixtral", {"sliding_window": 9, "num_experts_per_tok": 1}),
     "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]}),
@@ -88,9 +102,11 @@ SHARED = sorted(set(CASES) - {"olmo2"})
 FEW = ("glm4-moe", "gemma3", "phi3-partial")
 
 
-@pytest.fixture(
-    params=[name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+def params_of(names: Iterable[str]) -> list[Any]:
+    return [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.fixture(params=params_of(CASES))
 def case(request: pytest.FixtureRequest, tiny_model: MakeModel) -> Path:
     family, overrides = CASES[request.param]
     return tiny_model(family, **overrides)
@@ -101,6 +117,7 @@ def prompts() -> list[list[int]]:
     return [torch.randint(0, 256, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
 
 
+@cache
 def expected(path: Path) -> list[list[int]]:
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     return [
@@ -133,17 +150,86 @@ def part_of(
     return SequenceSlice(tokens[start:end], start, table, rows, len(tokens))
 
 
-def test_greedy_tokens_are_those_of_generate(case: Path) -> None:
-    wanted = expected(case)
-    for block_size, chunk_tokens in ((16, 1 << 20), (5, 7)):
-        outputs = generate(
-            engine_of(case, block_size),
-            prompts(),
-            Sampling(),
-            NUM_TOKENS,
-            chunk_tokens=chunk_tokens,
-        )
-        assert token_ids(outputs) == wanted, (block_size, chunk_tokens)
+def greedy(engine: TorchEngine, chunk_tokens: int = 1 << 20) -> list[list[int]]:
+    return token_ids(generate(engine, prompts(), Sampling(), NUM_TOKENS, chunk_tokens=chunk_tokens))
+
+
+def test_greedy_tokens_are_those_of_generate(
+    case: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
+    made: list[Decoder] = []
+
+    def make(*args: Any) -> Decoder:
+        made.append(make_decoder(*args))
+        return made[-1]
+
+    monkeypatch.setattr(model_source, "make_decoder", make)
+    assert greedy(engine_of(case, 16)) == expected(case)
+    (decoder,) = made
+    record_property("kernels", "one call" if isinstance(decoder, NativeDecoder) else "by operation")
+
+
+def test_chunks_change_nothing(case: Path) -> None:
+    assert greedy(engine_of(case, 5), chunk_tokens=7) == expected(case)
+
+
+def test_drafts_change_nothing(case: Path) -> None:
+    """Drafts, of which each second run ends in a wrong one, are verified in one step beside the
+    last token, as decode workers do it; what rejected ones wrote is overwritten."""
+    engine, table = engine_of(case), range(20)
+    for prompt, wanted in zip(prompts(), expected(case), strict=True):
+        output = drawn(engine, part_of(prompt, 0, len(prompt), table))[-1:]
+        while len(output) < NUM_TOKENS:
+            drafts = wanted[len(output) : len(output) + 3]
+            if len(output) % 2 and drafts:
+                drafts[-1] = (drafts[-1] + 1) % 256
+            known = [*prompt, *output, *drafts]
+            verified = drawn(
+                engine, part_of(known, len(known) - len(drafts) - 1, len(known), table)
+            )
+            num_right = next(
+                (i for i, draft in enumerate(drafts) if verified[i] != draft), len(drafts)
+            )
+            output += verified[: num_right + 1]
+        assert output[:NUM_TOKENS] == wanted
+
+
+def drawn(engine: TorchEngine, part: SequenceSlice) -> list[int]:
+    return [sample.token_id for sample in engine.forward(Batch((part,)))[0]]
+
+
+#: Widths that int4's groups divide.
+WIDE = {"intermediate_size": 96, "moe_intermediate_size": 64}
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("name", params_of(name for name in CASES if name != "gpt-oss"))
+def test_quantised_tokens_are_those_of_what_the_levels_mean(
+    tiny_model: MakeModel, tmp_path: Path, name: str, scheme: Scheme
+) -> None:
+    family, overrides = CASES[name]
+    source = tiny_model(family, **{**WIDE, **overrides})
+    quantize_checkpoint(source, tmp_path / "rounded", scheme)
+    dense = shutil.copytree(source, tmp_path / "dense")
+    rounded = load_file(tmp_path / "rounded" / "model.safetensors")
+    meant = {
+        name: meaning(rounded, name.removesuffix(".weight"))
+        for name in load_file(source / "model.safetensors")
+    }
+    save_file(meant, dense / "model.safetensors", metadata={"format": "pt"})
+    assert greedy(engine_of(tmp_path / "rounded")) == expected(dense)
+
+
+def meaning(tensors: dict[str, torch.Tensor], layer: str) -> torch.Tensor:
+    """Of a tensor of a checkpoint that `baton quantize` wrote, the weight that it stands for."""
+    scale, packed = tensors.get(f"{layer}.weight_scale"), tensors.get(f"{layer}.weight_packed")
+    if scale is None:
+        return tensors[layer if layer in tensors else f"{layer}.weight"]
+    if packed is None:
+        return tensors[f"{layer}.weight"].float() * scale.float()
+    levels = torch.stack([(packed >> shift) & 15 for shift in range(0, 32, 4)], -1).flatten(1) - 8
+    groups = levels.view(len(levels), scale.shape[1], -1) * scale.float()[..., None]
+    return groups.flatten(1)
 
 
 def test_logits_after_a_handoff_are_the_same(case: Path) -> None:
