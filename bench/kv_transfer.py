@@ -50,7 +50,7 @@ from bench.kv_ways import (
 )
 from bench.suite.markdown import replaced
 from kv_transfer.codec import ChunkCodec
-from kv_transfer.running_receiver import DEFAULT_MAX_CHUNK_BYTES
+from kv_transfer.receiver import DEFAULT_MAX_CHUNK_BYTES
 from kv_transfer.wire_format import wire_format
 
 SIZES = "64KiB,512KiB,1MiB,4MiB,16MiB,64MiB,256MiB"

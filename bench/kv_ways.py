@@ -27,7 +27,7 @@ from baton.engine.torch_kv_pool import TorchKvPool
 from baton.rpc.tls import TlsFiles
 from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
 from kv_transfer.kv_secret import KvSecret
-from kv_transfer.running_receiver import open_receiver
+from kv_transfer.receiver import open_receiver
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import TicketAborted, TicketCommitted, TicketEvent
 from kv_transfer.transport.connector import make_connector

@@ -17,7 +17,7 @@ from baton.v1 import kv_pb2
 from baton.wire import sample_to_proto
 from kv_transfer.frame import chunk_checksum, clipped, commit_checksum, place_checksum
 from kv_transfer.handshake import Terms
-from kv_transfer.kv_ticket import KvTicket
+from kv_transfer.ticket import KvTicket
 from kv_transfer.transport.base import Staged
 from kv_transfer.wire_format import chunks
 

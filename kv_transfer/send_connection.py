@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from baton.errors import BY_REASON, BatonError, EngineFault, HandoffFailed, PeerMismatch
 from baton.types import WorkerIdentity
 from baton.v1 import kv_pb2
-from kv_transfer.endpoint import Endpoint
 from kv_transfer.frame import Frame, FrameError
 from kv_transfer.handoff import (
     Begin,
@@ -40,6 +39,7 @@ from kv_transfer.handoff import (
     prefix_fetch_of,
 )
 from kv_transfer.handshake import SenderConfig, SenderHandshake, Terms
+from kv_transfer.ticket import Endpoint
 
 _log = logging.getLogger("baton.kv")
 

@@ -25,8 +25,8 @@ from kv_transfer.handoff import (
 )
 from kv_transfer.handshake import SenderConfig
 from kv_transfer.kv_secret import KvSecret
-from kv_transfer.kv_ticket import KvTicket, parse_ticket
 from kv_transfer.send_connection import SendConnection
+from kv_transfer.ticket import KvTicket, parse_ticket
 from kv_transfer.transport.base import Connector
 
 

@@ -12,11 +12,11 @@ from typing import Protocol
 
 from baton.errors import HandoffFailed, InvalidRequest
 from baton.types import KvLayout, KvRange, SequenceSpec, WorkerIdentity
-from kv_transfer.endpoint import Endpoint
-from kv_transfer.kv_ticket import KvTicket, encode_ticket, ticket_id_of, verify_ticket
 from kv_transfer.ticket import (
     Commit,
     Coverage,
+    Endpoint,
+    KvTicket,
     OfferedTicket,
     OnAborted,
     PrefixRequested,
@@ -25,6 +25,9 @@ from kv_transfer.ticket import (
     TicketCommitted,
     TicketEvent,
     TicketState,
+    encode_ticket,
+    ticket_id_of,
+    verify_ticket,
 )
 
 

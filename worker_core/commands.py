@@ -8,9 +8,8 @@ from typing import NamedTuple
 from baton.cache.ledger import ListBlocks
 from baton.events import SequenceEvent
 from baton.types import KvSource, SequenceSpec
-from kv_transfer.kv_ticket import parse_ticket
 from kv_transfer.sender import SendDone
-from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted
+from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted, parse_ticket
 from worker_core.policy import Policy
 
 

@@ -34,9 +34,8 @@ from baton.telemetry.metrics import seconds_histogram
 from baton.telemetry.names import SpanName
 from baton.telemetry.spans import SpanWriter, TimedEvent, WallClock, context_of
 from baton.types import FinishReason, SequenceSpec
-from kv_transfer.kv_ticket import parse_ticket
 from kv_transfer.sender import SendDone
-from kv_transfer.ticket import TicketAborted, TicketCommitted
+from kv_transfer.ticket import TicketAborted, TicketCommitted, parse_ticket
 from worker_core.commands import Abort, Command, Open, StreamClosed, StreamEvent
 
 #: What a ticket that is committed has been through, and nobody but its worker saw.

@@ -25,7 +25,7 @@ from baton.worker.service import WorkerServicer, services
 from baton.worker.telemetry import open_worker_telemetry
 from kv_transfer.device_memory import device_memory_of
 from kv_transfer.kv_secret import KvSecret, read_kv_secret
-from kv_transfer.running_receiver import open_receiver
+from kv_transfer.receiver import open_receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transport.connector import make_connector
 from worker_core.admission import CoreLimits

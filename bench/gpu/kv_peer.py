@@ -17,7 +17,7 @@ import torch
 
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
-from kv_transfer.running_receiver import open_receiver
+from kv_transfer.receiver import open_receiver
 from kv_transfer.ticket import TicketCommitted, TicketEvent
 
 

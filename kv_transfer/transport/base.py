@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 from baton.errors import HandoffFailed
 from baton.rpc.tls import TlsFiles
 from kv_transfer.device_memory import DeviceBytes, DeviceMemory
-from kv_transfer.endpoint import Endpoint
 from kv_transfer.frame import Frame
+from kv_transfer.ticket import Endpoint
 
 if TYPE_CHECKING:
     from kv_transfer.receiver import Receiver

@@ -15,8 +15,8 @@ from baton.kv_transports import AUTO, KV_TRANSPORTS, KvTransport, Scope, kv_tran
 from baton.rpc.tls import TlsFiles
 from baton.v1 import kv_pb2
 from kv_transfer.device_memory import DeviceMemory
-from kv_transfer.endpoint import Endpoint, local_host_id
 from kv_transfer.frame import Frame
+from kv_transfer.ticket import Endpoint, local_host_id
 from kv_transfer.transport.base import (
     Connection,
     Connector,

@@ -7,9 +7,9 @@ import threading
 from collections import deque
 
 from baton.errors import ConfigError
-from kv_transfer.endpoint import Endpoint
 from kv_transfer.frame import Frame, FrameError
 from kv_transfer.receiver import Receiver
+from kv_transfer.ticket import Endpoint
 from kv_transfer.transport.base import Dial, Staged, Transport, TransportConfig, TransportError
 
 _NO_PAYLOAD = memoryview(b"")

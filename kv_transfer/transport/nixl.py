@@ -32,9 +32,9 @@ import numpy as np
 from baton.errors import ConfigError
 from baton.kv_transports import kv_transport
 from baton.v1 import kv_pb2
-from kv_transfer.endpoint import Endpoint
 from kv_transfer.frame import Frame, FrameError, Preamble
 from kv_transfer.receiver import Land, Receiver
+from kv_transfer.ticket import Endpoint
 from kv_transfer.transport.base import Dial, Staged, Transport, TransportConfig, TransportError
 from kv_transfer.transport.stream_connection import SlottedConnection
 from kv_transfer.transport.stream_listener import ServerStream, StreamListener

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from baton.v1 import kv_pb2
 from kv_transfer.device_memory import Payload
-from kv_transfer.endpoint import Endpoint
 from kv_transfer.frame import (
     HANDSHAKE_VERSION,
     PREAMBLE_BYTES,
@@ -30,6 +29,7 @@ from kv_transfer.frame import (
 )
 from kv_transfer.kv_secret import Seals, receiver_seals
 from kv_transfer.receiver import Land, Receiver, ReceiverSession
+from kv_transfer.ticket import Endpoint
 from kv_transfer.transport.stream_connection import send_all, set_socket_timeout
 
 MAX_CONNECTIONS = 256

@@ -6,9 +6,9 @@ from __future__ import annotations
 import socket
 
 from baton.v1 import kv_pb2
-from kv_transfer.endpoint import Endpoint
 from kv_transfer.frame import Frame, FrameError, Preamble
 from kv_transfer.receiver import Land, Receiver
+from kv_transfer.ticket import Endpoint
 from kv_transfer.transport.base import Dial, Staged, Transport, TransportConfig, TransportError
 from kv_transfer.transport.stream_connection import StreamConnection
 from kv_transfer.transport.stream_listener import ServerStream, StreamListener

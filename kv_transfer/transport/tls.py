@@ -15,8 +15,8 @@ from typing import Any
 from baton.errors import PermissionDenied
 from baton.rpc.peer_names import check_peer_names
 from baton.rpc.tls import TlsFiles, check_files, watched
-from kv_transfer.endpoint import Endpoint
 from kv_transfer.receiver import Receiver
+from kv_transfer.ticket import Endpoint
 from kv_transfer.transport.base import Dial, TransportConfig, TransportError
 from kv_transfer.transport.stream_connection import send_all, set_socket_timeout
 from kv_transfer.transport.stream_listener import StreamListener

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from baton.v1 import kv_pb2
 from kv_transfer.device_memory import Payload
-from kv_transfer.endpoint import Endpoint, local_host_id
 from kv_transfer.frame import Frame, FrameBuffer, FrameError, Preamble, encode
 from kv_transfer.kv_secret import receiver_seals
 from kv_transfer.receiver import Land, Receiver
+from kv_transfer.ticket import Endpoint, local_host_id
 from kv_transfer.transport.base import TransportError
 from kv_transfer.transport.stream_connection import SlottedConnection
 from kv_transfer.transport.stream_listener import ServerStream, StreamListener

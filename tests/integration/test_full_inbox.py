@@ -16,7 +16,7 @@ from baton.events import Deferred, Failed, LocalPrefill
 from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import sequence_service_pb2
 from baton.wire import sequence_to_proto, step_from_proto
-from kv_transfer.kv_ticket import KvTicket, encode_ticket
+from kv_transfer.ticket import KvTicket, encode_ticket
 from tests.support.live_tiers import ONLY_DECODES, has_crossed, live_system
 from worker_core.commands import (
     Abort,

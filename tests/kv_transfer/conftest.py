@@ -26,7 +26,7 @@ from baton.types import (
 )
 from kv_transfer.device_memory import device_memory_of
 from kv_transfer.kv_secret import KvSecret
-from kv_transfer.running_receiver import RunningReceiver, open_receiver
+from kv_transfer.receiver import RunningReceiver, open_receiver
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import OfferedTicket, TicketEvent
 from kv_transfer.transport.base import Connector

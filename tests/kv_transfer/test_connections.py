@@ -10,9 +10,8 @@ from collections.abc import Sequence
 import pytest
 
 from baton.types import KvRange, Sample
-from kv_transfer.endpoint import Endpoint
 from kv_transfer.frame import Frame
-from kv_transfer.ticket import TicketCommitted
+from kv_transfer.ticket import Endpoint, TicketCommitted
 from kv_transfer.transport.base import Connection, Connector, Staged
 from tests.kv_transfer.conftest import PATIENCE_S, Rig
 

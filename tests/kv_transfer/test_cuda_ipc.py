@@ -19,17 +19,16 @@ from baton.kv_transports import listened_on
 from baton.types import KvLayout, KvRange, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
-from kv_transfer.endpoint import Endpoint
 from kv_transfer.frame import encode
 from kv_transfer.kv_secret import KvSecret
-from kv_transfer.running_receiver import (
+from kv_transfer.receiver import (
     DEFAULT_MAX_CHUNK_BYTES,
     DEFAULT_NUM_CREDITS,
     DEVICE_MAX_CHUNK_BYTES,
     DEVICE_NUM_CREDITS,
     open_receiver,
 )
-from kv_transfer.ticket import TicketAborted, TicketCommitted
+from kv_transfer.ticket import Endpoint, TicketAborted, TicketCommitted
 from kv_transfer.transport.base import TransportError
 from kv_transfer.transport.connector import make_connector, usable
 from kv_transfer.transport.cuda_ipc import CudaIpcConnection, RetiredAreas

@@ -13,13 +13,11 @@ from baton.engine.array_kv_pool import ArrayKvPool
 from baton.errors import HandoffFailed
 from baton.types import KvLayout, KvRange, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
-from kv_transfer.endpoint import Endpoint
 from kv_transfer.frame import Frame
 from kv_transfer.handoff import Begin, Cancel, Send
-from kv_transfer.kv_ticket import KvTicket, encode_ticket
 from kv_transfer.send_connection import SendConnection
 from kv_transfer.sender import SendDone, Sender
-from kv_transfer.ticket import TicketAborted
+from kv_transfer.ticket import Endpoint, KvTicket, TicketAborted, encode_ticket
 from kv_transfer.transport.base import Staged
 from kv_transfer.transport.connector import make_connector
 

@@ -13,8 +13,7 @@ import pytest
 
 from baton.errors import HandoffFailed
 from baton.types import KvRange, Sample
-from kv_transfer.endpoint import Endpoint, local_host_id
-from kv_transfer.ticket import TicketCommitted
+from kv_transfer.ticket import Endpoint, TicketCommitted, local_host_id
 from kv_transfer.transport.connector import SHUN_S, Shunned, make_connector
 from tests.kv_transfer.conftest import MakeRig, Rig
 

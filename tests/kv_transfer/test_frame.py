@@ -17,7 +17,7 @@ from kv_transfer.frame import (
     decode_preamble,
     encode,
 )
-from kv_transfer.kv_ticket import parse_ticket
+from kv_transfer.ticket import parse_ticket
 
 quick = settings(deadline=None, database=None, max_examples=200)
 

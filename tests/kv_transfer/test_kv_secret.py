@@ -19,7 +19,6 @@ from baton.errors import ConfigError, PeerMismatch
 from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
-from kv_transfer.endpoint import Endpoint
 from kv_transfer.frame import (
     Frame,
     FrameError,
@@ -30,7 +29,7 @@ from kv_transfer.frame import (
 )
 from kv_transfer.kv_secret import KvSecret, new_nonce, read_kv_secret
 from kv_transfer.receiver import Receiver, ReceiverSession
-from kv_transfer.ticket import TicketAborted, TicketCommitted, TicketEvent
+from kv_transfer.ticket import Endpoint, TicketAborted, TicketCommitted, TicketEvent
 from kv_transfer.ticket_table import TicketTable
 from kv_transfer.transport.base import Connection, Connector, Staged
 from tests.support.kv_transports import ALL

@@ -9,7 +9,7 @@ import pytest
 from baton.errors import ConfigError, HandoffFailed, InvalidRequest, PeerMismatch
 from baton.types import KvLayout, NumericsClass, NumericsRule, Sample
 from baton.v1 import kv_pb2
-from kv_transfer.endpoint import Endpoint
+from kv_transfer.ticket import Endpoint
 from kv_transfer.transport.connector import make_connector, usable
 from tests.support.kv_transports import ALL, REMOTE
 

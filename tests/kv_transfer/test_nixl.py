@@ -41,7 +41,7 @@ _RECEIVER = """
 import sys, time
 from baton.engine.array_kv_pool import ArrayKvPool
 from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
-from kv_transfer.running_receiver import open_receiver
+from kv_transfer.receiver import open_receiver
 
 layout = KvLayout("m", 3, 2, 4, "int64", 4)
 running = open_receiver(

@@ -15,9 +15,14 @@ from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2, sampling_pb2
 from baton.wire import layout_to_proto
 from kv_transfer.frame import Frame, FrameError, chunk_checksum, commit_checksum, place_checksum
-from kv_transfer.kv_ticket import parse_ticket
 from kv_transfer.receiver import Receiver, ReceiverSession
-from kv_transfer.ticket import OfferedTicket, TicketAborted, TicketCommitted, TicketEvent
+from kv_transfer.ticket import (
+    OfferedTicket,
+    TicketAborted,
+    TicketCommitted,
+    TicketEvent,
+    parse_ticket,
+)
 from kv_transfer.ticket_table import TicketTable
 
 LAYOUT = KvLayout("m", 2, 1, 2, "int64", 4)

@@ -22,7 +22,7 @@ from baton.kv_transports import (
     takes_port,
 )
 from baton.v1 import kv_pb2
-from kv_transfer.endpoint import Endpoint, endpoint_to_proto, endpoints_from_proto
+from kv_transfer.ticket import Endpoint, endpoint_to_proto, endpoints_from_proto
 from kv_transfer.transport.base import Transport as TransportCode
 from kv_transfer.transport.base import transport_named
 

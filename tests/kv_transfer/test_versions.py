@@ -37,7 +37,7 @@ from baton.types import (
 from baton.v1 import kv_pb2
 from kv_transfer.frame import PREAMBLE_BYTES, FrameError, decode_header, decode_preamble, encode
 from kv_transfer.handshake import agreed_version
-from kv_transfer.running_receiver import RunningReceiver, open_receiver
+from kv_transfer.receiver import RunningReceiver, open_receiver
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import TicketCommitted, TicketEvent
 from kv_transfer.transport.connector import make_connector

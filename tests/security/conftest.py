@@ -10,7 +10,7 @@ import pytest
 from baton.engine.array_kv_pool import ArrayKvPool
 from baton.rpc.tls import TlsFiles
 from baton.types import KvLayout, WorkerIdentity
-from kv_transfer.running_receiver import RunningReceiver, open_receiver
+from kv_transfer.receiver import RunningReceiver, open_receiver
 from tests.support.certificates import Authority
 
 

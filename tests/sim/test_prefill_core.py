@@ -11,8 +11,8 @@ from baton.engine.oracle import OracleEngine, OracleOptions, oracle_tokens
 from baton.errors import Cancelled, EngineFault, HandoffFailed, PeerMismatch
 from baton.events import Failed, HandedOff, HandOffFailed, Prefilled, Tokens
 from baton.types import KvRange, KvSource, Sample, Sampling, SequenceSpec
-from kv_transfer.kv_ticket import parse_ticket
 from kv_transfer.sender import SendDone
+from kv_transfer.ticket import parse_ticket
 from kv_transfer.ticket_table import TicketTable
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.recording_sender import RecordingSender
