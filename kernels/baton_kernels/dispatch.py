@@ -34,9 +34,7 @@ class Op(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         for arg in args:
             if isinstance(arg, torch.Tensor):
-                device_type = arg.device.type
-                run = self._kernels.get(device_type) or self.kernel(device_type)
-                return run(*args, **kwargs)
+                return self.kernel(arg.device.type)(*args, **kwargs)
         return self.twin(*args, **kwargs)
 
     def kernel(self, device_type: str) -> Callable[P, R]:
