@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, KeysView, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -88,7 +88,10 @@ class BlockPool:
     def num_cached_tokens(self, tenant: bytes, token_ids: Sequence[int]) -> int:
         """Leading tokens of a sequence that a lease of it would find computed; the last token never
         counts."""
-        return len(self._match(tenant, token_ids)) * self.block_size
+        if not self._indexes_prefixes:
+            return 0
+        shared, _ = self._index.match(tenant, token_ids[:-1])
+        return len(shared) * self.block_size
 
     def lease(
         self,
@@ -104,23 +107,20 @@ class BlockPool:
         compute, because its logits are needed. shares_prefixes: False for KV that means nothing
         outside its own sequence.
         """
-        shared = self._match(tenant, token_ids) if shares_prefixes else []
-        num_fresh = self.num_blocks_for(num_tokens) - len(shared)
-        num_revived = sum(1 for block in shared if self._references[block.block_id] == 0)
+        block_ids: list[int] = []
+        last_key = None
+        if shares_prefixes and self._indexes_prefixes:
+            block_ids, last_key = self._index.match(tenant, token_ids[:-1])
+        num_shared = len(block_ids)
+        num_fresh = self.num_blocks_for(num_tokens) - num_shared
+        num_revived = sum(1 for block_id in block_ids if self._references[block_id] == 0)
         if num_fresh + num_revived > self.num_available:
             return None
-        for block in shared:
-            self._share(block.block_id)
-        block_ids = [block.block_id for block in shared]
+        for block_id in block_ids:
+            self._cached.pop(block_id, None)
+            self._references[block_id] += 1
         block_ids.extend(self._take() for _ in range(num_fresh))
-        key = shared[-1].key if shared else self._index.root(tenant)
-        return BlockLease(
-            self,
-            block_ids,
-            num_indexed=len(shared),
-            last_key=key,
-            shares_prefixes=shares_prefixes and self._indexes_prefixes,
-        )
+        return BlockLease(self, block_ids, num_shared, last_key)
 
     def num_exclusive_blocks(self, leases: Sequence[BlockLease]) -> int:
         """Blocks that releasing all of `leases` would make available."""
@@ -148,7 +148,7 @@ class BlockPool:
                 expected[block_id] += 1
         free, cached = set(self._free), set(self._cached)
         leased = {block_id for block_id, count in enumerate(expected) if count}
-        indexed = self._index.block_ids()
+        indexed = self._index.by_block.keys()
         faults = {
             "reference counts differ from the leases": expected != self._references,
             "a block is free twice": len(free) != len(self._free),
@@ -160,15 +160,6 @@ class BlockPool:
         found = [fault for fault, is_there in faults.items() if is_there]
         if found:
             raise AssertionError("; ".join(found))
-
-    def _match(self, tenant: bytes, token_ids: Sequence[int]) -> list[PrefixBlock]:
-        if not self._indexes_prefixes:
-            return []
-        return list(self._index.match(tenant, token_ids[: len(token_ids) - 1]))
-
-    def _share(self, block_id: int) -> None:
-        self._cached.pop(block_id, None)
-        self._references[block_id] += 1
 
     def _take(self) -> int:
         if self._free:
@@ -185,7 +176,7 @@ class BlockPool:
             self._references[block_id] -= 1
             if self._references[block_id]:
                 continue
-            if block_id in self._index:
+            if block_id in self._index.by_block:
                 self._cached[block_id] = None
             else:
                 self._free.append(block_id)
@@ -203,23 +194,17 @@ class BlockLease:
         "_own_end",
         "_own_start",
         "_pool",
-        "_shares_prefixes",
     )
 
     def __init__(
-        self,
-        pool: BlockPool,
-        block_ids: list[int],
-        *,
-        num_indexed: int,
-        last_key: bytes,
-        shares_prefixes: bool,
+        self, pool: BlockPool, block_ids: list[int], num_indexed: int, last_key: bytes | None
     ) -> None:
+        """num_indexed: leading blocks that others can find. last_key: of the last of them, or of
+        the tenant; None if nothing of this lease is ever to be found."""
         self._pool = pool
         self._block_ids = block_ids
         self._num_indexed = num_indexed
         self._last_key = last_key
-        self._shares_prefixes = shares_prefixes
         self._is_live = True
         # Tokens [own_start, own_end) are known to lie in blocks of nobody else: what is written
         # next mostly does, and a step that asks so of each of its sequences looks at no block. An
@@ -229,8 +214,10 @@ class BlockLease:
 
     @property
     def block_ids(self) -> list[int]:
-        """The block table. Borrowed: it grows with the lease and must not be changed or kept."""
-        self._check()
+        """The block table. Borrowed: it grows with the lease and must not be changed or kept.
+        Raises LeaseError after the release."""
+        if not self._is_live:
+            raise LeaseError("this lease was released already")
         return self._block_ids
 
     @property
@@ -263,39 +250,31 @@ class BlockLease:
         The caller makes the copies returned before it writes, and before anyone else writes their
         sources.
         """
-        self._check()
+        pool, block_ids = self._pool, self.block_ids
         if self._own_start <= start and end <= self._own_end:
             return ()
-        pool = self._pool
         shared_indices = self._shared_indices(start, end)
-        num_missing = max(0, pool.num_blocks_for(end) - len(self._block_ids))
+        num_missing = max(0, pool.num_blocks_for(end) - len(block_ids))
         if num_missing + len(shared_indices) > pool.num_available:
             return None
         copies = []
         for index in shared_indices:
-            shared = self._block_ids[index]
+            shared = block_ids[index]
             pool._references[shared] -= 1
-            self._block_ids[index] = pool._take()
-            copies.append(BlockCopy(shared, self._block_ids[index]))
-        self._block_ids.extend(pool._take() for _ in range(num_missing))
+            block_ids[index] = pool._take()
+            copies.append(BlockCopy(shared, block_ids[index]))
+        block_ids.extend(pool._take() for _ in range(num_missing))
         self._own_start, self._own_end = start, pool.num_blocks_for(end) * pool.block_size
         return tuple(copies)
 
     def fork(self, num_tokens: int) -> BlockLease:
         """Another lease of the blocks that hold the first `num_tokens` tokens. Takes no block."""
-        self._check()
         pool = self._pool
-        block_ids = self._block_ids[: pool.num_blocks_for(num_tokens)]
+        block_ids = self.block_ids[: pool.num_blocks_for(num_tokens)]
         for block_id in block_ids:
             pool._references[block_id] += 1
         self._own_start = self._own_end = 0
-        return BlockLease(
-            pool,
-            block_ids,
-            num_indexed=self._num_indexed,
-            last_key=self._last_key,
-            shares_prefixes=self._shares_prefixes,
-        )
+        return BlockLease(pool, block_ids, self._num_indexed, self._last_key)
 
     def _shared_indices(self, start: int, end: int) -> list[int]:
         """Places in the block table, among those of tokens [start, end), of blocks that others hold
@@ -307,27 +286,22 @@ class BlockLease:
     def index(self, token_ids: Sequence[int], num_computed: int) -> None:
         """Let others find the full blocks among the first `num_computed` tokens, whose KV must be
         complete."""
-        self._check()
-        pool, size = self._pool, self._pool.block_size
-        if not self._shares_prefixes:
+        block_ids, size = self.block_ids, self._pool.block_size
+        if self._last_key is None:
             return
-        while (self._num_indexed + 1) * size <= num_computed:
-            start = self._num_indexed * size
-            tokens = _token_bytes(token_ids[start : start + size])
-            key = pool._index.link(self._last_key, tokens)
-            block_id = self._block_ids[self._num_indexed]
-            pool._index.add(PrefixBlock(key, self._last_key, tokens, block_id))
-            self._num_indexed += 1
-            self._last_key = key
+        for place in range(self._num_indexed, num_computed // size):
+            tokens = token_ids[place * size : (place + 1) * size]
+            self._last_key = self._pool._index.add(self._last_key, tokens, block_ids[place])
+            self._num_indexed = place + 1
         # Others may take what is indexed from now on.
         self._own_start = max(self._own_start, self.num_cached_tokens)
 
     def release(self) -> None:
         """Give the blocks back. Raises LeaseError the second time."""
-        self._check()
-        block_ids = self._block_ids
-        self._retire()
-        self._pool._give_back(block_ids)
+        self._pool._give_back(self.block_ids)
+        del self._pool._leases[id(self)]
+        self._is_live = False
+        self._block_ids = []
 
     def __enter__(self) -> BlockLease:
         return self
@@ -340,15 +314,6 @@ class BlockLease:
     ) -> None:
         if self._is_live:
             self.release()
-
-    def _retire(self) -> None:
-        del self._pool._leases[id(self)]
-        self._is_live = False
-        self._block_ids = []
-
-    def _check(self) -> None:
-        if not self._is_live:
-            raise LeaseError("this lease was released already")
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,50 +334,40 @@ class PrefixIndex:
         self._block_size = block_size
         self._secret = secret
         self._by_key: dict[bytes, PrefixBlock] = {}
-        self._by_block: dict[int, PrefixBlock] = {}
+        self.by_block: dict[int, PrefixBlock] = {}
+        """By block id. Read by the pool."""
 
-    def __len__(self) -> int:
-        return len(self._by_block)
-
-    def __contains__(self, block_id: int) -> bool:
-        return block_id in self._by_block
-
-    def block_ids(self) -> KeysView[int]:
-        return self._by_block.keys()
-
-    def root(self, tenant: bytes) -> bytes:
-        """The key that the chains of a tenant start from."""
-        return blake3(tenant, key=self._secret).digest()
-
-    def link(self, parent: bytes, tokens: bytes) -> bytes:
-        """The key of the block that holds `tokens` after the prefix of key `parent`."""
-        return blake3(parent + tokens, key=self._secret).digest()
-
-    def match(self, tenant: bytes, token_ids: Sequence[int]) -> Iterator[PrefixBlock]:
-        """The indexed blocks that hold the longest known prefix of `token_ids`, in order."""
-        key = self.root(tenant)
-        for start in range(0, len(token_ids) - self._block_size + 1, self._block_size):
-            tokens = _token_bytes(token_ids[start : start + self._block_size])
-            parent, key = key, self.link(key, tokens)
+    def match(self, tenant: bytes, token_ids: Sequence[int]) -> tuple[list[int], bytes]:
+        """The blocks that hold the longest known prefix of `token_ids`, in order; and the key that
+        the chain goes on from, of the last of them or of the tenant."""
+        last_key = blake3(tenant, key=self._secret).digest()
+        block_ids: list[int] = []
+        size = self._block_size
+        for start in range(0, len(token_ids) - size + 1, size):
+            key, tokens = self._link(last_key, token_ids[start : start + size])
             found = self._by_key.get(key)
-            if found is None or found.tokens != tokens or found.parent != parent:
-                return
-            yield found
+            if found is None or found.tokens != tokens or found.parent != last_key:
+                break
+            block_ids.append(found.block_id)
+            last_key = key
+        return block_ids, last_key
 
-    def add(self, block: PrefixBlock) -> bool:
-        """Index a block; False if its prefix is indexed already, under another block."""
-        if block.key in self._by_key:
-            return False
-        self._by_key[block.key] = block
-        self._by_block[block.block_id] = block
-        return True
+    def add(self, parent: bytes, token_ids: Sequence[int], block_id: int) -> bytes:
+        """Index a full block behind the prefix of key `parent`, unless another one is already.
+        Returns its key."""
+        key, tokens = self._link(parent, token_ids)
+        if key not in self._by_key:
+            block = PrefixBlock(key, parent, tokens, block_id)
+            self._by_key[key] = self.by_block[block_id] = block
+        return key
 
     def remove(self, block_id: int) -> None:
         """Forget a block that is about to hold something else."""
-        block = self._by_block.pop(block_id)
+        block = self.by_block.pop(block_id)
         del self._by_key[block.key]
 
-
-def _token_bytes(token_ids: Sequence[int]) -> bytes:
-    """Token ids as native 32-bit words, for hashing and comparing."""
-    return array("I", token_ids).tobytes()
+    def _link(self, parent: bytes, token_ids: Sequence[int]) -> tuple[bytes, bytes]:
+        """The key of the block that holds `token_ids` after the prefix of key `parent`, and the ids
+        as native 32-bit words, as they are hashed and compared."""
+        tokens = array("I", token_ids).tobytes()
+        return blake3(parent + tokens, key=self._secret).digest(), tokens

@@ -199,7 +199,7 @@ def test_a_block_in_the_wrong_index_is_noticed() -> None:
             lease.index([1, 2, 3, 4], 4)
         pool.check_integrity()
         (cached,) = pool.cached_block_ids
-        entries = pool._index._by_block
+        entries = pool._index.by_block
         if "not" in fault:
             del entries[cached]
         else:
@@ -227,7 +227,7 @@ def test_of_those_that_share_a_block_with_nobody_else_the_last_to_write_keeps_it
 
 def test_a_forged_collision_of_keys_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool()
-    monkeypatch.setattr(pool._index, "link", lambda _parent, _tokens: b"same")
+    monkeypatch.setattr(pool._index, "_link", lambda _parent, ids: (b"same", bytes(ids)))
     with pool.lease(b"", [1, 2, 3, 4, 5], 5) or pytest.fail("no room") as lease:
         lease.index([1, 2, 3, 4, 5], 4)
     assert pool.num_cached_tokens(b"", [1, 2, 3, 4, 5]) == 4
@@ -238,7 +238,7 @@ def test_the_same_tokens_after_another_beginning_are_a_miss_whatever_their_key(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pool = make_pool()
-    monkeypatch.setattr(pool._index, "link", lambda _parent, tokens: tokens)
+    monkeypatch.setattr(pool._index, "_link", lambda _parent, ids: (bytes(ids), bytes(ids)))
     tokens = [1, 1, 1, 1, 2, 2, 2, 2, 3]
     with pool.lease(b"", tokens, 9) or pytest.fail("no room") as lease:
         lease.index(tokens, 8)
