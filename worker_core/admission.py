@@ -282,7 +282,7 @@ class Admission:
             return None
         num_missing = committed.num_tokens - sequence.num_computed_tokens
         if committed.firsts:  # of a whole prefill, not only of a transfer
-            self._costs.observe_handoff(num_missing, self._clock() - sequence.offered_s)
+            self._costs.handoff.observe(num_missing, self._clock() - sequence.offered_s)
         sequence.stage = Stage.RUNNING
         sequence.num_computed_tokens = committed.num_tokens
         sequence.lease.index(sequence.token_ids, committed.num_tokens)

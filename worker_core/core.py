@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from baton.cache.ledger import ListBlocks, num_orphan_blocks
 from baton.cache.pool import BlockPool
@@ -56,7 +56,7 @@ from worker_core.policy import Policy
 from worker_core.preemption import Preemption
 from worker_core.scheduler import Budget, StepPlan, plan_step
 from worker_core.sequence import Stage, WorkerSequence
-from worker_core.speculation.interface import NoSpeculation, Speculation
+from worker_core.speculation.interface import Speculation
 from worker_core.state import CoreState, SequenceGroup, SwapSpace, ledger_of, orphans_of
 from worker_core.steps import Steps
 
@@ -80,7 +80,7 @@ class CoreDeps:
     matchers: Matchers
     clock: Callable[[], float]
     beat: Callable[[int], None] = lambda _num_tokens: None
-    speculation: Speculation = field(default_factory=NoSpeculation)
+    speculation: Speculation | None = None
     costs: Costs | None = None
 
 
@@ -93,7 +93,12 @@ class WorkerCore:
         token_bytes = deps.engine.spec.layout.token_bytes
         self._costs = deps.costs or Costs(policy.local_prefill, token_bytes)
         self._tickets = deps.tickets
-        self._state = CoreState(deps.engine.spec, deps.pool, deps.swap, deps.speculation.forget)
+        self._state = CoreState(
+            deps.engine.spec,
+            deps.pool,
+            deps.swap,
+            deps.speculation.forget if deps.speculation else None,
+        )
         self._handoffs = Handoffs(self._state, deps.sender, deps.clock)
         self._output = Output(self._state, self._handoffs, deps.clock)
         self._steps = Steps(
@@ -106,7 +111,7 @@ class WorkerCore:
             deps.clock,
             deps.beat,
             # Drafts are found by the tokens known.
-            1 if deps.speculation.max_num_drafts else limits.max_num_launches,
+            1 if deps.speculation else limits.max_num_launches,
         )
         self._admission = Admission(
             self._state,

@@ -15,7 +15,8 @@ state.
 
 from __future__ import annotations
 
-from worker_core.itl_budget import ItlBudget
+import math
+
 from worker_core.policy import LocalPrefillPolicy
 
 #: What an observation's weight is after one more.
@@ -40,7 +41,9 @@ class Costs:
         """token_bytes: of KV of one token."""
         self.policy = policy
         self._token_bytes = token_bytes
-        self._handoff = LinearFit()
+        self.handoff = LinearFit()
+        """From a ticket's offer to its commit, all of the prefill tier in between, by missing
+        tokens."""
         self._decode = LinearFit()
         self._prefill = LinearFit()
         self._prefill_beside = LinearFit()
@@ -48,14 +51,11 @@ class Costs:
         self._budget = ItlBudget()
         self._num_short_tokens = 0
         """Of the last small chunk that was allowed."""
-        self._copy = LinearFit()
-        self._fetch = LinearFit()
+        self.copy = LinearFit()
+        """Of KV to host memory, or back, by bytes."""
+        self.fetch = LinearFit()
+        """Of KV from a sequence's destination, by tokens."""
         self._num_fetch_chances = 0
-
-    def observe_handoff(self, num_tokens: int, seconds: float) -> None:
-        """From a ticket's offer to its commit, all of the prefill tier in between, for so many
-        missing tokens."""
-        self._handoff.observe(num_tokens, seconds)
 
     def observe_step(self, num_decode_tokens: int, num_prefill_tokens: int, seconds: float) -> None:
         """A step that computed so many tokens of sequences that decode, drafts and beams among
@@ -80,19 +80,15 @@ class Costs:
         self._budget.on_step_beside(num_decoding, is_long=is_long)
         self._prefill_beside.observe(num_prefill_tokens, gap_s)
 
-    def observe_copy(self, num_bytes: int, seconds: float) -> None:
-        """KV was copied to host memory, or back."""
-        self._copy.observe(num_bytes, seconds)
-
     def local_prefill_threshold(self, num_decoding: int) -> int:
         """Most missing tokens that are better computed here, where each delays all that decode,
         than awaited."""
         policy = self.policy
-        known = min(self._handoff.num_observations, self._prefill.num_observations)
+        known = min(self.handoff.num_observations, self._prefill.num_observations)
         if policy.is_pinned or known < _MIN_OBSERVATIONS:
             return policy.default_threshold
-        gain = self._handoff.fixed - self._prefill.fixed
-        loss_per_token = self._prefill.slope * (1 + num_decoding) - self._handoff.slope
+        gain = self.handoff.fixed - self._prefill.fixed
+        loss_per_token = self._prefill.slope * (1 + num_decoding) - self.handoff.slope
         if loss_per_token <= 0:
             return policy.max_threshold
         return min(max(int(gain / loss_per_token), 0), policy.max_threshold)
@@ -139,15 +135,11 @@ class Costs:
     def is_swap_cheaper(self, num_bytes: int, num_tokens: int) -> bool:
         """Whether KV is sooner out and back again than computed anew by the prefill tier, as far as
         is known."""
-        copy_s = self._copy.predict(num_bytes) * 2
-        if not self._copy.num_observations:
+        copy_s = self.copy.predict(num_bytes) * 2
+        if not self.copy.num_observations:
             copy_s = num_bytes / _ASSUMED_COPY_BYTES_PER_S
-        recompute = self._handoff if self._handoff.num_observations else self._prefill
+        recompute = self.handoff if self.handoff.num_observations else self._prefill
         return not recompute.num_observations or copy_s < recompute.predict(num_tokens)
-
-    def observe_fetch(self, num_tokens: int, seconds: float) -> None:
-        """KV of so many tokens was fetched from a sequence's destination."""
-        self._fetch.observe(num_tokens, seconds)
 
     def is_fetch_cheaper(self, num_tokens: int) -> bool:
         """Than to compute so many tokens of a prompt; or worth a try. False before it is known what
@@ -155,8 +147,8 @@ class Costs:
         if num_tokens < MIN_FETCHED_TOKENS or not self._prefill.num_observations:
             return False
         fetch_s = _ASSUMED_FETCH_S + num_tokens * self._token_bytes / _ASSUMED_FETCH_BYTES_PER_S
-        if self._fetch.num_observations:
-            fetch_s = self._fetch.predict(num_tokens)
+        if self.fetch.num_observations:
+            fetch_s = self.fetch.predict(num_tokens)
         self._num_fetch_chances += 1
         is_try = self._num_fetch_chances % _TRY_EVERY == 0
         return is_try or fetch_s < self._prefill.predict(num_tokens)
@@ -212,3 +204,88 @@ class LinearFit:
 
     def predict(self, amount: float) -> float:
         return self.fixed + self.slope * amount
+
+
+#: 99th percentile of gaps beside small chunks of prompts, in units of that of gaps without.
+TAIL_FACTOR = 1.2
+#: Share of gaps that may be longer than that; and how many steps' worth of them is saved up at
+#: most.
+LONG_SHARE, MAX_LONG_STEPS = 0.003, 4
+
+#: Gaps are kept by powers of this, so that the percentile is right to a twentieth; it is looked up
+#: after so many steps, and older gaps weigh less then. What weighs next to nothing is dropped.
+_LOG_RATIO = math.log(1.05)
+_LOOKUP_STEPS, _GAP_FADING, _LEAST_WEIGHT = 64, 0.98, 1e-3
+_SHORTEST_S = 1e-6
+
+
+class _Percentile:
+    """The 99th of what was observed lately, by weight. Times in seconds."""
+
+    def __init__(self) -> None:
+        self._weights: dict[int, float] = {}
+        """Of times, by the power that they are rounded up to."""
+        self._num_observations = 0
+        self.value_s = 0.0
+
+    def observe(self, seconds: float, weight: float) -> None:
+        power = math.ceil(math.log(max(seconds, _SHORTEST_S)) / _LOG_RATIO)
+        self._weights[power] = self._weights.get(power, 0.0) + weight
+        if self._num_observations % _LOOKUP_STEPS == 0:
+            self._look_up()
+        self._num_observations += 1
+
+    def _look_up(self) -> None:
+        num_left = 0.01 * sum(self._weights.values())
+        for power in sorted(self._weights, reverse=True):
+            num_left -= self._weights[power]
+            if num_left < 0:
+                self.value_s = math.exp(power * _LOG_RATIO)
+                break
+        faded = ((power, weight * _GAP_FADING) for power, weight in self._weights.items())
+        self._weights = {power: weight for power, weight in faded if weight > _LEAST_WEIGHT}
+
+
+class ItlBudget:
+    """How long next tokens may wait for prompts computed beside sequences that decode. Times in
+    seconds.
+
+    The measure is the worker's own: the 99th percentile of the gaps between two tokens, of steps
+    without a prompt. A gap beside one may take TAIL_FACTOR times that, less the 99th percentile of
+    what gaps take beyond the usual time of their step: others use the machine, too.
+
+    The percentile says nothing of the longest gaps: LONG_SHARE of all may be of any length. This
+    share is saved up while sequences decode, and spent on whole chunks of a prompt. Small chunks at
+    any time and whole ones now and then give a prompt much more than small ones alone.
+    """
+
+    def __init__(self) -> None:
+        self._gap = _Percentile()
+        self._excess = _Percentile()
+        self._num_saved = 0.0
+        """Gaps that may be long."""
+
+    def spare_s(self, step_s: float) -> float:
+        """How much longer a step may take that takes so long without a prompt; 0 before anything is
+        known."""
+        return max(0.0, TAIL_FACTOR * self._gap.value_s - self._excess.value_s - step_s)
+
+    def on_step(self, num_decoding: int, gap_s: float, step_s: float) -> None:
+        """A step without a prompt ended so many gaps. step_s: what such a step usually takes."""
+        self._gap.observe(gap_s, num_decoding)
+        self._excess.observe(gap_s - step_s, num_decoding)
+        self._save(num_decoding)
+
+    def on_step_beside(self, num_decoding: int, *, is_long: bool) -> None:
+        """A step with a prompt ended so many; is_long: with a whole chunk of it."""
+        self._save(num_decoding)
+        if is_long:
+            self._num_saved -= num_decoding
+
+    def allows_long(self, num_decoding: int) -> bool:
+        """Whether the next tokens of so many sequences may wait for a whole chunk."""
+        return self._num_saved >= num_decoding
+
+    def _save(self, num_decoding: int) -> None:
+        most = MAX_LONG_STEPS * num_decoding
+        self._num_saved = min(self._num_saved + LONG_SHARE * num_decoding, most)

@@ -1,4 +1,5 @@
-"""Drafts beside what a step was granted: of whom to ask them, and room for them.
+"""Drafts beside what a step was granted: of whom to ask them, room for them, and which of them the
+step confirms.
 
 They take what is left of the step's tokens and of the blocks: nobody waits or leaves for a draft. A
 step that prefills has none, for it is as large as it may be.
@@ -16,15 +17,14 @@ from worker_core.state import CoreState, SequenceGroup
 #: By sequence key.
 Drafts = Mapping[str, Draft]
 
-NO_DRAFTS: Drafts = {}
-
 
 class Drafting:
     """The core's side of speculation, step by step: start, then end."""
 
     def __init__(
-        self, state: CoreState, speculation: Speculation, max_num_batched_tokens: int
+        self, state: CoreState, speculation: Speculation | None, max_num_batched_tokens: int
     ) -> None:
+        """speculation: None to draft nothing."""
         self._state = state
         self._speculation = speculation
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -41,13 +41,14 @@ class Drafting:
         """Drafts for a step that computes what was granted, and what must be copied before they are
         written."""
         self._asked, self._num_rows = [], 0
-        if any(group.is_prefilling for group, _ in granted):
-            return NO_DRAFTS, ()
+        if self._speculation is None or any(group.is_prefilling for group, _ in granted):
+            return {}, ()
         self._num_rows = sum(num_new for _, num_new in granted)
         requests = [
-            self._request(group)
+            request
             for group, _ in granted
-            if isinstance(group, WorkerSequence) and self._may_draft(group)
+            if isinstance(group, WorkerSequence)
+            and (request := self._request(group, self._speculation))
         ]
         self._withheld.clear()
         num_spare = self._max_num_batched_tokens - self._num_rows
@@ -64,43 +65,44 @@ class Drafting:
 
     def end(self, drafts: Drafts) -> None:
         """The step is over, and sequences have what they got of it."""
+        if self._speculation is None or not self._num_rows:
+            return
         for sequence, num_known in self._asked:
             self._speculation.record(sequence.key, sequence.token_ids[num_known:])
-        if self._num_rows:
-            num_drafts = sum(len(draft.token_ids) for draft in drafts.values())
-            self._speculation.on_step_end(self._num_rows, num_drafts)
+        num_drafts = sum(len(draft.token_ids) for draft in drafts.values())
+        self._speculation.on_step_end(self._num_rows, num_drafts)
 
     def withhold(self, sequence: WorkerSequence) -> None:
         """A step of this sequence failed with drafts in it: make it again without."""
         self._withheld.add(sequence.key)
 
-    def _may_draft(self, sequence: WorkerSequence) -> bool:
-        """Not where choices or beams part at the next token, which is the first."""
-        return (
-            self._speculation.is_due(sequence.key)
-            and sequence.key not in self._withheld
-            and sequence.has_begun
-            and self._max_num_drafts(sequence) > 0
+    def _request(self, sequence: WorkerSequence, speculation: Speculation) -> DraftRequest | None:
+        """None where choices or beams fork at the next token, which is the first; and where no
+        draft can be of use."""
+        if (
+            not speculation.is_due(sequence.key)
+            or sequence.key in self._withheld
+            or not sequence.has_begun
+        ):
+            return None
+        spec, num_tokens = sequence.spec, len(sequence.token_ids)
+        # A step gives one token more than drafts: neither past max_tokens nor past the model's
+        # length.
+        num_left = min(
+            spec.sampling.max_tokens - sequence.num_output_tokens,
+            self._state.spec.max_model_len - num_tokens,
         )
-
-    def _max_num_drafts(self, sequence: WorkerSequence) -> int:
-        """A step gives one token more than drafts: neither past max_tokens nor past the model's
-        length."""
-        num_tokens = min(
-            sequence.spec.sampling.max_tokens - sequence.num_output_tokens,
-            self._state.spec.max_model_len - len(sequence.token_ids),
-        )
-        return min(self._speculation.max_num_drafts, num_tokens - 1)
-
-    def _request(self, sequence: WorkerSequence) -> DraftRequest:
-        self._asked.append((sequence, len(sequence.token_ids)))
+        most = min(speculation.max_num_drafts, num_left - 1)
+        if most <= 0:
+            return None
+        self._asked.append((sequence, num_tokens))
         return DraftRequest(
             sequence.key,
             sequence.token_ids,
-            len(sequence.spec.prompt_token_ids),
-            self._max_num_drafts(sequence),
-            sequence.spec.sampling,
-            sequence.spec.choice,
+            sequence.num_prompt_tokens,
+            most,
+            spec.sampling,
+            spec.choice,
         )
 
     def _make_room(
@@ -117,3 +119,20 @@ class Drafting:
             if copies is not None:
                 return draft.first(num_drafts), copies
         return None
+
+
+def verify(drafts: Sequence[int], draws: Sequence[int]) -> int:
+    """How many of `drafts` are what the target draws itself: draws[i] is its token after
+    drafts[:i].
+
+    len(draws) == len(drafts) + 1. The step's tokens are draws[:num_accepted + 1]. Each of them
+    follows a prefix that the target drew itself and is drawn with the key of its position, so that
+    they are the tokens of decoding one by one, whatever the drafts are. A draft drawn with the same
+    keys by the same coupling agrees with probability at least (1 - tv) / (1 + tv), tv being the
+    total variation distance of the two distributions (Daliri, Musco, Suresh 2024, "Coupling without
+    communication and drafter-invariant speculative decoding", section 3).
+    """
+    if len(draws) != len(drafts) + 1:
+        raise ValueError(f"{len(drafts)} drafts need {len(drafts) + 1} draws, not {len(draws)}")
+    pairs = zip(drafts, draws, strict=False)
+    return next((i for i, (draft, draw) in enumerate(pairs) if draft != draw), len(drafts))

@@ -271,7 +271,7 @@ class PrefixFetches:
             self._state.leave(sequence)
             return
         num_fetched = committed.num_tokens - sequence.num_computed_tokens
-        self._costs.observe_fetch(num_fetched, self._clock() - asked_s)
+        self._costs.fetch.observe(num_fetched, self._clock() - asked_s)
         sequence.num_computed_tokens = committed.num_tokens
         sequence.lease.index(sequence.token_ids, committed.num_tokens)
         if sequence.prefill:

@@ -10,9 +10,9 @@ from baton.errors import BatonError, Cancelled
 from baton.events import Prefilled, Tokens
 from baton.types import FinishReason, Sample, finish_reason
 from worker_core.beam_group import BeamGroup
+from worker_core.drafting import verify
 from worker_core.handoff import Handoffs
 from worker_core.sequence import LocalPrefillProgress, Stage, WorkerSequence
-from worker_core.speculation.interface import verify
 from worker_core.state import CoreState
 
 

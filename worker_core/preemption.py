@@ -40,7 +40,7 @@ class Preemption:
             return
         begin_s, num_tokens = self._clock(), group.num_computed_tokens
         state.swap.put(group.key, group.lease.block_ids, num_tokens)
-        self._costs.observe_copy(state.swap.num_bytes_of(num_tokens), self._clock() - begin_s)
+        self._costs.copy.observe(state.swap.num_bytes_of(num_tokens), self._clock() - begin_s)
         group.lease.index(group.token_ids, group.num_computed_tokens)
         group.lease.release()
         group.stage = Stage.SWAPPED

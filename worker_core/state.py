@@ -109,7 +109,7 @@ class CoreState:
         spec: EngineSpec,
         pool: BlockPool,
         swap: SwapSpace,
-        on_forget: Callable[[str], None] = lambda _key: None,
+        on_forget: Callable[[str], None] | None = None,
     ) -> None:
         """on_forget: called with the key of each sequence that is here no longer."""
         self._on_forget = on_forget
@@ -178,7 +178,8 @@ class CoreState:
     def forget(self, group: SequenceGroup) -> None:
         """Take a group out whose blocks others hold now."""
         self._take_out(group)
-        self._on_forget(group.key)
+        if self._on_forget:
+            self._on_forget(group.key)
 
     def _take_out(self, group: SequenceGroup) -> None:
         del self._groups[group.stream, group.handle]

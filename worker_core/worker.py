@@ -6,7 +6,7 @@ import asyncio
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from baton.config import WorkerOptions
 from baton.engine.interface import Engine
@@ -34,7 +34,7 @@ from worker_core.core import CoreDeps, WorkerCore
 from worker_core.policy import Policy
 from worker_core.recorder import WorkerRecorder
 from worker_core.service import SequenceServicer
-from worker_core.speculation.interface import NoSpeculation, Speculation
+from worker_core.speculation.interface import Speculation
 from worker_core.state import SwapSpace
 
 #: Objects that a step makes for each of its sequences and that live until it is over, or until the
@@ -54,7 +54,7 @@ class TierSetup:
 
     engine: Engine
     policy_of: Callable[[Tier], Policy]
-    speculation: Speculation = field(default_factory=NoSpeculation)
+    speculation: Speculation | None = None
     max_num_launches: int = 1
     swap_bytes: int = 0
     wire_dtype: str = "auto"

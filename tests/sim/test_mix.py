@@ -18,7 +18,7 @@ from tests.support.mixed_requests import draw_request, expected_outputs, num_pro
 from tests.support.random_speculation import RandomSpeculation
 from tests.support.sim_client import SimClient
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape
-from worker_core.speculation.interface import NoSpeculation, Speculation
+from worker_core.speculation.interface import Speculation
 
 #: Requests of one seed.
 NUM_REQUESTS = 8
@@ -38,8 +38,8 @@ def draw_shape(rng: random.Random) -> SimShape:
     )
 
 
-def draw_speculation(rng: random.Random) -> Speculation:
-    return RandomSpeculation(rng.getrandbits(32)) if rng.random() < 0.5 else NoSpeculation()
+def draw_speculation(rng: random.Random) -> Speculation | None:
+    return RandomSpeculation(rng.getrandbits(32)) if rng.random() < 0.5 else None
 
 
 def make(rng: random.Random) -> SimClient:

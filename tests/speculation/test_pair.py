@@ -13,7 +13,6 @@ from baton.config.load import build_options
 from baton.engine.oracle import OracleEngine, OracleOptions
 from baton.errors import ConfigError
 from worker_core.speculation.draft_model import check_specs, check_tokenizers
-from worker_core.speculation.interface import NoSpeculation
 from worker_core.speculation.speculator import Speculator, build_speculation
 
 
@@ -61,7 +60,7 @@ def test_options_that_do_not_fit_are_refused(values: Mapping[str, object], named
 @pytest.mark.parametrize(
     ("values", "kind"),
     [
-        ({"speculative_method": "none"}, NoSpeculation),
+        ({"speculative_method": "none"}, type(None)),
         ({"speculative_method": "ngram"}, Speculator),
         ({"speculative_method": "draft", "speculative_model": "other"}, Speculator),
     ],

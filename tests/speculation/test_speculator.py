@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from baton.types import Sampling
-from worker_core.speculation.interface import NOTHING, DraftRequest, Estimate, verify
+from worker_core.drafting import verify
+from worker_core.speculation.interface import NOTHING, DraftRequest, Estimate
 from worker_core.speculation.speculator import MAX_PROBE_INTERVAL, PROBE_INTERVAL, Speculator
 
 StepTime = Callable[[int, int], float]

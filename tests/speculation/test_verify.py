@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from baton.engine.interface import SampleRow
 from baton.sampling import sampler
 from baton.types import Sampling
-from worker_core.speculation.interface import verify
+from worker_core.drafting import verify
 
 VOCAB = 6
 NUM_DRAFTS = 3

@@ -28,7 +28,7 @@ from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.random_speculation import RandomSpeculation
 from tests.support.sim_tiers import SimDecode, SimPrefill, SimShape, SimWorker
 from worker_core.commands import Abort, Drain, HandOff, Known, Pause, Resume
-from worker_core.speculation.interface import NoSpeculation, Speculation
+from worker_core.speculation.interface import Speculation
 
 
 def info_of(name: str, tier: Tier, shape: SimShape, layout: KvLayout, max_len: int) -> WorkerInfo:
@@ -154,7 +154,7 @@ class DecodeNode(WorkerNode):
     """A decode worker."""
 
     def __init__(self, system: System, name: str) -> None:
-        speculation: Speculation = NoSpeculation()
+        speculation: Speculation | None = None
         if system.speculates:
             speculation = RandomSpeculation(system.rng.getrandbits(32))
         clock = asyncio.get_running_loop().time

@@ -30,7 +30,7 @@ from worker_core.commands import Command, Destination, Open, StreamEvent
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.costs import Costs
 from worker_core.policy import LocalPrefillPolicy, Policy, decode_policy, prefill_policy
-from worker_core.speculation.interface import NoSpeculation, Speculation
+from worker_core.speculation.interface import Speculation
 from worker_core.state import SwapSpace
 
 P = ParamSpec("P")
@@ -140,7 +140,7 @@ class SimWorker:
     name: str = "w0"
     seed: int = 0
     lease_s: float = 30.0
-    speculation: Speculation = field(default_factory=NoSpeculation)
+    speculation: Speculation | None = None
     beat: Callable[[int], None] = lambda _num_tokens: None
     inbox: list[Command] = field(default_factory=list)
     on_command: Callable[[], None] = lambda: None

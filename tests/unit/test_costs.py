@@ -58,7 +58,7 @@ def trained(
         costs.observe_step(4, 0, 0.01)
         costs.observe_gaps(4, 0, 0.01)
         costs.observe_step(0, num_tokens, local_s * num_tokens)
-        costs.observe_handoff(num_tokens, overhead_s + remote_s * num_tokens)
+        costs.handoff.observe(num_tokens, overhead_s + remote_s * num_tokens)
     return costs
 
 
@@ -141,6 +141,6 @@ def test_where_nothing_is_asked_of_the_next_tokens_a_prompt_takes_the_whole_step
 
 def test_kv_is_swapped_when_copying_takes_less_time_than_computing() -> None:
     costs = trained(local_s=1e-3, remote_s=1e-3, overhead_s=0.1)
-    costs.observe_copy(10_000_000, 0.01)  # 1 GB/s
+    costs.copy.observe(10_000_000, 0.01)  # 1 GB/s
     assert costs.is_swap_cheaper(num_bytes=10_000_000, num_tokens=100)  # 20 ms against 200
     assert not costs.is_swap_cheaper(num_bytes=1_000_000_000, num_tokens=100)  # 2 s against 0.2

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker_core.itl_budget import LONG_SHARE, MAX_LONG_STEPS, TAIL_FACTOR, ItlBudget
+from worker_core.costs import LONG_SHARE, MAX_LONG_STEPS, TAIL_FACTOR, ItlBudget
 
 
 @given(st.floats(1e-4, 1.0), st.integers(1, 64))

@@ -43,7 +43,7 @@ class Worker:
         self.state = CoreState(self.engine.spec, self.pool, self.swap)
         handoffs = Handoffs(self.state, RecordingSender(), lambda: 0.0)
         self.preemption = Preemption(self.state, self.costs, handoffs, self.clock())
-        self.costs.observe_handoff(NUM_TOKENS, 2.0)
+        self.costs.handoff.observe(NUM_TOKENS, 2.0)
 
     def clock(self) -> Callable[[], float]:
         looks = count()

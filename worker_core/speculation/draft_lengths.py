@@ -21,7 +21,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 
 #: Share of a chance that is counted on: chances and costs are estimates, and what is certain should
 #: not be risked for less.
@@ -113,14 +114,12 @@ _FIRST_GUESS = 0.5
 _FIRST_GUESS_TRIALS = 2.0
 
 
+@dataclass(slots=True)
 class _Rate:
     """A share of successes in which old trials fade."""
 
-    __slots__ = ("num_right", "num_trials")
-
-    def __init__(self) -> None:
-        self.num_right = 0.0
-        self.num_trials = 0.0
+    num_right: float = 0.0
+    num_trials: float = 0.0
 
     def add(self, is_right: bool, decay: float) -> None:
         self.num_right = self.num_right * decay + is_right
@@ -178,22 +177,20 @@ def rounded(number: int, num_bits: int) -> int:
     return number >> shift << shift
 
 
+@dataclass(slots=True)
 class _Timings:
-    """The last few of about the same size."""
+    """The last few of about the same size. value, size: of the one that stands for all, and the
+    mean."""
 
-    def __init__(self) -> None:
-        self._values: deque[tuple[float, int]] = deque(maxlen=_NUM_TIMINGS)
-        self.value = 0.0
-        self.size = 0.0
-
-    @property
-    def weight(self) -> int:
-        return len(self._values)
+    last: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_NUM_TIMINGS))
+    value: float = 0.0
+    size: float = 0.0
 
     def add(self, value: float, size: int) -> None:
-        self._values.append((value, size))
-        self.value = sorted(self._values)[(self.weight - 1) // _QUANTILE][0]
-        self.size = sum(size for _, size in self._values) / self.weight
+        self.last.append((value, size))
+        num_timings = len(self.last)
+        self.value = sorted(self.last)[(num_timings - 1) // _QUANTILE][0]
+        self.size = sum(size for _, size in self.last) / num_timings
 
 
 class DraftCurve:
@@ -220,30 +217,26 @@ class DraftCurve:
 
     def seconds(self, num_drafts: int) -> float:
         """Seconds of a step with so many drafts."""
-        return self._plain.value * self._ratio(num_drafts)
-
-    def _ratio(self, num_drafts: int) -> float:
         sizes, ratios = self._sizes, self._ratios
         place = bisect_left(sizes, num_drafts)
         if place == len(sizes):
-            return ratios[-1] + (num_drafts - sizes[-1]) * self._slope_beyond()
-        if place == 0:
-            return ratios[0]
-        share = (num_drafts - sizes[place - 1]) / (sizes[place] - sizes[place - 1])
-        return ratios[place - 1] + share * (ratios[place] - ratios[place - 1])
-
-    def _slope_beyond(self) -> float:
-        unknown = _UNKNOWN_ROW_SHARE / self._plain.size
-        if len(self._sizes) == 1:
-            return unknown
-        return min(unknown, (self._ratios[-1] - 1.0) / self._sizes[-1])
+            slope = _UNKNOWN_ROW_SHARE / self._plain.size
+            if len(sizes) > 1:
+                slope = min(slope, (ratios[-1] - 1.0) / sizes[-1])
+            ratio = ratios[-1] + (num_drafts - sizes[-1]) * slope
+        elif place == 0:
+            ratio = ratios[0]
+        else:
+            share = (num_drafts - sizes[place - 1]) / (sizes[place] - sizes[place - 1])
+            ratio = ratios[place - 1] + share * (ratios[place] - ratios[place - 1])
+        return self._plain.value * ratio
 
     def _fit(self) -> None:
         """The rising curve from 1 nearest to the ratios in least squares (pool adjacent
         violators)."""
         groups: list[tuple[float, int, list[float]]] = []
-        for timings in sorted(self._drafted.values(), key=lambda t: t.size):
-            mean, weight, sizes = max(1.0, timings.value), timings.weight, [timings.size]
+        for timings in sorted(self._drafted.values(), key=attrgetter("size")):
+            mean, weight, sizes = max(1.0, timings.value), len(timings.last), [timings.size]
             while groups and groups[-1][0] >= mean:
                 other_mean, other_weight, other_sizes = groups.pop()
                 mean = (mean * weight + other_mean * other_weight) / (weight + other_weight)

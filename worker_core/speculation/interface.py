@@ -1,5 +1,5 @@
-"""Speculation: what the worker core asks for, who proposes drafts, and which of them a step
-confirms. A draft changes when a token is emitted, never which."""
+"""Speculation: what the worker core asks for, and who proposes drafts. A draft changes when a token
+is emitted, never which."""
 
 from __future__ import annotations
 
@@ -99,46 +99,3 @@ class Speculation(Protocol):
     def forget(self, key: Hashable) -> None:
         """The sequence is over. Unknown keys are ignored."""
         ...
-
-
-class NoSpeculation:
-    """Implements Speculation."""
-
-    max_num_drafts = 0
-
-    def is_due(self, key: Hashable) -> bool:  # noqa: ARG002
-        return False
-
-    def plan(
-        self,
-        requests: Sequence[DraftRequest],
-        num_rows: int,  # noqa: ARG002
-        max_num_drafts: int,  # noqa: ARG002
-    ) -> list[tuple[int, ...]]:
-        return [()] * len(requests)
-
-    def record(self, key: Hashable, token_ids: Sequence[int]) -> None:
-        pass
-
-    def on_step_end(self, num_rows: int, num_drafts: int) -> None:
-        pass
-
-    def forget(self, key: Hashable) -> None:
-        pass
-
-
-def verify(drafts: Sequence[int], draws: Sequence[int]) -> int:
-    """How many of `drafts` are what the target draws itself: draws[i] is its token after
-    drafts[:i].
-
-    len(draws) == len(drafts) + 1. The step's tokens are draws[:num_accepted + 1]. Each of them
-    follows a prefix that the target drew itself and is drawn with the key of its position, so that
-    they are the tokens of decoding one by one, whatever the drafts are. A draft drawn with the same
-    keys by the same coupling agrees with probability at least (1 - tv) / (1 + tv), tv being the
-    total variation distance of the two distributions (Daliri, Musco, Suresh 2024, "Coupling without
-    communication and drafter-invariant speculative decoding", section 3).
-    """
-    if len(draws) != len(drafts) + 1:
-        raise ValueError(f"{len(drafts)} drafts need {len(drafts) + 1} draws, not {len(draws)}")
-    pairs = zip(drafts, draws, strict=False)
-    return next((i for i, (draft, draw) in enumerate(pairs) if draft != draw), len(drafts))

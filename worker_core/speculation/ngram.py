@@ -58,20 +58,15 @@ class NgramIndex:
         for _ in range(MAX_NUM_CANDIDATES):
             if end == _NOWHERE:
                 break
-            length = self._common_tokens(token_ids, end)
+            length, most = self._min_tokens, min(self._max_tokens, end)
+            while length < most and token_ids[end - length - 1] == token_ids[-length - 1]:
+                length += 1
             if best is None or length > best.num_tokens:
                 best = Match(end, length)
             if length == self._max_tokens:
                 break
             end = self._earlier[end]
         return best
-
-    def _common_tokens(self, token_ids: Sequence[int], end: int) -> int:
-        """How far, up to max_tokens, the text before `end` equals its end; at least min_tokens."""
-        length, most = self._min_tokens, min(self._max_tokens, end)
-        while length < most and token_ids[end - length - 1] == token_ids[-length - 1]:
-            length += 1
-        return length
 
 
 def continuation(token_ids: Sequence[int], match: Match, num_tokens: int) -> tuple[int, ...]:
@@ -93,24 +88,25 @@ class NgramProposer:
         self._indices: dict[Hashable, NgramIndex] = {}
 
     def estimate(self, requests: Sequence[DraftRequest]) -> list[Estimate]:
-        return [self._estimate(request) for request in requests]
+        estimates = []
+        for request in requests:
+            index = self._indices.get(request.key)
+            if index is None:
+                index = self._indices[request.key] = NgramIndex(self._min_tokens, self._max_tokens)
+            index.extend(request.token_ids)
+            match = index.find(request.token_ids)
+            if match is None:
+                estimates.append(NOTHING)
+                continue
+            drafts = continuation(request.token_ids, match, request.max_num_drafts)
+            estimates.append(Estimate(len(drafts), match.num_tokens, drafts))
+        return estimates
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
-        return [self._estimate(request).drafts for request in requests]
+        return [estimate.drafts for estimate in self.estimate(requests)]
 
     def cost_s(self, num_sequences: int, num_drafts: int) -> float:  # noqa: ARG002
         return 0.0
 
     def forget(self, key: Hashable) -> None:
         self._indices.pop(key, None)
-
-    def _estimate(self, request: DraftRequest) -> Estimate:
-        index = self._indices.get(request.key)
-        if index is None:
-            index = self._indices[request.key] = NgramIndex(self._min_tokens, self._max_tokens)
-        index.extend(request.token_ids)
-        match = index.find(request.token_ids)
-        if match is None:
-            return NOTHING
-        drafts = continuation(request.token_ids, match, request.max_num_drafts)
-        return Estimate(len(drafts), match.num_tokens, drafts)

@@ -29,7 +29,6 @@ from worker_core.speculation.draft_model import DraftModelProposer, check_specs,
 from worker_core.speculation.interface import (
     DraftRequest,
     Estimate,
-    NoSpeculation,
     Proposer,
     Speculation,
 )
@@ -38,9 +37,9 @@ from worker_core.speculation.ngram import NgramProposer
 
 def build_speculation(
     options: DecodeOptions, engine: Engine, clock: Callable[[], float]
-) -> Speculation:
-    """What the options name, for a target that is loaded. Takes as long as loading a draft model;
-    raises StartupError."""
+) -> Speculation | None:
+    """What the options name, for a target that is loaded; None for no drafts. Takes as long as
+    loading a draft model; raises StartupError."""
     most = options.num_speculative_tokens
     match speculative_method(options, engine.spec):
         case "ngram":
@@ -49,7 +48,7 @@ def build_speculation(
         case "draft":
             return Speculator(_draft_model(options, engine, clock), most, clock)
         case _:
-            return NoSpeculation()
+            return None
 
 
 def speculative_method(options: DecodeOptions, spec: EngineSpec) -> str:
@@ -90,6 +89,8 @@ def _draft_model(
     )
     return DraftModelProposer(engine, pool, options.max_num_batched_tokens, clock)
 
+
+_NO_CANDIDATE = Candidate(0.0, 0.0, 0)
 
 #: Steps in a row without drafts after which a few are made all the same, if there are candidates;
 #: and what it grows to, twofold with each probe that changed nothing.
@@ -193,8 +194,15 @@ class Speculator:
     ) -> list[int]:
         if not any(estimate.num_drafts for estimate in estimates):
             return [0] * len(requests)
+        chance = self._acceptance.chance
         candidates = [
-            self._candidate(request.key, estimate)
+            Candidate(
+                chance(request.key, estimate.confidence),
+                chance(request.key, LATER),
+                estimate.num_drafts,
+            )
+            if estimate.num_drafts
+            else _NO_CANDIDATE
             for request, estimate in zip(requests, estimates, strict=True)
         ]
         prices = StepPrices(num_rows, max_num_drafts, curve.seconds, self._proposer.cost_s)
@@ -218,12 +226,6 @@ class Speculator:
                 )
         return lengths
 
-    def _candidate(self, key: Hashable, estimate: Estimate) -> Candidate:
-        if estimate.num_drafts == 0:
-            return Candidate(0.0, 0.0, 0)
-        first = self._acceptance.chance(key, estimate.confidence)
-        return Candidate(first, self._acceptance.chance(key, LATER), estimate.num_drafts)
-
     def _propose(
         self,
         requests: Sequence[DraftRequest],
@@ -234,7 +236,9 @@ class Speculator:
         chosen = [f.drafts[:length] for f, length in zip(estimates, lengths, strict=True)]
         asked = [i for i, length in enumerate(lengths) if length and not chosen[i]]
         if asked:
-            made = self._proposer.propose([_of_length(requests[i], lengths[i]) for i in asked])
+            made = self._proposer.propose(
+                [replace(requests[i], max_num_drafts=lengths[i]) for i in asked]
+            )
             for index, drafts in zip(asked, made, strict=True):
                 chosen[index] = drafts
         return chosen
@@ -251,17 +255,6 @@ class Speculator:
             longest_rest = max(longest_rest, _COSTLY_REST)
         track.rest = 0 if drafts else min(2 * track.rest + 1, longest_rest)
         track.rest_left = track.rest
-
-
-def _of_length(request: DraftRequest, num_drafts: int) -> DraftRequest:
-    return DraftRequest(
-        request.key,
-        request.token_ids,
-        request.num_prompt_tokens,
-        num_drafts,
-        request.sampling,
-        request.choice,
-    )
 
 
 def _probe(candidates: Sequence[Candidate], num_drafts: int) -> list[int]:
