@@ -112,6 +112,8 @@ def _option(help: str, limits: Limits | None = None, **known: Any) -> Any:
 
 #: Choices of one request, and beams of one search.
 MAX_CHOICES, MAX_BEAM_WIDTH = 128, 64
+#: Entries of logit_bias.
+MAX_BIASES = 1024
 LENGTH_PENALTY = Range(-10, 10)
 
 
@@ -207,7 +209,7 @@ class SamplingParams:
     )
     logit_bias: Mapping[int, float] | None = _option(
         "Added to the logits of these token ids.",
-        TokenBiases(1024, Range(-100, 100)),
+        TokenBiases(MAX_BIASES, Range(-100, 100)),
         with_beams=False,
     )
     min_tokens: int | None = _option(

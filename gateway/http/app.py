@@ -26,7 +26,7 @@ from gateway.http.errors import FieldNames, HttpError, from_baton, http_error
 from gateway.http.generation import Format, Generation
 from gateway.http.messages import MessagesBody, MessagesFormat, messages_error
 from gateway.http.page import LIVE_PATH, PAGE_FILES, Page
-from gateway.http.requests import Body, BodyT, field_namer, parsed
+from gateway.http.requests import Body, BodyT, check_token_ids, field_namer, parsed
 from gateway.http.responses import ResponsesBody, ResponsesFormat
 from gateway.intake.request import unique_request_id
 from gateway.intake.validator import check_model
@@ -176,30 +176,41 @@ class HttpApp:
                 yield ("access-control-allow-headers", asked)
             yield ("access-control-max-age", "600")
 
+    def _parsed(self, cls: type[BodyT], request: HttpRequest, response: HttpResponse) -> BodyT:
+        """The body's fields; what nobody knows of them is named in a header of the answer."""
+        body = parsed(cls, request.body, self._serving.facts.max_model_len)
+        request.body = b""
+        if body.unknown_fields:
+            names = [name[:_MAX_WARNED_CHARS] for name in body.unknown_fields[:_MAX_WARNED]]
+            shown = json.dumps(", ".join(names).replace('"', "").replace("\\", ""))
+            warning = f'299 baton {shown[:-1]}: ignored, not known here"'
+            response.headers.append(("warning", warning))
+        return body
+
     # Completions
 
     async def _complete(self, request: HttpRequest, response: HttpResponse) -> None:
-        body = _parsed(CompletionBody, request, response)
+        body = self._parsed(CompletionBody, request, response)
         form = CompletionFormat(body, self._serving.tokenizer.bytes_of)
         await self._generate(form, form.field_names, request, response)
 
     async def _chat(self, request: HttpRequest, response: HttpResponse) -> None:
-        body = _parsed(ChatBody, request, response)
+        body = self._parsed(ChatBody, request, response)
         form = ChatFormat(body, self._serving.tokenizer.bytes_of, self._style)
         await self._generate(form, form.field_names, request, response)
 
     async def _respond(self, request: HttpRequest, response: HttpResponse) -> None:
-        body = _parsed(ResponsesBody, request, response)
+        body = self._parsed(ResponsesBody, request, response)
         form = ResponsesFormat(body, self._serving.tokenizer.bytes_of, self._style)
         await self._generate(form, form.field_names, request, response)
 
     async def _write_message(self, request: HttpRequest, response: HttpResponse) -> None:
-        body = _parsed(MessagesBody, request, response)
+        body = self._parsed(MessagesBody, request, response)
         form = MessagesFormat(body, self._serving.tokenizer.bytes_of, self._style)
         await self._generate(form, form.field_names, request, response)
 
     async def _count_tokens(self, request: HttpRequest, response: HttpResponse) -> None:
-        body = _parsed(MessagesBody, request, response)
+        body = self._parsed(MessagesBody, request, response)
         bytes_of = self._serving.tokenizer.bytes_of
         form = MessagesFormat(body, bytes_of, self._style, is_counted=True)
         (asked,) = form.requests
@@ -223,7 +234,7 @@ class HttpApp:
     # Tokens
 
     async def _tokenize(self, request: HttpRequest, response: HttpResponse) -> None:
-        body = _parsed(_TokenizeBody, request, response)
+        body = self._parsed(_TokenizeBody, request, response)
         messages = body.messages
         role = self._style.developer_role
         prompt = text_prompt(body.prompt) if messages is None else chat_prompt(messages, role)
@@ -245,12 +256,9 @@ class HttpApp:
         await _send_json(document, response)
 
     async def _detokenize(self, request: HttpRequest, response: HttpResponse) -> None:
-        body = _parsed(_DetokenizeBody, request, response)
-        asked = inference_pb2.DetokenizeRequest(model=body.model or "")
-        try:
-            asked.token_ids.extend(body.tokens)
-        except ValueError as error:
-            raise http_error(HTTPStatus.BAD_REQUEST, f"tokens: {error}", param="tokens") from None
+        body = self._parsed(_DetokenizeBody, request, response)
+        check_token_ids("tokens", body.tokens)
+        asked = inference_pb2.DetokenizeRequest(model=body.model or "", token_ids=body.tokens)
         try:
             text = await self._serving.detokenize(asked)
         except BatonError as error:
@@ -306,18 +314,7 @@ class _TokenizeBody(Body):
 
 class _DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[int]
-
-
-def _parsed(cls: type[BodyT], request: HttpRequest, response: HttpResponse) -> BodyT:
-    """The body's fields; what nobody knows of them is named in a header of the answer."""
-    body = parsed(cls, request.body)
-    request.body = b""
-    if body.unknown_fields:
-        names = [name[:_MAX_WARNED_CHARS] for name in body.unknown_fields[:_MAX_WARNED]]
-        shown = json.dumps(", ".join(names).replace('"', "").replace("\\", ""))
-        response.headers.append(("warning", f'299 baton {shown[:-1]}: ignored, not known here"'))
-    return body
+    tokens: list[Any]
 
 
 def _show_key(request: HttpRequest) -> None:

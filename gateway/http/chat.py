@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from baton.errors import FieldViolation, InvalidRequest
@@ -26,10 +27,12 @@ from gateway.http.requests import (
     GenerationBody,
     field_namer,
     generate_request,
+    json_text,
     sampling_message,
     structure_field,
 )
 from gateway.http.tools import REQUIRED_FORMAT, CallBegins, Content, Part, ToolParser
+from gateway.intake.tool_rules import MAX_KWARGS_CHARS, MAX_TOOL_CALLS
 from gateway.intake.validator import MAX_MESSAGES
 from gateway.intake.violations import MAX_SHOWN, Violations
 
@@ -37,6 +40,9 @@ from gateway.intake.violations import MAX_SHOWN, Violations
 _NUM_TAIL_TOKENS = 16
 
 _KIND, _CHUNK_KIND = "chat.completion", "chat.completion.chunk"
+
+#: Of what a call of a tool was given, or answered.
+MAX_ARGUMENTS_CHARS = 2**19
 
 #: Parts of a message that are text, and where.
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -155,7 +161,9 @@ class ChatFormat:
         prompt = chat_prompt(body.messages, self._style.developer_role)
         chat = prompt.chat
         chat.tools.extend(self._choice_of_tools.tools)
-        chat.template_kwargs = json.dumps(kwargs) if kwargs else ""
+        if kwargs:
+            field = "chat_template_kwargs"
+            chat.template_kwargs = json_text(field, kwargs, MAX_KWARGS_CHARS)
         chat.continue_final_message = bool(body.continue_final_message)
         if body.add_generation_prompt is not None and not (
             body.continue_final_message and not body.add_generation_prompt
@@ -329,9 +337,9 @@ class ChatChoice:
 def chat_prompt(messages: Sequence[Any], developer_role: str) -> inference_pb2.Prompt:
     """developer_role: what the template calls that role. Raises InvalidRequest."""
     chat = inference_pb2.ChatPrompt()
-    violations = tuple(_put_messages(messages, chat))
+    violations = tuple(islice(_put_messages(messages, chat), MAX_SHOWN))
     if violations:
-        raise InvalidRequest.of(*violations[:MAX_SHOWN])
+        raise InvalidRequest.of(*violations)
     for message in chat.messages:
         if message.role == "developer":
             message.role = developer_role
@@ -343,6 +351,12 @@ def _put_messages(messages: Sequence[Any], chat: inference_pb2.ChatPrompt) -> Vi
         yield FieldViolation(
             "messages", f"{len(messages)} messages; give at least 1 and at most {MAX_MESSAGES}"
         )
+        return
+    calls = (m.get("tool_calls") for m in messages if isinstance(m, dict))
+    num_calls = sum(len(of_one) for of_one in calls if isinstance(of_one, list))
+    if num_calls > MAX_TOOL_CALLS:
+        fault = f"{num_calls} calls of tools; give at most {MAX_TOOL_CALLS}"
+        yield FieldViolation("messages", fault)
         return
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
@@ -362,7 +376,7 @@ def _put_message(
         yield FieldViolation(f"{path}.role", f'{shown_value(role)}: say who speaks, e.g. "user"')
     content = message.get("content")
     if isinstance(content, list):
-        violations = list(_part_violations(f"{path}.content", content))
+        violations = list(islice(_part_violations(f"{path}.content", content), MAX_SHOWN))
         yield from violations
         if not violations:
             into.content = "\n".join(part[_TEXT_PARTS[part["type"]]] for part in content)
@@ -397,7 +411,9 @@ def _put_call(path: str, call: Any, into: inference_pb2.ToolCall) -> Violations:
     into.name = function["name"]
     into.id = call["id"] if isinstance(call.get("id"), str) else ""
     arguments = function.get("arguments") or "{}"
-    into.arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    if not isinstance(arguments, str):
+        arguments = json_text(f"{path}.function.arguments", arguments, MAX_ARGUMENTS_CHARS)
+    into.arguments = arguments
 
 
 def _part_violations(path: str, parts: Sequence[Any]) -> Violations:

@@ -12,7 +12,9 @@ from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
 from gateway.http.errors import shown_value
 from gateway.http.reasoning import END
+from gateway.http.requests import json_text
 from gateway.http.tools import TOOL_FORMATS, ToolFormat, format_of_template
+from gateway.intake.tool_rules import MAX_TOOL_CHARS, MAX_TOOLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,9 @@ def choice_of_tools(tools: Sequence[Any] | None, choice: Any) -> ChoiceOfTools:
     if choice not in (None, "none") and not tools:
         fault = f"{shown_value(choice)}: goes with tools; give some"
         raise InvalidRequest.of(FieldViolation("tool_choice", fault))
+    if tools and len(tools) > MAX_TOOLS:
+        fault = f"{len(tools)} tools: give at most {MAX_TOOLS}"
+        raise InvalidRequest.of(FieldViolation("tools", fault))
     described = tuple(_tool(index, tool) for index, tool in enumerate(tools or ()))
     match choice:
         case "none":
@@ -90,10 +95,11 @@ def _tool(index: int, tool: Any) -> inference_pb2.Tool:
     if parameters is not None and not isinstance(parameters, dict):
         fault = f"{shown_value(parameters)}: must be a JSON Schema, an object"
         raise InvalidRequest.of(FieldViolation(f"{path}.function.parameters", fault))
+    field = f"{path}.function.parameters"
     return inference_pb2.Tool(
         name=name,
         description=description or "",
-        parameters=json.dumps(parameters) if parameters else "",
+        parameters=json_text(field, parameters, MAX_TOOL_CHARS) if parameters else "",
     )
 
 

@@ -7,16 +7,19 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
+from itertools import islice
 from typing import Any
 
 from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
-from gateway.http.chat import ChatBody, ChatChoice, ChatFormat
+from gateway.http.chat import MAX_ARGUMENTS_CHARS, ChatBody, ChatChoice, ChatFormat
 from gateway.http.chat_style import ChatStyle
 from gateway.http.errors import FieldNames, HttpError, shown_value
 from gateway.http.generation import FINISHES, Answer, Chunk, by_choice
 from gateway.http.logprobs import BytesOf
-from gateway.http.requests import Body
+from gateway.http.requests import Body, TextList, json_text
+from gateway.intake.tool_rules import MAX_TOOLS
+from gateway.intake.validator import MAX_MESSAGES
 from gateway.intake.violations import MAX_SHOWN, Violations
 
 
@@ -27,7 +30,7 @@ class MessagesBody(Body):
     messages: list[Any]
     max_tokens: int | None = None
     system: Any = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: TextList = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -96,7 +99,7 @@ class MessagesFormat:
         API's names."""
         conversation = _Conversation(body)
         self._paths = conversation.paths
-        violations = list(_violations(body, is_counted=is_counted))
+        violations = list(islice(_violations(body, is_counted=is_counted), MAX_SHOWN))
         violations += conversation.violations
         if violations:
             raise InvalidRequest.of(*violations[:MAX_SHOWN])
@@ -282,7 +285,27 @@ def _violations(body: MessagesBody, *, is_counted: bool) -> Violations:
     for field in _REFUSED:
         if getattr(body, field):
             yield FieldViolation(field, "is not served here; leave it out")
-    for index, tool in enumerate(body.tools or ()):
+    yield from _tool_violations(body.tools or ())
+    config, thinking = body.output_config or {}, body.thinking or {}
+    asked, effort, kind = config.get("format"), config.get("effort"), thinking.get("type")
+    if not isinstance(asked, dict | None):
+        yield FieldViolation("output_config.format", f"{shown_value(asked)}: must be an object")
+    if not isinstance(effort, str | None):
+        yield FieldViolation("output_config.effort", f"{shown_value(effort)}: must be text")
+    if not isinstance(kind, str | None):
+        yield FieldViolation("thinking.type", f"{shown_value(kind)}: must be text")
+    match body.tool_choice:
+        case None | {"type": "auto" | "any" | "none"} | {"type": "tool", "name": str()}:
+            return
+    fault = 'must be of type auto, any or none, or of type tool, with its "name"'
+    yield FieldViolation("tool_choice", f"{shown_value(body.tool_choice)}: {fault}")
+
+
+def _tool_violations(tools: Sequence[Any]) -> Violations:
+    if len(tools) > MAX_TOOLS:
+        yield FieldViolation("tools", f"{len(tools)} tools: give at most {MAX_TOOLS}")
+        return
+    for index, tool in enumerate(tools):
         path = f"tools[{index}]"
         if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
             yield FieldViolation(path, f"{shown_value(tool)}: must be a tool, with a name")
@@ -296,14 +319,6 @@ def _violations(body: MessagesBody, *, is_counted: bool) -> Violations:
         if not isinstance(tool.get("description"), str | None):
             fault = f"{shown_value(tool['description'])}: must be text"
             yield FieldViolation(f"{path}.description", fault)
-    asked = (body.output_config or {}).get("format")
-    if not isinstance(asked, dict | None):
-        yield FieldViolation("output_config.format", f"{shown_value(asked)}: must be an object")
-    match body.tool_choice:
-        case None | {"type": "auto" | "any" | "none"} | {"type": "tool", "name": str()}:
-            return
-    fault = 'must be of type auto, any or none, or of type tool, with its "name"'
-    yield FieldViolation("tool_choice", f"{shown_value(body.tool_choice)}: {fault}")
 
 
 def _chat_body(body: MessagesBody, messages: list[Any]) -> ChatBody:
@@ -311,7 +326,6 @@ def _chat_body(body: MessagesBody, messages: list[Any]) -> ChatBody:
     choice = body.tool_choice or {}
     is_parallel = not choice.get("disable_parallel_tool_use")
     config, thinking = body.output_config or {}, (body.thinking or {}).get("type")
-    effort = config.get("effort")
     is_continued = bool(messages) and messages[-1].get("role") == "assistant"
     return ChatBody.model_validate(
         {
@@ -327,7 +341,7 @@ def _chat_body(body: MessagesBody, messages: list[Any]) -> ChatBody:
             "tool_choice": _tool_choice(choice),
             "parallel_tool_calls": is_parallel,
             "response_format": _format(config.get("format")),
-            "reasoning_effort": effort if isinstance(effort, str) else None,
+            "reasoning_effort": config.get("effort"),
             "chat_template_kwargs": thinking and {"enable_thinking": thinking != "disabled"},
             "continue_final_message": is_continued,
         }
@@ -369,6 +383,8 @@ class _Conversation:
         self.violations: list[FieldViolation] = []
         if body.system:
             self._add("system", {"role": "system", "content": self._text("system", body.system)})
+        if len(body.messages) > MAX_MESSAGES:
+            raise _too_many_messages()
         for index, message in enumerate(body.messages):
             self._read(f"messages[{index}]", message)
 
@@ -413,7 +429,9 @@ class _Conversation:
                 case {"type": "text", "text": str() as text}:
                     texts.append(text)
                 case {"type": "tool_use", "id": str() as call_id, "name": str() as name}:
-                    function = {"name": name, "arguments": json.dumps(block.get("input") or {})}
+                    where, given = f"{path}.content[{index}].input", block.get("input") or {}
+                    arguments = json_text(where, given, MAX_ARGUMENTS_CHARS)
+                    function = {"name": name, "arguments": arguments}
                     calls.append({"id": call_id, "type": "function", "function": function})
                 case {"type": "thinking" | "redacted_thinking"}:
                     pass  # templates leave out what was thought before
@@ -436,6 +454,8 @@ class _Conversation:
         return "\n".join(texts)
 
     def _add(self, path: str, message: dict[str, Any]) -> None:
+        if len(self.messages) == MAX_MESSAGES:
+            raise _too_many_messages()
         self.messages.append(message)
         self.paths.append(path)
 
@@ -444,5 +464,12 @@ class _Conversation:
         self._refuse(f"{path}.type", f"{shown_value(kind)}: must be a block of {kinds}")
 
     def _refuse(self, path: str, fault: str) -> None:
-        if len(self.violations) < MAX_SHOWN:
-            self.violations.append(FieldViolation(path, fault))
+        """Raises InvalidRequest when there are enough."""
+        self.violations.append(FieldViolation(path, fault))
+        if len(self.violations) == MAX_SHOWN:
+            raise InvalidRequest.of(*self.violations)
+
+
+def _too_many_messages() -> InvalidRequest:
+    fault = f"give at most {MAX_MESSAGES} messages, results of tools among them"
+    return InvalidRequest.of(FieldViolation("messages", fault))

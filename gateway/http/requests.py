@@ -12,25 +12,38 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, create_model
+from pydantic_core import from_json
 
 from baton.errors import FieldViolation, InvalidRequest
-from baton.sampling_params import SamplingParams
+from baton.sampling_params import MAX_BIASES, SamplingParams
 from baton.v1 import inference_pb2, sampling_pb2
 from gateway.http.errors import from_validation, shown_value
+from gateway.intake.sampling_rules import MAX_STRUCTURED_CHARS
 from gateway.intake.violations import MAX_SHOWN, Violations
 
-#: Objects and lists of a body, nested ones too: what is made of each takes far more memory than its
-#: text.
-MAX_NODES = 100_000
+#: Of a body, nested ones too: objects and lists, members of objects, and values. What is made of
+#: each takes far more time and memory than its text. Counted by their marks, those within texts
+#: among them; of members and values there may be one more for each token that the model takes.
+MAX_NODES = 2**16
+MAX_MEMBERS = 2**16
+MAX_VALUES = 2**18
+
+#: At the top of a body, unknown ones among them.
+MAX_FIELDS = 256
 
 MAX_PROMPTS = 128
 
 _MAX_UINT64 = 2**64
+_MAX_SCHEMA_CHARS = MAX_STRUCTURED_CHARS["json_schema"]
 
 BodyT = TypeVar("BodyT", bound="Body")
 
 _Token = Annotated[int, Field(ge=0)]
+
+#: Of many wrong members, the first is reported: a report of each costs 7 us and a kilobyte.
+TextList = Annotated[list[str] | None, FailFast()]
+TokenList = Annotated[list[_Token] | None, FailFast()]
 
 
 class Body(BaseModel):
@@ -48,6 +61,8 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     """What a stream has besides its text."""
+
+    model_config = ConfigDict(extra="ignore")
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -83,16 +98,16 @@ class GenerationBody(Body):
     seed: int | None = None
     max_tokens: int | None = None
     prompt_logprobs: int | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
     stop: Any = None
-    stop_token_ids: list[_Token] | None = None
-    bad_words: list[str] | None = None
+    stop_token_ids: TokenList = None
+    bad_words: TextList = None
     return_token_ids: bool | None = None
     return_timing: bool | None = None
     response_format: dict[str, Any] | None = None
     guided_json: Any = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: TextList = None
     guided_grammar: str | None = None
     structured_outputs: dict[str, Any] | None = None
     priority: int | None = None
@@ -129,15 +144,58 @@ class GenerationBody(Body):
 _REFUSED = ("use_beam_search", "allowed_token_ids", "logits_processors", "truncate_prompt_tokens")
 
 
-def parsed(cls: type[BodyT], data: bytes) -> BodyT:
-    """A body's fields. Raises InvalidRequest, naming each wrong one."""
-    if data.count(b"{") + data.count(b"[") > MAX_NODES:
-        fault = f"more than {MAX_NODES} objects and lists; send fewer"
-        raise InvalidRequest.of(FieldViolation("body", fault))
+def parsed(cls: type[BodyT], data: bytes, max_model_len: int = 0) -> BodyT:
+    """A body's fields. max_model_len: of the model, in tokens. Raises InvalidRequest, naming each
+    wrong one."""
+    for marks, what, most in (
+        (b"{[", "objects and lists", MAX_NODES),
+        (b":", "members of objects", MAX_MEMBERS + max_model_len),
+        (b",", "values", MAX_VALUES + max_model_len),
+    ):
+        if sum(data.count(mark) for mark in marks) > most:
+            raise _wrong("body", f"more than {most} {what}; send fewer")
     try:
-        return cls.model_validate_json(data)
+        fields = from_json(data, cache_strings=False)
+    except ValueError as error:
+        raise _wrong("body", f"is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise _wrong("body", f"{shown_value(fields)}: must be an object")
+    if len(fields) > MAX_FIELDS:
+        raise _wrong("body", f"{len(fields)} fields; give at most {MAX_FIELDS}")
+    try:
+        return cls.model_validate(fields)
     except ValidationError as error:
         raise from_validation(error) from None
+
+
+def json_text(field: str, value: Any, max_chars: int) -> str:
+    """A value of a body as JSON. Raises InvalidRequest if it is longer, which is seen before all of
+    it is written, or has a number that JSON has not."""
+    try:
+        text = "" if _is_longer(value, max_chars) else json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise _wrong(field, "has a number that is not finite; JSON has none") from None
+    if not 1 <= len(text) <= max_chars:
+        raise _wrong(field, f"more than {max_chars} characters as JSON; shorten it")
+    return text
+
+
+def _is_longer(value: Any, max_chars: int) -> bool:
+    """Whether a value's JSON surely is; seen after about so many steps."""
+    num_chars, rest = 0, [value]
+    while rest and num_chars <= max_chars:
+        one = rest.pop()
+        num_chars += len(one) if isinstance(one, str | dict | list) else 1
+        if isinstance(one, dict) and num_chars <= max_chars:
+            num_chars += sum(map(len, one))
+            rest += one.values()
+        elif isinstance(one, list) and num_chars <= max_chars:
+            rest += one
+    return num_chars > max_chars
+
+
+def _wrong(field: str, fault: str) -> InvalidRequest:
+    return InvalidRequest.of(FieldViolation(field, fault))
 
 
 def sampling_message(
@@ -196,6 +254,12 @@ def generate_request(
 
 def token_prompt(field: str, token_ids: Sequence[Any]) -> inference_pb2.Prompt:
     """A prompt of token ids. Raises InvalidRequest for what is no id."""
+    check_token_ids(field, token_ids)
+    return inference_pb2.Prompt(token_ids=inference_pb2.TokenIds(ids=token_ids))
+
+
+def check_token_ids(field: str, token_ids: Sequence[Any]) -> None:
+    """Raises InvalidRequest for what is no id."""
     wrong = [(i, t) for i, t in enumerate(token_ids) if type(t) is not int or not 0 <= t < 2**32]
     if wrong:
         raise InvalidRequest.of(
@@ -204,7 +268,6 @@ def token_prompt(field: str, token_ids: Sequence[Any]) -> inference_pb2.Prompt:
                 for i, t in wrong[:MAX_SHOWN]
             )
         )
-    return inference_pb2.Prompt(token_ids=inference_pb2.TokenIds(ids=token_ids))
 
 
 def field_namer(names: Mapping[str, str]) -> Callable[[str], str]:
@@ -240,13 +303,18 @@ def _put_seed(seed: int | None, params: sampling_pb2.SamplingParams) -> Violatio
         yield FieldViolation("seed", f"{shown_value(seed)}: must be a number of 64 bits")
 
 
-def _put_bias(bias: Mapping[str, float], params: sampling_pb2.SamplingParams) -> Violations:
+def _put_bias(bias: Mapping[str, Any], params: sampling_pb2.SamplingParams) -> Violations:
+    if len(bias) > MAX_BIASES:
+        yield FieldViolation("logit_bias", f"{len(bias)} entries: give at most {MAX_BIASES}")
+        return
     for text, value in bias.items():
-        if text.isascii() and text.isdecimal() and len(text) < 10:
-            params.logit_bias[int(text)] = value
-        else:
+        if not (text.isascii() and text.isdecimal() and len(text) < 10):
             yield FieldViolation("logit_bias", f"{shown_value(text)}: keys must be token ids")
             return
+        if type(value) not in (int, float) or not abs(value) < _MAX_UINT64:
+            yield FieldViolation(f"logit_bias.{text}", f"{shown_value(value)}: must be a number")
+            return
+        params.logit_bias[int(text)] = value
 
 
 def _put_stop(stop: Any, params: sampling_pb2.SamplingParams) -> Violations:
@@ -320,7 +388,8 @@ def _put_response_format(
                     f"{shown_value(inner)}: must be a JSON Schema, an object",
                 )
                 return
-            params.structured_output.json_schema = json.dumps(inner)
+            field = "response_format.json_schema.schema"
+            params.structured_output.json_schema = json_text(field, inner, _MAX_SCHEMA_CHARS)
         case kind:
             yield FieldViolation(
                 "response_format.type",
@@ -334,7 +403,7 @@ def _put_kind(field: str, kind: str, value: Any, params: sampling_pb2.SamplingPa
         case "json", str():
             output.json_schema = value
         case "json", dict():
-            output.json_schema = json.dumps(value)
+            output.json_schema = json_text(field, value, _MAX_SCHEMA_CHARS)
         case "regex", str():
             output.regex = value
         case "grammar", str():

@@ -10,12 +10,13 @@ from typing import Any
 
 from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
-from gateway.http.chat import ChatBody, ChatChoice, ChatFormat
+from gateway.http.chat import MAX_ARGUMENTS_CHARS, ChatBody, ChatChoice, ChatFormat
 from gateway.http.chat_style import ChatStyle
 from gateway.http.errors import FieldNames, shown_value
 from gateway.http.generation import FINISHES, Answer, Chunk, by_choice
 from gateway.http.logprobs import BytesOf
-from gateway.http.requests import Body
+from gateway.http.requests import Body, json_text
+from gateway.intake.validator import MAX_MESSAGES
 
 
 class ResponsesBody(Body):
@@ -49,6 +50,9 @@ class ResponsesBody(Body):
     prompt_cache_key: Any = None
     stream_options: Any = None
 
+
+#: Of a conversation: its messages, each call of a tool, and each of their answers.
+_MAX_ITEMS = 4 * MAX_MESSAGES
 
 _REFUSED = ("previous_response_id", "conversation", "background", "prompt")
 
@@ -264,7 +268,11 @@ def _renamed(field: str) -> str:
 
 def _chat_body(body: ResponsesBody) -> ChatBody:
     """The same as a chat."""
-    effort = (body.reasoning or {}).get("effort")
+    asked, effort = (body.text or {}).get("format"), (body.reasoning or {}).get("effort")
+    if not isinstance(asked, dict | None):
+        raise _wrong("text.format", asked, "must be an object")
+    if not isinstance(effort, str | None):
+        raise _wrong("reasoning.effort", effort, "must be text")
     return ChatBody.model_validate(
         {
             "model": body.model,
@@ -276,8 +284,8 @@ def _chat_body(body: ResponsesBody) -> ChatBody:
             "tools": None if body.tools is None else [_tool(tool) for tool in body.tools],
             "tool_choice": _tool_choice(body.tool_choice),
             "parallel_tool_calls": body.parallel_tool_calls,
-            "response_format": _format((body.text or {}).get("format")),
-            "reasoning_effort": effort if isinstance(effort, str) else None,
+            "response_format": _format(asked),
+            "reasoning_effort": effort,
         }
     )
 
@@ -289,8 +297,9 @@ def _messages(body: ResponsesBody) -> list[Any]:
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
     if not isinstance(body.input, list):
-        fault = f"{shown_value(body.input)}: give text, or a list of items"
-        raise InvalidRequest.of(FieldViolation("input", fault))
+        raise _wrong("input", body.input, "give text, or a list of items")
+    if len(body.input) > _MAX_ITEMS:
+        raise _wrong("input", body.input, f"give at most {_MAX_ITEMS} items")
     for index, item in enumerate(body.input):
         message = _message(index, item)
         if message is not None:
@@ -302,7 +311,7 @@ def _append(messages: list[Any], message: dict[str, Any]) -> None:
     """Calls are items of their own there, and belong to the message before them here."""
     last = messages[-1] if messages else None
     if "tool_calls" in message and isinstance(last, dict) and last.get("role") == "assistant":
-        last["tool_calls"] = [*last.get("tool_calls", []), *message["tool_calls"]]
+        last.setdefault("tool_calls", []).extend(message["tool_calls"])
     else:
         messages.append(message)
 
@@ -314,15 +323,20 @@ def _message(index: int, item: Any) -> dict[str, Any] | None:
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             return {"role": "assistant", "tool_calls": [call]}
         case {"type": "function_call_output", "output": output}:
-            content = output if isinstance(output, str | list) else json.dumps(output)
-            return {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+            if not isinstance(output, str | list):
+                output = json_text(f"input[{index}].output", output, MAX_ARGUMENTS_CHARS)
+            return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
         case {"type": "reasoning"}:
             return None  # templates leave out what was thought before
         case {"role": role} if item.get("type", "message") == "message":
             return {"role": role, "content": item.get("content")}
     kind = item.get("type") if isinstance(item, dict) else item
-    fault = f"{shown_value(kind)}: must be a message, a function_call or a function_call_output"
-    raise InvalidRequest.of(FieldViolation(f"input[{index}].type", fault))
+    fault = "must be a message, a function_call or a function_call_output"
+    raise _wrong(f"input[{index}].type", kind, fault)
+
+
+def _wrong(field: str, value: Any, fault: str) -> InvalidRequest:
+    return InvalidRequest.of(FieldViolation(field, f"{shown_value(value)}: {fault}"))
 
 
 def _tool(tool: Any) -> Any:

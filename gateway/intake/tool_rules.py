@@ -14,6 +14,8 @@ MAX_TOOLS = 128
 MAX_TOOL_CHARS = 65_536
 MAX_TOOLS_CHARS = 524_288
 MAX_KWARGS_CHARS = 65_536
+#: In all messages together.
+MAX_TOOL_CALLS = 1024
 
 _PATH = "prompt.chat"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -26,6 +28,11 @@ def tool_violations(chat: inference_pb2.ChatPrompt, facts: ModelFacts) -> Violat
     """What is wrong with the tools, their calls, and the template's variables."""
     if chat.tools:
         yield from _tools_violations(chat, facts)
+    num_calls = sum(len(message.tool_calls) for message in chat.messages)
+    if num_calls > MAX_TOOL_CALLS:
+        fault = f"{num_calls} calls of tools; give at most {MAX_TOOL_CALLS}"
+        yield FieldViolation(f"{_PATH}.messages", fault)
+        return
     for index, message in enumerate(chat.messages):
         for number, call in enumerate(message.tool_calls):
             if not _is_object(call.arguments):

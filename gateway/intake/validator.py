@@ -168,9 +168,10 @@ def _prompt_violations(prompt: inference_pb2.Prompt, facts: ModelFacts) -> Viola
     at."""
     match prompt.WhichOneof("kind"):
         case "text":
-            if not prompt.text:
+            num_chars = len(prompt.text)  # each look at it is a copy
+            if not num_chars:
                 yield FieldViolation("prompt.text", '"": empty; give at least one character')
-            yield from _char_violations("prompt.text", len(prompt.text), facts)
+            yield from _char_violations("prompt.text", num_chars, facts)
         case "token_ids":
             ids = prompt.token_ids.ids
             if not ids:
@@ -209,8 +210,13 @@ def _chat_violations(chat: inference_pb2.ChatPrompt, facts: ModelFacts) -> Viola
             f"{len(chat.messages)} messages; give at least 1 and at most {MAX_MESSAGES}",
         )
         return
-    num_chars = sum(len(message.content) for message in chat.messages)
-    yield from _char_violations("prompt.chat.messages", num_chars, facts)
+    num_chars = sum(
+        len(message.content) + sum(len(call.arguments) for call in message.tool_calls)
+        for message in chat.messages
+    )
+    # Apart: templates leave most of it out.
+    num_thought_chars = sum(len(message.reasoning_content) for message in chat.messages)
+    yield from _char_violations("prompt.chat.messages", max(num_chars, num_thought_chars), facts)
     long = [i for i, message in enumerate(chat.messages) if len(message.role) > MAX_ROLE_CHARS]
     for index in long[:MAX_SHOWN]:
         yield FieldViolation(
