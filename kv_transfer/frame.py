@@ -40,7 +40,8 @@ from baton.errors import HandoffFailed
 from baton.v1 import kv_pb2
 from kv_transfer.kv_secret import SEAL_BYTES, FrameSeal
 
-_MASK = (1 << 64) - 1
+#: Checksums are added up modulo 2^64.
+CHECKSUM_MASK = (1 << 64) - 1
 #: ticket_id, epoch, first_token, num_tokens, first_layer, num_layers.
 _CHUNK = struct.Struct("<QIIIII")
 #: ticket_id, epoch, num_tokens, exposed_us; the ids of the first tokens follow.
@@ -136,10 +137,8 @@ def encode(
     if len(header) > MAX_HEADER_BYTES:
         raise FrameError(f"a {type(frame).__name__} of {len(header)} bytes is too large to send")
     number = _NUMBERS[type(frame)]
-    preamble = _PREAMBLE.pack(
-        MAGIC, _version_of(number, version), number, 0, len(header), payload_bytes
-    )
-    data = preamble + header
+    version = HANDSHAKE_VERSION if number in _HANDSHAKE_NUMBERS else version
+    data = _PREAMBLE.pack(MAGIC, version, number, 0, len(header), payload_bytes) + header
     return data + seal.next(data) if seal else data
 
 
@@ -155,7 +154,7 @@ def decode_preamble(
         raise FrameError("what came is not of the KV channel (wrong magic number)")
     if number not in FRAME_TYPES:
         raise FrameError(f"a frame of unknown type {number}")
-    expected = _version_of(number, version)
+    expected = HANDSHAKE_VERSION if number in _HANDSHAKE_NUMBERS else version
     if stated != expected or zero:
         raise FrameError(f"a frame of version {stated} where version {expected} was agreed on")
     if header_bytes > MAX_HEADER_BYTES:
@@ -212,10 +211,6 @@ class FrameBuffer:
             yield frame
 
 
-def _version_of(number: int, agreed: int) -> int:
-    return HANDSHAKE_VERSION if number in _HANDSHAKE_NUMBERS else agreed
-
-
 def place_checksum(chunk: kv_pb2.KvChunk) -> int:
     """Of what a header says about its chunk's place: KvChunk.place_checksum."""
     place = (chunk.first_token, chunk.num_tokens, chunk.first_layer, chunk.num_layers)
@@ -238,21 +233,19 @@ def chunk_checksum(chunk: kv_pb2.KvChunk, payload: Sequence[memoryview], key: by
 
 def commit_checksum(commit: kv_pb2.KvCommit, chunks: int, key: bytes = b"") -> int:
     """Of a commit; chunks: the sum of the checksums of all its ticket's chunks."""
-    return (chunks + _commit_digest(commit, key)) & _MASK
+    if key:
+        digest = _keyed(commit, (), key)
+    else:
+        head = _COMMIT.pack(commit.ticket_id, commit.epoch, commit.num_tokens, commit.exposed_us)
+        ids = [token.token_id for token in commit.first_tokens]
+        digest = xxhash.xxh3_64_intdigest(head + struct.pack(f"<{len(ids)}I", *ids))
+    return (chunks + digest) & CHECKSUM_MASK
 
 
 def chunks_of_commit(commit: kv_pb2.KvCommit, key: bytes = b"") -> int:
     """The sum of the chunks' checksums that a commit states; a wrong one if the commit is not as it
     was sent."""
-    return (commit.checksum - _commit_digest(commit, key)) & _MASK
-
-
-def _commit_digest(commit: kv_pb2.KvCommit, key: bytes) -> int:
-    if key:
-        return _keyed(commit, (), key)
-    head = _COMMIT.pack(commit.ticket_id, commit.epoch, commit.num_tokens, commit.exposed_us)
-    ids = [token.token_id for token in commit.first_tokens]
-    return xxhash.xxh3_64_intdigest(head + struct.pack(f"<{len(ids)}I", *ids))
+    return (commit.checksum - commit_checksum(commit, 0, key)) & CHECKSUM_MASK
 
 
 def _keyed(

@@ -39,20 +39,21 @@ def agreed_version(min_version: int, max_version: int) -> int | None:
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What both have agreed on. `codec` is this end's; it belongs to the connection. key: of its
-    digests; empty if the workers have no secret. device: where payloads are in a device's memory.
-    checksum: of payloads."""
+    digests; empty if the workers have no secret. payload_key: of payloads' digests; empty where
+    they are plain checksums, with a secret or without. device: where payloads are in a device's
+    memory. checksum: of payloads."""
 
     version: int
     codec: ChunkCodec
     key: bytes = b""
+    payload_key: bytes = b""
     device: DeviceCodec | None = None
     checksum: kv_pb2.KvPayloadChecksum.ValueType = kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED
 
-    @property
-    def payload_key(self) -> bytes:
-        """Of payloads' digests; empty where they are plain checksums, with a secret or without."""
+    def with_key(self, key: bytes) -> Terms:
+        """The same for workers that share a secret; key: the connection's."""
         is_keyed = self.checksum == kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED
-        return self.key if is_keyed else b""
+        return replace(self, key=key, payload_key=key if is_keyed else b"")
 
     @property
     def on_device(self) -> DeviceCodec:
@@ -186,7 +187,7 @@ class SenderHandshake:
             return terms
         key = self._prove(accept, self._config.secret)
         self._connection.seal(key)
-        return replace(terms, key=key)
+        return terms.with_key(key)
 
     def refused(self, refuse: kv_pb2.KvRefuse) -> PeerMismatch:
         """Why there will be no KV."""
@@ -287,7 +288,7 @@ class ReceiverHandshake:
             accept.nonce = new_nonce()
             accept.proof = secret.receiver_proof(hello, accept)
             self._awaited_proof = secret.sender_proof(hello, accept)
-            self._proposed = replace(terms, key=secret.connection_key(hello, accept))
+            self._proposed = terms.with_key(secret.connection_key(hello, accept))
         else:
             self.terms = terms
         self._worker_id = hello.worker_id

@@ -10,6 +10,7 @@ docs/adr/0010-kv-is-verified-in-place.md.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import secrets
@@ -118,9 +119,9 @@ class ReceiverSession:
     """One connection's receiving end: KvHello first, then any mix of handoffs.
 
     on_frame raises FrameError at what a sound sender never sends; the transport then ends the
-    connection, as it does when `is_refused`. What concerns one ticket alone is answered by KvAbort
-    and disturbs no other. `report_aborts` says what
-    nobody asked: that a ticket is aborted.
+    connection, as it does when the `handshake` is refused. What concerns one ticket alone is
+    answered by KvAbort and disturbs no other. `report_aborts` says what nobody asked: that a ticket
+    is aborted.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class ReceiverSession:
         self._tickets = receiver.tickets
         self._connection = connection
         self._reply = reply
-        self._handshake = handshake
+        self.handshake = handshake
         self._wake = wake
         # Written in any thread, read in the connection's.
         self._unreported: deque[kv_pb2.KvAbort] = deque()
@@ -147,17 +148,7 @@ class ReceiverSession:
     @property
     def peer(self) -> str:
         """The sender, for people."""
-        return self._handshake.peer
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether the connection is to end, the sender knowing why."""
-        return self._handshake.is_refused
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the sender may present tickets."""
-        return self._handshake.terms is not None
+        return self.handshake.peer
 
     def report_aborts(self) -> None:
         """Warn the sender of tickets that were aborted for reasons of this side."""
@@ -171,7 +162,7 @@ class ReceiverSession:
         Nothing if it has to be staged. Otherwise on_frame takes `chunk` next, once the payload is
         there, or on_close ends all.
         """
-        terms, piece = self._handshake.terms, place_of(chunk)
+        terms, piece = self.handshake.terms, place_of(chunk)
         if (
             terms is None
             or not terms.codec.can_view(piece)
@@ -188,9 +179,9 @@ class ReceiverSession:
     def on_frame(self, frame: Frame, payload: Payload) -> None:
         """Take a frame. `payload` (of a chunk that did not land) is read before this returns, and
         not kept."""
-        terms = self._handshake.terms
+        terms = self.handshake.terms
         if terms is None or isinstance(frame, kv_pb2.KvHello):
-            self._handshake.on_frame(frame)
+            self.handshake.on_frame(frame)
             return
         match frame:
             case kv_pb2.KvChunk():
@@ -419,7 +410,7 @@ def open_receiver(
     rule: NumericsRule = ANY_NUMERICS,
     tls: TlsFiles | None = None,
     peer_names: Sequence[str] = (),
-    draw_id: Callable[[], int] = lambda: secrets.randbits(64),
+    draw_id: Callable[[], int] | None = None,
 ) -> RunningReceiver:
     """Bind, then serve. transports: names of baton.kv_transports. tcp_host, tcp_port,
     tcp_advertise_address: of those that reach the network. hub, tls, peer_names: see
@@ -458,7 +449,7 @@ def open_receiver(
             on_event,
             clock,
             secret or secrets.token_bytes(32),
-            draw_id,
+            draw_id or functools.partial(secrets.randbits, 64),
             offer_s,
         )
         receiver = Receiver(

@@ -39,6 +39,7 @@ from baton.kv_transports import KV_TRANSPORTS
 from baton.types import DTYPE_BYTES, KvLayout, KvRange, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_from_proto, layout_to_proto
+from kv_transfer.frame import CHECKSUM_MASK
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -70,23 +71,6 @@ def local_host_id() -> str:
         return _BOOT_ID.read_text().strip()
     except OSError:
         return ""
-
-
-def endpoint_to_proto(endpoint: Endpoint) -> kv_pb2.KvEndpoint:
-    return kv_pb2.KvEndpoint(
-        transport=_NUMBERS[endpoint.transport],
-        address=endpoint.address,
-        host_id=endpoint.host_id,
-    )
-
-
-def endpoints_from_proto(messages: list[kv_pb2.KvEndpoint]) -> tuple[Endpoint, ...]:
-    """The endpoints whose transport this version knows; a newer peer may offer others besides."""
-    return tuple(
-        Endpoint(_NAMES[message.transport], message.address, message.host_id)
-        for message in messages
-        if message.transport in _NAMES
-    )
 
 
 MAX_TICKET_BYTES = 16 * 1024
@@ -123,7 +107,12 @@ def encode_ticket(ticket: KvTicket, secret: bytes) -> bytes:
         num_cached_tokens=ticket.num_cached_tokens,
         num_tokens=ticket.num_tokens,
         layout=layout_to_proto(ticket.layout),
-        endpoints=[endpoint_to_proto(endpoint) for endpoint in ticket.endpoints],
+        endpoints=[
+            kv_pb2.KvEndpoint(
+                transport=_NUMBERS[each.transport], address=each.address, host_id=each.host_id
+            )
+            for each in ticket.endpoints
+        ],
         lease_ms=max(1, round(ticket.lease_s * 1000)),
         traceparent=ticket.traceparent,
     )
@@ -134,7 +123,7 @@ def encode_ticket(ticket: KvTicket, secret: bytes) -> bytes:
 def parse_ticket(data: bytes) -> KvTicket:
     """The fields of a ticket, whose genuineness its owner alone can check. Raises InvalidRequest if
     it is none."""
-    message = _parse(data)
+    message = ticket_message(data)
     layout = layout_from_proto(message.layout)
     if not (
         message.worker_id
@@ -154,15 +143,15 @@ def parse_ticket(data: bytes) -> KvTicket:
         num_cached_tokens=message.num_cached_tokens,
         num_tokens=message.num_tokens,
         layout=layout,
-        endpoints=endpoints_from_proto(list(message.endpoints)),
+        # A newer owner may offer transports that this version does not know.
+        endpoints=tuple(
+            Endpoint(_NAMES[each.transport], each.address, each.host_id)
+            for each in message.endpoints
+            if each.transport in _NAMES
+        ),
         lease_s=message.lease_ms / 1000,
         traceparent=message.traceparent,
     )
-
-
-def ticket_id_of(data: bytes) -> int:
-    """The number of a ticket. Raises InvalidRequest if it is none."""
-    return _parse(data).ticket_id
 
 
 def verify_ticket(data: bytes, owner: WorkerIdentity, secret: bytes) -> KvTicket:
@@ -176,13 +165,14 @@ def verify_ticket(data: bytes, owner: WorkerIdentity, secret: bytes) -> KvTicket
             f"the ticket is of {ticket.owner.worker_id} generation {ticket.owner.generation}, "
             f"and this is {owner.worker_id} generation {owner.generation}"
         )
-    message = _parse(data)
+    message = ticket_message(data)
     if not hmac.compare_digest(message.mac, _mac(message, secret)):
         raise InvalidRequest("the ticket is not genuine")
     return ticket
 
 
-def _parse(data: bytes) -> kv_pb2.KvTicket:
+def ticket_message(data: bytes) -> kv_pb2.KvTicket:
+    """A ticket's message, unchecked. Raises InvalidRequest if it is none."""
     if len(data) > MAX_TICKET_BYTES:
         raise InvalidRequest(f"a KV ticket of {len(data)} bytes; at most {MAX_TICKET_BYTES} may be")
     try:
@@ -201,9 +191,6 @@ def _mac(message: kv_pb2.KvTicket, secret: bytes) -> bytes:
     return hashlib.blake2b(
         data, key=secret, digest_size=_MAC_BYTES, person=b"baton-kv-ticket"
     ).digest()
-
-
-_MASK = (1 << 64) - 1
 
 
 class TicketState(enum.Enum):
@@ -379,15 +366,21 @@ class Ticket:
         """The writer of one pin is done. What is to be reported now: an abort that has waited for
         it."""
         self.num_pins -= 1
-        self.checksum = (self.checksum + checksum) & _MASK
+        self.checksum = (self.checksum + checksum) & CHECKSUM_MASK
         self.num_bytes += num_bytes
         return None if self.num_pins else self.aborted
 
     def commit(self, commit: Commit) -> TicketCommitted | str:
         """All is sent, and here; or why not."""
-        fault = self._commit_fault(commit)
-        if fault:
-            return fault
+        if not self.min_tokens <= commit.num_tokens <= self.num_tokens:
+            return (
+                f"a commit of {commit.num_tokens} tokens for {self.min_tokens} to {self.num_tokens}"
+            )
+        is_all_here = self.coverage.is_exactly(self.num_cached_tokens, commit.num_tokens)
+        if self.num_pins or not is_all_here:
+            return "a commit of KV that has not all arrived"
+        if self.checksum != commit.checksum:
+            return "the checksum of all chunks is not what the sender says"
         self.state = TicketState.COMMITTED
         return TicketCommitted(
             self.ticket_id,
@@ -405,18 +398,6 @@ class Ticket:
         self.state = TicketState.ABORTED
         self.aborted = TicketAborted(self.ticket_id, reason, message)
         return None if self.num_pins else self.aborted
-
-    def _commit_fault(self, commit: Commit) -> str:
-        if not self.min_tokens <= commit.num_tokens <= self.num_tokens:
-            return (
-                f"a commit of {commit.num_tokens} tokens for {self.min_tokens} to {self.num_tokens}"
-            )
-        is_all_here = self.coverage.is_exactly(self.num_cached_tokens, commit.num_tokens)
-        if self.num_pins or not is_all_here:
-            return "a commit of KV that has not all arrived"
-        if self.checksum != commit.checksum:
-            return "the checksum of all chunks is not what the sender says"
-        return ""
 
 
 _OPEN = frozenset({TicketState.OFFERED, TicketState.RESERVED, TicketState.RECEIVING})

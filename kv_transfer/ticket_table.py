@@ -26,7 +26,7 @@ from kv_transfer.ticket import (
     TicketEvent,
     TicketState,
     encode_ticket,
-    ticket_id_of,
+    ticket_message,
     verify_ticket,
 )
 
@@ -130,7 +130,20 @@ class TicketTable:
             ticket_id = self._draw_id()
             while ticket_id == 0 or ticket_id in self._tickets:
                 ticket_id = self._draw_id()
-            data = self._encoded(ticket_id, spec, num_cached_tokens, num_tokens, lease_s)
+            shown = KvTicket(
+                owner=self._identity,
+                ticket_id=ticket_id,
+                epoch=_EPOCH,
+                request_id=spec.request_id,
+                tenant=spec.tenant,
+                num_cached_tokens=num_cached_tokens,
+                num_tokens=num_tokens,
+                layout=self._layout,
+                endpoints=self._endpoints,
+                lease_s=lease_s,
+                traceparent=spec.traceparent,
+            )
+            data = encode_ticket(shown, self._secret)
             self._tickets[ticket_id] = Ticket(
                 ticket_id=ticket_id,
                 data=data,
@@ -197,7 +210,7 @@ class TicketTable:
         anything but a frame of the connection, or its end."""
         try:
             # What is to the byte as it was given needs no digest.
-            ticket_id = ticket_id_of(data)
+            ticket_id = ticket_message(data).ticket_id
             with self._lock:
                 ticket = self._tickets.get(ticket_id)
             if ticket is None or not hmac.compare_digest(ticket.data, data):
@@ -294,30 +307,6 @@ class TicketTable:
             yield calls
         for call in calls:
             call()
-
-    def _encoded(
-        self,
-        ticket_id: int,
-        spec: SequenceSpec,
-        num_cached_tokens: int,
-        num_tokens: int,
-        lease_s: float,
-    ) -> bytes:
-        """What a sender is given to show."""
-        shown = KvTicket(
-            owner=self._identity,
-            ticket_id=ticket_id,
-            epoch=_EPOCH,
-            request_id=spec.request_id,
-            tenant=spec.tenant,
-            num_cached_tokens=num_cached_tokens,
-            num_tokens=num_tokens,
-            layout=self._layout,
-            endpoints=self._endpoints,
-            lease_s=lease_s,
-            traceparent=spec.traceparent,
-        )
-        return encode_ticket(shown, self._secret)
 
     # Under the lock.
 

@@ -235,7 +235,7 @@ class Transcoder:
         shape, wire = self._shape(num_tokens, num_layers), self._wire
         if wire.has_row_scales:
             return _with_row_scales(wire.dtype, run, shape)
-        if not wire.is_scaled:
+        if wire.dtype not in SCALED_DTYPES:
             return _Run(wire.dtype, np.frombuffer(run, BITS[wire.dtype]).reshape(shape), None)
         num_scale_bytes = SCALE_BYTES * shape[0] * shape[1] * shape[2]
         scales = np.frombuffer(run[:num_scale_bytes], _SCALE).reshape(*shape[:3], 1, 1)

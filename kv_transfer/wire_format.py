@@ -42,34 +42,22 @@ class WireFormat:
     has_row_scales: bool = False
 
     @property
-    def is_scaled(self) -> bool:
-        return self.dtype in SCALED_DTYPES
-
-    @property
     def token_layer_bytes(self) -> int:
         """Most bytes that a token takes in one layer: with scales of its own."""
-        return 2 * self.num_kv_heads * (self.head_dim * DTYPE_BYTES[self.dtype] + self._scale_bytes)
+        scale_bytes = SCALE_BYTES if self.dtype in SCALED_DTYPES else 0
+        return 2 * self.num_kv_heads * (self.head_dim * DTYPE_BYTES[self.dtype] + scale_bytes)
 
     def is_that_of(self, dtype: str) -> bool:
         """Whether runs lie in a pool of `dtype` as they do in a payload."""
-        return self.dtype == dtype and self.is_scaled == self.has_row_scales
+        return self.dtype == dtype and (dtype in SCALED_DTYPES) == self.has_row_scales
 
     def num_bytes(self, piece: KvRange) -> int:
         """Bytes of the payload of a piece."""
-        elements = piece.num_tokens * self.head_dim * DTYPE_BYTES[self.dtype]
-        scales = self._num_scales(piece) * self._scale_bytes
-        return piece.num_layers * 2 * self.num_kv_heads * (elements + scales)
-
-    def _num_scales(self, piece: KvRange) -> int:
-        """Of one layer, kind and head, if there are any."""
-        if self.has_row_scales or not piece.num_tokens:
-            return piece.num_tokens
-        last_token = piece.end_token - 1
-        return last_token // self.block_size - piece.first_token // self.block_size + 1
-
-    @property
-    def _scale_bytes(self) -> int:
-        return SCALE_BYTES if self.is_scaled else 0
+        head_bytes = piece.num_tokens * self.head_dim * DTYPE_BYTES[self.dtype]
+        if self.dtype in SCALED_DTYPES and piece.num_tokens:
+            num_runs = -(-piece.end_token // self.block_size) - piece.first_token // self.block_size
+            head_bytes += SCALE_BYTES * (piece.num_tokens if self.has_row_scales else num_runs)
+        return piece.num_layers * 2 * self.num_kv_heads * head_bytes
 
 
 def wire_format(dtype: str, sender: KvLayout) -> WireFormat:

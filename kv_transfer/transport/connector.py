@@ -20,7 +20,6 @@ from kv_transfer.ticket import Endpoint, local_host_id
 from kv_transfer.transport.base import (
     Connection,
     Connector,
-    Staged,
     TransportConfig,
     TransportError,
     transport_named,
@@ -151,18 +150,19 @@ class WatchedConnection:
         self._endpoint = endpoint
         self._shunned = shunned
         self._is_answered = False
+        self.send = connection.send
+        self.receive = self._await_answer
         self.stage = connection.stage
         self.unstage = connection.unstage
         self.flush = connection.flush
         self.seal = connection.seal
         self.fileno = connection.fileno
 
-    def send(self, frame: Frame, staged: Staged | None = None, *, more: bool = False) -> None:
-        self._connection.send(frame, staged, more=more)
-
-    def receive(self) -> Frame | None:
+    def _await_answer(self) -> Frame | None:
         frame = self._connection.receive()
-        self._is_answered |= isinstance(frame, kv_pb2.KvAccept | kv_pb2.KvRefuse)
+        if isinstance(frame, kv_pb2.KvAccept | kv_pb2.KvRefuse):
+            self._is_answered = True
+            self.receive = self._connection.receive
         return frame
 
     def close(self) -> None:

@@ -50,10 +50,6 @@ class _Slots:
     def slot(self, index: int, num_bytes: int) -> DeviceBytes:
         return self.area.part(index * self.stride, num_bytes)
 
-    def staged(self, index: int, num_bytes: int) -> Staged:
-        """See SlotMemory."""
-        return Staged(index, device=self.slot(index, num_bytes))
-
 
 class CudaIpcConnection(UnixConnection):
     """Packs straight into the receiver's slots. The file descriptor that came is held as long as
@@ -66,9 +62,10 @@ class CudaIpcConnection(UnixConnection):
         self._device_memory = memory
         self._slots: _Slots | None = None
 
-    @property
-    def memory(self) -> _Slots | None:
-        return self._slots
+    def staged(self, slot: int, num_bytes: int) -> Staged:
+        if self._slots is None:
+            raise TransportError("there is no device memory")
+        return Staged(slot, device=self._slots.slot(slot, num_bytes))
 
     def open_staging(self, accept: kv_pb2.KvAccept) -> None:
         if self.fd < 0 or self._slots:

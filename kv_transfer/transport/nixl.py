@@ -32,12 +32,11 @@ import numpy as np
 from baton.errors import ConfigError
 from baton.kv_transports import kv_transport
 from baton.v1 import kv_pb2
-from kv_transfer.frame import Frame, FrameError, Preamble
+from kv_transfer.frame import Frame, FrameError
 from kv_transfer.receiver import Land, Receiver
 from kv_transfer.ticket import Endpoint
 from kv_transfer.transport.base import Dial, Staged, Transport, TransportConfig, TransportError
-from kv_transfer.transport.stream_connection import SlottedConnection
-from kv_transfer.transport.stream_listener import ServerStream, StreamListener
+from kv_transfer.transport.stream import ServerStream, SlottedConnection, StreamListener
 from kv_transfer.transport.tcp import bind, connected, tune
 
 #: Longer than any sender waits for a write of its own.
@@ -90,10 +89,6 @@ class _Area:
         start = index * self.stride
         return self._view[start : start + num_bytes]
 
-    def staged(self, index: int, num_bytes: int) -> Staged:
-        """See SlotMemory."""
-        return Staged(index, self.slot(index, num_bytes))
-
     def progress(self) -> None:
         """Let the library do what is due on this side."""
         self.agent.get_new_notifs()
@@ -140,9 +135,10 @@ class NixlConnection(SlottedConnection):
         self._remote = kv_pb2.KvRemoteMemory()
         self._peer: Any = None
 
-    @property
-    def memory(self) -> _Area | None:
-        return self._area
+    def staged(self, slot: int, num_bytes: int) -> Staged:
+        if self._area is None:
+            raise TransportError("there is no memory to write to")
+        return Staged(slot, self._area.slot(slot, num_bytes))
 
     def open_staging(self, accept: kv_pb2.KvAccept) -> None:
         if self._area or not accept.remote_memory.agent:
@@ -228,8 +224,8 @@ class NixlServerStream(ServerStream):
         frame.remote_memory.stride = area.stride
         super().accept(frame)
 
-    def payload(self, preamble: Preamble, frame: Frame, land: Land) -> memoryview:
-        del preamble, land
+    def payload(self, num_bytes: int, frame: Frame, land: Land) -> memoryview:
+        del num_bytes, land
         if not isinstance(frame, kv_pb2.KvChunk):
             return _NO_PAYLOAD
         area = self._area

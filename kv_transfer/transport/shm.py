@@ -30,27 +30,21 @@ _MAX_SEGMENT_BYTES = 1 << 36
 
 
 class _Segment:
-    """A mapped segment of `num_slots` slots, page-aligned, each of at least `slot_bytes` bytes.
-    Does not own `fd`."""
+    """A mapped segment of page-aligned slots, each of at least `slot_bytes` bytes. Does not own
+    `fd`.
+
+    slots: writable; a part of one must not outlive the segment."""
 
     def __init__(self, fd: int, num_slots: int, slot_bytes: int) -> None:
-        self._stride = _stride(slot_bytes)
+        stride = _stride(slot_bytes)
         # Every page is mapped now, so that no chunk pays for the first touch.
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        self._map = mmap.mmap(fd, num_slots * self._stride, flags)
-        self._view = memoryview(self._map)
-
-    def slot(self, index: int, num_bytes: int) -> memoryview:
-        """Writable; must not outlive the segment."""
-        start = index * self._stride
-        return self._view[start : start + num_bytes]
-
-    def staged(self, index: int, num_bytes: int) -> Staged:
-        """See SlotMemory."""
-        return Staged(index, self.slot(index, num_bytes))
+        self._map = mmap.mmap(fd, num_slots * stride, flags)
+        view = memoryview(self._map)
+        self.slots = [view[at * stride : (at + 1) * stride] for at in range(num_slots)]
 
     def close(self) -> None:
-        self._view.release()
+        self.slots.clear()
         # A slice that someone still holds keeps the mapping alive; it goes with the slice.
         with contextlib.suppress(BufferError):
             self._map.close()
@@ -71,9 +65,10 @@ class ShmConnection(UnixConnection):
         super().__init__(sock, send_timeout_s)
         self._segment: _Segment | None = None
 
-    @property
-    def memory(self) -> _Segment | None:
-        return self._segment
+    def staged(self, slot: int, num_bytes: int) -> Staged:
+        if self._segment is None:
+            raise TransportError("there is no shared memory")
+        return Staged(slot, self._segment.slots[slot][:num_bytes])
 
     def open_staging(self, accept: kv_pb2.KvAccept) -> None:
         if self.fd < 0 or self._segment:
@@ -122,7 +117,7 @@ class ShmServerStream(UnixServerStream):
             os.close(fd)
 
     def slot(self, index: int, num_bytes: int) -> memoryview | None:
-        return self._segment.slot(index, num_bytes) if self._segment else None
+        return self._segment.slots[index][:num_bytes] if self._segment else None
 
     def close(self) -> None:
         super().close()

@@ -6,12 +6,11 @@ from __future__ import annotations
 import socket
 
 from baton.v1 import kv_pb2
-from kv_transfer.frame import Frame, FrameError, Preamble
+from kv_transfer.frame import Frame, FrameError
 from kv_transfer.receiver import Land, Receiver
 from kv_transfer.ticket import Endpoint
 from kv_transfer.transport.base import Dial, Staged, Transport, TransportConfig, TransportError
-from kv_transfer.transport.stream_connection import StreamConnection
-from kv_transfer.transport.stream_listener import ServerStream, StreamListener
+from kv_transfer.transport.stream import ServerStream, StreamConnection, StreamListener
 
 _NO_PAYLOAD = memoryview(b"")
 
@@ -89,19 +88,19 @@ class TcpServerStream(ServerStream):
     def opened(self) -> None:
         self._staging = memoryview(_touched(self.receiver.max_chunk_bytes))
 
-    def payload(self, preamble: Preamble, frame: Frame, land: Land) -> memoryview:
+    def payload(self, num_bytes: int, frame: Frame, land: Land) -> memoryview:
         if not isinstance(frame, kv_pb2.KvChunk):
-            if preamble.payload_bytes:
+            if num_bytes:
                 raise FrameError(f"a {type(frame).__name__} with a payload")
             return _NO_PAYLOAD
-        if preamble.payload_bytes != frame.payload_bytes:
+        if num_bytes != frame.payload_bytes:
             raise FrameError("header and preamble give different sizes of the payload")
         landing = land(frame)
         for view in landing:
             self.read_into(view)
         if landing:
             return _NO_PAYLOAD
-        payload = self._staging[: preamble.payload_bytes]
+        payload = self._staging[:num_bytes]
         self.read_into(payload)
         return payload
 

@@ -18,8 +18,7 @@ from baton.rpc.tls import TlsFiles, check_files, watched
 from kv_transfer.receiver import Receiver
 from kv_transfer.ticket import Endpoint
 from kv_transfer.transport.base import Dial, TransportConfig, TransportError
-from kv_transfer.transport.stream_connection import send_all, set_socket_timeout
-from kv_transfer.transport.stream_listener import StreamListener
+from kv_transfer.transport.stream import StreamListener, send_all, set_socket_timeout
 from kv_transfer.transport.tcp import TcpConnection, TcpServerStream, bind, connected
 
 _NAME_KINDS = frozenset({"DNS", "URI"})

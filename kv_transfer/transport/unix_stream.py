@@ -16,13 +16,12 @@ from pathlib import Path
 
 from baton.v1 import kv_pb2
 from kv_transfer.device_memory import Payload
-from kv_transfer.frame import Frame, FrameBuffer, FrameError, Preamble, encode
+from kv_transfer.frame import Frame, FrameBuffer, FrameError, encode
 from kv_transfer.kv_secret import receiver_seals
 from kv_transfer.receiver import Land, Receiver
 from kv_transfer.ticket import Endpoint, local_host_id
 from kv_transfer.transport.base import TransportError
-from kv_transfer.transport.stream_connection import SlottedConnection
-from kv_transfer.transport.stream_listener import ServerStream, StreamListener
+from kv_transfer.transport.stream import ServerStream, SlottedConnection, StreamListener
 
 _FD = struct.Struct("@i")
 _NO_PAYLOAD = memoryview(b"")
@@ -158,6 +157,7 @@ class UnixServerStream(ServerStream):
         super().__init__(sock, receiver)
         self._buffer = FrameBuffer()
         self._frames: Iterator[Frame] = iter(())
+        # Not to be read before the frame before was taken in, which may change how this is read.
         self._ahead: Frame | None = None
 
     @abstractmethod
@@ -184,29 +184,20 @@ class UnixServerStream(ServerStream):
 
     @property
     def has_more(self) -> bool:
-        return self._peek() is not None
+        self._ahead = self._ahead or next(self._frames, None)
+        return self._ahead is not None
 
     def read_frame(self, land: Land) -> tuple[Frame, Payload]:
-        del land
-        while (frame := self._peek()) is None:
+        while (frame := self._ahead or next(self._frames, None)) is None:
             data = self.sock.recv(_READ_BYTES)
             if not data:
                 raise EOFError
             self._frames = self._buffer.feed(data)
         self._ahead = None
-        return frame, self._payload(frame)
+        return frame, self.payload(0, frame, land)
 
-    def _peek(self) -> Frame | None:
-        """The next frame. Not to be called before the one before was taken in, which may change how
-        this is read."""
-        self._ahead = self._ahead or next(self._frames, None)
-        return self._ahead
-
-    def payload(self, preamble: Preamble, frame: Frame, land: Land) -> Payload:
-        del preamble, land
-        return self._payload(frame)
-
-    def _payload(self, frame: Frame) -> Payload:
+    def payload(self, num_bytes: int, frame: Frame, land: Land) -> Payload:
+        del num_bytes, land
         if not isinstance(frame, kv_pb2.KvChunk):
             return _NO_PAYLOAD
         is_within = (

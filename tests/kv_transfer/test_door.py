@@ -19,7 +19,7 @@ import pytest
 from baton.v1 import kv_pb2
 from kv_transfer.frame import encode
 from kv_transfer.kv_secret import KvSecret
-from kv_transfer.transport import stream_listener
+from kv_transfer.transport import stream
 from kv_transfer.transport.base import TransportConfig
 from kv_transfer.transport.shm import TRANSPORT
 from kv_transfer.transport.unix_stream import UnixListener, sweep
@@ -65,7 +65,7 @@ def check_open(rig: Any) -> None:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_listener, "GREETING_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(stream, "GREETING_TIMEOUT_S", 0.2)
 
 
 def drip(sock: socket.socket, data: bytes) -> None:
@@ -101,7 +101,7 @@ def test_who_has_greeted_may_be_silent_for_longer(make_rig: Any) -> None:
 
 
 def test_one_address_cannot_take_all_places(make_rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_listener, "MAX_CONNECTIONS_PER_ADDRESS", 3)
+    monkeypatch.setattr(stream, "MAX_CONNECTIONS_PER_ADDRESS", 3)
     rig = make_rig("tcp")
     host, port = rig.running.endpoints[0].address.split(":")
     with contextlib.ExitStack() as stack:

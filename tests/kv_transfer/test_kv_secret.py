@@ -337,7 +337,7 @@ def test_who_poses_no_challenge_is_refused(nonce: bytes) -> None:
     (refusal,) = door.replies
     assert isinstance(refusal, kv_pb2.KvRefuse)
     assert refusal.field == "kv_secret"
-    assert session.is_refused
+    assert session.handshake.is_refused
 
 
 # The digests.

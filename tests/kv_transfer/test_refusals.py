@@ -422,7 +422,7 @@ def test_a_sender_whose_blocks_have_no_tokens_is_refused():
     (refusal,) = desk.replies
     assert isinstance(refusal, kv_pb2.KvRefuse)
     assert (refusal.field, refusal.actual) == ("block_size", "0")
-    assert session.is_refused
+    assert session.handshake.is_refused
 
 
 @pytest.mark.parametrize("num_credits", range(1, 20))

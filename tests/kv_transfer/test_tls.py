@@ -13,7 +13,7 @@ from baton.errors import Cancelled, ConfigError, HandoffFailed
 from baton.rpc.tls import TlsFiles
 from baton.types import KvLayout
 from kv_transfer.ticket import PrefixRequested, TicketCommitted
-from kv_transfer.transport import stream_listener
+from kv_transfer.transport import stream
 from kv_transfer.transport.tls import client_contexts
 from tests.support.certificates import Authority
 
@@ -98,7 +98,7 @@ def test_who_does_not_belong_is_kept_out(
 def test_who_greets_slowly_holds_up_nobody(
     make_rig: Any, own: TlsFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_listener, "GREETING_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(stream, "GREETING_TIMEOUT_S", 0.3)
     rig = make_rig("tcp", source_tls=own, target_tls=own)
     host, port = rig.running.endpoints[0].address.split(":")
     with socket.create_connection((host, int(port))) as silent:

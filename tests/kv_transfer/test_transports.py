@@ -21,8 +21,9 @@ from baton.kv_transports import (
     kv_transport,
     takes_port,
 )
+from baton.types import KvLayout, WorkerIdentity
 from baton.v1 import kv_pb2
-from kv_transfer.ticket import Endpoint, endpoint_to_proto, endpoints_from_proto
+from kv_transfer.ticket import Endpoint, KvTicket, encode_ticket, parse_ticket
 from kv_transfer.transport.base import Transport as TransportCode
 from kv_transfer.transport.base import transport_named
 
@@ -32,11 +33,16 @@ SHARED = {
     "__init__",
     "base",
     "connector",
-    "stream_connection",
-    "stream_listener",
+    "stream",
     "tls",
     "unix_stream",
 }
+
+
+def ticket_of(endpoints: tuple[Endpoint, ...]) -> bytes:
+    layout = KvLayout("f", 1, 1, 8, "float32", 4)
+    owner = WorkerIdentity("d0", 1)
+    return encode_ticket(KvTicket(owner, 7, 1, "r", b"", 0, 4, layout, endpoints, 30.0), b"s" * 16)
 
 
 def test_each_has_its_file_and_each_file_is_listed() -> None:
@@ -49,11 +55,13 @@ def test_each_has_its_number_on_the_wire_and_comes_back_from_it() -> None:
     names = {name.removeprefix("KV_TRANSPORT_").lower() for name, _ in kv_pb2.KvTransport.items()}
     assert names - {"unspecified"} == {each.name for each in KV_TRANSPORTS}
     endpoints = tuple(Endpoint(each.name, "a", "h") for each in KV_TRANSPORTS)
-    assert endpoints_from_proto([endpoint_to_proto(each) for each in endpoints]) == endpoints
+    assert parse_ticket(ticket_of(endpoints)).endpoints == endpoints
 
 
 def test_one_that_only_a_newer_peer_knows_is_left_out() -> None:
-    assert endpoints_from_proto([kv_pb2.KvEndpoint(transport=99, address="a")]) == ()  # type: ignore[arg-type]
+    newer = kv_pb2.KvTicket.FromString(ticket_of((Endpoint("tcp", "h:1"),)))
+    newer.endpoints.add(transport=99, address="a")  # type: ignore[arg-type]
+    assert parse_ticket(newer.SerializeToString()).endpoints == (Endpoint("tcp", "h:1"),)
 
 
 def test_options_offer_what_reaches_other_processes() -> None:

@@ -14,7 +14,7 @@ from baton.v1 import kv_pb2
 from kv_transfer.frame import PREAMBLE_BYTES, FrameBuffer, decode_header, decode_preamble
 from kv_transfer.ticket import TicketCommitted
 from kv_transfer.transport.base import Staged
-from kv_transfer.transport.stream_connection import StreamConnection
+from kv_transfer.transport.stream import StreamConnection
 from kv_transfer.transport.tcp import TcpConnection
 
 PATIENCE_S = 30.0

@@ -1,5 +1,9 @@
-"""The receiver's end over stream sockets: a thread that accepts, and one per connection that reads
-and unpacks."""
+"""Frames over stream sockets, without the payloads' places: what all transports but
+loopback have in common.
+
+The sender's end (StreamConnection); the receiver's: a thread that accepts (StreamListener), and one
+per connection that reads and unpacks (ServerStream).
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,11 @@ import math
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,16 +27,171 @@ from kv_transfer.frame import (
     HANDSHAKE_VERSION,
     PREAMBLE_BYTES,
     Frame,
+    FrameBuffer,
     FrameError,
     Preamble,
     decode_header,
     decode_preamble,
     encode,
 )
-from kv_transfer.kv_secret import Seals, receiver_seals
+from kv_transfer.kv_secret import FrameSeal, Seals, receiver_seals, sender_seals
 from kv_transfer.receiver import Land, Receiver, ReceiverSession
 from kv_transfer.ticket import Endpoint
-from kv_transfer.transport.stream_connection import send_all, set_socket_timeout
+from kv_transfer.transport.base import Staged, TransportError
+
+_READ_BYTES = 64 * 1024
+
+
+def set_socket_timeout(sock: socket.socket, option: int, timeout_s: float) -> None:
+    """Bound each blocking receive (SO_RCVTIMEO) or send (SO_SNDTIMEO); 0 waits for ever."""
+    seconds = int(timeout_s)
+    timeval = struct.pack("@ll", seconds, round((timeout_s - seconds) * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, option, timeval)
+
+
+def send_all(sock: socket.socket, *pieces: bytes | memoryview) -> None:
+    """Gather the pieces into the socket. Raises OSError, also when the socket's send timeout passes
+    without progress."""
+    views = [memoryview(piece) for piece in pieces if len(piece)]
+    while views:
+        num_sent = sock.sendmsg(views)
+        while views and num_sent >= len(views[0]):
+            num_sent -= len(views.pop(0))
+        if views:
+            views[0] = views[0][num_sent:]
+
+
+class StreamConnection(ABC):
+    """See Connection. Owns `sock`, which is in blocking mode."""
+
+    #: What the receiver may say that payloads' checksums are: it follows from where payloads are.
+    payload_checksums = frozenset({kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED})
+
+    def __init__(self, sock: socket.socket, send_timeout_s: float) -> None:
+        set_socket_timeout(sock, socket.SO_SNDTIMEO, send_timeout_s)
+        self._sock = sock
+        self._buffer = FrameBuffer()
+        self._frames: deque[Frame] = deque()
+        self._seal: FrameSeal | None = None
+        # What goes out with the next frame.
+        self._held: list[bytes | memoryview] = []
+
+    @abstractmethod
+    def stage(self, num_bytes: int) -> Staged | None: ...
+
+    @abstractmethod
+    def unstage(self, staged: Staged) -> None: ...
+
+    @abstractmethod
+    def open_staging(self, accept: kv_pb2.KvAccept) -> None:
+        """The peer has said how much may be in flight."""
+
+    @abstractmethod
+    def take_back(self, slots: list[int]) -> None:
+        """The peer gives room back. Raises FrameError if it was not taken."""
+
+    @abstractmethod
+    def payload_of(self, staged: Staged | None) -> tuple[memoryview, ...]:
+        """What must follow the header on the socket."""
+
+    def send(self, frame: Frame, staged: Staged | None = None, *, more: bool = False) -> None:
+        payload = self.payload_of(staged)
+        num_bytes = sum(piece.nbytes for piece in payload)
+        self._held += (encode(frame, num_bytes, self._buffer.version, self._seal), *payload)
+        if not more:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self._held:
+            return
+        held, self._held = self._held, []
+        try:
+            self.write(*held)
+        except BlockingIOError:
+            raise TransportError("the receiver takes no bytes any more") from None
+        except OSError as error:
+            raise TransportError(f"the connection to the receiver is lost: {error}") from error
+
+    def seal(self, key: bytes) -> None:
+        if self._frames:
+            raise FrameError("the receiver spoke before it knew who we are")
+        seals = sender_seals(key)
+        self._seal, self._buffer.seal = seals.outgoing, seals.incoming
+
+    def receive(self) -> Frame | None:
+        while not self._frames:
+            try:
+                data = self.read(_READ_BYTES)
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                raise TransportError(f"the connection to the receiver is lost: {error}") from error
+            if not data:
+                raise TransportError("the receiver has closed the connection")
+            self._frames.extend(self._buffer.feed(data))
+        frame = self._frames.popleft()
+        if isinstance(frame, kv_pb2.KvAccept):
+            if frame.payload_checksum not in self.payload_checksums:
+                raise FrameError(f"payload checksums of kind {frame.payload_checksum} on this way")
+            self.open_staging(frame)
+        elif isinstance(frame, kv_pb2.KvCredit):
+            self.take_back(list(frame.slots))
+        return frame
+
+    def read(self, num_bytes: int) -> bytes:
+        """What has come, without waiting. Raises BlockingIOError if nothing has."""
+        return self._sock.recv(num_bytes, socket.MSG_DONTWAIT)
+
+    def write(self, *pieces: bytes | memoryview) -> None:
+        """All of them. Raises OSError, also when the send timeout passes without progress."""
+        send_all(self._sock, *pieces)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class SlottedConnection(StreamConnection):
+    """A slot is the sender's but between the sending of a chunk and its credit. Payloads do not
+    travel on the socket."""
+
+    def __init__(self, sock: socket.socket, send_timeout_s: float) -> None:
+        super().__init__(sock, send_timeout_s)
+        self._free: list[int] = []
+        self._in_flight: set[int] = set()
+
+    @abstractmethod
+    def staged(self, slot: int, num_bytes: int) -> Staged:
+        """The first bytes of a slot, writable. Not before the receiver's acceptance, nor after the
+        end."""
+
+    def open_slots(self, num_slots: int) -> None:
+        """The memory is there, and all its slots are free."""
+        self._free = list(range(num_slots))
+
+    def stage(self, num_bytes: int) -> Staged | None:
+        if not self._free:
+            return None
+        slot = self._free.pop()
+        self._in_flight.add(slot)
+        return self.staged(slot, num_bytes)
+
+    def unstage(self, staged: Staged) -> None:
+        self.take_back([staged.slot])
+
+    def take_back(self, slots: list[int]) -> None:
+        for slot in slots:
+            if slot not in self._in_flight:
+                raise FrameError(f"the receiver gives back slot {slot}, which is not in use")
+            self._in_flight.remove(slot)
+            self._free.append(slot)
+
+    def payload_of(self, staged: Staged | None) -> tuple[memoryview, ...]:
+        del staged
+        return ()
+
 
 MAX_CONNECTIONS = 256
 #: Of them, from one address: a stranger leaves places for others.
@@ -74,9 +235,9 @@ class ServerStream(ABC):
         """Most payload bytes that may follow a header on the socket."""
 
     @abstractmethod
-    def payload(self, preamble: Preamble, frame: Frame, land: Land) -> Payload:
-        """The frame's payload, valid until the next frame is read; empty if it has landed. Raises
-        FrameError if there is none."""
+    def payload(self, num_bytes: int, frame: Frame, land: Land) -> Payload:
+        """The frame's payload, valid until the next frame is read; empty if it has landed.
+        num_bytes: of it on the socket. Raises FrameError if there is none."""
 
     def accept(self, frame: kv_pb2.KvAccept) -> None:
         """Send the acceptance, with whatever the peer needs to stage payloads."""
@@ -126,7 +287,7 @@ class ServerStream(ABC):
         """Wait for a frame. land: the session's. Raises EOFError at the end of the stream,
         FrameError, OSError."""
         preamble, frame = self.read_header(self.max_payload_bytes)
-        return frame, self.payload(preamble, frame, land)
+        return frame, self.payload(preamble.payload_bytes, frame, land)
 
     def read_header(self, max_payload_bytes: int) -> tuple[Preamble, Frame]:
         """As read_frame, without the payload."""
@@ -301,11 +462,11 @@ def _converse(stream: ServerStream, receiver: Receiver, peer: _Peer) -> None:
 def _serve(stream: ServerStream, session: ReceiverSession, peer: _Peer) -> str:
     """Feed the session until the connection ends; why it did."""
     try:
-        while not session.is_refused:
+        while not session.handshake.is_refused:
             session.report_aborts()
-            if not session.is_open or stream.wait():
+            if session.handshake.terms is None or stream.wait():
                 session.on_frame(*stream.read_frame(session.land))
-            if session.is_open and peer.leave_at_s is not None:
+            if session.handshake.terms and peer.leave_at_s is not None:
                 peer.leave_at_s = None
                 stream.opened()
     except FrameError as error:
