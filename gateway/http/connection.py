@@ -138,6 +138,8 @@ class HttpConnection(asyncio.Protocol):
         """Answers a request."""
         self._writable: asyncio.Event | None = None
         """Not set while the client is slow to read; made when it first is."""
+        self.lost = self._loop.create_future()
+        """Done when the connection is closed, and all that it held is let go."""
 
     # asyncio's callbacks
 
@@ -145,10 +147,11 @@ class HttpConnection(asyncio.Protocol):
         # Those of uvloop are none by their type.
         self._transport = cast(asyncio.Transport, transport)
         self._state.connections.add(self)
-        self._set_timer(self._limits.idle_timeout_s, self._abort)
+        self._set_timer(self._limits.idle_timeout_s, self.abort)
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
         self._state.connections.discard(self)
+        self.lost.set_result(None)
         self._drop_body()
         self._whole.clear()
         self._transport = None
@@ -320,7 +323,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _go_on(self, response: HttpResponse) -> None:
         if not response.has_ended:
-            self._abort()  # half of an answer must not look like a whole one
+            self.abort()  # half of an answer must not look like a whole one
         elif response.keeps_alive and not self._state.is_stopping:
             self._next()
         else:
@@ -330,7 +333,7 @@ class HttpConnection(asyncio.Protocol):
         """Close when all is written, or when that takes too long."""
         if self._transport is not None:
             self._phase = _Phase.REFUSED
-            self._set_timer(self._limits.write_timeout_s, self._abort)
+            self._set_timer(self._limits.write_timeout_s, self.abort)
             self._transport.close()
 
     def stop(self) -> None:
@@ -338,7 +341,8 @@ class HttpConnection(asyncio.Protocol):
         if self.task is None:
             self.close()
 
-    def _abort(self) -> None:
+    def abort(self) -> None:
+        """Close at once; what is not written is not."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -354,7 +358,7 @@ class HttpConnection(asyncio.Protocol):
             case _Phase.BUSY:
                 self._cancel_timer()
             case _Phase.IDLE:
-                self._set_timer(limits.idle_timeout_s, self._abort)
+                self._set_timer(limits.idle_timeout_s, self.abort)
             case _Phase.HEAD:
                 self._set_timer(limits.header_timeout_s, self._be_late)
             case _Phase.BODY:
@@ -380,11 +384,11 @@ class HttpConnection(asyncio.Protocol):
         if self._transport is None:
             return
         if self.task is not None:
-            self._abort()  # the answer to the request before it is under way
+            self.abort()  # the answer to the request before it is under way
             return
         self._phase = _Phase.REFUSED
         self._write(head_of(error.status, self._state.date(), error_headers(error)) + error.json)
-        self._set_timer(self._limits.linger_s, self._abort)
+        self._set_timer(self._limits.linger_s, self.abort)
 
     # Writing
 
@@ -407,7 +411,7 @@ class HttpConnection(asyncio.Protocol):
             async with asyncio.timeout(self._limits.write_timeout_s):
                 await self._writable.wait()
         except TimeoutError:
-            self._abort()
+            self.abort()
 
     @property
     def date(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from collections.abc import Collection
 
 from baton.errors import ConfigError
 from baton.rpc.bind import bind_fault
@@ -13,7 +14,8 @@ from gateway.http.connection import HttpConnection, HttpHandler, HttpLimits, Htt
 
 _BACKLOG = 1024
 _HANDSHAKE_TIMEOUT_S = 10.0
-#: How long handlers may take to clean up once they were cancelled.
+#: How long handlers may take to clean up once they were cancelled, and then clients to read what is
+#: written.
 _CLEAN_UP_S = 5.0
 
 
@@ -36,7 +38,7 @@ class HttpServer:
 
     async def stop(self, grace_s: float | None = None) -> None:
         """No new requests; running ones have `grace_s` to finish and are cancelled then. None
-        cancels them at once."""
+        cancels them at once. All connections are closed when it returns."""
         state = self._state
         state.is_stopping = True
         self._server.close()
@@ -48,8 +50,13 @@ class HttpServer:
         for task in tasks:
             task.cancel()
         await _ended(tasks, _CLEAN_UP_S)
-        for connection in tuple(state.connections):
+        left = tuple(state.connections)
+        for connection in left:
             connection.close()
+        await _ended({connection.lost for connection in left}, _CLEAN_UP_S)
+        for connection in left:
+            connection.abort()
+        await _ended({connection.lost for connection in left}, _CLEAN_UP_S)
 
     def _tasks(self) -> set[asyncio.Task[None]]:
         return {c.task for c in self._state.connections if c.task is not None}
@@ -127,6 +134,6 @@ def _server_context(tls: TlsFiles, requires_client_cert: bool) -> ssl.SSLContext
     return first
 
 
-async def _ended(tasks: set[asyncio.Task[None]], timeout_s: float) -> None:
+async def _ended(tasks: Collection[asyncio.Future[None]], timeout_s: float) -> None:
     if tasks:
         await asyncio.wait(tasks, timeout=timeout_s)

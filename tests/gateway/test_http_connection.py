@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +20,7 @@ from gateway.http.connection import (
     HttpServerState,
 )
 from gateway.http.errors import HttpError, http_error
+from gateway.http.server import HttpServer
 from tests.support.virtual_loop import run_virtual
 
 LIMITS = HttpLimits(
@@ -401,5 +402,41 @@ def test_a_server_that_stops_lets_answers_end() -> None:
         await asyncio.sleep(3.0)
         assert busy.sent.endswith(b"done")
         assert not busy.is_open
+
+    run(test)
+
+
+class Stuck(Wire):
+    """Its client reads nothing: what was written before it closes never gets there."""
+
+    def close(self) -> None:
+        self.is_open = False
+
+    def abort(self) -> None:
+        self.was_aborted = True
+        asyncio.get_running_loop().call_soon(self.lose)
+
+
+class Listener:
+    """What accepts connections, as far as a server that stops asks it."""
+
+    is_open = True
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+def test_a_server_that_has_stopped_has_no_connections() -> None:
+    async def test(world: World) -> None:
+        wires = [world.connect()[1] for _ in range(3)]
+        stuck = Stuck()
+        stuck.connection = HttpConnection(world.state)
+        stuck.connection.connection_made(stuck)
+        listener = Listener()
+        server = HttpServer(cast(asyncio.Server, listener), world.state, "127.0.0.1", 1)
+        await server.stop()
+        assert not world.state.connections
+        assert not listener.is_open
+        assert [wire.was_aborted for wire in (*wires, stuck)] == [False, False, False, True]
 
     run(test)
