@@ -17,13 +17,13 @@ from baton.errors import BatonError, Cancelled, DeadlineExceeded, EngineFault
 from baton.rpc.api_key import shown_digest
 from baton.sampling_params import MAX_CHOICES
 from baton.telemetry import no_telemetry
+from baton.telemetry.spans import trace_of
 from baton.types import Tier, WorkerInfo
 from baton.v1 import inference_pb2, sampling_pb2
 from baton.wire import numerics_to_proto
 from gateway.intake.chat import ChatRenderer, more_of
 from gateway.intake.grammars import GrammarCompiler
-from gateway.intake.model_facts import ModelFacts
-from gateway.intake.request import ValidatedRequest, unique_request_id
+from gateway.intake.request import ChoiceSoFar, ValidatedRequest, unique_request_id
 from gateway.intake.sampling_rules import num_returned
 from gateway.intake.tokenizer import Tokenizer, TooManyTokens
 from gateway.intake.validator import (
@@ -33,17 +33,14 @@ from gateway.intake.validator import (
     check_model,
     check_request,
     check_tokenize,
-    choices_so_far,
     resolve,
     too_long,
 )
-from gateway.intake.violations import given
-from gateway.output.delivery import Write
-from gateway.output.time_limits import fail_at
+from gateway.intake.violations import ModelFacts, given
+from gateway.output.delivery import Write, fail_at
 from gateway.request.driver import RequestDeps, RequestDriver
 from gateway.routing.fleet import Fleet, Worker
-from gateway.telemetry.handoffs import RecentHandoffs
-from gateway.telemetry.recorder import GatewayRecorder, RequestRecord
+from gateway.telemetry.recorder import GatewayRecorder, RecentHandoffs, RequestRecord
 
 #: Tokens that any model is taken to have room for until a worker reports.
 _UNKNOWN_LEN = 2**20
@@ -198,19 +195,20 @@ class Serving:
     async def _validated(
         self, request: inference_pb2.GenerateRequest, request_id: str, record: RequestRecord
     ) -> ValidatedRequest:
-        facts = self.facts
+        facts, params = self.facts, request.sampling
         check_request(request, facts)
         started_s = self._clock()
         prompt_token_ids = await self._tokenize(request.prompt, facts)
-        bad_words = await self.tokenizer.ways_to_write(request.sampling.bad_words)
+        words = params.bad_words
+        bad_words = await self.tokenizer.ways_to_write(words) if words else ()
         tokenize_ms = (self._clock() - started_s) * 1e3
-        grammar = await self._grammar(request.sampling)
+        is_structured = params.HasField("structured_output")
+        grammar = await self._grammars.compile(params.structured_output) if is_structured else b""
         ids = Ids(
             request_id,
             secrets.randbits(64),
             self._now_ns(),
-            record.traceparent,
-            record.tracestate,
+            *trace_of(record.span.get_span_context()),
         )
         spec, text = resolve(request, Tokenized(prompt_token_ids, bad_words, grammar), facts, ids)
         record.spec = spec
@@ -219,47 +217,37 @@ class Serving:
             text,
             record.timeline.arrival_s,
             tokenize_ms,
-            num_returned=num_returned(request.sampling),
-            echo_text=await self._echo_text(request, spec.prompt_token_ids),
-            resume_from=choices_so_far(request),
+            num_returned=num_returned(params),
+            echo_text=await self._echo_text(request, prompt_token_ids) if params.echo else None,
+            resume_from={
+                entry.choice: ChoiceSoFar(tuple(entry.token_ids), entry.num_chars, entry.has_ended)
+                for entry in request.resume_from
+            },
         )
-
-    async def _grammar(self, params: sampling_pb2.SamplingParams) -> bytes:
-        if not params.HasField("structured_output"):
-            return b""
-        return await self._grammars.compile(params.structured_output)
 
     async def _echo_text(
         self, request: inference_pb2.GenerateRequest, prompt_token_ids: tuple[int, ...]
-    ) -> str | None:
-        """The prompt's text if it is to be echoed: as it was given, or what its tokens say."""
-        if not request.sampling.echo:
-            return None
+    ) -> str:
+        """The prompt's text: as it was given, or what its tokens say."""
         if request.prompt.WhichOneof("kind") == "text":
             return request.prompt.text
         skips = given(request.sampling, "skip_special_tokens", True)
         return await self.tokenizer.decode_all(prompt_token_ids, skips)
 
     async def _tokenize(self, prompt: inference_pb2.Prompt, facts: ModelFacts) -> tuple[int, ...]:
-        match prompt.WhichOneof("kind"):
+        kind = prompt.WhichOneof("kind")
+        match kind:
             case "text":
-                return await self._encode(prompt.text, facts, add_special_tokens=True)
+                text = prompt.text
             case "chat" if self._chat is not None:
                 messages = [(message.role, message.content) for message in prompt.chat.messages]
                 text = await self._chat.render(messages, more_of(prompt.chat))
-                # The template wrote the special tokens already.
-                return await self._encode(text, facts, add_special_tokens=False)
             case _:
                 return tuple(prompt.token_ids.ids)
-
-    async def _encode(
-        self, text: str, facts: ModelFacts, *, add_special_tokens: bool
-    ) -> tuple[int, ...]:
+        is_bare = kind == "text"  # a template has written the special tokens already
         most = facts.max_prompt_tokens
         try:
-            return await self.tokenizer.encode(
-                text, add_special_tokens=add_special_tokens, max_tokens=most
-            )
+            return await self.tokenizer.encode(text, add_special_tokens=is_bare, max_tokens=most)
         except TooManyTokens as error:
             raise too_long(error.num_tokens, facts) from None
 

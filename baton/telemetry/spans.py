@@ -105,19 +105,15 @@ def context_of(traceparent: str, tracestate: str = "") -> Context:
     return TraceContextTextMapPropagator().extract(carrier, Context())
 
 
-def traceparent_of(span: SpanContext) -> str:
-    """What the next process continues; empty if there is no trace."""
+def trace_of(span: SpanContext) -> tuple[str, str]:
+    """traceparent, which the next process continues, and tracestate, what vendors added to the
+    trace, the latest first; empty if there is no trace."""
     if not span.is_valid:
-        return ""
-    return f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
-
-
-def tracestate_of(span: SpanContext) -> str:
-    """What vendors added to the trace, the latest first; empty if there is no trace."""
+        return "", ""
     kept = ""
-    for key, value in span.trace_state.items() if span.is_valid else ():
+    for key, value in span.trace_state.items():
         longer = f"{kept},{key}={value}".removeprefix(",")
         if len(longer) > MAX_TRACESTATE_CHARS:
             break
         kept = longer
-    return kept
+    return f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}", kept

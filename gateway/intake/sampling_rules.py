@@ -14,9 +14,9 @@ from baton.errors import FieldViolation
 from baton.sampling_params import LENGTH_PENALTY, MAX_BEAM_WIDTH, MAX_CHOICES, OPTIONS, Texts
 from baton.types import BeamParams, EarlyStopping, Sampling
 from baton.v1 import sampling_pb2
-from gateway.intake.model_facts import ModelFacts
 from gateway.intake.violations import (
     MAX_SHOWN,
+    ModelFacts,
     Violations,
     given,
     limit_violations,
@@ -72,7 +72,7 @@ def prompt_logprobs_violations(
 ) -> Violations:
     """Log probabilities of more of the prompt than one message carries."""
     count = num_prompt_tokens * (params.prompt_logprobs + 1)
-    if params.HasField("prompt_logprobs") and count > MAX_PROMPT_LOGPROBS:
+    if count > MAX_PROMPT_LOGPROBS:
         yield FieldViolation(
             f"{_PATH}.prompt_logprobs",
             f"{params.prompt_logprobs}: with {num_prompt_tokens} tokens of prompt more than "
@@ -103,11 +103,6 @@ def num_returned(params: sampling_pb2.SamplingParams) -> int:
     return given(params, "n", 1)
 
 
-def num_choices(params: sampling_pb2.SamplingParams) -> int:
-    """Choices that the tiers produce; the outputs of a beam search are its choices."""
-    return given(params, "best_of", num_returned(params))
-
-
 def sampling_of(
     params: sampling_pb2.SamplingParams,
     num_prompt_tokens: int,
@@ -118,7 +113,7 @@ def sampling_of(
 ) -> Sampling:
     """What the tiers get. seed: for requests that give none. grammar: that of
     structured_output, or empty."""
-    beam = _beam_params(params)
+    beam = _beam_params(params) if params.HasField("beam_search") else None
     plain = {f.name: value for f, value in params.ListFields() if f.name in _PLAIN}
     defaults = facts.sampling_defaults
     if beam:
@@ -129,13 +124,15 @@ def sampling_of(
     room = facts.max_model_len - num_prompt_tokens
     # Room for what the request asks for, and the model's default does not know of.
     unasked = max(params.min_tokens, min(room, defaults.get("max_tokens", room)))
+    # Each way of writing a word once, without those that need tokens which the model lacks.
+    ways = dict.fromkeys(ids for written in bad_words for ids in written)
     return Sampling(
         **chosen,
         logit_bias=MappingProxyType(dict(params.logit_bias)),
         max_tokens=given(params, "max_tokens", unasked),
         stop_token_ids=_stop_token_ids(params, facts),
         seed=given(params, "seed", seed),
-        bad_words=_possible(bad_words, facts.vocab_size),
+        bad_words=tuple(ids for ids in ways if max(ids) < facts.vocab_size),
         grammar=grammar,
         beam=beam,
     )
@@ -146,15 +143,7 @@ def _stop_token_ids(params: sampling_pb2.SamplingParams, facts: ModelFacts) -> f
     return eos.union(params.stop_token_ids)
 
 
-def _possible(bad_words: BadWordIds, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Each way of writing a word once, without those that need tokens which the model lacks."""
-    ways = dict.fromkeys(ids for written in bad_words for ids in written)
-    return tuple(ids for ids in ways if max(ids) < vocab_size)
-
-
-def _beam_params(params: sampling_pb2.SamplingParams) -> BeamParams | None:
-    if not params.HasField("beam_search"):
-        return None
+def _beam_params(params: sampling_pb2.SamplingParams) -> BeamParams:
     beam = params.beam_search
     return BeamParams(
         width=beam.width,

@@ -7,8 +7,7 @@ import re
 
 from baton.errors import FieldViolation
 from baton.v1 import inference_pb2
-from gateway.intake.model_facts import ModelFacts
-from gateway.intake.violations import MAX_SHOWN, Violations, shown
+from gateway.intake.violations import MAX_SHOWN, ModelFacts, Violations, shown
 
 MAX_TOOLS = 128
 MAX_TOOL_CHARS = 65_536

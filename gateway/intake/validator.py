@@ -11,18 +11,17 @@ from dataclasses import dataclass
 from baton.errors import BatonError, FieldViolation, InvalidRequest, ModelNotFound
 from baton.types import SequenceSpec, tenant_of
 from baton.v1 import inference_pb2, sampling_pb2
-from gateway.intake.model_facts import ModelFacts
-from gateway.intake.request import ChoiceSoFar, TextOptions
+from gateway.intake.request import TextOptions
 from gateway.intake.sampling_rules import (
     BadWordIds,
     bad_word_violations,
-    num_choices,
+    num_returned,
     prompt_logprobs_violations,
     sampling_of,
     sampling_violations,
 )
 from gateway.intake.tool_rules import tool_violations
-from gateway.intake.violations import MAX_SHOWN, Violations, given, id_violations, shown
+from gateway.intake.violations import MAX_SHOWN, ModelFacts, Violations, given, id_violations, shown
 
 MAX_PRIORITY = 1000
 MAX_SALT_CHARS = 256
@@ -76,9 +75,15 @@ def check_request(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> 
     violations = [
         *_prompt_violations(request.prompt, facts),
         *sampling_violations(request.sampling, facts),
-        *_other_violations(request),
-        *_resume_violations(request, facts),
     ]
+    if abs(request.priority) > MAX_PRIORITY:
+        text = f"{request.priority}: must be from {-MAX_PRIORITY} to {MAX_PRIORITY}"
+        violations.append(FieldViolation("priority", text))
+    if len(salt := request.cache_salt) > MAX_SALT_CHARS:
+        text = f"{shown(salt)}, {len(salt)} characters: give at most {MAX_SALT_CHARS}"
+        violations.append(FieldViolation("cache_salt", text))
+    if request.resume_from:
+        violations += _resume_violations(request, facts)
     num_tokens = len(request.prompt.token_ids.ids)
     if 0 < num_tokens <= facts.max_prompt_tokens:
         violations += _output_violations(num_tokens, request.sampling, facts)
@@ -120,9 +125,12 @@ def resolve(
         raise InvalidRequest.of(FieldViolation("prompt", "no token comes of it; give some text"))
     if num_prompt_tokens > facts.max_prompt_tokens:
         raise too_long(num_prompt_tokens, facts)
-    violations = [*bad_word_violations(params, tokenized.bad_words, facts)]
+    violations: list[FieldViolation] = []
+    if params.bad_words:
+        violations += bad_word_violations(params, tokenized.bad_words, facts)
     if request.prompt.WhichOneof("kind") != "token_ids":  # those were checked before
-        violations += _foreign_token_violations(tokenized.prompt_token_ids, facts)
+        if max(tokenized.prompt_token_ids) >= facts.vocab_size:
+            violations.append(_foreign_token_violation(tokenized.prompt_token_ids, facts))
         violations += _output_violations(num_prompt_tokens, params, facts)
     if violations:
         raise InvalidRequest.of(*violations)
@@ -142,9 +150,9 @@ def resolve(
         arrival_ns=ids.arrival_ns,
         traceparent=ids.traceparent,
         tracestate=ids.tracestate,
-        num_choices=num_choices(params),
+        num_choices=given(params, "best_of", num_returned(params)),
     )
-    if violations := [*_finished_violations(request, spec, facts)]:
+    if request.resume_from and (violations := [*_finished_violations(request, spec, facts)]):
         raise InvalidRequest.of(*violations)
     text = TextOptions(
         stop=tuple(params.stop),
@@ -153,14 +161,6 @@ def resolve(
         user_stop_token_ids=frozenset(params.stop_token_ids),
     )
     return spec, text
-
-
-def choices_so_far(request: inference_pb2.GenerateRequest) -> dict[int, ChoiceSoFar]:
-    """By choice, what the client of a checked request has of it already."""
-    return {
-        entry.choice: ChoiceSoFar(tuple(entry.token_ids), entry.num_chars, entry.has_ended)
-        for entry in request.resume_from
-    }
 
 
 def _prompt_violations(prompt: inference_pb2.Prompt, facts: ModelFacts) -> Violations:
@@ -186,13 +186,11 @@ def _prompt_violations(prompt: inference_pb2.Prompt, facts: ModelFacts) -> Viola
             yield FieldViolation("prompt", "unset; give one of text, token_ids or chat")
 
 
-def _foreign_token_violations(token_ids: Sequence[int], facts: ModelFacts) -> Violations:
+def _foreign_token_violation(token_ids: Sequence[int], facts: ModelFacts) -> FieldViolation:
     """Tokens that the tokenizer has and the model has not: added ones, if the model was not resized
     for them."""
-    if max(token_ids) < facts.vocab_size:
-        return
     foreign = [token_id for token_id in token_ids if token_id >= facts.vocab_size]
-    yield FieldViolation(
+    return FieldViolation(
         "prompt",
         f"{len(foreign)} of its tokens, {foreign[0]} the first, are beyond the model's "
         f"vocabulary of {facts.vocab_size}; leave out the special tokens of other models",
@@ -231,25 +229,10 @@ def _chat_violations(chat: inference_pb2.ChatPrompt, facts: ModelFacts) -> Viola
     yield from tool_violations(chat, facts)
 
 
-def _other_violations(request: inference_pb2.GenerateRequest) -> Violations:
-    if abs(request.priority) > MAX_PRIORITY:
-        yield FieldViolation(
-            "priority", f"{request.priority}: must be from {-MAX_PRIORITY} to {MAX_PRIORITY}"
-        )
-    if len(request.cache_salt) > MAX_SALT_CHARS:
-        yield FieldViolation(
-            "cache_salt",
-            f"{shown(request.cache_salt)}, {len(request.cache_salt)} characters: "
-            f"give at most {MAX_SALT_CHARS}",
-        )
-
-
 def _resume_violations(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> Violations:
     entries, params = request.resume_from, request.sampling
-    if not entries:
-        return
-    num_returned = given(params, "n", 1)
-    if params.HasField("beam_search") or num_choices(params) != num_returned:
+    n = num_returned(params)
+    if params.HasField("beam_search") or given(params, "best_of", n) != n:
         yield FieldViolation(
             "resume_from",
             "given with a beam search or best_of, which send nothing before their end; leave it "
@@ -263,14 +246,12 @@ def _resume_violations(request: inference_pb2.GenerateRequest, facts: ModelFacts
         yield FieldViolation(
             "sampling.seed", "unset: an answer goes on with the seed that it began with; give it"
         )
-    if len(entries) == num_returned and all(entry.has_ended for entry in entries):
+    if len(entries) == n and all(entry.has_ended for entry in entries):
         yield FieldViolation("resume_from", "every choice has ended: there is nothing left to send")
-    for index, entry in enumerate(entries[: num_returned + MAX_SHOWN]):
+    for index, entry in enumerate(entries[: n + MAX_SHOWN]):
         field = f"resume_from[{index}]"
-        if entry.choice >= num_returned:
-            yield FieldViolation(
-                f"{field}.choice", f"{entry.choice}: must be below n, {num_returned}"
-            )
+        if entry.choice >= n:
+            yield FieldViolation(f"{field}.choice", f"{entry.choice}: must be below n, {n}")
         if not (entry.token_ids or entry.has_ended):
             yield FieldViolation(
                 f"{field}.token_ids", "[]: empty; leave out a choice that nothing came of"
@@ -299,7 +280,9 @@ def _finished_violations(
 
 
 def _char_violations(field: str, num_chars: int, facts: ModelFacts) -> Violations:
-    if num_chars > facts.max_prompt_chars:
+    # A longer text is not looked at: it would have too many tokens, unless the tokenizer leaves
+    # most of it out.
+    if num_chars > facts.max_prompt_tokens * facts.max_token_chars:
         yield FieldViolation(
             field,
             f"{num_chars} characters: a prompt has at most {facts.max_prompt_tokens} tokens here, "
@@ -325,7 +308,8 @@ def _output_violations(
     num_prompt_tokens: int, params: sampling_pb2.SamplingParams, facts: ModelFacts
 ) -> Violations:
     """What does not fit beside a prompt that fits."""
-    yield from prompt_logprobs_violations(params, num_prompt_tokens)
+    if params.HasField("prompt_logprobs"):
+        yield from prompt_logprobs_violations(params, num_prompt_tokens)
     room = facts.max_model_len - num_prompt_tokens
     if params.HasField("max_tokens"):
         if params.max_tokens > room:

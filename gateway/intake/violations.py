@@ -1,8 +1,10 @@
-"""What the validator's rules are made of: limits, and how a wrong value is reported."""
+"""What the validator's rules are made of: what is known of the model and its workers, limits, and
+how a wrong value is reported."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -17,6 +19,34 @@ _MAX_SHOWN_CHARS = 40
 
 Violations = Iterator[FieldViolation]
 ValueT = TypeVar("ValueT")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What requests are checked against.
+
+    max_kv_tokens: tokens that the largest decode worker's memory holds. max_num_seqs: sequences
+    that the widest one runs at once. max_token_chars: of the longest token of the tokenizer.
+    has_tools: whether the chat template describes tools. aliases: further names.
+    sampling_defaults: the model's own, by option.
+    """
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    max_kv_tokens: int
+    eos_token_ids: frozenset[int]
+    has_chat_template: bool
+    max_num_seqs: int
+    max_token_chars: int
+    has_tools: bool = False
+    aliases: tuple[str, ...] = ()
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """One token of output must fit, too."""
+        return min(self.max_model_len, self.max_kv_tokens) - 1
 
 
 def limit_violations(field: str, value: Any, limits: Limits, vocab_size: int) -> Violations:

@@ -1,17 +1,19 @@
-"""Writes the pieces of a request's outputs to its client, one at a time."""
+"""Writes the pieces of a request's outputs to its client, one at a time, within time limits: the
+request's deadline, and how long its client may take for a piece."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
-from baton.errors import EngineFault
+from baton.errors import BatonError, ClientStalled, EngineFault
 from baton.telemetry.names import RequestEvent
 from baton.types import FinishReason, TokenLogprobs
 from baton.v1 import inference_pb2, sampling_pb2
 from baton.wire import logprobs_to_proto
 from gateway.intake.request import ValidatedRequest
 from gateway.output.output import Piece
-from gateway.output.time_limits import StallDetector
 from gateway.telemetry.timing import Timeline
 
 #: Sends one chunk; returns when the client's window took it. Never called again before it has
@@ -19,8 +21,26 @@ from gateway.telemetry.timing import Timeline
 Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 
 
+@asynccontextmanager
+async def fail_at(when_s: float, error: Callable[[], BatonError]) -> AsyncIterator[None]:
+    """Cancel the body at `when_s` on the event loop's clock, and raise `error()`; other timeouts
+    pass untouched."""
+    scope = asyncio.timeout_at(when_s)
+    try:
+        async with scope:
+            yield
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        raise error() from None
+
+
 class Delivery:
-    """Of one request."""
+    """Of one request. The body of `watching` ends when a piece takes too long.
+
+    One timer that ticks again and again: one for each piece would cost as much as all else that the
+    gateway does about it.
+    """
 
     def __init__(
         self,
@@ -28,14 +48,17 @@ class Delivery:
         write: Write,
         timeline: Timeline,
         clock: Callable[[], float],
-        stalls: StallDetector,
+        stall_timeout_s: float,
     ) -> None:
-        """clock: the timeline's."""
+        """clock: the timeline's. stall_timeout_s: longest time that a piece may take."""
         self._request = request
         self._write = write
         self._timeline = timeline
         self._clock = clock
-        self._stalls = stalls
+        self._stall_timeout_s = stall_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._began_s: float | None = None
+        """To write a piece, while one is written; on the event loop's clock."""
         self._num_ended = sum(choice.has_ended for choice in request.resume_from.values())
 
     async def send(
@@ -55,11 +78,40 @@ class Delivery:
             self._num_ended += 1
             if self._num_ended == self._request.num_returned:
                 self._complete(chunk, piece.finish)
-        self._stalls.on_write()
+        self._began_s = self._loop.time()
         try:
             await self._write(chunk)
         finally:
-            self._stalls.on_written()
+            self._began_s = None
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Cancel the body, and raise ClientStalled, at the moment that a piece takes too long."""
+        timeout_s = self._stall_timeout_s
+        scope = asyncio.timeout(None)
+        timer: asyncio.TimerHandle | None = None
+
+        def tick() -> None:
+            nonlocal timer
+            now_s = self._loop.time()
+            due_s = (now_s if self._began_s is None else self._began_s) + timeout_s
+            if due_s <= now_s:
+                scope.reschedule(now_s)
+            else:
+                timer = self._loop.call_at(due_s, tick)
+
+        try:
+            async with scope:
+                tick()
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            text = f"a chunk was not taken within {timeout_s:g} s; read faster"
+            raise ClientStalled(text) from None
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     def _chunk_of(self, index: int, piece: Piece) -> inference_pb2.GenerateResponse:
         sampling = self._request.spec.sampling

@@ -56,7 +56,10 @@ class Detokenizer:
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete."""
-        self._extend(token_ids)
+        if self._decoding.kinds:
+            self._extend(token_ids, self._decoding.kinds)
+        else:
+            self._window.extend(token_ids)
         text = self._decode(self._window)
         # In runs that have ended nothing is unfinished.
         whole = text if self._decoding.kinds else text.rstrip(_REPLACEMENT)
@@ -83,12 +86,8 @@ class Detokenizer:
         self._is_whole = True
         return piece
 
-    def _extend(self, token_ids: Sequence[int]) -> None:
+    def _extend(self, token_ids: Sequence[int], kinds: bytes) -> None:
         """Add ids to the window, and to the run behind it those that more bytes may follow."""
-        kinds = self._decoding.kinds
-        if not kinds:
-            self._window.extend(token_ids)
-            return
         for token_id in token_ids:
             kind = kinds[token_id] if token_id < len(kinds) else SILENT
             if kind == TEXT:

@@ -57,7 +57,8 @@ class Output:
             if options.stop
             else None
         )
-        self._token_ids: list[int] = []
+        self.token_ids: list[int] = []
+        """All tokens so far."""
         self._samples: list[Sample] = []
         self._text: list[str] = []
         self._num_chars_to_skip = 0
@@ -65,15 +66,6 @@ class Output:
         self._stop: str | None = None
         self._score: float | None = None
         self.finish = FinishReason.NONE
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """All tokens so far."""
-        return tuple(self._token_ids)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self._token_ids)
 
     def resume(self, token_ids: Sequence[int], num_chars: int) -> None:
         """Begin behind tokens that the client has, with so many characters of their text. The
@@ -95,12 +87,14 @@ class Output:
         score: of the whole output, with its last tokens. Raises EngineFault on a gap, or where a
         token differs from the one known.
         """
-        num_known = len(self._token_ids) - token_index
+        num_known = len(self.token_ids) - token_index
         if num_known < 0:
-            raise EngineFault(f"tokens {len(self._token_ids)}..{token_index - 1} never came")
-        if num_known:
-            self._check_known(token_index, samples[:num_known])
-            samples = samples[num_known:]
+            raise EngineFault(f"tokens {len(self.token_ids)}..{token_index - 1} never came")
+        for index, sample in enumerate(samples[:num_known], start=token_index):
+            if self.token_ids[index] != sample.token_id:
+                known = self.token_ids[index]
+                raise EngineFault(f"token {index} came twice, as {known} and as {sample.token_id}")
+        samples = samples[num_known:]
         if self.finish is not FinishReason.NONE or (not samples and finish is FinishReason.NONE):
             return
         self._score = score
@@ -123,28 +117,25 @@ class Output:
                 max(0, self._num_chars_to_skip - len(text)),
             )
             text = text[skipped:]
+        stop_token_id = None
+        if self.finish is FinishReason.STOP and self._stop is None and self.token_ids:
+            # The client's own stop token, if that is what ended the output.
+            last = self.token_ids[-1]
+            stop_token_id = last if last in self._options.user_stop_token_ids else None
         return Piece(
-            token_index=len(self._token_ids) - len(samples),
+            token_index=len(self.token_ids) - len(samples),
             samples=samples,
             text=text,
             finish=self.finish,
             stop=self._stop,
-            stop_token_id=self._stop_token_id() if is_over else None,
+            stop_token_id=stop_token_id,
             score=self._score if is_over else None,
         )
-
-    def _check_known(self, token_index: int, samples: Sequence[Sample]) -> None:
-        for index, sample in enumerate(samples, start=token_index):
-            if self._token_ids[index] != sample.token_id:
-                raise EngineFault(
-                    f"token {index} came twice, as {self._token_ids[index]} and as "
-                    f"{sample.token_id}"
-                )
 
     def _feed(self, samples: Sequence[Sample], finish: FinishReason) -> None:
         """Add new tokens and their text, up to the one that completes a stop string."""
         token_ids = [sample.token_id for sample in samples]
-        num_known = len(self._token_ids)
+        num_known = len(self.token_ids)
         # A stop token has no text of its own, unless it was asked for.
         num_texts = len(token_ids)
         if finish is FinishReason.STOP and not self._options.is_stop_included:
@@ -159,7 +150,7 @@ class Output:
             num_searched = self._search(matcher, token_ids[num_free:num_texts])
             if self._stop is not None:
                 num_taken = num_free + num_searched
-        self._token_ids.extend(token_ids[:num_taken])
+        self.token_ids.extend(token_ids[:num_taken])
         self._samples.extend(samples[:num_taken])
 
     def _search(self, matcher: StopMatcher, token_ids: list[int]) -> int:
@@ -188,13 +179,6 @@ class Output:
                 return
             text = self._matcher.flush()
         self._text.append(text)
-
-    def _stop_token_id(self) -> int | None:
-        """The client's own stop token, if that is what ended the output."""
-        if self.finish is not FinishReason.STOP or self._stop is not None or not self._token_ids:
-            return None
-        last = self._token_ids[-1]
-        return last if last in self._options.user_stop_token_ids else None
 
 
 def best(outputs: Sequence[Piece], num_returned: int) -> list[Piece]:

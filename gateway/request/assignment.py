@@ -9,8 +9,9 @@ import enum
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError, HandoffFailed
-from baton.events import Deferred, Preempted, Tokens, joined
-from baton.types import FinishReason, KvSource, NumericsClass, SequenceSpec
+from baton.events import Deferred, Preempted, Tokens
+from baton.types import KvSource, NumericsClass, SequenceSpec
+from gateway.links.worker_link import WorkerLink
 from gateway.output.output import Output
 from gateway.routing.fleet import Worker
 from gateway.routing.placement import Outcome, Placement
@@ -67,23 +68,6 @@ class Choice:
         self.deliver = (Deliver(self),)
         """All that is to be done when a token comes, made once."""
 
-    @property
-    def has_ended(self) -> bool:
-        return self.output.finish is not FinishReason.NONE
-
-    def take_pending(self) -> int:
-        """Add what came to the output, up to its end. The number of new tokens.
-
-        Raises EngineFault if they do not follow those known.
-        """
-        num_known = self.output.num_tokens
-        pending, self.pending = self.pending, []
-        for event in pending if len(pending) == 1 else joined(pending):
-            if self.has_ended:
-                break
-            self.output.add(event.token_index, event.samples, event.finish, event.score)
-        return self.output.num_tokens - num_known
-
     def note_failure(self, error: BatonError, placement: Placement) -> bool:
         """Count a failure that another try may mend, better elsewhere. Whether it was one too
         many."""
@@ -112,8 +96,8 @@ class Assignment:
     spec: SequenceSpec
     origin: Assignment | None = None
     placement: Placement | None = None
-    open_numbers: set[int] = field(default_factory=set)
-    """Numbers of the choices that are here and go on."""
+    gone: set[int] = field(default_factory=set)
+    """Numbers of the choices that have ended, or go on elsewhere."""
     is_forked: bool = False
     """Whether each choice runs under its own handle at the home."""
     is_prefill_awaited: bool = False
@@ -127,13 +111,6 @@ class Assignment:
     """Whether the origin has handed the sequence off."""
     failure: Released | None = None
     """Of a migration that is RETURNING: why it failed."""
-
-    def __post_init__(self) -> None:
-        self.open_numbers.update(range(len(self.choices)))
-
-    @property
-    def is_search(self) -> bool:
-        return self.spec.sampling.beam is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +127,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Open an assignment's sequence at its home, which gets the KV from `source`."""
+    """Open an assignment's sequence at the home of its place, which gets the KV from `source`."""
 
     assignment: Assignment
+    placement: Placement
     source: KvSource
 
 
@@ -161,6 +139,7 @@ class OpenSource:
     """Open it at its source as well, with the home's ticket."""
 
     assignment: Assignment
+    link: WorkerLink
     ticket: bytes
 
 
@@ -214,17 +193,10 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class SetTimer:
-    """Report to the assignment in `delay_s`, in place of any earlier order."""
+    """Report to the assignment in `delay_s`, in place of any earlier order; None: do not report."""
 
     assignment: Assignment
-    delay_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class CancelTimer:
-    """Do not report."""
-
-    assignment: Assignment
+    delay_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +257,6 @@ Action = (
     | AbortSource
     | Close
     | SetTimer
-    | CancelTimer
     | Update
     | NoteUndelivered
     | Remember

@@ -19,15 +19,13 @@ from baton.types import KvSource, Rank, SequenceSpec
 from gateway.intake.decoding import Decoding
 from gateway.intake.request import ValidatedRequest
 from gateway.links.worker_link import WorkerLink
-from gateway.output.delivery import Delivery, Write
+from gateway.output.delivery import Delivery, Write, fail_at
 from gateway.output.output import Output, best
-from gateway.output.time_limits import StallDetector, fail_at
 from gateway.request.assignment import (
     Abort,
     AbortSource,
     Action,
     Assignment,
-    CancelTimer,
     Choice,
     Close,
     Deliver,
@@ -97,15 +95,21 @@ class RequestDriver:
         timeline.tokenize_ms = request.tokenize_ms
         timeline.num_choices = request.spec.num_choices
         timeline.is_streamed = not (request.is_best_of or request.spec.sampling.beam)
-        self._stalls = StallDetector(deps.client_stall_timeout_s)
-        self._delivery = Delivery(request, write, timeline, self._clock, self._stalls)
+        stall_timeout_s = deps.client_stall_timeout_s
+        self._delivery = Delivery(request, write, timeline, self._clock, stall_timeout_s)
         spec = _with_logprobs(request.spec) if request.is_best_of else request.spec
-        outputs = [self._new_output() for _ in range(spec.num_choices)]
+        decoding = deps.decoding_of(request.text.skip_special_tokens)
+        # A grammar counts a space that its text begins with.
+        is_continuation, min_tokens = bool(spec.sampling.grammar), spec.sampling.min_tokens
+        outputs = [
+            Output(decoding, request.text, min_tokens, is_continuation=is_continuation)
+            for _ in range(spec.num_choices)
+        ]
         for index, so_far in request.resume_from.items():
             num_chars = max(0, so_far.num_chars - len(request.echo_text or ""))
             outputs[index].resume(so_far.token_ids, num_chars)
         ended = {index for index, so_far in request.resume_from.items() if so_far.has_ended}
-        self._state = RequestState(spec, outputs, timeline, ended)
+        self.state = RequestState(spec, outputs, timeline, ended)
         self._error: BatonError | None = None
         self._news: dict[Choice, None] = {}
         """Choices that have something new, in the order in which it came."""
@@ -121,27 +125,17 @@ class RequestDriver:
         self._migrations: dict[Choice, Callable[[], None]] = {}
         """Who ordered those under way, by whom they are of."""
 
-    def _new_output(self) -> Output:
-        text, sampling = self._request.text, self._request.spec.sampling
-        return Output(
-            self._deps.decoding_of(text.skip_special_tokens),
-            text,
-            sampling.min_tokens,
-            # A grammar counts a space that its text begins with.
-            is_continuation=bool(sampling.grammar),
-        )
-
     async def run(self, on_admitted: OnAdmitted | None = None) -> None:
         """Stream the output. `on_admitted` is awaited once the request is in the queue, or has a
         place.
 
         Raises BatonError with the request's id.
         """
-        running = [_RunningChoice(self, choice) for choice in self._state.choices]
+        running = [_RunningChoice(self, choice) for choice in self.state.choices]
         try:
-            async with fail_at(self._deadline_s, self._time_is_over), self._stalls.watching():
+            async with fail_at(self._deadline_s, self._too_late), self._delivery.watching():
                 self._deps.migrator.add(running)
-                self._perform(self._state.on_start(self._clock()))
+                self._perform(self.state.on_start(self._clock()))
                 if on_admitted is not None and self._error is None:
                     # What was just put into the workers' streams goes out first: they are at it
                     # meanwhile.
@@ -153,10 +147,10 @@ class RequestDriver:
             raise
         finally:
             self._deps.migrator.remove(running)
-            self._perform(self._state.on_close())
+            self._perform(self.state.on_close())
 
-    def _time_is_over(self) -> DeadlineExceeded:
-        num_tokens = sum(choice.output.num_tokens for choice in self._state.choices)
+    def _too_late(self) -> DeadlineExceeded:
+        num_tokens = sum(len(choice.output.token_ids) for choice in self.state.choices)
         return DeadlineExceeded(f"the request's time was over with {num_tokens} tokens produced")
 
     async def _deliver_all(self) -> None:
@@ -164,46 +158,41 @@ class RequestDriver:
         ended."""
         while True:
             while self._news:
-                await self._deliver(next(iter(self._news)))
+                choice = next(iter(self._news))
+                self._perform(self.state.on_delivery(choice))
+                del self._news[choice]
+                if not self._request.is_best_of and (piece := choice.output.take()):
+                    await self._delivery.send(choice.index, piece, self.state.prompt_logprobs)
             if self._error is not None:
                 raise self._error
-            if not self._state.num_running:
+            if not self.state.num_running:
                 break
             self._waiter = self._loop.create_future()
             await self._waiter
             self._waiter = None
         if self._request.is_best_of:
-            pieces = [piece for c in self._state.choices if (piece := c.output.take())]
+            pieces = [piece for c in self.state.choices if (piece := c.output.take())]
             for index, piece in enumerate(best(pieces, self._request.num_returned)):
-                await self._delivery.send(index, piece, self._state.prompt_logprobs)
-
-    async def _deliver(self, choice: Choice) -> None:
-        self._perform(self._state.on_delivery(choice))
-        del self._news[choice]
-        if self._request.is_best_of:
-            return
-        piece = choice.output.take()
-        if piece is not None:
-            await self._delivery.send(choice.index, piece, self._state.prompt_logprobs)
+                await self._delivery.send(index, piece, self.state.prompt_logprobs)
 
     # Events
 
     def _on_event(self, assignment: Assignment, number: int, event: SequenceEvent) -> None:
-        self._perform(self._state.on_event(assignment, number, event, self._clock()))
+        self._perform(self.state.on_event(assignment, number, event, self._clock()))
 
     def _on_source_event(self, assignment: Assignment, number: int, event: SequenceEvent) -> None:
-        self._perform(self._state.on_source_event(assignment, number, event, self._clock()))
+        self._perform(self.state.on_source_event(assignment, number, event, self._clock()))
 
     def _on_place(self, assignment: Assignment, place: Placement | BatonError) -> None:
         self._waiting.pop(assignment, None)
         if isinstance(place, Placement):
-            self._perform(self._state.on_placed(assignment, place, self._clock()))
+            self._perform(self.state.on_placed(assignment, place, self._clock()))
         else:
-            self._perform(self._state.on_not_placed(assignment, place))
+            self._perform(self.state.on_not_placed(assignment, place))
 
     def _on_timer(self, assignment: Assignment) -> None:
         self._timers.pop(assignment, None)
-        self._perform(self._state.on_timer(assignment, self._clock()))
+        self._perform(self.state.on_timer(assignment, self._clock()))
 
     # Actions
 
@@ -232,10 +221,12 @@ class RequestDriver:
         match action:
             case Place():
                 self._place(action)
-            case Open(assignment, source):
-                self._open(assignment, source)
-            case OpenSource(assignment, ticket):
-                self._open_source(assignment, ticket)
+            case Open(assignment, placement, source):
+                sink, link = self._on_event, placement.home_link
+                self._homes[assignment] = self._open(assignment, link, source, sink)
+            case OpenSource(assignment, link, ticket):
+                sink, source = self._on_source_event, KvSource.LOCAL
+                self._sources[assignment] = self._open(assignment, link, source, sink, ticket)
             case Pause(assignment, number):
                 link, first = self._homes[assignment]
                 link.pause(first + number)
@@ -253,11 +244,7 @@ class RequestDriver:
             case Close(assignment):
                 self._close(assignment)
             case SetTimer(assignment, delay_s):
-                self._cancel_timer(assignment)
-                timer = self._loop.call_later(delay_s, self._on_timer, assignment)
-                self._timers[assignment] = timer
-            case CancelTimer(assignment):
-                self._cancel_timer(assignment)
+                self._set_timer(assignment, delay_s)
             case Update(placement, outcome):
                 placement.record(outcome)
             case NoteUndelivered(placement, sender, why):
@@ -291,32 +278,22 @@ class RequestDriver:
         else:
             self._on_place(assignment, place)
 
-    def _open(self, assignment: Assignment, source: KvSource) -> None:
-        placement = assignment.placement
-        if placement is None:
-            raise ValueError("an assignment without a place cannot be opened")
-        numbers = range(len(assignment.choices))
-        sinks = [partial(self._on_event, assignment, number) for number in numbers]
-        link = placement.home_link
-        self._homes[assignment] = link, link.open(assignment.spec, source, sinks)
-
-    def _open_source(self, assignment: Assignment, ticket: bytes) -> None:
-        placement = assignment.placement
-        if placement is None or placement.source_link is None:
-            raise ValueError("an assignment without a source cannot be opened at one")
-        numbers = range(len(assignment.choices))
-        sinks = [partial(self._on_source_event, assignment, number) for number in numbers]
-        link = placement.source_link
-        self._sources[assignment] = (
-            link,
-            link.open(assignment.spec, KvSource.LOCAL, sinks, ticket),
-        )
+    def _open(
+        self,
+        assignment: Assignment,
+        link: WorkerLink,
+        source: KvSource,
+        on_event: Callable[[Assignment, int, SequenceEvent], None],
+        ticket: bytes = b"",
+    ) -> _Opened:
+        sinks = [partial(on_event, assignment, n) for n in range(len(assignment.choices))]
+        return link, link.open(assignment.spec, source, sinks, ticket)
 
     def _close(self, assignment: Assignment) -> None:
         waiting = self._waiting.pop(assignment, None)
         if waiting is not None:
             self._deps.dispatcher.cancel(waiting)
-        self._cancel_timer(assignment)
+        self._set_timer(assignment, None)
         self._abort_all(self._sources, assignment)
         self._abort_all(self._homes, assignment)
         if assignment.placement is not None:
@@ -329,25 +306,17 @@ class RequestDriver:
             for handle in range(first, first + len(assignment.choices)):
                 link.abort(handle)
 
-    def _cancel_timer(self, assignment: Assignment) -> None:
+    def _set_timer(self, assignment: Assignment, delay_s: float | None) -> None:
         timer = self._timers.pop(assignment, None)
         if timer is not None:
             timer.cancel()
-
-    # Migrations
-
-    def is_movable(self, choice: Choice) -> bool:
-        return self._state.is_movable(choice)
-
-    def spec_of(self, choice: Choice) -> SequenceSpec:
-        return self._state.spec_of((choice,))
-
-    def rank_of(self, choice: Choice) -> Rank:
-        return self._state.rank_of(choice)
+        if delay_s is not None:
+            timer = self._loop.call_later(delay_s, self._on_timer, assignment)
+            self._timers[assignment] = timer
 
     def migrate(self, choice: Choice, placement: Placement, on_end: Callable[[], None]) -> None:
         self._migrations[choice] = on_end
-        self._perform(self._state.on_migration(choice, placement, self._clock()))
+        self._perform(self.state.on_migration(choice, placement, self._clock()))
 
 
 def _with_logprobs(spec: SequenceSpec) -> SequenceSpec:
@@ -365,7 +334,7 @@ class _RunningChoice:
 
     @property
     def is_movable(self) -> bool:
-        return self.driver.is_movable(self.choice)
+        return self.driver.state.is_movable(self.choice)
 
     @property
     def home(self) -> Worker | None:
@@ -374,11 +343,11 @@ class _RunningChoice:
 
     @property
     def rank(self) -> Rank:
-        return self.driver.rank_of(self.choice)
+        return self.driver.state.rank_of(self.choice)
 
     @property
     def spec(self) -> SequenceSpec:
-        return self.driver.spec_of(self.choice)
+        return self.driver.state.spec_of((self.choice,))
 
     def migrate(self, placement: Placement, on_end: Callable[[], None]) -> None:
         self.driver.migrate(self.choice, placement, on_end)

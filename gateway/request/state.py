@@ -56,16 +56,16 @@ from baton.events import (
     Prefilled,
     SequenceEvent,
     Tokens,
+    joined,
 )
 from baton.telemetry.names import Phase, RequestEvent
-from baton.types import KvSource, NumericsClass, Rank, SequenceSpec, TokenLogprobs
+from baton.types import KvSource, NumericsClass, Rank, SequenceSpec, Tier, TokenLogprobs
 from gateway.output.output import Output
 from gateway.request.assignment import (
     Abort,
     AbortSource,
     Action,
     Assignment,
-    CancelTimer,
     Choice,
     Close,
     EndMigration,
@@ -84,8 +84,7 @@ from gateway.request.assignment import (
     Update,
 )
 from gateway.routing.placement import Outcome, Placement
-from gateway.telemetry.handoffs import Handoff
-from gateway.telemetry.timing import Timeline
+from gateway.telemetry.timing import Handoff, Timeline
 
 #: How long a worker may take to pause a sequence; it goes on there after that.
 PAUSE_TIMEOUT_S = 10.0
@@ -119,13 +118,14 @@ class RequestState:
         self.choices = tuple(Choice(index, output) for index, output in enumerate(outputs))
         for index in ended:
             self.choices[index].is_over = True
-        has_begun = 0 in ended or outputs[0].num_tokens > 0
+        has_begun = 0 in ended or bool(outputs[0].token_ids)
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = () if has_begun else None
-        """Once they are known; before the first tokens, if they were asked for. None if an earlier
+        """Once they are known; before the first tokens, if they were asked for. Empty if an earlier
         stream sent them."""
         self.num_running = len(self.choices) - len(ended)
         """Choices that are not over; none once the request has failed."""
         self._spec = spec
+        self._is_search = spec.sampling.beam is not None
         self._timeline = timeline
         self._assignments: dict[Assignment, None] = {}
         """Those that are not OVER."""
@@ -139,7 +139,7 @@ class RequestState:
 
     def on_start(self, now_s: float) -> Sequence[Action]:
         for choice in self.choices:
-            if choice.has_ended and not choice.is_over:
+            if choice.output.finish and not choice.is_over:
                 self._end(choice)
         for group in self._grouped([choice for choice in self.choices if not choice.is_over]):
             self._wait(group, now_s)
@@ -165,28 +165,88 @@ class RequestState:
         self._fail(failures[-1] if isinstance(error, NoWorkers) and failures else error)
         return self._taken_actions()
 
-    def on_event(
+    def on_event(  # noqa: PLR0912, one arm per event
         self, assignment: Assignment, number: int, event: SequenceEvent, now_s: float
     ) -> Sequence[Action]:
         """The home reports an event of one choice, or of all while they are one."""
         if assignment.is_streaming and type(event) is Tokens:
-            if number not in assignment.open_numbers:
+            if number in assignment.gone:
                 return _NOTHING
             if event.num_draft_tokens:
-                self._count_drafts(event)
+                self._timeline.num_draft_tokens += event.num_draft_tokens
+                self._timeline.num_accepted_tokens += event.num_accepted_tokens
             choice = assignment.choices[number]
             choice.pending.append(event)
             return choice.deliver
-        if assignment.state not in _DEAF:
-            self._on_event(assignment, number, event, now_s)
+        if assignment.state in _DEAF:
+            return _NOTHING
+        match event:
+            case Tokens():
+                self._on_tokens(assignment, number, event, now_s)
+            case Offered(ticket, num_cached_tokens):
+                self._on_offered(assignment, ticket, num_cached_tokens, now_s)
+            case LocalPrefill(num_cached_tokens):
+                self._on_local_prefill(assignment, num_cached_tokens, now_s)
+            case Prefilled():
+                self._on_prefilled(assignment, event, now_s)
+            case Committed(transfer_exposed_ms, transfer_bytes):
+                placement, origin = _placement_of(assignment), assignment.origin
+                source = _placement_of(origin).decode_name if origin else placement.prefill_name
+                handoff = Handoff(source, placement.decode_name, transfer_bytes)
+                self._timeline.on_committed(handoff, transfer_exposed_ms, now_s)
+                self._on_kv(assignment, now_s)
+                if not self._is_search:
+                    self._fork(assignment)
+            case Deferred(why) | Failed(Draining.reason, why):
+                # There was no room after all, or the worker drains: no failure.
+                self._timeline.note(RequestEvent.DEFERRED, now_s)
+                self._actions.append(Update(_placement_of(assignment), Outcome.REFUSED))
+                self._on_released(assignment, number, Deferred(why), now_s)
+            case Preempted():
+                self._timeline.note(RequestEvent.PREEMPTED, now_s)
+                self._on_released(assignment, number, event, now_s)
+            case Failed():
+                self._on_released(assignment, number, _error_of(event), now_s)
+            case Paused() | HandedOff() | HandOffFailed():
+                self._on_origin_event(assignment, number, event, now_s)
         return self._taken_actions()
 
     def on_source_event(
         self, assignment: Assignment, number: int, event: SequenceEvent, now_s: float
     ) -> Sequence[Action]:
-        """A prefill worker that is an assignment's source reports an event."""
-        if assignment.state not in _DEAF:
-            self._on_source_event(assignment, number, event, now_s)
+        """A prefill worker that is an assignment's source reports an event: Prefilled, and then its
+        first tokens."""
+        state = assignment.state
+        if state in _DEAF:
+            return _NOTHING
+        match event:
+            case Prefilled():
+                self._on_prefilled(assignment, event, now_s)
+                assignment.is_prefill_awaited = False
+                if state is State.DELIVERING:
+                    self._actions.append(SetTimer(assignment, HANDOFF_TIMEOUT_S))
+                if self._is_search:
+                    self._timeline.on_tokens(now_s)
+                elif assignment.held:  # what the home has reported since may go
+                    self._release_held(assignment, now_s)
+            case Tokens():
+                self._give(assignment, number, event, now_s)
+            case HandedOff() if assignment.is_prefill_awaited:
+                text = "a sequence was handed off before its prompt was reported as computed"
+                self._fail(EngineFault(text))
+            case HandOffFailed(reason, message):
+                self._actions.append(AbortSource(assignment))
+                error = _error_of(Failed(reason, message, is_retriable=True))
+                self._on_source_failed(assignment, error, now_s)
+            case Deferred(why) | Failed(Draining.reason, why) if state is State.DELIVERING:
+                self._timeline.note(RequestEvent.DEFERRED, now_s)
+                self._actions.append(Update(_placement_of(assignment), Outcome.REFUSED_BY_SOURCE))
+                self._release_all(assignment, Deferred(why), now_s)
+            case Failed():
+                self._on_source_failed(assignment, _error_of(event), now_s)
+            case Preempted() if state is State.DELIVERING:
+                self._timeline.note(RequestEvent.PREEMPTED, now_s)
+                self._release_all(assignment, event, now_s)
         return self._taken_actions()
 
     def on_timer(self, assignment: Assignment, now_s: float) -> Sequence[Action]:
@@ -212,8 +272,8 @@ class RequestState:
         migration = Assignment((choice,), State.PAUSING, now_s, spec, origin, placement)
         self._assignments[migration] = None
         choice.migration = migration
-        self._act(Pause(origin, origin.choices.index(choice)))
-        self._act(SetTimer(migration, PAUSE_TIMEOUT_S))
+        self._actions.append(Pause(origin, origin.choices.index(choice)))
+        self._actions.append(SetTimer(migration, PAUSE_TIMEOUT_S))
         return self._taken_actions()
 
     def on_delivery(self, choice: Choice) -> Sequence[Action]:
@@ -246,46 +306,14 @@ class RequestState:
         """What is to be placed: all choices as one while they have no tokens, else one that has
         some."""
         spec = self._spec
-        if self.prompt_logprobs is not None or choices[0].output.num_tokens:
+        if self.prompt_logprobs is not None or choices[0].output.token_ids:
             spec = replace(spec, sampling=replace(spec.sampling, prompt_logprobs=-1))
         if len(choices) > 1:
             return spec
         (choice,) = choices
-        return spec.choice_alone(choice.index).extended(choice.output.token_ids)
+        return spec.choice_alone(choice.index).extended(tuple(choice.output.token_ids))
 
     # What the home reports
-
-    def _on_event(
-        self, assignment: Assignment, number: int, event: SequenceEvent, now_s: float
-    ) -> None:
-        match event:
-            case Tokens():
-                self._on_tokens(assignment, number, event, now_s)
-            case Offered(ticket, num_cached_tokens):
-                self._on_offered(assignment, ticket, num_cached_tokens, now_s)
-            case LocalPrefill(num_cached_tokens):
-                self._on_local_prefill(assignment, num_cached_tokens, now_s)
-            case Prefilled():
-                self._on_prefilled(assignment, event, now_s)
-            case Committed(transfer_exposed_ms, transfer_bytes):
-                placement, origin = _placement_of(assignment), assignment.origin
-                source = _placement_of(origin).decode_name if origin else placement.prefill_name
-                handoff = Handoff(source, placement.decode_name, transfer_bytes)
-                self._timeline.on_committed(handoff, transfer_exposed_ms, now_s)
-                self._on_kv(assignment, now_s)
-                if not assignment.is_search:
-                    self._fork(assignment)
-            case Deferred():
-                self._on_refused(assignment, number, event, now_s)
-            case Preempted():
-                self._timeline.note(RequestEvent.PREEMPTED, now_s)
-                self._on_released(assignment, number, event, now_s)
-            case Failed(Draining.reason, message):
-                self._on_refused(assignment, number, Deferred(message), now_s)
-            case Failed():
-                self._on_released(assignment, number, _error_of(event), now_s)
-            case Paused() | HandedOff() | HandOffFailed():
-                self._on_origin_event(assignment, number, event, now_s)
 
     def _on_offered(
         self, assignment: Assignment, ticket: bytes, num_cached_tokens: int, now_s: float
@@ -293,14 +321,16 @@ class RequestState:
         placement, origin = _placement_of(assignment), assignment.origin
         self._timeline.reserve_ms += (now_s - assignment.since_s) * 1e3
         self._on_answer(assignment, RequestEvent.OFFERED, num_cached_tokens, now_s)
-        self._enter(assignment, State.DELIVERING, now_s)
+        assignment.state, assignment.since_s = State.DELIVERING, now_s
         if origin is not None:
-            self._act(HandOff(origin, origin.choices.index(assignment.choices[0]), ticket))
-            self._act(SetTimer(assignment, HANDOFF_TIMEOUT_S))
-        elif placement.source is not None:
+            self._actions.append(
+                HandOff(origin, origin.choices.index(assignment.choices[0]), ticket)
+            )
+            self._actions.append(SetTimer(assignment, HANDOFF_TIMEOUT_S))
+        elif placement.source_link is not None:
             assignment.is_prefill_awaited = True
             self._timeline.enter(Phase.PREFILL, now_s)
-            self._act(OpenSource(assignment, ticket))
+            self._actions.append(OpenSource(assignment, placement.source_link, ticket))
         else:
             text = "a ticket came for a sequence whose home computes its prompt"
             self._fail(EngineFault(text))
@@ -318,15 +348,15 @@ class RequestState:
                 num_bypassed_tokens = max(timeline.num_bypassed_tokens, num_missing_tokens)
                 timeline.num_bypassed_tokens = num_bypassed_tokens
         if placement.source is not None:
-            self._act(Update(placement, Outcome.PREFILLED))
+            self._actions.append(Update(placement, Outcome.PREFILLED))
         self._on_kv(assignment, now_s)
 
     def _on_answer(
         self, assignment: Assignment, event: RequestEvent, num_cached_tokens: int, now_s: float
     ) -> None:
         placement = _placement_of(assignment)
-        self._act(CancelTimer(assignment))
-        self._act(Update(placement, Outcome.RESERVED))
+        self._actions.append(SetTimer(assignment, None))
+        self._actions.append(Update(placement, Outcome.RESERVED))
         if placement.decode is None:
             return  # all that is wanted comes from the prefill worker
         self._timeline.note(event, now_s)
@@ -336,8 +366,8 @@ class RequestState:
     def _on_kv(self, assignment: Assignment, now_s: float) -> None:
         """The home has the KV, or computes it: nobody else has the sequence any more."""
         origin, assignment.origin = assignment.origin, None
-        self._enter(assignment, State.RUNNING, now_s)
-        self._act(CancelTimer(assignment))
+        assignment.state, assignment.since_s = State.RUNNING, now_s
+        self._actions.append(SetTimer(assignment, None))
         if origin is None:
             return
         placement, (choice,) = _placement_of(assignment), assignment.choices
@@ -345,19 +375,20 @@ class RequestState:
         self._drop(origin, choice)
         self._timeline.name_workers(placement.prefill_name, placement.decode_name)
         self._timeline.note(RequestEvent.MOVED, now_s)
-        self._act(EndMigration(choice))
+        self._actions.append(EndMigration(choice))
 
     def _on_tokens(self, assignment: Assignment, number: int, event: Tokens, now_s: float) -> None:
-        self._count_drafts(event)
+        self._timeline.num_draft_tokens += event.num_draft_tokens
+        self._timeline.num_accepted_tokens += event.num_accepted_tokens
         if assignment.state is not State.RUNNING:
             self._on_kv(assignment, now_s)
-        if not assignment.is_search:
-            self._fork(assignment)
         assignment.held.append((number, event))
-        if assignment.is_search:
+        if self._is_search:
             if len(assignment.held) == len(assignment.choices):
                 self._release_held(assignment, now_s)
-        elif not assignment.is_prefill_awaited:
+            return
+        self._fork(assignment)
+        if not assignment.is_prefill_awaited:
             self._release_held(assignment, now_s)
             assignment.is_streaming = assignment.state is State.RUNNING
 
@@ -372,7 +403,7 @@ class RequestState:
 
     def _give(self, assignment: Assignment, number: int, event: Tokens, now_s: float) -> None:
         """Tokens for the client."""
-        if number not in assignment.open_numbers:
+        if number in assignment.gone:
             return
         self._timeline.on_tokens(now_s)
         self._timeline.has_forked = len(self.choices) > 1
@@ -381,50 +412,15 @@ class RequestState:
         choice.pending.append(event)
         self._actions += choice.deliver
 
-    def _count_drafts(self, event: Tokens) -> None:
-        self._timeline.num_draft_tokens += event.num_draft_tokens
-        self._timeline.num_accepted_tokens += event.num_accepted_tokens
-
     def _fork(self, assignment: Assignment) -> None:
         """Each choice has its handle at the home. Those that ended earlier are ended there now."""
         if assignment.is_forked:
             return
         assignment.is_forked = True
-        for number in range(len(assignment.choices)):
-            if number not in assignment.open_numbers:
-                self._end_one(assignment, number)
+        for number in sorted(assignment.gone):
+            self._end_one(assignment, number)
 
     # What the source reports
-
-    def _on_source_event(
-        self, assignment: Assignment, number: int, event: SequenceEvent, now_s: float
-    ) -> None:
-        match event:
-            case Prefilled():
-                self._on_prefilled(assignment, event, now_s)
-                self._on_source_prefilled(assignment, now_s)
-            case Tokens():
-                self._give(assignment, number, event, now_s)
-            case HandedOff() if assignment.is_prefill_awaited:
-                text = "a sequence was handed off before its prompt was reported as computed"
-                self._fail(EngineFault(text))
-            case HandOffFailed(reason, message):
-                self._act(AbortSource(assignment))
-                error = _error_of(Failed(reason, message, is_retriable=True))
-                self._on_source_failed(assignment, error, now_s)
-            case Failed(Draining.reason) if assignment.state is State.DELIVERING:
-                self._timeline.note(RequestEvent.DEFERRED, now_s)
-                self._act(Update(_placement_of(assignment), Outcome.REFUSED_BY_SOURCE))
-                self._release_all(assignment, Deferred(event.message), now_s)
-            case Failed():
-                self._on_source_failed(assignment, _error_of(event), now_s)
-            case Deferred() if assignment.state is State.DELIVERING:
-                self._timeline.note(RequestEvent.DEFERRED, now_s)
-                self._act(Update(_placement_of(assignment), Outcome.REFUSED_BY_SOURCE))
-                self._release_all(assignment, event, now_s)
-            case Preempted() if assignment.state is State.DELIVERING:
-                self._timeline.note(RequestEvent.PREEMPTED, now_s)
-                self._release_all(assignment, event, now_s)
 
     def _on_prefilled(self, assignment: Assignment, event: Prefilled, now_s: float) -> None:
         timeline = self._timeline
@@ -436,17 +432,7 @@ class RequestState:
             timeline.cached_tokens = event.num_cached_tokens
         if self.prompt_logprobs is None:
             self.prompt_logprobs = event.prompt_logprobs
-        self._act(Update(_placement_of(assignment), Outcome.PREFILLED))
-
-    def _on_source_prefilled(self, assignment: Assignment, now_s: float) -> None:
-        """Its first tokens follow; what the home has reported since may go."""
-        assignment.is_prefill_awaited = False
-        if assignment.state is State.DELIVERING:
-            self._act(SetTimer(assignment, HANDOFF_TIMEOUT_S))
-        if assignment.is_search:
-            self._timeline.on_tokens(now_s)
-        elif assignment.held:
-            self._release_held(assignment, now_s)
+        self._actions.append(Update(_placement_of(assignment), Outcome.PREFILLED))
 
     def _on_source_failed(self, assignment: Assignment, error: BatonError, now_s: float) -> None:
         """The KV will not come, or nobody knows what came with it."""
@@ -454,7 +440,7 @@ class RequestState:
             return
         placement = _placement_of(assignment)
         if isinstance(error, HandoffFailed) and placement.source is not None:
-            self._act(NoteUndelivered(placement, placement.source, error.message))
+            self._actions.append(NoteUndelivered(placement, placement.source, error.message))
         self._release_all(assignment, error, now_s)
 
     # What the origin of a migration reports
@@ -466,13 +452,13 @@ class RequestState:
         event: Paused | HandedOff | HandOffFailed,
         now_s: float,
     ) -> None:
-        if number not in origin.open_numbers:
+        if number in origin.gone:
             return
         migration = origin.choices[number].migration
         match event:
             case Paused():
                 if migration is not None and migration.state is State.PAUSING:
-                    self._act(CancelTimer(migration))
+                    self._actions.append(SetTimer(migration, None))
                     self._open_migration(migration, now_s)
             case HandedOff():
                 if migration is None:
@@ -484,11 +470,11 @@ class RequestState:
                     migration.has_origin_left = True
             case HandOffFailed(_, message):
                 if migration is None:
-                    self._act(Resume(origin, number))
+                    self._actions.append(Resume(origin, number))
                     return
                 if migration.state is State.DELIVERING:
                     sender, placement = _placement_of(origin).home, _placement_of(migration)
-                    self._act(NoteUndelivered(placement, sender, message))
+                    self._actions.append(NoteUndelivered(placement, sender, message))
                 self._stay(migration)
 
     def _open_migration(self, migration: Assignment, now_s: float) -> None:
@@ -504,7 +490,7 @@ class RequestState:
         origin, (choice,) = migration.origin, migration.choices
         self._end_migration(migration)
         if origin is not None:
-            self._act(Resume(origin, origin.choices.index(choice)))
+            self._actions.append(Resume(origin, origin.choices.index(choice)))
 
     def _lose_both(self, migration: Assignment, cause: Released, now_s: float) -> None:
         """It is in neither place, or nobody knows in which."""
@@ -518,17 +504,9 @@ class RequestState:
         (choice,) = migration.choices
         self._close(migration)
         choice.migration = None
-        self._act(EndMigration(choice))
+        self._actions.append(EndMigration(choice))
 
     # How an assignment ends
-
-    def _on_refused(
-        self, assignment: Assignment, number: int, cause: Deferred, now_s: float
-    ) -> None:
-        """There was no room after all, or the worker drains: no failure."""
-        self._timeline.note(RequestEvent.DEFERRED, now_s)
-        self._act(Update(_placement_of(assignment), Outcome.REFUSED))
-        self._on_released(assignment, number, cause, now_s)
 
     def _on_released(
         self, assignment: Assignment, number: int, cause: Released, now_s: float
@@ -543,15 +521,15 @@ class RequestState:
 
     def _release_all(self, assignment: Assignment, cause: Released, now_s: float) -> None:
         if assignment.origin is None:
-            self._release(assignment, tuple(assignment.open_numbers), cause, now_s)
+            self._release(assignment, range(len(assignment.choices)), cause, now_s)
         elif assignment.has_origin_left:
             self._lose_both(assignment, cause, now_s)
         elif assignment.state is State.DELIVERING:
             # The origin is sending, and would not listen: it will say if it still has the sequence.
             assignment.failure = cause
-            self._enter(assignment, State.RETURNING, now_s)
-            self._act(Close(assignment))
-            self._act(SetTimer(assignment, HANDOFF_TIMEOUT_S))
+            assignment.state, assignment.since_s = State.RETURNING, now_s
+            self._actions.append(Close(assignment))
+            self._actions.append(SetTimer(assignment, HANDOFF_TIMEOUT_S))
         else:
             self._stay(assignment)
 
@@ -561,7 +539,7 @@ class RequestState:
         """Some choices have lost their place, if they had it: each needs another one, unless it has
         come to its end."""
         placement = _placement_of(assignment)
-        choices = [assignment.choices[n] for n in numbers if n in assignment.open_numbers]
+        choices = [assignment.choices[n] for n in numbers if n not in assignment.gone]
         for choice in choices:
             if choice.migration is not None:
                 self._end_migration(choice.migration)
@@ -588,19 +566,24 @@ class RequestState:
 
     def _grouped(self, choices: Sequence[Choice]) -> Sequence[Sequence[Choice]]:
         """All of the request's are one sequence while they have no tokens."""
-        is_one = len(choices) == len(self.choices) and not any(c.output.num_tokens for c in choices)
+        is_one = len(choices) == len(self.choices) and not any(c.output.token_ids for c in choices)
         return (choices,) if is_one else [(choice,) for choice in choices]
 
     def _take_pending(self, choice: Choice) -> None:
-        """Add what came to a choice's output, and end the choice with it."""
+        """Add what came to a choice's output, up to its end, and end the choice with it."""
         if choice.is_over:
             return
+        output, num_known = choice.output, len(choice.output.token_ids)
+        pending, choice.pending = choice.pending, []
         try:
-            self._timeline.num_output_tokens += choice.take_pending()
+            for event in pending if len(pending) == 1 else joined(pending):
+                if not output.finish:
+                    output.add(event.token_index, event.samples, event.finish, event.score)
         except EngineFault as fault:
             self._fail(fault)
             return
-        if choice.has_ended and not self._is_closed:
+        self._timeline.num_output_tokens += len(output.token_ids) - num_known
+        if output.finish and not self._is_closed:
             self._end(choice)
 
     def _end(self, choice: Choice) -> None:
@@ -611,7 +594,7 @@ class RequestState:
         assignment = choice.assignment
         if assignment is not None and assignment.placement is not None:
             if assignment.placement.decode is not None:
-                self._act(Remember(assignment.placement.decode, self.spec_of((choice,))))
+                self._actions.append(Remember(assignment.placement.decode, self.spec_of((choice,))))
             self._drop(assignment, choice)
         self._actions += choice.deliver
 
@@ -619,17 +602,17 @@ class RequestState:
         """A choice is here no more. The last one ends the assignment; others, at the home, no
         sooner than they fork."""
         number = assignment.choices.index(choice)
-        if number not in assignment.open_numbers:
+        if number in assignment.gone:
             return
-        assignment.open_numbers.remove(number)
-        if not assignment.open_numbers:
+        assignment.gone.add(number)
+        if len(assignment.gone) == len(assignment.choices):
             self._close(assignment)
         elif assignment.is_forked:
             self._end_one(assignment, number)
 
     def _end_one(self, assignment: Assignment, number: int) -> None:
-        self._act(Abort(assignment, number))
-        self._act(Update(_placement_of(assignment), Outcome.ONE_ENDED))
+        self._actions.append(Abort(assignment, number))
+        self._actions.append(Update(_placement_of(assignment), Outcome.ONE_ENDED))
 
     def _close(self, assignment: Assignment) -> None:
         if assignment.state is State.OVER:
@@ -638,7 +621,7 @@ class RequestState:
         assignment.is_streaming = False
         assignment.held.clear()
         del self._assignments[assignment]
-        self._act(Close(assignment))
+        self._actions.append(Close(assignment))
 
     def _close_all(self) -> None:
         self._is_closed = True
@@ -653,7 +636,7 @@ class RequestState:
         """The request ends with an error; what is on workers is given back at once."""
         if not self._is_closed:
             self._close_all()
-            self._act(Fail(error))
+            self._actions.append(Fail(error))
 
     # Places
 
@@ -668,24 +651,18 @@ class RequestState:
         self._timeline.note(RequestEvent.QUEUED, now_s)
         avoid, unreached = choices[0].avoid, choices[0].unreached
         place = Place(assignment, self._is_return, avoid, unreached, self._numerics)
-        self._act(place)
+        self._actions.append(place)
 
     def _open(self, assignment: Assignment, now_s: float) -> None:
         """Open an assignment that has a placement at its home."""
         placement = _placement_of(assignment)
-        self._enter(assignment, State.RESERVING, now_s)
+        assignment.state, assignment.since_s = State.RESERVING, now_s
         self._timeline.enter(Phase.RESERVE, now_s)
         source = KvSource.PREFILL if placement.source is not None else KvSource.LOCAL
-        self._act(Open(assignment, KvSource.HANDOFF if assignment.origin else source))
-        if placement.is_answered_at_once:
-            self._act(SetTimer(assignment, OPEN_TIMEOUT_S))
-
-    @staticmethod
-    def _enter(assignment: Assignment, state: State, now_s: float) -> None:
-        assignment.state, assignment.since_s = state, now_s
-
-    def _act(self, action: Action) -> None:
-        self._actions.append(action)
+        source = KvSource.HANDOFF if assignment.origin else source
+        self._actions.append(Open(assignment, placement, source))
+        if placement.home.tier is Tier.DECODE:  # those that prefill keep a queue
+            self._actions.append(SetTimer(assignment, OPEN_TIMEOUT_S))
 
     def _taken_actions(self) -> Sequence[Action]:
         actions, self._actions = self._actions, []

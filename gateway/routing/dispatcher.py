@@ -197,7 +197,7 @@ class Dispatcher:
         need = _need_of(spec)
         digests = prefix_digests(spec.token_ids, spec.tenant, self._key)
         matched = self._affinity.matched_tokens(digests)
-        views = [w.decode_view(matched.get(w.address, 0)) for w in among if w.is_ready]
+        views = [w.decode_view(matched) for w in among if w.is_ready]
         self._num_tries += 1
         key = self._key + self._num_tries.to_bytes(8, "big")
         choice = choose(need, [], views, key)
@@ -293,7 +293,7 @@ class Dispatcher:
         workers = self._fleet.workers
         prefill = workers[choice.prefill] if choice.prefill else None
         decode = workers[choice.decode] if choice.decode else None
-        num_blocks = decode.decode_view(0).num_blocks_for(need) if decode else 0
+        num_blocks = decode.decode_view().num_blocks_for(need) if decode else 0
         for worker in (prefill, decode):
             if worker:
                 self._affinity.record(digests, worker.address)
@@ -309,7 +309,7 @@ class Dispatcher:
 
     def _why_hopeless(self, waiting: Waiting, now_s: float) -> BatonError | None:
         """Why no worker that can serve it will come; None if one may yet."""
-        known = [w.decode_view(0) for w in self._fleet.tier(Tier.DECODE) if w.is_known]
+        known = [w.decode_view() for w in self._fleet.tier(Tier.DECODE) if w.is_known]
         if self._fleet.ready(Tier.DECODE) and not any(view.fits(waiting.need) for view in known):
             max_num_seqs = max((view.max_num_seqs for view in known), default=0)
             return _never_fits(waiting.need, max_num_seqs)

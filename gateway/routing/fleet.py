@@ -24,6 +24,8 @@ _log = logging.getLogger(__name__)
 #: A prefill worker's own queue is kept this many batches short, but for what its cache saves.
 _PREFILL_QUEUE_BATCHES = 2
 
+_NONE: Mapping[str, int] = MappingProxyType({})
+
 
 class WorkerState(enum.Enum):
     """As `WorkerStatus.state` in inference.proto."""
@@ -47,6 +49,8 @@ class Worker:
         self.state = WorkerState.UNREACHABLE
         self.reason = "not reached yet"
         self.info: WorkerInfo | None = None
+        self.name = ""
+        """As it calls itself; empty before it was reached."""
         self.load = WorkerLoad()
         self._link: WorkerLink | None = None
         self.is_joined = False
@@ -61,8 +65,10 @@ class Worker:
         thought."""
         self.is_awaiting_report = False
         """After a refusal: what we believe about it is wrong until it reports again."""
-        self._unreported: dict[int, int] = {}
-        self._settled: set[int] = set()
+        self.unreported_blocks: dict[int, int] = {}
+        """By placement: blocks reserved here that its last report does not show yet."""
+        self.settled: set[int] = set()
+        """Placements whose blocks the worker has taken: its next report shows them."""
 
     @property
     def link(self) -> WorkerLink:
@@ -73,19 +79,6 @@ class Worker:
         return self._link
 
     @property
-    def can_prefill(self) -> bool:
-        """Whether it computes prompts for others, and queues what comes."""
-        return self.tier is Tier.PREFILL
-
-    @property
-    def can_decode(self) -> bool:
-        """Whether it runs sequences to their end as one of many."""
-        return self.tier is Tier.DECODE
-
-    def can(self, role: Tier) -> bool:
-        return self.can_prefill if role is Tier.PREFILL else self.can_decode
-
-    @property
     def is_ready(self) -> bool:
         return self.state is WorkerState.READY
 
@@ -94,69 +87,54 @@ class Worker:
         """Whether it was accepted and not refused since: a worker that may come back."""
         return self.info is not None and self.state is not WorkerState.REFUSED
 
-    @property
-    def num_unreported_blocks(self) -> int:
-        """Blocks reserved here that its last report does not show yet."""
-        return sum(self._unreported.values())
-
     def join(self, info: WorkerInfo, link: WorkerLink) -> None:
         """Its connection stands, and it was accepted."""
         self.info, self._link = info, link
+        self.name = info.identity.worker_id
         self.is_joined = True
         self.reason = "no load report yet"
-
-    def reserve_blocks(self, placement_id: int, num_blocks: int) -> None:
-        """Count blocks that the worker's reports do not show yet."""
-        self._unreported[placement_id] = num_blocks
-
-    def settle(self, placement_id: int) -> None:
-        """The worker has taken the blocks: its next report shows them."""
-        if placement_id in self._unreported:
-            self._settled.add(placement_id)
-
-    def drop_blocks(self, placement_id: int) -> None:
-        """The blocks were never taken, or are given back."""
-        self._unreported.pop(placement_id, None)
-        self._settled.discard(placement_id)
 
     def report(self, load: WorkerLoad) -> None:
         """Take a load report."""
         self.load = load
         self.is_awaiting_report = False
         self._other_tokens = max(0, load.num_pending_tokens - self.outstanding_tokens)
-        for placement_id in self._settled:
-            self._unreported.pop(placement_id, None)
-        self._settled.clear()
+        for placement_id in self.settled:
+            self.unreported_blocks.pop(placement_id, None)
+        self.settled.clear()
 
-    def prefill_view(self, matched_tokens: int, ahead_tokens: float) -> PrefillView:
+    def prefill_view(self, matched: Mapping[str, int], work: RecentWork) -> PrefillView:
+        """matched: by address, leading tokens that a worker probably has."""
         info = self._known_info()
         return PrefillView(
             address=self.address,
             max_model_len=info.max_model_len,
             outstanding_tokens=self.outstanding_tokens + self._other_tokens,
             max_outstanding_tokens=_PREFILL_QUEUE_BATCHES * info.max_num_batched_tokens,
-            matched_tokens=matched_tokens,
-            ahead_tokens=ahead_tokens,
+            matched_tokens=matched.get(self.address, 0),
+            ahead_tokens=work.ahead(self.address),
             batch_tokens=info.max_num_batched_tokens,
             prefill_tokens_per_s=self.load.prefill_tokens_per_s,
             is_awaiting_report=self.is_awaiting_report,
         )
 
-    def decode_view(self, matched_tokens: int, unreached_by: Set[str] = frozenset()) -> DecodeView:
-        info = self._known_info()
-        load = self.load
-        num_reported = load.num_running + load.num_waiting + len(self._unreported)
+    def decode_view(
+        self, matched: Mapping[str, int] = _NONE, unreached_by: Set[str] = frozenset()
+    ) -> DecodeView:
+        """matched: as of prefill_view."""
+        info, load = self._known_info(), self.load
+        num_reported = load.num_running + load.num_waiting + len(self.unreported_blocks)
         return DecodeView(
             address=self.address,
             max_model_len=info.max_model_len,
-            max_local_prefill_tokens=self.load.local_prefill_threshold,
+            max_local_prefill_tokens=load.local_prefill_threshold,
             block_size=info.layout.block_size,
             num_blocks=info.num_blocks,
-            num_available_blocks=load.blocks.available - self.num_unreported_blocks,
+            num_available_blocks=load.blocks.available - sum(self.unreported_blocks.values()),
             num_sequences=max(self.num_in_flight, num_reported),
             max_num_seqs=info.max_num_seqs,
             is_awaiting_report=self.is_awaiting_report,
-            matched_tokens=matched_tokens,
+            matched_tokens=matched.get(self.address, 0),
             unreached_by=unreached_by,
             max_shared_tokens=info.max_local_prefill_tokens,
             pending_tokens=self.outstanding_tokens + self._other_tokens,
@@ -212,13 +190,13 @@ class Fleet:
             listener()
 
     def tier(self, tier: Tier) -> list[Worker]:
-        return [worker for worker in self.workers.values() if worker.can(tier)]
+        return [worker for worker in self.workers.values() if worker.tier is tier]
 
     def ready(self, tier: Tier) -> Sequence[Worker]:
         """Workers of the tier that take work."""
         ready = self._ready[tier]
         if ready is None:
-            ready = tuple(w for w in self.workers.values() if w.can(tier) and w.is_ready)
+            ready = tuple(w for w in self.workers.values() if w.tier is tier and w.is_ready)
             self._ready[tier] = ready
         return ready
 
@@ -306,7 +284,7 @@ class Fleet:
             self._known[worker.tier] = None
         if worker.is_ready != is_ready:
             self._ready[worker.tier] = None
-            if worker.can_prefill:
+            if worker.tier is Tier.PREFILL:
                 (self.prefill_work.add if is_ready else self.prefill_work.drop)(worker.address)
         worker.state, worker.reason = state, reason
 

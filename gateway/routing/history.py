@@ -77,7 +77,11 @@ class PrefixAffinity:
 
     def record(self, digests: Sequence[Digest], worker: str) -> None:
         """`worker` computes, or got, the KV of the prefix that `digests` describe."""
-        number = self._number_of(worker)
+        number = self._numbers.get(worker)
+        if number is None:
+            number = self._numbers[worker] = self._next_number
+            self._names[number] = worker
+            self._next_number += 1
         for digest in reversed(digests):  # the shortest last: it is of most use, and forgotten last
             holders = self._holders.get(digest.value, ())
             if not holders or holders[-1] != number:
@@ -106,14 +110,6 @@ class PrefixAffinity:
         if number is not None:
             del self._names[number]
 
-    def _number_of(self, worker: str) -> int:
-        number = self._numbers.get(worker)
-        if number is None:
-            number = self._numbers[worker] = self._next_number
-            self._names[number] = worker
-            self._next_number += 1
-        return number
-
 
 #: What was given counts 1/e once the mean worker has been given this many tokens more.
 MEMORY_TOKENS = 262_144
@@ -135,7 +131,7 @@ class RecentWork:
     def add(self, worker: str) -> None:
         """`worker` takes work from now on. It may be in already."""
         if worker not in self._sums:
-            mean = self._mean()
+            mean = self._total / len(self._sums) if self._sums else 0.0
             self._sums[worker] = (mean, self._now_tokens)
             self._total += mean
 
@@ -151,22 +147,18 @@ class RecentWork:
             return
         step = num_tokens / len(self._sums)
         self._now_tokens += step
-        self._total = self._total * self._faded(step) + num_tokens
+        self._total = self._total * math.exp(-step / self._memory_tokens) + num_tokens
         self._sums[worker] = (self._sum_of(worker) + num_tokens, self._now_tokens)
 
     def ahead(self, worker: str) -> float:
         """Tokens above the mean; below, if negative; 0 for one that takes no work."""
-        return self._sum_of(worker) - self._mean() if worker in self._sums else 0.0
-
-    def _mean(self) -> float:
-        return self._total / len(self._sums) if self._sums else 0.0
+        if worker not in self._sums:
+            return 0.0
+        return self._sum_of(worker) - self._total / len(self._sums)
 
     def _sum_of(self, worker: str) -> float:
         value, since = self._sums.get(worker, (0.0, 0.0))
-        return value * self._faded(self._now_tokens - since)
-
-    def _faded(self, num_tokens: float) -> float:
-        return math.exp(-num_tokens / self._memory_tokens)
+        return value * math.exp((since - self._now_tokens) / self._memory_tokens)
 
 
 #: How long a pair is not tried again after its first failure, in seconds.

@@ -19,7 +19,7 @@ from baton.types import Rank, SequenceSpec, Tier
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.fleet import Fleet, Worker, WorkerState
 from gateway.routing.placement import Placement
-from gateway.routing.router import Memory, Running, rebalance
+from gateway.routing.router import Running, rebalance
 
 #: Migrations of one gateway that are under way at once.
 MAX_MIGRATIONS = 8
@@ -112,8 +112,8 @@ class Migrator:
                 return
 
     def _even_out(self, workers: Sequence[Worker], now_s: float) -> None:
-        memories = [_memory_of(worker) for worker in workers if not worker.is_awaiting_report]
-        short = [memory.address for memory in memories if memory.is_short]
+        views = [worker.decode_view() for worker in workers if not worker.is_awaiting_report]
+        short = [view.address for view in views if view.is_short]
         if not short:
             return
         by_address = self._movable(now_s)
@@ -122,7 +122,7 @@ class Migrator:
             Running(key, address, choice.rank, choice.spec.num_tokens)
             for key, (address, choice) in enumerate(choices)
         ]
-        for transfer in rebalance(memories, running, MAX_MIGRATIONS):
+        for transfer in rebalance(views, running, MAX_MIGRATIONS):
             address, choice = choices[transfer.key]
             self._migrate(choice, address, [self._fleet.workers[transfer.address]])
 
@@ -153,14 +153,3 @@ class Migrator:
             self._rest_until_s[choice] = asyncio.get_running_loop().time() + REST_S
         self._has_ended.set()
         self._wake.set()
-
-
-def _memory_of(worker: Worker) -> Memory:
-    view = worker.decode_view(0)
-    return Memory(
-        worker.address,
-        view.block_size,
-        view.num_blocks,
-        view.num_available_blocks,
-        view.max_num_seqs - view.num_sequences,
-    )

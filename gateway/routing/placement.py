@@ -13,9 +13,11 @@ import logging
 import random
 from collections.abc import Mapping, Sequence
 
-from baton.types import NumericsClass, Tier
+from baton.types import Tier
 from gateway.routing.fleet import Fleet, Worker
-from gateway.routing.router import Need, Plan, PrefillView, Verdict, choose, choose_prefill_to_stay
+from gateway.routing.router import Need, Plan, Verdict, choose, choose_prefill_to_stay
+
+_log = logging.getLogger(__name__)
 
 #: Workers of a tier that are drawn at random.
 NUM_DRAWN = 12
@@ -27,8 +29,10 @@ def plan(need: Need, fleet: Fleet, matched: Mapping[str, int], key: bytes) -> Pl
     matched: by address, leading tokens that a worker probably has. key: decides what chance
     decides.
     """
-    prefills = _of_class(fleet.ready(Tier.PREFILL), need.numerics)
-    decodes = _of_class(fleet.ready(Tier.DECODE), need.numerics)
+    prefills, decodes = fleet.ready(Tier.PREFILL), fleet.ready(Tier.DECODE)
+    if need.numerics is not None:
+        prefills = [w for w in prefills if w.info and w.info.numerics == need.numerics]
+        decodes = [w for w in decodes if w.info and w.info.numerics == need.numerics]
     some_prefills = _some(prefills, fleet, Tier.PREFILL, matched, key)
     some_decodes = _some(decodes, fleet, Tier.DECODE, matched, key)
     choice = _choose(need, fleet, some_prefills, some_decodes, matched, key)
@@ -47,17 +51,10 @@ def _stay(
     """A late handoff: while the decode tier is full, a prefill worker decodes on."""
     return choose_prefill_to_stay(
         need,
-        _prefill_views(fleet, prefills, matched),
-        [worker.decode_view(0) for worker in prefills],
+        [w.prefill_view(matched, fleet.prefill_work) for w in prefills],
+        [w.decode_view() for w in prefills],
         key,
     )
-
-
-def _of_class(workers: Sequence[Worker], numerics: NumericsClass | None) -> Sequence[Worker]:
-    """Those that round so; all, if that does not matter."""
-    if numerics is None:
-        return workers
-    return tuple(w for w in workers if w.info is not None and w.info.numerics == numerics)
 
 
 def _is_good(choice: Plan, need: Need, fleet: Fleet) -> bool:
@@ -84,7 +81,7 @@ def _some(
     some = {worker.address: worker for worker in drawn}
     for address in matched:
         worker = fleet.workers.get(address)
-        if worker is not None and worker.can(tier) and worker.is_ready:
+        if worker is not None and worker.tier is tier and worker.is_ready:
             some[address] = worker
     return tuple(some.values())
 
@@ -99,27 +96,10 @@ def _choose(
 ) -> Plan | Verdict:
     return choose(
         need,
-        _prefill_views(fleet, prefills, matched),
-        [
-            worker.decode_view(matched.get(worker.address, 0), fleet.barred_from(worker.address))
-            for worker in decodes
-        ],
+        [w.prefill_view(matched, fleet.prefill_work) for w in prefills],
+        [w.decode_view(matched, fleet.barred_from(w.address)) for w in decodes],
         key,
     )
-
-
-_log = logging.getLogger(__name__)
-
-
-def _prefill_views(
-    fleet: Fleet, prefills: Sequence[Worker], matched: Mapping[str, int]
-) -> list[PrefillView]:
-    return [
-        worker.prefill_view(
-            matched.get(worker.address, 0), fleet.prefill_work.ahead(worker.address)
-        )
-        for worker in prefills
-    ]
 
 
 class Outcome(enum.Enum):
@@ -169,6 +149,11 @@ class Placement:
         self.decode = decode
         self.home = home
         self.source = prefill if prefill is not home else None
+        self.prefill_name = prefill.name if prefill else ""
+        self.decode_name = decode.name if decode else ""
+        first = self.source or home
+        self.numerics = first.info.numerics if first.info else None
+        """Of the worker that the first token comes from."""
         # Those of now: after a loss the same address gets another link.
         self.home_link = home.link
         self.source_link = self.source.link if self.source else None
@@ -184,44 +169,22 @@ class Placement:
         if decode:
             decode.num_in_flight += num_sequences
             decode.num_homed += num_sequences
-            decode.reserve_blocks(placement_id, num_blocks)
-
-    @property
-    def prefill_name(self) -> str:
-        """The prefill worker's id; empty if there is none."""
-        return _name_of(self.prefill)
-
-    @property
-    def decode_name(self) -> str:
-        """The decode worker's id; empty if there is none."""
-        return _name_of(self.decode)
-
-    @property
-    def numerics(self) -> NumericsClass | None:
-        """Of the worker that the first token comes from; None if it has reported nothing."""
-        worker = self.source or self.home
-        return worker.info.numerics if worker.info else None
-
-    @property
-    def is_answered_at_once(self) -> bool:
-        """Whether the home says at once if it has room. Workers that prefill keep a queue."""
-        return not self.home.can_prefill
+            decode.unreported_blocks[placement_id] = num_blocks
 
     def bypasses_split(self, num_missing_tokens: int) -> bool:
         """Whether a decode worker that computes so many tokens does what the prefill workers named
         should do."""
         info = self.decode.info if self.decode else None
-        if info is None or self.home.can_prefill:
+        if info is None or self.home.tier is Tier.PREFILL:
             return False
-        if num_missing_tokens <= info.max_local_prefill_tokens:
-            return False
-        return bool(self._fleet.tier(Tier.PREFILL))
+        is_too_long = num_missing_tokens > info.max_local_prefill_tokens
+        return is_too_long and bool(self._fleet.tier(Tier.PREFILL))
 
     def record(self, outcome: Outcome) -> None:
         match outcome:
             case Outcome.RESERVED:
                 if self._num_sequences:
-                    self.home.settle(self._id)
+                    self.home.settled.add(self._id)
             case Outcome.REFUSED:
                 self.home.is_awaiting_report = True
             case Outcome.REFUSED_BY_SOURCE:
@@ -230,7 +193,11 @@ class Placement:
             case Outcome.PREFILLED:
                 self._release_prefill()
             case Outcome.ONE_ENDED:
-                self._release_one()
+                if self.decode and self._num_sequences > 1:
+                    self._num_sequences -= 1
+                    self.decode.num_in_flight -= 1
+                    self.decode.num_homed -= 1
+                    self._fleet.changed()
             case Outcome.RELEASED:
                 self.release()
 
@@ -242,8 +209,8 @@ class Placement:
         if rest_s is not None:
             _log.warning(
                 "worker %s could not deliver KV to %s, and is not paired with it for %g s: %s",
-                _name_of(sender),
-                _name_of(self.home),
+                sender.name,
+                self.home.name,
                 rest_s,
                 why,
             )
@@ -255,7 +222,7 @@ class Placement:
             self.decode.num_in_flight -= self._num_sequences
             self.decode.num_homed -= self._num_sequences
             self._num_sequences = 0
-            self.decode.drop_blocks(self._id)
+            self.decode.unreported_blocks.pop(self._id, None)
             self._fleet.changed()
 
     def _release_prefill(self) -> None:
@@ -265,14 +232,3 @@ class Placement:
             self._computing.outstanding_tokens -= self._prefill_tokens
             self._prefill_tokens = 0
             self._fleet.changed()
-
-    def _release_one(self) -> None:
-        if self.decode and self._num_sequences > 1:
-            self._num_sequences -= 1
-            self.decode.num_in_flight -= 1
-            self.decode.num_homed -= 1
-            self._fleet.changed()
-
-
-def _name_of(worker: Worker | None) -> str:
-    return worker.info.identity.worker_id if worker and worker.info else ""

@@ -43,6 +43,10 @@ SHARING_GAIN = 0.8
 #: itself, and at least.
 AFFINITY_SHARE, MIN_AFFINITY = 0.05, 0.02
 
+#: Shares of a worker's blocks that can be had: below the first it is short, up to the second
+#: sequences leave it, and the third is left where they go.
+SHORT, RELIEVED, PLENTY = 0.1, 0.2, 0.4
+
 
 @dataclass(frozen=True, slots=True)
 class Need:
@@ -176,15 +180,16 @@ class DecodeView:
         num_left = self.num_available_blocks - self.num_blocks_for(need)
         return self.has_room(need) and num_left >= self.num_blocks // 2
 
-    def wants_prefill(self, need: Need) -> bool:
-        """Whether a prefill worker should compute the prompt."""
-        return need.num_tokens > self.max_local_prefill_tokens
-
     def is_reached_by(self, need: Need, prefills: Sequence[PrefillView]) -> bool:
         """Whether KV of one of these would get here."""
         if self.address in need.unreached:
             return False
         return any(prefill.address not in self.unreached_by for prefill in prefills)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether so few of its blocks can be had that sequences should leave it."""
+        return self.num_available_blocks < SHORT * self.num_blocks
 
     def cost(self, need: Need) -> float:
         batch = self.num_sequences / self.max_num_seqs
@@ -227,7 +232,8 @@ def choose(
     decode = _best_decode(need, able_decodes, able_prefills, tie_key)
     if decode is None:
         return Verdict.NOT_NOW
-    if not decode.wants_prefill(need) or not decode.is_reached_by(need, able_prefills):
+    is_short = need.num_tokens <= decode.max_local_prefill_tokens
+    if is_short or not decode.is_reached_by(need, able_prefills):
         return Plan(None, decode.address)
     reaching = [p for p in able_prefills if p.address not in decode.unreached_by]
     if sooner := _sooner_decode(need, able_decodes, reaching):
@@ -283,8 +289,12 @@ def _best_decode(
     views = [view for view in views if view.has_room(need)]
     views = [view for view in views if view.address not in need.avoid] or views
     if prefills:
-        served = [v for v in views if not v.wants_prefill(need) or v.is_reached_by(need, prefills)]
-        views = served or views
+        views = [
+            view
+            for view in views
+            if need.num_tokens <= view.max_local_prefill_tokens
+            or view.is_reached_by(need, prefills)
+        ] or views
     return min(views, key=lambda v: (v.cost(need), _tie(tie_key, v.address)), default=None)
 
 
@@ -296,27 +306,6 @@ def _tie(tie_key: bytes, address: str) -> bytes:
     return hashlib.blake2b(address.encode(), key=tie_key, digest_size=8).digest()
 
 
-#: Shares of a worker's blocks that can be had: below the first it is short, up to the second
-#: sequences leave it, and the third is left where they go.
-SHORT, RELIEVED, PLENTY = 0.1, 0.2, 0.4
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """A decode worker's blocks. num_places: further sequences that it runs. num_available_blocks:
-    free or cached ones, less those on their way to be taken."""
-
-    address: str
-    block_size: int
-    num_blocks: int
-    num_available_blocks: int
-    num_places: int
-
-    @property
-    def is_short(self) -> bool:
-        return self.num_available_blocks < SHORT * self.num_blocks
-
-
 @dataclass(frozen=True, slots=True)
 class Running:
     """A running sequence that may be moved, and where it is. key: its number among them."""
@@ -326,9 +315,9 @@ class Running:
     rank: Rank
     num_tokens: int
 
-    def num_blocks_at(self, memory: Memory) -> int:
+    def num_blocks_at(self, worker: DecodeView) -> int:
         """Blocks that it takes there, with room for the next token."""
-        return -(-(self.num_tokens + 1) // memory.block_size)
+        return -(-(self.num_tokens + 1) // worker.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,13 +329,13 @@ class Transfer:
 
 
 def rebalance(
-    memories: Sequence[Memory], sequences: Sequence[Running], max_transfers: int
+    workers: Sequence[DecodeView], sequences: Sequence[Running], max_transfers: int
 ) -> list[Transfer]:
     """At most `max_transfers`, worst-ranked sequences first."""
-    available = {m.address: m.num_available_blocks for m in memories}
-    places = {m.address: m.num_places for m in memories}
-    by_address = {m.address: m for m in memories}
-    short = {m.address for m in memories if m.is_short}
+    available = {w.address: w.num_available_blocks for w in workers}
+    places = {w.address: w.max_num_seqs - w.num_sequences for w in workers}
+    by_address = {w.address: w for w in workers}
+    short = {w.address for w in workers if w.is_short}
     transfers: list[Transfer] = []
     for sequence in sorted(sequences, key=lambda s: s.rank, reverse=True):
         if len(transfers) == max_transfers:
@@ -356,7 +345,7 @@ def rebalance(
             continue
         if available[home.address] >= RELIEVED * home.num_blocks:
             continue
-        others = [m for m in memories if m.address not in short and places[m.address] > 0]
+        others = [w for w in workers if w.address not in short and places[w.address] > 0]
         target = _roomiest(sequence, others, available)
         if target is None:
             continue
@@ -368,13 +357,13 @@ def rebalance(
 
 
 def _roomiest(
-    sequence: Running, memories: Sequence[Memory], available: dict[str, int]
-) -> Memory | None:
+    sequence: Running, workers: Sequence[DecodeView], available: dict[str, int]
+) -> DecodeView | None:
     """The worker with the largest share of its blocks left, if plenty is left there with the
     sequence."""
 
-    def share_left(memory: Memory) -> float:
-        return (available[memory.address] - sequence.num_blocks_at(memory)) / memory.num_blocks
+    def share_left(worker: DecodeView) -> float:
+        return (available[worker.address] - sequence.num_blocks_at(worker)) / worker.num_blocks
 
-    best = max(memories, key=lambda m: (share_left(m), m.address), default=None)
+    best = max(workers, key=lambda w: (share_left(w), w.address), default=None)
     return best if best is not None and share_left(best) >= PLENTY else None

@@ -9,7 +9,8 @@ errors, which may repeat it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from opentelemetry.metrics import CallbackOptions, Observation
@@ -29,13 +30,10 @@ from baton.telemetry.spans import (
     WallClock,
     context_of_metadata,
     set_error,
-    traceparent_of,
-    tracestate_of,
 )
 from baton.types import FinishReason, SequenceSpec
-from gateway.telemetry.handoffs import RecentHandoffs
 from gateway.telemetry.instruments import Instruments
-from gateway.telemetry.timing import Timeline
+from gateway.telemetry.timing import Handoff, Timeline
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +56,8 @@ _EXPOSED = "transfer_exposed"
 #: Ends that somebody should look into.
 _SERVER_FAULTS = frozenset({EngineFault.reason, WorkerLost.reason, HandoffFailed.reason})
 _FINISH_NAMES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+#: Handoffs kept for the page's map.
+_NUM_KEPT = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -70,15 +70,24 @@ class RequestRecord:
     operation: str
     spec: SequenceSpec | None = None
 
-    @property
-    def traceparent(self) -> str:
-        """For the tiers; empty if there is no trace."""
-        return traceparent_of(self.span.get_span_context())
 
-    @property
-    def tracestate(self) -> str:
-        """Beside traceparent."""
-        return tracestate_of(self.span.get_span_context())
+class RecentHandoffs:
+    """The last handoffs that ended well, for the page's live map."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        """Since the start of this process."""
+        self.total_bytes = 0
+        self._last: deque[Handoff] = deque(maxlen=_NUM_KEPT)
+
+    def add(self, handoff: Handoff) -> None:
+        self.total += 1
+        self.total_bytes += handoff.num_bytes
+        self._last.append(handoff)
+
+    def numbered(self) -> Iterator[tuple[int, Handoff]]:
+        """The last ones in order, each with how many there were up to it."""
+        return enumerate(self._last, self.total - len(self._last) + 1)
 
 
 class GatewayRecorder:
@@ -125,9 +134,9 @@ class GatewayRecorder:
             self._measure(record, error, now_s)
         if record.span.is_recording():
             self._trace(record, error, now_s)
-        self._log_events(record)
-        _log_end(record, error, now_s)
-        self._warn_of_bypass(record)
+        _log_life(record, error, now_s)
+        if record.timeline.num_bypassed_tokens:
+            self._warn_of_bypass(record)
 
     def _common(self, operation: str) -> dict[str, str]:
         return {
@@ -172,15 +181,10 @@ class GatewayRecorder:
             num_prompt_tokens = len(record.spec.prompt_token_ids)
             own.tokens.add(num_prompt_tokens, {names.TOKEN_TYPE: "input"})
         own.tokens.add(timeline.num_output_tokens, {names.TOKEN_TYPE: "output"})
-        self._count_end(timeline, error)
-        if error is None:
-            self._measure_times(timeline, common)
-
-    def _count_end(self, timeline: Timeline, error: str | None) -> None:
-        own = self._instruments
         if error is None:
             finish = _FINISH_NAMES.get(timeline.finish, "unknown")
             own.finished.add(1, {"gen_ai.response.finish_reason": finish})
+            self._measure_times(timeline, common)
         elif error == Cancelled.reason:
             own.cancelled.add(1, {names.STATE: timeline.phase.value})
         elif any(event is RequestEvent.PLACED for event, _ in timeline.events):
@@ -207,19 +211,7 @@ class GatewayRecorder:
     def _observe_active(self, options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG002
         yield Observation(self.num_active)
 
-    # Logs
-
-    def _log_events(self, record: RequestRecord) -> None:
-        if not _log.isEnabledFor(logging.DEBUG):
-            return
-        for event, at_s in record.timeline.events:
-            after_ms = (at_s - record.timeline.arrival_s) * 1e3
-            _log.debug("%s after %.1f ms", event.value, after_ms, extra=_log_ids(record))
-
     def _warn_of_bypass(self, record: RequestRecord) -> None:
-        num_tokens = record.timeline.num_bypassed_tokens
-        if not num_tokens:
-            return
         num_requests = self._bypass_warnings.take()
         if num_requests is not None:
             _log.warning(
@@ -227,7 +219,7 @@ class GatewayRecorder:
                 "although prefill workers were named: none of them was ready for it "
                 "(see `baton status`)",
                 num_requests,
-                num_tokens,
+                record.timeline.num_bypassed_tokens,
                 extra=_log_ids(record),
             )
 
@@ -244,13 +236,16 @@ def _joined(timeline: Timeline, end_s: float) -> list[tuple[SpanName, Phase, flo
     return spans
 
 
-def _log_end(record: RequestRecord, error: str | None, now_s: float) -> None:
-    """One line per request, without any text of it: a warning if the servers are at fault, else for
-    debugging."""
+def _log_life(record: RequestRecord, error: str | None, now_s: float) -> None:
+    """What happened to a request, for debugging, and a line of its end, without any text of it: a
+    warning if the servers are at fault, else for debugging."""
     level = logging.WARNING if error in _SERVER_FAULTS else logging.DEBUG
     if not _log.isEnabledFor(level):
         return
-    timeline = record.timeline
+    timeline, ids = record.timeline, _log_ids(record)
+    for event, at_s in timeline.events:
+        after_ms = (at_s - timeline.arrival_s) * 1e3
+        _log.debug("%s after %.1f ms", event.value, after_ms, extra=ids)
     first_s = timeline.first_token_s
     first = "never" if first_s is None else f"{(first_s - timeline.arrival_s) * 1e3:.1f} ms"
     _log.log(
@@ -264,7 +259,7 @@ def _log_end(record: RequestRecord, error: str | None, now_s: float) -> None:
         timeline.num_resumes,
         timeline.prefill_worker or "no prefill worker",
         timeline.decode_worker or "no decode worker",
-        extra=_log_ids(record),
+        extra=ids,
     )
 
 

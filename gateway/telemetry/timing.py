@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from baton.telemetry.names import Phase, RequestEvent
 from baton.types import FinishReason
 from baton.v1 import inference_pb2
-from gateway.telemetry.handoffs import Handoff
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """A sequence's KV has moved. source, target: ids of workers. num_bytes: that were sent."""
+
+    source: str
+    target: str
+    num_bytes: int
 
 
 @dataclass(slots=True)
@@ -141,6 +149,7 @@ class Timeline:
     def to_proto(self, now_s: float) -> inference_pb2.RequestTiming:
         first_s = self.first_token_s if self.first_token_s is not None else now_s
         last_s = self.last_token_s if self.last_token_s is not None else first_s
+        parts = self.first_token_parts_ms()
         return inference_pb2.RequestTiming(
             tokenize_ms=self.tokenize_ms,
             queue_ms=self.queue_ms,
@@ -155,15 +164,11 @@ class Timeline:
             prefill_worker=self.prefill_worker,
             decode_worker=self.decode_worker,
             num_resumes=self.num_resumes,
-            first_token=self._first_token_to_proto(),
-        )
-
-    def _first_token_to_proto(self) -> inference_pb2.TimeToFirstToken:
-        parts = self.first_token_parts_ms()
-        return inference_pb2.TimeToFirstToken(
-            tokenize_ms=parts[Phase.TOKENIZE],
-            queue_ms=parts[Phase.QUEUE],
-            reserve_ms=parts[Phase.RESERVE],
-            prefill_ms=parts[Phase.PREFILL],
-            first_step_ms=parts[Phase.FIRST_STEP],
+            first_token=inference_pb2.TimeToFirstToken(
+                tokenize_ms=parts[Phase.TOKENIZE],
+                queue_ms=parts[Phase.QUEUE],
+                reserve_ms=parts[Phase.RESERVE],
+                prefill_ms=parts[Phase.PREFILL],
+                first_step_ms=parts[Phase.FIRST_STEP],
+            ),
         )

@@ -178,7 +178,7 @@ def test_placements_are_counted_until_they_are_released_once() -> None:
             placement = await world.place(make_spec("a"))
             prefill, decode = world.fleet.workers["p0:1"], world.fleet.workers["d0:1"]
             assert (prefill.outstanding_tokens, prefill.num_in_flight) == (5, 1)
-            assert (decode.num_unreported_blocks, decode.num_in_flight) == (2, 1)
+            assert (sum(decode.unreported_blocks.values()), decode.num_in_flight) == (2, 1)
             for _ in range(2):
                 placement.release()
             world.check_empty()
@@ -192,11 +192,11 @@ def test_settled_blocks_are_counted_until_the_next_report() -> None:
             decode = world.fleet.workers["d0:1"]
             placement: Placement = await world.place(make_spec("a"))
             world.fleet.report("d0:1", decode.load)
-            assert decode.num_unreported_blocks == 2, "the worker has not answered yet"
+            assert sum(decode.unreported_blocks.values()) == 2, "the worker has not answered yet"
             placement.record(Outcome.RESERVED)
-            assert decode.num_unreported_blocks == 2
+            assert sum(decode.unreported_blocks.values()) == 2
             world.fleet.report("d0:1", decode.load)
-            assert decode.num_unreported_blocks == 0
+            assert not decode.unreported_blocks
             placement.release()
 
     run_virtual(main())

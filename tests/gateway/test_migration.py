@@ -50,7 +50,7 @@ class Bench:
 
     @property
     def is_movable(self) -> bool:
-        return self.world.driver.is_movable(self.world.choice)
+        return self.world.driver.state.is_movable(self.world.choice)
 
     async def order(self) -> None:
         assert self.is_movable
@@ -333,12 +333,12 @@ def test_an_output_that_ends_in_mid_migration_ends_it(stage: str) -> None:
 
 def test_only_a_sequence_that_decodes_can_be_moved() -> None:
     async def test(world: StubWorld) -> None:
-        assert not world.driver.is_movable(world.choice)
+        assert not world.driver.state.is_movable(world.choice)
         await world.emit("here", LocalPrefill(0))
-        assert not world.driver.is_movable(world.choice), "it prefills"
+        assert not world.driver.state.is_movable(world.choice), "it prefills"
         await world.emit("here", tokens(0, 0))
-        assert world.driver.is_movable(world.choice)
+        assert world.driver.state.is_movable(world.choice)
         await world.emit("here", tokens(1, 1, FinishReason.STOP))
-        assert not world.driver.is_movable(world.choice)
+        assert not world.driver.state.is_movable(world.choice)
 
     in_stub_world(test, SPEC, prefills=(), decodes=("here", "there"))

@@ -158,7 +158,7 @@ def test_an_output_does_not_depend_on_how_its_tokens_came(
             if output.finish:
                 break
         assert last is not None
-        assert tuple(sent) == output.token_ids
+        assert sent == output.token_ids
         return sent, text, last.finish, last.stop
 
     one_by_one = run([[token] for token in tokens], [True] * 45)
@@ -174,7 +174,7 @@ def test_tokens_that_come_again_change_nothing(
     start = again % len(tokens)
     more = [1] * num_more
     output.add(start, tuple(map(Sample, tokens[start:] + more)), FinishReason.NONE)
-    assert list(output.token_ids) == tokens + more
+    assert output.token_ids == tokens + more
 
 
 def test_gaps_and_changes_are_faults() -> None:

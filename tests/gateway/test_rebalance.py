@@ -8,23 +8,40 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.routing.router import PLENTY, RELIEVED, SHORT, Memory, Running, Transfer, rebalance
+from gateway.routing.router import PLENTY, RELIEVED, SHORT, DecodeView, Running, Transfer, rebalance
+
+#: Sequences at each worker before any is moved.
+RUNNING = 50
+
+
+def view(address: str, block_size: int, num_blocks: int, available: int, places: int) -> DecodeView:
+    """A worker that runs `places` further sequences."""
+    return DecodeView(
+        address,
+        max_model_len=1024,
+        max_local_prefill_tokens=0,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        num_available_blocks=available,
+        num_sequences=RUNNING,
+        max_num_seqs=RUNNING + places,
+    )
 
 
 @st.composite
-def memories(draw: st.DrawFn) -> list[Memory]:
+def memories(draw: st.DrawFn) -> list[DecodeView]:
     found = []
     for number in range(draw(st.integers(0, 5))):
         num_blocks = draw(st.integers(1, 200))
         available = draw(st.integers(-3, num_blocks))
         block_size = draw(st.sampled_from([4, 16]))
         places = draw(st.integers(-1, 6))
-        found.append(Memory(f"d{number}", block_size, num_blocks, available, places))
+        found.append(view(f"d{number}", block_size, num_blocks, available, places))
     return found
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> tuple[list[Memory], list[Running]]:
+def fleets(draw: st.DrawFn) -> tuple[list[DecodeView], list[Running]]:
     found = draw(memories())
     addresses = [memory.address for memory in found] + ["elsewhere"]
     sequences = [
@@ -40,8 +57,8 @@ def fleets(draw: st.DrawFn) -> tuple[list[Memory], list[Running]]:
 
 
 def after(
-    found: Sequence[Memory], sequences: Sequence[Running], transfers: Sequence[Transfer]
-) -> tuple[list[Memory], list[Running]]:
+    found: Sequence[DecodeView], sequences: Sequence[Running], transfers: Sequence[Transfer]
+) -> tuple[list[DecodeView], list[Running]]:
     """When the transfers are done."""
     by_address = {memory.address: memory for memory in found}
     placed = {sequence.key: sequence for sequence in sequences}
@@ -51,12 +68,12 @@ def after(
         by_address[home.address] = replace(
             home,
             num_available_blocks=home.num_available_blocks + sequence.num_blocks_at(home),
-            num_places=home.num_places + 1,
+            num_sequences=home.num_sequences - 1,
         )
         by_address[target.address] = replace(
             target,
             num_available_blocks=target.num_available_blocks - sequence.num_blocks_at(target),
-            num_places=target.num_places - 1,
+            num_sequences=target.num_sequences + 1,
         )
         placed[transfer.key] = replace(sequence, address=target.address)
     return list(by_address.values()), list(placed.values())
@@ -64,7 +81,7 @@ def after(
 
 @given(fleets(), st.integers(0, 8))
 def test_only_short_workers_are_relieved_and_only_by_roomy_ones(
-    fleet: tuple[list[Memory], list[Running]], max_transfers: int
+    fleet: tuple[list[DecodeView], list[Running]], max_transfers: int
 ) -> None:
     found, sequences = fleet
     transfers = rebalance(found, sequences, max_transfers)
@@ -76,12 +93,12 @@ def test_only_short_workers_are_relieved_and_only_by_roomy_ones(
         home, target = before[sequences[transfer.key].address], now[transfer.address]
         assert home.num_available_blocks < SHORT * home.num_blocks
         assert target.num_available_blocks >= PLENTY * target.num_blocks
-        assert target.num_places >= 0
+        assert target.num_sequences <= target.max_num_seqs
 
 
 @given(fleets())
 def test_the_worst_ranked_go_first_and_no_more_than_needed(
-    fleet: tuple[list[Memory], list[Running]],
+    fleet: tuple[list[DecodeView], list[Running]],
 ) -> None:
     found, sequences = fleet
     transfers = rebalance(found, sequences, 100)
@@ -94,7 +111,7 @@ def test_the_worst_ranked_go_first_and_no_more_than_needed(
 
 
 @given(fleets())
-def test_nothing_is_moved_back(fleet: tuple[list[Memory], list[Running]]) -> None:
+def test_nothing_is_moved_back(fleet: tuple[list[DecodeView], list[Running]]) -> None:
     """Again and again, until there is nothing to move: no sequence comes back to where it was."""
     found, sequences = fleet
     homes = {sequence.key: {sequence.address} for sequence in sequences}
@@ -108,7 +125,7 @@ def test_nothing_is_moved_back(fleet: tuple[list[Memory], list[Running]]) -> Non
 
 
 def test_a_short_worker_is_relieved_of_its_worst() -> None:
-    found = [Memory("full", 4, 100, 5, 0), Memory("roomy", 4, 100, 90, 8)]
+    found = [view("full", 4, 100, 5, 0), view("roomy", 4, 100, 90, 8)]
     sequences = [Running(key, "full", (0, key, "r", 0), 39) for key in range(6)]
     assert rebalance(found, sequences, 8) == [Transfer(5, "roomy"), Transfer(4, "roomy")]
     assert rebalance(found, sequences, 1) == [Transfer(5, "roomy")]

@@ -12,9 +12,9 @@ from baton.types import Sampling
 from baton.v1 import inference_pb2, sampling_pb2
 from gateway.http.completions import CompletionBody, CompletionFormat
 from gateway.http.requests import parsed
-from gateway.intake.model_facts import ModelFacts
 from gateway.intake.sampling_defaults import sampling_defaults
 from gateway.intake.validator import Ids, Tokenized, check_request, resolve
+from gateway.intake.violations import ModelFacts
 
 FILE = {
     "do_sample": True,

@@ -24,7 +24,15 @@ from baton.events import (
     SequenceEvent,
     Tokens,
 )
-from baton.types import BeamParams, BlockCounts, FinishReason, Sample, SequenceSpec, WorkerLoad
+from baton.types import (
+    BeamParams,
+    BlockCounts,
+    FinishReason,
+    Sample,
+    SequenceSpec,
+    Tier,
+    WorkerLoad,
+)
 from gateway.intake.decoding import Decoding
 from gateway.intake.request import TextOptions
 from gateway.output.output import Output
@@ -33,7 +41,6 @@ from gateway.request.assignment import (
     AbortSource,
     Action,
     Assignment,
-    CancelTimer,
     Choice,
     Close,
     Deliver,
@@ -139,7 +146,7 @@ class Rig:
                 self.waiting.append(assignment)
             case Open(assignment):
                 self.homes[assignment] = self.open(assignment, is_source=False)
-            case OpenSource(assignment, ticket):
+            case OpenSource(assignment, _, ticket):
                 source = self.sources[assignment] = self.open(assignment, is_source=True)
                 source.ticket = self.tickets.pop(ticket)
             case Pause(assignment, number):
@@ -159,10 +166,10 @@ class Rig:
                 self.end(self.sources[assignment])
             case Close(assignment):
                 self.close(assignment)
-            case SetTimer(assignment, delay_s):
-                self.timers[assignment] = self.now_s + delay_s
-            case CancelTimer(assignment):
+            case SetTimer(assignment, None):
                 self.timers.pop(assignment, None)
+            case SetTimer(assignment, float() as delay_s):
+                self.timers[assignment] = self.now_s + delay_s
             case Update(placement, outcome):
                 placement.record(outcome)
             case EndMigration(choice):
@@ -397,7 +404,8 @@ class Rig:
                     assert assignment in self.timers
                 case State.RESERVING:
                     assert placement is not None
-                    assert (assignment in self.timers) == placement.is_answered_at_once
+                    is_answered_at_once = placement.home.tier is Tier.DECODE
+                    assert (assignment in self.timers) == is_answered_at_once
                 case State.DELIVERING:
                     assert (assignment in self.timers) != assignment.is_prefill_awaited
                 case _:
@@ -420,7 +428,7 @@ class Rig:
             assert placement._num_sequences == placement._prefill_tokens == 0
         for worker in self.fleet.workers.values():
             assert worker.num_in_flight == worker.outstanding_tokens == 0
-            assert worker.num_unreported_blocks == 0
+            assert not worker.unreported_blocks
 
 
 def live_through(rig: Rig, num_steps: int) -> None:

@@ -15,7 +15,6 @@ from baton.errors import InvalidRequest, ModelNotFound
 from baton.sampling_params import OPTIONS
 from baton.types import BeamParams, EarlyStopping, SequenceSpec
 from baton.v1 import inference_pb2, sampling_pb2
-from gateway.intake.model_facts import ModelFacts
 from gateway.intake.request import TextOptions
 from gateway.intake.sampling_rules import num_returned
 from gateway.intake.validator import (
@@ -26,6 +25,7 @@ from gateway.intake.validator import (
     check_tokenize,
     resolve,
 )
+from gateway.intake.violations import ModelFacts
 
 FACTS = ModelFacts(
     "m", 100, 64, 48, frozenset((2,)), has_chat_template=True, max_num_seqs=200, max_token_chars=8

@@ -181,7 +181,7 @@ class World:
         for worker in self.fleet.workers.values():
             assert worker.num_in_flight == 0
             assert worker.outstanding_tokens == 0
-            assert worker.num_unreported_blocks == 0
+            assert not worker.unreported_blocks
 
 
 def in_world(test: Callable[[World], Awaitable[None]], **options: Any) -> None:

@@ -66,7 +66,7 @@ class StubWorld:
 
     @property
     def choice(self) -> Choice:
-        return self.driver._state.choices[0]
+        return self.driver.state.choices[0]
 
     async def emit(self, address: str, *events: SequenceEvent, handle: int = 1) -> None:
         """Each arrives alone."""
@@ -97,7 +97,7 @@ class StubWorld:
         for worker in self.fleet.workers.values():
             assert worker.num_in_flight == 0
             assert worker.outstanding_tokens == 0
-            assert worker.num_unreported_blocks == 0
+            assert not worker.unreported_blocks
         assert not any(link.open_handles for link in self.links.values())
         assert self.dispatcher.num_waiting == 0
 

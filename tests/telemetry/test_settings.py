@@ -20,8 +20,7 @@ from baton.telemetry.spans import (
     MAX_TRACESTATE_CHARS,
     context_of,
     context_of_metadata,
-    traceparent_of,
-    tracestate_of,
+    trace_of,
 )
 from baton.telemetry.telemetry import close_within
 from kv_transfer.ticket import TicketState
@@ -39,7 +38,7 @@ def test_nothing_is_on_by_default() -> None:
     assert not telemetry.is_on
     span = telemetry.tracer.start_span("x")
     assert not span.is_recording()
-    assert traceparent_of(span.get_span_context()) == ""
+    assert trace_of(span.get_span_context()) == ("", "")
     telemetry.close()
 
 
@@ -168,13 +167,13 @@ def test_a_tracestate_is_carried_on_up_to_a_length_and_in_whole_entries(
     entries: dict[str, str],
 ) -> None:
     span = SpanContext(1, 2, is_remote=False, trace_state=TraceState([*entries.items()]))
-    text = tracestate_of(span)
+    traceparent, text = trace_of(span)
     assert len(text) <= MAX_TRACESTATE_CHARS
     whole = TraceState([*entries.items()]).to_header()
     assert whole == text or whole.startswith(f"{text},") or not text
     assert text == whole or len(whole) > MAX_TRACESTATE_CHARS
-    context = context_of(traceparent_of(span), text)
-    assert tracestate_of(get_current_span(context).get_span_context()) == text
+    context = context_of(traceparent, text)
+    assert trace_of(get_current_span(context).get_span_context())[1] == text
 
 
 def test_each_child_of_serve_has_a_port_of_its_own() -> None:
