@@ -7,6 +7,7 @@ with Client("127.0.0.1:50051") as client, client.stream("def main():", max_token
 """
 
 from baton.client.async_client import AsyncClient, AsyncCompletionStream
+from baton.client.calls import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S
 from baton.client.requests import PromptLike
 from baton.client.results import (
     ChatMessage,
@@ -20,7 +21,6 @@ from baton.client.results import (
     Usage,
     WorkerStatus,
 )
-from baton.client.settings import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S
 from baton.client.sync_client import Client, CompletionStream
 from baton.errors import (
     BatonError,

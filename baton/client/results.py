@@ -3,7 +3,7 @@ from the messages that arrive. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -265,58 +265,6 @@ class _Output:
     finish_reason: FinishReason | None = None
     stop: str | int | None = None
     score: float | None = None
-
-
-class StreamReader:
-    """Checks that the pieces of a stream follow each other, and that each choice ends."""
-
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
-        self.has_ended = False
-        self._choices: dict[int, inference_pb2.ChoiceSoFar] = {}
-        self._has_last_piece = False
-
-    @property
-    def so_far(self) -> Sequence[inference_pb2.ChoiceSoFar]:
-        """What came of each choice that anything came of."""
-        return [c for c in self._choices.values() if c.token_ids or c.has_ended]
-
-    @property
-    def has_begun(self) -> bool:
-        return bool(self._choices)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all pieces came."""
-        return self._has_last_piece
-
-    def accept(self, response: inference_pb2.GenerateResponse) -> Chunk:
-        """Raises BatonError for a piece that does not follow the choice's last one."""
-        chunk = chunk_of(response)
-        self.request_id = chunk.request_id or self.request_id
-        choice = self._choices.get(chunk.choice)
-        if choice is None:
-            choice = self._choices[chunk.choice] = inference_pb2.ChoiceSoFar(choice=chunk.choice)
-        expected = len(choice.token_ids)
-        if chunk.token_index != expected:
-            raise self._broken(f"jumped from token {expected} to {chunk.token_index}")
-        if choice.has_ended:
-            raise self._broken("went on after its end")
-        choice.token_ids.extend(chunk.token_ids)
-        choice.num_chars += len(chunk.text)
-        choice.has_ended = chunk.finish_reason is not None
-        self._has_last_piece = chunk.usage is not None
-        return chunk
-
-    def end(self) -> None:
-        """The server has ended the stream. Raises BatonError if it is not the end of all
-        choices."""
-        if not self._choices or not all(choice.has_ended for choice in self._choices.values()):
-            raise self._broken("ended without a last piece")
-        self.has_ended = True
-
-    def _broken(self, how: str) -> BatonError:
-        return BatonError(f"the stream {how}", request_id=self.request_id)
 
 
 def completion_of(request_id: str, chunks: Iterable[Chunk]) -> Completion:

@@ -1,10 +1,11 @@
 """The client for threads, and one answer as it comes. Same methods as AsyncClient; what both do is
-in requests, results and settings."""
+in requests, results and calls."""
 
 from __future__ import annotations
 
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -15,18 +16,19 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
 
 from baton.client import requests, results
-from baton.client.connections import Connection, Connections, GenerateCalls
-from baton.client.requests import PromptLike
-from baton.client.results import Chunk, Completion, Model, Tokenization
-from baton.client.settings import (
+from baton.client.calls import (
     DEFAULT_ADDRESS,
     DEFAULT_MAX_RETRIES,
     DEFAULT_TIMEOUT_S,
     Attempts,
+    Connection,
+    Connections,
+    GenerateCalls,
     MetadataLike,
     Settings,
-    new_request_id,
 )
+from baton.client.requests import PromptLike
+from baton.client.results import Chunk, Completion, Model, Tokenization
 from baton.errors import BatonError, Cancelled
 from baton.rpc.channel import CLIENT_KEEPALIVE_MS, sync_channel
 from baton.rpc.tls import TlsFiles
@@ -125,14 +127,8 @@ class Client:
             priority=priority,
             cache_salt=cache_salt,
         )
-        request_id = request_id or new_request_id()
-        metadata = self._settings.call_metadata(request_id)
-
-        calls = GenerateCalls(self._connections, request, metadata)
-        self._check_open()
-        return CompletionStream(
-            calls, self._settings, self._closed, request_id, self._settings.timeout_or(timeout_s)
-        )
+        calls = GenerateCalls(self._connections, self._settings, request, request_id, timeout_s)
+        return CompletionStream(calls, self._closed)
 
     def tokenize(
         self, prompt: PromptLike, *, model: str = "", timeout_s: float | None = None
@@ -178,7 +174,7 @@ class Client:
     def close(self) -> None:
         """Cancel all that runs, and disconnect. May be called again."""
         self._closed.set()
-        for channel in self._connections.channels():
+        for channel in self._connections.close():
             channel.close()
 
     def __enter__(self) -> Self:
@@ -198,13 +194,12 @@ class Client:
         request: Message,
         timeout_s: float | None,
     ) -> Any:
-        request_id = new_request_id()
+        request_id = uuid.uuid4().hex
         metadata = self._settings.call_metadata(request_id)
         attempts = Attempts(
             self._settings.max_retries, time.monotonic() + self._settings.timeout_or(timeout_s)
         )
         while True:
-            self._check_open()
             connection = self._connections.take()
             try:
                 remaining_s = attempts.remaining_s(time.monotonic())
@@ -218,10 +213,6 @@ class Client:
             finally:
                 self._connections.give_back(connection)
 
-    def _check_open(self) -> None:
-        if self._closed.is_set():
-            raise Cancelled("this client is closed; make a new one")
-
 
 class CompletionStream:
     """The pieces of one answer, as they come. An iterator, and a context manager whose end cancels
@@ -231,35 +222,23 @@ class CompletionStream:
     when it is collected.
     """
 
-    def __init__(
-        self,
-        calls: GenerateCalls[grpc.Channel],
-        settings: Settings,
-        closed: threading.Event,
-        request_id: str,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, calls: GenerateCalls[grpc.Channel], closed: threading.Event) -> None:
+        """closed: whether the client is."""
         self._calls = calls
-        self._settings = settings
         self._client_closed = closed
-        self._attempts = Attempts(settings.max_retries, time.monotonic() + timeout_s)
-        self._reader = results.StreamReader(request_id)
         self._is_closed = False
-        self._open(timeout_s)
+        self._open()
 
     @property
     def request_id(self) -> str:
         """As the server knows it, once the first piece has come; until then as this client proposed
         it."""
-        return self._reader.request_id
+        return self._calls.request_id
 
     def collect(self) -> Completion:
         """Read to the end, and put together what this call read. Raises Cancelled if the stream is
         closed before."""
-        chunks = list(self)
-        if not self._reader.has_ended:
-            raise Cancelled("the stream was closed before its end", request_id=self.request_id)
-        return results.completion_of(self.request_id, chunks)
+        return self._calls.completion(list(self))
 
     def close(self) -> None:
         """Cancel the request unless it has ended. Iterating ends then. May be called again, and by
@@ -276,18 +255,17 @@ class CompletionStream:
                 response = next(self._call)
             except StopIteration:
                 self.close()
-                self._reader.end()
+                self._calls.end()
             except grpc.RpcError as error:
                 if not self._is_closed:
-                    self._retry(self._settings.error_of(error, self.request_id))
+                    self._retry(self._calls.error_of(error))
             else:
-                self._attempts.on_progress()
                 try:
-                    return self._reader.accept(response)
+                    return self._calls.accept(response)
                 except BatonError:
                     self.close()
                     raise
-        if self._client_closed.is_set() and not self._reader.has_ended:
+        if self._client_closed.is_set() and not self._calls.has_ended:
             raise Cancelled("the client was closed", request_id=self.request_id)
         raise StopIteration
 
@@ -302,21 +280,20 @@ class CompletionStream:
     ) -> None:
         self.close()
 
-    def _open(self, timeout_s: float) -> None:
-        self._call = self._calls.open(timeout_s, self._reader.so_far)
+    def _open(self) -> None:
+        self._call = self._calls.open()
         self._cancel = weakref.finalize(self, self._call.cancel)
 
     def _retry(self, error: BatonError) -> None:
         """Open the stream anew, behind what came, or raise the error."""
-        if self._reader.is_whole:
+        if self._calls.is_whole:
             self.close()
-            self._reader.end()
+            self._calls.end()
             return
-        may_retry = self._calls.can_go_on or not self._reader.has_begun
-        delay_s = self._attempts.delay_s(error, time.monotonic()) if may_retry else None
+        delay_s = self._calls.retry_delay_s(error)
         if delay_s is None or self._client_closed.wait(delay_s):
             self.close()
             raise error
         if not self._is_closed:
             self._cancel.detach()
-            self._open(self._attempts.remaining_s(time.monotonic()))
+            self._open()

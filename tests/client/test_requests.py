@@ -18,6 +18,7 @@ from baton.client import (
     StructuredOutput,
     results,
 )
+from baton.client.calls import Attempts, Settings, checked_metadata
 from baton.client.requests import (
     detokenize_request,
     generate_request,
@@ -25,7 +26,6 @@ from baton.client.requests import (
     sampling_message,
     tokenize_request,
 )
-from baton.client.settings import Attempts, Settings, checked_metadata
 from baton.errors import BatonError, InvalidRequest, Overloaded, WorkerLost
 from baton.v1 import inference_pb2, sampling_pb2
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.client.results import StreamReader, chunk_of, completion_of
+from baton.client.calls import Connections, GenerateCalls, Settings
+from baton.client.results import chunk_of, completion_of
 from baton.errors import BatonError
 from baton.types import FinishReason, TokenLogprobs
 from baton.v1 import inference_pb2, sampling_pb2
@@ -20,10 +21,17 @@ def position(token_id: int) -> sampling_pb2.PositionLogprobs:
     return sampling_pb2.PositionLogprobs(chosen=chosen)
 
 
+def calls() -> GenerateCalls[None]:
+    """Of a stream that nothing was sent for."""
+    connections = Connections[None](lambda _: None, ("127.0.0.1:1",))
+    request = inference_pb2.GenerateRequest()
+    return GenerateCalls(connections, Settings.of("127.0.0.1:1", 1.0, (), 0), request, "r", None)
+
+
 @settings(deadline=None)
 @given(st.lists(st.sampled_from([0, 1, 2]), max_size=12))
 def test_interleaved_choices_are_taken_apart(order: list[int]) -> None:
-    reader = StreamReader("r")
+    reader = calls()
     lengths = [0, 0, 0]
     chunks = []
     for choice in order:
@@ -48,7 +56,7 @@ def test_interleaved_choices_are_taken_apart(order: list[int]) -> None:
 
 
 def test_a_stream_ends_with_all_its_choices() -> None:
-    reader = StreamReader("r")
+    reader = calls()
     for choice in (0, 1):
         reader.accept(inference_pb2.GenerateResponse(choice=choice, token_ids=[1]))
     reader.accept(inference_pb2.GenerateResponse(choice=0, token_index=1, finish_reason=STOP))
@@ -56,7 +64,7 @@ def test_a_stream_ends_with_all_its_choices() -> None:
         reader.end()
 
 
-def test_what_is_told_of_the_prompt() -> None:
+def test_what_is_reported_of_the_prompt() -> None:
     first = inference_pb2.GenerateResponse(
         token_ids=[9], text="prompt and 9", prompt_token_ids=[4, 5], prompt_logprobs=[position(5)]
     )

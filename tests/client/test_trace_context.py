@@ -8,7 +8,7 @@ import pytest
 from opentelemetry import baggage, context
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, TraceState, use_span
 
-from baton.client.settings import MAX_TRACESTATE_CHARS, Settings
+from baton.client.calls import MAX_TRACESTATE_CHARS, Settings
 
 TRACEPARENT = f"00-{0xABC:032x}-{0xDEF:016x}-01"
 

@@ -1,0 +1,352 @@
+"""The calls of both clients: what a client is given once, and the rules for metadata, deadlines and
+retries that follow from it; connections; and the calls of one stream, which go on where another
+gateway broke off."""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc  # type: ignore[import-untyped]
+
+from baton.client.results import Chunk, Completion, chunk_of, completion_of
+from baton.errors import BatonError, Cancelled, FieldViolation, InvalidRequest, RetriableError
+from baton.redaction import redacted
+from baton.rpc.channel import MAX_CONCURRENT_STREAMS
+from baton.rpc.status import REQUEST_ID_KEY, from_rpc_error
+from baton.v1 import inference_pb2, inference_pb2_grpc
+
+ChannelT = TypeVar("ChannelT")
+
+MetadataLike: TypeAlias = Mapping[str, str] | Iterable[tuple[str, str]]
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+DEFAULT_TIMEOUT_S = 600.0
+DEFAULT_MAX_RETRIES = 2
+MAX_METADATA_BYTES = 8192
+"""Servers may refuse more; each entry counts 32 bytes beside its text, as HTTP/2 counts it."""
+
+MAX_TRACESTATE_CHARS = 512
+"""Of a tracestate that is sent; a longer one stays here, where the trace goes on without it."""
+
+_AUTHORIZATION = "authorization"
+_ADDRESS = re.compile(r"(?:[^\s:/]+|\[[0-9a-fA-F:.%]+\]):[0-9]{1,5}")
+_KEY = re.compile(r"[0-9a-z_.-]+")
+_VALUE = re.compile(r"[\x20-\x7e]*")
+_API_KEY = re.compile(r"[\x21-\x7e]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A client's addresses, default timeout, metadata sent with every call, and retries."""
+
+    addresses: tuple[str, ...]
+    timeout_s: float
+    #: May hold a key.
+    metadata: Metadata = field(repr=False)
+    max_retries: int
+
+    @classmethod
+    def of(
+        cls,
+        address: str,
+        timeout_s: float,
+        metadata: MetadataLike,
+        max_retries: int,
+        api_key: str | None = None,
+    ) -> Settings:
+        """Raises InvalidRequest for a value that cannot be used."""
+        if max_retries < 0:
+            raise _wrong("max_retries", f"{max_retries}: must be 0 or more")
+        addresses = tuple(part.strip() for part in address.split(","))
+        for part in addresses:
+            if not (_ADDRESS.fullmatch(part) or part.startswith("unix:")):
+                raise _wrong(
+                    "address", f"{redacted(part)!a:.80}: must be host:port, e.g. {DEFAULT_ADDRESS}"
+                )
+        entries = (*checked_metadata(metadata), *_authorization(api_key))
+        if [key for key, _ in entries].count(_AUTHORIZATION) > 1:
+            raise _wrong(
+                "api_key", "metadata has an authorization of its own; leave one of them out"
+            )
+        return cls(addresses, _timeout(timeout_s), entries, max_retries)
+
+    @property
+    def address(self) -> str:
+        """As it was given."""
+        return ",".join(self.addresses)
+
+    def timeout_or(self, timeout_s: float | None) -> float:
+        """A call's own timeout, or the client's. Raises InvalidRequest if it is not a positive
+        number."""
+        return self.timeout_s if timeout_s is None else _timeout(timeout_s)
+
+    def call_metadata(self, request_id: str) -> Metadata:
+        """What a call sends: the client's metadata, the request id, and the caller's trace unless
+        the metadata name one.
+
+        Raises InvalidRequest for a request id that no header can carry.
+        """
+        has_trace = any(key == "traceparent" for key, _ in self.metadata)
+        trace = () if has_trace else _current_trace()
+        return checked_metadata((*self.metadata, *trace, (REQUEST_ID_KEY, request_id)))
+
+    def error_of(self, error: grpc.RpcError, request_id: str) -> BatonError:
+        """The typed error of a failed call."""
+        return from_rpc_error(error, address=self.address, request_id=request_id)
+
+
+@dataclass(slots=True)
+class Attempts:
+    """How often a call may be tried again in a row, and until when on the caller's monotonic
+    clock."""
+
+    max_retries: int
+    deadline_s: float
+    num_failed: int = 0
+    """In a row."""
+
+    def remaining_s(self, now_s: float) -> float:
+        """Time left for the call; never negative."""
+        return max(0.0, self.deadline_s - now_s)
+
+    def delay_s(self, error: BatonError, now_s: float) -> float | None:
+        """How long to wait before the next attempt, which is then counted: as long as the server
+        asks for, and twice as long with each in a row; None if there is to be none."""
+        if not isinstance(error, RetriableError) or self.num_failed >= self.max_retries:
+            return None
+        delay_s = float((error.retry_after_s or 0.0) * 2**self.num_failed)
+        if now_s + delay_s >= self.deadline_s:
+            return None
+        self.num_failed += 1
+        return delay_s
+
+
+class Connection(Generic[ChannelT]):
+    """One channel, and the services behind it."""
+
+    def __init__(self, channel: ChannelT, address: str) -> None:
+        self.channel = channel
+        self.address = address
+        either: Any = channel  # the stubs of grpc.Channel and grpc.aio.Channel are one class
+        self.inference: Any = inference_pb2_grpc.InferenceServiceStub(either)
+        self.health: Any = health_pb2_grpc.HealthStub(either)
+        self.num_calls = 0
+        """Under way."""
+
+
+class Connections(Generic[ChannelT]):
+    """Thread-safe. A server answers MAX_CONCURRENT_STREAMS calls of a connection at once; grpc
+    would have further ones wait, and their deadlines run, without a word."""
+
+    def __init__(self, connect: Callable[[str], ChannelT], addresses: Sequence[str]) -> None:
+        """connect: makes a channel to an address, which whoever made this closes. addresses: of
+        gateways that can stand in for each other; the first one is used until it fails."""
+        self._connect = connect
+        self._addresses = addresses
+        self._place = 0
+        """Of the address in use."""
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._connections: list[Connection[ChannelT]] = []
+
+    def take(self) -> Connection[ChannelT]:
+        """A connection for one call, which the caller gives back when the call has ended. Raises
+        Cancelled once they are closed."""
+        with self._lock:
+            if self._is_closed:
+                raise Cancelled("this client is closed; make a new one")
+            address = self._addresses[self._place]
+            there = (c for c in self._connections if c.address == address)
+            free = (c for c in there if c.num_calls < MAX_CONCURRENT_STREAMS)
+            connection = next(free, None)
+            if connection is None:
+                connection = Connection(self._connect(address), address)
+                self._connections.append(connection)
+            connection.num_calls += 1
+            return connection
+
+    def avoid(self, connection: Connection[ChannelT]) -> None:
+        """A call of the connection failed, and may succeed elsewhere: use the next address, if that
+        has not been done."""
+        with self._lock:
+            if connection.address == self._addresses[self._place]:
+                self._place = (self._place + 1) % len(self._addresses)
+
+    def give_back(self, connection: Connection[ChannelT]) -> None:
+        """A call of the connection has ended."""
+        with self._lock:
+            connection.num_calls -= 1
+
+    def close(self) -> list[ChannelT]:
+        """Take no further calls. All channels that were made, for the caller to close."""
+        with self._lock:
+            self._is_closed = True
+            return [connection.channel for connection in self._connections]
+
+
+class GenerateCalls(Generic[ChannelT]):
+    """The calls of one stream: the first, and those that go on behind what came of the ones before.
+    Checks that pieces follow each other, and that each choice ends."""
+
+    def __init__(
+        self,
+        connections: Connections[ChannelT],
+        settings: Settings,
+        request: inference_pb2.GenerateRequest,
+        request_id: str,
+        timeout_s: float | None,
+    ) -> None:
+        """request_id: drawn if it is empty. timeout_s: of all calls together; None for the
+        client's."""
+        timeout_s = settings.timeout_or(timeout_s)
+        self.request_id = request_id or uuid.uuid4().hex
+        """As the server knows it, once the first piece has come; until then as it was proposed."""
+        self.has_ended = False
+        """Whether the server has ended the stream, and all choices with it."""
+        self.is_whole = False
+        """Whether all pieces came."""
+        self._connections = connections
+        self._settings = settings
+        self._request = request
+        self._metadata = settings.call_metadata(self.request_id)
+        self._attempts = Attempts(settings.max_retries, time.monotonic() + timeout_s)
+        self._last: Connection[ChannelT] | None = None
+        self._choices: dict[int, inference_pb2.ChoiceSoFar] = {}
+        sampling = request.sampling
+        sends_all_at_its_end = sampling.HasField("beam_search") or sampling.HasField("best_of")
+        self._can_go_on = not sends_all_at_its_end
+        """Whether a gateway takes up an answer of which something came."""
+        if self._can_go_on and not sampling.HasField("seed"):
+            # Drawn here, so that every gateway draws the same tokens with it.
+            sampling.seed = secrets.randbits(64)
+
+    def open(self) -> Any:
+        """A call of Generate, to be cancelled or read to its end. Raises Cancelled once the client
+        is closed."""
+        if self._last is not None:
+            self._connections.avoid(self._last)
+        connection = self._last = self._connections.take()
+        # What came of each choice that anything came of: see GenerateRequest.resume_from.
+        so_far = (c for c in self._choices.values() if c.token_ids or c.has_ended)
+        del self._request.resume_from[:]
+        self._request.resume_from.extend(so_far)
+        call = connection.inference.Generate(
+            self._request,
+            timeout=self._attempts.remaining_s(time.monotonic()),
+            metadata=self._metadata,
+        )
+        call.add_done_callback(lambda _: self._connections.give_back(connection))
+        return call
+
+    def accept(self, response: inference_pb2.GenerateResponse) -> Chunk:
+        """A piece came. Raises BatonError if it does not follow the choice's last one."""
+        self._attempts.num_failed = 0
+        chunk = chunk_of(response)
+        self.request_id = chunk.request_id or self.request_id
+        choice = self._choices.get(chunk.choice)
+        if choice is None:
+            choice = self._choices[chunk.choice] = inference_pb2.ChoiceSoFar(choice=chunk.choice)
+        expected = len(choice.token_ids)
+        if chunk.token_index != expected:
+            raise self._broken(f"jumped from token {expected} to {chunk.token_index}")
+        if choice.has_ended:
+            raise self._broken("went on after its end")
+        choice.token_ids.extend(chunk.token_ids)
+        choice.num_chars += len(chunk.text)
+        choice.has_ended = chunk.finish_reason is not None
+        self.is_whole = chunk.usage is not None
+        return chunk
+
+    def end(self) -> None:
+        """The server has ended the stream. Raises BatonError if it is not the end of all
+        choices."""
+        if not self._choices or not all(choice.has_ended for choice in self._choices.values()):
+            raise self._broken("ended without a last piece")
+        self.has_ended = True
+
+    def completion(self, chunks: Iterable[Chunk]) -> Completion:
+        """What was read of an ended stream, put together. Raises Cancelled if it was closed
+        before."""
+        if not self.has_ended:
+            raise Cancelled("the stream was closed before its end", request_id=self.request_id)
+        return completion_of(self.request_id, chunks)
+
+    def error_of(self, error: grpc.RpcError) -> BatonError:
+        """The typed error of a call that failed."""
+        return self._settings.error_of(error, self.request_id)
+
+    def retry_delay_s(self, error: BatonError) -> float | None:
+        """How long to wait before the next call; None if there is to be none."""
+        may_retry = self._can_go_on or not self._choices
+        return self._attempts.delay_s(error, time.monotonic()) if may_retry else None
+
+    def _broken(self, how: str) -> BatonError:
+        return BatonError(f"the stream {how}", request_id=self.request_id)
+
+
+def checked_metadata(metadata: MetadataLike) -> Metadata:
+    """Raises InvalidRequest naming the entry that gRPC would refuse, or the size if it is too
+    large."""
+    pairs = metadata.items() if isinstance(metadata, Mapping) else metadata
+    entries = tuple((key, value) for key, value in pairs)
+    for key, value in entries:
+        name = f"metadata[{key!a:.80}]"
+        if not _KEY.fullmatch(key) or key.startswith("grpc-") or key.endswith("-bin"):
+            raise _wrong(name, "keys are of a-z, 0-9, '_', '-' and '.', not grpc-* and not *-bin")
+        if not _VALUE.fullmatch(value):
+            raise _wrong(name, f"{value!a:.80}: values are printable ASCII; encode others")
+    num_bytes = sum(len(key) + len(value) + 32 for key, value in entries)
+    if num_bytes > MAX_METADATA_BYTES:
+        raise _wrong(
+            "metadata",
+            f"{num_bytes} bytes in {len(entries)} entries; "
+            f"at most {MAX_METADATA_BYTES} are sent: send fewer or shorter entries",
+        )
+    return entries
+
+
+def _current_trace() -> tuple[tuple[str, str], ...]:
+    """The caller's trace, so that it goes on in the servers: W3C trace context of the current
+    OpenTelemetry span; nothing outside of one."""
+    if "opentelemetry.trace" not in sys.modules:
+        # A span exists only where the program has imported OpenTelemetry, which this package does
+        # without.
+        return ()
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return tuple(
+        (key, value)
+        for key, value in carrier.items()
+        if key != "tracestate" or len(value) <= MAX_TRACESTATE_CHARS
+    )
+
+
+def _authorization(api_key: str | None) -> Metadata:
+    if api_key is None:
+        return ()
+    if not _API_KEY.fullmatch(api_key):
+        raise _wrong("api_key", "must be printable ASCII without spaces, and not empty")
+    return ((_AUTHORIZATION, f"Bearer {api_key}"),)
+
+
+def _timeout(timeout_s: float) -> float:
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise _wrong("timeout_s", f"{timeout_s}: must be a positive, finite number of seconds")
+    return float(timeout_s)
+
+
+def _wrong(field: str, description: str) -> InvalidRequest:
+    return InvalidRequest.of(FieldViolation(field, description))
