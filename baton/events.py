@@ -162,25 +162,21 @@ def joined(events: Iterable[_EventT]) -> Iterator[_EventT | Tokens]:
     had given them."""
     run: list[Tokens] = []
     end = 0
-    for event in events:
+    for event in (*events, None):
         if run and not (isinstance(event, Tokens) and event.token_index == end):
-            yield _one_of(run)
+            yield (
+                run[-1]._replace(
+                    token_index=run[0].token_index,
+                    samples=tuple(chain.from_iterable(tokens.samples for tokens in run)),
+                    num_draft_tokens=sum(tokens.num_draft_tokens for tokens in run),
+                    num_accepted_tokens=sum(tokens.num_accepted_tokens for tokens in run),
+                )
+                if len(run) > 1
+                else run[0]
+            )
             run = []
         if isinstance(event, Tokens):
             run.append(event)
             end = event.token_index + len(event.samples)
-        else:
+        elif event is not None:
             yield event
-    if run:
-        yield _one_of(run)
-
-
-def _one_of(run: list[Tokens]) -> Tokens:
-    if len(run) == 1:
-        return run[0]
-    return run[-1]._replace(
-        token_index=run[0].token_index,
-        samples=tuple(chain.from_iterable(event.samples for event in run)),
-        num_draft_tokens=sum(event.num_draft_tokens for event in run),
-        num_accepted_tokens=sum(event.num_accepted_tokens for event in run),
-    )

@@ -62,31 +62,19 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        method = handler_call_details.method
-        parse = handler.request_deserializer or _as_it_is
-        parsed_of: Callable[[Any, _Parse], Any] = (
-            _each_parsed if handler.request_streaming else _parsed
-        )
+        method, parse = handler_call_details.method, handler.request_deserializer or bytes
+        takes_stream, answers_stream = handler.request_streaming, handler.response_streaming
 
-        def wrap(behavior: _Behavior, answers_stream: bool) -> _Behavior:
-            wrapper = self._stream if answers_stream else self._unary
-            return wrapper(lambda raw, context: behavior(parsed_of(raw, parse), context), method)
+        def wrap(behavior: _Behavior) -> _Behavior:
+            async def call(raw: Any, context: _Context) -> Any:
+                async with self._guard(context, method):
+                    request = _each_parsed(raw, parse) if takes_stream else _parsed(raw, parse)
+                    result = behavior(request, context)
+                    return await (_drain(result, context) if answers_stream else result)
+
+            return call
 
         return with_behavior(handler, wrap, is_parsed=False)
-
-    def _unary(self, behavior: _Behavior, method: str) -> _Behavior:
-        async def call(raw: Any, context: _Context) -> Any:
-            async with self._guard(context, method):
-                return await behavior(raw, context)
-
-        return call
-
-    def _stream(self, behavior: _Behavior, method: str) -> _Behavior:
-        async def call(raw: Any, context: _Context) -> None:
-            async with self._guard(context, method):
-                await _drain(behavior(raw, context), context)
-
-        return call
 
     @asynccontextmanager
     async def _guard(self, context: _Context, method: str) -> AsyncIterator[None]:
@@ -109,22 +97,20 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 def with_behavior(
     handler: grpc.RpcMethodHandler[Any, Any],
-    wrap: Callable[[_Behavior, bool], _Behavior],
+    wrap: Callable[[_Behavior], _Behavior],
     *,
     is_parsed: bool = True,
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """The same handler with its behaviour wrapped. wrap: also gets whether it answers with a
-    stream. is_parsed: whether it takes messages, or else their bytes."""
-    codecs = (handler.request_deserializer if is_parsed else None, handler.response_serializer)
-    behavior: _Behavior
-    if behavior := handler.unary_unary:
-        return grpc.unary_unary_rpc_method_handler(wrap(behavior, False), *codecs)
-    if behavior := handler.unary_stream:
-        return grpc.unary_stream_rpc_method_handler(wrap(behavior, True), *codecs)
-    if behavior := handler.stream_unary:
-        return grpc.stream_unary_rpc_method_handler(wrap(behavior, False), *codecs)
-    behavior = handler.stream_stream
-    return grpc.stream_stream_rpc_method_handler(wrap(behavior, True), *codecs)
+    """The same handler with its behaviour wrapped. is_parsed: whether it takes messages, or else
+    their bytes."""
+    streams = (handler.request_streaming, handler.response_streaming)
+    kind = "_".join("stream" if is_stream else "unary" for is_stream in streams)
+    make = getattr(grpc, f"{kind}_rpc_method_handler")
+    deserializer = handler.request_deserializer if is_parsed else None
+    remade: grpc.RpcMethodHandler[Any, Any] = make(
+        wrap(getattr(handler, kind)), deserializer, handler.response_serializer
+    )
+    return remade
 
 
 def request_id_of(context: _Context) -> str:
@@ -152,10 +138,6 @@ async def write_to(context: _Context, response: Any) -> None:
         await context.write(response)
     except grpc.aio.InternalError:
         raise Cancelled("the caller's connection broke") from None
-
-
-def _as_it_is(raw: bytes) -> bytes:
-    return raw
 
 
 def _parsed(raw: bytes, parse: _Parse) -> Any:

@@ -50,7 +50,7 @@ class PeerNamesInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         return handler and with_behavior(handler, self._checked)
 
-    def _checked(self, behavior: Callable[[Any, Any], Any], _answers_stream: bool) -> Any:
+    def _checked(self, behavior: Callable[[Any, Any], Any]) -> Any:
         def call(request: Any, context: Any) -> Any:
             shown = context.auth_context().get(_ALT_NAMES_KEY, ())
             check_peer_names(self._names, [name.decode(errors="replace") for name in shown])

@@ -95,7 +95,13 @@ class GrpcWorkerLink:
         auditor = asyncio.create_task(self._send_known())
         try:
             while isinstance(response := await call.read(), sequence_service_pb2.ServeResponse):
-                self._distribute(response)
+                for handle, event in step_from_proto(response):
+                    sink = self._sinks.get(handle)
+                    if sink is None:
+                        continue  # aborted here while this was on its way
+                    if is_last(event):
+                        del self._sinks[handle]
+                    sink(event)
             raise WorkerLost(f"the worker at {self._address} ended its stream")
         except grpc.aio.AioRpcError as error:
             raise worker_error(error, self._address) from error
@@ -124,15 +130,6 @@ class GrpcWorkerLink:
         if self._lost is None:
             self._commands.append(command)
             self._has_commands.set()
-
-    def _distribute(self, response: sequence_service_pb2.ServeResponse) -> None:
-        for handle, event in step_from_proto(response):
-            sink = self._sinks.get(handle)
-            if sink is None:
-                continue  # aborted here while this was on its way
-            if is_last(event):
-                del self._sinks[handle]
-            sink(event)
 
     async def _write(self, call: Any) -> None:
         """Send commands in order. A stream that breaks is the reader's to report."""
