@@ -37,7 +37,7 @@ from gateway.intake.api_keys import read_api_keys
 from gateway.intake.chat import ChatRenderer
 from gateway.intake.grammars import GrammarCompiler
 from gateway.intake.sampling_defaults import sampling_defaults
-from gateway.intake.tokenizer import Tokenizer, load_tokenizer
+from gateway.intake.tokenizer import load_tokenizer
 from gateway.request.driver import RequestDeps
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.fleet import Fleet
@@ -66,9 +66,8 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
     report_phase("loading tokenizer")
     tokenizer = await asyncio.to_thread(load_tokenizer, options.tokenizer_name, options.revision)
     clock.lap("tokenizer")
-    generation_config = tokenizer.facts.generation_config
     is_used = options.generation_config == "auto"
-    defaults = sampling_defaults(generation_config if is_used else {})
+    defaults = sampling_defaults(tokenizer.facts.generation_config if is_used else {})
     fleet = Fleet(numerics_policy=options.numerics)
     supervisor = None if options.workers_fd is None else PipeRegistry(options.workers_fd)
     registries = (
@@ -87,14 +86,20 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
         migrator,
         time.monotonic,
     )
+    facts = tokenizer.facts
+    template = facts.chat_template
+    chat = None if template is None else ChatRenderer(template, facts.special_tokens)
+    # Its process starts with the first structured output: most gateways never need it.
+    grammars = GrammarCompiler(facts.folder, max_whitespace=options.max_json_whitespace)
     async with (
-        _closed_at_end(tokenizer),
-        _chat_renderer(tokenizer) as chat,
-        _grammar_compiler(tokenizer, options.max_json_whitespace) as grammars,
+        contextlib.AsyncExitStack() as stack,
         running_telemetry(
             _telemetry_settings(options), pages={DISCOVERY_PATH: lambda: scrape_targets(fleet)}
         ) as telemetry,
     ):
+        for part in (tokenizer, chat, grammars):
+            if part is not None:
+                stack.push_async_callback(part.close)
         observe_build(telemetry.meter, __version__)
         observe_gateway(telemetry.meter, fleet, dispatcher)
         serving = Serving(
@@ -237,39 +242,6 @@ async def _wait_for_workers(fleet: Fleet, options: GatewayOptions) -> None:
             while not is_complete():
                 changed.clear()
                 await changed.wait()
-
-
-@contextlib.asynccontextmanager
-async def _closed_at_end(tokenizer: Tokenizer) -> AsyncIterator[None]:
-    try:
-        yield
-    finally:
-        await tokenizer.close()
-
-
-@contextlib.asynccontextmanager
-async def _chat_renderer(tokenizer: Tokenizer) -> AsyncIterator[ChatRenderer | None]:
-    facts = tokenizer.facts
-    if facts.chat_template is None:
-        yield None
-        return
-    chat = ChatRenderer(facts.chat_template, facts.special_tokens)
-    try:
-        yield chat
-    finally:
-        await chat.close()
-
-
-@contextlib.asynccontextmanager
-async def _grammar_compiler(
-    tokenizer: Tokenizer, max_whitespace: int
-) -> AsyncIterator[GrammarCompiler]:
-    # Its process starts with the first structured output: most gateways never need it.
-    grammars = GrammarCompiler(tokenizer.facts.folder, max_whitespace=max_whitespace)
-    try:
-        yield grammars
-    finally:
-        await grammars.close()
 
 
 @contextlib.asynccontextmanager

@@ -72,11 +72,18 @@ class Delivery:
         if piece.samples:
             self._timeline.on_token_sent(self._clock())
         chunk = self._chunk_of(index, piece)
-        if piece.token_index == 0 and index not in self._request.resume_from:
-            self._begin(chunk, index, prompt_logprobs)
+        request = self._request
+        if piece.token_index == 0 and index not in request.resume_from:
+            if request.echo_text is not None:
+                chunk.text = request.echo_text + chunk.text
+                chunk.prompt_token_ids.extend(request.spec.prompt_token_ids)
+            if request.spec.sampling.prompt_logprobs >= 0 and index == 0:
+                if prompt_logprobs is None:
+                    raise EngineFault("the prompt's log probabilities never came")
+                chunk.prompt_logprobs.extend(map(logprobs_to_proto, prompt_logprobs))
         if piece.finish is not FinishReason.NONE:
             self._num_ended += 1
-            if self._num_ended == self._request.num_returned:
+            if self._num_ended == request.num_returned:
                 self._complete(chunk, piece.finish)
         self._began_s = self._loop.time()
         try:
@@ -134,22 +141,6 @@ class Delivery:
         elif piece.stop_token_id is not None:
             chunk.stop_cause.stop_token_id = piece.stop_token_id
         return chunk
-
-    def _begin(
-        self,
-        chunk: inference_pb2.GenerateResponse,
-        index: int,
-        prompt_logprobs: tuple[TokenLogprobs, ...] | None,
-    ) -> None:
-        """Put what was asked of the prompt into an output's first piece."""
-        request = self._request
-        if request.echo_text is not None:
-            chunk.text = request.echo_text + chunk.text
-            chunk.prompt_token_ids.extend(request.spec.prompt_token_ids)
-        if request.spec.sampling.prompt_logprobs >= 0 and index == 0:
-            if prompt_logprobs is None:
-                raise EngineFault("the prompt's log probabilities never came")
-            chunk.prompt_logprobs.extend(map(logprobs_to_proto, prompt_logprobs))
 
     def _complete(self, chunk: inference_pb2.GenerateResponse, finish: FinishReason) -> None:
         timeline = self._timeline

@@ -45,28 +45,26 @@ class State(enum.Enum):
     """Nothing is held on any worker."""
 
 
+@dataclass(slots=True, eq=False)
 class Choice:
     """One output. index: among the request's."""
 
-    def __init__(self, index: int, output: Output) -> None:
-        self.index = index
-        self.output = output
-        self.pending: list[Tokens] = []
-        """What came and is not in `output` yet: what a piece of text costs, it costs once, however
-        many steps it is of."""
-        self.assignment: Assignment | None = None
-        """Where its tokens come from."""
-        self.migration: Assignment | None = None
-        """Where they will come from, while it is being moved."""
-        self.is_over = False
-        """Whether it has ended, and holds nothing on any worker."""
-        self.failures: list[BatonError] = []
-        self.avoid: frozenset[str] = frozenset()
-        """Addresses of workers that failed it."""
-        self.unreached: frozenset[str] = frozenset()
-        """Addresses of workers that its KV did not get to."""
-        self.deliver = (Deliver(self),)
-        """All that is to be done when a token comes, made once."""
+    index: int
+    output: Output
+    is_over: bool = False
+    """Whether it has ended, and holds nothing on any worker."""
+    pending: list[Tokens] = field(default_factory=list)
+    """What came and is not in `output` yet: what a piece of text costs, it costs once, however many
+    steps it is of."""
+    assignment: Assignment | None = None
+    """Where its tokens come from."""
+    migration: Assignment | None = None
+    """Where they will come from, while it is being moved."""
+    failures: list[BatonError] = field(default_factory=list)
+    avoid: frozenset[str] = frozenset()
+    """Addresses of workers that failed it."""
+    unreached: frozenset[str] = frozenset()
+    """Addresses of workers that its KV did not get to."""
 
     def note_failure(self, error: BatonError, placement: Placement) -> bool:
         """Count a failure that another try may mend, better elsewhere. Whether it was one too

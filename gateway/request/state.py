@@ -68,6 +68,7 @@ from gateway.request.assignment import (
     Assignment,
     Choice,
     Close,
+    Deliver,
     EndMigration,
     Fail,
     HandOff,
@@ -115,9 +116,9 @@ class RequestState:
     ) -> None:
         """outputs: of each choice, with the tokens that an earlier stream sent, if one did.
         timeline: the request's; all times are on its clock. ended: choices whose end was sent."""
-        self.choices = tuple(Choice(index, output) for index, output in enumerate(outputs))
-        for index in ended:
-            self.choices[index].is_over = True
+        self.choices = tuple(Choice(i, output, i in ended) for i, output in enumerate(outputs))
+        self._deliver = tuple((Deliver(choice),) for choice in self.choices)
+        """By choice, all that is to be done when a token comes, made once."""
         has_begun = 0 in ended or bool(outputs[0].token_ids)
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = () if has_begun else None
         """Once they are known; before the first tokens, if they were asked for. Empty if an earlier
@@ -177,7 +178,7 @@ class RequestState:
                 self._timeline.num_accepted_tokens += event.num_accepted_tokens
             choice = assignment.choices[number]
             choice.pending.append(event)
-            return choice.deliver
+            return self._deliver[choice.index]
         if assignment.state in _DEAF:
             return _NOTHING
         match event:
@@ -410,7 +411,7 @@ class RequestState:
         self._numerics = self._numerics or _placement_of(assignment).numerics
         choice = assignment.choices[number]
         choice.pending.append(event)
-        self._actions += choice.deliver
+        self._actions += self._deliver[choice.index]
 
     def _fork(self, assignment: Assignment) -> None:
         """Each choice has its handle at the home. Those that ended earlier are ended there now."""
@@ -596,7 +597,7 @@ class RequestState:
             if assignment.placement.decode is not None:
                 self._actions.append(Remember(assignment.placement.decode, self.spec_of((choice,))))
             self._drop(assignment, choice)
-        self._actions += choice.deliver
+        self._actions += self._deliver[choice.index]
 
     def _drop(self, assignment: Assignment, choice: Choice) -> None:
         """A choice is here no more. The last one ends the assignment; others, at the home, no
