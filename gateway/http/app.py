@@ -22,8 +22,9 @@ from gateway.http.chat import CHAT_NAMES, ChatBody, ChatFormat, chat_prompt
 from gateway.http.chat_style import ChatStyle
 from gateway.http.completions import PROMPT_NAMES, CompletionBody, CompletionFormat, text_prompt
 from gateway.http.connection import JSON, HttpRequest, HttpResponse
-from gateway.http.errors import FieldNames, HttpError, from_baton, http_error
+from gateway.http.errors import HttpError, from_baton, http_error
 from gateway.http.generation import Format, Generation
+from gateway.http.logprobs import BytesOf
 from gateway.http.messages import MessagesBody, MessagesFormat, messages_error
 from gateway.http.page import LIVE_PATH, PAGE_FILES, Page
 from gateway.http.requests import Body, BodyT, check_token_ids, field_namer, parsed
@@ -67,6 +68,14 @@ _NOT_SERVED = {
 
 _Handler = Callable[[HttpRequest, HttpResponse], Awaitable[None]]
 
+#: What completes, by path: the fields of its body, and what is made of one.
+_FORMATS: Mapping[str, tuple[type[Body], Callable[[Any, BytesOf, ChatStyle], Format]]] = {
+    "/v1/completions": (CompletionBody, lambda body, bytes_of, _: CompletionFormat(body, bytes_of)),
+    "/v1/chat/completions": (ChatBody, ChatFormat),
+    "/v1/responses": (ResponsesBody, ResponsesFormat),
+    _MESSAGES: (MessagesBody, MessagesFormat),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Probes:
@@ -100,10 +109,7 @@ class HttpApp:
         self._created_s = settings.created_s
         page = Page(serving, time.monotonic)
         self._routes: Mapping[str, Mapping[str, _Handler]] = {
-            "/v1/completions": {"POST": self._complete},
-            "/v1/chat/completions": {"POST": self._chat},
-            "/v1/responses": {"POST": self._respond},
-            _MESSAGES: {"POST": self._write_message},
+            **{path: {"POST": self._generate} for path in _FORMATS},
             f"{_MESSAGES}/count_tokens": {"POST": self._count_tokens},
             "/v1/models": {"GET": self._list_models},
             "/tokenize": {"POST": self._tokenize},
@@ -189,25 +195,16 @@ class HttpApp:
 
     # Completions
 
-    async def _complete(self, request: HttpRequest, response: HttpResponse) -> None:
-        body = self._parsed(CompletionBody, request, response)
-        form = CompletionFormat(body, self._serving.tokenizer.bytes_of)
-        await self._generate(form, form.field_names, request, response)
-
-    async def _chat(self, request: HttpRequest, response: HttpResponse) -> None:
-        body = self._parsed(ChatBody, request, response)
-        form = ChatFormat(body, self._serving.tokenizer.bytes_of, self._style)
-        await self._generate(form, form.field_names, request, response)
-
-    async def _respond(self, request: HttpRequest, response: HttpResponse) -> None:
-        body = self._parsed(ResponsesBody, request, response)
-        form = ResponsesFormat(body, self._serving.tokenizer.bytes_of, self._style)
-        await self._generate(form, form.field_names, request, response)
-
-    async def _write_message(self, request: HttpRequest, response: HttpResponse) -> None:
-        body = self._parsed(MessagesBody, request, response)
-        form = MessagesFormat(body, self._serving.tokenizer.bytes_of, self._style)
-        await self._generate(form, form.field_names, request, response)
+    async def _generate(self, request: HttpRequest, response: HttpResponse) -> None:
+        cls, make = _FORMATS[request.path]
+        body = self._parsed(cls, request, response)
+        form = make(body, self._serving.tokenizer.bytes_of, self._style)
+        try:
+            await Generation(self._serving, form, request, response).run()
+        except ClientStalled:
+            raise
+        except BatonError as error:
+            raise from_baton(error, form.field_names) from None
 
     async def _count_tokens(self, request: HttpRequest, response: HttpResponse) -> None:
         body = self._parsed(MessagesBody, request, response)
@@ -220,16 +217,6 @@ class HttpApp:
         except BatonError as error:
             raise from_baton(error, form.field_names) from None
         await _send_json({"input_tokens": len(token_ids)}, response)
-
-    async def _generate(
-        self, form: Format, field_names: FieldNames, request: HttpRequest, response: HttpResponse
-    ) -> None:
-        try:
-            await Generation(self._serving, form, request, response).run()
-        except ClientStalled:
-            raise
-        except BatonError as error:
-            raise from_baton(error, field_names) from None
 
     # Tokens
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from baton.errors import BatonError
 from baton.v1 import inference_pb2
 from gateway.http.connection import JSON, HttpRequest, HttpResponse
+from gateway.http.errors import FieldNames
 from gateway.http.requests import GenerationBody
 from gateway.intake.request import ValidatedRequest
 from gateway.serving import Call, Serving
@@ -60,6 +61,10 @@ class Format(Protocol):
     @property
     def requests(self) -> Sequence[inference_pb2.GenerateRequest]:
         """One for each prompt."""
+
+    @property
+    def field_names(self) -> FieldNames:
+        """What fields of its requests are called in errors."""
 
     def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
         """Before the first piece. prompt_token_ids: of one of its prompts."""

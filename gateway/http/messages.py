@@ -1,23 +1,22 @@
 """/v1/messages, Anthropic's API: a conversation in, blocks of the next message out. Each request is
-a chat of chat.py in another form."""
+a chat in another form."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from itertools import islice
 from typing import Any
 
 from baton.errors import FieldViolation, InvalidRequest
-from baton.v1 import inference_pb2
-from gateway.http.chat import MAX_ARGUMENTS_CHARS, ChatBody, ChatChoice, ChatFormat
+from gateway.http.chat import MAX_ARGUMENTS_CHARS
 from gateway.http.chat_style import ChatStyle
-from gateway.http.errors import FieldNames, HttpError, shown_value
-from gateway.http.generation import FINISHES, Answer, Chunk, by_choice
+from gateway.http.errors import HttpError, shown_value
+from gateway.http.generation import FINISHES
 from gateway.http.logprobs import BytesOf
 from gateway.http.requests import Body, TextList, json_text
+from gateway.http.translated_chat import ChatOutput, TranslatedChat, response_format
 from gateway.intake.tool_rules import MAX_TOOLS
 from gateway.intake.validator import MAX_MESSAGES
 from gateway.intake.violations import MAX_SHOWN, Violations
@@ -61,7 +60,6 @@ _NAMES = {
     "response_format": "output_config.format",
     "tool_choice.function.name": "tool_choice.name",
 }
-_MESSAGE = re.compile(r"messages\[(\d+)\]")
 
 #: By status, where it is not invalid_request_error for the client's faults and api_error for ours.
 _ERROR_TYPES: Mapping[int, str] = {
@@ -87,10 +85,11 @@ def messages_error(error: HttpError) -> HttpError:
     return HttpError(error.status, body, error.headers, error.request_id)
 
 
-class MessagesFormat:
+class MessagesFormat(TranslatedChat):
     """See generation.Format."""
 
     id_prefix = "msg"
+    tool_schema = "input_schema"
 
     def __init__(
         self, body: MessagesBody, bytes_of: BytesOf, style: ChatStyle, *, is_counted: bool = False
@@ -98,72 +97,34 @@ class MessagesFormat:
         """is_counted: whether only the prompt's tokens are wanted. Raises InvalidRequest, with this
         API's names."""
         conversation = _Conversation(body)
-        self._paths = conversation.paths
         violations = list(islice(_violations(body, is_counted=is_counted), MAX_SHOWN))
         violations += conversation.violations
         if violations:
             raise InvalidRequest.of(*violations[:MAX_SHOWN])
-        try:
-            self._chat = ChatFormat(_chat_body(body, conversation.messages), bytes_of, style)
-        except InvalidRequest as error:
-            raise InvalidRequest.of(
-                *(FieldViolation(self._name_of(v.field), v.description) for v in error.violations)
-            ) from None
-        self._answer: Answer | None = None
-        self._choice: ChatChoice | None = None
-        self._num_prompt_tokens = 0
+        fields = _chat_fields(body, conversation.messages)
+        super().__init__(fields, _NAMES, conversation.paths, bytes_of, style)
         self._blocks = _Blocks()
-        self._last: Chunk | None = None
 
     @property
-    def body(self) -> ChatBody:
-        return self._chat.body
+    def output(self) -> ChatOutput:
+        return self._blocks
 
-    @property
-    def requests(self) -> Sequence[inference_pb2.GenerateRequest]:
-        return self._chat.requests
-
-    @property
-    def field_names(self) -> FieldNames:
-        """What its fields are called in errors."""
-        of_chat = self._chat.field_names
-        return lambda field: self._name_of(of_chat(field))
-
-    def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
-        self._answer = answer
-        self._num_prompt_tokens = len(prompt_token_ids)
-        self._chat.begin(answer, prompt_token_ids)
-
-    def event(self, prompt: int, chunk: Chunk, usage: str) -> str:  # noqa: ARG002
-        blocks = self._blocks
-        if self._choice is None:
-            self._choice = self._chat.new_choice()
-            used = {"input_tokens": self._num_prompt_tokens, "output_tokens": 0}
-            blocks.emit("message_start", message=self._message(used))
-        is_last = bool(chunk.finish_reason)
-        blocks.add(self._choice.delta(chunk.text, is_last=is_last))
-        if is_last:
-            self._last = chunk
-            blocks.close()
-        return blocks.take_events()
+    def begin_stream(self) -> None:
+        used = {"input_tokens": self.num_prompt_tokens, "output_tokens": 0}
+        self._blocks.emit("message_start", message=self._message(used))
 
     def end(self, usage: Mapping[str, Any]) -> str:
         self._blocks.emit("message_delta", delta=self._stop(), usage=_usage(usage))
         self._blocks.emit("message_stop")
         return self._blocks.take_events()
 
-    def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
-        (pieces,) = by_choice(chunks[0]).values()
-        self._last = pieces[-1]
-        text = "".join(chunk.text for chunk in pieces)
-        self._blocks.add(self._chat.new_choice().delta(text, is_last=True))
-        self._blocks.close()
+    def whole(self, usage: Mapping[str, Any]) -> Any:
         message = self._message(_usage(usage))
         return {**message, "content": self._blocks.blocks, **self._stop()}
 
     def _message(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         """Before it has any content."""
-        answer = self._answer
+        answer = self.answer
         return {
             "id": answer.id if answer else "",
             "type": "message",
@@ -176,7 +137,7 @@ class MessagesFormat:
         }
 
     def _stop(self) -> dict[str, Any]:
-        last = self._last
+        last = self.last
         cause = last.stop_cause if last else None
         sequence = cause.stop if cause and cause.WhichOneof("kind") == "stop" else None
         if last and FINISHES[last.finish_reason] == "length":
@@ -187,31 +148,17 @@ class MessagesFormat:
             reason = "end_turn" if sequence is None else "stop_sequence"
         return {"stop_reason": reason, "stop_sequence": sequence}
 
-    def _name_of(self, field: str) -> str:
-        for path, name in _NAMES.items():
-            if field == path or field.startswith((f"{path}.", f"{path}[")):
-                return name + field[len(path) :]
-        return _MESSAGE.sub(lambda found: self._paths[int(found[1])], field)
 
-
-class _Blocks:
+class _Blocks(ChatOutput):
     """The content as it grows, and its events."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.blocks: list[dict[str, Any]] = []
         """The last may be open."""
         self._is_open = False
         self._text = ""
         """Of the open one."""
-        self._events: list[str] = []
-
-    def emit(self, kind: str, **fields: Any) -> None:
-        self._events.append(f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n")
-
-    def take_events(self) -> str:
-        text = "".join(self._events)
-        self._events.clear()
-        return text
 
     def add(self, delta: Mapping[str, Any]) -> None:
         """A delta of a chat."""
@@ -321,31 +268,29 @@ def _tool_violations(tools: Sequence[Any]) -> Violations:
             yield FieldViolation(f"{path}.description", fault)
 
 
-def _chat_body(body: MessagesBody, messages: list[Any]) -> ChatBody:
+def _chat_fields(body: MessagesBody, messages: list[Any]) -> Mapping[str, Any]:
     """The same as a chat. Nothing of it is wrong that `_violations` names."""
     choice = body.tool_choice or {}
     is_parallel = not choice.get("disable_parallel_tool_use")
     config, thinking = body.output_config or {}, (body.thinking or {}).get("type")
     is_continued = bool(messages) and messages[-1].get("role") == "assistant"
-    return ChatBody.model_validate(
-        {
-            "model": body.model,
-            "messages": messages,
-            "max_tokens": body.max_tokens,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "top_k": body.top_k,
-            "stop": body.stop_sequences,
-            "stream": body.stream,
-            "tools": [_tool(tool) for tool in body.tools] if body.tools else None,
-            "tool_choice": _tool_choice(choice),
-            "parallel_tool_calls": is_parallel,
-            "response_format": _format(config.get("format")),
-            "reasoning_effort": config.get("effort"),
-            "chat_template_kwargs": thinking and {"enable_thinking": thinking != "disabled"},
-            "continue_final_message": is_continued,
-        }
-    )
+    return {
+        "model": body.model,
+        "messages": messages,
+        "max_tokens": body.max_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "stop": body.stop_sequences,
+        "stream": body.stream,
+        "tools": [_tool(tool) for tool in body.tools] if body.tools else None,
+        "tool_choice": _tool_choice(choice),
+        "parallel_tool_calls": is_parallel,
+        "response_format": response_format(config.get("format")),
+        "reasoning_effort": config.get("effort"),
+        "chat_template_kwargs": thinking and {"enable_thinking": thinking != "disabled"},
+        "continue_final_message": is_continued,
+    }
 
 
 def _tool(tool: Mapping[str, Any]) -> Any:
@@ -363,13 +308,6 @@ def _tool_choice(choice: Mapping[str, Any]) -> Any:
             return "required"
         case kind:
             return kind
-
-
-def _format(asked: Any) -> Any:
-    match asked:
-        case {"type": "json_schema"}:
-            return {"type": "json_schema", "json_schema": {"schema": asked.get("schema")}}
-    return asked
 
 
 class _Conversation:

@@ -9,7 +9,7 @@ served here, are refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, create_model
@@ -18,7 +18,7 @@ from pydantic_core import from_json
 from baton.errors import FieldViolation, InvalidRequest
 from baton.sampling_params import MAX_BIASES, SamplingParams
 from baton.v1 import inference_pb2, sampling_pb2
-from gateway.http.errors import from_validation, shown_value
+from gateway.http.errors import FieldNames, from_validation, shown_value
 from gateway.intake.sampling_rules import MAX_STRUCTURED_CHARS
 from gateway.intake.violations import MAX_SHOWN, Violations
 
@@ -162,6 +162,11 @@ def parsed(cls: type[BodyT], data: bytes, max_model_len: int = 0) -> BodyT:
         raise _wrong("body", f"{shown_value(fields)}: must be an object")
     if len(fields) > MAX_FIELDS:
         raise _wrong("body", f"{len(fields)} fields; give at most {MAX_FIELDS}")
+    return validated(cls, fields)
+
+
+def validated(cls: type[BodyT], fields: Mapping[str, Any]) -> BodyT:
+    """A body of these fields. Raises InvalidRequest, naming each wrong one."""
     try:
         return cls.model_validate(fields)
     except ValidationError as error:
@@ -270,17 +275,18 @@ def check_token_ids(field: str, token_ids: Sequence[Any]) -> None:
         )
 
 
-def field_namer(names: Mapping[str, str]) -> Callable[[str], str]:
+def renamed(field: str, names: Mapping[str, str]) -> str:
+    """A field's path by its other name. names: by beginnings of paths; what is not there stays."""
+    for path, name in names.items():
+        if field == path or field.startswith((f"{path}.", f"{path}[")):
+            return name + field[len(path) :]
+    return field
+
+
+def field_namer(names: Mapping[str, str]) -> FieldNames:
     """What a client calls fields of GenerateRequest. names: by their beginnings, where they are not
     the same without "sampling."."""
-
-    def name_of(field: str) -> str:
-        for path, name in names.items():
-            if field == path or field.startswith((f"{path}.", f"{path}[")):
-                return name + field[len(path) :]
-        return field.removeprefix("sampling.")
-
-    return name_of
+    return lambda field: renamed(field, names).removeprefix("sampling.")
 
 
 def _put_top_k(top_k: int | None, params: sampling_pb2.SamplingParams) -> Violations:

@@ -1,21 +1,20 @@
-"""/v1/responses, stateless: a conversation in, items out. Each request is a chat of chat.py
-in another form."""
+"""/v1/responses, stateless: a conversation in, items out. Each request is a chat in
+another form."""
 
 from __future__ import annotations
 
-import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from baton.errors import FieldViolation, InvalidRequest
-from baton.v1 import inference_pb2
-from gateway.http.chat import MAX_ARGUMENTS_CHARS, ChatBody, ChatChoice, ChatFormat
+from gateway.http.chat import MAX_ARGUMENTS_CHARS
 from gateway.http.chat_style import ChatStyle
-from gateway.http.errors import FieldNames, shown_value
-from gateway.http.generation import FINISHES, Answer, Chunk, by_choice
+from gateway.http.errors import shown_value
+from gateway.http.generation import FINISHES, timing_of
 from gateway.http.logprobs import BytesOf
 from gateway.http.requests import Body, json_text
+from gateway.http.translated_chat import ChatOutput, TranslatedChat, response_format
 from gateway.intake.validator import MAX_MESSAGES
 
 
@@ -32,6 +31,7 @@ class ResponsesBody(Body):
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    return_timing: bool | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     # Nothing is kept here from one request to the next.
@@ -59,16 +59,18 @@ _REFUSED = ("previous_response_id", "conversation", "background", "prompt")
 #: What chat.py calls a field, and this API.
 _NAMES = {
     "messages": "input",
+    "tool_choice.function.name": "tool_choice.name",
     "max_completion_tokens": "max_output_tokens",
     "response_format.json_schema.schema": "text.format.schema",
     "response_format": "text.format",
 }
 
 
-class ResponsesFormat:
+class ResponsesFormat(TranslatedChat):
     """See generation.Format."""
 
     id_prefix = "resp"
+    tool_schema = "parameters"
 
     def __init__(self, body: ResponsesBody, bytes_of: BytesOf, style: ChatStyle) -> None:
         """Raises InvalidRequest, with this API's names."""
@@ -77,66 +79,35 @@ class ResponsesFormat:
         if refused:
             fault = "is not served here: nothing is kept; send the whole conversation as input"
             raise InvalidRequest.of(*(FieldViolation(field, fault) for field in refused))
-        try:
-            self._chat = ChatFormat(_chat_body(body), bytes_of, style)
-        except InvalidRequest as error:
-            raise InvalidRequest.of(
-                *(FieldViolation(_renamed(v.field), v.description) for v in error.violations)
-            ) from None
-        self._answer: Answer | None = None
-        self._choice: ChatChoice | None = None
+        messages, paths = _conversation(body)
+        super().__init__(_chat_fields(body, messages), _NAMES, paths, bytes_of, style)
         self._items = _Items()
-        self._finish: str | None = None
 
     @property
-    def body(self) -> ChatBody:
-        return self._chat.body
+    def output(self) -> ChatOutput:
+        return self._items
 
-    @property
-    def requests(self) -> Sequence[inference_pb2.GenerateRequest]:
-        return self._chat.requests
-
-    @property
-    def field_names(self) -> FieldNames:
-        """What its fields are called in errors."""
-        of_chat = self._chat.field_names
-        return lambda field: _renamed(of_chat(field))
-
-    def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
-        self._answer = answer
-        self._chat.begin(answer, prompt_token_ids)
-
-    def event(self, prompt: int, chunk: Chunk, usage: str) -> str:  # noqa: ARG002
-        if self._choice is None:
-            self._choice = self._chat.new_choice()
-            for kind in ("response.created", "response.in_progress"):
-                self._items.emit(kind, response=self._document("in_progress", None))
-        is_last = bool(chunk.finish_reason)
-        self._items.add(self._choice.delta(chunk.text, is_last=is_last))
-        if is_last:
-            self._finish = FINISHES[chunk.finish_reason]
-            self._items.close()
-        return self._items.take_events()
+    def begin_stream(self) -> None:
+        for kind in ("response.created", "response.in_progress"):
+            self._items.emit(kind, response=self._document("in_progress", None))
 
     def end(self, usage: Mapping[str, Any]) -> str:
-        document = self._document(self._status, usage)
+        document = self.whole(usage)
+        if self.body.return_timing and self.last is not None:
+            document["timing"] = timing_of(self.last)
         self._items.emit(f"response.{self._status}", response=document)
         return self._items.take_events()
 
-    def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
-        (pieces,) = by_choice(chunks[0]).values()
-        self._finish = FINISHES[pieces[-1].finish_reason]
-        text = "".join(chunk.text for chunk in pieces)
-        self._items.add(self._chat.new_choice().delta(text, is_last=True))
-        self._items.close()
+    def whole(self, usage: Mapping[str, Any]) -> Any:
         return self._document(self._status, usage)
 
     @property
     def _status(self) -> str:
-        return "incomplete" if self._finish == "length" else "completed"
+        is_cut = self.last is not None and FINISHES[self.last.finish_reason] == "length"
+        return "incomplete" if is_cut else "completed"
 
     def _document(self, status: str, usage: Mapping[str, Any] | None) -> dict[str, Any]:
-        asked, answer = self._asked, self._answer
+        asked, answer = self._asked, self.answer
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             "id": answer.id if answer else "",
@@ -162,27 +133,21 @@ class ResponsesFormat:
         }
 
 
-class _Items:
+class _Items(ChatOutput):
     """The output as it grows, and its events."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.items: list[dict[str, Any]] = []
         """That are whole."""
         self._open: dict[str, Any] | None = None
         self._text = ""
         """Of the open one."""
-        self._events: list[str] = []
         self._num_events = 0
 
     def emit(self, kind: str, **fields: Any) -> None:
-        data = {"type": kind, "sequence_number": self._num_events, **fields}
+        super().emit(kind, sequence_number=self._num_events, **fields)
         self._num_events += 1
-        self._events.append(f"event: {kind}\ndata: {json.dumps(data)}\n\n")
-
-    def take_events(self) -> str:
-        text = "".join(self._events)
-        self._events.clear()
-        return text
 
     def add(self, delta: Mapping[str, Any]) -> None:
         """A delta of a chat."""
@@ -259,61 +224,58 @@ def _usage(usage: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def _renamed(field: str) -> str:
-    for path, name in _NAMES.items():
-        if field == path or field.startswith((f"{path}.", f"{path}[")):
-            return name + field[len(path) :]
-    return field
-
-
-def _chat_body(body: ResponsesBody) -> ChatBody:
-    """The same as a chat."""
+def _chat_fields(body: ResponsesBody, messages: list[Any]) -> Mapping[str, Any]:
+    """Of the body of the same as a chat."""
     asked, effort = (body.text or {}).get("format"), (body.reasoning or {}).get("effort")
     if not isinstance(asked, dict | None):
         raise _wrong("text.format", asked, "must be an object")
     if not isinstance(effort, str | None):
         raise _wrong("reasoning.effort", effort, "must be text")
-    return ChatBody.model_validate(
-        {
-            "model": body.model,
-            "messages": _messages(body),
-            "max_completion_tokens": body.max_output_tokens,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "stream": body.stream,
-            "tools": None if body.tools is None else [_tool(tool) for tool in body.tools],
-            "tool_choice": _tool_choice(body.tool_choice),
-            "parallel_tool_calls": body.parallel_tool_calls,
-            "response_format": _format(asked),
-            "reasoning_effort": effort,
-        }
-    )
+    return {
+        "model": body.model,
+        "messages": messages,
+        "max_completion_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "stream": body.stream,
+        "tools": None if body.tools is None else [_tool(tool) for tool in body.tools],
+        "tool_choice": _tool_choice(body.tool_choice),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": response_format(asked),
+        "reasoning_effort": effort,
+        "return_timing": body.return_timing,
+    }
 
 
-def _messages(body: ResponsesBody) -> list[Any]:
+def _conversation(body: ResponsesBody) -> tuple[list[Any], list[str]]:
+    """The messages of a chat, and where each was given."""
     messages: list[Any] = []
+    paths: list[str] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
+        paths.append("instructions")
     if isinstance(body.input, str):
-        return [*messages, {"role": "user", "content": body.input}]
+        return [*messages, {"role": "user", "content": body.input}], [*paths, "input"]
     if not isinstance(body.input, list):
         raise _wrong("input", body.input, "give text, or a list of items")
     if len(body.input) > _MAX_ITEMS:
         raise _wrong("input", body.input, f"give at most {_MAX_ITEMS} items")
     for index, item in enumerate(body.input):
         message = _message(index, item)
-        if message is not None:
-            _append(messages, message)
-    return messages
+        if message is not None and _append(messages, message):
+            paths.append(f"input[{index}]")
+    return messages, paths
 
 
-def _append(messages: list[Any], message: dict[str, Any]) -> None:
-    """Calls are items of their own there, and belong to the message before them here."""
+def _append(messages: list[Any], message: dict[str, Any]) -> bool:
+    """Whether it is one more. Calls are items of their own there, and belong to the message before
+    them here."""
     last = messages[-1] if messages else None
-    if "tool_calls" in message and isinstance(last, dict) and last.get("role") == "assistant":
+    if "tool_calls" in message and last is not None and last.get("role") == "assistant":
         last.setdefault("tool_calls", []).extend(message["tool_calls"])
-    else:
-        messages.append(message)
+        return False
+    messages.append(message)
+    return True
 
 
 def _message(index: int, item: Any) -> dict[str, Any] | None:
@@ -352,12 +314,3 @@ def _tool_choice(choice: Any) -> Any:
         case {"type": "function", "name": name}:
             return {"type": "function", "function": {"name": name}}
     return choice
-
-
-def _format(asked: Any) -> dict[str, Any] | None:
-    match asked:
-        case {"type": "json_schema"}:
-            return {"type": "json_schema", "json_schema": {"schema": asked.get("schema")}}
-        case dict():
-            return asked
-    return None

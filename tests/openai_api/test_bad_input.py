@@ -277,6 +277,16 @@ STRANGE: dict[str, tuple[str, str | bytes, str]] = {
         CHAT + tool('{"maximum": NaN}') + "}",
         "tools[0].function.parameters: has a number",
     ),
+    "a tool of Anthropic's that is too long": (
+        MESSAGES,
+        f'{ASKED}"x"}}], "tools": [{{"name": "t", "input_schema": {{"a": "{"x" * 10**5}"}}}}]}}',
+        "tools[0].input_schema: more than",
+    ),
+    "a wrong item after instructions": (
+        RESPONSES,
+        '{"instructions": "x", "input": [{"role": "user", "content": 5}]}',
+        "input[0].content: 5",
+    ),
     "too many tools": (CHATS, f'{CHAT}"tools": [{listed("{}", 200)}]}}', "tools: 200 tools"),
     "arguments of 10 MB": (
         MESSAGES,

@@ -113,6 +113,13 @@ async def test_pages_headers_and_bytes(tmp_path: Path) -> None:
         _, body = await fetch(system.http, "/tokenize", chat)
         assert json.loads(body)["count"] > 3
 
+        timed = {"input": "x", "max_output_tokens": 2, "return_timing": True}
+        _, body = await fetch(system.http, "/v1/responses", timed)
+        assert json.loads(body)["timing"]["decode_worker"] == "d0"
+        _, body = await fetch(system.http, "/v1/responses", {**timed, "stream": True})
+        last = json.loads(body.rpartition(b"data: ")[2])
+        assert last["response"]["timing"]["decode_worker"] == "d0"
+
         _, page = await fetch(system.http, "/metrics")
         assert b"gen_ai_server_request_duration_seconds_count" in page
 

@@ -1,0 +1,146 @@
+"""A chat in the form of another API: its request is that of a chat by other names, and what comes
+of it turns into that API's output, piece by piece."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from baton.errors import FieldViolation, InvalidRequest
+from baton.v1 import inference_pb2
+from gateway.http.chat import ChatBody, ChatChoice, ChatFormat
+from gateway.http.chat_style import ChatStyle
+from gateway.http.errors import FieldNames
+from gateway.http.generation import Answer, Chunk, by_choice
+from gateway.http.logprobs import BytesOf
+from gateway.http.requests import renamed, validated
+
+_MESSAGE = re.compile(r"^messages\[(\d+)\]")
+_TOOL_SCHEMA = re.compile(r"^(tools\[\d+\])\.(?:function\.)?parameters")
+
+
+class ChatOutput(ABC):
+    """The output of a chat as another API has it, and its events until they are sent."""
+
+    def __init__(self) -> None:
+        self._events: list[str] = []
+
+    @abstractmethod
+    def add(self, delta: Mapping[str, Any]) -> None:
+        """A delta of the chat."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """What is open is whole."""
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """A server-sent event of a type."""
+        self._events.append(f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n")
+
+    def take_events(self) -> str:
+        """Those since the last time."""
+        text = "".join(self._events)
+        self._events.clear()
+        return text
+
+
+class TranslatedChat(ABC):
+    """A chat in the form of another API; see generation.Format. That API's own class adds the
+    beginning and the end of a stream, and the document."""
+
+    id_prefix: str
+    tool_schema: str
+    """What the schema of a tool's parameters is called there."""
+
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        names: Mapping[str, str],
+        paths: Sequence[str],
+        bytes_of: BytesOf,
+        style: ChatStyle,
+    ) -> None:
+        """fields: of the chat's body. names: by the chat's names of fields, that API's. paths:
+        where each message was given. Raises InvalidRequest, with that API's names."""
+        self._names = names
+        self._paths = paths
+        try:
+            self._chat = ChatFormat(validated(ChatBody, fields), bytes_of, style)
+        except InvalidRequest as error:
+            raise InvalidRequest.of(
+                *(FieldViolation(self._name_of(v.field), v.description) for v in error.violations)
+            ) from None
+        self.answer: Answer | None = None
+        self._choice: ChatChoice | None = None
+        self.last: Chunk | None = None
+        """The piece that ended the output."""
+        self.num_prompt_tokens = 0
+
+    @property
+    def body(self) -> ChatBody:
+        return self._chat.body
+
+    @property
+    def requests(self) -> Sequence[inference_pb2.GenerateRequest]:
+        return self._chat.requests
+
+    @property
+    def field_names(self) -> FieldNames:
+        of_chat = self._chat.field_names
+        return lambda field: self._name_of(of_chat(field))
+
+    @property
+    @abstractmethod
+    def output(self) -> ChatOutput:
+        """What its text turns into."""
+
+    def begin(self, answer: Answer, prompt_token_ids: Sequence[int]) -> None:
+        self.answer = answer
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self._chat.begin(answer, prompt_token_ids)
+
+    @abstractmethod
+    def begin_stream(self) -> None:
+        """Emit what a stream begins with."""
+
+    def event(self, prompt: int, chunk: Chunk, usage: str) -> str:  # noqa: ARG002
+        if self._choice is None:
+            self._choice = self._chat.new_choice()
+            self.begin_stream()
+        self._add(self._choice, chunk.text, chunk)
+        return self.output.take_events()
+
+    @abstractmethod
+    def end(self, usage: Mapping[str, Any]) -> str:
+        """See generation.Format."""
+
+    def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
+        (pieces,) = by_choice(chunks[0]).values()
+        text = "".join(chunk.text for chunk in pieces)
+        self._add(self._chat.new_choice(), text, pieces[-1])
+        return self.whole(usage)
+
+    @abstractmethod
+    def whole(self, usage: Mapping[str, Any]) -> Any:
+        """The document, once the output is whole."""
+
+    def _add(self, choice: ChatChoice, text: str, chunk: Chunk) -> None:
+        is_last = bool(chunk.finish_reason)
+        self.output.add(choice.delta(text, is_last=is_last))
+        if is_last:
+            self.last = chunk
+            self.output.close()
+
+    def _name_of(self, field: str) -> str:
+        field = _MESSAGE.sub(lambda found: self._paths[int(found[1])], field)
+        return _TOOL_SCHEMA.sub(rf"\1.{self.tool_schema}", renamed(field, self._names))
+
+
+def response_format(asked: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """That of a chat. asked: with the schema at its top, as other APIs have it."""
+    if asked is None or asked.get("type") != "json_schema":
+        return asked
+    return {"type": "json_schema", "json_schema": {"schema": asked.get("schema")}}
