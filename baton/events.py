@@ -22,10 +22,11 @@ from baton.types import FinishReason, Sample, TokenLogprobs
 @dataclass(frozen=True, slots=True)
 class Offered:
     """Room is reserved; `ticket` (a serialised KvTicket) is for the worker that sends the KV,
-    opaque to the gateway."""
+    opaque to the gateway. ticket_id: for the worker's own telemetry; it does not travel."""
 
     ticket: bytes
     num_cached_tokens: int
+    ticket_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -370,7 +370,7 @@ def _columns_from_proto(columns: sequence_service_pb2.StepTokens) -> Iterator[Ad
 def _event_to_proto(handle: int, event: SequenceEvent) -> sequence_service_pb2.SequenceEvent:
     message = sequence_service_pb2.SequenceEvent(handle=handle)
     match event:
-        case Offered(ticket, num_cached_tokens):
+        case Offered(ticket, num_cached_tokens, _):
             message.offered.ticket = ticket
             message.offered.num_cached_tokens = num_cached_tokens
         case LocalPrefill(num_cached_tokens):

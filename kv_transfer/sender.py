@@ -33,7 +33,7 @@ from kv_transfer.transport.base import Connector
 class KvSender(Protocol):
     """See kv_transfer.sender.Sender. No call blocks."""
 
-    def begin(self, key: str, ticket: bytes) -> None: ...
+    def begin(self, key: str, ticket: bytes) -> int: ...
 
     def send(self, key: str, block_ids: tuple[int, ...], piece: KvRange) -> None: ...
 
@@ -307,10 +307,11 @@ class Sender:
         with self._lock:
             return len(self._placed)
 
-    def begin(self, key: str, ticket: bytes) -> None:
-        """Open a handoff under a name of the caller's. Raises InvalidRequest (and there is no
-        SendDone) if `ticket` is none, ValueError if `key` is in use."""
-        self._open(key, ticket)
+    def begin(self, key: str, ticket: bytes) -> int:
+        """Open a handoff under a name of the caller's. Returns how many leading tokens' KV the
+        ticket's owner holds already. Raises InvalidRequest (and there is no SendDone) if `ticket`
+        is none, ValueError if `key` is in use."""
+        return self._open(key, ticket)
 
     def hand_off(
         self,
@@ -326,7 +327,7 @@ class Sender:
         send, finish = Send(key, block_ids, whole), Finish(key, num_tokens, (), prefill_end)
         self._open(key, ticket, send, finish)
 
-    def _open(self, key: str, ticket: bytes, *others: Task) -> None:
+    def _open(self, key: str, ticket: bytes, *others: Task) -> int:
         """others: tasks of the same handoff that its connection gets at once."""
         parsed = parse_ticket(ticket)
         with self._lock:
@@ -340,6 +341,7 @@ class Sender:
             self._on_done(SendDone(key, error, 0))
         elif is_closed or not self._submit_first(Begin(key, parsed, ticket), *others):
             self._on_done(SendDone(key, HandoffFailed("the KV sender is closed"), 0))
+        return parsed.num_cached_tokens
 
     def send(self, key: str, block_ids: tuple[int, ...], piece: KvRange) -> None:
         """KV of this piece is final in the blocks. What the receiver holds already is not sent."""

@@ -17,7 +17,7 @@ from baton.engine.sequence_rules import refusal
 from baton.errors import BatonError, Cancelled, Draining, InvalidRequest
 from baton.events import Committed, Deferred, Failed, LocalPrefill, Offered
 from baton.grammar import Matchers
-from baton.types import KvSource, Rank, SequenceSpec
+from baton.types import KvSource
 from kv_transfer.ticket import TicketAborted, TicketCommitted
 from kv_transfer.ticket_table import Tickets
 from worker_core.commands import Open
@@ -37,11 +37,6 @@ class CoreLimits:
     max_num_batched_tokens: int
     max_num_launches: int = 1
 
-    @property
-    def max_width(self) -> int:
-        """Most choices or beams of one sequence."""
-        return min(self.max_num_seqs, self.max_num_batched_tokens)
-
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
@@ -50,10 +45,6 @@ class _Queued:
 
     command: Open
     arrived_s: float
-
-    @property
-    def rank(self) -> Rank:
-        return self.command.spec.rank
 
 
 class Admission:
@@ -116,7 +107,7 @@ class Admission:
         """Give blocks to queued prompts, best rank first, until blocks or places run out. Whether
         any came in."""
         num_before = len(self._queued)
-        for queued in sorted(self._queued.values(), key=attrgetter("rank")):
+        for queued in sorted(self._queued.values(), key=attrgetter("command.spec.rank")):
             if self._no_room(queued.command) or self._admit(queued):
                 break
             del self._queued[queued.command.key]
@@ -152,27 +143,26 @@ class Admission:
             self._handoffs.reject(command.key, Cancelled("the prompt was not taken"))
 
     def _refusal(self, command: Open) -> BatonError | None:
+        """Why the sequence is not taken, even if all else here were gone; None if it may be."""
         if self.is_draining:
             return Draining("this worker takes no more sequences")
-        error = refusal(command.spec, self._state.spec)
-        return error or (None if command.destination else self._never_fits(command.spec))
-
-    def _never_fits(self, spec: SequenceSpec) -> InvalidRequest | None:
-        """Why the sequence could not run here even if all else were gone; None if it could."""
-        num_wide, most = width(spec), self._limits.max_width
+        spec, state = command.spec, self._state
+        if (error := refusal(spec, state.spec)) or command.destination:
+            return error
+        num_wide = width(spec)
+        most = min(self._limits.max_num_seqs, self._limits.max_num_batched_tokens)
         if num_wide > most:
             return InvalidRequest(f"{num_wide} choices or beams; this worker runs at most {most}")
         if spec.sampling.beam is None:
             return None
-        pool = self._state.pool
-        longest = min(spec.sampling.max_tokens, self._state.spec.max_model_len - spec.num_tokens)
-        num_own = pool.num_blocks_for(longest) + 1
-        num_blocks = spec.num_tokens // pool.block_size + num_wide * num_own
-        if num_blocks <= pool.num_blocks:
+        longest = min(spec.sampling.max_tokens, state.spec.max_model_len - spec.num_tokens)
+        num_own = state.pool.num_blocks_for(longest) + 1
+        num_blocks = spec.num_tokens // state.pool.block_size + num_wide * num_own
+        if num_blocks <= state.pool.num_blocks:
             return None
         return InvalidRequest(
             f"sampling.beam_search: {num_wide} beams of {longest} tokens may take {num_blocks} "
-            f"blocks of {pool.num_blocks}; lower max_tokens or the width"
+            f"blocks of {state.pool.num_blocks}; lower max_tokens or the width"
         )
 
     def _no_room(self, command: Open) -> Deferred | None:
@@ -212,12 +202,13 @@ class Admission:
 
     def _lease(self, command: Open) -> BlockLease | Deferred:
         state, spec = self._state, command.spec
+        shares_prefixes = state.spec.shares_prefixes(len(spec.prompt_token_ids))
         is_scored_here = wants_prompt_logprobs(spec) and command.source is KvSource.LOCAL
         lease = state.pool.lease(
             spec.tenant,
             spec.token_ids,
             spec.num_tokens + (command.destination is None),
-            shares_prefixes=state.shares_prefixes(spec) and not is_scored_here,
+            shares_prefixes=shares_prefixes and not is_scored_here,
         )
         if lease is None:
             return Deferred("no room for the prompt's blocks")
@@ -262,7 +253,7 @@ class Admission:
         sequence.ticket_id = offered.ticket_id
         sequence.offered_s = self._clock()
         self._by_ticket[offered.ticket_id] = sequence
-        self._state.emit(sequence, Offered(offered.data, num_cached))
+        self._state.emit(sequence, Offered(offered.data, num_cached, offered.ticket_id))
 
     # What becomes of tickets
 

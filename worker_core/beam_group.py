@@ -10,8 +10,8 @@ from baton.cache.pool import BlockCopy, BlockLease, BlockPool
 from baton.engine.interface import SampleRow, SequenceSlice
 from baton.grammar import Matcher
 from baton.sampling.beam_search import BeamSearch, Hypothesis
-from baton.types import Rank, Sample, SequenceSpec
-from worker_core.sequence import Stage, WorkerSequence, width
+from baton.types import Sample, SequenceSpec
+from worker_core.sequence import Draft, Stage, WorkerSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class _Beam:
 class BeamGroup:
     """Takes the place of its root once the root's KV is whole. Owned by the engine loop."""
 
+    is_prefilling = False
     runs_ahead = False
     """See WorkerSequence: which beams go on depends on what is drawn."""
 
@@ -39,6 +40,9 @@ class BeamGroup:
         self.stream = root.stream
         self.handle = root.handle
         self.spec: SequenceSpec = root.spec
+        self.key = root.key
+        self.width = root.width
+        self.rank = root.rank
         self.stage = Stage.RUNNING
         self.order = root.order
         self._pool = pool
@@ -46,16 +50,6 @@ class BeamGroup:
         self._beams: tuple[_Beam, ...] = (_Beam(root.spec.token_ids, root.lease, root.matcher),)
         self._num_computed_tokens = root.spec.num_tokens
         self._step([first])
-
-    @property
-    def key(self) -> str:
-        """As WorkerSequence.key."""
-        return f"{self.stream}/{self.handle}"
-
-    @property
-    def width(self) -> int:
-        """As WorkerSequence.width."""
-        return width(self.spec)
 
     @property
     def leases(self) -> tuple[BlockLease, ...]:
@@ -74,14 +68,6 @@ class BeamGroup:
         return self._search.best()
 
     @property
-    def rank(self) -> Rank:
-        return self.spec.rank
-
-    @property
-    def is_prefilling(self) -> bool:
-        return False
-
-    @property
     def num_missing_tokens(self) -> int:
         return len(self._beams)
 
@@ -97,9 +83,13 @@ class BeamGroup:
         start = self._num_computed_tokens
         return self._pool.num_blocks_to_write([b.lease for b in self._beams], start, start + 1)
 
+    def is_drawing_last(self, max_model_len: int) -> bool:  # noqa: ARG002
+        """As WorkerSequence.is_drawing_last: beams are never in flight between steps."""
+        return False
+
     def prepare(self, num_new: int) -> tuple[BlockCopy, ...] | None:
         """As WorkerSequence.prepare, for all beams or none."""
-        if self.num_blocks_to_write(num_new) > self._pool.counts().available:
+        if self.num_blocks_to_write(num_new) > self._pool.num_available:
             return None
         start = self._num_computed_tokens
         copies: list[BlockCopy] = []
@@ -120,7 +110,11 @@ class BeamGroup:
             followed.append(replace(beam, matcher=matcher))
         self._beams = tuple(followed)
 
-    def slices(self) -> tuple[SequenceSlice, ...]:
+    def slices(
+        self,
+        num_new: int,  # noqa: ARG002, all beams or none
+        draft: Draft | None,  # noqa: ARG002
+    ) -> tuple[SequenceSlice, ...]:
         """The last token of each beam, and a row for its candidates. There are no drafts for
         beams."""
         start, num_prompt_tokens = self._num_computed_tokens, len(self.spec.prompt_token_ids)

@@ -9,7 +9,7 @@ from baton.cache.ledger import ListBlocks
 from baton.events import SequenceEvent
 from baton.types import KvSource, SequenceSpec
 from kv_transfer.sender import SendDone
-from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted, parse_ticket
+from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted
 from worker_core.policy import Policy
 
 
@@ -22,11 +22,6 @@ class Destination:
     """
 
     num_held_tokens: int
-
-    @classmethod
-    def of(cls, ticket: bytes) -> Destination:
-        """Raises InvalidRequest if `ticket` is none."""
-        return cls(parse_ticket(ticket).num_cached_tokens)
 
 
 @dataclass(frozen=True, slots=True)

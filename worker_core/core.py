@@ -153,7 +153,11 @@ class WorkerCore:
 
     def _plan(self) -> StepPlan[SequenceGroup]:
         most = self._limits.max_num_batched_tokens
-        running = [g for g in self._state.in_stage(Stage.RUNNING) if not self._is_drawing_last(g)]
+        running = [
+            group
+            for group in self._state.in_stage(Stage.RUNNING)
+            if not group.is_drawing_last(self._state.spec.max_model_len)
+        ]
         self._state.num_decoding = sum(not group.is_prefilling for group in running)
         is_first = self._policy.prompts_first
         num_wanted = next((g.num_missing_tokens for g in running if g.is_prefilling), 0)
@@ -163,10 +167,6 @@ class WorkerCore:
             self._state.pool.num_available,
             Budget(most, num_prefill, prompts_first=is_first),
         )
-
-    def _is_drawing_last(self, group: SequenceGroup) -> bool:
-        max_model_len = self._state.spec.max_model_len
-        return isinstance(group, WorkerSequence) and group.is_drawing_last(max_model_len)
 
     # Commands
 
@@ -215,7 +215,7 @@ class WorkerCore:
         """A handoff has ended; perhaps before its prompt had its turn."""
         if done.error and self._admission.fail_queued(done.key, for_gateway(done.error)):
             return
-        group = self._state.by_key(done.key)
+        group = self._state.find(done.key)
         sequence = group if isinstance(group, WorkerSequence) else None
         if sequence and sequence.stage is Stage.FETCHING and sequence.ticket_id is not None:
             self._tickets.abort(sequence.ticket_id, Cancelled.reason, "the handoff has ended")
@@ -232,9 +232,10 @@ class WorkerCore:
     def _give_up(self, stream: int, handle: int) -> None:
         """End a sequence, or one choice of a sequence that is still one; unknown ones are gone
         already."""
-        if self._admission.cancel_queued(sequence_key(stream, handle)):
+        key = sequence_key(stream, handle)
+        if self._admission.cancel_queued(key):
             return
-        group = self._state.find(stream, handle) or self._state.group_of(stream, handle)
+        group = self._state.find(key) or self._state.group_of(stream, handle)
         if isinstance(group, WorkerSequence) and handle - group.handle in group.choices:
             group.choices.remove(handle - group.handle)
             if not group.choices:

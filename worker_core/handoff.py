@@ -38,7 +38,7 @@ from baton.types import KvRange, Sample
 from kv_transfer.sender import KvSender, SendDone
 from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted
 from kv_transfer.ticket_table import Tickets
-from worker_core.commands import Destination, HandOff, Pause, Resume
+from worker_core.commands import Destination, HandOff, Pause, Resume, sequence_key
 from worker_core.costs import Costs
 from worker_core.sequence import Stage, WorkerSequence
 from worker_core.state import CoreState, SequenceGroup
@@ -85,9 +85,25 @@ class Handoffs:
         worker."""
         self._sender.fetch_prefix(sequence.key, ticket)
 
-    def send_computed(self, sequence: WorkerSequence, start: int, num_new: int) -> None:
-        """KV of these tokens is final: send it to the destination."""
-        self._send(sequence, KvRange(start, num_new, 0, self._num_layers))
+    def send_computed(
+        self,
+        sequence: WorkerSequence,
+        first_token: int,
+        num_tokens: int,
+        first_layer: int = 0,
+        num_layers: int | None = None,
+    ) -> None:
+        """KV of these tokens is final, in all layers unless it says otherwise: the destination gets
+        what it does not hold."""
+        destination = sequence.destination
+        if destination is None:
+            return
+        end = first_token + num_tokens
+        start = max(first_token, destination.num_held_tokens)
+        if start < end:
+            num_layers = self._num_layers if num_layers is None else num_layers
+            missing = KvRange(start, end - start, first_layer, num_layers)
+            self._sender.send(sequence.key, tuple(sequence.lease.block_ids), missing)
 
     def send_layers(
         self,
@@ -102,27 +118,17 @@ class Handoffs:
                 continue
             progress.num_sent_layers = first_layer + num_layers
             start = sequence.num_computed_tokens
-            self._send(sequence, KvRange(start, num_new, first_layer, num_layers))
+            self.send_computed(sequence, start, num_new, first_layer, num_layers)
 
     def commit(self, sequence: WorkerSequence, firsts: tuple[Sample, ...]) -> None:
         """The prompt is computed, and `firsts` follow it: it is handed off with them."""
         sequence.stage = Stage.HANDING_OFF
         self._sender.commit(sequence.key, sequence.spec.num_tokens, firsts, self._clock())
 
-    def _send(self, sequence: WorkerSequence, piece: KvRange) -> None:
-        """Send what the destination does not hold of a piece."""
-        destination = sequence.destination
-        if destination is None:
-            return
-        start = max(piece.first_token, destination.num_held_tokens)
-        if start < piece.end_token:
-            missing = KvRange(start, piece.end_token - start, piece.first_layer, piece.num_layers)
-            self._sender.send(sequence.key, tuple(sequence.lease.block_ids), missing)
-
     # Of sequences that run
 
     def apply(self, command: Pause | HandOff | Resume) -> None:
-        group = self._state.find(command.stream, command.handle)
+        group = self._state.find(sequence_key(command.stream, command.handle))
         if group is None:
             return
         match command:

@@ -12,7 +12,7 @@ from baton.types import FinishReason, Sample, finish_reason
 from worker_core.beam_group import BeamGroup
 from worker_core.drafting import verify
 from worker_core.handoff import Handoffs
-from worker_core.sequence import LocalPrefillProgress, Stage, WorkerSequence
+from worker_core.sequence import Stage, WorkerSequence
 from worker_core.state import CoreState
 
 
@@ -63,21 +63,19 @@ class Output:
             self._handoffs.send_computed(sequence, start, num_new)
             return
         if progress:
-            self._state.emit(sequence, self._prefilled(progress))
+            prefilled = Prefilled(
+                progress.num_cached_tokens,
+                progress.num_fetched_tokens,
+                (progress.started_s - progress.arrived_s) * 1e3,
+                (self._clock() - progress.started_s) * 1e3,
+                tuple(progress.logprobs),
+                tuple(progress.chunks),
+            )
+            self._state.emit(sequence, prefilled)
         if sequence.destination:
             self._hand_off(sequence, drawn)
         else:
             self.produce_firsts(sequence, drawn)
-
-    def _prefilled(self, progress: LocalPrefillProgress) -> Prefilled:
-        return Prefilled(
-            progress.num_cached_tokens,
-            progress.num_fetched_tokens,
-            (progress.started_s - progress.arrived_s) * 1e3,
-            (self._clock() - progress.started_s) * 1e3,
-            tuple(progress.logprobs),
-            tuple(progress.chunks),
-        )
 
     def _hand_off(self, sequence: WorkerSequence, firsts: tuple[Sample, ...]) -> None:
         """The prompt is computed: its choices' first tokens are emitted, and go with the KV, unless

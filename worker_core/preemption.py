@@ -73,7 +73,7 @@ class Preemption:
             sequence.spec.tenant,
             sequence.token_ids,
             len(sequence.token_ids),
-            shares_prefixes=self._state.shares_prefixes(sequence.spec),
+            shares_prefixes=self._state.spec.shares_prefixes(sequence.num_prompt_tokens),
         )
         if lease is None:
             return False

@@ -35,7 +35,7 @@ from baton.telemetry.names import SpanName
 from baton.telemetry.spans import SpanWriter, TimedEvent, WallClock, context_of
 from baton.types import FinishReason, SequenceSpec
 from kv_transfer.sender import SendDone
-from kv_transfer.ticket import TicketAborted, TicketCommitted, parse_ticket
+from kv_transfer.ticket import TicketAborted, TicketCommitted
 from worker_core.commands import Abort, Command, Open, StreamClosed, StreamEvent
 
 #: What a ticket that is committed has been through, and nobody but its worker saw.
@@ -201,7 +201,7 @@ class WorkerRecorder:
         if sequence is None:
             return
         sequence.state, sequence.offered_s = RequestEvent.OFFERED, now_s
-        sequence.ticket_id = parse_ticket(event.ticket).ticket_id
+        sequence.ticket_id = event.ticket_id
         self._by_ticket[sequence.ticket_id] = key
         self._count_prefix(sequence, event.num_cached_tokens)
 

@@ -290,17 +290,15 @@ def width(spec: SequenceSpec) -> int:
     return spec.sampling.beam.width if spec.sampling.beam else spec.num_choices
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class TokenPrefix(Sequence[int]):
     """The first `num_tokens` of `token_ids`, which must not change while this is in use."""
 
-    __slots__ = ("_num_tokens", "_token_ids")
-
-    def __init__(self, token_ids: Sequence[int], num_tokens: int) -> None:
-        self._token_ids = token_ids
-        self._num_tokens = num_tokens
+    token_ids: Sequence[int]
+    num_tokens: int
 
     def __len__(self) -> int:
-        return self._num_tokens
+        return self.num_tokens
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -309,9 +307,9 @@ class TokenPrefix(Sequence[int]):
     def __getitem__(self, index: slice) -> Sequence[int]: ...
 
     def __getitem__(self, index: int | slice) -> int | Sequence[int]:
-        places = range(self._num_tokens)[index]
+        places = range(self.num_tokens)[index]
         if isinstance(places, int):
-            return self._token_ids[places]
+            return self.token_ids[places]
         if places.step == 1:
-            return self._token_ids[places.start : places.stop]
-        return [self._token_ids[place] for place in places]
+            return self.token_ids[places.start : places.stop]
+        return [self.token_ids[place] for place in places]

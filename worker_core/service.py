@@ -30,6 +30,7 @@ from worker_core.commands import (
     Resume,
     StreamClosed,
     StreamEvent,
+    sequence_key,
 )
 from worker_core.state import failed
 
@@ -98,8 +99,9 @@ def _message(
     return [*changes, *tokens]
 
 
-#: Presents a ticket to its owner, under a sequence's key. Raises InvalidRequest if it is none.
-Present = Callable[[str, bytes], None]
+#: Presents a ticket to its owner, under a sequence's key; returns how many leading tokens' KV the
+#: owner holds. Raises InvalidRequest if it is none.
+Present = Callable[[str, bytes], int]
 
 
 class SequenceServicer(sequence_service_pb2_grpc.SequenceServiceServicer):
@@ -187,18 +189,14 @@ class SequenceServicer(sequence_service_pb2_grpc.SequenceServiceServicer):
         if not self._has_room():
             outbox.put((message.handle, Deferred("the engine loop's inbox is full")))
             return
-        ticket = message.send_to
         try:
-            opened = Open(
-                stream,
-                message.handle,
-                sequence_from_proto(message.sequence),
-                known(KvSource, message.source or KvSource.PREFILL, "source"),
-                Destination.of(ticket) if ticket else None,
-            )
-            if ticket:
-                self._present(opened.key, ticket)
+            spec = sequence_from_proto(message.sequence)
+            source = known(KvSource, message.source or KvSource.PREFILL, "source")
+            destination = None
+            if message.send_to:
+                key = sequence_key(stream, message.handle)
+                destination = Destination(self._present(key, message.send_to))
         except InvalidRequest as error:
             outbox.put((message.handle, failed(error)))
         else:
-            self._submit(opened)
+            self._submit(Open(stream, message.handle, spec, source, destination))

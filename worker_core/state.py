@@ -14,7 +14,7 @@ from baton.cache.pool import BlockLease, BlockPool
 from baton.engine.interface import EngineSpec, KvPool
 from baton.errors import BatonError
 from baton.events import Failed, SequenceEvent
-from baton.types import KvRange, SequenceSpec
+from baton.types import KvRange
 from worker_core.beam_group import BeamGroup
 from worker_core.commands import Known, StreamEvent
 from worker_core.sequence import Stage, WorkerSequence
@@ -118,7 +118,7 @@ class CoreState:
         self.swap = swap
         self.served_prefixes: dict[str, BlockLease] = {}
         """What is being sent to workers that fetch it, by the sender's keys."""
-        self._groups: dict[tuple[int, int], SequenceGroup] = {}
+        self._groups: dict[str, SequenceGroup] = {}
         self._by_rank: list[SequenceGroup] = []
         """The same, best rank first: kept so, because each step is planned in this order."""
         self.num_places = 0
@@ -148,14 +148,8 @@ class CoreState:
         """Best rank first."""
         return [group for group in self._by_rank if group.stage is stage]
 
-    def find(self, stream: int, handle: int) -> SequenceGroup | None:
-        """The group whose first handle this is."""
-        return self._groups.get((stream, handle))
-
-    def by_key(self, key: str) -> SequenceGroup | None:
-        """The group of a KV sender's key."""
-        stream, _, handle = key.partition("/")
-        return self._groups.get((int(stream), int(handle))) if handle else None
+    def find(self, key: str) -> SequenceGroup | None:
+        return self._groups.get(key)
 
     def group_of(self, stream: int, handle: int) -> WorkerSequence | None:
         """The sequence of several choices, not forked yet, that `handle` is a further one of."""
@@ -167,34 +161,28 @@ class CoreState:
         return None
 
     def put(self, group: SequenceGroup) -> None:
-        """Take a group in, or in place of the one whose handle it has."""
-        before = self._groups.get((group.stream, group.handle))
+        """Take a group in, or in place of the one whose key it has."""
+        before = self._groups.get(group.key)
         if before:
-            self._take_out(before)
-        self._groups[group.stream, group.handle] = group
+            self.forget(before)
+        self._groups[group.key] = group
         insort(self._by_rank, group, key=_rank_of)
         self._count_places(group, group.width)
 
     def forget(self, group: SequenceGroup) -> None:
         """Take a group out whose blocks others hold now."""
-        self._take_out(group)
-        if self._on_forget:
-            self._on_forget(group.key)
-
-    def _take_out(self, group: SequenceGroup) -> None:
-        del self._groups[group.stream, group.handle]
+        del self._groups[group.key]
         place = bisect_left(self._by_rank, group.rank, key=_rank_of)
         # Sequences of two gateways may have the same rank.
         del self._by_rank[self._by_rank.index(group, place)]
         self._count_places(group, -group.width)
+        if self._on_forget:
+            self._on_forget(group.key)
 
     def _count_places(self, group: SequenceGroup, num_more: int) -> None:
         self.num_places += num_more
         if isinstance(group, BeamGroup) or not group.destination:
             self.num_growing_places += num_more
-
-    def shares_prefixes(self, spec: SequenceSpec) -> bool:
-        return self.spec.shares_prefixes(len(spec.prompt_token_ids))
 
     def emit(self, group: SequenceGroup, event: SequenceEvent) -> None:
         handle = group.handle

@@ -34,7 +34,6 @@ from baton.engine.interface import (
 )
 from baton.errors import BatonError
 from baton.events import ChunkTime
-from baton.types import Sample
 from worker_core.beam_group import BeamGroup
 from worker_core.costs import Costs
 from worker_core.drafting import Drafting, Drafts
@@ -62,13 +61,9 @@ class _StepSize:
     """New tokens of a step: of sequences that decode, drafts and beams among them, and of prompts;
     and how many decode."""
 
-    num_decode_tokens: int
+    num_tokens: int
     num_prefill_tokens: int
     num_decoding: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_decode_tokens + self.num_prefill_tokens
 
 
 class Steps:
@@ -124,7 +119,7 @@ class Steps:
         self._has_failed = False
         drafts, more_copies = self._drafting.start(grants)
         self._copy(copies + more_copies)
-        parts = [_slices(group, num_new, drafts) for group, num_new in grants]
+        parts = [group.slices(num_new, drafts.get(group.key)) for group, num_new in grants]
         batch = Batch(tuple(part for own in parts for part in own))
         size = _size(grants, batch)
         self._beat(size.num_tokens)
@@ -183,13 +178,10 @@ class Steps:
             return
         self._note_chunks(flight.grants, begin_s)
         for (group, num_new), samples in zip(flight.grants, outcomes, strict=True):
-            self._settle(group, num_new, samples)
-
-    def _settle(self, group: WorkerSequence, num_new: int, samples: tuple[Sample, ...]) -> None:
-        if group.stage is not Stage.CLOSING:
-            self._output.advance(group, num_new, samples)
-        else:
-            self._state.leave(group)
+            if group.stage is Stage.CLOSING:
+                self._state.leave(group)
+            else:
+                self._output.advance(group, num_new, samples)
 
     def _throw_away(self, failed: _Flight) -> None:
         """A launch failed, whose sequences have landed: no launch after it counts."""
@@ -211,8 +203,9 @@ class Steps:
         before_s, self._collected_s = self._collected_s, self._clock()
         seconds = self._collected_s - begin_s
         gap_s = self._collected_s - before_s if self._has_decoded else seconds
-        self._has_decoded = size.num_decode_tokens > 0
-        self._costs.observe_step(size.num_decode_tokens, size.num_prefill_tokens, seconds)
+        num_decode_tokens = size.num_tokens - size.num_prefill_tokens
+        self._has_decoded = num_decode_tokens > 0
+        self._costs.observe_step(num_decode_tokens, size.num_prefill_tokens, seconds)
         if size.num_decoding:
             self._costs.observe_gaps(size.num_decoding, size.num_prefill_tokens, gap_s)
 
@@ -284,7 +277,7 @@ class Steps:
         if isinstance(group, BeamGroup):
             self._output.advance_beams(group, outcomes)
             return
-        own = drafts.get(group.key) if drafts else None
+        own = drafts.get(group.key)
         if own and isinstance(outcomes[0], BatonError):
             self._drafting.withhold(group)
         else:
@@ -294,7 +287,7 @@ class Steps:
 def _size(grants: Grants, batch: Batch) -> _StepSize:
     num_prefill = sum(num_new for group, num_new in grants if group.is_prefilling)
     num_decoding = sum(not group.is_prefilling for group, _ in grants)
-    return _StepSize(batch.num_tokens - num_prefill, num_prefill, num_decoding)
+    return _StepSize(batch.num_tokens, num_prefill, num_decoding)
 
 
 def _take_off(grants: Sequence[tuple[WorkerSequence, int]], parts: Sequence[SequenceSlice]) -> None:
@@ -304,9 +297,3 @@ def _take_off(grants: Sequence[tuple[WorkerSequence, int]], parts: Sequence[Sequ
     for (group, num_new), part in zip(grants, parts, strict=True):
         group.launched(num_new, num_rows if part.rows else None)
         num_rows += len(part.rows)
-
-
-def _slices(group: SequenceGroup, num_new: int, drafts: Drafts) -> tuple[SequenceSlice, ...]:
-    if isinstance(group, BeamGroup):
-        return group.slices()
-    return group.slices(num_new, drafts.get(group.key) if drafts else None)

@@ -1,12 +1,18 @@
-"""The worker's last known load, and who wants to hear of it. Belongs to one asyncio loop."""
+"""The worker's last known load, and who waits for a newer one. Belongs to one asyncio loop."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from operator import attrgetter
 
 from baton.types import WorkerLoad
+
+#: What gateways place work by. A decode step that only adds tokens is no news.
+_placing = attrgetter(
+    "num_running", "num_waiting", "num_open_tickets", "is_draining", "role", "num_pending_tokens"
+)
 
 
 class LoadBoard:
@@ -21,14 +27,14 @@ class LoadBoard:
         return self._load
 
     def publish(self, load: WorkerLoad) -> None:
-        is_news = is_worth_telling(self._load, load)
+        is_news = _placing(self._load) != _placing(load)
         self._load = load
         if is_news:
             self._changed.set()
             self._changed = asyncio.Event()
 
     async def wait_for_news(self, timeout_s: float) -> None:
-        """Return when there is a load worth telling, or after `timeout_s`."""
+        """Return when work might be placed differently by the load, or after `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -37,19 +43,6 @@ class LoadBoard:
         """Return when `holds` of the load."""
         while not holds(self._load):
             await self._changed.wait()
-
-
-def is_worth_telling(old: WorkerLoad, new: WorkerLoad) -> bool:
-    """Whether a gateway might place work differently now. A decode step that only adds tokens is no
-    news."""
-    return (
-        old.num_running != new.num_running
-        or old.num_waiting != new.num_waiting
-        or old.num_open_tickets != new.num_open_tickets
-        or old.is_draining != new.is_draining
-        or old.role != new.role
-        or old.num_pending_tokens != new.num_pending_tokens
-    )
 
 
 def is_empty(load: WorkerLoad) -> bool:

@@ -16,7 +16,7 @@ from baton.events import Deferred, Failed, LocalPrefill
 from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import sequence_service_pb2
 from baton.wire import sequence_to_proto, step_from_proto
-from kv_transfer.ticket import KvTicket, encode_ticket
+from kv_transfer.ticket import KvTicket, encode_ticket, parse_ticket
 from tests.support.live_tiers import ONLY_DECODES, has_crossed, live_system
 from worker_core.commands import (
     Abort,
@@ -44,7 +44,7 @@ class StubContext:
         """Nobody wants it."""
 
 
-def nobody(key: str, ticket: bytes) -> None:
+def nobody(key: str, ticket: bytes) -> int:
     raise AssertionError(f"{key} presented {ticket!r}")
 
 
@@ -96,7 +96,12 @@ async def test_a_prompt_with_a_broken_ticket_is_refused_alone() -> None:
         if isinstance(command, Open):
             servicer.deliver([StreamEvent(0, command.handle, LocalPrefill(0))])
 
-    servicer = SequenceServicer(deliver, lambda: True, lambda key, _ticket: presented.append(key))
+    def present(key: str, ticket: bytes) -> int:
+        num_held = parse_ticket(ticket).num_cached_tokens
+        presented.append(key)
+        return num_held
+
+    servicer = SequenceServicer(deliver, lambda: True, present)
     answers = await served(servicer, broken, whole)
     assert [(handle, type(event)) for handle, event in answers] == [(1, Failed), (2, LocalPrefill)]
     assert presented == ["0/2"]

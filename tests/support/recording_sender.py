@@ -17,8 +17,9 @@ class RecordingSender:
     begun: tuple[str, bytes] = ("", b"")
     fetched: list[bytes] = field(default_factory=list)
 
-    def begin(self, key: str, ticket: bytes) -> None:
+    def begin(self, key: str, ticket: bytes) -> int:
         self.begun = (key, ticket)
+        return 0
 
     def send(self, key: str, block_ids: tuple[int, ...], piece: KvRange) -> None:
         assert len(block_ids) * 4 >= piece.end_token

@@ -47,7 +47,16 @@ from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import sim_matchers
 from tests.support.virtual_loop import run_virtual
 from worker_core.admission import CoreLimits
-from worker_core.commands import Abort, Command, Destination, HandOff, Open, Pause, Resume
+from worker_core.commands import (
+    Abort,
+    Command,
+    Destination,
+    HandOff,
+    Open,
+    Pause,
+    Resume,
+    sequence_key,
+)
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.policy import Policy
 from worker_core.state import SwapSpace
@@ -260,11 +269,10 @@ class LoadNode:
         self._num_handles += len(sinks)
         self.opened[source] += 1
         self._sinks.update(enumerate(sinks, start=first))
-        destination = Destination.of(send_to) if send_to else None
-        command = Open(0, first, spec, source, destination)
+        destination = None
         if send_to:
-            self._sender.begin(command.key, send_to)
-        self._take(command)
+            destination = Destination(self._sender.begin(sequence_key(0, first), send_to))
+        self._take(Open(0, first, spec, source, destination))
         return first
 
     def abort(self, handle: int) -> None:

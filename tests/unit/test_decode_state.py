@@ -27,7 +27,7 @@ def test_places_are_the_members_widths(events: list[tuple[int, int]]) -> None:
     pool = BlockPool(64, BLOCK_SIZE, secret=bytes(32))
     state = CoreState(engine.spec, pool, SwapSpace(engine.kv, 0))
     for handle, num_choices in events:
-        before = state.find(0, handle)
+        before = state.find(f"0/{handle}")
         if num_choices:
             spec = SequenceSpec("r", (1, 2, 3), Sampling(), num_choices=num_choices)
             lease = pool.lease(b"", spec.token_ids, 4)

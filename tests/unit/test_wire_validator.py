@@ -69,7 +69,7 @@ Edit = Callable[[sequence_service_pb2.OpenSequence], object]
 
 async def test_an_enum_that_is_unknown_here_fails_its_sequence_alone() -> None:
     opened: list[Any] = []
-    servicer = SequenceServicer(opened.append, lambda: True, lambda *_: None)
+    servicer = SequenceServicer(opened.append, lambda: True, lambda *_: 0)
 
     async def requests() -> Any:
         for number, edit in enumerate((early_stopping, source, nothing), start=1):

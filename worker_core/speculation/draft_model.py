@@ -223,7 +223,7 @@ class DraftModelProposer:
         return draft
 
     def _has_room(self, num_tokens: int) -> bool:
-        return self._pool.num_blocks_for(num_tokens) <= self._pool.counts().available
+        return self._pool.num_blocks_for(num_tokens) <= self._pool.num_available
 
     def _extend(self, working: Sequence[_Job]) -> list[_Job]:
         """One draft more for each job; the jobs that want another."""
