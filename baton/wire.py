@@ -4,7 +4,7 @@ their tokens, what a step did to them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from enum import IntEnum
 from math import isnan, nan
@@ -55,9 +55,21 @@ from baton.v1 import (
 #: Stands for "no score" where other entries of a step have one.
 _NO_SCORE = nan
 
-#: Fields of Sampling that are not numbers or bytes of the same name in TokenSampling.
-_COMPOSED = frozenset({"logit_bias", "stop_token_ids", "bad_words", "beam"})
-_PLAIN = tuple(field.name for field in fields(Sampling) if field.name not in _COMPOSED)
+
+def _plain(kind: type[Any], *composed: str) -> tuple[str, ...]:
+    """Names of the fields that are numbers, text or bytes of the same name in a message."""
+    return tuple(field.name for field in fields(kind) if field.name not in composed)
+
+
+_LAYOUT, _NUMERICS = _plain(KvLayout), _plain(NumericsClass)
+_INFO = _plain(WorkerInfo, "identity", "tier", "layout", "numerics")
+_LOAD = _plain(WorkerLoad, "blocks", "is_draining", "role")
+_SAMPLING = _plain(Sampling, "logit_bias", "stop_token_ids", "bad_words", "beam")
+_SEQUENCE = _plain(SequenceSpec, "prompt_token_ids", "output_token_ids", "sampling", "num_choices")
+
+
+def _values(source: object, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}
 
 
 EnumT = TypeVar("EnumT", bound=IntEnum)
@@ -76,79 +88,40 @@ def known(kind: type[EnumT], number: int, field: str) -> EnumT:
 
 
 def layout_to_proto(layout: KvLayout) -> kv_pb2.KvLayout:
-    return kv_pb2.KvLayout(
-        fingerprint=layout.fingerprint,
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        dtype=layout.dtype,
-        block_size=layout.block_size,
-    )
+    return kv_pb2.KvLayout(**_values(layout, _LAYOUT))
 
 
 def layout_from_proto(message: kv_pb2.KvLayout) -> KvLayout:
-    return KvLayout(
-        fingerprint=message.fingerprint,
-        num_layers=message.num_layers,
-        num_kv_heads=message.num_kv_heads,
-        head_dim=message.head_dim,
-        dtype=message.dtype,
-        block_size=message.block_size,
-    )
+    return KvLayout(**_values(message, _LAYOUT))
 
 
 def numerics_to_proto(numerics: NumericsClass) -> numerics_pb2.NumericsClass:
-    return numerics_pb2.NumericsClass(
-        device=numerics.device,
-        level=numerics.level,
-        dtype=numerics.dtype,
-        kernels=numerics.kernels,
-    )
+    return numerics_pb2.NumericsClass(**_values(numerics, _NUMERICS))
 
 
 def numerics_from_proto(message: numerics_pb2.NumericsClass) -> NumericsClass:
-    return NumericsClass(message.device, message.level, message.dtype, message.kernels)
+    return NumericsClass(**_values(message, _NUMERICS))
 
 
 def info_to_proto(info: WorkerInfo) -> worker_pb2.GetWorkerInfoResponse:
     return worker_pb2.GetWorkerInfoResponse(
+        **_values(info, _INFO),
         worker_id=info.identity.worker_id,
         generation=info.identity.generation,
         tier=worker_pb2.Tier.ValueType(info.tier),
-        model=info.model,
         layout=layout_to_proto(info.layout),
-        vocab_size=info.vocab_size,
-        max_model_len=info.max_model_len,
-        num_blocks=info.num_blocks,
-        max_num_seqs=info.max_num_seqs,
-        max_num_batched_tokens=info.max_num_batched_tokens,
-        max_local_prefill_tokens=info.max_local_prefill_tokens,
         numerics=numerics_to_proto(info.numerics),
-        min_protocol_version=info.min_protocol_version,
-        max_protocol_version=info.max_protocol_version,
-        software_version=info.software_version,
-        metrics_port=info.metrics_port,
     )
 
 
 def info_from_proto(message: worker_pb2.GetWorkerInfoResponse) -> WorkerInfo:
     """Raises ValueError if the tier is none that this version knows."""
     return WorkerInfo(
+        **_values(message, _INFO),
         identity=WorkerIdentity(message.worker_id, message.generation),
         tier=Tier(message.tier),
-        model=message.model,
         layout=layout_from_proto(message.layout),
-        vocab_size=message.vocab_size,
-        max_model_len=message.max_model_len,
-        num_blocks=message.num_blocks,
-        max_num_seqs=message.max_num_seqs,
-        max_num_batched_tokens=message.max_num_batched_tokens,
-        max_local_prefill_tokens=message.max_local_prefill_tokens,
         numerics=numerics_from_proto(message.numerics),
-        min_protocol_version=message.min_protocol_version,
-        max_protocol_version=message.max_protocol_version,
-        software_version=message.software_version,
-        metrics_port=message.metrics_port,
     )
 
 
@@ -157,50 +130,31 @@ def load_to_proto(
 ) -> worker_pb2.WatchLoadResponse:
     draining = worker_pb2.WORKER_STATE_DRAINING
     return worker_pb2.WatchLoadResponse(
+        **_values(load, _LOAD),
         state=draining if load.is_draining else worker_pb2.WORKER_STATE_READY,
-        num_steps=load.num_steps,
         heartbeat_age_ms=heartbeat_age_ms,
         max_heartbeat_age_ms=max_heartbeat_age_ms,
-        num_running=load.num_running,
-        num_waiting=load.num_waiting,
-        num_pending_tokens=load.num_pending_tokens,
         num_free_blocks=load.blocks.free,
         num_cached_blocks=load.blocks.cached,
         num_leased_blocks=load.blocks.leased,
-        num_open_tickets=load.num_open_tickets,
-        num_orphan_blocks=load.num_orphan_blocks,
-        num_orphan_sequences=load.num_orphan_sequences,
-        num_swaps=load.num_swaps,
-        local_prefill_threshold=load.local_prefill_threshold,
         role=worker_pb2.Tier.ValueType(load.role or 0),
-        prefill_tokens_per_s=load.prefill_tokens_per_s,
     )
 
 
 def load_from_proto(message: worker_pb2.WatchLoadResponse) -> WorkerLoad:
     return WorkerLoad(
-        num_steps=message.num_steps,
-        num_running=message.num_running,
-        num_waiting=message.num_waiting,
-        num_pending_tokens=message.num_pending_tokens,
+        **_values(message, _LOAD),
         blocks=BlockCounts(
             message.num_free_blocks, message.num_cached_blocks, message.num_leased_blocks
         ),
-        num_open_tickets=message.num_open_tickets,
-        num_orphan_blocks=message.num_orphan_blocks,
-        num_orphan_sequences=message.num_orphan_sequences,
-        num_swaps=message.num_swaps,
         is_draining=message.state == worker_pb2.WORKER_STATE_DRAINING,
-        local_prefill_threshold=message.local_prefill_threshold,
         role=Tier(message.role) if message.role else None,
-        prefill_tokens_per_s=message.prefill_tokens_per_s,
     )
 
 
 def sampling_to_proto(sampling: Sampling) -> sampling_pb2.TokenSampling:
-    plain: dict[str, Any] = {name: getattr(sampling, name) for name in _PLAIN}
     message = sampling_pb2.TokenSampling(
-        **plain,
+        **_values(sampling, _SAMPLING),
         logit_bias=dict(sampling.logit_bias),
         stop_token_ids=sorted(sampling.stop_token_ids),
         bad_words=[sampling_pb2.TokenSequence(ids=word) for word in sampling.bad_words],
@@ -214,7 +168,6 @@ def sampling_to_proto(sampling: Sampling) -> sampling_pb2.TokenSampling:
 
 
 def sampling_from_proto(message: sampling_pb2.TokenSampling) -> Sampling:
-    plain: dict[str, Any] = {name: getattr(message, name) for name in _PLAIN}
     beam = None
     if message.HasField("beam"):
         beam = BeamParams(
@@ -224,7 +177,7 @@ def sampling_from_proto(message: sampling_pb2.TokenSampling) -> Sampling:
             num_returned=message.beam.num_returned,
         )
     return Sampling(
-        **plain,
+        **_values(message, _SAMPLING),
         logit_bias=MappingProxyType(dict(message.logit_bias)),
         stop_token_ids=frozenset(message.stop_token_ids),
         bad_words=tuple(tuple(word.ids) for word in message.bad_words),
@@ -234,32 +187,20 @@ def sampling_from_proto(message: sampling_pb2.TokenSampling) -> Sampling:
 
 def sequence_to_proto(spec: SequenceSpec) -> sequence_pb2.SequenceState:
     return sequence_pb2.SequenceState(
-        request_id=spec.request_id,
-        choice=spec.choice,
-        tenant=spec.tenant,
+        **_values(spec, _SEQUENCE),
         prompt_token_ids=spec.prompt_token_ids,
         output_token_ids=spec.output_token_ids,
         sampling=sampling_to_proto(spec.sampling),
-        priority=spec.priority,
-        arrival_ns=spec.arrival_ns,
-        traceparent=spec.traceparent,
-        tracestate=spec.tracestate,
         num_choices=spec.num_choices,
     )
 
 
 def sequence_from_proto(message: sequence_pb2.SequenceState) -> SequenceSpec:
     return SequenceSpec(
-        request_id=message.request_id,
-        choice=message.choice,
-        tenant=message.tenant,
+        **_values(message, _SEQUENCE),
         prompt_token_ids=tuple(message.prompt_token_ids),
         output_token_ids=tuple(message.output_token_ids),
         sampling=sampling_from_proto(message.sampling),
-        priority=message.priority,
-        arrival_ns=message.arrival_ns,
-        traceparent=message.traceparent,
-        tracestate=message.tracestate,
         num_choices=message.num_choices or 1,
     )
 
@@ -367,81 +308,47 @@ def _columns_from_proto(columns: sequence_service_pb2.StepTokens) -> Iterator[Ad
         yield handle, Tokens(token_index, samples, reason, num_drafts, num_accepted, score)
 
 
+#: What a sequence may become, as it is called in SequenceEvent, with the fields that are plain
+#: there.
+_CHANGES: Mapping[type, tuple[str, tuple[str, ...]]] = {
+    Offered: ("offered", _plain(Offered, "ticket_id")),
+    LocalPrefill: ("local_prefill", _plain(LocalPrefill)),
+    Deferred: ("deferred", _plain(Deferred)),
+    Committed: ("committed", _plain(Committed)),
+    Preempted: ("preempted", ()),
+    Prefilled: ("prefilled", _plain(Prefilled, "prompt_logprobs", "chunks")),
+    Paused: ("paused", ()),
+    HandedOff: ("handed_off", ()),
+    HandOffFailed: ("hand_off_failed", _plain(HandOffFailed)),
+    Failed: ("failed", _plain(Failed, "is_retriable")),
+}
+_KINDS = {name: (kind, names) for kind, (name, names) in _CHANGES.items()}
+
+
 def _event_to_proto(handle: int, event: SequenceEvent) -> sequence_service_pb2.SequenceEvent:
+    name, names = _CHANGES[type(event)]
     message = sequence_service_pb2.SequenceEvent(handle=handle)
-    match event:
-        case Offered(ticket, num_cached_tokens, _):
-            message.offered.ticket = ticket
-            message.offered.num_cached_tokens = num_cached_tokens
-        case LocalPrefill(num_cached_tokens):
-            message.local_prefill.num_cached_tokens = num_cached_tokens
-            message.local_prefill.SetInParent()
-        case Deferred(reason):
-            message.deferred.reason = reason
-            message.deferred.SetInParent()
-        case Committed(transfer_exposed_ms, transfer_bytes):
-            message.committed.transfer_exposed_ms = transfer_exposed_ms
-            message.committed.transfer_bytes = transfer_bytes
-            message.committed.SetInParent()
-        case Preempted():
-            message.preempted.SetInParent()
-        case Prefilled(num_cached_tokens, num_fetched_tokens, queue_ms, compute_ms, positions, _):
-            message.prefilled.num_cached_tokens = num_cached_tokens
-            message.prefilled.num_fetched_tokens = num_fetched_tokens
-            message.prefilled.queue_ms = queue_ms
-            message.prefilled.compute_ms = compute_ms
-            message.prefilled.prompt_logprobs.extend(map(logprobs_to_proto, positions))
-            message.prefilled.SetInParent()
-        case Paused():
-            message.paused.SetInParent()
-        case HandedOff():
-            message.handed_off.SetInParent()
-        case HandOffFailed(reason, text):
-            message.hand_off_failed.reason = reason
-            message.hand_off_failed.message = text
-            message.hand_off_failed.SetInParent()
-        case Failed(reason, text, is_retriable):
-            message.failed.reason = reason
-            message.failed.message = text
-            message.failed.retriable = is_retriable
-        case Tokens():
-            raise TypeError("tokens travel in columns")
+    change = getattr(message, name)
+    change.SetInParent()
+    for field, value in _values(event, names).items():
+        setattr(change, field, value)
+    if isinstance(event, Prefilled):
+        change.prompt_logprobs.extend(map(logprobs_to_proto, event.prompt_logprobs))
+    elif isinstance(event, Failed):
+        change.retriable = event.is_retriable
     return message
 
 
 def _event_from_proto(message: sequence_service_pb2.SequenceEvent) -> SequenceEvent:
-    event: SequenceEvent
     name = message.WhichOneof("event")
-    match name:
-        case "offered":
-            event = Offered(message.offered.ticket, message.offered.num_cached_tokens)
-        case "local_prefill":
-            event = LocalPrefill(message.local_prefill.num_cached_tokens)
-        case "deferred":
-            event = Deferred(message.deferred.reason)
-        case "committed":
-            committed = message.committed
-            event = Committed(committed.transfer_exposed_ms, committed.transfer_bytes)
-        case "preempted":
-            event = Preempted()
-        case "prefilled":
-            prefilled = message.prefilled
-            event = Prefilled(
-                prefilled.num_cached_tokens,
-                prefilled.num_fetched_tokens,
-                prefilled.queue_ms,
-                prefilled.compute_ms,
-                tuple(map(logprobs_from_proto, prefilled.prompt_logprobs)),
-            )
-        case "paused":
-            event = Paused()
-        case "handed_off":
-            event = HandedOff()
-        case "hand_off_failed":
-            event = HandOffFailed(message.hand_off_failed.reason, message.hand_off_failed.message)
-        case "failed":
-            failed = message.failed
-            event = Failed(failed.reason, failed.message, failed.retriable)
-        case _:
-            raise ValueError(f"sequence event {name!r} is not known to this version")
+    if name not in _KINDS:
+        raise ValueError(f"sequence event {name!r} is not known to this version")
+    kind, names = _KINDS[name]
+    change = getattr(message, name)
+    values = _values(change, names)
+    if kind is Prefilled:
+        values["prompt_logprobs"] = tuple(map(logprobs_from_proto, change.prompt_logprobs))
+    elif kind is Failed:
+        values["is_retriable"] = change.retriable
+    event: SequenceEvent = kind(**values)
     return event

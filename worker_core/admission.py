@@ -3,6 +3,15 @@
 open ──> refused: Failed       it could never run here, or the worker drains
      ├─> no room: Deferred     nothing is kept; or queued, if the policy lets prompts wait here
      └─> admitted: LocalPrefill, or Offered and a ticket
+
+A prompt with a destination may begin with a prefix fetch: in a conversation the destination has the
+KV of what was said before, and to get it may be faster than to compute it.
+
+    the destination's ticket says how much it holds; this worker lacks some of it
+    offer a ticket over the blocks of what is lacking
+        ──PrefixFetch──> the destination sends it by a handoff of its own
+        TicketCommitted: the prompt goes on from there
+        TicketAborted:   it is computed here after all
 """
 
 from __future__ import annotations
@@ -20,9 +29,9 @@ from baton.grammar import Matchers
 from baton.types import KvSource
 from kv_transfer.ticket import TicketAborted, TicketCommitted
 from kv_transfer.ticket_table import Tickets
-from worker_core.commands import Open
+from worker_core.commands import Destination, Open
 from worker_core.costs import Costs
-from worker_core.handoff import Handoffs, PrefixFetches
+from worker_core.handoff import Handoffs
 from worker_core.policy import Policy
 from worker_core.sequence import LocalPrefillProgress, Stage, WorkerSequence, width
 from worker_core.state import CoreState, failed
@@ -47,6 +56,11 @@ class _Queued:
     arrived_s: float
 
 
+#: A destination that shows no sign of life for this long, in seconds, is not waited for: the prompt
+#: is computed.
+FETCH_LEASE_S = 2.0
+
+
 class Admission:
     """Owns what is queued, and the tickets of sequences that await KV."""
 
@@ -67,11 +81,12 @@ class Admission:
         self._costs = costs
         self._matchers = matchers
         self._handoffs = handoffs
-        self._fetches = PrefixFetches(state, tickets, costs, handoffs, clock)
         self._clock = clock
         self._queued: dict[str, _Queued] = {}
         self._by_ticket: dict[int, WorkerSequence] = {}
         """Sequences in the stage AWAITING_KV, or CLOSING after it."""
+        self._fetching: dict[int, WorkerSequence] = {}
+        """Sequences in the stage FETCHING, or CLOSING after it, by the tickets of prefixes."""
         self.is_draining = False
 
     @property
@@ -238,8 +253,26 @@ class Admission:
             sequence.prefill = LocalPrefillProgress(arrived_s, self._clock(), num_cached)
         self._state.emit(sequence, LocalPrefill(num_cached))
         if sequence.destination:
-            self._fetches.begin(sequence, sequence.destination)
+            self._fetch_prefix(sequence, sequence.destination)
             self._handoffs.send_computed(sequence, 0, num_cached)
+
+    def _fetch_prefix(self, sequence: WorkerSequence, destination: Destination) -> None:
+        """Ask for what the destination holds and this worker lacks, unless there is nothing, or it
+        costs more."""
+        spec, num_computed = sequence.spec, sequence.num_computed_tokens
+        num_held = min(destination.num_held_tokens, spec.num_tokens - 1)
+        num_lacking = num_held - num_computed
+        if num_lacking <= 0 or wants_prompt_logprobs(spec):
+            return
+        if not self._costs.is_fetch_cheaper(num_lacking):
+            return
+        block_ids = tuple(sequence.lease.block_ids)
+        offered = self._tickets.offer(spec, block_ids, num_computed, num_held, FETCH_LEASE_S)
+        sequence.stage = Stage.FETCHING
+        sequence.ticket_id = offered.ticket_id
+        sequence.offered_s = self._clock()
+        self._fetching[offered.ticket_id] = sequence
+        self._handoffs.fetch(sequence, offered.data)
 
     def _offer(self, sequence: WorkerSequence, source: KvSource) -> None:
         spec = sequence.spec
@@ -265,39 +298,42 @@ class Admission:
         """A sequence whose KV is here as a whole runs now: it is returned. None if nobody wants it,
         or a prefix came."""
         sequence = self._release_ticket(committed.ticket_id)
-        if sequence is None:
-            self._fetches.on_committed(committed)
-            return None
         if sequence.stage is Stage.CLOSING:
             self._state.leave(sequence)
             return None
         num_missing = committed.num_tokens - sequence.num_computed_tokens
-        if committed.firsts:  # of a whole prefill, not only of a transfer
-            self._costs.handoff.observe(num_missing, self._clock() - sequence.offered_s)
+        waited_s = self._clock() - sequence.offered_s
+        is_prefix = sequence.stage is Stage.FETCHING
         sequence.stage = Stage.RUNNING
         sequence.num_computed_tokens = committed.num_tokens
         sequence.lease.index(sequence.token_ids, committed.num_tokens)
+        if is_prefix:
+            self._costs.fetch.observe(num_missing, waited_s)
+            if sequence.prefill:
+                sequence.prefill.num_fetched_tokens = num_missing
+            return None
+        if committed.firsts:  # of a whole prefill, not only of a transfer
+            self._costs.handoff.observe(num_missing, waited_s)
         event = Committed(committed.transfer_exposed_ms, committed.num_bytes)
         self._state.emit(sequence, event)
         return sequence
 
     def on_aborted(self, aborted: TicketAborted) -> None:
-        """A sequence's KV, or a prefix of it, will not come."""
+        """A sequence's KV will not come; or a prefix of it, which is computed then."""
         sequence = self._release_ticket(aborted.ticket_id)
-        if sequence is None:
-            self._fetches.on_aborted(aborted)
+        if sequence.stage is Stage.FETCHING:
+            sequence.stage = Stage.RUNNING
             return
         if sequence.stage is not Stage.CLOSING:
             event = Failed(aborted.reason, aborted.message, is_retriable=True)
             self._state.emit(sequence, event)
         self._state.leave(sequence)
 
-    def _release_ticket(self, ticket_id: int) -> WorkerSequence | None:
+    def _release_ticket(self, ticket_id: int) -> WorkerSequence:
         """The ticket has had its last event: its sequence alone owns the blocks now."""
         self._tickets.release(ticket_id)
-        sequence = self._by_ticket.pop(ticket_id, None)
-        if sequence:
-            sequence.ticket_id = None
+        sequence = self._by_ticket.pop(ticket_id, None) or self._fetching.pop(ticket_id)
+        sequence.ticket_id = None
         return sequence
 
 

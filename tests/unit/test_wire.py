@@ -5,7 +5,20 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.events import AddressedEvent, Committed, Failed, Tokens
+from baton.events import (
+    AddressedEvent,
+    Committed,
+    Deferred,
+    Failed,
+    HandedOff,
+    HandOffFailed,
+    LocalPrefill,
+    Offered,
+    Paused,
+    Preempted,
+    Prefilled,
+    Tokens,
+)
 from baton.types import FinishReason, Sample, TokenLogprobs
 from baton.v1 import sequence_service_pb2
 from baton.wire import step_from_proto, step_to_proto
@@ -27,7 +40,20 @@ TOKENS = st.builds(
     st.integers(0, 5),
     st.none() | st.floats(allow_nan=False),
 )
-CHANGES = st.sampled_from([Committed(1.0, 2), Failed("X", "why", is_retriable=True)])
+CHANGES = st.sampled_from(
+    [
+        Offered(b"ticket", 3),
+        LocalPrefill(0),
+        Prefilled(1, 2, 3.0, 4.5, (TokenLogprobs(5, -1.0, ((6, -2.0),)),)),
+        Deferred("no room"),
+        Committed(1.0, 2),
+        Preempted(),
+        Paused(),
+        HandedOff(),
+        HandOffFailed("X", "why"),
+        Failed("X", "why", is_retriable=True),
+    ]
+)
 
 
 @given(
