@@ -126,8 +126,7 @@ class Steps:
         begin_s = self._clock()
         layers_done = self._layers_done(size, grants)
         outcomes = iter(forward_guarded(self._engine, batch, layers_done))
-        self._note(size, begin_s)
-        self._note_chunks(grants, begin_s)
+        self._note(size, grants, begin_s)
         for (group, num_new), own in zip(grants, parts, strict=True):
             self._advance(group, num_new, [next(outcomes) for _ in own], drafts)
         self._drafting.end(drafts)
@@ -170,13 +169,12 @@ class Steps:
         self._beat(flight.size.num_tokens)
         outcomes = try_collect(flight.launched)
         begin_s = max(flight.begin_s, self._collected_s)
-        self._note(flight.size, begin_s)
+        self._note(flight.size, flight.grants if outcomes is not None else (), begin_s)
         for group, num_new in flight.grants:
             group.landed(num_new)
         if outcomes is None:
             self._throw_away(flight)
             return
-        self._note_chunks(flight.grants, begin_s)
         for (group, num_new), samples in zip(flight.grants, outcomes, strict=True):
             if group.stage is Stage.CLOSING:
                 self._state.leave(group)
@@ -197,8 +195,9 @@ class Steps:
             if group.stage is Stage.CLOSING:
                 self._state.leave(group)
 
-    def _note(self, size: _StepSize, begin_s: float) -> None:
-        """A step is over that the engine was at since `begin_s`."""
+    def _note(self, size: _StepSize, grants: Grants, begin_s: float) -> None:
+        """A step is over that the engine was at since `begin_s`. grants: whose chunks of prompts it
+        computed."""
         self.num_steps += 1
         before_s, self._collected_s = self._collected_s, self._clock()
         seconds = self._collected_s - begin_s
@@ -208,8 +207,6 @@ class Steps:
         self._costs.observe_step(num_decode_tokens, size.num_prefill_tokens, seconds)
         if size.num_decoding:
             self._costs.observe_gaps(size.num_decoding, size.num_prefill_tokens, gap_s)
-
-    def _note_chunks(self, grants: Grants, begin_s: float) -> None:
         for group, num_new in grants:
             if isinstance(group, WorkerSequence) and group.prefill:
                 group.prefill.chunks.append(ChunkTime(begin_s, self._collected_s, num_new))

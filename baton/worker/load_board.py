@@ -19,16 +19,12 @@ class LoadBoard:
     """Holds the load that the engine loop published last."""
 
     def __init__(self) -> None:
-        self._load = WorkerLoad()
+        self.load = WorkerLoad()
         self._changed = asyncio.Event()
 
-    @property
-    def load(self) -> WorkerLoad:
-        return self._load
-
     def publish(self, load: WorkerLoad) -> None:
-        is_news = _placing(self._load) != _placing(load)
-        self._load = load
+        is_news = _placing(self.load) != _placing(load)
+        self.load = load
         if is_news:
             self._changed.set()
             self._changed = asyncio.Event()
@@ -41,7 +37,7 @@ class LoadBoard:
 
     async def wait_until(self, holds: Callable[[WorkerLoad], bool]) -> None:
         """Return when `holds` of the load."""
-        while not holds(self._load):
+        while not holds(self.load):
             await self._changed.wait()
 
 

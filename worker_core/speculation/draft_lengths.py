@@ -22,6 +22,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 
 #: Share of a chance that is counted on: chances and costs are estimates, and what is certain should
@@ -182,7 +183,7 @@ class _Timings:
     """The last few of about the same size. value, size: of the one that stands for all, and the
     mean."""
 
-    last: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_NUM_TIMINGS))
+    last: deque[tuple[float, int]] = field(default_factory=partial(deque, maxlen=_NUM_TIMINGS))
     value: float = 0.0
     size: float = 0.0
 
