@@ -29,7 +29,7 @@ from baton.client.calls import (
     MetadataLike,
     Settings,
 )
-from baton.client.requests import PromptLike
+from baton.client.requests import PromptLike, StreamOptions
 from baton.client.results import Chunk, Completion, Model, Tokenization
 from baton.errors import BatonError, Cancelled
 from baton.rpc.channel import CLIENT_KEEPALIVE_MS, aio_channel
@@ -71,25 +71,10 @@ class AsyncClient:
         self,
         prompt: PromptLike,
         params: SamplingParams | None = None,
-        *,
-        model: str = "",
-        priority: int = 0,
-        cache_salt: str = "",
-        request_id: str = "",
-        timeout_s: float | None = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[StreamOptions],
     ) -> Completion:
         """The whole answer to a prompt. Arguments as in `stream`."""
-        async with self.stream(
-            prompt,
-            params,
-            model=model,
-            priority=priority,
-            cache_salt=cache_salt,
-            request_id=request_id,
-            timeout_s=timeout_s,
-            **sampling,
-        ) as stream:
+        async with self.stream(prompt, params, **options) as stream:
             return await stream.collect()
 
     def stream(

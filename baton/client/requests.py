@@ -17,6 +17,7 @@ from baton.errors import FieldViolation, InvalidRequest
 from baton.sampling_params import (
     OPTIONS,
     BeamSearch,
+    SamplingOptions,
     SamplingParams,
     StructuredOutput,
     Texts,
@@ -28,6 +29,17 @@ from baton.v1 import inference_pb2, sampling_pb2
 PromptLike: TypeAlias = str | Sequence[int] | Sequence[ChatMessage | Mapping[str, str]]
 """Text; token ids; or a conversation, each message a ChatMessage or a mapping with "role" and
 "content"."""
+
+
+class StreamOptions(SamplingOptions, total=False):
+    """What `stream` takes beside a prompt and its SamplingParams, for type checkers."""
+
+    model: str
+    priority: int
+    cache_salt: str
+    request_id: str
+    timeout_s: float | None
+
 
 _STRUCTURED = "sampling.structured_output"
 

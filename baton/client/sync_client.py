@@ -27,7 +27,7 @@ from baton.client.calls import (
     MetadataLike,
     Settings,
 )
-from baton.client.requests import PromptLike
+from baton.client.requests import PromptLike, StreamOptions
 from baton.client.results import Chunk, Completion, Model, Tokenization
 from baton.errors import BatonError, Cancelled
 from baton.rpc.channel import CLIENT_KEEPALIVE_MS, sync_channel
@@ -79,25 +79,10 @@ class Client:
         self,
         prompt: PromptLike,
         params: SamplingParams | None = None,
-        *,
-        model: str = "",
-        priority: int = 0,
-        cache_salt: str = "",
-        request_id: str = "",
-        timeout_s: float | None = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[StreamOptions],
     ) -> Completion:
         """The whole answer to a prompt. Arguments as in `stream`."""
-        with self.stream(
-            prompt,
-            params,
-            model=model,
-            priority=priority,
-            cache_salt=cache_salt,
-            request_id=request_id,
-            timeout_s=timeout_s,
-            **sampling,
-        ) as stream:
+        with self.stream(prompt, params, **options) as stream:
             return stream.collect()
 
     def stream(

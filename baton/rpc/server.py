@@ -57,8 +57,7 @@ class RunningServer:
         self._server = server
         self._interceptor = interceptor
         self._health = health_service
-        self._wake = asyncio.Event()
-        self._is_stopping = False
+        self._stopping = asyncio.Event()
         self.host = host
         self.port = port
 
@@ -79,26 +78,20 @@ class RunningServer:
         """
         self._health.set_serving(service_name, is_serving)
 
-    def check_health_now(self) -> None:
-        """Have `drive_health` ask at once, not at its next period."""
-        self._wake.set()
-
     async def drive_health(self, is_alive: Callable[[], bool], *, period_s: float = 1.0) -> None:
         """Keep the health of all services equal to `is_alive()`, until cancelled or the server
         stops.
 
         is_alive: quick and without side effects, e.g. whether the engine loop's last step is
-        recent. It is asked every `period_s` and after `check_health_now`; if it raises, all
-        services are NOT_SERVING and the error goes on.
+        recent. It is asked every `period_s`; if it raises, all services are NOT_SERVING and the
+        error goes on.
         """
         try:
-            while not self._is_stopping:
+            while not self._stopping.is_set():
                 self._set_all(is_alive())
                 with suppress(TimeoutError):
                     async with asyncio.timeout(period_s):
-                        await self._wake.wait()
-                if not self._is_stopping:
-                    self._wake.clear()
+                        await self._stopping.wait()
         except Exception:
             self._set_all(False)
             raise
@@ -110,17 +103,12 @@ class RunningServer:
         None cancels them at once. Returns when the port is closed, and all handlers have cleaned up
         or had 5 s for it.
         """
-        self._is_stopping = True
-        self._wake.set()
+        self._stopping.set()
         self._health.shut_down()
         await self._server.stop(grace_s)
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLEAN_UP_S):
                 await self._interceptor.wait_idle()
-
-    async def wait_stopped(self) -> None:
-        """Returns after `stop` has ended."""
-        await self._server.wait_for_termination()
 
     def _set_all(self, is_serving: bool) -> None:
         for name in self.service_names:

@@ -14,8 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from baton.types import FinishReason, Sample
 from gateway.intake.decoding import Decoding, decoding_of
 from gateway.intake.request import TextOptions
-from gateway.output.detokenizer import Detokenizer
-from gateway.output.output import Output
+from gateway.output.output import Detokenizer, Output
 
 CORPUS = ["the cat sat on the mat, and it did not 'eat' the rat .", "你好 wörld é naïve 𝄞 🙂🙂"]
 BYTES = [f"<0x{i:02X}>" for i in range(256)]

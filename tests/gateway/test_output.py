@@ -13,9 +13,7 @@ from baton.errors import EngineFault
 from baton.types import FinishReason, Sample
 from gateway.intake.decoding import Decoding
 from gateway.intake.request import TextOptions
-from gateway.output.detokenizer import Detokenizer
-from gateway.output.output import Output
-from gateway.output.stop_strings import StopMatcher
+from gateway.output.output import Detokenizer, Output, StopMatcher
 from tests.support.fake_workers import text_of
 
 
