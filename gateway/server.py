@@ -81,7 +81,7 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
     deps = RequestDeps(
         fleet,
         dispatcher,
-        tokenizer.decoding,
+        tokenizer.decodings,
         options.client_stall_timeout_s,
         migrator,
         time.monotonic,

@@ -97,10 +97,11 @@ class Tokenizer:
         """tokenizer: as read_tokenizer makes it of the file in facts.folder."""
         self._tokenizer = tokenizer
         self._bytes = TokenBytes(tokenizer)
-        self._decodings = {
+        self.decodings: Mapping[bool, Decoding] = {
             is_skipping: decoding_of(tokenizer, skip_special_tokens=is_skipping)
             for is_skipping in (False, True)
         }
+        """How a stream of token ids becomes text: with special tokens, and without them."""
         self._encode_timeout_s = encode_timeout_s
         self._max_waiting = max_waiting
         self._num_waiting = 0
@@ -154,10 +155,6 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of token ids; ids that the tokenizer does not know have none."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-    def decoding(self, skip_special_tokens: bool) -> Decoding:
-        """How a stream of token ids becomes text."""
-        return self._decodings[skip_special_tokens]
 
     async def decode_all(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """As decode, for any number of ids."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -49,9 +49,6 @@ from gateway.routing.migrator import Migrator
 from gateway.routing.placement import Placement
 from gateway.telemetry.timing import Timeline
 
-#: How token ids become text; the flag: whether special tokens are left out.
-DecodingOf = Callable[[bool], Decoding]
-
 OnAdmitted = Callable[[], Awaitable[None]]
 
 #: The worker's link, and the first of the handles there.
@@ -64,7 +61,8 @@ class RequestDeps:
 
     fleet: Fleet
     dispatcher: Dispatcher
-    decoding_of: DecodingOf
+    decodings: Mapping[bool, Decoding]
+    """How token ids become text, by whether special tokens are left out."""
     client_stall_timeout_s: float
     migrator: Migrator
     clock: Callable[[], float] | None = None
@@ -98,7 +96,7 @@ class RequestDriver:
         stall_timeout_s = deps.client_stall_timeout_s
         self._delivery = Delivery(request, write, timeline, self._clock, stall_timeout_s)
         spec = _with_logprobs(request.spec) if request.is_best_of else request.spec
-        decoding = deps.decoding_of(request.text.skip_special_tokens)
+        decoding = deps.decodings[request.text.skip_special_tokens]
         # A grammar counts a space that its text begins with.
         is_continuation, min_tokens = bool(spec.sampling.grammar), spec.sampling.min_tokens
         outputs = [

@@ -229,7 +229,11 @@ async def gateway_world(
         decode.peers = decodes
     migrator = Migrator(fleet, dispatcher)
     deps = RequestDeps(
-        fleet, dispatcher, lambda _: Decoding(text_of), client_stall_timeout_s, migrator
+        fleet,
+        dispatcher,
+        dict.fromkeys((False, True), Decoding(text_of)),
+        client_stall_timeout_s,
+        migrator,
     )
     running = [asyncio.create_task(job) for job in (dispatcher.run(), migrator.run())]
     try:

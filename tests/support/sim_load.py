@@ -316,7 +316,11 @@ class LoadCluster:
             *(node.task for node in self.nodes),
         ]
         self.deps = RequestDeps(
-            self.fleet, self.dispatcher, lambda _: Decoding(lambda _ids: ""), 30.0, migrator
+            self.fleet,
+            self.dispatcher,
+            dict.fromkeys((False, True), Decoding(lambda _ids: "")),
+            30.0,
+            migrator,
         )
 
     @property

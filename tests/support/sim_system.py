@@ -238,7 +238,7 @@ class System:
         self.deps = RequestDeps(
             self.fleet,
             self.dispatcher,
-            lambda _: Decoding(lambda ids: "".join(f"{i} " for i in ids)),
+            dict.fromkeys((False, True), Decoding(lambda ids: "".join(f"{i} " for i in ids))),
             30.0,
             migrator,
         )
