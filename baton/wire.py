@@ -271,11 +271,9 @@ def step_from_proto(response: sequence_service_pb2.ServeResponse) -> Iterator[Ad
     """The inverse of step_to_proto."""
     for message in response.events:
         yield message.handle, _event_from_proto(message)
-    if response.HasField("tokens"):
-        yield from _columns_from_proto(response.tokens)
-
-
-def _columns_from_proto(columns: sequence_service_pb2.StepTokens) -> Iterator[AddressedEvent]:
+    if not response.HasField("tokens"):
+        return
+    columns = response.tokens
     logprobs = {entry.entry: entry.positions for entry in columns.logprobs}
     nothing = [0] * len(columns.handles)
     scores = [None if isnan(score) else score for score in columns.scores] or [None] * len(nothing)

@@ -180,17 +180,16 @@ class Handoffs:
 
     def on_done(self, done: SendDone, sequence: WorkerSequence | None) -> None:
         """The sender is done with a key. sequence: the one of that key; None if there is none."""
-        lease = self._state.served_prefixes.pop(done.key, None)
-        if lease:
+        if lease := self._state.served_prefixes.pop(done.key, None):
             lease.release()
-        elif done.key in self._rejected:
+            return
+        if done.key in self._rejected:
             self._rejected.remove(done.key)
-        elif sequence is None:
+            return
+        if sequence is None:
             self._early_ends[done.key] = done
-        else:
-            self._end(sequence, done.error and for_gateway(done.error))
-
-    def _end(self, sequence: WorkerSequence, error: BatonError | None) -> None:
+            return
+        error = done.error and for_gateway(done.error)
         sequence.is_sending = False
         if sequence.stage is Stage.CLOSING:
             self._state.leave(sequence)

@@ -257,7 +257,19 @@ class WorkerSequence:
         if not self.has_begun:
             rows = scored_rows(self.spec, start, num_new) + rows
         if draft.token_ids:
-            known, rows = known + draft.token_ids, rows + self._draft_rows(draft)
+            known += draft.token_ids
+            token_ids, num_known = [*self.token_ids, *draft.token_ids], len(self.token_ids)
+            rows += tuple(
+                SampleRow(
+                    offset=num_drafts,
+                    sampling=self.spec.sampling,
+                    token_ids=TokenPrefix(token_ids, num_known + num_drafts),
+                    num_prompt_tokens=self.num_prompt_tokens,
+                    choice=self.spec.choice,
+                    allowed=mask,
+                )
+                for num_drafts, mask in enumerate(draft.masks[1:], start=1)
+            )
         part = SequenceSlice(
             FOLLOWING if num_undrawn else known,
             start,
@@ -267,22 +279,6 @@ class WorkerSequence:
             self.drawing_row if num_undrawn else None,
         )
         return (part,)
-
-    def _draft_rows(self, draft: Draft) -> tuple[SampleRow, ...]:
-        """One row after each draft, in a slice whose first token is the last known one."""
-        token_ids = [*self.token_ids, *draft.token_ids]
-        num_known = len(self.token_ids)
-        return tuple(
-            SampleRow(
-                offset=num_drafts,
-                sampling=self.spec.sampling,
-                token_ids=TokenPrefix(token_ids, num_known + num_drafts),
-                num_prompt_tokens=self.num_prompt_tokens,
-                choice=self.spec.choice,
-                allowed=mask,
-            )
-            for num_drafts, mask in enumerate(draft.masks[1:], start=1)
-        )
 
 
 def width(spec: SequenceSpec) -> int:

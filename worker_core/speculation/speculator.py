@@ -165,9 +165,17 @@ class Speculator:
         start_s = self._clock()
         chosen = self._propose(requests, estimates, lengths)
         self._start_s += self._clock() - start_s
-        longest_rest = num_rows // _SEQUENCES_PER_REST
         for request, estimate, drafts in zip(requests, estimates, chosen, strict=True):
-            self._remember(request.key, estimate, drafts, longest_rest)
+            track = self._tracks.get(request.key)
+            if track is None:
+                track = self._tracks[request.key] = _Track()
+            track.confidence = estimate.confidence
+            track.drafts = estimate.drafts or drafts
+            longest_rest = num_rows // _SEQUENCES_PER_REST
+            if estimate.num_drafts and not estimate.drafts:
+                longest_rest = max(longest_rest, _COSTLY_REST)
+            track.rest = 0 if drafts else min(2 * track.rest + 1, longest_rest)
+            track.rest_left = track.rest
         return chosen
 
     def record(self, key: Hashable, token_ids: Sequence[int]) -> None:
@@ -242,19 +250,6 @@ class Speculator:
             for index, drafts in zip(asked, made, strict=True):
                 chosen[index] = drafts
         return chosen
-
-    def _remember(
-        self, key: Hashable, estimate: Estimate, drafts: tuple[int, ...], longest_rest: int
-    ) -> None:
-        track = self._tracks.get(key)
-        if track is None:
-            track = self._tracks[key] = _Track()
-        track.confidence = estimate.confidence
-        track.drafts = estimate.drafts or drafts
-        if estimate.num_drafts and not estimate.drafts:
-            longest_rest = max(longest_rest, _COSTLY_REST)
-        track.rest = 0 if drafts else min(2 * track.rest + 1, longest_rest)
-        track.rest_left = track.rest
 
 
 def _probe(candidates: Sequence[Candidate], num_drafts: int) -> list[int]:
