@@ -6,8 +6,12 @@ end per handoff.
     handoff:     begun --KvBegin--> sending --KvCommit--> waiting --KvCommitted--> done
                    any state --abort, KvAbort, deadline, connection lost--> done with an error
 
+    task         Begin    Send ...     Finish    Cancel, at any time
+    frame        KvBegin  KvChunk ...  KvCommit  KvAbort
+
 KvBegin goes as soon as the connection is open: it overtakes other handoffs' chunks, whose room it
-does not need, because the ticket's owner does not wait long for it.
+does not need, because the ticket's owner does not wait long for it. A handoff ends with one
+SendDone: when the receiver has answered, or will not.
 
 Deadlines: connect (until KvAccept), credit (room for the next chunk), commit (until KvCommitted).
 """
@@ -16,32 +20,112 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from baton.errors import BY_REASON, BatonError, EngineFault, HandoffFailed, PeerMismatch
-from baton.types import WorkerIdentity
+from baton.types import KvRange, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
-from kv_transfer.frame import Frame, FrameError
-from kv_transfer.handoff import (
-    Begin,
-    Cancel,
-    FetchPrefix,
-    Finish,
-    Handoff,
-    PendingChunks,
-    Send,
-    SendDone,
-    Task,
-    abort_of,
-    chunk_of,
-    chunks_of,
-    commit_of,
-    prefix_fetch_of,
+from baton.wire import sample_to_proto
+from kv_transfer.frame import (
+    CHECKSUM_MASK,
+    Frame,
+    FrameError,
+    chunk_checksum,
+    clipped,
+    commit_checksum,
+    place_checksum,
 )
 from kv_transfer.handshake import SenderConfig, SenderHandshake, Terms
-from kv_transfer.ticket import Endpoint
+from kv_transfer.ticket import Endpoint, KvTicket
+from kv_transfer.transport.base import Staged
+from kv_transfer.wire_format import chunks
 
-_log = logging.getLogger("baton.kv")
+
+@dataclass(frozen=True, slots=True)
+class SendDone:
+    """The one end of a handoff, seen from its sender: it touches the blocks no more. No error: the
+    receiver owns the sequence. num_bytes: KV that was sent."""
+
+    key: str
+    error: BatonError | None
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Open a handoff; `data` are the ticket's bytes."""
+
+    key: str
+    ticket: KvTicket
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A range of the sequence with these blocks is computed."""
+
+    key: str
+    block_ids: tuple[int, ...]
+    piece: KvRange
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPrefix:
+    """Ask the receiver for the KV that it holds; `deliver_to` are the bytes of a ticket of ours."""
+
+    key: str
+    deliver_to: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """All is computed. prefill_end: when, by the sender's clock."""
+
+    key: str
+    num_tokens: int
+    firsts: tuple[Sample, ...]
+    prefill_end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Give a handoff up."""
+
+    key: str
+    reason: str
+    message: str
+
+
+Task = Begin | FetchPrefix | Send | Finish | Cancel
+
+
+@dataclass(slots=True)
+class Handoff:
+    """One handoff's state. data: the ticket's bytes. checksum, num_bytes: of the chunks that are on
+    their way."""
+
+    key: str
+    ticket: KvTicket
+    data: bytes
+    is_begun: bool = False
+    is_done: bool = False
+    checksum: int = 0
+    num_bytes: int = 0
+    commit_deadline: float | None = None
+    prefill_end: float = 0.0
+    committed_at: float = 0.0
+
+
+@dataclass(slots=True)
+class PendingChunks:
+    """Chunks of one task that are still to be sent. `next` is the one that waits for room; None:
+    all are gone."""
+
+    handoff: Handoff
+    block_ids: tuple[int, ...]
+    rest: Iterator[KvRange]
+    next: KvRange | None
 
 
 #: Tickets in one KvRenew, so that it fits a header.
@@ -161,23 +245,27 @@ class SendConnection:
         came = False
         while (frame := session.connection.receive()) is not None:
             came = True
-            self._take(session, frame)
-        return came
-
-    def _take(self, session: SenderSession, frame: Frame) -> None:
-        match frame:
-            case kv_pb2.KvCommitted() if session.terms is not None:
-                handoff = self._find(frame.ticket_id)
-                if handoff and handoff.commit_deadline is not None:
-                    self._log_end(handoff)
-                    self._done(handoff, None)
-            case kv_pb2.KvAbort() if session.terms is not None:
-                handoff = self._find(frame.ticket_id)
-                if handoff:
-                    error = BY_REASON.get(frame.reason, HandoffFailed)
-                    self._done(handoff, error(f"{self._peer.worker_id}: {frame.message}"))
-            case _:
+            if session.terms is None or not isinstance(frame, kv_pb2.KvCommitted | kv_pb2.KvAbort):
                 session.take(frame)
+                continue
+            ticket_id = frame.ticket_id
+            found = (h for h in self._handoffs.values() if h.ticket.ticket_id == ticket_id)
+            handoff = next(found, None)
+            if handoff is None:
+                continue
+            if isinstance(frame, kv_pb2.KvAbort):
+                error = BY_REASON.get(frame.reason, HandoffFailed)
+                self._done(handoff, error(f"{self._peer.worker_id}: {frame.message}"))
+            elif handoff.commit_deadline is not None:
+                _log.debug(
+                    "%d bytes of KV for %s: committed %.3f ms, confirmed %.3f ms after the prefill",
+                    handoff.num_bytes,
+                    self._peer.worker_id,
+                    (handoff.committed_at - handoff.prefill_end) * 1e3,
+                    (self._config.clock() - handoff.prefill_end) * 1e3,
+                )
+                self._done(handoff, None)
+        return came
 
     def _end_all(self, error: BatonError) -> None:
         session, self._session = self._session, None
@@ -193,20 +281,21 @@ class SendConnection:
         while session.terms and self._unpresented:
             handoff = self._unpresented.popleft()
             if not handoff.is_done:
-                is_followed = self._is_small_and_next(handoff)
-                session.connection.send(kv_pb2.KvBegin(ticket=handoff.data), more=is_followed)
+                # What is soon packed waits for it. A large handoff's KvBegin goes ahead: the
+                # receiver checks the ticket meanwhile.
+                task = None if self._sending else self._next_of(handoff)
+                token_layer_bytes = self._config.layout.token_layer_bytes
+                is_small = (
+                    isinstance(task, Send)
+                    and task.piece.num_bytes(token_layer_bytes) <= _SMALL_BYTES
+                )
+                session.connection.send(kv_pb2.KvBegin(ticket=handoff.data), more=is_small)
                 handoff.is_begun = True
 
-    def _is_small_and_next(self, handoff: Handoff) -> bool:
-        """Whether the next chunk is of this handoff, and soon packed. A large one's KvBegin goes
-        ahead: the receiver checks the ticket meanwhile."""
-        if self._sending or not self._tasks:
-            return False
-        owner, task = self._tasks[0]
-        if owner is not handoff or not isinstance(task, Send):
-            return False
-        token_layer_bytes = self._config.layout.token_layer_bytes
-        return task.piece.num_bytes(token_layer_bytes) <= _SMALL_BYTES
+    def _next_of(self, handoff: Handoff) -> FetchPrefix | Send | Finish | None:
+        """The next task, if it is this handoff's."""
+        owner, task = self._tasks[0] if self._tasks else (None, None)
+        return task if owner is handoff else None
 
     def _send_ready(self, session: SenderSession) -> tuple[int, bool]:
         """How many frames were sent, and whether more could be. Tasks go in their order; a chunk
@@ -217,13 +306,13 @@ class SendConnection:
         while self._sending or self._tasks:
             if self._sending is None:
                 self._start(session, terms, *self._tasks.popleft())
-            elif self._sending.next is None or self._sending.handoff.is_done:
+            elif (piece := self._sending.next) is None or self._sending.handoff.is_done:
                 self._sending = None
             # A round ends before a chunk only: a commit that a chunk has announced is in the same
             # write.
             elif num_sent >= _ROUND_FRAMES:
                 return num_sent, True
-            elif not self._send_chunk(session, terms, self._sending):
+            elif not self._send_chunk(session, terms, self._sending, piece):
                 break
             num_sent += 1
         return num_sent, False
@@ -237,43 +326,70 @@ class SendConnection:
     ) -> None:
         if handoff.is_done:
             return
-        frame: Frame | None = None
-        try:
-            match task:
-                case FetchPrefix(_, deliver_to):
-                    frame = prefix_fetch_of(handoff.ticket, deliver_to)
-                case Send():
-                    self._sending = chunks_of(handoff, task, terms, session.max_chunk_bytes)
-                case Finish():
-                    frame = self._commit(handoff, task, terms)
-        except HandoffFailed as error:
-            self._abort(handoff, error)
-            return
-        if frame:
-            session.connection.send(frame)
+        ticket, now = handoff.ticket, self._config.clock()
+        match task:
+            case FetchPrefix(_, deliver_to):
+                session.connection.send(
+                    kv_pb2.KvFetchPrefix(
+                        ticket_id=ticket.ticket_id, epoch=ticket.epoch, deliver_to=deliver_to
+                    )
+                )
+            case Send(_, block_ids, piece) if piece.end_token <= ticket.num_tokens:
+                first_token = min(max(piece.first_token, ticket.num_cached_tokens), piece.end_token)
+                num_missing = piece.end_token - first_token
+                missing = replace(piece, first_token=first_token, num_tokens=num_missing)
+                wire = terms.codec.wire
+                rest = chunks(
+                    missing, wire.token_layer_bytes, session.max_chunk_bytes, wire.block_size
+                )
+                self._sending = PendingChunks(handoff, block_ids, rest, next(rest, None))
+            case Send(_, _, piece):
+                text = f"{piece} is more than the ticket's {ticket.num_tokens} tokens"
+                self._abort(handoff, HandoffFailed(text))
+            case Finish(_, num_tokens, firsts, prefill_end):
+                commit = kv_pb2.KvCommit(
+                    ticket_id=ticket.ticket_id,
+                    epoch=ticket.epoch,
+                    num_tokens=num_tokens,
+                    exposed_us=max(0, round((now - prefill_end) * 1e6)),
+                    first_tokens=map(sample_to_proto, firsts),
+                )
+                commit.checksum = commit_checksum(commit, handoff.checksum, terms.key)
+                handoff.commit_deadline = now + self._config.ack_timeout_s
+                handoff.prefill_end, handoff.committed_at = prefill_end, now
+                session.connection.send(commit)
 
-    def _send_chunk(self, session: SenderSession, terms: Terms, work: PendingChunks) -> bool:
+    def _send_chunk(
+        self, session: SenderSession, terms: Terms, work: PendingChunks, piece: KvRange
+    ) -> bool:
         """False: there is no room now."""
-        try:
-            commits_next = self._commits_next(work.handoff)
-            return session.send_chunk(terms, work, commits_next=commits_next)
-        except EngineFault as error:
-            self._abort(work.handoff, error)
-            return True
-
-    def _commits_next(self, handoff: Handoff) -> bool:
-        """Whether the next task is this handoff's commit."""
-        if not self._tasks:
+        handoff, num_bytes = work.handoff, terms.codec.wire.num_bytes(piece)
+        staged = session.stage(num_bytes)
+        if staged is None:
             return False
-        owner, task = self._tasks[0]
-        return owner is handoff and isinstance(task, Finish)
-
-    def _commit(self, handoff: Handoff, task: Finish, terms: Terms) -> kv_pb2.KvCommit:
-        now = self._config.clock()
-        frame = commit_of(handoff, task, terms, now)
-        handoff.commit_deadline = now + self._config.ack_timeout_s
-        handoff.prefill_end, handoff.committed_at = task.prefill_end, now
-        return frame
+        chunk = kv_pb2.KvChunk(
+            ticket_id=handoff.ticket.ticket_id,
+            epoch=handoff.ticket.epoch,
+            first_token=piece.first_token,
+            num_tokens=piece.num_tokens,
+            first_layer=piece.first_layer,
+            num_layers=piece.num_layers,
+            payload_bytes=num_bytes,
+            slot=staged.slot,
+        )
+        chunk.place_checksum = place_checksum(chunk)
+        try:
+            filled = fill(chunk, work.block_ids, piece, staged, terms)
+        except (ValueError, RuntimeError) as error:
+            session.connection.unstage(staged)
+            self._abort(handoff, EngineFault(f"the KV of {piece} could not be read: {error}"))
+            return True
+        work.next = next(work.rest, None)
+        is_committed_next = work.next is None and isinstance(self._next_of(handoff), Finish)
+        session.connection.send(chunk, filled, more=is_committed_next)
+        handoff.checksum = (handoff.checksum + chunk.checksum) & CHECKSUM_MASK
+        handoff.num_bytes += num_bytes
+        return True
 
     # Time.
 
@@ -308,29 +424,24 @@ class SendConnection:
 
     # Ends.
 
-    def _log_end(self, handoff: Handoff) -> None:
-        _log.debug(
-            "%d bytes of KV for %s: committed %.3f ms, confirmed %.3f ms after the prefill",
-            handoff.num_bytes,
-            self._peer.worker_id,
-            (handoff.committed_at - handoff.prefill_end) * 1e3,
-            (self._config.clock() - handoff.prefill_end) * 1e3,
-        )
-
     def _forget_tasks(self) -> None:
         self._tasks.clear()
         self._unpresented.clear()
         self._sending = None
-
-    def _find(self, ticket_id: int) -> Handoff | None:
-        return next((h for h in self._handoffs.values() if h.ticket.ticket_id == ticket_id), None)
 
     def _abort(self, handoff: Handoff, error: BatonError) -> None:
         """End a handoff from this side, and say so to the receiver if it knows of it."""
         self._done(handoff, error)
         if self._session and handoff.is_begun:
             try:
-                self._session.connection.send(abort_of(handoff.ticket, error))
+                self._session.connection.send(
+                    kv_pb2.KvAbort(
+                        ticket_id=handoff.ticket.ticket_id,
+                        epoch=handoff.ticket.epoch,
+                        reason=error.reason,
+                        message=clipped(error.message),
+                    )
+                )
             except HandoffFailed as lost:
                 self._end_all(lost)
 
@@ -381,29 +492,12 @@ class SenderSession:
             case _:
                 raise FrameError(f"{self._peer.worker_id} sent a {type(frame).__name__} now")
 
-    def send_chunk(self, terms: Terms, work: PendingChunks, *, commits_next: bool) -> bool:
-        """Send the next chunk of `work`, which has one. False: there is no room now.
-
-        commits_next: the handoff's commit will follow the last of its chunks at once. Raises
-        EngineFault if the blocks could not be read: of this handoff alone.
-        """
-        piece = work.next
-        if piece is None:
-            return True
-        staged = self.connection.stage(terms.codec.wire.num_bytes(piece))
-        if staged is None:
-            if self._stalled_since is None:
-                self._stalled_since = self._config.clock()
-            return False
-        try:
-            chunk, filled = chunk_of(work, piece, staged, terms)
-        except EngineFault:
-            self.connection.unstage(staged)
-            raise
-        work.advance()
-        self.connection.send(chunk, filled, more=commits_next and work.next is None)
-        work.handoff.count(chunk)
-        return True
+    def stage(self, num_bytes: int) -> Staged | None:
+        """Room for the next chunk; None: there is none now."""
+        staged = self.connection.stage(num_bytes)
+        if staged is None and self._stalled_since is None:
+            self._stalled_since = self._config.clock()
+        return staged
 
     def deadline(self) -> float | None:
         """When the receiver must have sent something; None: it need not."""
@@ -436,3 +530,27 @@ class SenderSession:
 
 
 _log = logging.getLogger("baton.kv")
+
+
+def fill(
+    chunk: kv_pb2.KvChunk,
+    block_ids: tuple[int, ...],
+    piece: KvRange,
+    staged: Staged,
+    terms: Terms,
+) -> Staged:
+    """A chunk's payload: copied into `staged`, or, where that will do, the blocks themselves. Its
+    checksum is put into `chunk`. Raises what ChunkCodec.pack does."""
+    codec, seed = terms.codec, chunk.place_checksum
+    if staged.device is not None:
+        chunk.checksum = terms.on_device.pack(block_ids, piece, staged.device, seed)
+        return staged
+    if staged.can_gather and (pieces := codec.views(block_ids, piece)):
+        staged = replace(staged, pieces=pieces)
+    elif not terms.payload_key:
+        chunk.checksum = codec.pack_checked(block_ids, piece, staged.buffer, seed)
+        return staged
+    else:
+        codec.pack(block_ids, piece, staged.buffer)
+    chunk.checksum = chunk_checksum(chunk, staged.payload, terms.payload_key)
+    return staged

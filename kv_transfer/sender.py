@@ -7,25 +7,25 @@ import math
 import select
 import socket
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
 from baton.engine.interface import KvPool
 from baton.errors import BatonError, HandoffFailed, PeerMismatch
 from baton.types import ANY_NUMERICS, KvLayout, KvRange, NumericsRule, Sample, WorkerIdentity
-from kv_transfer.handoff import (
+from kv_transfer.handshake import SenderConfig
+from kv_transfer.kv_secret import KvSecret
+from kv_transfer.send_connection import (
     Begin,
     Cancel,
     FetchPrefix,
     Finish,
     Send,
+    SendConnection,
     SendDone,
     Task,
 )
-from kv_transfer.handshake import SenderConfig
-from kv_transfer.kv_secret import KvSecret
-from kv_transfer.send_connection import SendConnection
 from kv_transfer.ticket import KvTicket, parse_ticket
 from kv_transfer.transport.base import Connector
 
@@ -297,7 +297,6 @@ class Sender:
         self._num_connections = num_connections
         self._runners: dict[_ConnectionId, ConnectionRunner] = {}
         self._placed: dict[str, tuple[_ConnectionId, ConnectionRunner] | None] = {}
-        self._num_handoffs: Counter[_ConnectionId] = Counter()
         self._last_heartbeat = clock()
         self._is_closed = False
 
@@ -307,11 +306,41 @@ class Sender:
         with self._lock:
             return len(self._placed)
 
-    def begin(self, key: str, ticket: bytes) -> int:
+    def begin(self, key: str, ticket: bytes, *others: Task) -> int:
         """Open a handoff under a name of the caller's. Returns how many leading tokens' KV the
         ticket's owner holds already. Raises InvalidRequest (and there is no SendDone) if `ticket`
-        is none, ValueError if `key` is in use."""
-        return self._open(key, ticket)
+        is none, ValueError if `key` is in use.
+
+        others: tasks of the same handoff that its connection gets at once."""
+        begin = Begin(key, parse_ticket(ticket), ticket)
+        peer, num_cached_tokens = begin.ticket.owner, begin.ticket.num_cached_tokens
+        with self._lock:
+            if key in self._placed:
+                raise ValueError(f"a handoff {key!r} is under way")
+            self._placed[key] = None
+        difference = self._config.layout.difference(begin.ticket.layout)
+        if difference:
+            error = PeerMismatch.of(peer.worker_id, *difference)
+            self._on_done(SendDone(key, error, 0))
+            return num_cached_tokens
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    break
+                taken = [placed[0] for placed in self._placed.values() if placed]
+                numbers = range(self._num_connections)
+                connection_id = min(((peer, number) for number in numbers), key=taken.count)
+                runner = self._runners.get(connection_id) or self._new_runner(connection_id)
+                self._placed[key] = (connection_id, runner)
+            if runner.submit(begin, *others):
+                return num_cached_tokens
+            # It has ended meanwhile.
+            with self._lock:
+                self._placed[key] = None
+                if self._runners.get(connection_id) is runner:
+                    del self._runners[connection_id]
+        self._on_done(SendDone(key, HandoffFailed("the KV sender is closed"), 0))
+        return num_cached_tokens
 
     def hand_off(
         self,
@@ -325,23 +354,7 @@ class Sender:
         the receiver knows what follows it. Raises what `begin` does."""
         whole = KvRange(0, num_tokens, 0, self._config.layout.num_layers)
         send, finish = Send(key, block_ids, whole), Finish(key, num_tokens, (), prefill_end)
-        self._open(key, ticket, send, finish)
-
-    def _open(self, key: str, ticket: bytes, *others: Task) -> int:
-        """others: tasks of the same handoff that its connection gets at once."""
-        parsed = parse_ticket(ticket)
-        with self._lock:
-            if key in self._placed:
-                raise ValueError(f"a handoff {key!r} is under way")
-            self._placed[key] = None
-            is_closed = self._is_closed
-        difference = self._config.layout.difference(parsed.layout)
-        if difference:
-            error = PeerMismatch.of(parsed.owner.worker_id, *difference)
-            self._on_done(SendDone(key, error, 0))
-        elif is_closed or not self._submit_first(Begin(key, parsed, ticket), *others):
-            self._on_done(SendDone(key, HandoffFailed("the KV sender is closed"), 0))
-        return parsed.num_cached_tokens
+        self.begin(key, ticket, send, finish)
 
     def send(self, key: str, block_ids: tuple[int, ...], piece: KvRange) -> None:
         """KV of this piece is final in the blocks. What the receiver holds already is not sent."""
@@ -388,40 +401,10 @@ class Sender:
             _, runner = placed
             runner.submit(task)
 
-    def _submit_first(self, task: Begin, *others: Task) -> bool:
-        """Give a handoff to a connection to its destination. False: the sender was closed."""
-        while True:
-            with self._lock:
-                if self._is_closed:
-                    return False
-                connection_id = self._least_busy(task.ticket.owner)
-                runner = self._runners.get(connection_id) or self._new_runner(connection_id)
-                self._place(task.key, (connection_id, runner))
-            if runner.submit(task, *others):
-                return True
-            with self._lock:
-                self._place(task.key, None)
-                if self._runners.get(connection_id) is runner:
-                    del self._runners[connection_id]
-
-    def _least_busy(self, peer: WorkerIdentity) -> _ConnectionId:
-        """Under the lock."""
-        connection_ids = [(peer, number) for number in range(self._num_connections)]
-        return min(connection_ids, key=self._num_handoffs.__getitem__)
-
-    def _place(self, key: str, placed: tuple[_ConnectionId, ConnectionRunner] | None) -> None:
-        """Under the lock: count a handoff where it is now, and no more where it was."""
-        if before := self._placed.get(key):
-            self._num_handoffs[before[0]] -= 1
-        self._placed[key] = placed
-        if placed:
-            self._num_handoffs[placed[0]] += 1
-
     def _new_runner(self, connection_id: _ConnectionId) -> ConnectionRunner:
         """Under the lock. Forgets connections that have ended, so that a fleet's restarts do not
         pile up."""
         self._runners = {at: runner for at, runner in self._runners.items() if not runner.is_over}
-        self._num_handoffs = +self._num_handoffs
         peer, number = connection_id
         connection = SendConnection(peer, self._config, lambda: self._last_heartbeat, self._on_done)
         name = f"baton-kv-send-{peer.worker_id}-{number}"
@@ -430,7 +413,5 @@ class Sender:
 
     def _on_done(self, done: SendDone) -> None:
         with self._lock:
-            if done.key in self._placed:
-                self._place(done.key, None)
-                del self._placed[done.key]
+            self._placed.pop(done.key, None)
         self._user_on_done(done)

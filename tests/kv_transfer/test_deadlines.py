@@ -14,8 +14,7 @@ from baton.errors import HandoffFailed
 from baton.types import KvLayout, KvRange, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
 from kv_transfer.frame import Frame
-from kv_transfer.handoff import Begin, Cancel, Send
-from kv_transfer.send_connection import SendConnection
+from kv_transfer.send_connection import Begin, Cancel, Send, SendConnection
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import Endpoint, KvTicket, TicketAborted, encode_ticket
 from kv_transfer.transport.base import Staged
