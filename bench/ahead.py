@@ -6,6 +6,11 @@ ahead. See bench/README.md.
 A decode core over an engine whose steps take --step-ms and no processor, as a device's do:
 milliseconds from step to step when each waits for the tokens of the one before, and when it is
 launched before they are there.
+
+    python -m bench.ahead --context 1024 8192 32768 [--num-seqs 1 64 256]
+
+The same core over the real engine, whose device is a stub that takes no time: milliseconds of the
+host for a step, by sequences and tokens of context, and of these what Engine.launch takes.
 """
 
 from __future__ import annotations
@@ -21,9 +26,11 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
+from baton.engine.interface import Batch, Launched, LayersDone
 from bench.host_rig import HostRig
 from bench.machine import document_of, now
 from bench.report import write_json
+from bench.stub_device import StubDeviceEngine
 from bench.stub_engine import BLOCK_SIZE
 from worker_core.worker import collect_garbage_less_often
 
@@ -73,6 +80,60 @@ def _step_ms(rig: HostRig) -> float:
     return (time.perf_counter() - begin_s) * 1e3
 
 
+@dataclass(frozen=True, slots=True)
+class HostTimes:
+    """Milliseconds of the host for a step that is launched ahead, in the median. launch_ms:
+    Engine.launch."""
+
+    num_seqs: int
+    context: int
+    step_ms: float
+    launch_ms: float
+
+
+def measure_host(num_seqs: int, context: int, num_steps: int) -> HostTimes:
+    """Raises RuntimeError if a step is not replayed."""
+    collect_garbage_less_often(num_seqs)
+    num_tokens = context + num_steps + 2 * BLOCK_SIZE
+    num_blocks = num_seqs * (num_tokens // BLOCK_SIZE + 2)
+    engine = _TimedEngine(num_blocks, num_seqs, num_tokens, 2)
+    rig = HostRig(num_seqs, context, num_blocks, max_num_launches=2, engine=engine)
+    rig.step(rig.opening)
+    for _ in range(4):
+        rig.step()
+    num_eager = engine.num_eager_steps
+    engine.launches_ms.clear()
+    step_ms = median([_step_ms(rig) for _ in range(num_steps)])
+    if engine.num_eager_steps > num_eager:
+        raise RuntimeError("a decode step was not replayed")
+    return HostTimes(num_seqs, context, step_ms, median(engine.launches_ms))
+
+
+class _TimedEngine(StubDeviceEngine):
+    """launches_ms: of each launch."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.launches_ms: list[float] = []
+
+    def launch(self, batch: Batch, layers_done: LayersDone | None = None) -> Launched:
+        begin_s = time.perf_counter()
+        launched = super().launch(batch, layers_done)
+        self.launches_ms.append((time.perf_counter() - begin_s) * 1e3)
+        return launched
+
+
+def host_table(found: Sequence[HostTimes]) -> Table:
+    """Milliseconds."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("sequences", "context", "step", "launch"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in found:
+        times = (f"{one.step_ms:.3f}", f"{one.launch_ms:.3f}")
+        table.add_row(str(one.num_seqs), str(one.context), *times)
+    return table
+
+
 def steps_table(found: Sequence[StepTimes]) -> Table:
     """Milliseconds."""
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -89,10 +150,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[64, 256, 512])
     parser.add_argument("--step-ms", type=float, default=6.0)
+    parser.add_argument("--context", type=int, nargs="+", default=[])
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     started = now()
+    if arguments.context:
+        host = [
+            measure_host(num_seqs, context, arguments.rounds * _ROUND)
+            for context in arguments.context
+            for num_seqs in arguments.num_seqs
+        ]
+        Console().print(host_table(host))
+        if arguments.json:
+            rows = [dataclasses.asdict(one) for one in host]
+            write_json(arguments.json, document_of("bench.ahead", started, {"host": rows}))
+        return
     found = [
         measure_ahead(num_seqs, arguments.step_ms, arguments.rounds)
         for num_seqs in arguments.num_seqs

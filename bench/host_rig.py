@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from baton.cache.pool import BlockPool
+from baton.engine.interface import Engine
 from baton.events import SequenceEvent
 from baton.grammar import Matchers
 from baton.grammar.vocabulary import GrammarVocabulary
@@ -52,11 +53,12 @@ class HostRig:
         num_blocks: int,
         step_s: float = 0.0,
         max_num_launches: int = 1,
+        engine: Engine | None = None,
     ) -> None:
         """step_s: what the engine takes for a step, in seconds. max_num_launches: 2 to launch steps
-        ahead."""
+        ahead. engine: one of num_blocks, in place of the stub."""
         self.num_seqs = num_seqs
-        engine = StubEngine(num_blocks, step_s)
+        engine = engine or StubEngine(num_blocks, step_s)
         identity = WorkerIdentity("bench", 1)
         hub = LoopbackHub()
         self.pool = BlockPool(num_blocks, BLOCK_SIZE, secret=secrets.token_bytes(32))
