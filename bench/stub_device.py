@@ -14,7 +14,7 @@ from baton.engine.step_graphs import ReplayedStep, ReplayedSteps, plan_graphs
 from baton.engine.step_runner import LayerDone, NoFollowers, StepModel
 from baton.engine.torch_engine import TorchEngine
 from baton.model.config import parse_config
-from baton.model.decoder import Decoder, PackedBatch
+from baton.model.decoder import Decoder
 from baton.model.rope import make_rope
 from baton.types import KvLayout
 from bench.stub_engine import BLOCK_SIZE, VOCAB_SIZE, NoKv
@@ -35,7 +35,7 @@ _CONFIG: Mapping[str, object] = {
 
 
 class _NoKernels:
-    """Implements GraphDevice and Graph: what is recorded runs once, and never again."""
+    """Implements GraphDevice and Graph: nothing is recorded, and nothing runs."""
 
     def host_buffer(self, num_words: int) -> torch.Tensor:
         return torch.empty(num_words, dtype=torch.int32)
@@ -43,8 +43,7 @@ class _NoKernels:
     def fence(self) -> Callable[[], None]:
         return lambda: None
 
-    def record(self, run: Callable[[], None]) -> Graph:
-        run()
+    def record(self, run: Callable[[], None]) -> Graph:  # noqa: ARG002
         return self
 
     def replay(self) -> None:
@@ -65,15 +64,9 @@ class _Pool(NoKv):
 
 
 class _NoDecoder:
-    """What steps call of a Decoder: all logits are 0."""
+    """What is read of a decoder that is never run."""
 
     dtype = torch.bfloat16
-
-    def forward(self, batch: PackedBatch, *_: object) -> torch.Tensor:
-        return torch.zeros(len(batch.token_ids), 1)
-
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(len(states), VOCAB_SIZE)
 
 
 class _Prompts:

@@ -23,12 +23,13 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
 from blake3 import blake3
 
+from baton.cache.block_table import BlockTable
 from baton.types import BlockCounts
 
 
@@ -197,12 +198,12 @@ class BlockLease:
     )
 
     def __init__(
-        self, pool: BlockPool, block_ids: list[int], num_indexed: int, last_key: bytes | None
+        self, pool: BlockPool, block_ids: Iterable[int], num_indexed: int, last_key: bytes | None
     ) -> None:
         """num_indexed: leading blocks that others can find. last_key: of the last of them, or of
         the tenant; None if nothing of this lease is ever to be found."""
         self._pool = pool
-        self._block_ids = block_ids
+        self._block_ids = BlockTable(block_ids, pool.num_blocks)
         self._num_indexed = num_indexed
         self._last_key = last_key
         self._is_live = True
@@ -213,7 +214,7 @@ class BlockLease:
         pool._leases[id(self)] = self
 
     @property
-    def block_ids(self) -> list[int]:
+    def block_ids(self) -> BlockTable:
         """The block table. Borrowed: it grows with the lease and must not be changed or kept.
         Raises LeaseError after the release."""
         if not self._is_live:
@@ -261,7 +262,7 @@ class BlockLease:
         for index in shared_indices:
             shared = block_ids[index]
             pool._references[shared] -= 1
-            block_ids[index] = pool._take()
+            block_ids.replace(index, pool._take())
             copies.append(BlockCopy(shared, block_ids[index]))
         block_ids.extend(pool._take() for _ in range(num_missing))
         self._own_start, self._own_end = start, pool.num_blocks_for(end) * pool.block_size
@@ -301,7 +302,7 @@ class BlockLease:
         self._pool._give_back(self.block_ids)
         del self._pool._leases[id(self)]
         self._is_live = False
-        self._block_ids = []
+        self._block_ids = BlockTable((), self._pool.num_blocks)
 
     def __enter__(self) -> BlockLease:
         return self

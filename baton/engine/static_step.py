@@ -5,148 +5,130 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from typing import cast
 
 import torch
 
+from baton.engine.device_tables import DeviceTables
 from baton.engine.graph_device import GraphDevice
 from baton.engine.interface import Batch, SequenceSlice
 from baton.engine.step_runner import StepModel
 from baton.engine.step_shapes import StepShape
 from baton.model.decoder import PackedBatch
-from baton_kernels.gpu.attention_plan import AttentionPlan, Tile, WorkList
-from baton_kernels.gpu.padded_plan import Partials, PlanRoom, padded_fields, padded_plan
+from baton_kernels.gpu.attention_plan import AttentionPlan, Tile, num_items
+from baton_kernels.gpu.padded_plan import (
+    PlanRoom,
+    Sequences,
+    empty_partials,
+    padded_plan,
+    plan_items,
+)
 from baton_kernels.kv_write import block_rows
 from baton_kernels.paged_attention import AttentionPlan as TwinPlan
-from baton_kernels.paged_attention import AttentionSlice
 
 #: int64 numbers of each sequence: its new token, its position, its row of the pool
-#: (PackedBatch.first_rows), and the length that its frequencies are for.
-_NUM_ROWS = 4
-#: int32 numbers in 16 bytes, the alignment of block tables that kernels are compiled for.
-_ALIGN = 4
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeWork:
-    """What attention has to do in a batch of one new token each. work: by window; tables: of all
-    sequences, one after the other."""
-
-    batch: Batch
-    work: Mapping[int | None, WorkList]
-    tables: array[int]
-
-    @property
-    def num_items(self) -> int:
-        """Of the window that has most."""
-        return max(len(work.items) for work in self.work.values())
-
-    @property
-    def num_merges(self) -> int:
-        return max(len(work.merges) for work in self.work.values())
+#: (PackedBatch.first_rows), the length that its frequencies are for, and where its block table
+#: begins.
+_NUM_ROWS = 5
 
 
 class StaticStep:
     """One buffer on the device, which all shapes share, each with a layout of its own, and two on
     the host to fill it from: one may still be read by a copy that waits for its turn on the stream.
 
-    Layout, in int32 words: _NUM_ROWS rows of num_seqs int64; of each window its plan's fields;
-    block tables to the end of what is used.
+    Layout: _NUM_ROWS rows of num_seqs int64. What attention has to do is found from them by the
+    device, and block tables stay there: the host's work does not grow with contexts.
     """
 
     def __init__(
-        self, model: StepModel, tile: Tile, partials: Partials, num_words: int, device: GraphDevice
+        self,
+        model: StepModel,
+        tile: Tile,
+        largest: StepShape,
+        table_width: int,
+        device: GraphDevice,
     ) -> None:
-        """tile: of a sequence with one new token. partials: room for all items of any shape.
-        num_words: see words_of."""
+        """tile: of a sequence with one new token. largest: as many sequences, items and merges as
+        any shape has. table_width: blocks of the longest sequence."""
         self._model = model
         self._tile = tile
-        self._partials = partials
-        self._windows = sorted(set(model.config.windows), key=lambda window: window or 0)
+        self.windows = sorted(set(model.config.windows), key=lambda window: window or 0)
         self._device = device
         pool = model.kv.tensor
-        self._buffer = torch.zeros(num_words, dtype=torch.int32, device=pool.device)
-        self._hosts = [_HostBuffer(device.host_buffer(num_words)) for _ in range(2)]
+        self._partials = empty_partials(largest.num_items, pool, tile)
+        self._tables = DeviceTables(largest.num_seqs, table_width, pool.device)
+        num_numbers = _NUM_ROWS * largest.num_seqs
+        self._buffer = torch.zeros(num_numbers, dtype=torch.int64, device=pool.device)
+        fields = len(self.windows) * _room(largest).num_fields
+        self._fields = torch.zeros(fields, dtype=torch.int32, device=pool.device)
+        self._hosts = [_HostBuffer(device.host_buffer(2 * num_numbers)) for _ in range(2)]
 
-    def cut(self, batch: Batch) -> DecodeWork:
-        """What attention has to do in a batch whose sequences have one new token each."""
-        config, block_size = self._model.config, self._model.kv.tensor.shape[4]
-        group = config.num_heads // config.num_kv_heads
-        work = {window: WorkList(self._tile, group, window) for window in self._windows}
-        tables = array("i")
-        for row, part in enumerate(batch.slices):
-            first_entry = len(tables)
-            tables.extend(islice(part.block_table, part.start // block_size + 1))
-            for one in work.values():
-                one.add(AttentionSlice(row, 1, part.start, ()), first_entry)
-        return DecodeWork(batch, work, tables)
+    def num_items(self, batch: Batch) -> int:
+        """Of attention, in the window that has most, in a batch of one new token each."""
+        return max(sum(num_items(part.start, w) for part in batch.slices) for w in self.windows)
 
-    def fill(self, shape: StepShape, decode: DecodeWork) -> None:
+    def fill(self, shape: StepShape, batch: Batch) -> None:
         """Queue the copy of a step's metadata, padded to `shape`, which holds it, behind what the
         device was given so far."""
-        numbers = self._rows(shape, decode.batch)
-        at = _fields_at(shape)
-        idle_rows = range(len(decode.batch.slices), shape.num_seqs)
-        padded = (padded_fields(decode.work[w], _room(shape), idle_rows) for w in self._windows)
-        fields = array("i", chain.from_iterable(padded))
-        fields.extend([0] * (_table_at(shape, len(self._windows)) - at - len(fields)))
-        fields.extend(decode.tables)
-        end = at + len(fields)
+        begins = self._tables.place([part.block_table for part in batch.slices])
+        pool = self._model.kv.tensor
+        num_rows = block_rows(pool)
+        columns = [
+            _column(part, begin, pool.shape[4], num_rows)
+            for part, begin in zip(batch.slices, begins, strict=True)
+        ]
+        # Those that only fill the batch up have a row before all blocks, which is written nowhere.
+        columns += [(0, 0, -num_rows, 1, 0)] * (shape.num_seqs - len(columns))
+        numbers = array("q", chain.from_iterable(zip(*columns, strict=True)))
         self._hosts.reverse()
         host = self._hosts[0]
         host.wait()
-        host.words[:at].view(torch.int64).copy_(torch.frombuffer(numbers, dtype=torch.int64))
-        host.words[at:end].copy_(torch.frombuffer(fields, dtype=torch.int32))
-        self._buffer[:end].copy_(host.words[:end], non_blocking=True)
+        words = host.words[: 2 * len(numbers)].view(torch.int64)
+        words.copy_(torch.frombuffer(numbers, dtype=torch.int64))
+        self._buffer[: len(numbers)].copy_(words, non_blocking=True)
         host.wait = self._device.fence()
-
-    def _rows(self, shape: StepShape, batch: Batch) -> array[int]:
-        """_NUM_ROWS rows of num_seqs. Those that only fill the batch up have a row before all
-        blocks, which is written nowhere."""
-        pool = self._model.kv.tensor
-        num_rows = block_rows(pool)
-        columns = [_column(part, pool.shape[4], num_rows) for part in batch.slices]
-        columns += [(0, 0, -num_rows, 1)] * (shape.num_seqs - len(columns))
-        return array("q", chain.from_iterable(zip(*columns, strict=True)))
 
     def token_ids(self, shape: StepShape) -> torch.Tensor:
         """Where the step's new tokens are, [num_seqs] int64, in the buffer."""
-        return self._buffer[: 2 * shape.num_seqs].view(torch.int64)
+        return self._buffer[: shape.num_seqs]
 
     def packed(self, shape: StepShape) -> PackedBatch:
         """The batch that is in the buffer, in tensors that the device computes from it whenever it
         does what this call had it do."""
         model = self._model
-        at = _fields_at(shape)
-        rows = self._buffer[:at].view(torch.int64).view(_NUM_ROWS, shape.num_seqs)
-        token_ids, positions, first_rows, lengths = rows
+        rows = self._buffer[: _NUM_ROWS * shape.num_seqs].view(_NUM_ROWS, shape.num_seqs)
+        token_ids, positions, first_rows, lengths, begins = rows
         rotations = model.rope.compute(positions, lengths, model.decoder.dtype)
-        table = self._buffer[_table_at(shape, len(self._windows)) :]
+        # A row counts heads of all blocks, which may be more than 32 bits hold: its sign is enough.
+        narrow = (positions, first_rows.sign(), begins)
+        sequences = Sequences(*(row.to(torch.int32) for row in narrow))
         room = _room(shape)
         plans: dict[int | None, AttentionPlan] = {}
-        for window in self._windows:
-            plans[window] = padded_plan(
-                self._buffer[at : at + room.num_fields],
-                table,
+        for index, window in enumerate(self.windows):
+            at = index * room.num_fields
+            plan = plans[window] = padded_plan(
+                self._fields[at : at + room.num_fields],
+                self._tables.entries,
                 room,
                 self._tile,
                 self._partials,
                 model.config.attention_scale,
                 window,
             )
-            at += room.num_fields
+            plan_items(sequences, plan)
         # The ops take whatever plan their kernels make: on this device, Triton's.
         by_window = cast(Mapping[int | None, TwinPlan], plans)
         return PackedBatch(token_ids, rotations, first_rows, by_window, None)
 
 
-def _column(part: SequenceSlice, block_size: int, num_block_rows: int) -> tuple[int, int, int, int]:
+def _column(
+    part: SequenceSlice, begin: int, block_size: int, num_block_rows: int
+) -> tuple[int, ...]:
     """See _NUM_ROWS. num_block_rows: rows of a block."""
-    index, offset = divmod(part.start, block_size)
-    row = part.block_table[index] * num_block_rows + offset
-    return part.token_ids[0], part.start, row, max(part.start + 1, part.num_prompt_tokens)
+    start = part.start
+    row = part.block_table[start // block_size] * num_block_rows + start % block_size
+    return part.token_ids[0], start, row, max(start + 1, part.num_prompt_tokens), begin
 
 
 class _HostBuffer:
@@ -157,20 +139,11 @@ class _HostBuffer:
         self.wait: Callable[[], None] = lambda: None
 
 
-def words_of(shape: StepShape, num_windows: int, table_width: int) -> int:
-    """int32 words that the metadata of a step takes. table_width: blocks of the longest
-    sequence."""
-    return _table_at(shape, num_windows) + shape.num_seqs * table_width
+def static_bytes(largest: StepShape, num_windows: int, table_width: int) -> int:
+    """What a StaticStep keeps on the device, but for partial results."""
+    fields = num_windows * _room(largest).num_fields
+    return 4 * (2 * _NUM_ROWS * largest.num_seqs + fields + largest.num_seqs * table_width)
 
 
 def _room(shape: StepShape) -> PlanRoom:
     return PlanRoom(shape.num_items, shape.num_merges)
-
-
-def _fields_at(shape: StepShape) -> int:
-    return 2 * _NUM_ROWS * shape.num_seqs
-
-
-def _table_at(shape: StepShape, num_windows: int) -> int:
-    end = _fields_at(shape) + num_windows * _room(shape).num_fields
-    return -(-end // _ALIGN) * _ALIGN

@@ -7,6 +7,7 @@ decode step, runs eagerly.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,14 +15,16 @@ import torch
 
 from baton.engine.graph_device import Graph, GraphDevice
 from baton.engine.interface import Batch
-from baton.engine.static_step import StaticStep, words_of
+from baton.engine.static_step import StaticStep, static_bytes
 from baton.engine.step_runner import LayerDone, Step, StepModel, StepRunner
 from baton.engine.step_shapes import StepShape, choose_shape, step_shapes
 from baton.engine.torch_step import take_drawn
 from baton.model.config import ModelConfig
 from baton.model.memory_plan import token_bytes
 from baton_kernels.gpu.attention_plan import Tile, choose_tile, most_items
-from baton_kernels.gpu.padded_plan import empty_partials, partial_bytes
+from baton_kernels.gpu.padded_plan import partial_bytes
+
+_log = logging.getLogger(__name__)
 
 #: Partial results of attention may take so much; steps with more of them run eagerly.
 MAX_PARTIAL_BYTES = 256 << 20
@@ -32,12 +35,14 @@ GRAPH_LAYER_BYTES = 128 << 10
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """What is captured. shapes: ascending; tile: of a sequence with one new token; num_bytes: about
-    what it takes on the device."""
+    """What is captured. shapes: ascending; largest: as many sequences and items as any of them has;
+    tile: of a sequence with one new token; table_width: blocks of the longest sequence; num_bytes:
+    about what it takes on the device."""
 
     shapes: tuple[StepShape, ...]
+    largest: StepShape
     tile: Tile
-    num_words: int
+    table_width: int
     num_bytes: int
 
 
@@ -57,14 +62,14 @@ def plan_graphs(
     max_items = max(largest_batch, MAX_PARTIAL_BYTES // one_part)
     shapes = step_shapes(largest_batch, items_per_seq, max_items)
     width = -(-max_model_len // pool.shape[4])
-    num_words = max(words_of(shape, len(windows), width) for shape in shapes)
+    largest = StepShape(shapes[-1].num_seqs, max(shape.num_items for shape in shapes))
     shared = (
-        4 * num_words
-        + max(shape.num_items for shape in shapes) * one_part
+        static_bytes(largest, len(windows), width)
+        + largest.num_items * one_part
         + largest_batch * (token_bytes(config, dtype.itemsize) + 2 * 4 * config.vocab_size)
     )
     own = len(shapes) * config.num_layers * GRAPH_LAYER_BYTES
-    return GraphPlan(shapes, tile, num_words, shared + own)
+    return GraphPlan(shapes, largest, tile, width, shared + own)
 
 
 class ReplayedSteps:
@@ -80,17 +85,16 @@ class ReplayedSteps:
         """Captures all graphs, the largest first, so that the others find room in its memory.
         Writes no block."""
         self._eager = eager
+        self._has_reported = False
         self._shapes = plan.shapes
         self._num_layers = model.config.num_layers
-        pool, largest = model.kv.tensor, plan.shapes[-1].num_seqs
-        num_parts = max(shape.num_items for shape in plan.shapes)
-        partials = empty_partials(num_parts, pool, plan.tile)
-        self._static = StaticStep(model, plan.tile, partials, plan.num_words, device)
-        self._logits = torch.empty(
+        pool, largest = model.kv.tensor, plan.largest.num_seqs
+        self._static = StaticStep(model, plan.tile, plan.largest, plan.table_width, device)
+        self._logits = torch.zeros(
             largest, model.config.vocab_size, dtype=torch.float32, device=pool.device
         )
         self._graphs: dict[StepShape, Graph] = {}
-        nothing = self._static.cut(Batch(()))
+        nothing = Batch(())
         with torch.inference_mode():
             for shape in reversed(plan.shapes):
                 self._static.fill(shape, nothing)
@@ -106,18 +110,26 @@ class ReplayedSteps:
 
         return run
 
+    def _report(self, reason: str) -> None:
+        """Log the first step without a prompt's chunk that is not replayed."""
+        if not self._has_reported:
+            self._has_reported = True
+            _log.warning("a decode step runs without a graph, kernel by kernel: %s", reason)
+
     def run(
         self, batch: Batch, layer_done: LayerDone | None, drawn: torch.Tensor | None = None
     ) -> Step:
         """See StepRunner. A replayed step reports its layers when all of them are queued."""
         if not _is_decode(batch):
+            if batch.slices and all(part.rows and part.start for part in batch.slices):
+                self._report("it verifies drafts or scores tokens")
             return self._eager.run(batch, layer_done, drawn)
-        decode = self._static.cut(batch)
         num_seqs = len(batch.slices)
-        shape = choose_shape(self._shapes, num_seqs, decode.num_items, decode.num_merges)
+        shape = choose_shape(self._shapes, num_seqs, self._static.num_items(batch))
         if shape is None:
+            self._report(f"no graph holds {num_seqs} sequences of these lengths")
             return self._eager.run(batch, layer_done, drawn)
-        self._static.fill(shape, decode)
+        self._static.fill(shape, batch)
         take_drawn(self._static.token_ids(shape), batch, drawn)
         self._graphs[shape].replay()
         if layer_done is not None:

@@ -26,11 +26,11 @@ class StepShape:
         one item for each."""
         return self.num_seqs if self.num_items > self.num_seqs else 0
 
-    def holds(self, num_seqs: int, num_items: int, num_merges: int) -> bool:
-        """Whether such a step can be padded to this shape: by sequences of one item each."""
+    def holds(self, num_seqs: int, num_items: int) -> bool:
+        """Whether such a step can be padded to this shape: by sequences of one item each. Where
+        there is no room for merges there is none for a second item either."""
         num_idle = self.num_seqs - num_seqs
-        has_room = num_idle >= 0 and num_items + num_idle <= self.num_items
-        return has_room and num_merges <= self.num_merges
+        return num_idle >= 0 and num_items + num_idle <= self.num_items
 
 
 def batch_sizes(largest: int) -> tuple[int, ...]:
@@ -63,8 +63,6 @@ def _levels(most: int) -> tuple[int, ...]:
     return (*takewhile(lambda level: level < most, (1 << n for n in count())), most)
 
 
-def choose_shape(
-    shapes: Sequence[StepShape], num_seqs: int, num_items: int, num_merges: int
-) -> StepShape | None:
+def choose_shape(shapes: Sequence[StepShape], num_seqs: int, num_items: int) -> StepShape | None:
     """The first of ascending `shapes` that such a step can be padded to, or none."""
-    return next((s for s in shapes if s.holds(num_seqs, num_items, num_merges)), None)
+    return next((s for s in shapes if s.holds(num_seqs, num_items)), None)

@@ -9,6 +9,7 @@ from itertools import accumulate, chain
 
 import torch
 
+from baton.cache.block_table import BlockTable
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.errors import EngineFault
 from baton.model.config import ModelConfig
@@ -50,7 +51,10 @@ def _wrong(
         return f"a sequence grows past max_model_len={max_model_len}"
     if end > len(part.block_table) * block_size:
         return "a block table is too short for its sequence"
-    if min(part.block_table) < 0 or max(part.block_table) >= num_blocks:
+    table = part.block_table
+    # Tables of a pool were checked when they grew: a step looks at no context.
+    bound = table.num_blocks if isinstance(table, BlockTable) else max(table) + 1
+    if bound > num_blocks or (not isinstance(table, BlockTable) and min(table) < 0):
         return f"a block id is not in [0, {num_blocks})"
     if min(part.token_ids) < 0 or max(part.token_ids) >= vocab_size:
         return f"a token id is not in [0, {vocab_size})"

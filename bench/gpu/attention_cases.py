@@ -9,6 +9,14 @@ from functools import partial
 import torch
 
 from baton_kernels.gpu import paged_attention
+from baton_kernels.gpu.attention_plan import ITEM_FIELDS, WorkList, choose_tile
+from baton_kernels.gpu.padded_plan import (
+    PlanRoom,
+    Sequences,
+    empty_partials,
+    padded_plan,
+    plan_items,
+)
 from baton_kernels.paged_attention import ScoreTerms
 from baton_kernels.quantize_rows import dequantize_rows
 from baton_kernels.quantize_rows import quantize_rows as quantize_op
@@ -59,6 +67,31 @@ def _attention(about: _Attention, generator: torch.Generator, sizes: Sizes) -> T
     )
 
 
+def _decode_plan(window: int | None, generator: torch.Generator, sizes: Sizes) -> Trial:
+    """Items of sequences with one new token each, as the device finds them, beside the host's."""
+    heads = Heads(*sizes.heads, 128)
+    group = heads.num_heads // heads.num_kv_heads
+    lengths = [(cached, 1) for cached, _ in sizes.lengths]
+    batch = make_paged_batch(lengths, heads, 16, sizes.half, generator)
+    device, tile = batch.pool.device, choose_tile(group, batch.pool, sizes.half)
+    work = WorkList(tile, group, window)
+    for part in batch.slices:
+        work.add(part, 7 * part.first_row)
+    columns = [(part.start, 1, 7 * part.first_row) for part in batch.slices]
+    sequences = Sequences(*torch.tensor(columns, dtype=torch.int32, device=device).T.contiguous())
+    room = PlanRoom(len(work.items) + 3, len(columns))
+    fields = torch.full((room.num_fields,), -7, dtype=torch.int32, device=device)
+    partials = empty_partials(room.num_items, batch.pool, tile)
+    plan = padded_plan(fields, fields, room, tile, partials, 1.0, window)
+
+    def run() -> list[tuple[int, ...]]:
+        plan_items(sequences, plan)
+        return [tuple(item) for item in plan.launches[0].items.tolist()]
+
+    wanted = sorted([*work.items, *[(0,) * ITEM_FIELDS] * 3])
+    return Trial(run, lambda got: float(sorted(got) != wanted), 0.0)
+
+
 def attention_cases() -> Sequence[Case]:
     """See above."""
     kinds = {
@@ -77,4 +110,7 @@ def attention_cases() -> Sequence[Case]:
     return [
         Case(f"attention {name}", partial(_attention, about), 89 if about.dtype == FP8 else 80)
         for name, about in kinds.items()
+    ] + [
+        Case(f"decode plan{name}", partial(_decode_plan, window))
+        for name, window in (("", None), (" window", 100))
     ]

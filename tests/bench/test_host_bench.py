@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.events import LocalPrefill, Tokens
-from bench.ahead import measure_ahead
+from bench.ahead import measure_ahead, measure_host
 from bench.host import steps_for
 from bench.host_gateway import Door, Flow, measure_added_ttft, measure_flow
 from bench.host_rig import HostRig
@@ -35,6 +35,12 @@ def test_steps_are_timed_both_ways() -> None:
     assert times.num_seqs == 3
     assert times.waiting_ms >= times.engine_ms
     assert times.ahead_ms > 0
+
+
+def test_the_real_engine_is_timed_over_steps_that_are_replayed() -> None:
+    pytest.importorskip("triton")
+    times = measure_host(2, 3 * BLOCK_SIZE, num_steps=BLOCK_SIZE + 1)
+    assert 0 < times.launch_ms < times.step_ms
 
 
 @pytest.mark.parametrize("num_seqs", [1, 7])

@@ -61,11 +61,11 @@ class PoolMachine(RuleBasedStateMachine):
         lease, tenant, tokens = data.draw(st.sampled_from(self.live))
         before = list(lease.block_ids)
         if lease.prepare_write(lease.num_tokens, lease.num_tokens + num_more) is not None:
-            assert lease.block_ids[: len(before)] == before
+            assert list(lease.block_ids[: len(before)]) == before
             for block_id in lease.block_ids[len(before) :]:
                 self.held[block_id] = (tenant, tuple(tokens))
         else:
-            assert lease.block_ids == before
+            assert list(lease.block_ids) == before
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -92,7 +92,7 @@ class PoolMachine(RuleBasedStateMachine):
         copies = lease.prepare_write(start, end)
         if copies is None:
             assert num_needed > available
-            assert lease.block_ids == before
+            assert list(lease.block_ids) == before
             return
         assert self.pool.counts().available == available - num_needed
         for copy in copies:

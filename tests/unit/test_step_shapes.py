@@ -27,16 +27,16 @@ def test_items_are_bounded() -> None:
 
 def test_sequences_of_several_items_need_merges() -> None:
     shapes = step_shapes(8, 4)
-    assert choose_shape(shapes, 4, 4, 0) == StepShape(4, 4)
-    assert choose_shape(shapes, 3, 4, 1) == StepShape(4, 8)
+    assert choose_shape(shapes, 4, 4) == StepShape(4, 4)
+    assert choose_shape(shapes, 3, 4) == StepShape(4, 8)
     # Each of the sequences that fill the batch up has an item.
-    assert choose_shape(shapes, 5, 13, 5) == StepShape(8, 16)
-    assert choose_shape(shapes, 5, 14, 5) == StepShape(8, 32)
+    assert choose_shape(shapes, 5, 13) == StepShape(8, 16)
+    assert choose_shape(shapes, 5, 14) == StepShape(8, 32)
 
 
 def test_what_is_too_large_has_no_shape() -> None:
-    assert choose_shape(step_shapes(8, 4), 9, 9, 0) is None
-    assert choose_shape(step_shapes(8, 4, 8), 8, 9, 1) is None
+    assert choose_shape(step_shapes(8, 4), 9, 9) is None
+    assert choose_shape(step_shapes(8, 4, 8), 8, 9) is None
 
 
 @given(
@@ -48,9 +48,8 @@ def test_every_batch_within_the_limits_has_a_shape_that_wastes_little(
     largest: int, items_per_seq: int, items: list[int]
 ) -> None:
     items = [min(n, items_per_seq) for n in items[:largest]]
-    num_merges = sum(n > 1 for n in items)
-    shape = choose_shape(step_shapes(largest, items_per_seq), len(items), sum(items), num_merges)
+    shape = choose_shape(step_shapes(largest, items_per_seq), len(items), sum(items))
     assert shape is not None
-    assert shape.holds(len(items), sum(items), num_merges)
+    assert shape.holds(len(items), sum(items))
     assert shape.num_seqs < 2 * len(items)
     assert shape.num_items <= 2 * (sum(items) + shape.num_seqs)

@@ -3,6 +3,7 @@ see paged_attention."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -103,11 +104,14 @@ def plan_attention(
         work = lists.setdefault(tile, WorkList(tile, group, window))
         work.add(part, num_entries)
         num_entries += len(part.block_table)
-    numbers = list(chain.from_iterable(part.block_table for part in slices))
+    numbers = array("q")
+    for part in slices:
+        # Tables of the engine's are of the same type, and copied as they are.
+        numbers.extend(part.block_table)
     for work in lists.values():
-        numbers += chain.from_iterable(work.ordered())
-        numbers += chain.from_iterable(work.merges)
-    on_device = to_device(torch.tensor(numbers, dtype=torch.int32), pool.device)
+        numbers.extend(chain.from_iterable(work.ordered()))
+        numbers.extend(chain.from_iterable(work.merges))
+    on_device = to_device(torch.frombuffer(numbers, dtype=torch.int64).to(torch.int32), pool.device)
     launches = []
     first = num_entries
     for tile, work in lists.items():
@@ -125,6 +129,12 @@ def plan_attention(
         )
         first = end
     return AttentionPlan(scale, window, on_device[:num_entries], tuple(launches))
+
+
+def num_items(position: int, window: int | None) -> int:
+    """Items of one new token at `position`."""
+    low = 0 if window is None else max(0, position - window + 1)
+    return position // SPLIT_TOKENS - low // SPLIT_TOKENS + 1
 
 
 def most_items(num_tokens: int, window: int | None) -> int:

@@ -1,25 +1,27 @@
 """Attention plans at fixed addresses: a CUDA graph has its numbers of programs for good, so that a
 step's items are padded to them.
 
-An item or a merge of zeros has no tokens: its programs read and write nothing. Real ones are those
-of an eager plan, in the same tiles, so that a row gets the same bits whatever it is padded to.
+An item or a merge of zeros has no tokens: its programs read and write nothing. A sequence that only
+fills the batch up has an item without keys, which writes zeros: what is computed from them is of no
+interest, but should not be what memory happens to hold. Real items are those of an eager plan, in
+the same tiles, so that a row gets the same bits whatever it is padded to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, repeat
 
 import torch
+import triton
+import triton.language as tl
 
+from baton_kernels.gpu import attention_plan
 from baton_kernels.gpu.attention_plan import (
     ITEM_FIELDS,
     MERGE_FIELDS,
     AttentionPlan,
     Launch,
     Tile,
-    WorkList,
 )
 
 
@@ -34,6 +36,16 @@ class PlanRoom:
     def num_fields(self) -> int:
         """int32 numbers that describe all of them."""
         return self.num_items * ITEM_FIELDS + self.num_merges * MERGE_FIELDS
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """One new token of each sequence, [seqs] int32: where it is, its row of the pool (negative for
+    a sequence that only fills the batch up), and where its block table begins in the plan's."""
+
+    positions: torch.Tensor
+    first_rows: torch.Tensor
+    begins: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +72,79 @@ def empty_partials(num_parts: int, pool: torch.Tensor, tile: Tile) -> Partials:
     return Partials(part, torch.empty(shape, dtype=torch.float32, device=pool.device))
 
 
-def padded_fields(work: WorkList, room: PlanRoom, idle_rows: range) -> Iterator[int]:
-    """`room.num_fields` numbers: items, longest first, then merges, each followed by padding. There
-    is room for all.
+@triton.jit(do_not_specialize=["num_seqs", "num_items", "window"])
+def _plan_items(
+    positions_ptr, first_rows_ptr, begins_ptr, items_ptr, merges_ptr, num_seqs, num_items, window,
+    SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, SEQS: tl.constexpr, ITEM: tl.constexpr,
+    MERGE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_MERGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (num_seqs): each writes the items and the merge of its sequence. All items but a
+    sequence's last come first, which have most keys; after the last ones, zeros. SEQS is a power of
+    two that is no less than num_seqs."""
+    row = tl.program_id(0)
+    seqs = tl.arange(0, SEQS)
+    there = seqs < num_seqs
+    position = tl.load(positions_ptr + seqs, mask=there, other=0)
+    is_real = tl.load(first_rows_ptr + seqs, mask=there, other=-1) >= 0
+    begin = tl.maximum(position - window + 1, 0) // SPLIT if HAS_WINDOW else position * 0
+    count = tl.where(is_real, position // SPLIT - begin + 1, 1)
+    num_full = tl.where(there, count - 1, 0)
+    num_parts = tl.where(there & (count > 1), count, 0)
+    is_before = seqs < row
+    first_item = tl.sum(tl.where(is_before, num_full, 0), 0)
+    first_part = tl.sum(tl.where(is_before, num_parts, 0), 0)
+    first_last = tl.sum(num_full, 0)
 
-    idle_rows: rows of the batch that only fill it up. Each has an item without keys, which writes
-    zeros: what is computed from them is of no interest, but should not be what memory happens to
-    hold.
-    """
-    idle = ((row, 1, 0, 0, 0, 0, -1) for row in idle_rows)
-    num_spare = room.num_items - len(work.items) - len(idle_rows)
-    return chain(
-        chain.from_iterable(work.ordered()),
-        chain.from_iterable(idle),
-        repeat(0, num_spare * ITEM_FIELDS),
-        chain.from_iterable(work.merges),
-        repeat(0, (room.num_merges - len(work.merges)) * MERGE_FIELDS),
-    )
+    own = tl.load(positions_ptr + row)
+    is_own_real = tl.load(first_rows_ptr + row) >= 0
+    entry = tl.load(begins_ptr + row)
+    low = own * 0
+    if HAS_WINDOW:
+        low = tl.maximum(own - window + 1, 0)
+    own_count = tl.where(is_own_real, own // SPLIT - low // SPLIT + 1, 1)
+    low_key = low // BLOCK_N * BLOCK_N
+    end = tl.where(is_own_real, own + 1, 0)
+    chunk = tl.arange(0, 64)
+    for start in range(0, own_count, 64):
+        index = start + chunk
+        inside = index < own_count
+        key = (low // SPLIT + index) * SPLIT
+        at = tl.where(index == own_count - 1, first_last + row, first_item + index)
+        to = items_ptr + at * ITEM
+        tl.store(to, row + index * 0, mask=inside)
+        tl.store(to + 1, index * 0 + 1, mask=inside)
+        tl.store(to + 2, own + index * 0, mask=inside)
+        tl.store(to + 3, entry + index * 0, mask=inside)
+        tl.store(to + 4, tl.maximum(key, low_key), mask=inside)
+        tl.store(to + 5, tl.minimum(key + SPLIT, end), mask=inside)
+        tl.store(to + 6, tl.where(own_count > 1, first_part + index, -1), mask=inside)
+    # Items of nothing, which all programs write a share of.
+    zero = tl.zeros([64], dtype=tl.int32)
+    num_spare = (num_items - first_last - num_seqs) * ITEM
+    spare = items_ptr + (first_last + num_seqs) * ITEM
+    for start in range(row * 64, num_spare, num_seqs * 64):
+        tl.store(spare + start + chunk, zero, mask=start + chunk < num_spare)
+    if HAS_MERGES:
+        merge = merges_ptr + row * MERGE
+        tl.store(merge, row)
+        tl.store(merge + 1, tl.where(own_count > 1, 1, 0))
+        tl.store(merge + 2, first_part)
+        tl.store(merge + 3, own_count)
+
+
+def plan_items(sequences: Sequences, plan: AttentionPlan) -> None:
+    """Fill the items and merges of a padded plan from what its sequences are: on the device, so
+    that the host's work for a step does not grow with their contexts. There is room for all."""
+    (launch,) = plan.launches
+    num_seqs = len(sequences.positions)
+    _plan_items[(num_seqs,)](
+        sequences.positions, sequences.first_rows, sequences.begins, launch.items, launch.merges,
+        num_seqs, len(launch.items), plan.window or 0,
+        SPLIT=attention_plan.SPLIT_TOKENS, BLOCK_N=launch.tile.block_n,
+        SEQS=triton.next_power_of_2(num_seqs), ITEM=ITEM_FIELDS, MERGE=MERGE_FIELDS,
+        HAS_WINDOW=plan.window is not None, HAS_MERGES=len(launch.merges) > 0, num_warps=4,
+        enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 def padded_plan(
@@ -88,9 +156,9 @@ def padded_plan(
     scale: float,
     window: int | None,
 ) -> AttentionPlan:
-    """The plan that reads what padded_fields gave from `fields` [room.num_fields], and block tables
-    from `table`, both int32, whenever it is run. `partials` has room for `room.num_items` parts if
-    there are any merges."""
+    """The plan whose items and merges are in `fields` [room.num_fields], where plan_items puts
+    them, and its block tables in `table`, both int32, whenever it is run. `partials` has room for
+    `room.num_items` parts if there are any merges."""
     end_items = room.num_items * ITEM_FIELDS
     launch = Launch(
         tile,

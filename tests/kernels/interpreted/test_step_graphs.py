@@ -182,7 +182,9 @@ def test_same_bits_over_random_batches(pair: Pair) -> None:
     assert sum(graph.num_replays > 0 for graph in pair.graphs.graphs) > 2
 
 
-def test_what_is_no_plain_decode_step_runs_eagerly(pair: Pair) -> None:
+def test_what_is_no_plain_decode_step_runs_eagerly(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
     rng = random.Random(8)
     (one, two) = decode_batch(rng, 2, 100).slices
     row = one.rows[0]
@@ -192,12 +194,15 @@ def test_what_is_no_plain_decode_step_runs_eagerly(pair: Pair) -> None:
         Batch((one._replace(rows=()), two)),
         Batch((one._replace(rows=(row, row)), two)),
         Batch((one._replace(rows=(row._replace(scored_token_id=3),)), two)),
-        decode_batch(rng, MAX_GRAPH_SEQS + 1, 100),
         Batch(()),
+        decode_batch(rng, MAX_GRAPH_SEQS + 1, 100),
+        decode_batch(rng, MAX_GRAPH_SEQS + 1, 100),
     )
     for batch in others:
         check_same(pair, batch)
     assert pair.graphs.num_replays == 0
+    # Once, whatever else follows.
+    assert sum("without a graph" in record.message for record in caplog.records) == 1
 
 
 def test_layers_are_told_of_once_and_in_order(pair: Pair) -> None:
