@@ -205,14 +205,11 @@ class RequestDriver:
                 action = self._actions.popleft()
                 if type(action) is Deliver:
                     self._news[action.choice] = None
-                    self._wake()
                 else:
                     self._perform_one(action)
         finally:
             self._is_performing = False
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+        if (self._news or self._error) and self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def _perform_one(self, action: Action) -> None:  # noqa: PLR0912, one arm per action
@@ -253,7 +250,6 @@ class RequestDriver:
                 self._migrations.pop(choice)()
             case Fail(error):
                 self._error = error
-                self._wake()
 
     def _place(self, action: Place) -> None:
         assignment = action.assignment
