@@ -102,6 +102,8 @@ class ChatFormat:
         self._answer: Answer | None = None
         self._choices: dict[int, ChatChoice] = {}
         """That have begun."""
+        self._begun = {entry.choice for entry in body.resume_from or ()}
+        """Choices of a stream whose role was sent."""
         self._is_reasoning = False
         """Whether the prompt ends with the beginning of the model's thoughts."""
         self._num_top = body.top_logprobs or 0
@@ -111,6 +113,9 @@ class ChatFormat:
             body.logprobs or body.return_token_ids or self._has_calls or self._has_thoughts
         )
         """Whether a piece of a stream is nothing but its text."""
+        if body.resume_from and (self._has_calls or self._has_thoughts):
+            fault = "given with tools, or to a model that thinks: what it began is not known"
+            raise InvalidRequest.of(FieldViolation("resume_from", f"{fault}; leave it out"))
 
     @property
     def field_names(self) -> FieldNames:
@@ -193,6 +198,8 @@ class ChatFormat:
         choice = self._choices.get(index)
         if choice is None:
             choice = self._choices[index] = self.new_choice()
+        if index not in self._begun:
+            self._begun.add(index)
             role = (
                 f'{self._head}{index},"delta":{{"role":"assistant","content":""}},'
                 f'"logprobs":null,"finish_reason":null}}]{usage}}}\n\n'

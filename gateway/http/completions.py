@@ -63,7 +63,7 @@ class CompletionFormat:
         self._bytes_of = bytes_of
         self._head = ""
         self._answer: Answer | None = None
-        self._offsets: dict[int, int] = {}
+        self._offsets = {entry.choice: entry.num_chars for entry in body.resume_from or ()}
         """Of each choice of a stream, in characters so far."""
         self._prompt_logprobs: dict[int, Sequence[sampling_pb2.PositionLogprobs]] = {}
         """Of each prompt, which come with its first choice."""
@@ -164,6 +164,9 @@ def _requests(body: CompletionBody) -> list[inference_pb2.GenerateRequest]:
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = sampling_message(body, logprobs=body.logprobs, max_tokens=("max_tokens", max_tokens))
     violations = []
+    if body.resume_from and len(prompts) > 1:
+        fault = f"given with {len(prompts)} prompts; give the one that it is of"
+        violations.append(FieldViolation("resume_from", fault))
     if body.suffix:
         violations.append(FieldViolation("suffix", "is not served here; leave it out"))
     if body.add_special_tokens is False:

@@ -39,7 +39,7 @@ _MAX_SCHEMA_CHARS = MAX_STRUCTURED_CHARS["json_schema"]
 
 BodyT = TypeVar("BodyT", bound="Body")
 
-_Token = Annotated[int, Field(ge=0)]
+_Token = Annotated[int, Field(ge=0, lt=2**32)]
 
 #: Of many wrong members, the first is reported: a report of each costs 7 us and a kilobyte.
 TextList = Annotated[list[str] | None, FailFast()]
@@ -66,6 +66,17 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class ChoiceSoFar(Body):
+    """What a client has of one choice of a stream that broke off; see GenerateRequest's."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    choice: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    token_ids: Annotated[list[_Token], FailFast()] = []
+    num_chars: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    has_ended: bool = False
 
 
 #: Sampling options with a spelling of their own here; `echo` is of completions alone.
@@ -104,6 +115,7 @@ class GenerationBody(Body):
     bad_words: TextList = None
     return_token_ids: bool | None = None
     return_timing: bool | None = None
+    resume_from: Annotated[list[ChoiceSoFar] | None, FailFast()] = None
     response_format: dict[str, Any] | None = None
     guided_json: Any = None
     guided_regex: str | None = None
@@ -225,8 +237,8 @@ def sampling_message(
     violations += _put_seed(body.seed, params)
     violations += _put_bias(body.logit_bias or {}, params)
     violations += _put_stop(body.stop, params)
-    violations += _put_stop_token_ids(body.stop_token_ids or (), params)
     violations += _put_structure(body, params)
+    params.stop_token_ids.extend(body.stop_token_ids or ())
     params.bad_words.extend(body.bad_words or ())
     if body.is_streamed and body.prompt_logprobs is not None:
         fault = f"{shown_value(body.prompt_logprobs)}: not with stream; leave out one of them"
@@ -254,6 +266,8 @@ def generate_request(
     except ValueError:
         fault = f"{shown_value(body.priority)}: must be a number of 32 bits"
         raise InvalidRequest.of(FieldViolation("priority", fault)) from None
+    for entry in body.resume_from or ():
+        request.resume_from.add(**entry.model_dump())
     return request
 
 
@@ -331,16 +345,6 @@ def _put_stop(stop: Any, params: sampling_pb2.SamplingParams) -> Violations:
         params.stop.extend(texts)
     else:
         yield FieldViolation("stop", f"{shown_value(stop)}: must be a string, or a list of them")
-
-
-def _put_stop_token_ids(
-    token_ids: Sequence[int], params: sampling_pb2.SamplingParams
-) -> Violations:
-    wrong = next((token_id for token_id in token_ids if token_id >= 2**32), None)
-    if wrong is None:
-        params.stop_token_ids.extend(token_ids)
-    else:
-        yield FieldViolation("stop_token_ids", f"{shown_value(wrong)}: must be a token id")
 
 
 #: By field of a body, the kind of StructuredOutput.

@@ -16,6 +16,7 @@ from baton.client import AsyncClient
 from bench.fault_proxy import ProxiedCluster
 from gateway.request.assignment import MAX_FAILURES
 from tests.support.fault_streams import Streams, proxied_cluster, until_quiet
+from tests.support.sse_streams import by_sse
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -68,6 +69,18 @@ async def test_killed_workers_cost_no_stream_a_token(
         assert not await streams.finish()
         if victims[0].startswith("decode"):
             assert streams.num_resumes
+
+
+@pytest.mark.parametrize("victims", [("decode-0",), ("prefill-1",), ("gateway",)])
+async def test_kills_cost_no_stream_by_http_a_token(
+    pairs: ProxiedCluster, victims: tuple[str, ...]
+) -> None:
+    async with using(pairs):
+        source = by_sse(lambda: pairs.http_address)
+        streams = Streams(source, seed=14, num_streams=12, num_tokens=100)
+        await streams.all_run()
+        send(pairs, signal.SIGKILL, *victims)
+        assert not await streams.finish()
 
 
 async def test_a_killed_gateway_costs_no_stream_a_token(pairs: ProxiedCluster) -> None:

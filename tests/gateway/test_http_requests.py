@@ -70,6 +70,19 @@ def test_fields_reach_the_request() -> None:
     assert not sampling.HasField("top_p")
 
 
+def test_what_came_of_an_earlier_stream() -> None:
+    so_far = {"choice": 1, "token_ids": [5, 6], "num_chars": 3, "has_ended": True}
+    asked = {"seed": 1, "n": 2, "resume_from": [so_far]}
+    for form in (completion({"prompt": "x", **asked}), chat({"messages": [MESSAGE], **asked})):
+        (entry,) = form.requests[0].resume_from
+        assert list(entry.token_ids) == [5, 6]
+        assert (entry.choice, entry.num_chars, entry.has_ended) == (1, 3, True)
+    tools = [{"type": "function", "function": {"name": "t"}}]
+    body = {"messages": [MESSAGE], **asked, "tools": tools}
+    assert refusal(chat, body) == "resume_from"
+    assert refusal(completion, {"prompt": ["x", "y"], **asked}) == "resume_from"
+
+
 def test_null_is_the_same_as_nothing() -> None:
     fields = set(CompletionBody.model_fields) - {"prompt"}
     with_nulls = completion({"prompt": "x", **dict.fromkeys(fields)}).requests
@@ -101,7 +114,7 @@ def test_unknown_fields_are_passed_over_and_named() -> None:
         ({"prompt": "x", "seed": 2**64}, "seed"),
         ({"prompt": "x", "top_k": -2}, "top_k"),
         ({"prompt": "x", "stop": [1]}, "stop"),
-        ({"prompt": "x", "stop_token_ids": [2**33]}, "stop_token_ids"),
+        ({"prompt": "x", "stop_token_ids": [2**33]}, "stop_token_ids[0]"),
         ({"prompt": "x", "logit_bias": {"-1": 1}}, "logit_bias"),
         ({"prompt": "x", "priority": 2**40}, "priority"),
         ({"prompt": [1, -2]}, "prompt[1]"),

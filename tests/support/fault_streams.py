@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
 
-from baton.client import AsyncClient
+from baton.client import AsyncClient, Chunk
 from baton.config import ServeOptions
 from baton.errors import BatonError
 from bench.fault_proxy import ProxiedCluster
 from bench.stream_history import StreamHistory, StreamRequest, draw_request
 from tests.support.live_tiers import BOX_MODEL
 
+#: Opens a stream: what comes of a request.
+Source = Callable[[StreamRequest], AsyncGenerator[Chunk]]
+
+
+def by_grpc(client: AsyncClient) -> Source:
+    """As the SDK reads it."""
+
+    async def pieces(request: StreamRequest) -> AsyncGenerator[Chunk]:
+        async with client.stream(request.prompt, request.params) as stream:
+            async for chunk in stream:
+                yield chunk
+
+    return pieces
+
 
 class Stream:
-    """One stream, from its first moment to its end; it keeps what it was told."""
+    """One stream, from its first moment to its end; it keeps what came. source: the pieces of a
+    request's answer."""
 
-    def __init__(self, client: AsyncClient, request: StreamRequest) -> None:
-        self._client = client
+    def __init__(self, source: Source, request: StreamRequest) -> None:
+        self._source = source
         self._request = request
         self._history = StreamHistory(request)
         self._moved = asyncio.Condition()
@@ -49,18 +64,18 @@ class Stream:
 
     async def _run(self) -> None:
         try:
-            async with self._client.stream(self._request.prompt, self._request.params) as stream:
-                async for chunk in stream:
+            async with aclosing(self._source(self._request)) as pieces:
+                async for chunk in pieces:
                     self._history.take(chunk)
                     self.num_tokens += len(chunk.token_ids)
                     if chunk.timing:
                         self.num_resumes = chunk.timing.num_resumes
-                    await self._tell()
+                    await self._notify()
         except BatonError as error:
             self.error = error
-        await self._tell()
+        await self._notify()
 
-    async def _tell(self) -> None:
+    async def _notify(self) -> None:
         async with self._moved:
             self._moved.notify_all()
 
@@ -70,21 +85,23 @@ class Streams:
 
     def __init__(
         self,
-        client: AsyncClient,
+        client: AsyncClient | Source,
         *,
         seed: int,
         num_streams: int = 6,
         num_tokens: int = 60,
         max_prompt_tokens: int = 200,
     ) -> None:
+        """client: or what stands for it."""
         rng = random.Random(seed)
+        source = by_grpc(client) if isinstance(client, AsyncClient) else client
         self.streams = [
-            Stream(client, draw_request(rng, max_prompt_tokens, num_tokens))
+            Stream(source, draw_request(rng, max_prompt_tokens, num_tokens))
             for _ in range(num_streams)
         ]
 
     async def all_run(self) -> None:
-        """Returns when each has told a token."""
+        """Returns when each has a token."""
         for stream in self.streams:
             await stream.tokens(1)
 
