@@ -65,7 +65,7 @@ class FaultProxy:
         self._weather = dict.fromkeys(Way, FAIR)
         self._changed = asyncio.Event()
         self._pairs: set[_Pair] = set()
-        self._server: asyncio.Server | None = None
+        self._listening: socket.socket | None = None
         self.port = 0
         self.num_flipped = 0
 
@@ -78,7 +78,7 @@ class FaultProxy:
             self.refuse()
             self.heal()
             self.cut()
-            await asyncio.gather(*(pair.ended.wait() for pair in tuple(self._pairs)))
+            await asyncio.gather(*(pair.task for pair in tuple(self._pairs) if pair.task))
 
     # Faults
 
@@ -108,33 +108,47 @@ class FaultProxy:
 
     def refuse(self) -> None:
         """Refuse new connections."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        if self._listening is not None:
+            asyncio.get_running_loop().remove_reader(self._listening)
+            self._listening.close()
+            self._listening = None
 
     async def accept(self) -> None:
         """Take new connections, on the same port as before."""
-        if self._server is None:
-            self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
-            self.port = self._server.sockets[0].getsockname()[1]
+        if self._listening is None:
+            self._listening = socket.create_server(("127.0.0.1", self.port))
+            self._listening.setblocking(False)
+            self.port = self._listening.getsockname()[1]
+            asyncio.get_running_loop().add_reader(self._listening, self._accept_one)
 
     # Bytes
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        pair = _Pair(writer)
-        self._pairs.add(pair)
+    def _accept_one(self) -> None:
+        """By hand: asyncio's servers, closed while a connection comes in, leave that one open
+        (Python 3.11)."""
+        if self._listening is None:
+            return
+        with suppress(OSError):  # it has gone again
+            near, _ = self._listening.accept()
+            pair = _Pair()
+            self._pairs.add(pair)
+            pair.task = asyncio.create_task(self._serve(near, pair))
+
+    async def _serve(self, near: socket.socket, pair: _Pair) -> None:
         try:
             with suppress(OSError):
+                reader, pair.writers[Way.BACK] = await asyncio.open_connection(sock=near)
                 await self._until_not_silent(Way.THERE)
                 far_reader, far = await asyncio.open_connection("127.0.0.1", self._target_port)
                 pair.writers[Way.THERE] = far
+                if pair.is_reset:
+                    return
                 await asyncio.gather(
                     self._pass(reader, pair, Way.THERE), self._pass(far_reader, pair, Way.BACK)
                 )
         finally:
             pair.reset()
             self._pairs.discard(pair)
-            pair.ended.set()
 
     async def _pass(self, reader: asyncio.StreamReader, pair: _Pair, way: Way) -> None:
         """One direction of one connection, until its end was passed on. Raises OSError when either
@@ -205,10 +219,11 @@ def _parts(data: bytes, bytes_per_s: float | None) -> list[bytes]:
 class _Pair:
     """A connection and its continuation to the target."""
 
-    def __init__(self, near: asyncio.StreamWriter) -> None:
-        self.writers = {Way.BACK: near}
+    def __init__(self) -> None:
+        self.writers: dict[Way, asyncio.StreamWriter] = {}
         self.closed: set[Way] = set()
-        self.ended = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        self.is_reset = False
 
     def half_close(self, way: Way) -> None:
         writer = self.writers.get(way)
@@ -219,6 +234,7 @@ class _Pair:
             writer.write_eof()
 
     def reset(self) -> None:
+        self.is_reset = True
         for writer in self.writers.values():
             sock: socket.socket | None = writer.get_extra_info("socket")
             with suppress(OSError):
