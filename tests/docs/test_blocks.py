@@ -155,6 +155,7 @@ def test_the_first_request_of_the_readme_is_handed_over() -> None:
     assert done.timing.prefill_worker != done.timing.decode_worker
 
 
+@pytest.mark.long
 @blocks("runs with")
 def test_a_block_runs_with_less_to_do(block: Block, run: Run, tmp_path: Path) -> None:
     """The mark gives options that take the place of the block's own; {tmp} is a folder that goes

@@ -18,9 +18,15 @@ FILES = frozenset(path.name for path in FOLDER.glob("test_*.py"))
 ENGINES = frozenset({"test_engine.py", "test_step_graphs.py"})
 
 
-@pytest.mark.parametrize("names", [ENGINES, FILES - ENGINES], ids=["engines", "kernels"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(ENGINES, marks=pytest.mark.long, id="engines"),
+        pytest.param(FILES - ENGINES, id="kernels"),
+    ],
+)
 def test_interpreted(names: frozenset[str]) -> None:
-    """Two processes of about the same length: what they import takes longer than most files."""
+    """What a process imports takes longer than most files."""
     files = [FOLDER / name for name in sorted(names)]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *files],
