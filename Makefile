@@ -19,7 +19,7 @@ help:
 	@echo "make demo               serve the bundled model, stream a completion, print each tier's timing"
 	@echo "make serve MODEL=...    start all tiers (ARGS= adds options, see baton serve --help)"
 	@echo "make test               run the tests, and name the slowest (ARGS= adds pytest's options)"
-	@echo "make test-fast          run those of them that are not slow"
+	@echo "make test-fast          run those of them that are not slow, with few examples of each property"
 	@echo "make check              lint, formatting, types, import directions, protos"
 	@echo "make protos             generate baton/v1 from protos/"
 	@echo "make docs               generate docs/cli.md and docs/protocol.md, wrap prose"
@@ -49,7 +49,7 @@ test: $(STAMP)
 	@$(PYTEST) --durations=20 --durations-min=1 $(ARGS)
 
 test-fast: $(STAMP)
-	@$(PYTEST) -m "not slow" $(ARGS)
+	@$(PYTEST) -m "not slow" --hypothesis-profile="few examples" $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -27,6 +27,8 @@ settings.register_profile(
     "busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("busy machine")
+# Between two edits (make test-fast): few examples of each property, of as many as it has otherwise.
+settings.register_profile("few examples", settings.get_profile("busy machine"), max_examples=20)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,6 +9,7 @@ import sys
 HEAVY = ("torch", "transformers", "baton_kernels")
 LIGHT = (
     "gateway.server",
+    "gateway.__main__",
     "baton.client",
     "baton.cli.main",
     "baton.supervisor",

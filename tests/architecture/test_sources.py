@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
+#: All of a file's syntax tree, the module first.
+Nodes = tuple[ast.AST, ...]
+
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = (
     "baton",
@@ -61,33 +64,35 @@ def is_unsafe_call(call: ast.Call) -> bool:
     return False
 
 
-def unsafe_uses(tree: ast.AST) -> Iterator[ast.AST]:
+def unsafe_uses(nodes: Nodes) -> Iterator[ast.AST]:
     """What in a file loads pickles or runs text."""
-    for node in ast.walk(tree):
+    for node in nodes:
         is_import = UNSAFE_MODULES.intersection(imported(node))
         if is_import or (isinstance(node, ast.Call) and is_unsafe_call(node)):
             yield node
 
 
+def nodes_in(text: str) -> Nodes:
+    return tuple(ast.walk(ast.parse(text)))
+
+
 @cache
-def tree_of(path: Path) -> ast.Module:
-    """Parsed once for all rules."""
-    return ast.parse(path.read_text())
+def nodes_of(path: Path) -> Nodes:
+    """Parsed and walked once for all rules."""
+    return nodes_in(path.read_text())
 
 
-def found(
-    paths: list[Path], rule: Callable[[ast.Module], Iterable[ast.AST]]
-) -> list[tuple[str, int]]:
+def found(paths: list[Path], rule: Callable[[Nodes], Iterable[ast.AST]]) -> list[tuple[str, int]]:
     """(file, line) of each node that a rule objects to."""
     return [
         (str(path.relative_to(ROOT)), getattr(node, "lineno", 0))
         for path in paths
-        for node in rule(tree_of(path))
+        for node in rule(nodes_of(path))
     ]
 
 
-def of_type(kind: type[ast.AST]) -> Callable[[ast.Module], list[ast.AST]]:
-    return lambda tree: [node for node in ast.walk(tree) if isinstance(node, kind)]
+def of_type(kind: type[ast.AST]) -> Callable[[Nodes], list[ast.AST]]:
+    return lambda nodes: [node for node in nodes if isinstance(node, kind)]
 
 
 SHIPPED_FILES = list(sources(*SHIPPED))
@@ -97,7 +102,7 @@ TOOL_FILES = list(sources(*TOOLS))
 def test_the_walk_finds_unsafe_uses() -> None:
     """The rules below would be worth nothing if they saw nothing."""
     guilty = "import pickle\nfrom marshal import loads\neval('1')\ntorch.load('x')\nmodel.eval()\n"
-    assert [node.lineno for node in unsafe_uses(ast.parse(guilty))] == [1, 2, 3, 4]  # type: ignore[attr-defined]
+    assert [node.lineno for node in unsafe_uses(nodes_in(guilty))] == [1, 2, 3, 4]  # type: ignore[attr-defined]
 
 
 def test_there_are_sources_to_walk() -> None:
@@ -110,8 +115,8 @@ def test_no_pickle_and_no_eval_in_what_is_shipped() -> None:
 
 
 def test_tools_load_tensors_only() -> None:
-    def rule(tree: ast.Module) -> Iterator[ast.AST]:
-        for node in unsafe_uses(tree):
+    def rule(nodes: Nodes) -> Iterator[ast.AST]:
+        for node in unsafe_uses(nodes):
             if not (isinstance(node, ast.Call) and is_restricted(node)):
                 yield node
 
@@ -128,10 +133,11 @@ def test_no_global_statement() -> None:
 
 
 def test_every_module_says_what_it_is() -> None:
-    silent = found(
-        SHIPPED_FILES + TOOL_FILES, lambda tree: [] if ast.get_docstring(tree) else [tree]
-    )
-    assert silent == []
+    def rule(nodes: Nodes) -> list[ast.AST]:
+        module = nodes[0]
+        return [] if isinstance(module, ast.Module) and ast.get_docstring(module) else [module]
+
+    assert found(SHIPPED_FILES + TOOL_FILES, rule) == []
 
 
 def test_the_folder_kernels_is_no_package() -> None:

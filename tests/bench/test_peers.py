@@ -112,6 +112,7 @@ def test_figures_are_medians_of_all_rounds() -> None:
         figure_of("box", "int8", "baton", TASK, [], None)
 
 
+@pytest.mark.slow
 def test_baton_writes_what_generate_writes_in_float32(model: str) -> None:
     task = Task(batch=3, context=20, num_tokens=5)
     ours = BatonContender(model, "float32").run(task)

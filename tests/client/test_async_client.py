@@ -119,7 +119,17 @@ async def test_an_error_in_mid_stream_comes_after_the_pieces(
     assert [chunk async for chunk in stream] == []
 
 
-@pytest.mark.parametrize("how", ["close", "leave", "raise", "forget", "close the client"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "close",
+        "leave",
+        "raise",
+        # It collects all garbage of a large process.
+        pytest.param("forget", marks=pytest.mark.slow),
+        "close the client",
+    ],
+)
 async def test_a_stream_that_is_left_is_cancelled(
     async_client: AsyncClient, fake: FakeInference, how: str
 ) -> None:
@@ -294,6 +304,7 @@ async def test_no_call_is_left_running(async_client: AsyncClient, fake: FakeInfe
     assert (await async_client.generate("ab")).text == "ab"
 
 
+@pytest.mark.slow
 async def test_closed_clients_leave_no_connections(async_client: AsyncClient) -> None:
     """Half-read streams are no cycle: their connections do not wait for the garbage collector."""
     num_clients = 12

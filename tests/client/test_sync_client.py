@@ -104,7 +104,17 @@ def test_an_error_in_mid_stream_comes_after_the_pieces(
     assert list(stream) == []
 
 
-@pytest.mark.parametrize("how", ["close", "leave", "raise", "forget", "close the client"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "close",
+        "leave",
+        "raise",
+        # It collects all garbage of a large process.
+        pytest.param("forget", marks=pytest.mark.slow),
+        "close the client",
+    ],
+)
 def test_a_stream_that_is_left_is_cancelled(
     client: Client, service: FakeInThread, how: str
 ) -> None:

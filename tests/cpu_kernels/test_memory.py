@@ -33,6 +33,7 @@ def test_things_of_an_arena_lie_apart_in_whole_lines() -> None:
         assert (part == value).all()
 
 
+@pytest.mark.slow
 def test_a_thing_outlives_its_arena() -> None:
     arena = Arena()
     arena.take(100)

@@ -165,6 +165,7 @@ def test_the_gateway_has_one_name_within_whatever_the_profile(profile: str) -> N
     assert "gateway" in names
 
 
+@pytest.mark.slow
 def test_the_load_generator_takes_its_command_and_writes_where_it_may() -> None:
     told = load_compose()["services"]["bench"]
     python, module, name, *given = told["entrypoint"]

@@ -135,6 +135,7 @@ def test_decode_workers_are_filled_alike_by_uneven_lengths(
     assert fills[-1] <= 1.1
 
 
+@pytest.mark.slow
 def test_a_placement_looks_at_few_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = fleet_of(NUM_WORKERS // 2, NUM_WORKERS // 2)
     matched = dict.fromkeys(random.Random(1).sample(sorted(fleet.workers), MAX_MATCHES), 64)
@@ -158,6 +159,7 @@ def test_a_placement_looks_at_few_workers(monkeypatch: pytest.MonkeyPatch) -> No
         assert num_views <= 2 * NUM_DRAWN + MAX_MATCHES
 
 
+@pytest.mark.slow
 def test_the_only_worker_with_room_is_found_among_a_thousand() -> None:
     fleet = fleet_of(NUM_WORKERS // 2, NUM_WORKERS // 2)
     need = Need(500, 600, needs_decode=True)

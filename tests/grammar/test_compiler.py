@@ -138,6 +138,7 @@ async def test_a_compilation_that_does_not_end_is_killed() -> None:
         await compiler.close()
 
 
+@pytest.mark.slow
 async def test_a_death_of_another_cause_fails_that_request_alone(compiler: GrammarCompiler) -> None:
     await compiler.compile(output(regex="x"))
     pid = compiler.process.pid
@@ -162,6 +163,7 @@ async def test_one_requests_cancellation_disturbs_no_other(compiler: GrammarComp
     assert Grammar.from_bytes(await other) == Grammar.regex("w")
 
 
+@pytest.mark.slow
 async def test_white_space_in_json_is_what_the_option_says() -> None:
     for most in (0, 3):
         compiler = GrammarCompiler(FOLDER, max_whitespace=most, compile_timeout_s=30.0)

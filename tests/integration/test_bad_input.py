@@ -105,6 +105,7 @@ BAD = [
 ]
 
 
+@pytest.mark.slow
 async def test_each_is_refused_by_its_field_and_a_running_stream_goes_on(
     system: LiveSystem,
 ) -> None:

@@ -57,6 +57,7 @@ async def test_the_best_of_several_are_returned() -> None:
         await system.until_quiet()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("beam", "ours"),
     [

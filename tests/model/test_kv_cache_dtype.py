@@ -142,6 +142,7 @@ def test_what_cannot_be_kept_is_refused(
         load_engine(model, kv_cache_dtype=kv_cache_dtype, block_size=block_size, num_blocks=1)
 
 
+@pytest.mark.slow
 def test_the_box_model_keeps_its_likelihood() -> None:
     ids = (
         Tokenizer.from_file(str(BOX_MODEL / "tokenizer.json")).encode(inspect.getsource(heapq)).ids

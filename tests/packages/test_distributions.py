@@ -117,6 +117,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "unpacked"
 
 
+@pytest.mark.slow
 def test_the_client_needs_nothing_but_what_it_asks_for(wheel: Path) -> None:
     # -I -S: neither this folder nor an editable installation of the checkout is found.
     python = [sys.executable, "-I", "-S", "-c", PROGRAM]

@@ -66,6 +66,7 @@ def test_the_box_model_keeps_its_likelihood(
         assert loss(tmp_path / "new", text_ids, dtype) < original + BOUNDS[scheme]
 
 
+@pytest.mark.slow
 def test_the_box_model_keeps_its_likelihood_in_float8(
     tmp_path: Path, text_ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,7 @@ def test_servers_permit_what_channels_do(keepalive_ms: int) -> None:
 _WINDOW_BYTES, _PIECE_BYTES, _NUM_PIECES = 16384, 128, 2000
 
 
+@pytest.mark.slow
 async def test_a_window_bounds_what_waits_for_a_slow_reader() -> None:
     num_read = 0
     ahead: list[int] = []

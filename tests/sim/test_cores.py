@@ -119,6 +119,7 @@ def test_cancels_at_any_moment_leave_no_block_behind_and_disturb_nobody(core_see
     check_outputs(client, specs)
 
 
+@pytest.mark.slow
 def test_memory_pressure_preempts() -> None:
     seen: set[str] = set()
     for seed in range(6):
@@ -145,6 +146,7 @@ def test_sequences_that_move_between_decode_workers_and_are_swapped_lose_nothing
     check_outputs(client, specs)
 
 
+@pytest.mark.slow
 def test_moves_and_swaps_do_happen() -> None:
     seen: set[str] = set()
     num_swaps = 0

@@ -114,6 +114,7 @@ async def _scrapes() -> tuple[Scrape, Scrape]:
         return old, await pages()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("title", "expression"), list(expressions()))
 def test_each_query_of_the_board_returns_data(
     scrapes: tuple[Scrape, Scrape], title: str, expression: str

@@ -18,6 +18,8 @@ from tests.support.live_tiers import BOX_MODEL, LiveSystem, live_system
 from tests.support.metrics_page import fetch_metrics, free_ports
 from tests.support.otlp_receiver import OtlpReceiver, SeenSpan
 
+pytestmark = pytest.mark.slow
+
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT_ID = "b7ad6b7169203331"
 SLOW = {"oracle_step_ms": 5.0, "max_num_batched_tokens": 64}

@@ -31,6 +31,7 @@ each = pytest.mark.parametrize("name", NAMES)
 ROUNDED = ("afmoe", "dbrx", "dots1", "glm4_moe", "minimax_m2", "phimoe", "qwen2_moe")
 
 
+@pytest.mark.slow
 @each
 def test_greedy_tokens_are_those_of_generate(name: str, case_of: CaseOf) -> None:
     case = case_of(name)

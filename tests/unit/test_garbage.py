@@ -21,6 +21,7 @@ def threshold() -> Iterator[None]:
     gc.set_threshold(*before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("threshold")
 def test_a_step_makes_fewer_objects_than_are_looked_for() -> None:
     collect_garbage_less_often(_NUM_SEQS)
