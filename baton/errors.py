@@ -28,6 +28,7 @@ BatonError
         │   └── UnsupportedSetting    to Baton's own layers of its family
         ├── MissingTensor         the checkpoint lacks a tensor
         ├── TensorMismatch        a tensor has a shape the config does not allow
+        ├── AdapterError          a LoRA adapter does not fit, or asks for what is not supported
         └── UnsafeCheckpoint      it has weights as pickles only
 """
 
@@ -199,7 +200,7 @@ class PeerMismatch(BatonError):
         field: str,
         expected: str,
         actual: str,
-        fix: str = "give both workers the same model, dtype and version",
+        fix: str = "give both workers the same model, adapters, dtype and version",
     ) -> PeerMismatch:
         return cls(
             f"peer {peer}: {field} is {actual!r}, but {expected!r} is needed here; {fix}",
@@ -251,6 +252,10 @@ class UnsupportedSetting(UnsupportedModel):
 
 class MissingTensor(ModelError):
     """The checkpoint lacks a tensor."""
+
+
+class AdapterError(ModelError):
+    """A LoRA adapter cannot be read, is of another model, or asks for what is not supported."""
 
 
 class TensorMismatch(ModelError):

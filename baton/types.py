@@ -165,6 +165,17 @@ class SequenceSpec:
     num_choices: int = 1
     """Choices that share the prompt and part at the first token: choice, choice + 1, ...; 1 once
     there is output."""
+    adapter: str = ""
+    """Name of the LoRA adapter that computes it; empty for the model alone."""
+
+    @property
+    def prefix_key(self) -> bytes:
+        """Sequences of which another key is share no cached KV: they are of other tenants, or of
+        other adapters, whose KV differs. 16 bytes, or none for everybody's."""
+        if not self.adapter:
+            return self.tenant
+        name = self.adapter.encode()
+        return hashlib.blake2b(name, digest_size=16, key=self.tenant, person=b"adapter").digest()
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -401,6 +412,8 @@ class WorkerInfo:
     software_version: str = ""
     metrics_port: int = 0
     """Of its Prometheus page, on the host of its address; 0 if there is none."""
+    adapters: tuple[str, ...] = ()
+    """Names of its LoRA adapters, whose digest is in layout.fingerprint."""
 
 
 def tenant_of(cache_salt: str) -> bytes:

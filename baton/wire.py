@@ -62,7 +62,7 @@ def _plain(kind: type[Any], *composed: str) -> tuple[str, ...]:
 
 
 _LAYOUT, _NUMERICS = _plain(KvLayout), _plain(NumericsClass)
-_INFO = _plain(WorkerInfo, "identity", "tier", "layout", "numerics")
+_INFO = _plain(WorkerInfo, "identity", "tier", "layout", "numerics", "adapters")
 _LOAD = _plain(WorkerLoad, "blocks", "is_draining", "role")
 _SAMPLING = _plain(Sampling, "logit_bias", "stop_token_ids", "bad_words", "beam")
 _SEQUENCE = _plain(SequenceSpec, "prompt_token_ids", "output_token_ids", "sampling", "num_choices")
@@ -111,6 +111,7 @@ def info_to_proto(info: WorkerInfo) -> worker_pb2.GetWorkerInfoResponse:
         tier=worker_pb2.Tier.ValueType(info.tier),
         layout=layout_to_proto(info.layout),
         numerics=numerics_to_proto(info.numerics),
+        adapters=info.adapters,
     )
 
 
@@ -122,6 +123,7 @@ def info_from_proto(message: worker_pb2.GetWorkerInfoResponse) -> WorkerInfo:
         tier=Tier(message.tier),
         layout=layout_from_proto(message.layout),
         numerics=numerics_from_proto(message.numerics),
+        adapters=tuple(message.adapters),
     )
 
 

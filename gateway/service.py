@@ -61,8 +61,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         request: inference_pb2.ListModelsRequest,  # noqa: ARG002
         context: _Context,  # noqa: ARG002
     ) -> inference_pb2.ListModelsResponse:
-        """The one model."""
-        return inference_pb2.ListModelsResponse(models=[self._serving.model()])
+        """The one model, and its adapters."""
+        names = ("", *self._serving.facts.adapters)
+        return inference_pb2.ListModelsResponse(models=map(self._serving.model, names))
 
     async def GetModel(  # noqa: N802
         self,

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -166,11 +166,14 @@ class Serving:
         return await self.tokenizer.decode_all(list(request.token_ids), request.skip_special_tokens)
 
     def model(self, name: str = "") -> inference_pb2.Model:
-        """The one model, and its workers. Raises ModelNotFound for another name."""
+        """The one model, or an adapter of it, and the workers. Raises ModelNotFound for another
+        name."""
         facts = self.facts
         check_model(name, facts)
+        is_adapter = name in facts.adapters
         return inference_pb2.Model(
-            name=facts.name,
+            name=name if is_adapter else facts.name,
+            parent=facts.name if is_adapter else "",
             max_model_len=facts.max_model_len,
             vocab_size=facts.vocab_size,
             has_chat_template=facts.has_chat_template,
@@ -273,10 +276,19 @@ class Serving:
             has_chat_template=self._chat is not None,
             has_tools="tools" in (files.chat_template or ""),
             aliases=self._options.aliases,
+            adapters=_adapters_of(infos, {self._options.model_name, *self._options.aliases}),
             max_num_seqs=max((i.max_num_seqs for i in infos), default=MAX_CHOICES),
             max_token_chars=self.tokenizer.max_token_chars,
             sampling_defaults=self._options.sampling_defaults,
         )
+
+
+def _adapters_of(infos: Sequence[WorkerInfo], taken: Collection[str]) -> tuple[str, ...]:
+    """Those that every one of the workers has; a name that the model itself has means the model."""
+    if not infos:
+        return ()
+    common = set(infos[0].adapters).intersection(*(info.adapters for info in infos[1:]))
+    return tuple(name for name in infos[0].adapters if name in common and name not in taken)
 
 
 def _too_late() -> DeadlineExceeded:

@@ -87,8 +87,9 @@ gRPC port.
 over, and named in a `warning` header; one that would change the output and is not served (`suffix`,
 `functions`, `audio`, `documents`, `chat_template`, `use_beam_search`) is refused.
 
-`return_timing: true` adds `timing` to an answer, or to the last piece of a stream: milliseconds to
-the first token and what they were spent on, the bytes handed over, and who computed what.
+`return_timing: true` adds `timing` to an answer, or to the last piece of a stream (of
+`/v1/responses`, too): milliseconds to the first token and what they were spent on, the bytes handed
+over, and who computed what.
 
 Each answer has `x-request-id`: the one that was sent, with an ending that makes it unique, or a
 fresh one. `traceparent` is continued.

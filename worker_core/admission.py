@@ -220,7 +220,7 @@ class Admission:
         shares_prefixes = state.spec.shares_prefixes(len(spec.prompt_token_ids))
         is_scored_here = wants_prompt_logprobs(spec) and command.source is KvSource.LOCAL
         lease = state.pool.lease(
-            spec.tenant,
+            spec.prefix_key,
             spec.token_ids,
             spec.num_tokens + (command.destination is None),
             shares_prefixes=shares_prefixes and not is_scored_here,

@@ -133,6 +133,7 @@ class BeamGroup:
                     ),
                 ),
                 num_prompt_tokens=num_prompt_tokens,
+                adapter=self.spec.adapter,
             )
             for beam in self._beams
         )

@@ -70,7 +70,7 @@ class Preemption:
 
     def _bring_back(self, sequence: WorkerSequence) -> bool:
         lease = self._state.pool.lease(
-            sequence.spec.tenant,
+            sequence.spec.prefix_key,
             sequence.token_ids,
             len(sequence.token_ids),
             shares_prefixes=self._state.spec.shares_prefixes(sequence.num_prompt_tokens),

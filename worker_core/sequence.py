@@ -277,6 +277,7 @@ class WorkerSequence:
             rows,
             self.num_prompt_tokens,
             self.drawing_row if num_undrawn else None,
+            self.spec.adapter,
         )
         return (part,)
 

@@ -182,6 +182,8 @@ class Model:
     workers: tuple[WorkerStatus, ...]
     sampling_defaults: SamplingParams = field(default_factory=SamplingParams)
     """What requests get that leave it out, by the model's generation_config.json."""
+    parent: str = ""
+    """Of a LoRA adapter, the name of the model that it is for; empty for the model itself."""
 
 
 _T = TypeVar("_T", Usage, TimeToFirstToken, Timing, WorkerStatus)
@@ -238,6 +240,7 @@ def model_of(model: inference_pb2.Model) -> Model:
         has_chat_template=model.has_chat_template,
         workers=tuple(map(_worker_status, model.workers)),
         sampling_defaults=_sampling_of(model.sampling_defaults),
+        parent=model.parent,
     )
 
 

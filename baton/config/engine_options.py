@@ -6,7 +6,16 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from baton.config.fields import BlockSize, ByteSize, Count, Device, Dtype, KvDtype, ModelImpl
+from baton.config.fields import (
+    BlockSize,
+    ByteSize,
+    Count,
+    Device,
+    Dtype,
+    KvDtype,
+    LoraModules,
+    ModelImpl,
+)
 from baton.config.options import ModelOptions
 
 
@@ -56,6 +65,27 @@ class EngineOptions(ModelOptions):
     """Most new tokens in one batch: longer prompts are computed in chunks."""
     layer_group_size: Count = 4
     """Layers that are sent together while the last chunk of a prompt is computed."""
+
+    lora_modules: LoraModules = ()
+    """LoRA adapters, NAME=PATH, that requests may name in place of the model: PATH is a folder as
+    PEFT saves one. Repeat the option or separate with commas for several. All workers of both tiers
+    need the same ones."""
+    max_lora_rank: Count = 16
+    """Largest rank of an adapter."""
+
+    @property
+    def adapter_paths(self) -> dict[str, str]:
+        """Folders of --lora-modules, by name."""
+        return {name: path for name, _, path in (m.partition("=") for m in self.lora_modules)}
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> Self:
+        if self.model_name in self.adapter_paths:
+            raise ValueError(
+                f"--lora-modules: {self.model_name!r} is the model's own name; give the adapter "
+                "another"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:

@@ -94,6 +94,18 @@ def _check_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
     return addresses
 
 
+def _check_modules(modules: tuple[str, ...]) -> tuple[str, ...]:
+    names = []
+    for module in modules:
+        name, _, path = module.partition("=")
+        if not (name.strip() and path.strip()):
+            raise ValueError(f"{module!r} is no adapter; give NAME=PATH")
+        names.append(name)
+    if len(set(names)) != len(names):
+        raise ValueError("give each name once")
+    return modules
+
+
 def _check_registry(url: str) -> str:
     if re.fullmatch(r"rediss?://[^\s/?#]+(/\d+)?", url, re.ASCII) is None:
         raise ValueError("give redis://host:port/db, special characters of a password as %XX")
@@ -142,6 +154,14 @@ ApiKeys = Annotated[
 
 #: Given by repeating the option or with commas.
 Names = Annotated[tuple[NonEmpty, ...], BeforeValidator(_split_commas)]
+
+#: Adapters, NAME=PATH, given by repeating the option or with commas.
+LoraModules = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_split_commas),
+    AfterValidator(_check_modules),
+    Field(json_schema_extra={"metavar": "NAME=PATH"}),
+]
 
 #: Names in certificates.
 PeerNames = Names

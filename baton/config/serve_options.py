@@ -52,6 +52,16 @@ class ServeOptions(
     one device; if not given, all workers have alike."""
 
     @model_validator(mode="after")
+    def _check_aliases(self) -> Self:
+        both = sorted(set(self.served_model_aliases) & set(self.adapter_paths))
+        if both:
+            raise ValueError(
+                f"--lora-modules: {both[0]!r} is one of --served-model-aliases; give the adapter "
+                "another name"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_devices(self) -> Self:
         if self.device not in ("auto", "cuda") and (self.prefill_devices or self.decode_devices):
             option = "prefill-devices" if self.prefill_devices else "decode-devices"

@@ -78,6 +78,7 @@ class SequenceSlice(NamedTuple):
     `shared_prompt_limit` read it.
     follows: if set, the slice's one new token is what that row of the launch just before draws,
     rows being counted over all its slices; token_ids is then FOLLOWING.
+    adapter: which of the engine's adapters computes it; empty for the model alone.
     """
 
     token_ids: Sequence[int]
@@ -86,6 +87,7 @@ class SequenceSlice(NamedTuple):
     rows: tuple[SampleRow, ...] = ()
     num_prompt_tokens: int = 0
     follows: int | None = None
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,8 @@ class EngineSpec:
     numerics: NumericsClass = UNKNOWN_NUMERICS
     dtype_reason: str = ""
     """Why it computes in that type, for people."""
+    adapters: tuple[str, ...] = ()
+    """Names of the adapters that slices may ask for, in order."""
 
     def shares_prefixes(self, num_prompt_tokens: int) -> bool:
         """Whether KV of such a prompt may be found by, and taken from, other prompts that begin

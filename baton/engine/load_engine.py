@@ -4,20 +4,23 @@ read and the KV pool is made."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from baton.engine.dtype import choose_dtype
 from baton.engine.graph_device import GraphDevice
 from baton.engine.interface import EngineSpec
-from baton.engine.model_source import EnginePlan, Graphs, model_source
+from baton.engine.model_source import EnginePlan, Graphs, ModelSource, model_source
 from baton.engine.numerics import numerics_of
 from baton.engine.torch_engine import TorchEngine
 from baton.engine.warm_up import warm_up
 from baton.errors import ConfigError
+from baton.model.adapters import Adapter, adapters_digest
 from baton.model.checkpoint import find_shards, naming_model, resolve_checkpoint
 from baton.model.config import DTYPES
 from baton.model.host_memory import available_memory_bytes
@@ -26,6 +29,8 @@ from baton.model.weights import ProgressHook
 from baton.start_log import report_phase
 from baton.types import FALLBACK_NOTICE, SCALE_BYTES, SCALED_DTYPES, KvLayout
 from baton_kernels.cpu.library import why_none
+
+NO_MODULES: Mapping[str, str] = MappingProxyType({})
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +54,8 @@ def load_engine(
     served_model_name: str | None = None,
     num_threads: int | None = None,
     tensor_parallel_size: int = 1,
+    lora_modules: Mapping[str, str] = NO_MODULES,
+    max_lora_rank: int = 16,
     make_graphs: Callable[[torch.device], GraphDevice] | None = None,
     max_graph_seqs: int | None = None,
     on_plan: Callable[[MemoryPlan], None] | None = None,
@@ -60,8 +67,9 @@ def load_engine(
     plan before anything is loaded; by default it is logged. `progress` sees each tensor read; by
     default there is a bar on a terminal. make_graphs: what records decode steps, of up to
     max_graph_seqs sequences; if not given, all steps run eagerly, as those of transformers' models
-    always do. It needs Triton's kernels. max_graph_seqs: max_num_seqs, if not given. Raises
-    ConfigError and ModelError (see baton.errors).
+    always do. It needs Triton's kernels. max_graph_seqs: max_num_seqs, if not given. lora_modules:
+    folders of LoRA adapters, of max_lora_rank at most, by the names that slices ask for them by.
+    Raises ConfigError and ModelError (see baton.errors).
     """
     size = tensor_parallel_size
     if num_threads is not None or size > 1:
@@ -86,14 +94,16 @@ def load_engine(
         dtype=kv_name,
         block_size=block_size,
     )
+    adapters = _read_adapters(source, lora_modules, max_lora_rank, chosen.name, where, size)
     graphs = None
     if make_graphs is not None:
         graphs = Graphs(make_graphs, min(max_graph_seqs or max_num_seqs, max_num_seqs))
-    settled = EnginePlan(where, chosen.name, sizes, 0, longest, size)
+    settled = EnginePlan(where, chosen.name, sizes, 0, longest, size, adapters)
     memory = plan_blocks(
         sizes,
         dtype=chosen.name,
-        weights=source.weight_bytes(chosen.name, where, size),
+        weights=source.weight_bytes(chosen.name, where, size)
+        + sum(adapter.num_bytes for adapter in adapters.values()),
         activations=source.activation_bytes(
             chosen.name, max_num_batched_tokens, max_num_seqs, longest
         ),
@@ -116,7 +126,10 @@ def load_engine(
     report_phase("loading weights")
     with naming_model(model):
         loaded = source.load(replace(settled, num_blocks=memory.num_blocks), progress)
-    layout = replace(sizes, fingerprint=f"{loaded.digest}:{source.kv_digest}")
+    digests = [loaded.digest, source.kv_digest]
+    if adapters:
+        digests.append(adapters_digest(adapters))
+    layout = replace(sizes, fingerprint=":".join(digests))
     spec = EngineSpec(
         model=served_model_name or model,
         layout=layout,
@@ -129,6 +142,7 @@ def load_engine(
         computes_aside=where.type == "cuda",
         numerics=numerics_of(where, chosen.name, source.kernels),
         dtype_reason=chosen.reason,
+        adapters=tuple(adapters),
     )
     if spec.numerics.is_fallback:
         _log.warning("%s (%s)", FALLBACK_NOTICE, why_none())
@@ -139,6 +153,27 @@ def load_engine(
     if where.type == "cuda":
         warm_up(engine, max_num_batched_tokens, max_num_seqs, _report_warm_up)
     return engine
+
+
+def _read_adapters(
+    source: ModelSource,
+    lora_modules: Mapping[str, str],
+    max_rank: int,
+    dtype: str,
+    device: torch.device,
+    num_ranks: int,
+) -> dict[str, Adapter]:
+    """By name. Raises ConfigError, AdapterError."""
+    if lora_modules and num_ranks > 1:
+        raise ConfigError.of(
+            "tensor_parallel_size",
+            num_ranks,
+            "adapters run on one rank only; leave it out, or --lora-modules",
+        )
+    return {
+        name: source.read_adapter(Path(path), dtype, device, max_rank)
+        for name, path in lora_modules.items()
+    }
 
 
 def waiting_for(device: torch.device) -> Callable[[], None]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,6 +16,7 @@ from baton.engine.graph_device import GraphDevice
 from baton.engine.step_runner import EagerSteps, Followers, StepModel, StepRunner, TensorPool
 from baton.engine.tensor_parallel.start import check_ranks, start_followers
 from baton.errors import ConfigError, UnsupportedModel
+from baton.model.adapters import Adapter, load_adapter
 from baton.model.config import ModelConfig, choose_implementation, read_config
 from baton.model.load import keeps_stored_levels, load_parameters
 from baton.model.memory_plan import activation_bytes, weight_bytes
@@ -42,7 +43,7 @@ class Graphs:
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
     """What is settled before a model is loaded. dtype: of weights and of what is computed; layout:
-    of the whole model's KV, without a fingerprint; max_len: in tokens."""
+    of the whole model's KV, without a fingerprint; max_len: in tokens; adapters: by name."""
 
     device: torch.device
     dtype: str
@@ -50,6 +51,7 @@ class EnginePlan:
     num_blocks: int
     max_len: int
     num_ranks: int
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
 
 
 class ModelSource(Protocol):
@@ -89,6 +91,12 @@ class ModelSource(Protocol):
 
     def check_ranks(self, size: int, device: torch.device) -> None:
         """Raise ConfigError unless so many ranks can share the model on this kind of device."""
+        ...
+
+    def read_adapter(
+        self, folder: Path, dtype: str, device: torch.device, max_rank: int
+    ) -> Adapter:
+        """A LoRA adapter of this model. Raises AdapterError."""
         ...
 
     def weight_bytes(self, dtype: str, device: torch.device, num_ranks: int) -> int:
@@ -160,6 +168,12 @@ class NativeModel:
         """See ModelSource."""
         check_ranks(self._config, size, device)
 
+    def read_adapter(
+        self, folder: Path, dtype: str, device: torch.device, max_rank: int
+    ) -> Adapter:
+        """See ModelSource."""
+        return load_adapter(folder, self._config, getattr(torch, dtype), device, max_rank)
+
     def weight_bytes(self, dtype: str, device: torch.device, num_ranks: int) -> int:
         """See ModelSource."""
         keeps = keeps_stored_levels(self._config, getattr(torch, dtype), device)
@@ -213,7 +227,7 @@ class _LoadedNative:
         ranks = self.followers.ranks
         own = ranks.shard.attention_config(self._config)
         decoder = make_decoder(own, self._parameters, pool.tensor.dtype, ranks)
-        parts = StepModel(own, decoder, self._rope, pool)
+        parts = StepModel(own, decoder, self._rope, pool, self._plan.adapters)
         eager = EagerSteps(parts, self.followers)
         if graphs is None:
             return eager

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -70,6 +71,7 @@ class OracleOptions:
     token_s: float = 0.0
     poison_token_id: int = -1
     model: str = "oracle"
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +94,8 @@ class OracleEngine(Engine):
     given to others too early are written all the same, and so the output of these changes."""
 
     def __init__(self, options: OracleOptions) -> None:
-        layout = KvLayout("oracle", options.num_layers, 1, 2, "int64", options.block_size)
+        fingerprint = ":".join(("oracle", *sorted(options.adapters)))
+        layout = KvLayout(fingerprint, options.num_layers, 1, 2, "int64", options.block_size)
         self._options = options
         self._kv = ArrayKvPool(layout, options.num_blocks)
         self._weights = _slot_weights(layout)
@@ -110,6 +113,7 @@ class OracleEngine(Engine):
             max_num_launches=2,
             computes_aside=True,
             numerics=NumericsClass("oracle", dtype="int64"),
+            adapters=options.adapters,
         )
 
     @property
@@ -162,8 +166,9 @@ class OracleEngine(Engine):
             slot = int(data[block_id, 0, 0, 0, position % size, 0])
             state = slot ^ int(self._weights[0, 0, 0, 0])
         states = np.empty(len(part.token_ids), dtype=np.uint64)
+        own = zlib.crc32(part.adapter.encode())
         for index, token_id in enumerate(part.token_ids):
-            states[index] = state = mix(state ^ (token_id + 1) * 0xD6E8FEB86659FD93)
+            states[index] = state = mix(state ^ (token_id + 1) * 0xD6E8FEB86659FD93 ^ own)
         slots = states[:, np.newaxis] ^ self._weights[..., np.newaxis, :]
         end = part.start + len(states)
         for index in range(part.start // size, -(-end // size)):
@@ -233,6 +238,7 @@ def oracle_tokens(
     vocab_size: int,
     choice: int = 0,
     allowed: Callable[[Sequence[int]], bytes | None] | None = None,
+    adapter: str = "",
 ) -> list[int]:
     """The output that a whole, undisturbed request gets from any oracle engine of default shape.
 
@@ -244,7 +250,7 @@ def oracle_tokens(
     while True:
         mask = allowed(token_ids[len(prompt) :]) if allowed else None
         row = SampleRow(len(token_ids) - start - 1, sampling, token_ids, len(prompt), choice, mask)
-        part = SequenceSlice(token_ids[start:], start, [0], (row,))
+        part = SequenceSlice(token_ids[start:], start, [0], (row,), adapter=adapter)
         start = len(token_ids)
         token_ids.append(engine.forward(Batch((part,)))[0][0].token_id)
         num_output = len(token_ids) - len(prompt)
@@ -258,6 +264,7 @@ def oracle_beams(
     sampling: Sampling,
     vocab_size: int,
     allowed: Callable[[Sequence[int]], bytes | None] | None = None,
+    adapter: str = "",
 ) -> tuple[Hypothesis, ...]:
     """What a whole, undisturbed beam search finds on any oracle engine of default shape. allowed:
     as of oracle_tokens."""
@@ -269,7 +276,8 @@ def oracle_beams(
         for token_ids in beams:
             mask = allowed(token_ids[len(prompt) :]) if allowed else None
             row = SampleRow(len(token_ids) - 1, sampling, token_ids, len(prompt), allowed=mask)
-            ((one,),) = engine.forward(Batch((SequenceSlice(token_ids, 0, [0], (row,)),)))
+            part = SequenceSlice(token_ids, 0, [0], (row,), adapter=adapter)
+            ((one,),) = engine.forward(Batch((part,)))
             offered.append(one.logprobs.top if one.logprobs else ())
         step = search.step(offered)
         if step.is_over:

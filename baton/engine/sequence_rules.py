@@ -48,6 +48,8 @@ def _faults(spec: SequenceSpec, engine: EngineSpec) -> Iterator[str]:
     largest = max(max(spec.prompt_token_ids, default=0), max(spec.output_token_ids, default=0))
     if largest >= engine.vocab_size:
         yield f"prompt.token_ids: {largest} {_not_below(engine.vocab_size)}"
+    if spec.adapter and spec.adapter not in engine.adapters:
+        yield f"adapter: {spec.adapter!r} is not loaded here; start the worker with --lora-modules"
     if not 1 <= spec.num_choices <= MAX_WIDTH:
         yield f"num_choices: {spec.num_choices}, must be 1 to {MAX_WIDTH}"
     yield from _sampling_faults(spec.sampling, engine.vocab_size)

@@ -155,8 +155,11 @@ class ReplayedStep:
 
 
 def _is_decode(batch: Batch) -> bool:
-    """Whether each sequence has one new token, and draws one after it."""
+    """Whether each sequence has one new token, and draws one after it, by the model alone."""
     return bool(batch.slices) and all(
-        len(part.token_ids) == 1 and len(part.rows) == 1 and part.rows[0].scored_token_id is None
+        len(part.token_ids) == 1
+        and len(part.rows) == 1
+        and part.rows[0].scored_token_id is None
+        and not part.adapter
         for part in batch.slices
     )

@@ -3,9 +3,9 @@ sample rows when they are wanted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from baton.engine.interface import Batch, KvPool
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.engine.torch_step import pack_batch, take_drawn
+from baton.model.adapters import Adapter
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
 from baton.model.rope import Rope
@@ -122,12 +123,13 @@ class StepRunner(Protocol):
 @dataclass(frozen=True, slots=True)
 class StepModel:
     """What steps are made of. config: with the heads that are here; kv: the pool that is read and
-    written."""
+    written; adapters: by name."""
 
     config: ModelConfig
     decoder: Decoder
     rope: Rope
     kv: TensorPool
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +164,15 @@ class EagerSteps:
         self, batch: Batch, layer_done: LayerDone | None, drawn: torch.Tensor | None = None
     ) -> EagerStep:
         """See StepRunner."""
-        config, decoder, pool = self._model.config, self._model.decoder, self._model.kv
+        model, config, decoder = self._model, self._model.config, self._model.decoder
+        pool = model.kv
         if not batch.slices:
             states = torch.empty(0, config.hidden_size)
             return EagerStep(states, decoder, self._followers)
         with self._followers.step(batch, is_told=layer_done is not None):
-            packed = pack_batch(batch, config, self._model.rope, pool.tensor, decoder.dtype)
+            packed = pack_batch(
+                batch, config, model.rope, pool.tensor, decoder.dtype, model.adapters
+            )
             take_drawn(packed.token_ids, batch, drawn)
             states = decoder.forward(packed, pool.tensor, layer_done, pool.scales)
         return EagerStep(states, decoder, self._followers)

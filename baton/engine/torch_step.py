@@ -4,21 +4,25 @@ are at fault."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
+from types import MappingProxyType
 
 import torch
 
 from baton.cache.block_table import BlockTable
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.errors import EngineFault
+from baton.model.adapters import Adapter
 from baton.model.config import ModelConfig
-from baton.model.decoder import PackedBatch, PackedTokens
+from baton.model.decoder import AdapterRows, PackedBatch, PackedTokens
 from baton.model.rope import Rope
 from baton.sampling.edits import names_unknown_token
 from baton_kernels.host_copy import to_device
 from baton_kernels.kv_write import block_rows
 from baton_kernels.paged_attention import AttentionSlice, plan_attention
+
+NO_ADAPTERS: Mapping[str, Adapter] = MappingProxyType({})
 
 
 def fault(reason: str, slices: Sequence[int]) -> EngineFault:
@@ -100,9 +104,15 @@ def pack_tokens(batch: Batch, pool: torch.Tensor) -> PackedTokens:
 
 
 def pack_batch(
-    batch: Batch, config: ModelConfig, rope: Rope, pool: torch.Tensor, dtype: torch.dtype
+    batch: Batch,
+    config: ModelConfig,
+    rope: Rope,
+    pool: torch.Tensor,
+    dtype: torch.dtype,
+    adapters: Mapping[str, Adapter] = NO_ADAPTERS,
 ) -> PackedBatch:
-    """The metadata of one step over `pool`, on its device, of a model that computes in `dtype`."""
+    """The metadata of one step over `pool`, on its device, of a model that computes in `dtype`.
+    adapters: those that slices may name."""
     tokens = pack_tokens(batch, pool)
     positions = tokens.positions
     lengths = to_device(_rope_lengths(batch), pool.device) if rope.is_dynamic else positions
@@ -113,7 +123,30 @@ def pack_batch(
         window: plan_attention(tokens.slices, pool, heads, scale, window, dtype)
         for window in set(config.windows)
     }
-    return PackedBatch(tokens.token_ids, rotations, tokens.first_rows, plans, tokens.sampled)
+    rows = _adapter_rows(batch, adapters, pool.device)
+    return PackedBatch(tokens.token_ids, rotations, tokens.first_rows, plans, tokens.sampled, rows)
+
+
+def _adapter_rows(
+    batch: Batch, adapters: Mapping[str, Adapter], device: torch.device
+) -> tuple[AdapterRows, ...]:
+    """Raises EngineFault of slices that name an adapter that is not there."""
+    wanted = [part.adapter for part in batch.slices]
+    if not any(wanted):
+        return ()
+    if wrong := [index for index, name in enumerate(wanted) if name and name not in adapters]:
+        raise fault(f"adapter {wanted[wrong[0]]!r} is not loaded", wrong)
+    of_tokens = [part.adapter for part in batch.slices for _ in part.token_ids]
+    _, sampled, _ = sample_rows(batch)
+    of_sampled = [of_tokens[row] for row in sampled]
+
+    def rows(name: str, owners: Sequence[str]) -> torch.Tensor:
+        return to_device(_tensor(i for i, owner in enumerate(owners) if owner == name), device)
+
+    names = sorted(set(wanted) - {""})
+    return tuple(
+        AdapterRows(adapters[name], rows(name, of_tokens), rows(name, of_sampled)) for name in names
+    )
 
 
 def _sampled(batch: Batch, device: torch.device) -> torch.Tensor | None:

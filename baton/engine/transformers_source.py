@@ -21,7 +21,8 @@ from baton.engine.interface import Batch
 from baton.engine.model_source import EnginePlan, Graphs, LoadedModel
 from baton.engine.step_runner import Followers, LayerDone, NoFollowers, TensorPool
 from baton.engine.torch_step import pack_tokens, take_drawn
-from baton.errors import ConfigError
+from baton.errors import AdapterError, ConfigError
+from baton.model.adapters import Adapter
 from baton.model.transformers_backend.describe import describe
 from baton.model.transformers_backend.load import TransformersDecoder, load_model
 from baton.model.weights import ProgressHook, digest_checkpoint, terminal_progress
@@ -53,6 +54,19 @@ class TransformersModel:
                 f"{self._description.architecture} runs by transformers' code, which no ranks "
                 "share; leave it out",
             )
+
+    def read_adapter(
+        self,
+        folder: Path,
+        dtype: str,  # noqa: ARG002
+        device: torch.device,  # noqa: ARG002
+        max_rank: int,  # noqa: ARG002
+    ) -> Adapter:
+        """See ModelSource. Not supported."""
+        raise AdapterError(
+            f"{folder}: {self._description.architecture} runs by transformers' code, which takes "
+            "no adapters here; merge the adapter into the model, and serve that"
+        )
 
     def weight_bytes(self, dtype: str, device: torch.device, num_ranks: int) -> int:  # noqa: ARG002
         """See ModelSource. A tied output layer has a copy of its own."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from baton.model.adapters import Adapter, AdapterLayer, LowRank
 from baton.model.config import ModelConfig
 from baton.model.packed import PackedLayer, PackedParameters
 from baton.model.rope import Rotation
@@ -48,11 +49,25 @@ class PackedTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """The tokens of a step that one adapter is for: rows [tokens of it] int64 of the step's tokens,
+    and sampled of the sampled ones; an adapter is for no other's rows."""
+
+    adapter: Adapter
+    rows: torch.Tensor
+    sampled: torch.Tensor
+
+
+#: What is added to some rows of a layer's products.
+_Added = Sequence[tuple[AdapterLayer, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
 class PackedBatch:
     """What the layers of baton's own families need to know of a step. All on the engine's device.
 
     token_ids, first_rows, sampled: see PackedTokens; rotations: by AttentionShape.rope, of the
-    model's dtype; plans by window.
+    model's dtype; plans by window; adapters: for some of the tokens.
     """
 
     token_ids: torch.Tensor
@@ -60,6 +75,7 @@ class PackedBatch:
     first_rows: torch.Tensor
     plans: Mapping[int | None, AttentionPlan]
     sampled: torch.Tensor | None
+    adapters: tuple[AdapterRows, ...] = ()
 
 
 class Decoder:
@@ -109,12 +125,16 @@ class Decoder:
         rows = head_rows(batch.first_rows, pool)
         last = len(parameters.layers) - 1
         for index, layer in enumerate(parameters.layers):
-            mixed = self._attention(index, layer, hidden, batch, rows, pool, scales, layer_done)
+            added: _Added = [(each.adapter.layers[index], each.rows) for each in batch.adapters]
+            mixed = self._attention(
+                index, layer, hidden, batch, rows, pool, scales, layer_done, added
+            )
             if index == last and batch.sampled is not None:
                 hidden, mixed = hidden[batch.sampled], mixed[batch.sampled]
-            output = layer.attention.output
-            hidden = self._add(output, ranks.gather(mixed), hidden, layer.after_attention)
-            hidden = self._mlp(index, layer, hidden)
+                added = [(each.adapter.layers[index], each.sampled) for each in batch.adapters]
+            output, own = layer.attention.output, _of(added, _output)
+            hidden = self._add(output, ranks.gather(mixed), hidden, layer.after_attention, own)
+            hidden = self._mlp(index, layer, hidden, added)
         return _norm(parameters.norm, hidden)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -141,12 +161,14 @@ class Decoder:
         pool: torch.Tensor,
         scales: torch.Tensor | None,
         layer_done: Callable[[int], None] | None,
+        added: _Added = (),
     ) -> torch.Tensor:
         """The results of this rank's heads [tokens, heads * head_dim], before the output layer."""
         attention, shape = layer.attention, layer.attention.shape
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         normalised = _norm(layer.before_attention, hidden)
-        fused = attention.qkv(normalised).view(-1, heads + 2 * kv_heads, dim)
+        fused = _adapted(attention.qkv(normalised), normalised, _of(added, _qkv))
+        fused = fused.view(-1, heads + 2 * kv_heads, dim)
         query, key, value = fused.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
         query, key = _norm_heads(attention.q_norm, query), _norm_heads(attention.k_norm, key)
         cos, sin = batch.rotations[shape.rope]
@@ -158,15 +180,19 @@ class Decoder:
         terms = ScoreTerms(shape.softcap, attention.sinks)
         return paged_attention(query, key, value, pool, index, plan, scales, terms).flatten(1)
 
-    def _mlp(self, index: int, layer: PackedLayer, hidden: torch.Tensor) -> torch.Tensor:
+    def _mlp(
+        self, index: int, layer: PackedLayer, hidden: torch.Tensor, added: _Added = ()
+    ) -> torch.Tensor:
         x = _norm(layer.before_mlp, hidden)
         if isinstance(layer.mlp, Experts):
             return self._experts(layer.mlp, self._grouped[index], x, hidden, layer.after_mlp)
-        return self._add(layer.mlp.down, self._gated(layer.mlp, x), hidden, layer.after_mlp)
+        inner = self._gated(layer.mlp, x, _of(added, _gate_up))
+        return self._add(layer.mlp.down, inner, hidden, layer.after_mlp, _of(added, _down))
 
-    def _gated(self, mlp: Mlp[Linear], x: torch.Tensor) -> torch.Tensor:
+    def _gated(self, mlp: Mlp[Linear], x: torch.Tensor, own: _Own = ()) -> torch.Tensor:
         """What goes into the MLP's last layer, whole on every rank."""
-        return self._ranks.gather(GATES[mlp.activation](mlp.gate_up(x)))
+        gate_up = _adapted(mlp.gate_up(x), x, own)
+        return self._ranks.gather(GATES[mlp.activation](gate_up))
 
     def _experts(
         self,
@@ -188,13 +214,18 @@ class Decoder:
         return hidden + _norm(after, ranks.gather(combine(parts, weights, shared, None)))
 
     def _add(
-        self, linear: Linear, x: torch.Tensor, hidden: torch.Tensor, after: PackedNorm | None
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+        hidden: torch.Tensor,
+        after: PackedNorm | None,
+        own: _Own = (),
     ) -> torch.Tensor:
         """hidden + after(linear(x)), whole on every rank."""
         ranks = self._ranks
         if after is None:
-            return ranks.gather(linear(x, ranks.own(hidden)))
-        return hidden + _norm(after, ranks.gather(linear(x)))
+            return ranks.gather(_adapted(linear(x, ranks.own(hidden)), x, own))
+        return hidden + _norm(after, ranks.gather(_adapted(linear(x), x, own)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +239,39 @@ class _Grouped:
     def of(cls, mlp: Experts[Linear, torch.Tensor]) -> _Grouped:
         gate_ups = [expert.gate_up for expert in mlp.experts]
         return cls(GroupedLinear(gate_ups), GroupedLinear([expert.down for expert in mlp.experts]))
+
+
+#: What is added to some rows of one product, where anything is.
+_Own = Sequence[tuple[LowRank, torch.Tensor]]
+
+
+def _of(added: _Added, part: Callable[[AdapterLayer], LowRank | None]) -> _Own:
+    found = ((part(layer), rows) for layer, rows in added)
+    return [(own, rows) for own, rows in found if own is not None]
+
+
+def _adapted(y: torch.Tensor, x: torch.Tensor, own: _Own) -> torch.Tensor:
+    """y [rows, num_out] with what adapters make of their rows of x [rows, num_in] added, in
+    place."""
+    for low_rank, rows in own:
+        y[rows] = low_rank.add(x[rows], y[rows])
+    return y
+
+
+def _qkv(layer: AdapterLayer) -> LowRank | None:
+    return layer.attention.qkv
+
+
+def _output(layer: AdapterLayer) -> LowRank | None:
+    return layer.attention.output
+
+
+def _gate_up(layer: AdapterLayer) -> LowRank | None:
+    return layer.mlp.gate_up if isinstance(layer.mlp, Mlp) else None
+
+
+def _down(layer: AdapterLayer) -> LowRank | None:
+    return layer.mlp.down if isinstance(layer.mlp, Mlp) else None
 
 
 def _norm_heads(norm: PackedNorm | None, heads: torch.Tensor) -> torch.Tensor:

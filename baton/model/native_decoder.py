@@ -59,7 +59,9 @@ class NativeDecoder(Decoder):
         layer_done: Callable[[int], None] | None = None,
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See Decoder.forward."""
+        """See Decoder.forward. Tokens with adapters go operation by operation."""
+        if batch.adapters:
+            return super().forward(batch, pool, layer_done, scales)
         config = self._config
         hidden = self.embed(batch.token_ids)
         mixed = hidden.new_empty(hidden.shape[0], config.num_heads * config.head_dim)

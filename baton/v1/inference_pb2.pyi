@@ -229,7 +229,7 @@ class GenerateRequest(message.Message):
     CACHE_SALT_FIELD_NUMBER: builtins.int
     RESUME_FROM_FIELD_NUMBER: builtins.int
     model: builtins.str
-    """Name of the model; empty means the only one served."""
+    """Name of the model, or of a LoRA adapter that its workers have; empty means the model that is served."""
     priority: builtins.int
     """Lower numbers are served first among the requests of one API key, or cache_salt where there are no keys; equal ones in
     order of arrival. Range -1000..1000; default 0.
@@ -759,6 +759,7 @@ class Model(message.Message):
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: builtins.int
     WORKERS_FIELD_NUMBER: builtins.int
     SAMPLING_DEFAULTS_FIELD_NUMBER: builtins.int
+    PARENT_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Name to put into requests."""
     max_model_len: builtins.int
@@ -767,6 +768,8 @@ class Model(message.Message):
     """Number of token ids."""
     has_chat_template: builtins.bool
     """Whether the tokenizer has a chat template."""
+    parent: builtins.str
+    """Of a LoRA adapter: name of the model that it is for; empty for the model itself."""
     @builtins.property
     def workers(self) -> containers.RepeatedCompositeFieldContainer[WorkerStatus]:
         """The gateway's view of the workers that serve it."""
@@ -786,10 +789,11 @@ class Model(message.Message):
         has_chat_template: builtins.bool = ...,
         workers: abc.Iterable[WorkerStatus] | None = ...,
         sampling_defaults: sampling_pb2.SamplingParams | None = ...,
+        parent: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["sampling_defaults", b"sampling_defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["has_chat_template", b"has_chat_template", "max_model_len", b"max_model_len", "name", b"name", "sampling_defaults", b"sampling_defaults", "vocab_size", b"vocab_size", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["has_chat_template", b"has_chat_template", "max_model_len", b"max_model_len", "name", b"name", "parent", b"parent", "sampling_defaults", b"sampling_defaults", "vocab_size", b"vocab_size", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,6 +36,7 @@ class SequenceState(message.Message):
     TRACEPARENT_FIELD_NUMBER: builtins.int
     TRACESTATE_FIELD_NUMBER: builtins.int
     NUM_CHOICES_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Names the request in logs and errors; never used as a key to memory."""
     choice: builtins.int
@@ -52,6 +53,8 @@ class SequenceState(message.Message):
     """W3C tracestate beside it: what vendors on the request's way add; empty if there is none."""
     num_choices: builtins.int
     """Choices that share the prompt and part at the first token of output: choice, choice + 1, ...; 0 means 1. More than 1 only without output tokens."""
+    adapter: builtins.str
+    """Name of the LoRA adapter that computes it; empty for the model alone. Workers without it refuse the sequence."""
     @builtins.property
     def prompt_token_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens of the prompt, at least 1."""
@@ -78,9 +81,10 @@ class SequenceState(message.Message):
         traceparent: builtins.str = ...,
         tracestate: builtins.str = ...,
         num_choices: builtins.int = ...,
+        adapter: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["arrival_ns", b"arrival_ns", "choice", b"choice", "num_choices", b"num_choices", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["adapter", b"adapter", "arrival_ns", b"arrival_ns", "choice", b"choice", "num_choices", b"num_choices", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...

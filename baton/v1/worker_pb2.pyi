@@ -104,6 +104,7 @@ class GetWorkerInfoResponse(message.Message):
     MAX_LOCAL_PREFILL_TOKENS_FIELD_NUMBER: builtins.int
     NUMERICS_FIELD_NUMBER: builtins.int
     METRICS_PORT_FIELD_NUMBER: builtins.int
+    ADAPTERS_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """Unique name among all workers."""
     generation: builtins.int
@@ -140,6 +141,10 @@ class GetWorkerInfoResponse(message.Message):
     def numerics(self) -> numerics_pb2.NumericsClass:
         """How it rounds."""
 
+    @builtins.property
+    def adapters(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of its LoRA adapters. Their digest is part of layout.fingerprint, so that workers that work together have the same ones."""
+
     def __init__(
         self,
         *,
@@ -159,10 +164,11 @@ class GetWorkerInfoResponse(message.Message):
         max_local_prefill_tokens: builtins.int = ...,
         numerics: numerics_pb2.NumericsClass | None = ...,
         metrics_port: builtins.int = ...,
+        adapters: abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout", "numerics", b"numerics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["generation", b"generation", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_protocol_version", b"max_protocol_version", "metrics_port", b"metrics_port", "min_protocol_version", b"min_protocol_version", "model", b"model", "num_blocks", b"num_blocks", "numerics", b"numerics", "software_version", b"software_version", "tier", b"tier", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["adapters", b"adapters", "generation", b"generation", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_protocol_version", b"max_protocol_version", "metrics_port", b"metrics_port", "min_protocol_version", b"min_protocol_version", "model", b"model", "num_blocks", b"num_blocks", "numerics", b"numerics", "software_version", b"software_version", "tier", b"tier", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -70,6 +70,7 @@ def _build_oracle(options: EngineOptions) -> OracleEngine:
             step_s=options.oracle_step_ms / 1000,
             token_s=options.oracle_token_us / 1e6,
             model=options.model_name,
+            adapters=tuple(options.adapter_paths),
         )
     )
 
@@ -108,6 +109,8 @@ def _build_torch(options: EngineOptions, max_graph_seqs: int | None) -> Engine:
         served_model_name=options.served_model_name,
         num_threads=options.num_threads,
         tensor_parallel_size=options.tensor_parallel_size,
+        lora_modules=options.adapter_paths,
+        max_lora_rank=options.max_lora_rank,
         make_graphs=CudaGraphs if can_capture and max_graph_seqs is not None else None,
         max_graph_seqs=max_graph_seqs,
     )

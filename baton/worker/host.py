@@ -59,6 +59,7 @@ def describe(
         numerics=spec.numerics,
         software_version=__version__,
         metrics_port=options.metrics_port,
+        adapters=spec.adapters,
     )
 
 

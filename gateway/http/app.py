@@ -257,7 +257,7 @@ class HttpApp:
 
     async def _list_models(self, request: HttpRequest, response: HttpResponse) -> None:  # noqa: ARG002
         facts = self._serving.facts
-        models = [self._model(name) for name in (facts.name, *facts.aliases)]
+        models = [self._model(name) for name in (facts.name, *facts.aliases, *facts.adapters)]
         await _send_json({"object": "list", "data": models}, response)
 
     async def _get_model(self, request: HttpRequest, response: HttpResponse) -> None:
@@ -273,7 +273,7 @@ class HttpApp:
             "created": self._created_s,
             "owned_by": "baton",
             "root": facts.name,
-            "parent": None,
+            "parent": facts.name if name in facts.adapters else None,
             "max_model_len": facts.max_model_len,
         }
 

@@ -57,11 +57,12 @@ class Tokenized:
 
 
 def check_model(name: str, facts: ModelFacts) -> None:
-    """Raises ModelNotFound unless `name` is the model's, or empty."""
-    if name and name != facts.name and name not in facts.aliases:
+    """Raises ModelNotFound unless `name` is the model's, an adapter's, or empty."""
+    if name and name not in (facts.name, *facts.aliases, *facts.adapters):
+        also = f", with adapters {', '.join(map(repr, facts.adapters))}" if facts.adapters else ""
         raise ModelNotFound(
             f"model {shown(name)} is not served here; the model is {facts.name!r}, "
-            "and an empty name means the same",
+            f"and an empty name means the same{also}",
             model=name[:_MAX_NAME_CHARS],
         )
 
@@ -151,6 +152,7 @@ def resolve(
         traceparent=ids.traceparent,
         tracestate=ids.tracestate,
         num_choices=given(params, "best_of", num_returned(params)),
+        adapter=request.model if request.model in facts.adapters else "",
     )
     if request.resume_from and (violations := [*_finished_violations(request, spec, facts)]):
         raise InvalidRequest.of(*violations)

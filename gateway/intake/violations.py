@@ -27,7 +27,8 @@ class ModelFacts:
 
     max_kv_tokens: tokens that the largest decode worker's memory holds. max_num_seqs: sequences
     that the widest one runs at once. max_token_chars: of the longest token of the tokenizer.
-    has_tools: whether the chat template describes tools. aliases: further names.
+    has_tools: whether the chat template describes tools. aliases: further names. adapters: names of
+    the LoRA adapters that all workers have.
     sampling_defaults: the model's own, by option.
     """
 
@@ -41,6 +42,7 @@ class ModelFacts:
     max_token_chars: int
     has_tools: bool = False
     aliases: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -144,7 +144,7 @@ class Dispatcher:
         waiting = Waiting(
             spec,
             _need_of(spec, avoid, unreached, numerics if self._fleet.numerics.is_strict else None),
-            prefix_digests(spec.token_ids, spec.tenant, self._key),
+            prefix_digests(spec.token_ids, spec.prefix_key, self._key),
             on_place,
             account,
             is_return,
@@ -195,7 +195,7 @@ class Dispatcher:
         It does not queue: what runs already makes no other wait longer by running elsewhere.
         """
         need = _need_of(spec)
-        digests = prefix_digests(spec.token_ids, spec.tenant, self._key)
+        digests = prefix_digests(spec.token_ids, spec.prefix_key, self._key)
         matched = self._affinity.matched_tokens(digests)
         views = [w.decode_view(matched) for w in among if w.is_ready]
         self._num_tries += 1
@@ -212,7 +212,7 @@ class Dispatcher:
             hold_s = asyncio.get_running_loop().time() - start_s
             self._estimate.on_ended(hold_s, len(spec.output_token_ids))
         self._affinity.record(
-            prefix_digests(spec.token_ids, spec.tenant, self._key), worker.address
+            prefix_digests(spec.token_ids, spec.prefix_key, self._key), worker.address
         )
 
     async def run(self) -> None:

@@ -14,6 +14,8 @@ from tests.support.grammar_walks import allowed_after
 from tests.support.sim_client import Choice
 
 VOCAB = 1000
+#: What a third of the requests each ask for; engines of tests.support.sim_tiers have them.
+ADAPTERS = ("red", "blue")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ def draw_request(rng: random.Random, index: int, plain_share: float = 0.0) -> Se
         priority=rng.choice([0, 0, 1]),
         arrival_ns=index,
         num_choices=beam.num_returned if beam else rng.choice([1, 1, 1, 2, 3]),
+        adapter=("", *ADAPTERS)[index % 3],
     )
 
 
@@ -112,13 +115,13 @@ def draw_grammar(rng: random.Random) -> bytes:
 def expected_outputs(spec: SequenceSpec) -> Iterator[Expected]:
     """What the request gets when it is the only one anywhere."""
     prompt, sampling = spec.prompt_token_ids, spec.sampling
-    allowed = allowed_after(sampling)
+    allowed, adapter = allowed_after(sampling), spec.adapter
     if sampling.beam:
-        for place, found in enumerate(oracle_beams(prompt, sampling, VOCAB, allowed)):
+        for place, found in enumerate(oracle_beams(prompt, sampling, VOCAB, allowed, adapter)):
             yield Expected(Choice(spec.request_id, place), list(found.token_ids), found.score)
         return
     for choice in range(spec.num_choices):
-        tokens = oracle_tokens(prompt, sampling, VOCAB, choice, allowed)
+        tokens = oracle_tokens(prompt, sampling, VOCAB, choice, allowed, adapter)
         yield Expected(Choice(spec.request_id, choice), tokens)
 
 

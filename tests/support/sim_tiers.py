@@ -61,6 +61,7 @@ def _engine(shape: SimShape) -> OracleEngine:
             num_blocks=shape.num_blocks,
             block_size=shape.block_size,
             poison_token_id=shape.poison_token_id,
+            adapters=("red", "blue"),
         )
     )
 

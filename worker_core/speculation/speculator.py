@@ -66,6 +66,7 @@ def _draft_model(
             "model": options.speculative_model,
             "revision": None,
             "served_model_name": None,
+            "lora_modules": (),
             "max_model_len": None,
             "kv_cache_memory_bytes": None,
             "num_gpu_blocks_override": None,
