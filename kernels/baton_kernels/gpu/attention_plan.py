@@ -59,7 +59,7 @@ class Launch:
 
     items [items, ITEM_FIELDS] int32; merges [merges, MERGE_FIELDS] int32; part [parts, kv_heads,
     block_m, head_dim] and lse [parts, kv_heads, block_m] float32, written and read within one call:
-    layers share them.
+    layers share them. merge_tokens: most tokens of a merge.
     """
 
     tile: Tile
@@ -67,6 +67,7 @@ class Launch:
     merges: torch.Tensor
     part: torch.Tensor
     lse: torch.Tensor
+    merge_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,7 @@ def plan_attention(
                 on_device[end_items:end].view(-1, MERGE_FIELDS),
                 torch.empty(*shape, head_dim, dtype=torch.float32, device=pool.device),
                 torch.empty(shape, dtype=torch.float32, device=pool.device),
+                max((merge[1] for merge in work.merges), default=0),
             )
         )
         first = end

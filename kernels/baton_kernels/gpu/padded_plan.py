@@ -166,5 +166,6 @@ def padded_plan(
         fields[end_items:].view(-1, MERGE_FIELDS),
         partials.part,
         partials.lse,
+        merge_tokens=1,
     )
     return AttentionPlan(scale, window, table, (launch,))

@@ -218,8 +218,8 @@ def _merge(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, FIELDS: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (merges, kv_heads, BLOCK_M): out = sum_i 2^(lse_i) part_i / sum_i 2^(lse_i), in order of
-    i."""
+    """Grid (merges, kv_heads, rows of the largest merge): out = sum_i 2^(lse_i) part_i / sum_i
+    2^(lse_i), in order of i."""
     kv_head = tl.program_id(1)
     num_kv_heads = tl.num_programs(1)
     row = tl.program_id(2)
@@ -310,7 +310,7 @@ def attend(
             num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
         if len(launch.merges):
-            _merge[(len(launch.merges), num_kv_heads, tile.block_m)](
+            _merge[(len(launch.merges), num_kv_heads, launch.merge_tokens * group)](
                 launch.merges, launch.part, launch.lse, out,
                 GROUP=group, HEAD_DIM=head_dim, FIELDS=MERGE_FIELDS, PARTS=MERGE_PARTS,
                 BLOCK_M=tile.block_m, BLOCK_D=block_d, num_warps=4, enable_fp_fusion=True,
