@@ -53,6 +53,8 @@ class SimShape:
     max_num_launches: int = 2
     swap_bytes: int = 0
     """Room for swapped sequences; a token of the oracle's takes 128 bytes."""
+    num_pool_blocks: int = 0
+    """Blocks that sequences may have, if fewer than the engine's."""
 
 
 def _engine(shape: SimShape) -> OracleEngine:
@@ -68,7 +70,7 @@ def _engine(shape: SimShape) -> OracleEngine:
 
 def _pool(shape: SimShape) -> BlockPool:
     return BlockPool(
-        shape.num_blocks,
+        shape.num_pool_blocks or shape.num_blocks,
         shape.block_size,
         secret=bytes(32),
         enable_prefix_caching=shape.enable_prefix_caching,
@@ -77,13 +79,13 @@ def _pool(shape: SimShape) -> BlockPool:
 
 def _sender(
     hub: LoopbackHub,
-    name: str,
+    identity: WorkerIdentity,
     engine: OracleEngine,
     on_done: Callable[[SendDone], None],
     clock: Clock,
 ) -> Sender:
     return Sender(
-        WorkerIdentity(name, 1),
+        identity,
         engine.spec.layout,
         engine.kv,
         lambda endpoints, _: hub.connect(endpoints[0].address),
@@ -96,15 +98,15 @@ def _sender(
 
 def _open_tickets(
     hub: LoopbackHub,
-    name: str,
+    identity: WorkerIdentity,
     engine: OracleEngine,
     on_event: Callable[[TicketEvent], None],
     clock: Clock,
     lease_s: float = 30.0,
     seed: int = 0,
 ) -> tuple[LoopbackListener, TicketTable]:
-    identity, layout = WorkerIdentity(name, 1), engine.spec.layout
-    listener = hub.listen(name)
+    layout = engine.spec.layout
+    listener = hub.listen(identity.worker_id)
     ids = random.Random(seed)
     tickets = TicketTable(
         identity,
@@ -139,6 +141,7 @@ class SimWorker:
     clock: Clock
     shape: SimShape = SimShape()
     name: str = "w0"
+    boot: int = 1
     seed: int = 0
     lease_s: float = 30.0
     speculation: Speculation | None = None
@@ -147,12 +150,13 @@ class SimWorker:
     on_command: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
+        identity = WorkerIdentity(self.name, self.boot)
         self.engine = _engine(self.shape)
         self.pool = _pool(self.shape)
         self.listener, self.tickets = _open_tickets(
-            self.hub, self.name, self.engine, self.submit, self.clock, self.lease_s, self.seed
+            self.hub, identity, self.engine, self.submit, self.clock, self.lease_s, self.seed
         )
-        self.sender = _sender(self.hub, self.name, self.engine, self.submit, self.clock)
+        self.sender = _sender(self.hub, identity, self.engine, self.submit, self.clock)
         self.swap = SwapSpace(self.engine.kv, self.shape.swap_bytes)
         policy = self.policy()
         deps = CoreDeps(
