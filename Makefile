@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 # Every process that a test or a bench starts would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo serve test test-fast check protos docs bench bench-peers locks test-images clean
+.PHONY: help venv demo serve test test-fast check protos docs bench bench-peers locks sbom audit test-images clean
 
 help:
 	@echo "make demo               serve the bundled model, stream a completion, print each tier's timing"
@@ -27,6 +27,8 @@ help:
 	@echo "make bench-peers        build llama.cpp and the models that make bench compares"
 	@echo "make test-images        build the images, run and break compose.yaml (ARGS=--install, --cuda, --quick)"
 	@echo "make locks              write deploy/locks: versions and hashes of what the images install"
+	@echo "make sbom               write build/sbom: what the images install, as CycloneDX"
+	@echo "make audit              ask for known vulnerabilities of what the images install"
 	@echo "make venv               set up .venv with all that development needs"
 
 venv: $(STAMP)
@@ -80,6 +82,9 @@ test-images: $(STAMP)
 
 locks: $(STAMP)
 	$(BIN)/python scripts/locks.py
+
+sbom audit: $(STAMP)
+	$(BIN)/python scripts/supply.py $@
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -26,7 +26,6 @@ from baton.config.options import (
     NumericsOptions,
     RegistryOptions,
     ServiceOptions,
-    TlsOptions,
 )
 from baton.rpc.tls import TlsFiles
 from baton.types import DEFAULT_MAX_WHITESPACE
@@ -35,7 +34,7 @@ from baton.types import DEFAULT_MAX_WHITESPACE
 _HTTP_PORT = 8000
 
 
-class FrontDoorOptions(TlsOptions):
+class FrontDoorOptions(ServiceOptions):
     """How the gateway treats requests, and where they come from."""
 
     host: NonEmpty = "127.0.0.1"
@@ -99,6 +98,15 @@ class FrontDoorOptions(TlsOptions):
         return (self.ssl_cert_reqs or ("required" if self.ssl_ca_certs else "none")) == "required"
 
     @model_validator(mode="after")
+    def _check_exposed(self) -> Self:
+        has_keys = bool(self.api_key or self.api_key_file)
+        if not (has_keys or self.requires_client_cert):
+            what = "send requests at your cost"
+            self._refuse_exposed("host", self.host, what, "--api-key-file, or --ssl-ca-certs")
+        self._refuse_exposed_metrics(self.host)
+        return self
+
+    @model_validator(mode="after")
     def _check_client_certs(self) -> Self:
         if self.ssl_ca_certs is None and self.requires_client_cert:
             raise ValueError("--ssl-cert-reqs=required: goes with --ssl-ca-certs; give both")
@@ -111,7 +119,6 @@ class GatewayOptions(
     RegistryOptions,
     LivenessOptions,
     NumericsOptions,
-    ServiceOptions,
 ):
     """Options of `baton gateway`."""
 

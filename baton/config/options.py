@@ -8,6 +8,7 @@ but its arguments.
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -23,6 +24,16 @@ from baton.config.fields import (
     Seconds,
 )
 from baton.rpc.tls import TlsFiles
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches who listens there, as far as the name says."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 class Options(BaseModel):
@@ -103,6 +114,10 @@ class NumericsOptions(Options):
 class ServiceOptions(TlsOptions):
     """What every process has."""
 
+    insecure: bool = False
+    """Listen beyond this machine although nothing says who may call: without TLS, keys or a KV
+    secret where they belong, and with a metrics port. For networks that keep strangers out
+    themselves."""
     log_level: LogLevel = "info"
     """Least severe messages to log."""
     drain_timeout_s: Seconds = 60.0
@@ -118,6 +133,21 @@ class ServiceOptions(TlsOptions):
     parent_fd: FileDescriptor | None = Field(default=None, json_schema_extra=HIDDEN)
     """File descriptor of a pipe whose end of file means that the supervisor is gone: the process
     stops then."""
+
+    def _refuse_exposed(self, option: str, host: str, what: str, fix: str) -> None:
+        """Raises ValueError for a host that strangers may reach, unless --insecure says that this
+        is meant."""
+        if not (self.insecure or is_loopback(host)):
+            raise ValueError(
+                f"--{option}={host}: whoever reaches this address could {what}; give {fix}, or "
+                "--insecure where the network keeps strangers out, or --"
+                f"{option}=127.0.0.1"
+            )
+
+    def _refuse_exposed_metrics(self, host: str) -> None:
+        if self.metrics_port:
+            what = f"read metrics on --metrics-port={self.metrics_port}, which no key guards"
+            self._refuse_exposed("host", host, what, "--metrics-port=0")
 
 
 class RegistryOptions(Options):

@@ -10,7 +10,7 @@ from baton.config.decode_options import DecodeTierOptions
 from baton.config.engine_options import EngineOptions
 from baton.config.fields import BlockSize, Count, Devices
 from baton.config.gateway_options import FrontDoorOptions
-from baton.config.options import LivenessOptions, NumericsOptions, ServiceOptions
+from baton.config.options import LivenessOptions, NumericsOptions
 from baton.config.worker_options import HandoffOptions, PeerOptions
 
 
@@ -22,7 +22,6 @@ class ServeOptions(
     LivenessOptions,
     NumericsOptions,
     PeerOptions,
-    ServiceOptions,
 ):
     """Options of `baton serve`, which starts all tiers on this machine."""
 

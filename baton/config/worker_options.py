@@ -105,6 +105,18 @@ class WorkerOptions(
     """Host that the registry names this worker by; if not given, --host, or for 0.0.0.0 this
     machine's name."""
 
+    @model_validator(mode="after")
+    def _check_exposed(self) -> Self:
+        if self.tls is None:
+            what = "have prompts computed, drain the worker and read what it does"
+            self._refuse_exposed("host", self.host, what, "--ssl-certfile and what goes with it")
+        has_secret = self.kv_secret_file is not None or self.kv_secret is not None
+        if not has_secret and self.tls is None:
+            what = "hold up the KV channel, and write KV by a ticket"
+            self._refuse_exposed("kv-host", self.kv_host, what, "--kv-secret-file, or --ssl-*")
+        self._refuse_exposed_metrics(self.host)
+        return self
+
     @property
     def worker_name(self) -> str:
         """worker_id, or the name of this process."""

@@ -400,6 +400,10 @@ class ModelConfig:
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
+#: Of any model; what is said of each layer is kept.
+MAX_LAYERS = 10_000
+
+
 def read_config(folder: Path) -> ModelConfig:
     """The config of the checkpoint in `folder`. Raises ModelError, UnsupportedModel."""
     return parse_config(_read(folder))
@@ -456,7 +460,7 @@ def _read(folder: Path) -> dict[str, Any]:
         raise ModelError(
             f"{folder}: no config.json; give a folder or hub id of a transformers checkpoint"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read: {error}") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{path}: not a JSON object")
@@ -466,7 +470,17 @@ def _read(folder: Path) -> dict[str, Any]:
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     """The config that a config.json holds as an object. Raises UnsupportedModel."""
     family = _family(raw)
-    fields = _fields(family, raw)
+    try:
+        return _parsed(family, raw, _fields(family, raw))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # Of fields that are looked into, or computed with, beyond their types.
+        raise UnsupportedModel(
+            f"config.json: what it says of a {family} model cannot be computed with ({error!r}); "
+            "fetch it again"
+        ) from error
+
+
+def _parsed(family: str, raw: Mapping[str, Any], fields: dict[str, Any]) -> ModelConfig:
     heads = fields["num_attention_heads"]
     kv_heads = heads if fields["num_key_value_heads"] is None else fields["num_key_value_heads"]
     if family == "llama" and fields["hidden_size"] % heads:
@@ -648,7 +662,7 @@ def _family(raw: Mapping[str, Any]) -> str:
         )
     expected = _ARCHITECTURES[family]
     architectures = raw.get("architectures") or [expected]
-    if expected not in architectures:
+    if not isinstance(architectures, list) or expected not in architectures:
         raise UnsupportedModel(
             f"architectures={architectures}: Baton generates text; use a checkpoint of {expected}"
         )
@@ -665,6 +679,10 @@ def _fields(family: str, raw: Mapping[str, Any]) -> dict[str, Any]:
             raise UnsupportedModel(f"{name}={value!r}: a {family} model has {wanted} there")
         if name in _SIZES and value is not None and value < 1:
             raise UnsupportedModel(f"{name}={value}: must be positive")
+    if fields["num_hidden_layers"] > MAX_LAYERS:
+        raise UnsupportedModel(
+            f"num_hidden_layers={fields['num_hidden_layers']}: at most {MAX_LAYERS} are known"
+        )
     return fields
 
 

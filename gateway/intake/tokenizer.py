@@ -254,7 +254,9 @@ def _facts_of(folder: Path, tokenizer: tokenizers.Tokenizer) -> TokenizerFacts:
         {**_read_json(folder / "special_tokens_map.json"), **tokenizer_config}
     )
     generation_config = _read_json(folder / "generation_config.json")
-    text_config = config.get("text_config") or config
+    text_config = config.get("text_config")
+    if not isinstance(text_config, dict):
+        text_config = config
     max_model_len = text_config.get("max_position_embeddings")
     return TokenizerFacts(
         eos_token_ids=_eos_token_ids(
@@ -278,7 +280,7 @@ def _eos_token_ids(
         if isinstance(found, int):
             return frozenset((found,))
         if isinstance(found, list) and found:
-            return frozenset(found)
+            return frozenset(each for each in found if isinstance(each, int))
     return frozenset()
 
 
@@ -302,7 +304,8 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | N
     found = _read_json(folder / "chat_template.json").get("chat_template")
     found = found or tokenizer_config.get("chat_template")
     if isinstance(found, list):
-        found = next((t["template"] for t in found if t.get("name") == "default"), None)
+        named = [each for each in found if isinstance(each, dict)]
+        found = next((t.get("template") for t in named if t.get("name") == "default"), None)
     return found if isinstance(found, str) else None
 
 
@@ -312,7 +315,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError.of(
             "model", path, f"is not JSON ({error}); mend or fetch it anew"
         ) from error

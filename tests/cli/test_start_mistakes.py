@@ -85,9 +85,13 @@ MISTAKES = (
     # The process and its surroundings.
     Mistake("gateway {box} --port {taken}", "--port={taken}", "another port"),
     Mistake("serve {box} --port {taken}", "--port={taken}", "another port"),
-    Mistake("gateway {box} --host no.invalid", "--host=no.invalid", "address of this machine"),
+    Mistake("gateway {box} --insecure --host no.invalid", "--host=no.invalid", "address of this machine"),
     Mistake("prefill {box} --port {taken}", "--port={taken}", "another port"),
-    Mistake("decode {box} --kv-host 203.0.113.7", "--kv-host=203.0.113.7", "of this machine"),
+    Mistake(
+        "decode {box} --insecure --kv-host 203.0.113.7", "--kv-host=203.0.113.7", "of this machine"
+    ),
+    Mistake("gateway {box} --host 0.0.0.0", "--host=0.0.0.0", "--insecure"),
+    Mistake("decode {box} --kv-host 0.0.0.0", "--kv-host=0.0.0.0", "--kv-secret-file"),
     Mistake(
         "gateway {box} --port 0 --metrics-port {taken}", "--metrics-port={taken}", "a free port"
     ),

@@ -17,7 +17,7 @@ CLASSES: Mapping[str, type[Options]] = {
 
 
 def options_of(command: Sequence[str], environment: Mapping[str, str]) -> Any:
-    """Of `baton VERB --name=value ... MODEL`. Raises ConfigError for what the process would
+    """Of `baton VERB --name=value --flag ... MODEL`. Raises ConfigError for what the process would
     refuse."""
     verb, *flags, model = command
     values: dict[str, object] = {
@@ -27,6 +27,5 @@ def options_of(command: Sequence[str], environment: Mapping[str, str]) -> Any:
     }
     for flag in flags:
         name, equals, value = flag.removeprefix("--").partition("=")
-        assert equals, f"{flag}: write --name=value"
-        values[name.replace("-", "_")] = value
+        values[name.replace("-", "_")] = value if equals else True
     return build_options(CLASSES[verb], {**values, "model": model})
