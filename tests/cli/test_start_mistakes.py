@@ -85,7 +85,9 @@ MISTAKES = (
     # The process and its surroundings.
     Mistake("gateway {box} --port {taken}", "--port={taken}", "another port"),
     Mistake("serve {box} --port {taken}", "--port={taken}", "another port"),
-    Mistake("gateway {box} --insecure --host no.invalid", "--host=no.invalid", "address of this machine"),
+    Mistake(
+        "gateway {box} --insecure --host no.invalid", "--host=no.invalid", "address of this machine"
+    ),
     Mistake("prefill {box} --port {taken}", "--port={taken}", "another port"),
     Mistake(
         "decode {box} --insecure --kv-host 203.0.113.7", "--kv-host=203.0.113.7", "of this machine"

@@ -30,7 +30,6 @@ from gateway.request.assignment import (
     AbortSource,
     Action,
     Assignment,
-    CancelTimer,
     Choice,
     Close,
     Deliver,
@@ -305,9 +304,9 @@ class Request:
         match action:
             case Place(assignment):
                 self.waiting.append(assignment)
-            case Open(assignment, source):
+            case Open(assignment, source=source):
                 self._open(assignment, self.world.decode, source, b"")
-            case OpenSource(assignment, ticket):
+            case OpenSource(assignment, ticket=ticket):
                 self._open(assignment, self.world.prefill, KvSource.LOCAL, ticket)
             case Abort(assignment):
                 self._abort(assignment, is_source=False)
@@ -321,10 +320,10 @@ class Request:
                 self._abort(assignment, is_source=False)
                 if assignment.placement:
                     assignment.placement.release()
-            case SetTimer(assignment, delay_s):
-                self.timers[assignment] = self.world.now + delay_s
-            case CancelTimer(assignment):
+            case SetTimer(assignment, None):
                 self.timers.pop(assignment, None)
+            case SetTimer(assignment, float() as delay_s):
+                self.timers[assignment] = self.world.now + delay_s
             case Update(placement, outcome):
                 placement.record(outcome)
             case Deliver(choice):
@@ -685,7 +684,7 @@ class World:
         without |= {command.key for command in inbox if isinstance(command, core_commands.Open)}
         without |= {command.key for command in inbox if isinstance(command, SendDone)}
         for key in node.worker.sender._placed.keys() - without:
-            is_here = core._state.by_key(key) is not None
+            is_here = core._state.find(key) is not None
             require(is_here, f"{node.name}: blocks were given back that are still sent")
 
     def settle(self) -> None:
