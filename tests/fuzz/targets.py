@@ -36,7 +36,6 @@ _MODEL_FILES = frozenset(
 def requests() -> Target:
     """Requests of clients, from their bytes to what the tiers get."""
     from baton.v1 import inference_pb2
-    from gateway.intake.model_facts import ModelFacts
     from gateway.intake.validator import (
         Ids,
         Tokenized,
@@ -45,6 +44,7 @@ def requests() -> Target:
         check_tokenize,
         resolve,
     )
+    from gateway.intake.violations import ModelFacts
 
     facts = ModelFacts(
         "m", 100, 64, 48, frozenset((2,)), has_chat_template=True, max_num_seqs=8, max_token_chars=8
@@ -137,7 +137,7 @@ def kv_frames() -> Target:
 def tickets() -> Target:
     """The bytes of a ticket, which a gateway passes on unread."""
     from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
-    from kv_transfer.kv_ticket import parse_ticket
+    from kv_transfer.ticket import parse_ticket
     from kv_transfer.ticket_table import TicketTable
 
     table = TicketTable(

@@ -441,8 +441,10 @@ class World:
         return list(self._steps())
 
     def _steps(self) -> Iterator[str]:
+        # A gateway places nobody where a load report has said that there is no room.
+        has_room = self.decode.worker.pool.num_available > 2
         for request in self.requests:
-            if request.waiting:
+            if request.waiting and (has_room or not request.num_places):
                 yield f"place {request.name}"
         for node in (self.decode, self.prefill):
             has_own = bool(node.worker.inbox) or node.is_busy
