@@ -46,9 +46,8 @@ from gateway.routing.placement import Placement
 from gateway.telemetry.timing import Timeline
 from kv_transfer import codec
 from kv_transfer.frame import Frame, FrameError
-from kv_transfer.handoff import Task
 from kv_transfer.receiver import Receiver
-from kv_transfer.send_connection import SendConnection
+from kv_transfer.send_connection import SendConnection, Task
 from kv_transfer.sender import SendDone
 from kv_transfer.ticket import PrefixRequested, TicketCommitted, TicketEvent
 from kv_transfer.transport.base import Staged, TransportError
