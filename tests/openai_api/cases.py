@@ -21,6 +21,7 @@ from baton.types import Sampling
 from tests.support.oracle_model import VOCAB_SIZE
 
 MODEL = "oracle"
+KEY = "sk-of-the-test"
 PROMPT = "the rain in spain"
 MESSAGES = [{"role": "user", "content": "say a thing"}]
 

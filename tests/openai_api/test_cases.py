@@ -7,41 +7,17 @@ import inspect
 import operator
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI, OpenAI
-from tokenizers import Tokenizer
 
-from tests.openai_api.cases import CASES, MODEL, Case, World
-from tests.support.live_tiers import LiveSystem, live_system
-from tests.support.oracle_model import make_oracle_model
+from tests.openai_api.cases import CASES, KEY, Case, World
+from tests.support.live_tiers import LiveSystem
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
-
-KEY = "sk-of-the-test"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_oracle_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def system(folder: Path) -> AsyncIterator[LiveSystem]:
-    options = {"model": str(folder), "served_model_name": MODEL}
-    async with live_system(
-        worker_options=options, gateway_options={**options, "api_key": (KEY,)}, api_key=KEY
-    ) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def world(folder: Path) -> World:
-    return World(Tokenizer.from_file(str(folder / "tokenizer.json")))
 
 
 @dataclass(frozen=True)
@@ -98,7 +74,3 @@ async def test_the_openai_package(
         elif isinstance(result, Exception):
             raise result
         case.check(result, world)
-
-
-async def test_nothing_is_left(system: LiveSystem) -> None:
-    await system.until_quiet()

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
 import pytest
 import pytest_asyncio
 from anthropic import AsyncAnthropic
-from tokenizers import Tokenizer
 
 from baton.errors import InvalidRequest
 from gateway.http.chat_style import chat_style
 from gateway.http.messages import MessagesBody, MessagesFormat
 from gateway.http.requests import parsed
-from tests.openai_api.cases import MESSAGES, MODEL, World
-from tests.support.live_tiers import LiveSystem, live_system
-from tests.support.oracle_model import make_oracle_model
+from tests.openai_api.cases import KEY, MESSAGES, MODEL, World
+from tests.support.live_tiers import LiveSystem
 
 live = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
-KEY = "sk-of-the-test"
 GREEDY: dict[str, Any] = {
     "model": MODEL,
     "max_tokens": 8,
@@ -46,26 +42,6 @@ CALLING: dict[str, Any] = {
     "tools": [WEATHER],
     "tool_choice": {"type": "tool", "name": "get_weather"},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_oracle_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def world(folder: Path) -> World:
-    return World(Tokenizer.from_file(str(folder / "tokenizer.json")))
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def system(folder: Path) -> AsyncIterator[LiveSystem]:
-    options = {"model": str(folder), "served_model_name": MODEL}
-    async with live_system(
-        worker_options=options, gateway_options={**options, "api_key": (KEY,)}, api_key=KEY
-    ) as running:
-        yield running
-        await running.until_quiet()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
