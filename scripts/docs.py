@@ -91,6 +91,12 @@ over, and named in a `warning` header; one that would change the output and is n
 `/v1/responses`, too): milliseconds to the first token and what they were spent on, the bytes handed
 over, and who computed what.
 
+A stream that broke off is taken up, at any gateway of the model, by the same request with
+`resume_from`: a list with, for each choice that anything came of, its `choice`, its `token_ids`
+(which `return_token_ids` gives), the `num_chars` of its text, and `has_ended`. What comes next is
+the next token; nothing is sent again. It needs `seed`, and is for completions and for chats
+without tools and thoughts ([adr/0020](adr/0020-clients-hold-what-a-stream-sent.md)).
+
 Each answer has `x-request-id`: the one that was sent, with an ending that makes it unique, or a
 fresh one. `traceparent` is continued.
 
