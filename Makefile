@@ -27,7 +27,7 @@ help:
 	@echo "make bench-peers        build llama.cpp and the models that make bench compares"
 	@echo "make test-images        build the images, run and break compose.yaml (ARGS=--install, --cuda, --quick)"
 	@echo "make locks              write deploy/locks: versions and hashes of what the images install"
-	@echo "make sbom               write build/sbom: what the images install, as CycloneDX"
+	@echo "make sbom               write sbom/: what the images install, as CycloneDX"
 	@echo "make audit              ask for known vulnerabilities of what the images install"
 	@echo "make venv               set up .venv with all that development needs"
 

@@ -1,5 +1,5 @@
 """What the images install, from deploy/locks: `make sbom` lists it as CycloneDX, one file for each
-lock in build/sbom; `make audit` asks the Python Packaging Advisory Database about all of it.
+lock in sbom/; `make audit` asks the Python Packaging Advisory Database about all of it.
 
 The tools are installed in an environment of their own.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LOCKS = ROOT / "deploy" / "locks"
 TOOLS = ROOT / "build" / "supply"
-SBOM = ROOT / "build" / "sbom"
+SBOM = ROOT / "sbom"
 _NEEDED = ("pip-audit>=2.9,<3", "cyclonedx-bom>=7,<8")
 
 
