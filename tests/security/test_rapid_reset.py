@@ -96,12 +96,12 @@ async def test_more_calls_than_a_connection_takes_have_further_ones(
         # All of them are answered: none waits for another's end.
         for stream in streams:
             assert (await anext(stream)).token_ids == (1,)
-        assert len(client._connections.channels()) == 3
+        assert len(client._connections._connections) == 3
         for stream in streams:
             await stream.close()
         # They are used again, and no further one is opened.
         assert await client.models()
-        assert len(client._connections.channels()) == 3
+        assert len(client._connections._connections) == 3
     assert len(made.requests) == num + 1
 
 
