@@ -28,7 +28,7 @@ settings.register_profile(
 )
 settings.load_profile("busy machine")
 # Between two edits (make test-fast): few examples of each property, of as many as it has otherwise.
-settings.register_profile("few examples", settings.get_profile("busy machine"), max_examples=20)
+settings.register_profile("few examples", settings.get_profile("busy machine"), max_examples=10)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -166,6 +166,7 @@ def test_a_handoff_changes_nothing(case: Case) -> None:
     assert tokens[len(prompt) :] == wanted
 
 
+@pytest.mark.slow
 def test_drafts_change_nothing(case: Case) -> None:
     """A right one, a wrong one and one behind it are verified beside the last token."""
     engine = case.engine()
@@ -179,6 +180,7 @@ def test_drafts_change_nothing(case: Case) -> None:
     assert [sample.token_id for sample in samples[:2]] == wanted[1:3]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(library() is None, reason="no native kernels on this machine")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_are_the_same_to_the_bit_in_any_batch(case: Case, dtype: str) -> None:

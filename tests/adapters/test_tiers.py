@@ -33,6 +33,7 @@ async def complete(system: LiveSystem, model: str) -> Completion:
     return await system.client.generate(PROMPT, GREEDY, model=model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decode_options", [ONLY_DECODES, {}], ids=["handed off", "either"])
 async def test_requests_side_by_side_get_their_own_tokens(decode_options: dict[str, Any]) -> None:
     """Of one prompt: what one leaves in caches is found by its like, and by no other."""

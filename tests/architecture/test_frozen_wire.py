@@ -28,6 +28,7 @@ def test_todays_protos_fit_the_release():
     assert not breaks(ROOT / "protos")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("frozen", "changed"),
     [

@@ -12,6 +12,7 @@ import pytest
 from bench.fault_proxy import FaultProxy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_turns", range(7))
 def test_a_connection_that_comes_while_it_ends_is_closed(num_turns: int) -> None:
     """However far the loop has come with it; a transport that nobody closed warns when it is freed,

@@ -52,6 +52,7 @@ async def test_a_template_that_does_not_end_is_killed_and_others_are_served() ->
         await renderer.close()
 
 
+@pytest.mark.slow
 async def test_a_render_that_nobody_is_left_to_kill_ends_by_itself() -> None:
     start = {"template": TEMPLATE, "special_tokens": {}, "answer_timeout_s": 0.2}
     endless = {"messages": [{"role": "endless", "num_chars": 1}], "text": "x"}

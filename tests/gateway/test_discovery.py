@@ -10,6 +10,8 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from baton.types import Tier
 from gateway.routing.fleet import Fleet, WorkerState
 from gateway.routing.gauges import DISCOVERY_PATH, scrape_targets
@@ -53,6 +55,7 @@ def test_an_address_of_version_six_keeps_its_brackets() -> None:
     assert targets(fleet) == ["[fd00::7]:9464"]
 
 
+@pytest.mark.slow
 async def test_the_gateways_metrics_port_lists_workers_whose_pages_are_theirs() -> None:
     ports = free_ports(3)
     async with AsyncExitStack() as stack:

@@ -194,6 +194,7 @@ async def test_a_client_that_leaves_frees_the_decode_worker(model_path: Path) ->
         await decode.wait_until_holding(0)
 
 
+@pytest.mark.slow
 async def test_a_clients_deadline_frees_the_decode_worker(model_path: Path) -> None:
     async with cluster(model_path, is_holding=True) as (channel, _, decode):
         stub = inference_pb2_grpc.InferenceServiceStub(channel)

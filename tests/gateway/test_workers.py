@@ -123,6 +123,7 @@ async def test_a_worker_that_drains_takes_no_more_work() -> None:
             assert not fleet.ready(Tier.DECODE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cause", ["old heartbeat", "silence", "stop"])
 async def test_a_lost_worker_is_out_before_its_sequences_hear_of_it(
     cause: str,
@@ -160,6 +161,7 @@ async def test_a_lost_worker_is_out_before_its_sequences_hear_of_it(
             assert isinstance((await events.get())[0], Failed)
 
 
+@pytest.mark.slow
 async def test_a_gateway_that_stood_still_itself_blames_no_worker() -> None:
     async with serving(GrpcWorker(DECODE)) as d:
         fleet = Fleet([], [d.address])

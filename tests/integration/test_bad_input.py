@@ -149,6 +149,7 @@ async def test_lone_surrogates_never_leave_the_client(system: LiveSystem) -> Non
         await system.client.generate("ab", stop=["\udfff"])
 
 
+@pytest.mark.slow
 async def test_metadata_too_large_is_a_clear_error(system: LiveSystem) -> None:
     async with aio_channel(system.gateway) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)

@@ -149,6 +149,7 @@ async def test_a_stream_whose_worker_is_full_goes_on_and_ends_what_it_has() -> N
     ]
 
 
+@pytest.mark.slow
 async def test_a_request_waits_for_room_in_either_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both workers refuse new work in turn, several times; the request is served, as if nothing had
     been."""

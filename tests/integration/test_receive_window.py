@@ -92,6 +92,7 @@ async def until_all_ended(address: str) -> int:
     raise AssertionError("the load stream ended")
 
 
+@pytest.mark.slow
 async def test_steps_that_a_late_gateway_missed_come_as_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

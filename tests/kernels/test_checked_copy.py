@@ -49,6 +49,7 @@ def rows_of(
     ]
 
 
+@pytest.mark.slow
 @quick
 @given(st.data())
 def test_one_pass_copies_and_hashes_as_two_do(data):

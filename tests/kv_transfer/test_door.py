@@ -76,6 +76,7 @@ def drip(sock: socket.socket, data: bytes) -> None:
             time.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("says", ["nothing", "a byte now and then", "all but the proof"])
 def test_who_does_not_prove_itself_in_time_leaves(make_rig: Any, says: str) -> None:
@@ -89,6 +90,7 @@ def test_who_does_not_prove_itself_in_time_leaves(make_rig: Any, says: str) -> N
     check_open(rig)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hasty")
 def test_who_has_greeted_may_be_silent_for_longer(make_rig: Any) -> None:
     rig = make_rig("tcp")

@@ -81,6 +81,7 @@ def test_other_orders_end_it_there(frames: list[Frame], data: st.DataObject) -> 
     assert read(b"".join(pieces[number] for number in order)) == frames[:num_right]
 
 
+@pytest.mark.slow
 @given(st.lists(FRAMES, min_size=1, max_size=5), st.data())
 def test_frames_of_elsewhere_end_it_there(frames: list[Frame], data: st.DataObject) -> None:
     """The same frame at the same place, but of another connection, of the other direction, or of

@@ -18,6 +18,7 @@ def footprint() -> tuple[int, set[threading.Thread]]:
     return len(os.listdir("/proc/self/fd")), set(threading.enumerate())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", REMOTE)
 def test_fifty_connections_leave_nothing(make_rig, transport):
     before = footprint()

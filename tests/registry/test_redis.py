@@ -101,6 +101,7 @@ async def test_a_watch_that_begins_in_an_outage_goes_on_after_it(server: RedisSe
         assert await first == WorkerAdded("d:1", Tier.DECODE)
 
 
+@pytest.mark.slow
 async def test_a_frozen_server_holds_up_nobody(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:

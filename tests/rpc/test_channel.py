@@ -42,6 +42,7 @@ def child() -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 async def test_a_peer_that_stops_is_noticed_in_mid_stream(
     child: subprocess.Popen[str], how: signal.Signals

@@ -23,6 +23,7 @@ def secret_file(folder: Path, name: str) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 async def test_tiers_that_share_a_secret_serve(tmp_path: Path, transport: str) -> None:
     common = {"kv_secret_file": secret_file(tmp_path, "one"), "kv_transport": transport}

@@ -90,6 +90,7 @@ async def test_a_user_reaches_the_gateway_and_nothing_behind_it(
                     await stub.WatchLoad(worker_pb2.WatchLoadRequest(), timeout=30.0).read()
 
 
+@pytest.mark.slow
 async def test_a_gateway_without_the_name_is_told_why(
     fleet: TlsFiles, user: TlsFiles, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:

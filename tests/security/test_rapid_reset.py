@@ -105,6 +105,7 @@ async def test_more_calls_than_a_connection_takes_have_further_ones(
     assert len(made.requests) == num + 1
 
 
+@pytest.mark.slow
 async def test_a_cancel_that_nobody_asked_for_may_be_tried_again() -> None:
     async def drop(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A server that resets every call, until its client leaves."""

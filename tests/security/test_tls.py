@@ -109,6 +109,7 @@ async def test_clients_of_the_gateway_need_no_certificate_where_it_is_told_so(
         assert not await worker_answers(decode, authority.anonymous())
 
 
+@pytest.mark.slow
 async def test_a_certificate_of_another_name_is_taken_only_where_that_name_is_wanted(
     authority: Authority,
 ) -> None:
@@ -119,6 +120,7 @@ async def test_a_certificate_of_another_name_is_taken_only_where_that_name_is_wa
             await ask(front, named)
 
 
+@pytest.mark.slow
 async def test_a_gateway_refuses_workers_that_it_cannot_trust(
     own: TlsFiles, stranger: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,8 +90,10 @@ async def _scrapes() -> tuple[Scrape, Scrape]:
         return scrape(at_s, {str(port): await fetch_metrics(port) for port in ports})
 
     compat: dict[str, Any] = {"metrics_compat": "vllm"}
-    # No prompt is computed where it decodes, however short, so that KV is sent.
+    # No prompt is computed where it decodes, however short, so that KV is sent; and steps take so
+    # long that sequences meet in the pool, and some are preempted.
     tight = {
+        "oracle_step_ms": 10.0,
         "num_gpu_blocks_override": 40,
         "max_model_len": 150,
         "swap_space": 0.0,
@@ -123,6 +125,7 @@ def test_each_query_of_the_board_returns_data(
     assert has_data(evaluate(expression, *scrapes)), title
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expression", alerts())
 def test_each_alert_asks_for_what_there_is_and_is_silent(
     scrapes: tuple[Scrape, Scrape], expression: str
@@ -133,6 +136,7 @@ def test_each_alert_asks_for_what_there_is_and_is_silent(
     assert all(number <= float(limit) for number in value.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("query", scaling_queries())
 def test_each_query_that_scales_a_tier_is_one_number(
     scrapes: tuple[Scrape, Scrape], query: str

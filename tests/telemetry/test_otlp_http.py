@@ -23,6 +23,7 @@ def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
         yield seen
 
 
+@pytest.mark.slow
 async def test_one_trace_of_all_processes_and_their_metrics_come_over_http(
     web: OtlpReceiver,
 ) -> None:
@@ -34,6 +35,7 @@ async def test_one_trace_of_all_processes_and_their_metrics_come_over_http(
     assert "gen_ai.server.request.duration" in web.metric_names
 
 
+@pytest.mark.slow
 async def test_each_signal_may_have_a_protocol_of_its_own(
     web: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

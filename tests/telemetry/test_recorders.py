@@ -183,6 +183,7 @@ def games() -> list[Tiers]:
     return [play(seed) for seed in range(12)]
 
 
+@pytest.mark.slow
 def test_recorders_forget_every_request_that_is_over(games: list[Tiers]) -> None:
     for tiers in games:
         assert tiers.p_recorder._sequences == {}
@@ -190,6 +191,7 @@ def test_recorders_forget_every_request_that_is_over(games: list[Tiers]) -> None
         assert tiers.d_recorder._by_ticket == {}
 
 
+@pytest.mark.slow
 def test_spans_and_counters_agree_with_what_happened(games: list[Tiers]) -> None:
     spans: Counter[str] = Counter()
     ends: Counter[str] = Counter()

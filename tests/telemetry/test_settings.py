@@ -102,6 +102,7 @@ def test_what_is_not_here_is_refused_by_name_value_and_fix(environ: dict[str, st
     assert "use " in refused.value.message
 
 
+@pytest.mark.slow
 def test_a_taken_port_is_refused_and_nothing_stays_open() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = int(taken.getsockname()[1])
@@ -112,6 +113,7 @@ def test_a_taken_port_is_refused_and_nothing_stays_open() -> None:
     telemetry.close()
 
 
+@pytest.mark.slow
 async def test_a_port_serves_until_it_is_closed() -> None:
     (port,) = free_ports(1)
     telemetry = open_telemetry(settings(port), {})
