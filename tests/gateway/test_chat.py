@@ -53,6 +53,20 @@ async def test_a_template_that_does_not_end_is_killed_and_others_are_served() ->
 
 
 @pytest.mark.slow
+async def test_a_template_that_takes_all_memory_is_refused_and_others_are_served() -> None:
+    """Found by tests/fuzz: a number in a template is enough."""
+    indented = "{{ messages | tojson(indent=2222222222) }}"
+    greedy = f"{{% if messages[0].role == 'greedy' %}}{indented}{{% endif %}}"
+    renderer = ChatRenderer(greedy + TEMPLATE, {}, render_timeout_s=30.0)
+    try:
+        with pytest.raises(InvalidRequest, match="MemoryError"):
+            await renderer.render([("greedy", "x")])
+        assert await renderer.render([("user", "x")]) == "[user] x\n[assistant]"
+    finally:
+        await renderer.close()
+
+
+@pytest.mark.slow
 async def test_a_render_that_nobody_is_left_to_kill_ends_by_itself() -> None:
     start = {"template": TEMPLATE, "special_tokens": {}, "answer_timeout_s": 0.2}
     endless = {"messages": [{"role": "endless", "num_chars": 1}], "text": "x"}
