@@ -33,10 +33,8 @@ from bench.host_gateway import (
 )
 from bench.host_service import measure_service
 from bench.host_tier import TierCosts, measure_tier
-from bench.machine import document_of, now
+from bench.machine import BUNDLED_MODEL, document_of, now
 from bench.report import write_json
-
-MODEL_IN_THE_BOX = str(Path(__file__).resolve().parents[1] / "models" / "baton-py-6m")
 
 #: Steps that are measured, for the fewest and for the most sequences.
 _MOST_STEPS, _FEWEST_STEPS = 100, 9
@@ -115,7 +113,7 @@ def main() -> None:
     parser.add_argument("--num-streams", type=int, default=64)
     parser.add_argument("--num-requests", type=int, default=300)
     parser.add_argument("--step-ms", type=float, default=12.0)
-    parser.add_argument("--model", default=MODEL_IN_THE_BOX)
+    parser.add_argument("--model", default=BUNDLED_MODEL)
     parser.add_argument("--doors", nargs="+", choices=("grpc", "http"), default=["grpc", "http"])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

@@ -29,19 +29,16 @@ from baton.supervisor import ChildFailed
 from bench.drive import (
     Progress,
     Session,
-    apart_options,
     cluster_options,
     connected,
     measure,
     started,
 )
-from bench.machine import describe_commit, describe_machine, describe_versions
+from bench.machine import BUNDLED_MODEL, describe_commit, describe_machine, describe_versions
 from bench.measure import Slo
 from bench.plan import Arrivals, ArrivalsError, LoadOptions, Run
 from bench.report import document_of, goodput_lines, table_of, write_json
 from bench.workload import TraceError
-
-MODEL_IN_THE_BOX = str(Path(__file__).resolve().parents[1] / "models" / "baton-py-6m")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +65,7 @@ def settings_of(pairs: Sequence[str]) -> dict[str, object]:
 def main(
     model: Annotated[
         str, typer.Argument(help="Model that clusters are started with.", metavar="[MODEL]")
-    ] = MODEL_IN_THE_BOX,
+    ] = BUNDLED_MODEL,
     address: Annotated[
         str | None,
         typer.Option(
@@ -77,9 +74,6 @@ def main(
     ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Measure split and colocated, taking turns.")
-    ] = False,
-    apart: Annotated[
-        bool, typer.Option("--apart", help="Measure a split that shares no prompts, too.")
     ] = False,
     set_: Annotated[
         list[str] | None,
@@ -126,7 +120,6 @@ def main(
     _refuse(
         compare and address is not None, "--compare starts its own clusters: leave out --address"
     )
-    _refuse(apart and address is not None, "--apart starts a cluster: leave out --address")
     _refuse(address is not None and bool(set_), "--set is for clusters: leave out --address")
     _refuse(kind == "trace" and trace is None, "--arrivals trace: give --trace FILE")
     _refuse(kind != "trace" and not rate, "give --rate, requests/s; it may be repeated")
@@ -158,20 +151,13 @@ def main(
             session,
             model,
             address,
-            {} if address else _clusters(model, settings_of(set_ or ()), compare, apart),
+            {} if address else cluster_options(model, settings_of(set_ or ()), compare),
             Output(slo_attainment, json_path, plot_path),
         )
     except ChildFailed as error:
         raise SystemExit("\n".join((*error.last_lines, f"load: {error}"))) from None
     except (BatonError, TraceError, ArrivalsError, OSError) as error:
         raise SystemExit(f"load: {error}") from None
-
-
-def _clusters(
-    model: str, settings: Mapping[str, object], compares: bool, is_apart: bool
-) -> dict[str, ServeOptions]:
-    clusters = cluster_options(model, settings, compares)
-    return {**clusters, **apart_options(model, settings)} if is_apart else clusters
 
 
 def _run(

@@ -18,7 +18,8 @@ from typing import Any
 from baton_kernels.cpu.library import LEVEL_VARIABLE, level
 
 _PACKAGES = ("baton", "torch", "transformers", "grpcio", "protobuf", "uvloop", "numpy", "triton")
-_ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[1]
+BUNDLED_MODEL = str(ROOT / "models" / "baton-py-6m")
 
 
 def describe_machine() -> dict[str, object]:
@@ -45,7 +46,7 @@ def describe_versions() -> dict[str, str]:
     return versions
 
 
-def describe_commit(root: Path = _ROOT) -> dict[str, object]:
+def describe_commit(root: Path = ROOT) -> dict[str, object]:
     """The commit of the checkout, and whether files differ from it; nothing outside a checkout."""
     commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
     if not commit:
