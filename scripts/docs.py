@@ -82,6 +82,7 @@ gRPC port.
 | `/metrics` | for Prometheus |
 | `/version` | of Baton |
 | `/` | a page for people: a playground, a live map of the workers, code to copy |
+| `/docs`, `/openapi.json` | every path, field, range and error; without a key |
 
 `model` may be left out. A field that is null is not given; one that nobody here knows is passed
 over, and named in a `warning` header; one that would change the output and is not served (`suffix`,

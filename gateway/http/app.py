@@ -22,6 +22,7 @@ from gateway.http.chat import CHAT_NAMES, ChatBody, ChatFormat, chat_prompt
 from gateway.http.chat_style import ChatStyle
 from gateway.http.completions import PROMPT_NAMES, CompletionBody, CompletionFormat, text_prompt
 from gateway.http.connection import JSON, HttpRequest, HttpResponse
+from gateway.http.docs import DOCS_PATH, OPENAPI_PATH, Docs
 from gateway.http.errors import HttpError, from_baton, http_error
 from gateway.http.generation import Format, Generation
 from gateway.http.logprobs import BytesOf
@@ -29,6 +30,7 @@ from gateway.http.messages import MessagesBody, MessagesFormat, messages_error
 from gateway.http.page import LIVE_PATH, PAGE_FILES, Page
 from gateway.http.requests import Body, BodyT, check_token_ids, field_namer, parsed
 from gateway.http.responses import ResponsesBody, ResponsesFormat
+from gateway.http.tokens import DetokenizeBody, TokenizeBody
 from gateway.intake.request import unique_request_id
 from gateway.intake.validator import check_model
 from gateway.serving import Serving
@@ -39,7 +41,7 @@ _TEXT = "text/plain; charset=utf-8"
 
 #: For whoever asks whether the gateway is well, and the page where a key can be given: they have
 #: none.
-_OPEN = frozenset({"/health", "/ping", *PAGE_FILES})
+_OPEN = frozenset({"/health", "/ping", DOCS_PATH, OPENAPI_PATH, *PAGE_FILES})
 
 _MODELS = "/v1/models/"
 
@@ -107,7 +109,7 @@ class HttpApp:
         self._api_keys = ApiKeys(settings.api_keys) if settings.api_keys else None
         self._origins = frozenset(settings.allowed_origins)
         self._created_s = settings.created_s
-        page = Page(serving, time.monotonic)
+        page, docs = Page(serving, time.monotonic), Docs()
         self._routes: Mapping[str, Mapping[str, _Handler]] = {
             **{path: {"POST": self._generate} for path in _FORMATS},
             f"{_MESSAGES}/count_tokens": {"POST": self._count_tokens},
@@ -118,6 +120,7 @@ class HttpApp:
             "/ping": {"GET": self._health},
             "/version": {"GET": self._version},
             "/metrics": {"GET": self._metrics},
+            **{path: {"GET": docs.send} for path in (DOCS_PATH, OPENAPI_PATH)},
             LIVE_PATH: {"GET": page.live},
             **{path: {"GET": page.file} for path in PAGE_FILES},
         }
@@ -221,7 +224,7 @@ class HttpApp:
     # Tokens
 
     async def _tokenize(self, request: HttpRequest, response: HttpResponse) -> None:
-        body = self._parsed(_TokenizeBody, request, response)
+        body = self._parsed(TokenizeBody, request, response)
         messages = body.messages
         role = self._style.developer_role
         prompt = text_prompt(body.prompt) if messages is None else chat_prompt(messages, role)
@@ -243,7 +246,7 @@ class HttpApp:
         await _send_json(document, response)
 
     async def _detokenize(self, request: HttpRequest, response: HttpResponse) -> None:
-        body = self._parsed(_DetokenizeBody, request, response)
+        body = self._parsed(DetokenizeBody, request, response)
         check_token_ids("tokens", body.tokens)
         asked = inference_pb2.DetokenizeRequest(model=body.model or "", token_ids=body.tokens)
         try:
@@ -288,20 +291,6 @@ class HttpApp:
     async def _metrics(self, request: HttpRequest, response: HttpResponse) -> None:
         page, content_type = await self._probes.metrics(request.header("accept"))
         await response.send(HTTPStatus.OK, content_type, page)
-
-
-class _TokenizeBody(Body):
-    model: str | None = None
-    prompt: Any = None
-    messages: list[Any] | None = None
-    return_token_strs: bool | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-
-
-class _DetokenizeBody(Body):
-    model: str | None = None
-    tokens: list[Any]
 
 
 def _show_key(request: HttpRequest) -> None:

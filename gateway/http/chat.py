@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import WithJsonSchema
 
 from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2
@@ -25,6 +27,7 @@ from gateway.http.reasoning import BEGIN as THINK
 from gateway.http.reasoning import ReasoningSplitter
 from gateway.http.requests import (
     GenerationBody,
+    NumTokens,
     field_namer,
     generate_request,
     json_text,
@@ -32,7 +35,7 @@ from gateway.http.requests import (
     structure_field,
 )
 from gateway.http.tools import REQUIRED_FORMAT, CallBegins, Content, Part, ToolParser
-from gateway.intake.tool_rules import MAX_KWARGS_CHARS, MAX_TOOL_CALLS
+from gateway.intake.tool_rules import MAX_KWARGS_CHARS, MAX_TOOL_CALLS, MAX_TOOLS
 from gateway.intake.validator import MAX_MESSAGES
 from gateway.intake.violations import MAX_SHOWN, Violations
 
@@ -48,34 +51,96 @@ MAX_ARGUMENTS_CHARS = 2**19
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
+#: The form of fields that are read here and not by pydantic, for /openapi.json.
+MESSAGES = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": MAX_MESSAGES,
+    "items": {
+        "type": "object",
+        "required": ["role"],
+        "properties": {
+            "role": {"type": "string"},
+            "content": {
+                "anyOf": [
+                    {"type": "string"},
+                    {"type": "array", "items": {"type": "object", "required": ["type"]}},
+                ]
+            },
+            "name": {"type": "string"},
+            "tool_call_id": {"type": "string"},
+            "reasoning_content": {"type": "string"},
+            "tool_calls": {"type": "array", "items": {"type": "object"}},
+        },
+    },
+}
+_FUNCTION = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {
+        "name": {"type": "string"},
+        "description": {"type": "string"},
+        "parameters": {"type": "object"},
+    },
+}
+_TOOLS = {
+    "type": "array",
+    "maxItems": MAX_TOOLS,
+    "items": {
+        "type": "object",
+        "required": ["type", "function"],
+        "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+    },
+}
+_TOOL_CHOICE = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]},
+        {
+            "type": "object",
+            "required": ["type", "function"],
+            "properties": {
+                "type": {"const": "function"},
+                "function": {"type": "object", "required": ["name"]},
+            },
+        },
+    ]
+}
+
+
 class ChatBody(GenerationBody):
     """What a request may have."""
 
-    messages: list[Any]
-    max_completion_tokens: int | None = None
+    messages: Annotated[list[Any], WithJsonSchema(MESSAGES)]
+    """The conversation, oldest message first."""
+    max_completion_tokens: NumTokens = None
+    """OpenAI's newer name of max_tokens, and taken before it."""
     logprobs: bool | None = None
+    """Give the log probability of each token of the output."""
     top_logprobs: int | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    """Alternatives to give with each; goes with logprobs."""
+    tools: Annotated[list[Any] | None, WithJsonSchema(_TOOLS)] = None
+    """What the model may call."""
+    tool_choice: Annotated[Any, WithJsonSchema(_TOOL_CHOICE)] = None
+    """Whether it must call, and what: none, auto, required, or the name of a function."""
     parallel_tool_calls: bool | None = None
+    """false: one call at most."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the model's chat template."""
     add_generation_prompt: bool | None = None
+    """false: do not begin a message of the assistant."""
     continue_final_message: bool | None = None
+    """Go on with the last message instead of answering it."""
     reasoning_effort: str | None = None
+    """A variable of the template, where it has one of that name."""
     include_reasoning: bool | None = None
-    # They would change the output.
-    functions: Any = None
-    function_call: Any = None
-    audio: Any = None
-    chat_template: Any = None
-    documents: Any = None
-    # Nothing here depends on these.
-    modalities: Any = None
-    verbosity: Any = None
-    prediction: Any = None
+    """false: leave the model's thoughts out of the answer."""
 
+    refused = (
+        *GenerationBody.refused,
+        *("functions", "function_call", "audio", "chat_template", "documents"),
+    )
+    ignored = (*GenerationBody.ignored, "modalities", "verbosity", "prediction")
 
-_REFUSED = ("functions", "function_call", "audio", "chat_template", "documents")
 
 #: What parts of a chat prompt are called in errors.
 CHAT_NAMES = {
@@ -141,11 +206,6 @@ class ChatFormat:
         if body.top_logprobs is not None and not body.logprobs:
             fault = f"{shown_value(body.top_logprobs)}: goes with logprobs; set it to true"
             violations.append(FieldViolation("top_logprobs", fault))
-        violations += [
-            FieldViolation(field, "is not served here; leave it out")
-            for field in _REFUSED
-            if getattr(body, field)
-        ]
         if chosen.is_forced and structure_field(body):
             fault = "a call of a tool has its own form; leave out one of them"
             violations.append(FieldViolation("tool_choice", fault))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import WithJsonSchema
 
 from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2, sampling_pb2
@@ -30,9 +32,23 @@ from gateway.http.requests import (
 )
 
 #: OpenAI's and vLLM's, where a request does not say.
-_DEFAULT_MAX_TOKENS = 16
+DEFAULT_MAX_TOKENS = 16
 
 _KIND = "text_completion"
+
+#: The form of a prompt, or of several, for /openapi.json.
+TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_PROMPT = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        TOKEN_IDS,
+        {
+            "type": "array",
+            "maxItems": MAX_PROMPTS,
+            "items": {"anyOf": [{"type": "string", "minLength": 1}, TOKEN_IDS]},
+        },
+    ]
+}
 
 #: What parts of a prompt are called in errors.
 PROMPT_NAMES = {
@@ -45,11 +61,14 @@ PROMPT_NAMES = {
 class CompletionBody(GenerationBody):
     """What a request may have."""
 
-    prompt: Any = None
-    suffix: str | None = None
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT)] = None
+    """Text, token ids, or a list of either. Must be given."""
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None
+    """Special tokens begin a prompt of text as the tokenizer wants; false is refused."""
+
+    refused = (*GenerationBody.refused, "suffix")
 
 
 class CompletionFormat:
@@ -161,14 +180,12 @@ class CompletionFormat:
 
 def _requests(body: CompletionBody) -> list[inference_pb2.GenerateRequest]:
     prompts = _prompts(body.prompt)
-    max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = sampling_message(body, logprobs=body.logprobs, max_tokens=("max_tokens", max_tokens))
     violations = []
     if body.resume_from and len(prompts) > 1:
         fault = f"given with {len(prompts)} prompts; give the one that it is of"
         violations.append(FieldViolation("resume_from", fault))
-    if body.suffix:
-        violations.append(FieldViolation("suffix", "is not served here; leave it out"))
     if body.add_special_tokens is False:
         fault = "false: give token ids as the prompt instead"
         violations.append(FieldViolation("add_special_tokens", fault))

@@ -7,7 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import WithJsonSchema
 
 from baton.errors import FieldViolation, InvalidRequest
 from gateway.http.chat import MAX_ARGUMENTS_CHARS
@@ -15,43 +17,79 @@ from gateway.http.chat_style import ChatStyle
 from gateway.http.errors import HttpError, shown_value
 from gateway.http.generation import FINISHES
 from gateway.http.logprobs import BytesOf
-from gateway.http.requests import Body, TextList, json_text
+from gateway.http.requests import TOP_K, Body, NumTokens, TextList, json_text, refusals
 from gateway.http.translated_chat import ChatOutput, TranslatedChat, response_format
 from gateway.intake.tool_rules import MAX_TOOLS
 from gateway.intake.validator import MAX_MESSAGES
 from gateway.intake.violations import MAX_SHOWN, Violations
+
+#: The form of fields that are read here and not by pydantic, for /openapi.json.
+_MESSAGES = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": MAX_MESSAGES,
+    "items": {
+        "type": "object",
+        "required": ["role", "content"],
+        "properties": {
+            "role": {"enum": ["user", "assistant"]},
+            "content": {
+                "anyOf": [
+                    {"type": "string"},
+                    {"type": "array", "items": {"type": "object", "required": ["type"]}},
+                ]
+            },
+        },
+    },
+}
+_TOOLS = {
+    "type": "array",
+    "maxItems": MAX_TOOLS,
+    "items": {
+        "type": "object",
+        "required": ["name", "input_schema"],
+        "properties": {
+            "name": {"type": "string"},
+            "description": {"type": "string"},
+            "input_schema": {"type": "object"},
+        },
+    },
+}
 
 
 class MessagesBody(Body):
     """What a request may have."""
 
     model: str | None = None
-    messages: list[Any]
-    max_tokens: int | None = None
-    system: Any = None
+    """One of /v1/models; it may be left out where one alone is served."""
+    messages: Annotated[list[Any], WithJsonSchema(_MESSAGES)]
+    """The conversation, oldest message first; a last one of the assistant is continued."""
+    max_tokens: NumTokens = None
+    """Most tokens to produce. Must be given, but to count."""
+    system: Annotated[Any, WithJsonSchema({"type": ["string", "array"]})] = None
+    """Text, or blocks of text."""
     stop_sequences: TextList = None
     stream: bool | None = None
+    """Send Anthropic's events as soon as there is output."""
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
-    tools: list[Any] | None = None
+    top_k: Annotated[int | None, WithJsonSchema(TOP_K)] = None
+    """Keep the k most probable tokens; 0 and -1 keep all."""
+    tools: Annotated[list[Any] | None, WithJsonSchema(_TOOLS)] = None
+    """What the model may call; nothing is run here."""
     tool_choice: dict[str, Any] | None = None
+    """Of type auto, any or none, or of type tool, with its name."""
     thinking: dict[str, Any] | None = None
+    """By its type, enabled or disabled, whether the model thinks first."""
     output_config: dict[str, Any] | None = None
-    # They would change the output.
-    container: Any = None
-    mcp_servers: Any = None
-    context_management: Any = None
-    # Nothing here depends on these.
-    metadata: Any = None
-    service_tier: Any = None
-    inference_geo: Any = None
-    cache_control: Any = None
-    user_profile_id: Any = None
-    workspace_id: Any = None
+    """format: a JSON Schema to follow. effort: a variable of the template."""
 
+    refused = ("container", "mcp_servers", "context_management")
+    ignored = (
+        *("metadata", "service_tier", "inference_geo", "cache_control"),
+        *("user_profile_id", "workspace_id"),
+    )
 
-_REFUSED = ("container", "mcp_servers", "context_management")
 
 #: What chat.py calls a field, and this API.
 _NAMES = {
@@ -229,9 +267,7 @@ def _usage(usage: Mapping[str, Any]) -> Mapping[str, Any]:
 def _violations(body: MessagesBody, *, is_counted: bool) -> Violations:
     if body.max_tokens is None and not is_counted:
         yield FieldViolation("max_tokens", "is missing; give it")
-    for field in _REFUSED:
-        if getattr(body, field):
-            yield FieldViolation(field, "is not served here; leave it out")
+    yield from refusals(body)
     yield from _tool_violations(body.tools or ())
     config, thinking = body.output_config or {}, body.thinking or {}
     asked, effort, kind = config.get("format"), config.get("effort"), thinking.get("type")

@@ -37,7 +37,7 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_HEADERS = (
+PAGE_HEADERS = (
     ("content-security-policy", _POLICY),
     ("x-content-type-options", "nosniff"),
     ("referrer-policy", "no-referrer"),
@@ -65,7 +65,7 @@ class Page:
         name, content_type = PAGE_FILES[request.path]
         if name not in self._files:
             self._files[name] = (_FOLDER / name).read_bytes()
-        response.headers += _HEADERS
+        response.headers += PAGE_HEADERS
         await response.send(HTTPStatus.OK, content_type, self._files[name])
 
     async def live(self, request: HttpRequest, response: HttpResponse) -> None:  # noqa: ARG002
@@ -74,7 +74,7 @@ class Page:
         if not self._live or now_s - self._listed_s >= _MIN_INTERVAL_S:
             self._live = json.dumps(self._listing(), separators=(",", ":")).encode()
             self._listed_s = now_s
-        response.headers += _HEADERS
+        response.headers += PAGE_HEADERS
         await response.send(HTTPStatus.OK, JSON, self._live)
 
     def _listing(self) -> dict[str, Any]:

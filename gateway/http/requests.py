@@ -10,9 +10,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, create_model
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    create_model,
+)
 from pydantic_core import from_json
 
 from baton.errors import FieldViolation, InvalidRequest
@@ -20,6 +28,7 @@ from baton.sampling_params import MAX_BIASES, SamplingParams
 from baton.v1 import inference_pb2, sampling_pb2
 from gateway.http.errors import FieldNames, from_validation, shown_value
 from gateway.intake.sampling_rules import MAX_STRUCTURED_CHARS
+from gateway.intake.validator import MAX_PRIORITY, MAX_SALT_CHARS
 from gateway.intake.violations import MAX_SHOWN, Violations
 
 #: Of a body, nested ones too: objects and lists, members of objects, and values. What is made of
@@ -34,12 +43,46 @@ MAX_FIELDS = 256
 
 MAX_PROMPTS = 128
 
+_MAX_UINT32 = 2**32 - 1
 _MAX_UINT64 = 2**64
 _MAX_SCHEMA_CHARS = MAX_STRUCTURED_CHARS["json_schema"]
 
 BodyT = TypeVar("BodyT", bound="Body")
 
-_Token = Annotated[int, Field(ge=0, lt=2**32)]
+_Token = Annotated[int, Field(ge=0, le=2**32 - 1)]
+
+
+def _integer(low: int, high: int) -> dict[str, Any]:
+    return {"type": "integer", "minimum": low, "maximum": high}
+
+
+def _text(max_chars: int) -> dict[str, Any]:
+    return {"type": "string", "maxLength": max_chars}
+
+
+TOP_K = _integer(-1, _MAX_UINT32)
+NumTokens = Annotated[int | None, WithJsonSchema(_integer(1, _MAX_UINT32))]
+
+#: The form of fields that are read here and not by pydantic, for /openapi.json.
+_TEXT_OR_LIST = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+_RESPONSE_FORMAT = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["text", "json_object", "json_schema"]},
+        "json_schema": {"type": "object", "properties": {"schema": {"type": "object"}}},
+    },
+    "required": ["type"],
+}
+_STRUCTURED = {
+    "type": "object",
+    "properties": {
+        "json": {"type": ["object", "string"]},
+        "regex": {"type": "string"},
+        "choice": {"type": "array", "items": {"type": "string"}},
+        "grammar": {"type": "string"},
+        "json_object": {"type": "boolean"},
+    },
+}
 
 #: Of many wrong members, the first is reported: a report of each costs 7 us and a kilobyte.
 TextList = Annotated[list[str] | None, FailFast()]
@@ -53,10 +96,22 @@ class Body(BaseModel):
         strict=True, extra="allow", frozen=True, allow_inf_nan=False, protected_namespaces=()
     )
 
+    refused: ClassVar[tuple[str, ...]] = ()
+    """Fields that would change the output, and that nothing like is served of."""
+    ignored: ClassVar[tuple[str, ...]] = ()
+    """Fields of other servers that nothing here depends on."""
+
     @property
     def unknown_fields(self) -> tuple[str, ...]:
         """Names of what nobody here knows."""
-        return tuple(self.model_extra or ())
+        known = {*self.refused, *self.ignored}
+        return tuple(name for name in self.model_extra or () if name not in known)
+
+    @property
+    def refused_fields(self) -> tuple[str, ...]:
+        """Those of `refused` that are given, and not to say no."""
+        given = self.model_extra or {}
+        return tuple(name for name in self.refused if given.get(name))
 
 
 class StreamOptions(Body):
@@ -65,7 +120,9 @@ class StreamOptions(Body):
     model_config = ConfigDict(extra="ignore")
 
     include_usage: bool | None = None
+    """End with a piece that has the usage alone."""
     continuous_usage_stats: bool | None = None
+    """Give the usage so far with every piece."""
 
 
 class ChoiceSoFar(Body):
@@ -73,10 +130,14 @@ class ChoiceSoFar(Body):
 
     model_config = ConfigDict(extra="ignore")
 
-    choice: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    choice: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
+    """Its index."""
     token_ids: Annotated[list[_Token], FailFast()] = []
-    num_chars: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """All that came of it so far."""
+    num_chars: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
+    """Of its text."""
     has_ended: bool = False
+    """Whether it came with a finish_reason."""
 
 
 #: Sampling options with a spelling of their own here; `echo` is of completions alone.
@@ -103,41 +164,61 @@ class GenerationBody(Body):
     """What both kinds of completion have."""
 
     model: str | None = None
+    """One of /v1/models; it may be left out where one alone is served."""
     stream: bool | None = None
+    """Send server-sent events, a piece each, as soon as there is output."""
     stream_options: StreamOptions | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
+    """What a stream has besides its text."""
+    top_k: Annotated[int | None, WithJsonSchema(TOP_K)] = None
+    """Keep the k most probable tokens; 0 and -1 keep all."""
+    seed: Annotated[int | None, WithJsonSchema(_integer(-(2**63), _MAX_UINT64 - 1))] = None
+    """Same seed, same request, same tokens. Drawn by the server if not given."""
+    max_tokens: NumTokens = None
     prompt_logprobs: int | None = None
     logit_bias: dict[str, Any] | None = None
-    stop: Any = None
+    """Added to the logits of these token ids, which are the names."""
+    stop: Annotated[Any, WithJsonSchema(_TEXT_OR_LIST)] = None
     stop_token_ids: TokenList = None
     bad_words: TextList = None
     return_token_ids: bool | None = None
+    """Give the ids of an output's tokens beside its text."""
     return_timing: bool | None = None
+    """Say in `timing` where the time went, in milliseconds, and which workers did what."""
     resume_from: Annotated[list[ChoiceSoFar] | None, FailFast()] = None
-    response_format: dict[str, Any] | None = None
-    guided_json: Any = None
-    guided_regex: str | None = None
+    """What an earlier stream of the same request sent, where that broke off: it goes on behind it.
+    Needs seed."""
+    response_format: Annotated[dict[str, Any] | None, WithJsonSchema(_RESPONSE_FORMAT)] = None
+    """What the output must look like: text, any JSON object, or JSON by a schema."""
+    guided_json: Annotated[Any, WithJsonSchema({"type": ["object", "string"]})] = None
+    """A JSON Schema that the output must follow, as an object or as text."""
+    guided_regex: Annotated[str | None, WithJsonSchema(_text(MAX_STRUCTURED_CHARS["regex"]))] = None
+    """A regular expression, in Rust's syntax, that the whole output must match."""
     guided_choice: TextList = None
-    guided_grammar: str | None = None
-    structured_outputs: dict[str, Any] | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    # Nothing here depends on these.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    request_id: Any = None
-    spaces_between_special_tokens: Any = None
-    # They would change the output.
-    use_beam_search: bool | None = None
-    allowed_token_ids: Any = None
-    logits_processors: Any = None
-    truncate_prompt_tokens: Any = None
+    """Texts, one of which the output must be."""
+    guided_grammar: Annotated[
+        str | None, WithJsonSchema(_text(MAX_STRUCTURED_CHARS["grammar"]))
+    ] = None
+    """A grammar, in Lark's syntax, whose rule `start` the output must follow."""
+    structured_outputs: Annotated[dict[str, Any] | None, WithJsonSchema(_STRUCTURED)] = None
+    """The same as the guided fields; exactly one of these."""
+    priority: Annotated[
+        int | None,
+        WithJsonSchema(_integer(-MAX_PRIORITY, MAX_PRIORITY)),
+    ] = None
+    """Lower ones are served first; 0 if not given."""
+    cache_salt: Annotated[str | None, WithJsonSchema(_text(MAX_SALT_CHARS))] = None
+    """Prefixes in the KV cache are shared with requests of the same salt alone."""
+
+    refused: ClassVar[tuple[str, ...]] = (
+        "use_beam_search",
+        "allowed_token_ids",
+        "logits_processors",
+        "truncate_prompt_tokens",
+    )
+    ignored: ClassVar[tuple[str, ...]] = (
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("request_id", "spaces_between_special_tokens"),
+    )
 
     @property
     def is_streamed(self) -> bool:
@@ -150,10 +231,6 @@ class GenerationBody(Body):
     @property
     def has_usage_everywhere(self) -> bool:
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
-
-#: Given, they are refused: nothing like them is served.
-_REFUSED = ("use_beam_search", "allowed_token_ids", "logits_processors", "truncate_prompt_tokens")
 
 
 def parsed(cls: type[BodyT], data: bytes, max_model_len: int = 0) -> BodyT:
@@ -243,12 +320,16 @@ def sampling_message(
     if body.is_streamed and body.prompt_logprobs is not None:
         fault = f"{shown_value(body.prompt_logprobs)}: not with stream; leave out one of them"
         violations.append(FieldViolation("prompt_logprobs", fault))
-    for field in _REFUSED:
-        if getattr(body, field):
-            violations.append(FieldViolation(field, "is not served here; leave it out"))
+    violations += refusals(body)
     if violations:
         raise InvalidRequest.of(*violations)
     return params
+
+
+def refusals(body: Body) -> list[FieldViolation]:
+    """What is given of what is not served."""
+    fault = "is not served here; leave it out"
+    return [FieldViolation(field, fault) for field in body.refused_fields]
 
 
 def generate_request(

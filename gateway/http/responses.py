@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import WithJsonSchema
 
 from baton.errors import FieldViolation, InvalidRequest
 from gateway.http.chat import MAX_ARGUMENTS_CHARS
@@ -13,7 +15,7 @@ from gateway.http.chat_style import ChatStyle
 from gateway.http.errors import shown_value
 from gateway.http.generation import FINISHES, timing_of
 from gateway.http.logprobs import BytesOf
-from gateway.http.requests import Body, json_text
+from gateway.http.requests import Body, NumTokens, json_text
 from gateway.http.translated_chat import ChatOutput, TranslatedChat, response_format
 from gateway.intake.validator import MAX_MESSAGES
 
@@ -22,39 +24,40 @@ class ResponsesBody(Body):
     """What a request may have."""
 
     model: str | None = None
-    input: Any = None
+    """One of /v1/models; it may be left out where one alone is served."""
+    input: Annotated[Any, WithJsonSchema({"type": ["string", "array"]})] = None
+    """Text, or the items of a conversation. Must be given."""
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    """A system message before it."""
+    max_output_tokens: NumTokens = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
+    """Send OpenAI's events as soon as there is output."""
     tools: list[Any] | None = None
+    """Functions that the model may call."""
     tool_choice: Any = None
+    """Whether it must call, and what: none, auto, required, or the name of a function."""
     parallel_tool_calls: bool | None = None
+    """false: one call at most."""
     return_timing: bool | None = None
+    """Say in `timing` where the time went, in milliseconds, and which workers did what."""
     text: dict[str, Any] | None = None
+    """format: a JSON Schema that the output must follow."""
     reasoning: dict[str, Any] | None = None
-    # Nothing is kept here from one request to the next.
-    previous_response_id: Any = None
-    conversation: Any = None
-    background: Any = None
-    prompt: Any = None
-    # Nothing here depends on these.
-    store: Any = None
+    """effort: a variable of the chat template."""
     metadata: Any = None
-    include: Any = None
-    truncation: Any = None
-    user: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    stream_options: Any = None
+    """Given back in the answer."""
+
+    refused = ("previous_response_id", "conversation", "background", "prompt")
+    ignored = (
+        *("store", "include", "truncation", "user", "service_tier", "safety_identifier"),
+        *("prompt_cache_key", "stream_options"),
+    )
 
 
 #: Of a conversation: its messages, each call of a tool, and each of their answers.
 _MAX_ITEMS = 4 * MAX_MESSAGES
-
-_REFUSED = ("previous_response_id", "conversation", "background", "prompt")
 
 #: What chat.py calls a field, and this API.
 _NAMES = {
@@ -75,10 +78,9 @@ class ResponsesFormat(TranslatedChat):
     def __init__(self, body: ResponsesBody, bytes_of: BytesOf, style: ChatStyle) -> None:
         """Raises InvalidRequest, with this API's names."""
         self._asked = body
-        refused = [field for field in _REFUSED if getattr(body, field)]
-        if refused:
+        if body.refused_fields:
             fault = "is not served here: nothing is kept; send the whole conversation as input"
-            raise InvalidRequest.of(*(FieldViolation(field, fault) for field in refused))
+            raise InvalidRequest.of(*(FieldViolation(f, fault) for f in body.refused_fields))
         messages, paths = _conversation(body)
         super().__init__(_chat_fields(body, messages), _NAMES, paths, bytes_of, style)
         self._items = _Items()

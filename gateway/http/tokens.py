@@ -1,0 +1,35 @@
+"""/tokenize and /detokenize: what a request may have."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import WithJsonSchema
+
+from gateway.http.chat import MESSAGES
+from gateway.http.completions import TOKEN_IDS
+from gateway.http.requests import Body
+
+
+class TokenizeBody(Body):
+    """Of a prompt, or of a conversation."""
+
+    model: str | None = None
+    """One of /v1/models; it may be left out where one alone is served."""
+    prompt: Annotated[Any, WithJsonSchema({"type": ["string", "array"]})] = None
+    """Text, or token ids, which come back as they are."""
+    messages: Annotated[list[Any] | None, WithJsonSchema(MESSAGES)] = None
+    """A conversation, instead of prompt, by the model's chat template."""
+    return_token_strs: bool | None = None
+    """Give each token's text, too."""
+
+    ignored = ("add_special_tokens", "add_generation_prompt")
+
+
+class DetokenizeBody(Body):
+    """Of token ids."""
+
+    model: str | None = None
+    """One of /v1/models; it may be left out where one alone is served."""
+    tokens: Annotated[list[Any], WithJsonSchema(TOKEN_IDS)]
+    """Token ids."""
