@@ -39,6 +39,10 @@ Rank = tuple[int, int, str, int]
 
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
+#: KvLayout.parts of most models; and of multi-head latent attention, whose latent and rotated key
+#: of a token lie in one row.
+KEY_VALUE, LATENT = ("key", "value"), ("latent",)
+
 
 class FinishReason(enum.IntEnum):
     """Why an output ended; numbered as in baton.v1.FinishReason, 0 for an output that goes on."""
@@ -208,9 +212,10 @@ class SequenceSpec:
 class KvLayout:
     """Shape, numerics and identity of a worker's KV pool.
 
-    A pool is one tensor [blocks, num_layers, 2, num_kv_heads, block_size, head_dim] of `dtype`. If
-    that is one of SCALED_DTYPES, each row of head_dim elements has a scale, and a block's scales
-    [block_size] of a layer, kind and head lie behind its rows: a block is still one piece of
+    A pool is one tensor [blocks, num_layers, parts, num_kv_heads, block_size, head_dim] of `dtype`:
+    a token has a row of head_dim elements for each part and KV head of a layer. `parts` names them,
+    in order. If `dtype` is one of SCALED_DTYPES, each row has a scale, and a block's scales
+    [block_size] of a layer, part and head lie behind its rows: a block is still one piece of
     memory, and so are its layers and its heads within a layer. `fingerprint` digests the weights
     and every setting that changes what KV means; block size is not among them.
     """
@@ -221,6 +226,11 @@ class KvLayout:
     head_dim: int
     dtype: str
     block_size: int
+    parts: tuple[str, ...] = KEY_VALUE
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.parts)
 
     @property
     def token_bytes(self) -> int:
@@ -231,7 +241,8 @@ class KvLayout:
     def token_layer_bytes(self) -> int:
         """Bytes of KV of one token in one layer."""
         scale_bytes = SCALE_BYTES if self.dtype in SCALED_DTYPES else 0
-        return 2 * self.num_kv_heads * (self.head_dim * DTYPE_BYTES[self.dtype] + scale_bytes)
+        row_bytes = self.head_dim * DTYPE_BYTES[self.dtype] + scale_bytes
+        return self.num_parts * self.num_kv_heads * row_bytes
 
     @property
     def block_bytes(self) -> int:
@@ -246,7 +257,7 @@ class KvLayout:
         two."""
         if self == other:
             return None
-        for name in ("fingerprint", "num_layers", "num_kv_heads", "head_dim"):
+        for name in ("fingerprint", "num_layers", "parts", "num_kv_heads", "head_dim"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
                 return name, str(ours), str(theirs)

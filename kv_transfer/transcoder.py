@@ -133,8 +133,8 @@ _GROUP_ELEMENTS = 1 << 16
 class _Run:
     """A run's bytes, seen without a copy.
 
-    elements: [layers, 2, kv_heads, tokens, head_dim], of int8 for both types that have scales.
-    scales: [layers, 2, kv_heads, tokens or 1, 1], or none.
+    elements: [layers, parts, kv_heads, tokens, head_dim], of int8 for both types that have scales.
+    scales: [layers, parts, kv_heads, tokens or 1, 1], or none.
     """
 
     dtype: str
@@ -193,8 +193,8 @@ class Transcoder:
         self._memory = np.empty((2, 0), np.float32)
 
     def encode(self, run: memoryview, num_tokens: int, num_layers: int, out: memoryview) -> None:
-        """Write a run [num_layers, 2, kv_heads, num_tokens, head_dim] of the pool into `out`, which
-        has its size on the wire."""
+        """Write a run [num_layers, parts, kv_heads, num_tokens, head_dim] of the pool into `out`,
+        which has its size on the wire."""
         self._turn(
             self._in_pool(run, num_tokens, num_layers), self._on_wire(out, num_tokens, num_layers)
         )
@@ -223,7 +223,8 @@ class Transcoder:
             yield slice(first, first + count), values, work
 
     def _shape(self, num_tokens: int, num_layers: int) -> tuple[int, ...]:
-        return (num_layers, 2, self._wire.num_kv_heads, num_tokens, self._wire.head_dim)
+        wire = self._wire
+        return (num_layers, wire.num_parts, wire.num_kv_heads, num_tokens, wire.head_dim)
 
     def _in_pool(self, run: memoryview, num_tokens: int, num_layers: int) -> _Run:
         shape = self._shape(num_tokens, num_layers)
@@ -244,7 +245,7 @@ class Transcoder:
 
 
 def _with_row_scales(dtype: str, run: memoryview, shape: tuple[int, ...]) -> _Run:
-    """See WireFormat: of each layer, kind and head, its elements, then their scales."""
+    """See WireFormat: of each layer, part and head, its elements, then their scales."""
     *heads, num_tokens, head_dim = shape
     data = np.frombuffer(run, np.int8).reshape(*heads, num_tokens * (head_dim + SCALE_BYTES))
     num_elements = num_tokens * head_dim

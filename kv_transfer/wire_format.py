@@ -4,7 +4,7 @@ how a range of it is cut into chunks, and in which order its bytes lie in one.""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.types import (
     CONVERTIBLE_DTYPES,
@@ -24,15 +24,15 @@ class WireFormat:
     """What the payloads of one connection are made of.
 
     A payload is runs, one after the other: of each of the sender's blocks the tokens that are in
-    the piece, as elements of `dtype` [layers, 2, kv_heads, tokens, head_dim]. All is little endian.
-    Of a dtype of SCALED_DTYPES there are two forms:
+    the piece, as elements of `dtype` [layers, parts, kv_heads, tokens, head_dim]. All is little
+    endian. Of a dtype of SCALED_DTYPES there are two forms:
 
-    * where the sender's pool has another dtype, float32 scales [layers, 2, kv_heads] come before
-      all elements, one for a head's elements of the run;
+    * where the sender's pool has another dtype, float32 scales [layers, parts, kv_heads] come
+      before all elements, one for a head's elements of the run;
     * where it has the same (has_row_scales), float32 scales [tokens] come behind the elements
-      [tokens, head_dim] of each layer, kind and head, as they lie in the pool.
+      [tokens, head_dim] of each layer, part and head, as they lie in the pool.
 
-    block_size: the sender's.
+    block_size: the sender's; num_parts: see KvLayout.parts.
     """
 
     dtype: str
@@ -40,12 +40,14 @@ class WireFormat:
     head_dim: int
     block_size: int
     has_row_scales: bool = False
+    num_parts: int = 2
 
     @property
     def token_layer_bytes(self) -> int:
         """Most bytes that a token takes in one layer: with scales of its own."""
         scale_bytes = SCALE_BYTES if self.dtype in SCALED_DTYPES else 0
-        return 2 * self.num_kv_heads * (self.head_dim * DTYPE_BYTES[self.dtype] + scale_bytes)
+        row_bytes = self.head_dim * DTYPE_BYTES[self.dtype] + scale_bytes
+        return self.num_parts * self.num_kv_heads * row_bytes
 
     def is_that_of(self, dtype: str) -> bool:
         """Whether runs lie in a pool of `dtype` as they do in a payload."""
@@ -57,7 +59,7 @@ class WireFormat:
         if self.dtype in SCALED_DTYPES and piece.num_tokens:
             num_runs = -(-piece.end_token // self.block_size) - piece.first_token // self.block_size
             head_bytes += SCALE_BYTES * (piece.num_tokens if self.has_row_scales else num_runs)
-        return piece.num_layers * 2 * self.num_kv_heads * head_bytes
+        return piece.num_layers * self.num_parts * self.num_kv_heads * head_bytes
 
 
 def wire_format(dtype: str, sender: KvLayout) -> WireFormat:
@@ -67,7 +69,12 @@ def wire_format(dtype: str, sender: KvLayout) -> WireFormat:
         raise ValueError(f"KV of {sender.dtype} cannot travel as {dtype!r}")
     has_row_scales = dtype == sender.dtype and dtype in SCALED_DTYPES
     return WireFormat(
-        dtype, sender.num_kv_heads, sender.head_dim, sender.block_size, has_row_scales
+        dtype,
+        sender.num_kv_heads,
+        sender.head_dim,
+        sender.block_size,
+        has_row_scales,
+        sender.num_parts,
     )
 
 
@@ -87,8 +94,7 @@ def most_token_layer_bytes(layout: KvLayout) -> int:
     """Bytes that a token of a layer takes at most, whatever type a receiver with that layout agrees
     on."""
     return max(
-        WireFormat(dtype, layout.num_kv_heads, layout.head_dim, 1).token_layer_bytes
-        for dtype in (layout.dtype, "float32")
+        replace(layout, dtype=dtype).token_layer_bytes for dtype in (layout.dtype, "float32")
     )
 
 

@@ -148,7 +148,10 @@ def _memory_plan(source: ModelSource, dtype: str, block_size: int) -> Iterator[F
     options = DecodeOptions(model="-")
     num_seqs, longest = options.max_num_seqs, source.max_len
     plan = plan_blocks(
-        KvLayout("", source.num_layers, source.num_kv_heads, source.head_dim, dtype, block_size),
+        KvLayout(
+            *("", source.num_layers, source.num_kv_heads, source.head_dim),
+            *(dtype, block_size, source.kv_parts),
+        ),
         dtype=dtype,
         weights=source.weight_bytes(dtype, torch.device("cpu"), 1),
         activations=source.activation_bytes(

@@ -27,9 +27,9 @@ _DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
 class ArrayKvPool:
     """KV blocks of `layout`, all zero at first. Implements baton.engine.interface.KvPool.
 
-    `data` is the pool itself, [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; axis
-    2 is (key, value). Its owner reads and writes it in place. Copies in and out hold no GIL while
-    they move more than a few elements.
+    `data` is the pool itself, [num_blocks, num_layers, parts, num_kv_heads, block_size, head_dim].
+    Its owner reads and writes it in place. Copies in and out hold no GIL while they move more than
+    a few elements.
     """
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
@@ -43,7 +43,7 @@ class ArrayKvPool:
             (
                 num_blocks,
                 layout.num_layers,
-                2,
+                layout.num_parts,
                 layout.num_kv_heads,
                 layout.block_size,
                 layout.head_dim,
@@ -90,12 +90,15 @@ class ArrayKvPool:
         return layers.data.cast("B")
 
     def _wire(self, piece: KvRange, buffer: memoryview) -> NDArray[Any]:
-        """`buffer` as [num_layers, 2, num_kv_heads, num_tokens, head_dim]."""
+        """`buffer` as [num_layers, parts, num_kv_heads, num_tokens, head_dim]."""
         layout, num_tokens, num_layers = self._layout, piece.num_tokens, piece.num_layers
         expected = piece.num_bytes(layout.token_layer_bytes)
         if num_tokens < 1 or num_layers < 1 or buffer.nbytes != expected:
             raise ValueError(f"{buffer.nbytes} bytes for {piece}, not {expected}")
-        shape = (num_layers, 2, layout.num_kv_heads, num_tokens, layout.head_dim)
+        shape = (
+            *(num_layers, layout.num_parts, layout.num_kv_heads),
+            *(num_tokens, layout.head_dim),
+        )
         return np.frombuffer(buffer, dtype=self.data.dtype).reshape(shape)
 
     def _layers(self, first_layer: int, num_layers: int) -> slice:

@@ -45,7 +45,7 @@ class DeviceCopy:
     def __init__(
         self, layout: KvLayout, blocks: torch.Tensor, order: CopyOrder, memory: SharedMemory
     ) -> None:
-        """blocks: [blocks, layers, 2, kv_heads, bytes of a block's head] uint8, a pool's own.
+        """blocks: [blocks, layers, parts, kv_heads, bytes of a block's head] uint8, a pool's own.
         memory: of their device."""
         self.memory = memory
         self._layout = layout

@@ -152,10 +152,10 @@ class KvPool(Protocol):
     def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
         """Copy this part of the sequence whose block table is `block_ids` into `out`.
 
-        out: [piece.num_layers, 2, num_kv_heads, piece.num_tokens, head_dim] of the layout's dtype,
-        exactly that many bytes; for SCALED_DTYPES each head's scales, [piece.num_tokens] float32,
-        follow its codes. Raises ValueError if the piece is not within the blocks or the layers, or
-        `out` has another size.
+        out: [piece.num_layers, parts, num_kv_heads, piece.num_tokens, head_dim] of the layout's
+        dtype, exactly that many bytes; for SCALED_DTYPES each head's scales, [piece.num_tokens]
+        float32, follow its codes. Raises ValueError if the piece is not within the blocks or the
+        layers, or `out` has another size.
         """
         ...
 

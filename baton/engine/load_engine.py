@@ -93,6 +93,7 @@ def load_engine(
         head_dim=source.head_dim,
         dtype=kv_name,
         block_size=block_size,
+        parts=source.kv_parts,
     )
     adapters = _read_adapters(source, lora_modules, max_lora_rank, chosen.name, where, size)
     graphs = None

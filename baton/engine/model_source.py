@@ -58,8 +58,9 @@ class ModelSource(Protocol):
     """A checkpoint. Nothing is loaded before `load`.
 
     name: of the family or architecture, for people; dtype: the checkpoint's; max_len: of a
-    sequence, in tokens; kv_digest: of every setting on which the meaning of KV depends, but the
-    weights; kernels: whose results a token depends on, besides Baton's.
+    sequence, in tokens; num_kv_heads, head_dim, kv_parts: see KvLayout; kv_digest: of every setting
+    on which the meaning of KV depends, but the weights; kernels: whose results a token depends on,
+    besides Baton's.
     """
 
     @property
@@ -79,6 +80,9 @@ class ModelSource(Protocol):
 
     @property
     def head_dim(self) -> int: ...
+
+    @property
+    def kv_parts(self) -> tuple[str, ...]: ...
 
     @property
     def max_len(self) -> int: ...
@@ -161,7 +165,8 @@ class NativeModel:
         self.name = config.family
         self.dtype, self.vocab_size = config.dtype, config.vocab_size
         self.num_layers, self.num_kv_heads = config.num_layers, config.num_kv_heads
-        self.head_dim, self.max_len = config.head_dim, config.derived_max_len
+        self.head_dim, self.kv_parts = config.head_dim, config.kv_parts
+        self.max_len = config.derived_max_len
         self.kv_digest = config.kv_digest
 
     def check_ranks(self, size: int, device: torch.device) -> None:

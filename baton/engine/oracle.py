@@ -307,7 +307,7 @@ def _undisturbed(vocab_size: int) -> OracleEngine:
 
 
 def _slot_weights(layout: KvLayout) -> _Words:
-    """One word per (layer, key or value, head, dimension), so that swapped slots differ."""
-    shape = (layout.num_layers, 2, layout.num_kv_heads, layout.head_dim)
+    """One word per (layer, part, head, dimension), so that swapped slots differ."""
+    shape = (layout.num_layers, layout.num_parts, layout.num_kv_heads, layout.head_dim)
     words = [mix(_ROOT + index) for index in range(int(np.prod(shape)))]
     return np.array(words, dtype=np.uint64).reshape(shape)

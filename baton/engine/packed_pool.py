@@ -43,9 +43,9 @@ class PackedPool(ABC):
     def pack_parts(
         self, block_ids: Sequence[int], piece: KvRange, parts: Sequence[PackedPart]
     ) -> None:
-        """Copy a range, which is within the pool, into its parts: [num_layers, 2, kv_heads,
-        num_tokens, head_dim], and [num_layers, 2, kv_heads, num_tokens, 1] of scales if the layout
-        has any."""
+        """Copy a range, which is within the pool, into its elements [num_layers, parts, kv_heads,
+        num_tokens, head_dim], and its scales [num_layers, parts, kv_heads, num_tokens, 1] if the
+        layout has any."""
 
     @abstractmethod
     def unpack_parts(
@@ -81,7 +81,7 @@ def check_range(
 def _split(layout: KvLayout, piece: KvRange, data: memoryview) -> list[PackedPart]:
     """A piece's bytes as PackedPool.pack_parts has them."""
     num_tokens = piece.num_tokens
-    heads = (piece.num_layers, 2, layout.num_kv_heads)
+    heads = (piece.num_layers, layout.num_parts, layout.num_kv_heads)
     num_elements = num_tokens * layout.head_dim
     if layout.dtype not in SCALED_DTYPES:
         array = np.frombuffer(data, dtype=_BITS[DTYPE_BYTES[layout.dtype]])

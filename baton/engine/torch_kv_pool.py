@@ -25,7 +25,7 @@ _DTYPES = {"fp8": torch.float8_e4m3fn}
 class TorchKvPool(PackedPool):
     """Blocks as KvLayout has them, in one piece of memory.
 
-    tensor: [blocks, layers, 2, kv_heads, block_size, head_dim]; scales: [blocks, layers, 2,
+    tensor: [blocks, layers, parts, kv_heads, block_size, head_dim]; scales: [blocks, layers, parts,
     kv_heads, block_size] float32, None but for a layout of SCALED_DTYPES. Both are views of the
     blocks. `pack` and `unpack` may be called from any thread; the caller owns the blocks it names.
     On the CPU they copy once, straight from or to the caller's bytes, on the calling thread and
@@ -46,7 +46,8 @@ class TorchKvPool(PackedPool):
         self._order = copy_order(device)
         self.wrote = self._order.wrote
         memory = memory if memory is not None else _fresh(num_blocks * layout.block_bytes, device)
-        self._blocks = memory.view(num_blocks, layout.num_layers, 2, layout.num_kv_heads, -1)
+        heads = (layout.num_parts, layout.num_kv_heads)
+        self._blocks = memory.view(num_blocks, layout.num_layers, *heads, -1)
         row_bytes = layout.head_dim * DTYPE_BYTES[layout.dtype]
         dtype = _DTYPES.get(layout.dtype) or getattr(torch, layout.dtype)
         shape = (layout.block_size, layout.head_dim)

@@ -26,7 +26,7 @@ from baton.model.adapters import Adapter
 from baton.model.transformers_backend.describe import describe
 from baton.model.transformers_backend.load import TransformersDecoder, load_model
 from baton.model.weights import ProgressHook, digest_checkpoint, terminal_progress
-from baton.types import DTYPE_BYTES
+from baton.types import DTYPE_BYTES, KEY_VALUE
 
 
 class TransformersModel:
@@ -42,7 +42,8 @@ class TransformersModel:
         self.name = f"{found.architecture} by transformers {transformers.__version__}"
         self.dtype, self.vocab_size = found.dtype, found.vocab_size
         self.num_layers, self.num_kv_heads = found.num_layers, found.num_kv_heads
-        self.head_dim, self.max_len = found.head_dim, found.max_len
+        self.head_dim, self.kv_parts = found.head_dim, KEY_VALUE
+        self.max_len = found.max_len
         self.kv_digest = found.kv_digest
 
     def check_ranks(self, size: int, device: torch.device) -> None:  # noqa: ARG002

@@ -16,6 +16,7 @@ from typing import Any
 
 from baton.errors import ModelError, UnsupportedModel, UnsupportedSetting
 from baton.quantization.config import QuantizationConfig, parse_quantization
+from baton.types import KEY_VALUE
 
 #: What baton_kernels.gated_activation.clamped_swiglu has, which is not imported here.
 CLAMPED_SILU_ALPHA, CLAMPED_SILU_LIMIT = 1.702, 7.0
@@ -363,6 +364,11 @@ class ModelConfig:
     dtype: str
     quantization: QuantizationConfig | None = None
     traits: Traits = field(default=_PLAIN, repr=False)
+
+    @property
+    def kv_parts(self) -> tuple[str, ...]:
+        """See baton.types.KvLayout."""
+        return KEY_VALUE
 
     @property
     def rotary_dim(self) -> int:

@@ -168,7 +168,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """plan_blocks, of one of Baton's own families. kv_dtype: `dtype` if not given."""
     layout = KvLayout(
-        "", config.num_layers, config.num_kv_heads, config.head_dim, kv_dtype or dtype, block_size
+        *("", config.num_layers, config.num_kv_heads, config.head_dim),
+        *(kv_dtype or dtype, block_size, config.kv_parts),
     )
     return plan_blocks(
         layout,

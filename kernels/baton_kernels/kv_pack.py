@@ -1,6 +1,6 @@
 """Pack a token range of a block table into contiguous memory, and unpack it again.
 
-packed [layers, 2, kv_heads, tokens, head_dim]; packed[l, k, h, t] = pool[table[p // size],
+packed [layers, parts, kv_heads, tokens, head_dim]; packed[l, k, h, t] = pool[table[p // size],
 first_layer + l, k, h, p % size] with p = first_token + t.
 
 kv_pack_summed and kv_unpack_summed take a payload instead, and its word_sum on the way. A payload
@@ -50,7 +50,7 @@ def block_runs(
 def kv_pack(
     pool: Slab, block_ids: Sequence[int], first_token: int, first_layer: int, packed: Slab
 ) -> None:
-    """Fill `packed` [layers, 2, kv_heads, tokens, head_dim] from the blocks."""
+    """Fill `packed` [layers, parts, kv_heads, tokens, head_dim] from the blocks."""
     num_layers, num_tokens = packed.shape[0], packed.shape[3]
     layers = slice(first_layer, first_layer + num_layers)
     for block, offset, at, count in block_runs(block_ids, first_token, num_tokens, pool.shape[4]):
@@ -61,7 +61,7 @@ def kv_pack(
 def kv_unpack(
     pool: Slab, block_ids: Sequence[int], first_token: int, first_layer: int, packed: Slab
 ) -> None:
-    """Write `packed` [layers, 2, kv_heads, tokens, head_dim] into the blocks."""
+    """Write `packed` [layers, parts, kv_heads, tokens, head_dim] into the blocks."""
     num_layers, num_tokens = packed.shape[0], packed.shape[3]
     layers = slice(first_layer, first_layer + num_layers)
     for block, offset, at, count in block_runs(block_ids, first_token, num_tokens, pool.shape[4]):
@@ -86,8 +86,8 @@ def kv_pack_summed(
     """Fill `payload`, int64 [words], from the blocks; its word_sum under `key`, int64 [], on the
     pool's device.
 
-    pool: int64 [blocks, layers, 2, kv_heads, block_size, words of a token's head]: elements of any
-    type, whose rows are whole words.
+    pool: int64 [blocks, layers, parts, kv_heads, block_size, words of a token's head]: elements of
+    any type, whose rows are whole words.
     """
     for first_token, part in _parts(pool, runs, payload):
         kv_pack.twin(pool, block_ids, first_token, runs.first_layer, part)
@@ -109,15 +109,15 @@ def kv_unpack_summed(
 def _parts(
     pool: torch.Tensor, runs: Runs, payload: torch.Tensor
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """The first token of each run, and its words [layers, 2, kv_heads, tokens, words of a token's
-    head]."""
-    num_kv_heads, row_words = pool.shape[3], pool.shape[5]
-    token_words = runs.num_layers * 2 * num_kv_heads * row_words
+    """The first token of each run, and its words [layers, parts, kv_heads, tokens, words of a
+    token's head]."""
+    num_parts, num_kv_heads, _, row_words = pool.shape[2:]
+    token_words = runs.num_layers * num_parts * num_kv_heads * row_words
     at, end = runs.first_token, runs.first_token + runs.num_tokens
     while at < end:
         border = min((at // runs.run_tokens + 1) * runs.run_tokens, end)
         words = payload[
             (at - runs.first_token) * token_words : (border - runs.first_token) * token_words
         ]
-        yield at, words.view(runs.num_layers, 2, num_kv_heads, border - at, row_words)
+        yield at, words.view(runs.num_layers, num_parts, num_kv_heads, border - at, row_words)
         at = border

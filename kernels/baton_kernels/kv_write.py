@@ -1,16 +1,18 @@
 """Write new keys and values into their slots of the paged KV pool.
 
-pool [blocks, layers, 2, kv_heads, block_size, head_dim]: pool[b, l, 0, h, o] = key[t, h] and
-pool[b, l, 1, h, o] = value[t, h] for token t with slot b * block_size + o.
+pool [blocks, layers, parts, kv_heads, block_size, head_dim]: pool[b, l, 0, h, o] = key[t, h] and
+pool[b, l, 1, h, o] = value[t, h] for token t with slot b * block_size + o. There are two parts, or
+one, where a row is key and value in one, as that of multi-head latent attention is.
 
-A pool of int8 or float8_e4m3fn has scales [blocks, layers, 2, kv_heads, block_size] float32, one
-for each row of head_dim
-elements: see quantize_rows. The rows of a block and head are contiguous; such groups lie
-head_stride elements apart, which may be more than their size, so that pool and scales can be views
-of one memory.
+A pool of int8 or float8_e4m3fn has scales [blocks, layers, parts, kv_heads, block_size] float32,
+one for each row of head_dim elements: see quantize_rows. The rows of a block and head are
+contiguous; such groups lie head_stride elements apart, which may be more than their size, so that
+pool and scales can be views of one memory.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -37,8 +39,7 @@ def first_rows(slots: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
 
 def block_rows(pool: torch.Tensor) -> int:
     """Rows of head_dim elements in a block."""
-    _, num_layers, _, num_kv_heads, block_size, _ = pool.shape
-    return num_layers * 2 * num_kv_heads * block_size
+    return math.prod(pool.shape[1:5])
 
 
 def head_rows(first: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
@@ -61,21 +62,21 @@ def kv_write(
     layer: int,
     rows: torch.Tensor,
     key: torch.Tensor,
-    value: torch.Tensor,
+    value: torch.Tensor | None,
     scales: torch.Tensor | None = None,
 ) -> None:
-    """key, value [tokens, kv_heads, head_dim], rounded to the pool's dtype; rows as slot_rows gives
-    them, without repeats. Negative ones are written nowhere: tokens that only fill a batch up have
-    them."""
-    _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
+    """key, value [tokens, kv_heads, head_dim], no value for a pool of one part, rounded to the
+    pool's dtype; rows as slot_rows gives them, without repeats. Negative ones are written nowhere:
+    tokens that only fill a batch up have them."""
+    _, num_layers, num_parts, num_kv_heads, block_size, head_dim = pool.shape
     is_written = rows >= 0
     rows = rows[is_written]
     group, offset = rows // block_size, rows % block_size
     head = group % num_kv_heads
-    block = group // (num_layers * 2 * num_kv_heads)
+    block = group // (num_layers * num_parts * num_kv_heads)
     # Codes are moved as bytes, which torch can index whatever they stand for.
     target = pool if scales is None else pool.view(torch.uint8)
-    for kind, new in enumerate((key, value)):
+    for kind, new in enumerate((key,) if value is None else (key, value)):
         vectors = new.reshape(-1, head_dim)[is_written]
         if scales is None:
             target[block, layer, kind, head, offset] = vectors.to(pool.dtype)

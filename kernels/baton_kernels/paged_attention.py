@@ -3,7 +3,7 @@
 For a query at position p of its sequence, head h, KV head g = h // (heads / kv_heads):
     out = sum_j softmax_j(q . k_j * scale) v_j
     over positions j <= p, and j > p - window if there is a window.
-Some models have ScoreTerms besides.
+Some models have ScoreTerms besides. In a pool of one part v_j is k_j.
 
 `plan_attention` works out on the host, once per step, what every layer with the same window reads.
 Sequences with few new tokens (decode, verification) are run together in groups of like length; the
@@ -139,8 +139,8 @@ def plan_attention(
     window: int | None,
     dtype: torch.dtype | None = None,
 ) -> AttentionPlan:
-    """Plan one step over `pool` [blocks, layers, 2, kv_heads, block_size, head_dim], see kv_write,
-    for queries of `dtype`; by default the pool's."""
+    """Plan one step over `pool` [blocks, layers, parts, kv_heads, block_size, head_dim], see
+    kv_write, for queries of `dtype`; by default the pool's."""
     dtype = dtype or pool.dtype
     short = [s for s in slices if s.num_tokens <= MAX_GROUPED_TOKENS]
     longs = [
@@ -190,10 +190,10 @@ def _like_lengths(
 
 def _kv_rows(tables: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
     """tables [seqs, blocks] -> flat [seqs, kv_heads, blocks]: the first layer's keys in the pool
-    seen as _heads. Values are kv_heads rows further, the next layer 2 * kv_heads."""
-    _, num_layers, _, num_kv_heads, _, _ = pool.shape
+    seen as _heads. Values are kv_heads rows further, the next layer parts * kv_heads."""
+    _, num_layers, num_parts, num_kv_heads, _, _ = pool.shape
     heads = torch.arange(num_kv_heads, device=tables.device)
-    first = tables * (num_layers * 2 * num_kv_heads)
+    first = tables * (num_layers * num_parts * num_kv_heads)
     return (first[:, None, :] + heads[None, :, None]).flatten()
 
 
@@ -328,10 +328,13 @@ class _Layer:
 
     def gather(self, kv_rows: torch.Tensor, num_seqs: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [seqs, kv_heads, blocks * block_size, head_dim]."""
-        rows = kv_rows + self.layer * 2 * self.num_kv_heads
+        num_parts = self.pool.shape[2]
+        rows = kv_rows + self.layer * num_parts * self.num_kv_heads
         shape = (num_seqs, self.num_kv_heads, -1, self.pool.shape[5])
-        keys, values = (self._rows(at).view(shape) for at in (rows, rows + self.num_kv_heads))
-        return keys, values
+        keys = self._rows(rows).view(shape)
+        if num_parts == 1:
+            return keys, keys
+        return keys, self._rows(rows + self.num_kv_heads).view(shape)
 
     def _rows(self, at: torch.Tensor) -> torch.Tensor:
         """[rows, block_size, head_dim] of _heads."""
@@ -346,7 +349,7 @@ class _Layer:
 
 
 def _heads(pool: torch.Tensor) -> torch.Tensor:
-    """[blocks * layers * 2 * kv_heads, elements of a block and head]: they are contiguous, and
+    """[blocks * layers * parts * kv_heads, elements of a block and head]: they are contiguous, and
     equally far apart."""
     size = pool[0, 0, 0, 0].numel()
     return pool.as_strided((pool.numel() // size, size), (head_stride(pool), 1))

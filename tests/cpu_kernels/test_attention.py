@@ -40,7 +40,9 @@ class Case:
         block_size: int,
         dtype: torch.dtype,
         window: int | None,
+        num_parts: int = 2,
     ) -> None:
+        """num_parts: 1 for rows that are keys and values."""
         generator = torch.Generator().manual_seed(len(sequences))
         counts = [-(-(start + n) // block_size) for start, n in sequences]
         blocks = torch.randperm(sum(counts) + 2, generator=generator).tolist()
@@ -50,7 +52,7 @@ class Case:
             AttentionSlice(first, n, start, blocks[end : end + count])
             for first, end, count, (start, n) in zip(firsts, ends, counts, sequences, strict=False)
         ]
-        shape = (len(blocks), 2, 2, kv_heads, block_size, head_dim)
+        shape = (len(blocks), 2, num_parts, kv_heads, block_size, head_dim)
         self.pool = torch.full(shape, float("nan"), dtype=dtype)
         self.heads, self.window = heads, window
         num_rows = sum(n for _, n in sequences)
@@ -60,12 +62,13 @@ class Case:
     def _fill(self, part: AttentionSlice, generator: torch.Generator) -> torch.Tensor:
         """Keys and values [2, tokens, kv_heads, head_dim]; those before every window are not in the
         pool."""
-        _, _, _, kv_heads, size, dim = self.pool.shape
+        _, _, num_parts, kv_heads, size, dim = self.pool.shape
         length = part.start + part.num_tokens
-        kv = torch.randn(2, length, kv_heads, dim, generator=generator).to(self.pool.dtype)
+        kv = torch.randn(num_parts, length, kv_heads, dim, generator=generator)
+        kv = kv.to(self.pool.dtype).expand(2, -1, -1, -1)
         oldest = 0 if self.window is None else max(0, part.start - self.window + 1)
         for p in range(oldest, length):
-            self.pool[part.block_table[p // size], LAYER, :, :, p % size] = kv[:, p]
+            self.pool[part.block_table[p // size], LAYER, :, :, p % size] = kv[:num_parts, p]
         return kv
 
     def run(self, parts: list[AttentionSlice], terms: ScoreTerms = NO_TERMS) -> torch.Tensor:
@@ -111,10 +114,12 @@ class Case:
 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
-@example([(63, 17)], (1, 1), 16, 1, torch.bfloat16, None)
-@example([(130, 3)], (4, 2), 100, 16, torch.bfloat16, 64)
-@example([(10, 40), (200, 30)], (4, 1), 128, 16, torch.bfloat16, None)
-@example([(90, 13)], (4, 1), 256, 3, torch.float32, 50)
+@example([(63, 17)], (1, 1), 16, 1, torch.bfloat16, None, 2)
+@example([(130, 3)], (4, 2), 100, 16, torch.bfloat16, 64, 2)
+@example([(10, 40), (200, 30)], (4, 1), 128, 16, torch.bfloat16, None, 2)
+@example([(90, 13)], (4, 1), 256, 3, torch.float32, 50, 2)
+@example([(90, 13), (70, 1)], (16, 1), 576, 16, torch.float32, None, 1)
+@example([(90, 13), (70, 1)], (16, 1), 576, 16, torch.bfloat16, None, 1)
 @given(
     sequences=st.lists(
         st.tuples(st.sampled_from([0, 1, 15, 63, 64, 130]), st.sampled_from([1, 2, 5, 17])),
@@ -126,6 +131,7 @@ class Case:
     block_size=st.sampled_from([1, 3, 16, 64]),
     dtype=st.sampled_from(DTYPES),
     window=st.sampled_from([None, 1, 7, 64, 100]),
+    num_parts=st.sampled_from([1, 2]),
 )
 def test_against_float64(
     sequences: Sequences,
@@ -134,8 +140,9 @@ def test_against_float64(
     block_size: int,
     dtype: torch.dtype,
     window: int | None,
+    num_parts: int,
 ) -> None:
-    case = Case(sequences, *heads, head_dim, block_size, dtype, window)
+    case = Case(sequences, *heads, head_dim, block_size, dtype, window, num_parts)
     got = case.run(case.slices)
     torch.testing.assert_close(got.double(), case.expected(), atol=TOLERANCE[dtype], rtol=1e-2)
 

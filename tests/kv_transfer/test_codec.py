@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.array_kv_pool import ArrayKvPool
-from baton.types import KvLayout, KvRange
+from baton.types import KEY_VALUE, LATENT, KvLayout, KvRange
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.wire_format import wire_format
 
@@ -17,8 +17,8 @@ quick = settings(deadline=None, database=None, max_examples=80)
 NUM_LAYERS, NUM_BLOCKS = 4, 12
 
 
-def pool_of(block_size: int) -> ArrayKvPool:
-    pool = ArrayKvPool(KvLayout("m", NUM_LAYERS, 2, 3, "int64", block_size), NUM_BLOCKS)
+def pool_of(block_size: int, parts: tuple[str, ...] = KEY_VALUE) -> ArrayKvPool:
+    pool = ArrayKvPool(KvLayout("m", NUM_LAYERS, 2, 3, "int64", block_size, parts), NUM_BLOCKS)
     pool.data[...] = np.arange(pool.data.size).reshape(pool.data.shape)
     return pool
 
@@ -34,7 +34,8 @@ def buffer_of(pool: ArrayKvPool, piece: KvRange) -> memoryview:
 @quick
 @given(st.data())
 def test_what_is_packed_from_blocks_of_one_size_lands_in_blocks_of_another(data):
-    source, target = (pool_of(data.draw(st.integers(1, 7))) for _ in range(2))
+    parts = data.draw(st.sampled_from([KEY_VALUE, LATENT]))
+    source, target = (pool_of(data.draw(st.integers(1, 7)), parts) for _ in range(2))
     room = min(source.layout.block_size, target.layout.block_size) * NUM_BLOCKS
     first = data.draw(st.integers(0, room - 1))
     layer = data.draw(st.integers(0, NUM_LAYERS - 1))

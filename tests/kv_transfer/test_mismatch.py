@@ -21,6 +21,7 @@ LAYOUT = KvLayout("m", 3, 2, 4, "int64", 4)
     [
         ("fingerprint", "other"),
         ("num_layers", 2),
+        ("parts", ("latent",)),
         ("num_kv_heads", 1),
         ("head_dim", 2),
         ("dtype", "float32"),

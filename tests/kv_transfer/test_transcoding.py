@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from baton.engine.array_kv_pool import ArrayKvPool
 from baton.errors import PeerMismatch
-from baton.types import CONVERTIBLE_DTYPES, DTYPE_BYTES, SCALED_DTYPES, KvLayout, KvRange, Sample
+from baton.types import (
+    CONVERTIBLE_DTYPES,
+    DTYPE_BYTES,
+    KEY_VALUE,
+    LATENT,
+    SCALED_DTYPES,
+    KvLayout,
+    KvRange,
+    Sample,
+)
 from baton.v1 import kv_pb2
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.ticket import TicketCommitted
@@ -37,8 +46,10 @@ PRECISION = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11, "fp8": 2.
 FLOOR = {"fp8": 2.0**-10 / 448, "int8": 0.5 / 127}
 
 
-def layout_of(dtype: str, block_size: int = 4, num_layers: int = 3) -> KvLayout:
-    return KvLayout("m", num_layers, NUM_HEADS, HEAD_DIM, dtype, block_size)
+def layout_of(
+    dtype: str, block_size: int = 4, num_layers: int = 3, parts: tuple[str, ...] = KEY_VALUE
+) -> KvLayout:
+    return KvLayout("m", num_layers, NUM_HEADS, HEAD_DIM, dtype, block_size, parts)
 
 
 def filled_pool(layout: KvLayout, seed: int, num_blocks: int = 8) -> ArrayKvPool:
@@ -57,7 +68,7 @@ def values_of(pool: ArrayKvPool) -> np.ndarray:
 
 
 def tokens_of(pool: ArrayKvPool, table: tuple[int, ...], num_tokens: int) -> np.ndarray:
-    """[tokens, layers, 2, heads, head_dim]."""
+    """[tokens, layers, parts, heads, head_dim]."""
     return np.stack(
         [
             values_of(pool)[
@@ -69,7 +80,7 @@ def tokens_of(pool: ArrayKvPool, table: tuple[int, ...], num_tokens: int) -> np.
 
 
 def bound_of(sent: np.ndarray, wire: str, target: str, block_size: int) -> np.ndarray:
-    """How far off each of `sent` [tokens, layers, 2, heads, head_dim] may arrive."""
+    """How far off each of `sent` [tokens, layers, parts, heads, head_dim] may arrive."""
     peaks = np.empty_like(sent)
     for start in range(0, len(sent), block_size):
         run = sent[start : start + block_size]
@@ -81,10 +92,15 @@ def bound_of(sent: np.ndarray, wire: str, target: str, block_size: int) -> np.nd
 
 
 @pytest.mark.parametrize(
-    ("source", "wire", "target"), list(itertools.product(POOL_DTYPES, ON_THE_WIRE, POOL_DTYPES))
+    ("source", "wire", "target", "parts"),
+    [
+        *itertools.product(POOL_DTYPES, ON_THE_WIRE, POOL_DTYPES, [KEY_VALUE]),
+        *itertools.product(["float32"], ON_THE_WIRE, ["bfloat16"], [LATENT]),
+    ],
 )
-def test_any_type_arrives_as_any_other(source, wire, target):
-    ours, theirs = filled_pool(layout_of(source), 1), filled_pool(layout_of(target, 3), 2)
+def test_any_type_arrives_as_any_other(source, wire, target, parts):
+    ours = filled_pool(layout_of(source, parts=parts), 1)
+    theirs = filled_pool(layout_of(target, 3, parts=parts), 2)
     before = theirs.data.copy()
     piece = KvRange(0, 10, 0, 3)
     format_ = wire_format(wire, ours.layout)

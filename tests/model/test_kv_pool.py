@@ -8,22 +8,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.torch_kv_pool import TorchKvPool
-from baton.types import KvLayout, KvRange
+from baton.types import KEY_VALUE, LATENT, KvLayout, KvRange
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 3, 2, 4
 
 
+PARTS = (KEY_VALUE, LATENT)
 #: In 8 bits, a row's scale lies behind the rows of its block and head.
 DTYPES = ["float32", "bfloat16", "float16", "int8", "fp8"]
 
 
-def pool(block_size: int, num_blocks: int, dtype: str) -> TorchKvPool:
-    layout = KvLayout("f", NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, dtype, block_size)
+def pool(
+    block_size: int, num_blocks: int, dtype: str, parts: tuple[str, ...] = KEY_VALUE
+) -> TorchKvPool:
+    layout = KvLayout("f", NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, dtype, block_size, parts)
     return TorchKvPool(layout, num_blocks, torch.device("cpu"))
 
 
 def rows_of(kv: TorchKvPool) -> torch.Tensor:
-    """Each row's bytes, and those of its scale: [blocks, layers, 2, kv_heads, block_size,
+    """Each row's bytes, and those of its scale: [blocks, layers, parts, kv_heads, block_size,
     bytes]."""
     parts = [kv.tensor] if kv.scales is None else [kv.tensor, kv.scales[..., None]]
     return torch.cat([part.view(torch.uint8) for part in parts], -1)
@@ -40,7 +43,7 @@ def randomise(kv: TorchKvPool) -> torch.Tensor:
 @settings(deadline=None)
 @given(data=st.data())
 def test_a_range_moves_between_pools(data: st.DataObject) -> None:
-    dtype = data.draw(st.sampled_from(DTYPES))
+    dtype, parts = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from(PARTS))
     sizes = data.draw(st.tuples(st.integers(1, 7), st.integers(1, 7)))
     num_tokens = data.draw(st.integers(1, 20))
     first = data.draw(st.integers(0, num_tokens - 1))
@@ -50,7 +53,7 @@ def test_a_range_moves_between_pools(data: st.DataObject) -> None:
     pools, tables = [], []
     for size in sizes:
         num_blocks = -(-num_tokens // size)
-        pools.append(pool(size, num_blocks + 2, dtype))
+        pools.append(pool(size, num_blocks + 2, dtype, parts))
         tables.append(data.draw(st.permutations(range(num_blocks + 2)))[:num_blocks])
     source, target = pools
     bits = randomise(source)
@@ -67,13 +70,13 @@ def test_a_range_moves_between_pools(data: st.DataObject) -> None:
         for layer in range(first_layer, first_layer + layers):
             wanted[here, layer, :, :, at] = bits[block, layer, :, :, offset]
     assert torch.equal(rows_of(target), wanted)
-    packed = torch.frombuffer(wire, dtype=torch.uint8).view(layers, 2, NUM_KV_HEADS, -1)
+    packed = torch.frombuffer(wire, dtype=torch.uint8).view(layers, len(parts), NUM_KV_HEADS, -1)
     num_row_bytes = source.tensor[0, 0, 0, 0, 0].view(torch.uint8).numel()
     block, offset = tables[0][first // sizes[0]], first % sizes[0]
-    row = bits[block, first_layer, 1, 1, offset]
-    assert torch.equal(packed[0, 1, 1, :num_row_bytes], row[:num_row_bytes])
+    row = bits[block, first_layer, -1, 1, offset]
+    assert torch.equal(packed[0, -1, 1, :num_row_bytes], row[:num_row_bytes])
     if source.scales is not None:
-        assert torch.equal(packed[0, 1, 1, count * num_row_bytes :][:4], row[num_row_bytes:])
+        assert torch.equal(packed[0, -1, 1, count * num_row_bytes :][:4], row[num_row_bytes:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -19,9 +19,9 @@ from baton.events import (
     Prefilled,
     Tokens,
 )
-from baton.types import FinishReason, Sample, TokenLogprobs
+from baton.types import LATENT, FinishReason, KvLayout, Sample, TokenLogprobs
 from baton.v1 import sequence_service_pb2
-from baton.wire import step_from_proto, step_to_proto
+from baton.wire import layout_from_proto, layout_to_proto, step_from_proto, step_to_proto
 
 IDS = st.integers(0, 2**32 - 1)
 FLOATS = st.floats(-100, 0, width=32)
@@ -68,3 +68,13 @@ def test_a_step_comes_out_as_it_went_in(
         *changes,
         *entries,
     ]
+
+
+def test_a_layout_says_its_parts_where_they_are_not_keys_and_values() -> None:
+    plain = KvLayout("m", 3, 2, 4, "float32", 16)
+    latent = KvLayout("m", 3, 1, 24, "float32", 16, LATENT)
+    assert not layout_to_proto(plain).parts  # the same bytes as 0.1.0's
+    assert layout_to_proto(latent).parts == ["latent"]
+    assert [layout_from_proto(layout_to_proto(each)) for each in (plain, latent)] == [plain, latent]
+    assert latent.token_bytes == 3 * 24 * 4
+    assert latent.difference(plain) == ("parts", "('latent',)", "('key', 'value')")

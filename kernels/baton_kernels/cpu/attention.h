@@ -8,7 +8,7 @@ namespace {
 
 constexpr long kStep = 64;
 constexpr int kGroup = 16;  // keys that lie one after the other, and go through vectors together
-constexpr long kMaxDim = 256;
+constexpr long kMaxDim = 576;  // of multi-head latent attention as DeepSeek has it; others have up to 256
 constexpr float kLowest = -1e30f;  // below any score, and finite: kLowest - kLowest is 0
 
 // Rows [first, first + rows) of a sequence's tokens x heads per KV head.
@@ -74,13 +74,16 @@ struct Place {
     }
 };
 
+// Bytes from a key to its value.
+inline long to_values(const Attention& c) { return (c.parts - 1) * c.kv_heads * c.head_bytes; }
+
 // Calls f(position, row of the pool, where its scale is) for a task's keys at positions [begin, end).
 template <class F>
 void for_keys(const Attention& c, const Task& t, long begin, long end, F&& f) {
     const int64_t* table = c.tables + c.table_at[t.seq];
     long block = begin / c.block_size, offset = begin % c.block_size;
     for (long at = begin; at < end; block++, offset = 0) {
-        const long head = (table[block] * c.num_layers + c.layer) * 2 * c.kv_heads + t.kv_head;
+        const long head = (table[block] * c.num_layers + c.layer) * c.parts * c.kv_heads + t.kv_head;
         const char* rows = c.pool + head * c.head_bytes;
         const float* scales = (const float*)(c.scales + head * c.head_bytes);
         for (; offset < c.block_size && at < end; offset++, at++)
@@ -119,7 +122,7 @@ struct Step {
             const long position = at + g * kGroup;
             for_keys(c, t, position, position + 1, [&](long, const char* row, const float*) {
                 keys[g] = (const E*)row;
-                values[g] = (const E*)(row + c.kv_heads * c.head_bytes);
+                values[g] = (const E*)(row + to_values(c));
             });
         }
         for (int g = 0; g < kStep / kGroup; g++) {
@@ -132,7 +135,7 @@ struct Step {
     // Copies the groups that do not lie in the pool as they are wanted, and meanwhile fetches those of the next step.
     OUTLINED void take(const Attention& c, const Step& next, E* memory) const {
         const auto take_row = take_row_of<T>(c.stored);
-        const long to_value = c.kv_heads * c.head_bytes;
+        const long to_value = to_values(c);
         for (int g = low(); g < high(); g++) {
             if (!is_taken[g]) continue;
             E *key = memory + g * kGroup * c.dim, *value = key + kStep * c.dim;

@@ -19,10 +19,10 @@ struct Weights {
 struct Attention {
     const void* query;  // [tokens][heads][dim]
     void* out;          // like query
-    const char* pool;   // [blocks][layers][2][kv_heads][block_size][dim]: see baton_kernels.kv_write
+    const char* pool;   // [blocks][layers][parts][kv_heads][block_size][dim]: see baton_kernels.kv_write
     const char* scales; // null if the pool has none
     long stored, row_bytes, head_bytes;  // head_bytes: from a block's rows of one head to those of the next
-    long layer, num_layers, heads, kv_heads, block_size, dim;
+    long layer, num_layers, parts, heads, kv_heads, block_size, dim;  // parts: keys and values, or 1: rows are both
     float scale;
     long window;        // positions that a token sees, itself included; 0: all
     long num_seqs;

@@ -35,8 +35,8 @@ class KvRangeCall(ctypes.Structure):
 
 
 def checked_copy_of(pool: torch.Tensor, row_bytes: int, block_size: int) -> CheckedCopy | None:
-    """Of a pool [blocks, layers, 2, kv_heads, head_bytes] uint8 in host memory, where the last are
-    block_size rows and whatever belongs to all of them; None without the native library, or for
+    """Of a pool [blocks, layers, parts, kv_heads, head_bytes] uint8 in host memory, where the last
+    are block_size rows and whatever belongs to all of them; None without the native library, or for
     blocks that it cannot copy."""
     native = library()
     layer_bytes = pool[0, 0].nbytes
@@ -78,7 +78,7 @@ class CheckedCopy:
         packed: memoryview,
         seed: int,
     ) -> int:
-        """Fill `packed` with the rows of a range, one block after the other, each [layers, 2,
+        """Fill `packed` with the rows of a range, one block after the other, each [layers, parts,
         kv_heads, tokens]; its xxh3_64.
 
         tokens: the first, counted from the first block's beginning, and how many; whole blocks

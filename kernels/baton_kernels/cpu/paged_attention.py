@@ -22,7 +22,7 @@ from baton_kernels.paged_attention import plan_attention as plan_op
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
 #: As in attention.cpp.
 _TASK_ROWS = 64
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 576
 
 
 class _Call(ctypes.Structure):
@@ -31,7 +31,7 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("query", "out", "pool", "scales")),
         *((name, _LONG) for name in ("stored", "row_bytes", "head_bytes")),
-        *((name, _LONG) for name in ("layer", "num_layers", "heads", "kv_heads")),
+        *((name, _LONG) for name in ("layer", "num_layers", "parts", "heads", "kv_heads")),
         *((name, _LONG) for name in ("block_size", "dim")),
         ("scale", ctypes.c_float),
         *((name, _LONG) for name in ("window", "num_seqs")),
@@ -67,7 +67,7 @@ def plan_attention(
     dtype, stored = dtype or pool.dtype, STORED_NUMBERS.get(pool.dtype)
     if dtype not in NATIVE_DTYPES or stored is None or head_dim > MAX_HEAD_DIM:
         return plan_op.twin(slices, pool, num_heads, scale, window, dtype)
-    _, num_layers, _, num_kv_heads, block_size, _ = pool.shape
+    _, num_layers, num_parts, num_kv_heads, block_size, _ = pool.shape
     numbers = _numbers(slices, num_heads // num_kv_heads, num_kv_heads)
     address, row = numbers.buffer_info()[0], numbers.itemsize * len(slices)
     first_row, num_tokens, start, table_at, task_at = range(address, address + 5 * row, row)
@@ -76,7 +76,7 @@ def plan_attention(
         _Call(
             *(None, None, pool.data_ptr(), None),
             *(stored, head_dim * pool.itemsize, head_stride(pool) * pool.itemsize),
-            *(0, num_layers, num_heads, num_kv_heads),
+            *(0, num_layers, num_parts, num_heads, num_kv_heads),
             *(block_size, head_dim, scale, window or 0, len(slices)),
             *(first_row, num_tokens, start, tables, table_at, task_at),
         ),

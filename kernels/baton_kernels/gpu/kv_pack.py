@@ -1,6 +1,6 @@
 """Pack a token range of a block table into contiguous memory, and unpack it again.
 
-packed [layers, 2, kv_heads, tokens, head_dim]; packed[l, k, h, t] = pool[table[p // size],
+packed [layers, parts, kv_heads, tokens, head_dim]; packed[l, k, h, t] = pool[table[p // size],
 first_layer + l, k, h, p % size] with p = first_token + t.
 
 kv_pack_summed, kv_unpack_summed: a payload of runs, see the twin, and its word_sum in the same
@@ -38,7 +38,7 @@ def _copy(
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
     UNPACK: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (token tiles, layers * 2 * kv_heads). key, total_ptr: of SUM alone."""
+    """Grid (token tiles, layers * parts * kv_heads). key, total_ptr: of SUM alone."""
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
     there = tokens < num_tokens
@@ -156,8 +156,8 @@ def _launch(
     """total: int64 [], to which the word_sum is added; None: no sum."""
     if packed.dtype != pool.dtype:
         raise ValueError(f"packed {packed.dtype}, pool {pool.dtype}")
-    _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
-    layer_heads = 2 * num_kv_heads
+    _, num_layers, num_parts, num_kv_heads, block_size, head_dim = pool.shape
+    layer_heads = num_parts * num_kv_heads
     table = torch.as_tensor(block_ids, dtype=torch.int32, device=pool.device)
     _copy[(triton.cdiv(runs.num_tokens, TOKENS), runs.num_layers * layer_heads)](
         pool, packed, table, table if total is None else total, key,
@@ -170,6 +170,6 @@ def _launch(
 
 
 def _one_run(first_token: int, first_layer: int, packed: torch.Tensor) -> Runs:
-    """All of `packed` [layers, 2, kv_heads, tokens, head_dim]."""
+    """All of `packed` [layers, parts, kv_heads, tokens, head_dim]."""
     num_tokens = packed.shape[3]
     return Runs(first_token, num_tokens, first_layer, packed.shape[0], first_token + num_tokens)

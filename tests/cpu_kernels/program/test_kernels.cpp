@@ -747,7 +747,7 @@ void test_layers() {
         Memory scratch(tokens * most);
         const auto attention_over = [&](const Pool& pool) {
             return Attention{query.data(), mixed.data(), pool.memory.data(), nullptr, type, pool.row_bytes,
-                             pool.head_bytes, 0, 2, heads, kv_heads, size, dim, 0.25f, 0, 1, first_row, num, start,
+                             pool.head_bytes, 0, 2, 2, heads, kv_heads, size, dim, 0.25f, 0, 1, first_row, num, start,
                              table, table_at, task_at};
         };
         const auto write_into = [&](const Pool& pool) {
