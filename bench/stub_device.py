@@ -59,9 +59,6 @@ class _Pool(NoKv):
         self.tensor = torch.zeros(1, dtype=torch.bfloat16).expand(shape)
         self.scales: torch.Tensor | None = None
 
-    def wrote(self, end_layer: int | None = None) -> None:  # noqa: ARG002
-        return
-
 
 class _NoDecoder:
     """What is read of a decoder that is never run."""

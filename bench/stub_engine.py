@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.engine.interface import Batch, Engine, EngineSpec, Launched, LayersDone
+from baton.engine.interface import Batch, Engine, EngineSpec, HostOrdered, Launched, LayersDone
 from baton.types import KvLayout, KvRange, Sample
 
 BLOCK_SIZE = 16
@@ -16,7 +16,7 @@ VOCAB_SIZE = 1000
 _SAMPLE = Sample(7)
 
 
-class NoKv:
+class NoKv(HostOrdered):
     """Implements baton.engine.interface.KvPool without memory: nothing may be moved."""
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:

@@ -173,7 +173,7 @@ class ReceiverSession:
         if isinstance(pinned, Rejection):
             # on_frame meets it again, and answers.
             return ()
-        self._landing = _Landing(chunk.ticket_id, terms.codec.views(pinned, piece))
+        self._landing = _Landing(chunk.ticket_id, terms.codec.views(pinned.block_ids, piece))
         return self._landing.views
 
     def on_frame(self, frame: Frame, payload: Payload) -> None:
@@ -242,7 +242,8 @@ class ReceiverSession:
             return pinned
         fault = "the worker failed while it stored a chunk"
         try:
-            fault = store(chunk, payload, pinned, terms)
+            self._receiver.config.pool.follow(pinned.mark)
+            fault = store(chunk, payload, pinned.block_ids, terms)
         except (ValueError, RuntimeError) as error:
             fault = f"the worker could not store a chunk: {error}"
         finally:
@@ -451,6 +452,7 @@ def open_receiver(
             secret or secrets.token_bytes(32),
             draw_id or functools.partial(secrets.randbits, 64),
             offer_s,
+            pool.mark,
         )
         receiver = Receiver(
             identity,

@@ -63,11 +63,13 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A range of the sequence with these blocks is computed."""
+    """A range of the sequence with these blocks is computed, or will be when `mark` is done: see
+    KvPool."""
 
     key: str
     block_ids: tuple[int, ...]
     piece: KvRange
+    mark: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,7 @@ class PendingChunks:
 
     handoff: Handoff
     block_ids: tuple[int, ...]
+    mark: object
     rest: Iterator[KvRange]
     next: KvRange | None
 
@@ -334,7 +337,7 @@ class SendConnection:
                         ticket_id=ticket.ticket_id, epoch=ticket.epoch, deliver_to=deliver_to
                     )
                 )
-            case Send(_, block_ids, piece) if piece.end_token <= ticket.num_tokens:
+            case Send(_, block_ids, piece, mark) if piece.end_token <= ticket.num_tokens:
                 first_token = min(max(piece.first_token, ticket.num_cached_tokens), piece.end_token)
                 num_missing = piece.end_token - first_token
                 missing = replace(piece, first_token=first_token, num_tokens=num_missing)
@@ -342,7 +345,7 @@ class SendConnection:
                 rest = chunks(
                     missing, wire.token_layer_bytes, session.max_chunk_bytes, wire.block_size
                 )
-                self._sending = PendingChunks(handoff, block_ids, rest, next(rest, None))
+                self._sending = PendingChunks(handoff, block_ids, mark, rest, next(rest, None))
             case Send(_, _, piece):
                 text = f"{piece} is more than the ticket's {ticket.num_tokens} tokens"
                 self._abort(handoff, HandoffFailed(text))
@@ -379,6 +382,7 @@ class SendConnection:
         )
         chunk.place_checksum = place_checksum(chunk)
         try:
+            self._config.pool.follow(work.mark)
             filled = fill(chunk, work.block_ids, piece, staged, terms)
         except (ValueError, RuntimeError) as error:
             session.connection.unstage(staged)

@@ -353,12 +353,15 @@ class Sender:
         """Begin, send and commit in one: the KV of `num_tokens` tokens is final in the blocks, and
         the receiver knows what follows it. Raises what `begin` does."""
         whole = KvRange(0, num_tokens, 0, self._config.layout.num_layers)
-        send, finish = Send(key, block_ids, whole), Finish(key, num_tokens, (), prefill_end)
+        send, finish = self._send(key, block_ids, whole), Finish(key, num_tokens, (), prefill_end)
         self.begin(key, ticket, send, finish)
 
     def send(self, key: str, block_ids: tuple[int, ...], piece: KvRange) -> None:
         """KV of this piece is final in the blocks. What the receiver holds already is not sent."""
-        self._submit(Send(key, block_ids, piece))
+        self._submit(self._send(key, block_ids, piece))
+
+    def _send(self, key: str, block_ids: tuple[int, ...], piece: KvRange) -> Send:
+        return Send(key, block_ids, piece, self._config.pool.mark())
 
     def fetch_prefix(self, key: str, deliver_to: bytes) -> None:
         """Ask the receiver to send the KV that it holds to the owner of the ticket `deliver_to`, in

@@ -283,6 +283,7 @@ class Ticket:
     fewest that a commit may be of.
     connection: whose ticket it is, once it has been presented; on_aborted: of that connection.
     checksum, num_bytes: of all that has been written. data: what the sender was given to show.
+    mark: see KvPool; of when the blocks became the ticket's.
     """
 
     ticket_id: int
@@ -304,6 +305,7 @@ class Ticket:
     reserved_s: float = 0.0
     receiving_s: float = 0.0
     data: bytes = b""
+    mark: object = None
 
     @property
     def is_open(self) -> bool:

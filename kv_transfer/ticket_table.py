@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from baton.errors import HandoffFailed, InvalidRequest
 from baton.types import KvLayout, KvRange, SequenceSpec, WorkerIdentity
@@ -53,6 +53,13 @@ class Tickets(Protocol):
 _EPOCH = 1
 
 
+class Pinned(NamedTuple):
+    """Blocks that may be written, after a mark of theirs: see KvPool."""
+
+    block_ids: tuple[int, ...]
+    mark: object
+
+
 class TicketTable:
     """All tickets of one worker's boot. Thread-safe. Reports exactly one end, TicketCommitted or
     TicketAborted, per offered ticket."""
@@ -68,12 +75,13 @@ class TicketTable:
         secret: bytes,
         draw_id: Callable[[], int],
         offer_s: float = math.inf,
+        mark: Callable[[], object] = lambda: None,
     ) -> None:
         """on_event: called in any thread, holding no lock. clock: monotonic seconds. secret: 16 to
         64 random bytes.
 
         draw_id: random numbers below 2^64. offer_s: how long an offer waits for its sender, never
-        longer than the lease.
+        longer than the lease. mark: of the pool that the blocks are in, see KvPool.
         """
         if not 16 <= len(secret) <= 64:
             raise ValueError("the secret must have 16 to 64 bytes")
@@ -86,6 +94,7 @@ class TicketTable:
         self._clock = clock
         self._secret = secret
         self._draw_id = draw_id
+        self._mark = mark
         self._lock = threading.Lock()
         self._tickets: dict[int, Ticket] = {}
         self._none_over_before_s = clock()
@@ -113,7 +122,8 @@ class TicketTable:
         num_tokens: int,
         lease_s: float = math.inf,
     ) -> OfferedTicket:
-        """Let a sender write tokens [num_cached_tokens, num_tokens) into the blocks.
+        """Let a sender write tokens [num_cached_tokens, num_tokens) into the blocks. Called in the
+        engine's thread.
 
         A commit of fewer tokens is taken if it covers spec.num_tokens at least. lease_s: if it is
         to be shorter than the table's own. Raises ValueError if the blocks have no such room.
@@ -155,6 +165,7 @@ class TicketTable:
                 coverage=Coverage(self._layout.num_layers),
                 lease_s=lease_s,
                 deadline=deadline,
+                mark=self._mark(),
             )
         return OfferedTicket(ticket_id, data)
 
@@ -225,8 +236,8 @@ class TicketTable:
 
     def pin(
         self, ticket_id: int, epoch: int, connection: int, piece: KvRange
-    ) -> tuple[int, ...] | Rejection:
-        """The block table to write `piece` into, until unpin. A piece out of range or seen before
+    ) -> Pinned | Rejection:
+        """Where to write `piece`, until unpin. A piece out of range or seen before
         aborts the ticket."""
         with self._locked() as calls:
             ticket = self._addressed(ticket_id, epoch, connection)
@@ -234,7 +245,7 @@ class TicketTable:
                 return ticket
             fault = ticket.pin(piece, self._clock())
             if not fault:
-                return ticket.block_ids
+                return Pinned(ticket.block_ids, ticket.mark)
             calls.extend(self._reporting(ticket.abort(HandoffFailed.reason, fault)))
             return Rejection(HandoffFailed.reason, fault)
 

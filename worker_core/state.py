@@ -58,6 +58,7 @@ class SwapSpace:
         """Copy the KV of the first `num_tokens` tokens of a block table. There must be room; the
         key must be new."""
         layout = self._kv.layout
+        self._kv.follow(self._kv.mark())
         blocks = []
         for first in range(0, num_tokens, layout.block_size):
             piece = self._piece(first, num_tokens)
@@ -73,6 +74,7 @@ class SwapSpace:
         """Copy the KV back, but for the first `num_held_tokens` tokens, whole blocks that are
         there; then forget it."""
         layout = self._kv.layout
+        self._kv.follow(self._kv.mark())
         swapped = self._swapped[key]
         num_held = num_held_tokens // layout.block_size
         for index, block in enumerate(swapped.blocks[num_held:], start=num_held):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.engine.interface import HostOrdered
 from baton.types import KvLayout, KvRange
 
 #: The numpy type that holds an element of KvLayout.dtype; numpy has no bfloat16, whose bits are
@@ -24,7 +25,7 @@ _DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
 )
 
 
-class ArrayKvPool:
+class ArrayKvPool(HostOrdered):
     """KV blocks of `layout`, all zero at first. Implements baton.engine.interface.KvPool.
 
     `data` is the pool itself, [num_blocks, num_layers, parts, num_kv_heads, block_size, head_dim].

@@ -11,6 +11,7 @@ import torch
 from baton.engine.copy_order import CopyOrder
 from baton.engine.packed_pool import check_range
 from baton.types import SCALED_DTYPES, KvLayout, KvRange
+from baton_kernels.host_copy import HostCopy
 from baton_kernels.kv_pack import Runs, kv_pack_summed, kv_unpack_summed
 from baton_kernels.word_sum import WORD_BYTES, checksum_of, host_checksum, key_of
 
@@ -74,10 +75,10 @@ class DeviceCopy:
         """Fill `payload`, and return its word_sum. Raises ValueError as KvPool.pack does, or if it
         does not fit."""
         rows, runs = self._checked(block_ids, piece, run_tokens, payload)
-        with self._order.reading(piece.end_layer):
+        with self._order.copying():
             words = payload.view(torch.int64)
-            total = kv_pack_summed(rows, block_ids, runs, words, key_of(seed)).item()
-        return checksum_of(int(total), payload.nbytes)
+            total = HostCopy(kv_pack_summed(rows, block_ids, runs, words, key_of(seed)))
+        return checksum_of(int(total.wait()), payload.nbytes)
 
     def unpack(
         self,
@@ -90,22 +91,22 @@ class DeviceCopy:
         """Write `payload` into the blocks; the word_sum of the very bytes that were written. Raises
         what pack does."""
         rows, runs = self._checked(block_ids, piece, run_tokens, payload)
-        with self._order.writing():
+        with self._order.copying():
             words = payload.view(torch.int64)
-            total = kv_unpack_summed(rows, block_ids, runs, words, key_of(seed)).item()
-        return checksum_of(int(total), payload.nbytes)
+            total = HostCopy(kv_unpack_summed(rows, block_ids, runs, words, key_of(seed)))
+        return checksum_of(int(total.wait()), payload.nbytes)
 
     def put(self, data: memoryview, payload: torch.Tensor, seed: int) -> int:
         """Fill `payload` from the host; its word_sum."""
         host = torch.frombuffer(data, dtype=torch.uint8)
-        with self._order.apart():
+        with self._order.copying():
             payload.copy_(host)
         return host_checksum(host, seed)
 
     def take(self, payload: torch.Tensor, data: memoryview, seed: int) -> int:
         """Copy `payload` to the host; the word_sum of what came there."""
         host = torch.frombuffer(data, dtype=torch.uint8)
-        with self._order.apart():
+        with self._order.copying():
             host.copy_(payload)
         return host_checksum(host, seed)
 

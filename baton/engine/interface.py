@@ -168,6 +168,28 @@ class KvPool(Protocol):
         """Copy whole blocks, sources[i] to targets[i]; no target is among the sources."""
         ...
 
+    def mark(self) -> object:
+        """What the engine has started by now; None: it is done already. Called in the engine's
+        thread, when blocks become a transfer's to read or to write: nothing that is started later
+        is in its way."""
+        ...
+
+    def follow(self, mark: object) -> None:
+        """What the calling thread packs and unpacks from now on comes after a mark. None: after
+        nothing."""
+        ...
+
+
+class HostOrdered:
+    """Of a KvPool in host memory: what the engine has called has happened."""
+
+    def mark(self) -> object:
+        """See KvPool."""
+        return None
+
+    def follow(self, mark: object) -> None:
+        """See KvPool."""
+
 
 class Launched(Protocol):
     """A batch that an engine was given. It is computed after all that were given before it."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.engine.interface import HostOrdered
 from baton.types import DTYPE_BYTES, SCALE_BYTES, SCALED_DTYPES, KvLayout, KvRange
 
 PackedPart = NDArray[np.signedinteger]
@@ -21,7 +22,7 @@ _BITS: Mapping[int, np.dtype[Any]] = MappingProxyType(
 )
 
 
-class PackedPool(ABC):
+class PackedPool(HostOrdered, ABC):
     """The half of baton.engine.interface.KvPool that checks a range and its bytes. The other half
     copies them."""
 

@@ -32,11 +32,6 @@ class TensorPool(KvPool, Protocol):
     tensor: torch.Tensor
     scales: torch.Tensor | None
 
-    def wrote(self, end_layer: int | None = None) -> None:
-        """In the engine's thread, before KV that its kernels write is reported to others, of the
-        layers before end_layer, and at the end of each step: what is packed from now on has it."""
-        ...
-
 
 class Followers(Protocol):
     """Started with the engine, given each command just before rank 0 follows it, ended with it.

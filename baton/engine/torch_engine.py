@@ -109,13 +109,11 @@ class TorchEngine(Engine):
             batch, spec.layout.block_size, spec.num_blocks, spec.vocab_size, spec.max_model_len
         )
         done = (
-            _in_groups(layers_done, spec.layout.num_layers, self._layer_group_size, self._kv.wrote)
+            _in_groups(layers_done, spec.layout.num_layers, self._layer_group_size)
             if layers_done
             else None
         )
-        step = self._steps.run(batch, done, drawn)
-        self._kv.wrote()
-        return step
+        return self._steps.run(batch, done, drawn)
 
 
 @contextmanager
@@ -182,17 +180,13 @@ def _row_groups(rows: Sequence[SampleRow]) -> Iterator[list[int]]:
         yield scored[first : first + NUM_SCORED_ROWS]
 
 
-def _in_groups(
-    layers_done: LayersDone, num_layers: int, size: int, wrote: Callable[[int], None]
-) -> LayerDone:
-    """Report to `layers_done` groups of `size` consecutive layers instead of each, and `wrote`
-    before."""
+def _in_groups(layers_done: LayersDone, num_layers: int, size: int) -> LayerDone:
+    """Report to `layers_done` groups of `size` consecutive layers instead of each."""
 
     def done(layer: int) -> None:
         end = layer + 1
         if end % size == 0 or end == num_layers:
             first = layer // size * size
-            wrote(end)
             layers_done(first, end - first)
 
     return done

@@ -44,7 +44,6 @@ class TorchKvPool(PackedPool):
         super().__init__(layout, num_blocks)
         self._is_host = device.type == "cpu"
         self._order = copy_order(device)
-        self.wrote = self._order.wrote
         memory = memory if memory is not None else _fresh(num_blocks * layout.block_bytes, device)
         heads = (layout.num_parts, layout.num_kv_heads)
         self._blocks = memory.view(num_blocks, layout.num_layers, *heads, -1)
@@ -83,7 +82,7 @@ class TorchKvPool(PackedPool):
                 kv_pack(slab, block_ids, piece.first_token, piece.first_layer, packed)
             else:
                 staging = torch.empty(packed.shape, dtype=torch.from_numpy(packed).dtype)
-                with self._order.reading(piece.end_layer):
+                with self._order.copying():
                     kv_pack(slab, block_ids, piece.first_token, piece.first_layer, staging)
                 packed[...] = staging.numpy()
 
@@ -93,8 +92,16 @@ class TorchKvPool(PackedPool):
         """See PackedPool. The parts may be of the heads that are here alone."""
         for slab, packed in zip(self._slabs, parts, strict=True):
             source: Slab = packed if self._is_host else torch.utils.dlpack.from_dlpack(packed)
-            with self._order.writing():
+            with self._order.copying():
                 kv_unpack(slab, block_ids, piece.first_token, piece.first_layer, source)
+
+    def mark(self) -> object:
+        """See KvPool."""
+        return self._order.mark()
+
+    def follow(self, mark: object) -> None:
+        """See KvPool."""
+        self._order.follow(mark)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See KvPool."""

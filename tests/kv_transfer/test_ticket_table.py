@@ -20,7 +20,7 @@ from kv_transfer.ticket import (
     TicketEvent,
     TicketState,
 )
-from kv_transfer.ticket_table import TicketTable
+from kv_transfer.ticket_table import Pinned, TicketTable
 
 NUM_LAYERS = 2
 LEASE_S = 10.0
@@ -136,7 +136,7 @@ class Tickets(RuleBasedStateMachine):
         outcome = self.table.pin(ticket_id, epoch, connection, piece)
         assert isinstance(outcome, Rejection) is not is_good
         if is_good:
-            assert outcome == tuple(range(5))
+            assert outcome == Pinned(tuple(range(5)), None)
             model.num_pins += 1
             model.arrived |= cells
             model.deadline = self.now + LEASE_S

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from baton.engine.copy_order import HostOrder, StreamOrder, copy_order
 
@@ -28,9 +26,6 @@ class FakeStream:
 
     def wait_event(self, event: int) -> None:
         self.calls.append(("event", event))
-
-    def wait_stream(self, stream: FakeStream) -> None:
-        self.calls.append(("stream", stream))
 
     def synchronize(self) -> None:
         self.calls.append("synchronize")
@@ -68,79 +63,23 @@ def own_calls(engine: FakeStream) -> list[object]:
     return stream.calls
 
 
-def event_waited_for(engine: FakeStream, order: StreamOrder, end_layer: int) -> object:
-    with order.reading(end_layer):
+def test_a_copy_waits_for_what_the_engine_had_started_at_its_mark(engine: FakeStream) -> None:
+    order = StreamOrder(DEVICE)
+    engine.calls.append("a kernel that writes the blocks")
+    mark = order.mark()
+    engine.calls.append("a kernel of another's blocks")
+    order.follow(mark)
+    with order.copying():
         calls = own_calls(engine)
-        ((kind, event),) = calls
-    assert kind == "event"
+        assert calls == [("event", 2)]
     assert calls[-1] == "synchronize"
-    calls.clear()
-    return event
+    assert engine.calls[1] == "record"
 
 
-def test_reading_waits_for_the_last_step_alone(engine: FakeStream) -> None:
+def test_copies_without_a_mark_wait_for_nothing(engine: FakeStream) -> None:
     order = StreamOrder(DEVICE)
-    order.wrote()
-    order.wrote()
-    engine.calls.append("a kernel that nobody knows of")
-    assert event_waited_for(engine, order, 4) == 3
-
-
-def test_layers_are_read_while_later_ones_are_computed(engine: FakeStream) -> None:
-    order = StreamOrder(DEVICE)
-    order.wrote(2)
-    order.wrote(4)
-    assert [event_waited_for(engine, order, end) for end in (1, 2, 3, 4)] == [2, 2, 3, 3]
-    order.wrote()
-    # As late as a copy may begin: what its step marked still is enough.
-    assert [event_waited_for(engine, order, end) for end in (1, 2, 3, 4)] == [2, 2, 3, 3]
-
-
-def test_a_step_without_marks_outdoes_those_before(engine: FakeStream) -> None:
-    order = StreamOrder(DEVICE)
-    order.wrote(2)
-    order.wrote(4)
-    order.wrote()
-    order.wrote()
-    assert [event_waited_for(engine, order, end) for end in (2, 4)] == [5, 5]
-
-
-@given(st.lists(st.lists(st.sampled_from([2, 4]), max_size=2, unique=True).map(sorted), max_size=5))
-def test_no_copy_overtakes_what_was_reported_of_its_layers(steps: list[list[int]]) -> None:
-    """steps: the marks of each, before its end."""
-    with pytest.MonkeyPatch.context() as patch:
-        engine = stand_ins(patch)
-        order, written = StreamOrder(DEVICE), {1: 0, 2: 0, 3: 0, 4: 0}
-        for marks in steps:
-            engine.calls.append("the step's kernels")
-            first = 1
-            for end in marks:
-                order.wrote(end)
-                written |= dict.fromkeys(range(first, end + 1), len(engine.calls))
-                first = end + 1
-                check(engine, order, written)
-            order.wrote()
-            written |= dict.fromkeys(range(first, 5), len(engine.calls))
-            check(engine, order, written)
-
-
-def check(engine: FakeStream, order: StreamOrder, written: Mapping[int, int]) -> None:
-    """written: by layer, counted from 1, the event after which it is there."""
-    for end_layer, event in written.items():
-        assert int(str(event_waited_for(engine, order, end_layer))) >= event
-
-
-def test_writing_waits_for_all_that_was_started(engine: FakeStream) -> None:
-    order = StreamOrder(DEVICE)
-    with order.writing():
-        calls = own_calls(engine)
-        assert calls == [("stream", engine)]
-    assert calls[-1] == "synchronize"
-
-
-def test_copies_apart_wait_for_nothing(engine: FakeStream) -> None:
-    order = StreamOrder(DEVICE)
-    with order.apart():
+    order.follow(None)
+    with order.copying():
         calls = own_calls(engine)
         assert not calls
     assert calls == ["synchronize"]
@@ -151,7 +90,7 @@ def test_a_copy_that_fails_is_over_all_the_same(engine: FakeStream) -> None:
     seen: list[list[object]] = []
 
     def fail() -> None:
-        with order.reading(1):
+        with order.copying():
             seen.append(own_calls(engine))
             raise ValueError("no such block")
 
@@ -166,7 +105,7 @@ def test_each_thread_has_one_stream_of_its_own(engine: FakeStream) -> None:
 
     def copy_twice() -> None:
         for _ in range(2):
-            with order.apart():
+            with order.copying():
                 streams.append(own_calls(engine))
 
     copy_twice()
@@ -180,3 +119,4 @@ def test_each_thread_has_one_stream_of_its_own(engine: FakeStream) -> None:
 
 def test_the_cpu_has_no_order_to_keep() -> None:
     assert isinstance(copy_order(torch.device("cpu")), HostOrder)
+    assert HostOrder().mark() is None

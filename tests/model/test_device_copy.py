@@ -107,43 +107,43 @@ def test_bytes_go_to_the_device_and_back_with_their_checksum():
 
 @dataclass
 class LateOrder(HostOrder):
-    """A device that does nothing before it must: what the engine has started runs when somebody
-    waits for it."""
+    """A device that does nothing before it must: what the engine has started runs when a copy
+    begins that follows it."""
 
     started: list[torch.Tensor] = field(default_factory=list)
-    num_reported: int = 0
+    num_followed: int = 0
 
-    def wrote(self, end_layer: int | None = None) -> None:  # noqa: ARG002
-        self.num_reported = len(self.started)
+    def mark(self) -> int:
+        return len(self.started)
+
+    def follow(self, mark: object) -> None:
+        assert isinstance(mark, int)
+        self.num_followed = mark
 
     @contextmanager
-    def reading(self, end_layer: int) -> Iterator[None]:  # noqa: ARG002
-        self._run(self.num_reported)
-        yield
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        self._run(len(self.started))
+    def copying(self) -> Iterator[None]:
+        self.run(self.num_followed)
         yield
 
     def start(self, rows: torch.Tensor) -> None:
         """A kernel that fills `rows` with ones."""
         self.started.append(rows)
 
-    def _run(self, count: int) -> None:
+    def run(self, count: int) -> None:
         for rows in self.started[:count]:
             rows.fill_(1)
         del self.started[:count]
-        self.num_reported = max(0, self.num_reported - count)
+        self.num_followed = 0
 
 
-def test_what_is_sent_was_written_before_it_was_reported():
+def test_what_is_sent_was_written_before_its_mark():
     order = LateOrder()
     pool, copy = pool_of(layout_of("float32"), order)
     payload = torch.zeros(1024, dtype=torch.uint8)
     order.start(pool._blocks[0, 0])
-    order.wrote()
+    mark = order.mark()
     order.start(pool._blocks[0, 1])
+    order.follow(mark)
     copy.pack((0, 1), KvRange(0, 8, 0, 1), 4, payload, SEED)
     assert (payload[:512] == 1).all()
     assert len(order.started) == 1, "packing waits for nothing else"
@@ -153,8 +153,12 @@ def test_what_arrives_is_not_overwritten_by_an_earlier_owner():
     order = LateOrder()
     pool, copy = pool_of(layout_of("float32"), order)
     order.start(pool._blocks[0])
+    mark = order.mark()
+    order.start(pool._blocks[1])
+    order.follow(mark)
     copy.unpack((0,), KvRange(0, 4, 0, 1), 4, torch.full((512,), 9).byte(), SEED)
-    order._run(1)
+    assert len(order.started) == 1, "unpacking waits for nothing else"
+    order.run(1)
     assert (pool._blocks[0, 0] == 9).all()
     assert (pool._blocks[0, 1] == 1).all()
 
@@ -169,9 +173,11 @@ def test_a_pool_on_a_device_orders_what_passes_the_host(monkeypatch):
     pool = TorchKvPool(layout_of("float32"), 2, torch.device("meta"))
     assert pool.device_copy is None
     order.start(torch.zeros(1))
-    pool.wrote()
+    mark = pool.mark()
     order.start(torch.zeros(1))
     data = memoryview(bytearray(512))
+    pool.follow(mark)
     pool.pack((0,), KvRange(0, 4, 0, 1), data)
+    pool.follow(pool.mark())
     pool.unpack((0,), KvRange(0, 4, 0, 1), data)
     assert seen == [1, 0]

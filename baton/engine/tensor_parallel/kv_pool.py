@@ -82,7 +82,3 @@ class ShardedKvPool(PackedPool):
         """See KvPool."""
         for _, pool in self._pools:
             pool.copy_blocks(sources, targets)
-
-    def wrote(self, end_layer: int | None = None) -> None:
-        """See TensorPool. Ranks compute on CPUs: what their forward calls has happened when the
-        call returns."""
