@@ -90,12 +90,12 @@ class PrefillView:
     prefill_tokens_per_s: int = 0
     is_awaiting_report: bool = False
 
-    def ttft_s(self, need: Need, others_tokens_per_s: int = 0) -> float:
-        """Estimated seconds until it has computed the prompt, after what it has; infinite before
-        its speed is known. others_tokens_per_s: that of a decode worker. This one is taken to be no
-        slower: what it measured may be old, and nothing new is learned of one that is spared."""
+    def ttft_s(self, need: Need, others_tokens_per_s: int) -> float:
+        """Estimated seconds until it has computed the prompt, after what it has.
+        others_tokens_per_s: that of a decode worker. This one is taken to be no slower: what it
+        measured may be old, or nothing yet, and nothing new is learned of one that is spared."""
         num_missing = max(1, need.num_tokens - self.matched_tokens)
-        speed = self.prefill_tokens_per_s and max(self.prefill_tokens_per_s, others_tokens_per_s)
+        speed = max(self.prefill_tokens_per_s, others_tokens_per_s)
         return _seconds(self.outstanding_tokens + num_missing, speed)
 
     def has_credit(self) -> bool:
@@ -257,10 +257,10 @@ def _sooner_decode(
 ) -> DecodeView | None:
     """The decode worker that has the prompt computed soonest, if that is sooner than any prefill
     worker, whatever waits before them."""
-    speeds = [p.prefill_tokens_per_s for p in prefills if p.prefill_tokens_per_s]
-    if not speeds or need.avoid:
+    if need.avoid:
         return None
-    assumed = max(speeds) * ASSUMED_SHARE
+    speed = _known_tokens_per_s(prefills) or _known_tokens_per_s(decodes) or 1
+    assumed = speed * ASSUMED_SHARE
     soonest = min(
         (view for view in decodes if view.has_room(need)),
         key=lambda view: view.ttft_s(need, assumed),
@@ -268,8 +268,14 @@ def _sooner_decode(
     )
     if soonest is None:
         return None
-    apart_s = min(p.ttft_s(need, soonest.prefill_tokens_per_s) for p in prefills)
+    others = soonest.prefill_tokens_per_s or speed
+    apart_s = min(p.ttft_s(need, others) for p in prefills)
     return soonest if soonest.ttft_s(need, assumed) < SHARING_GAIN * apart_s else None
+
+
+def _known_tokens_per_s(views: Sequence[PrefillView] | Sequence[DecodeView]) -> int:
+    """Of the fastest; 0 if none has measured it: then only how much each has to do counts."""
+    return max((view.prefill_tokens_per_s for view in views), default=0)
 
 
 def _best_prefill(need: Need, views: Sequence[PrefillView], tie_key: bytes) -> PrefillView | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -354,12 +355,23 @@ def test_a_decode_worker_that_has_measured_nothing_is_taken_to_be_slower() -> No
     assert choose(NEED, [behind], [unknown], b"k") == Plan(None, "d")
 
 
-def test_prompts_are_shared_only_where_that_is_wanted_and_speeds_are_known() -> None:
+def test_prompts_are_shared_only_where_that_is_wanted() -> None:
     behind = replace(FAST, outstanding_tokens=100)
     pinned = replace(SHARING, max_shared_tokens=16)
     assert choose(NEED, [behind], [pinned], b"k") == Plan("p", "d")
-    silent = replace(behind, prefill_tokens_per_s=0)
-    assert choose(NEED, [silent], [SHARING], b"k") == Plan("p", "d")
+
+
+@pytest.mark.parametrize("decode_speed", [0, 500])
+def test_before_a_speed_is_known_prompts_are_shared_by_what_each_has_to_do(
+    decode_speed: int,
+) -> None:
+    silent = replace(PREFILL, prefill_tokens_per_s=0)
+    sharing = replace(SHARING, prefill_tokens_per_s=decode_speed)
+    assert choose(NEED, [silent], [sharing], b"k") == Plan("p", "d")
+    behind = replace(silent, outstanding_tokens=100)
+    assert choose(NEED, [behind], [sharing], b"k") == Plan(None, "d")
+    both_behind = replace(sharing, pending_tokens=100)
+    assert choose(NEED, [behind], [both_behind], b"k") == Plan("p", "d")
 
 
 def test_a_prompt_is_not_shared_with_a_decode_worker_that_has_no_room() -> None:
@@ -392,4 +404,4 @@ def test_a_shared_prompt_never_waits_longer_than_it_would_apart(
     (decode,) = [view for view in sharing if view.address == plan.decode]
     assert plan.prefill is None
     assert decode.has_room(need)
-    assert decode.ttft_s(need, 250) < min(prefill.ttft_s(need) for prefill in fast)
+    assert decode.ttft_s(need, 250) < min(prefill.ttft_s(need, speed) for prefill in fast)

@@ -66,6 +66,13 @@ def test_more_requests_are_in_time_and_gaps_stay_short(rate: float) -> None:
     assert shared.itl_ms.p99 <= 1.2 * apart.itl_ms.p99
 
 
+def test_a_burst_is_shared_by_workers_that_have_measured_nothing_yet() -> None:
+    burst = [Arrival(0.0, 2000, 8) for _ in range(4)]
+    shared, apart = (run_load(burst, SPEED, WAYS[way], SLO) for way in ("shared", "apart"))
+    assert shared.num_complete == apart.num_complete == 4
+    assert shared.ttft_ms.max < 0.8 * apart.ttft_ms.max
+
+
 def test_a_prefill_worker_decodes_on_while_the_decode_tier_is_full_and_hands_off_later() -> None:
     async def main() -> None:
         cluster = LoadCluster(SPEED, WAYS["apart"], max_num_seqs=3)
