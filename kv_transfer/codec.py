@@ -80,6 +80,30 @@ class CheckedCopy(Protocol):
     ) -> int: ...
 
 
+@runtime_checkable
+class PassingPool(Protocol):
+    """A pool whose blocks may be in a device's memory, which packs a whole payload for the host."""
+
+    @property
+    def device_copy(self) -> HostPassing | None:
+        """None if they are not, or it does not."""
+        ...
+
+
+class HostPassing(Protocol):
+    """See baton.engine.device_copy."""
+
+    def fits(self, piece: KvRange, run_tokens: int) -> bool: ...
+
+    def pack_to_host(
+        self, block_ids: Sequence[int], piece: KvRange, run_tokens: int, data: memoryview
+    ) -> None: ...
+
+    def unpack_from_host(
+        self, block_ids: Sequence[int], piece: KvRange, run_tokens: int, data: memoryview
+    ) -> None: ...
+
+
 class ChunkCodec:
     """Fills and reads the payloads of one connection. Used by one thread at a time."""
 
@@ -93,6 +117,7 @@ class ChunkCodec:
         # KV of the wire's own type goes straight between blocks and payload.
         is_plain = wire.is_that_of(layout.dtype)
         self._transcoder = None if is_plain else Transcoder(layout.dtype, wire)
+        self._passing = pool.device_copy if isinstance(pool, PassingPool) else None
         self._token_layer_bytes = layout.token_layer_bytes
         self._scratch = memoryview(b"")
         is_straight = self._transcoder is None and wire.block_size == layout.block_size
@@ -113,6 +138,9 @@ class ChunkCodec:
     def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
         """Fill `out` with a payload from the blocks. Raises what KvPool.pack does; ValueError for
         another size."""
+        if passing := self._passing_for(piece):
+            passing.pack_to_host(block_ids, piece, self.wire.block_size, out)
+            return
         for run in self._runs(block_ids, piece, out):
             if self._transcoder is None:
                 self._pool.pack(run.block_ids, run.piece, run.data)
@@ -124,6 +152,9 @@ class ChunkCodec:
     def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
         """Write a payload into the blocks. Raises what KvPool.unpack does; ValueError for another
         size."""
+        if passing := self._passing_for(piece):
+            passing.unpack_from_host(block_ids, piece, self.wire.block_size, data)
+            return
         for run in self._runs(block_ids, piece, data):
             bits = run.data
             if self._transcoder is not None:
@@ -175,6 +206,11 @@ class ChunkCodec:
             return False
         self.unpack(block_ids, piece, data)
         return True
+
+    def _passing_for(self, piece: KvRange) -> HostPassing | None:
+        """What copies this piece by one launch of its device, if anything does."""
+        passing = self._passing if self.is_plain else None
+        return passing if passing and passing.fits(piece, self.wire.block_size) else None
 
     def _checked_copy_for(self, piece: KvRange, payload: memoryview) -> CheckedCopy | None:
         """What can copy this piece, if anything can."""

@@ -67,6 +67,14 @@ def test_payloads_are_those_of_the_host(dtype, target_block_size, piece):
     ChunkCodec(other, wire).unpack(RECEIVED, piece, wanted)
     assert back.unpack(RECEIVED, piece, 4, payload, SEED) == checksum
     assert torch.equal(target._blocks, other._blocks)
+    passed = bytearray(payload.nbytes)
+    copy.pack_to_host(SENT, piece, 4, memoryview(passed))
+    assert passed == wanted
+    target._blocks.zero_()
+    other._blocks.zero_()
+    ChunkCodec(other, wire).unpack(RECEIVED, piece, wanted)
+    back.unpack_from_host(RECEIVED, piece, 4, wanted)
+    assert torch.equal(target._blocks, other._blocks)
     payload[9] ^= 1
     assert back.unpack(RECEIVED, piece, 4, payload, SEED) != checksum
 
