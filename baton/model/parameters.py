@@ -61,7 +61,9 @@ class Target:
         at = 0
         for source in self.sources:
             rows = source.take(whole)
-            self.tensor[at : at + len(rows)].copy_(rows)
+            # Out of page-locked memory a copy to a GPU runs while the next tensor is taken; torch
+            # keeps such memory until the copy is done.
+            self.tensor[at : at + len(rows)].copy_(rows, non_blocking=True)
             at += len(rows)
         if self.offset:
             self.tensor.add_(self.offset)

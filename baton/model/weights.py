@@ -1,13 +1,16 @@
-"""Fill a decoder's parameters from a checkpoint's safetensors, one shard after the other, and
-digest what was read."""
+"""Fill a decoder's parameters from a checkpoint's safetensors, while threads read ahead and digest
+what is read."""
 
 from __future__ import annotations
 
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +27,19 @@ from baton.model.stacked_experts import StackedExperts
 from baton.quantization.config import QuantizationConfig
 from baton.quantization.pending import PendingLayers
 from baton.quantization.weight import StoredWeight, stack
+from baton.start_log import report_phase
 
 _log = logging.getLogger(__name__)
 
 #: Tensors that old checkpoints hold and nobody reads.
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|attn\.masked_bias$")
+
+#: Several, because a disk gives more to many that ask than to one.
+_NUM_READERS = 4
+#: What is read ahead of the tensor that is taken. Mapped files cost no memory of their own, but
+#: page-locked copies do.
+_AHEAD_BYTES = 1 << 30
+_REPORT_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,47 +79,109 @@ def load_weights(
     Raises MissingTensor, TensorMismatch, UnsafeCheckpoint, ModelError.
     """
     filling = _Filling(parameters, quantization, keeps)
-    _read_shards(folder, filling.take, progress)
-    return filling.finish(folder)
+    pins = parameters.embeddings.device.type == "cuda"
+    digest = _read_shards(folder, filling.wants, filling.take, progress, pins)
+    return Loaded(digest, filling.finish(folder))
 
 
 def digest_checkpoint(folder: Path, progress: ProgressHook | None = None) -> str:
     """As Loaded.digest, of all tensors in `folder`. Raises UnsafeCheckpoint, ModelError."""
-    digests: dict[str, str] = {}
 
-    def take(name: str, tensor: torch.Tensor, _: Path) -> bool:
-        digests[name] = _digest(tensor)
+    def wants(*_: object) -> bool:
         return True
 
-    _read_shards(folder, take, progress)
-    return _total(digests)
+    def take(*_: object) -> None:
+        """The digest is all that is wanted."""
+
+    return _read_shards(folder, wants, take, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor of shard `index` at `path`, mapped."""
+
+    index: int
+    path: Path
+    name: str
+    tensor: torch.Tensor
 
 
 def _read_shards(
     folder: Path,
-    take: Callable[[str, torch.Tensor, Path], bool],
+    wants: Callable[[str, torch.Tensor, Path], bool],
+    take: Callable[[str, torch.Tensor, Path], None],
     progress: ProgressHook | None,
-) -> None:
-    """Call `take` with each tensor, its name and its shard; it says whether it read it."""
-    shards = find_shards(folder)
+    pins: bool = False,
+) -> str:
+    """Call `take` with each tensor that is wanted, its name and its shard, in order, while threads
+    read and digest those after it. pins: into page-locked memory, from which a GPU copies at the
+    speed of its link. The digest of all."""
+    shards = list(find_shards(folder))
+    sizes = [path.stat().st_size for path in shards]
+    done = [0] * len(shards)
+    digests: dict[str, str] = {}
+    at = 0
+
+    def show(index: int) -> None:
+        if progress:
+            path = shards[index]
+            progress(ShardProgress(path.name, index, len(shards), done[index], sizes[index]))
+
+    def finish(end: int) -> None:
+        for index in range(at, end):
+            done[index] = sizes[index]
+            show(index)
+
+    for stored, tensor, digest in _read_ahead(_stored_tensors(shards), wants, pins):
+        finish(stored.index)
+        at = stored.index
+        take(stored.name, tensor, stored.path)
+        digests[stored.name] = digest
+        done[at] += tensor.nbytes
+        show(at)
+    finish(len(shards))
+    return _total(digests)
+
+
+def _stored_tensors(shards: Sequence[Path]) -> Iterator[_Stored]:
+    """Raises ModelError."""
     for index, path in enumerate(shards):
-        size = path.stat().st_size
-        done = 0
         try:
             with safe_open(path, framework="pt", device="cpu") as shard:
                 for name in sorted(shard.keys()):
-                    tensor = shard.get_tensor(name)
-                    if not take(name, tensor, path):
-                        continue
-                    done += tensor.nbytes
-                    if progress:
-                        progress(ShardProgress(path.name, index, len(shards), done, size))
+                    yield _Stored(index, path, name, shard.get_tensor(name))
         except SafetensorError as error:
             raise ModelError(
                 f"{path}: not a whole safetensors file ({error}); fetch it again"
             ) from error
-        if progress:
-            progress(ShardProgress(path.name, index, len(shards), size, size))
+
+
+def _read_ahead(
+    stored: Iterable[_Stored], wants: Callable[[str, torch.Tensor, Path], bool], pins: bool
+) -> Iterator[tuple[_Stored, torch.Tensor, str]]:
+    """Those that are wanted, in order, each with what was read and its digest."""
+    waiting: deque[tuple[_Stored, Future[tuple[torch.Tensor, str]]]] = deque()
+    num_bytes = 0
+    readers = ThreadPoolExecutor(_NUM_READERS, "reads-weights")
+    try:
+        for each in stored:
+            if not wants(each.name, each.tensor, each.path):
+                continue
+            waiting.append((each, readers.submit(_read, each.tensor, pins)))
+            num_bytes += each.tensor.nbytes
+            while num_bytes > _AHEAD_BYTES:
+                first, read = waiting.popleft()
+                num_bytes -= first.tensor.nbytes
+                yield first, *read.result()
+        for first, read in waiting:
+            yield first, *read.result()
+    finally:
+        readers.shutdown(cancel_futures=True)
+
+
+def _read(mapped: torch.Tensor, pins: bool) -> tuple[torch.Tensor, str]:
+    tensor = mapped.pin_memory() if pins else mapped
+    return tensor, _digest(tensor)
 
 
 def _total(digests: Mapping[str, str]) -> str:
@@ -136,11 +209,23 @@ class _Filling:
             self._pending = PendingLayers(quantization, parameters.linear_names())
         self._stacked = StackedExperts() if parameters.has_stacked_experts else None
         self._filled: set[str] = set()
-        self._digests: dict[str, str] = {}
         self._quantized: dict[str, StoredWeight] = {}
 
-    def take(self, name: str, tensor: torch.Tensor, path: Path) -> bool:
-        """False for a tensor that is rightly not read."""
+    def wants(self, name: str, tensor: torch.Tensor, path: Path) -> bool:
+        """False for a tensor that is rightly not read. Raises TensorMismatch of one that has no
+        place."""
+        pending, stacked = self._pending, self._stacked
+        if pending is not None and not pending.takes(name, tensor.dtype):
+            if pending.is_unused(name):
+                return False
+        elif pending is not None:
+            return True
+        if stacked is not None and stacked.takes(name):
+            return True
+        return _target_of(name, self._targets, path, self._is_tied) is not None
+
+    def take(self, name: str, tensor: torch.Tensor, path: Path) -> None:
+        """A tensor that is wanted."""
         if self._pending is not None and self._pending.takes(name, tensor.dtype):
             try:
                 whole = self._pending.add(name, tensor)
@@ -150,28 +235,22 @@ class _Filling:
                 ) from error
             if whole is not None:
                 self._put(*whole, path)
-        elif self._pending is not None and self._pending.is_unused(name):
-            return False
         elif self._stacked is not None and self._stacked.takes(name):
             try:
                 for piece, part in self._stacked.pieces(name, tensor):
                     self._fill(piece, part, path)
             except ValueError as error:
                 raise TensorMismatch(f"{path.name}: {name!r}: {error}") from error
-        elif not self._fill(name, tensor, path):
-            return False
-        self._digests[name] = _digest(tensor)
-        return True
+        else:
+            self._fill(name, tensor, path)
 
-    def _fill(self, name: str, tensor: torch.Tensor, path: Path) -> bool:
-        """False for a tensor that is rightly not read."""
+    def _fill(self, name: str, tensor: torch.Tensor, path: Path) -> None:
         target = _target_of(name, self._targets, path, self._is_tied)
         if target is None:
-            return False
+            return
         _check(name, tensor, target, path)
         target.fill(tensor)
         self._filled.add(name)
-        return True
 
     def _put(self, layer: str, weight: StoredWeight | torch.Tensor, path: Path) -> None:
         name = f"{layer}.weight"
@@ -187,8 +266,8 @@ class _Filling:
             target.fill(weight.dequantize())
         self._filled.add(name)
 
-    def finish(self, folder: Path) -> Loaded:
-        """Once all tensors have come. Raises MissingTensor."""
+    def finish(self, folder: Path) -> dict[str, StoredWeight]:
+        """Once all tensors have come: see Loaded.quantized. Raises MissingTensor."""
         if self._pending is not None and (parts := self._pending.missing()):
             layer = min(parts)
             raise MissingTensor(
@@ -201,7 +280,7 @@ class _Filling:
                 "checkpoint is not whole"
             )
         _refuse_missing(folder, self._targets, self._filled)
-        return Loaded(_total(self._digests), self._quantized)
+        return self._quantized
 
 
 def _target_of(
@@ -253,7 +332,7 @@ def _digest(tensor: torch.Tensor) -> str:
 def terminal_progress() -> Iterator[ProgressHook]:
     """A bar per shard on stderr where that is a terminal, a line of log per shard elsewhere."""
     if not sys.stderr.isatty():
-        yield _log_progress
+        yield _reporter()
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -276,12 +355,25 @@ def terminal_progress() -> Iterator[ProgressHook]:
         yield show
 
 
-def _log_progress(step: ShardProgress) -> None:
-    if step.done_bytes == step.num_bytes:
-        _log.info(
-            "loaded shard %d/%d %s (%s)",
-            step.index + 1,
-            step.num_shards,
-            step.name,
-            format_bytes(step.num_bytes),
-        )
+def _reporter() -> ProgressHook:
+    """A phase of the start each second, for large checkpoints, and a line of log per shard."""
+    last = time.monotonic()
+
+    def report(step: ShardProgress) -> None:
+        nonlocal last
+        if step.done_bytes == step.num_bytes:
+            _log.info(
+                "loaded shard %d/%d %s (%s)",
+                step.index + 1,
+                step.num_shards,
+                step.name,
+                format_bytes(step.num_bytes),
+            )
+        elif time.monotonic() - last >= _REPORT_EVERY_S:
+            last = time.monotonic()
+            of_shard = f"{format_bytes(step.done_bytes)} of {format_bytes(step.num_bytes)}"
+            report_phase(
+                f"loading weights ({of_shard}, file {step.index + 1} of {step.num_shards})"
+            )
+
+    return report

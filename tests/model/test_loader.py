@@ -23,7 +23,7 @@ from baton.errors import (
 )
 from baton.model.checkpoint import find_shards
 from baton.model.memory_plan import MemoryPlan
-from baton.model.weights import ShardProgress
+from baton.model.weights import ShardProgress, _read_shards, digest_checkpoint
 from baton_kernels.cpu.library import level
 from tests.support.tiny_models import make_tiny_model
 
@@ -241,3 +241,47 @@ def test_wrong_options_are_named(checkpoint: Path, options: dict[str, object], o
     with pytest.raises(ConfigError) as caught:
         load_engine(str(checkpoint), **options)  # type: ignore[arg-type]
     assert caught.value.metadata["option"] == option
+
+
+def test_what_is_read_ahead_comes_in_order_whatever_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a single tensor is more than may be read ahead."""
+    sharded = make_tiny_model(tmp_path, seed=3, max_shard_size="60KB")
+    digest = digest_checkpoint(sharded)
+    monkeypatch.setattr("baton.model.weights._AHEAD_BYTES", 1)
+    assert digest_checkpoint(sharded) == digest
+
+
+def test_a_broken_shard_is_named_while_others_are_read_ahead(tmp_path: Path) -> None:
+    sharded = make_tiny_model(tmp_path, seed=3, max_shard_size="60KB")
+    last = list(find_shards(sharded))[-1]
+    last.write_bytes(last.read_bytes()[:-1])
+    with pytest.raises(ModelError, match=rf"{last.name}: not a whole safetensors file"):
+        fingerprint(sharded)
+
+
+def test_for_a_gpu_tensors_are_read_into_page_locked_memory(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is digested, and given out, is the page-locked copy."""
+    pinned: list[torch.Tensor] = []
+
+    def pin(mapped: torch.Tensor) -> torch.Tensor:
+        pinned.append(mapped.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    taken: list[torch.Tensor] = []
+    digest = _read_shards(
+        checkpoint, lambda *_: True, lambda _name, tensor, _path: taken.append(tensor), None, True
+    )
+    assert digest == digest_checkpoint(checkpoint)
+    assert {tensor.data_ptr() for tensor in taken} == {tensor.data_ptr() for tensor in pinned}
+
+
+def test_a_tensor_that_nobody_wants_is_not_read(checkpoint: Path) -> None:
+    def take(name: str, *_: object) -> None:
+        assert name == Q_PROJ
+
+    _read_shards(checkpoint, lambda name, *_: name == Q_PROJ, take, None)

@@ -124,6 +124,8 @@ struct Stages {
 extern "C" {
 // Bytes of scratch memory that baton_linear needs for each row.
 void baton_linear_scratch(const Weights* w, int64_t* row_bytes);
+// words [num_out][num_words], as a Weights' data wants them.
+void baton_pack(const int32_t* words, long num_out, long num_words, int32_t* packed, int threads);
 // residual, or null, may be `out`.
 void baton_linear(const Weights* w, const void* x, const void* residual, void* out, long rows,
                   int dtype, int out_is_f32, void* scratch, int threads);

@@ -76,6 +76,7 @@ _CHECKED_COPY = (_POINTER, _POINTER, _LONG, ctypes.c_uint64, _POINTER)
 _FUNCTIONS = {
     "baton_linear": (_POINTER, *(_POINTER,) * 3, _LONG, _INT, _INT, _POINTER, _INT),
     "baton_linear_scratch": (_POINTER, _POINTER),
+    "baton_pack": (_POINTER, _LONG, _LONG, _POINTER, _INT),
     "baton_attention": (_POINTER, _INT, _INT),
     "baton_rms_norm": (
         *(_POINTER, _POINTER, _INT, ctypes.c_float),

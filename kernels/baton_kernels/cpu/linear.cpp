@@ -26,6 +26,7 @@ constexpr long kRowsAhead = 8;      // from a row that is written to one that is
 constexpr long kChunkValues = 256;  // of k that all rows go through before the next
 constexpr long kSmallChunk = 64;    // the same where panels are few, so that it stays in the L1 cache
 constexpr long kStop = 8;           // words of k, after which memory may be fetched
+constexpr long kPackWords = 16;     // of k that are packed at a time: a line of the cache of each row
 constexpr long kRowPad = 16;        // words, so that rows do not fall into the same lines of the cache
 
 enum Format { kF32, kBF16, kF16, kI8, kI4 };
@@ -429,6 +430,22 @@ extern "C" void baton_linear_scratch(const Weights* w, int64_t* row_bytes) {
     const bool is_widened = (w->format == kBF16 && Factors<BF16>::steps > 1) || w->format == kF16;
     const long quantized = 4 + 4 * groups_of(*w) + w->num_in;
     *row_bytes = (is_quantized || is_widened ? row_words(*w) * 4 : 0) + (is_quantized ? quantized : 0);
+}
+
+extern "C" void baton_pack(const int32_t* words, long num_out, long num_words, int32_t* packed, int threads) {
+    const long tiles = (num_out + kTile - 1) / kTile, blocks = (num_words + kPackWords - 1) / kPackWords;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (long task = 0; task < tiles * blocks; task++) {
+        const long tile = task / blocks, first = task % blocks * kPackWords, left = num_words - first;
+        const long count = left < kPackWords ? left : kPackWords;
+        int32_t* out = packed + (tile * num_words + first) * kTile;
+        for (long output = 0; output < kTile; output++) {
+            const long row = tile * kTile + output;
+            // Rows are read as lines of the cache and written within a few pages: whatever their distance, no two of
+            // them fight for the same lines.
+            for (long k = 0; k < count; k++) out[k * kTile + output] = row < num_out ? words[row * num_words + first + k] : 0;
+        }
+    }
 }
 
 extern "C" void baton_linear(const Weights* w, const void* x, const void* residual, void* out,

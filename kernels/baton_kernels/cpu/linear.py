@@ -4,6 +4,7 @@ and order of sums."""
 from __future__ import annotations
 
 import ctypes
+import math
 from enum import IntEnum
 
 import torch
@@ -126,9 +127,13 @@ def tiles(words: torch.Tensor, allocate: Allocate) -> torch.Tensor:
     """[num_out, words] of 32-bit elements -> [tiles, words, 64] in memory of `allocate`, padded
     with zero outputs."""
     num_out, num_words = words.shape
-    padded = torch.nn.functional.pad(words, (0, 0, 0, -num_out % TILE))
-    tiled = padded.view(-1, TILE, num_words).transpose(1, 2)
-    return allocate(tiled.nbytes).view(tiled.dtype).view(tiled.shape).copy_(tiled)
+    words = words.contiguous()
+    shape = (-(-num_out // TILE), num_words, TILE)
+    packed = allocate(math.prod(shape) * words.element_size()).view(words.dtype).view(shape)
+    loaded().baton_pack(
+        words.data_ptr(), num_out, num_words, packed.data_ptr(), torch.get_num_threads()
+    )
+    return packed
 
 
 def _in_planes(weight: torch.Tensor) -> torch.Tensor:
