@@ -439,14 +439,6 @@ def finish_reason(
     all."""
     if token_id in sampling.stop_token_ids and num_output_tokens > sampling.min_tokens:
         return FinishReason.STOP
-    if is_full_length(num_output_tokens, num_tokens, sampling, max_model_len):
+    if num_output_tokens >= sampling.max_tokens or num_tokens >= max_model_len:
         return FinishReason.LENGTH
     return FinishReason.NONE
-
-
-def is_full_length(
-    num_output_tokens: int, num_tokens: int, sampling: Sampling, max_model_len: int
-) -> bool:
-    """Whether an output ends with its `num_output_tokens`-th token, at `num_tokens` in all,
-    whatever token it is."""
-    return num_output_tokens >= sampling.max_tokens or num_tokens >= max_model_len

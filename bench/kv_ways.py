@@ -25,9 +25,10 @@ import trustme
 
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.rpc.tls import TlsFiles
-from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
+from baton.types import KvLayout, KvRange, Sampling, SequenceSpec, WorkerIdentity
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.receiver import open_receiver
+from kv_transfer.send_connection import Finish, Send
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import TicketAborted, TicketCommitted, TicketEvent
 from kv_transfer.transport.connector import make_connector
@@ -325,7 +326,9 @@ def kv_channel(channel: Channel, source: TorchKvPool, max_bytes: int) -> Iterato
                 for number, (ticket, (count, blocks)) in enumerate(
                     zip(tickets, shares, strict=True)
                 ):
-                    sender.hand_off(str(number), ticket, blocks, count, time.monotonic())
+                    whole = KvRange(0, count, 0, LAYOUT.num_layers)
+                    finish = Finish(number, count, (), time.monotonic())
+                    sender.begin(number, ticket, Send(number, blocks, whole), finish)
                 for done in [dones.get(timeout=_PATIENCE_S) for _ in shares]:
                     if done.error:
                         raise done.error

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from baton.errors import BY_REASON, BatonError, EngineFault, HandoffFailed, PeerMismatch
@@ -47,7 +47,7 @@ class SendDone:
     """The one end of a handoff, seen from its sender: it touches the blocks no more. No error: the
     receiver owns the sequence. num_bytes: KV that was sent."""
 
-    key: str
+    key: Hashable
     error: BatonError | None
     num_bytes: int
 
@@ -56,17 +56,17 @@ class SendDone:
 class Begin:
     """Open a handoff; `data` are the ticket's bytes."""
 
-    key: str
+    key: Hashable
     ticket: KvTicket
     data: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A range of the sequence with these blocks is computed, or will be when `mark` is done: see
-    KvPool."""
+    """KV of a range of the sequence is final in these blocks, or will be when `mark`, which the
+    sender puts there, is done: see KvPool. What the receiver holds already is not sent."""
 
-    key: str
+    key: Hashable
     block_ids: tuple[int, ...]
     piece: KvRange
     mark: object = None
@@ -74,17 +74,19 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class FetchPrefix:
-    """Ask the receiver for the KV that it holds; `deliver_to` are the bytes of a ticket of ours."""
+    """Ask the receiver to send the KV that it holds to the owner of the ticket `deliver_to`, in
+    this worker."""
 
-    key: str
+    key: Hashable
     deliver_to: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """All is computed. prefill_end: when, by the sender's clock."""
+    """All is computed: `firsts` follow `num_tokens` tokens, one for each choice; none if the
+    receiver knows what follows. prefill_end: when, by the sender's clock."""
 
-    key: str
+    key: Hashable
     num_tokens: int
     firsts: tuple[Sample, ...]
     prefill_end: float
@@ -92,14 +94,16 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Give a handoff up."""
+    """Give a handoff up; its SendDone has the error of that reason."""
 
-    key: str
+    key: Hashable
     reason: str
     message: str
 
 
-Task = Begin | FetchPrefix | Send | Finish | Cancel
+#: Of a handoff that was begun.
+LaterTask = FetchPrefix | Send | Finish | Cancel
+Task = Begin | LaterTask
 
 
 @dataclass(slots=True)
@@ -107,7 +111,7 @@ class Handoff:
     """One handoff's state. data: the ticket's bytes. checksum, num_bytes: of the chunks that are on
     their way."""
 
-    key: str
+    key: Hashable
     ticket: KvTicket
     data: bytes
     is_begun: bool = False
@@ -155,7 +159,7 @@ class SendConnection:
         self._config = config
         self._heartbeat = heartbeat
         self._on_done = on_done
-        self._handoffs: dict[str, Handoff] = {}
+        self._handoffs: dict[Hashable, Handoff] = {}
         # Each with the handoff that it is about: a key may be used again once its handoff is done.
         self._tasks: deque[tuple[Handoff, FetchPrefix | Send | Finish]] = deque()
         self._unpresented: deque[Handoff] = deque()

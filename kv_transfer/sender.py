@@ -8,19 +8,18 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Protocol
 
 from baton.engine.interface import KvPool
 from baton.errors import BatonError, HandoffFailed, PeerMismatch
-from baton.types import ANY_NUMERICS, KvLayout, KvRange, NumericsRule, Sample, WorkerIdentity
+from baton.types import ANY_NUMERICS, KvLayout, NumericsRule, WorkerIdentity
 from kv_transfer.handshake import SenderConfig
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.send_connection import (
     Begin,
-    Cancel,
-    FetchPrefix,
-    Finish,
+    LaterTask,
     Send,
     SendConnection,
     SendDone,
@@ -33,26 +32,9 @@ from kv_transfer.transport.base import Connector
 class KvSender(Protocol):
     """See kv_transfer.sender.Sender. No call blocks."""
 
-    def begin(self, key: str, ticket: bytes) -> int: ...
+    def begin(self, key: Hashable, ticket: bytes, *others: LaterTask) -> int: ...
 
-    def send(self, key: str, block_ids: tuple[int, ...], piece: KvRange) -> None: ...
-
-    def fetch_prefix(self, key: str, deliver_to: bytes) -> None: ...
-
-    def commit(
-        self, key: str, num_tokens: int, firsts: tuple[Sample, ...], prefill_end: float
-    ) -> None: ...
-
-    def hand_off(
-        self,
-        key: str,
-        ticket: bytes,
-        block_ids: tuple[int, ...],
-        num_tokens: int,
-        prefill_end: float,
-    ) -> None: ...
-
-    def abort(self, key: str, reason: str, message: str) -> None: ...
+    def submit(self, task: LaterTask) -> None: ...
 
     def heartbeat(self) -> None: ...
 
@@ -296,7 +278,7 @@ class Sender:
         self._lock = threading.RLock()
         self._num_connections = num_connections
         self._runners: dict[_ConnectionId, ConnectionRunner] = {}
-        self._placed: dict[str, tuple[_ConnectionId, ConnectionRunner] | None] = {}
+        self._placed: dict[Hashable, tuple[_ConnectionId, ConnectionRunner] | None] = {}
         self._last_heartbeat = clock()
         self._is_closed = False
 
@@ -306,13 +288,14 @@ class Sender:
         with self._lock:
             return len(self._placed)
 
-    def begin(self, key: str, ticket: bytes, *others: Task) -> int:
+    def begin(self, key: Hashable, ticket: bytes, *others: LaterTask) -> int:
         """Open a handoff under a name of the caller's. Returns how many leading tokens' KV the
         ticket's owner holds already. Raises InvalidRequest (and there is no SendDone) if `ticket`
         is none, ValueError if `key` is in use.
 
         others: tasks of the same handoff that its connection gets at once."""
         begin = Begin(key, parse_ticket(ticket), ticket)
+        tasks = (begin, *map(self._marked, others))
         peer, num_cached_tokens = begin.ticket.owner, begin.ticket.num_cached_tokens
         with self._lock:
             if key in self._placed:
@@ -332,7 +315,7 @@ class Sender:
                 connection_id = min(((peer, number) for number in numbers), key=taken.count)
                 runner = self._runners.get(connection_id) or self._new_runner(connection_id)
                 self._placed[key] = (connection_id, runner)
-            if runner.submit(begin, *others):
+            if runner.submit(*tasks):
                 return num_cached_tokens
             # It has ended meanwhile.
             with self._lock:
@@ -342,42 +325,17 @@ class Sender:
         self._on_done(SendDone(key, HandoffFailed("the KV sender is closed"), 0))
         return num_cached_tokens
 
-    def hand_off(
-        self,
-        key: str,
-        ticket: bytes,
-        block_ids: tuple[int, ...],
-        num_tokens: int,
-        prefill_end: float,
-    ) -> None:
-        """Begin, send and commit in one: the KV of `num_tokens` tokens is final in the blocks, and
-        the receiver knows what follows it. Raises what `begin` does."""
-        whole = KvRange(0, num_tokens, 0, self._config.layout.num_layers)
-        send, finish = self._send(key, block_ids, whole), Finish(key, num_tokens, (), prefill_end)
-        self.begin(key, ticket, send, finish)
+    def submit(self, task: LaterTask) -> None:
+        """A further task of a handoff that was begun."""
+        with self._lock:
+            placed = self._placed.get(task.key)
+        if placed:
+            _, runner = placed
+            runner.submit(self._marked(task))
 
-    def send(self, key: str, block_ids: tuple[int, ...], piece: KvRange) -> None:
-        """KV of this piece is final in the blocks. What the receiver holds already is not sent."""
-        self._submit(self._send(key, block_ids, piece))
-
-    def _send(self, key: str, block_ids: tuple[int, ...], piece: KvRange) -> Send:
-        return Send(key, block_ids, piece, self._config.pool.mark())
-
-    def fetch_prefix(self, key: str, deliver_to: bytes) -> None:
-        """Ask the receiver to send the KV that it holds to the owner of the ticket `deliver_to`, in
-        this worker."""
-        self._submit(FetchPrefix(key, deliver_to))
-
-    def commit(
-        self, key: str, num_tokens: int, firsts: tuple[Sample, ...], prefill_end: float
-    ) -> None:
-        """All is computed: `firsts` follow `num_tokens` tokens, one for each choice. prefill_end:
-        when, by the clock."""
-        self._submit(Finish(key, num_tokens, firsts, prefill_end))
-
-    def abort(self, key: str, reason: str, message: str) -> None:
-        """Give a handoff up; its SendDone has the error of that reason."""
-        self._submit(Cancel(key, reason, message))
+    def _marked(self, task: LaterTask) -> LaterTask:
+        """With the mark of now, if it is about KV: that may still be on its way into the blocks."""
+        return replace(task, mark=self._config.pool.mark()) if isinstance(task, Send) else task
 
     def heartbeat(self) -> None:
         """The engine loop is alive: tickets are kept from expiring for as long as this is
@@ -396,13 +354,6 @@ class Sender:
             self._runners.clear()
         for runner in runners:
             runner.close()
-
-    def _submit(self, task: FetchPrefix | Send | Finish | Cancel) -> None:
-        with self._lock:
-            placed = self._placed.get(task.key)
-        if placed:
-            _, runner = placed
-            runner.submit(task)
 
     def _new_runner(self, connection_id: _ConnectionId) -> ConnectionRunner:
         """Under the lock. Forgets connections that have ended, so that a fleet's restarts do not

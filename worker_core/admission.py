@@ -16,9 +16,8 @@ KV of what was said before, and to get it may be faster than to compute it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from operator import attrgetter
 
 from baton.cache.pool import BlockLease
 from baton.engine.interface import wants_prompt_logprobs
@@ -82,7 +81,7 @@ class Admission:
         self._matchers = matchers
         self._handoffs = handoffs
         self._clock = clock
-        self._queued: dict[str, _Queued] = {}
+        self._queued: dict[Hashable, _Queued] = {}
         self._by_ticket: dict[int, WorkerSequence] = {}
         """Sequences in the stage AWAITING_KV, or CLOSING after it."""
         self._fetching: dict[int, WorkerSequence] = {}
@@ -110,11 +109,12 @@ class Admission:
     # Sequences that a gateway opens
 
     def open(self, command: Open, policy: Policy) -> None:
-        error = self._handoffs.take_early_end(command.key) or self._refusal(command)
+        key = command.stream, command.handle
+        error = self._handoffs.take_early_end(key) or self._refusal(command)
         if error:
             self._turn_away(command, failed(error))
         elif policy.queues_prompts and command.source is KvSource.LOCAL:
-            self._queued[command.key] = _Queued(command, self._clock())
+            self._queued[key] = _Queued(command, self._clock())
         elif why := self._no_room(command) or self._admit(_Queued(command, self._clock())):
             self._turn_away(command, why)
 
@@ -122,13 +122,13 @@ class Admission:
         """Give blocks to queued prompts, best rank first, until blocks or places run out. Whether
         any came in."""
         num_before = len(self._queued)
-        for queued in sorted(self._queued.values(), key=attrgetter("command.spec.rank")):
+        for key, queued in sorted(self._queued.items(), key=lambda item: item[1].command.spec.rank):
             if self._no_room(queued.command) or self._admit(queued):
                 break
-            del self._queued[queued.command.key]
+            del self._queued[key]
         return len(self._queued) < num_before
 
-    def cancel_queued(self, key: str) -> bool:
+    def cancel_queued(self, key: Hashable) -> bool:
         """Take a prompt out of the queue; whether it was there."""
         queued = self._queued.pop(key, None)
         if queued and queued.command.destination:
@@ -145,7 +145,7 @@ class Admission:
         ]
         return sum(map(self.cancel_queued, keys))
 
-    def fail_queued(self, key: str, error: BatonError) -> bool:
+    def fail_queued(self, key: Hashable, error: BatonError) -> bool:
         """A queued prompt's handoff has failed; whether it was queued."""
         queued = self._queued.pop(key, None)
         if queued:
@@ -155,7 +155,9 @@ class Admission:
     def _turn_away(self, command: Open, answer: Failed | Deferred) -> None:
         self._state.emit_at(command.stream, command.handle, answer)
         if command.destination:
-            self._handoffs.reject(command.key, Cancelled("the prompt was not taken"))
+            self._handoffs.reject(
+                (command.stream, command.handle), Cancelled("the prompt was not taken")
+            )
 
     def _refusal(self, command: Open) -> BatonError | None:
         """Why the sequence is not taken, even if all else here were gone; None if it may be."""
@@ -197,6 +199,7 @@ class Admission:
         lease = self._lease(command)
         if isinstance(lease, Deferred):
             return lease
+        sampling = command.spec.sampling
         sequence = WorkerSequence(
             command.stream,
             command.handle,
@@ -206,7 +209,7 @@ class Admission:
             lease.num_cached_tokens,
             destination=command.destination,
             is_sending=command.destination is not None,
-            order=self._matchers.order(command.spec.sampling),
+            order=self._matchers.order(sampling) if sampling.grammar else None,
         )
         state.put(sequence)
         if self._is_computed_here(command, lease.num_cached_tokens):

@@ -41,7 +41,7 @@ class BeamGroup:
         self.handle = root.handle
         self.spec: SequenceSpec = root.spec
         self.key = root.key
-        self.width = root.width
+        self.width = self.num_growing_places = root.width
         self.rank = root.rank
         self.stage = Stage.RUNNING
         self.order = root.order

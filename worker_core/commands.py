@@ -12,6 +12,10 @@ from kv_transfer.sender import SendDone
 from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted
 from worker_core.policy import Policy
 
+#: The stream and the handle of a sequence: its name in this boot of the worker, to the KV sender
+#: too.
+SequenceKey = tuple[int, int]
+
 
 @dataclass(frozen=True, slots=True)
 class Destination:
@@ -38,15 +42,6 @@ class Open:
     spec: SequenceSpec
     source: KvSource
     destination: Destination | None = None
-
-    @property
-    def key(self) -> str:
-        return sequence_key(self.stream, self.handle)
-
-
-def sequence_key(stream: int, handle: int) -> str:
-    """Names a sequence in this boot of the worker, to the KV sender too."""
-    return f"{stream}/{handle}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,6 @@ from worker_core.commands import (
     SetPolicy,
     StreamClosed,
     StreamEvent,
-    sequence_key,
 )
 from worker_core.costs import Costs
 from worker_core.drafting import Drafting
@@ -183,7 +182,7 @@ class WorkerCore:
                 self._handoffs.apply(command)
             case StreamClosed(stream):
                 self._admission.cancel_queued_of(stream)
-                for group in [group for group in self._state if group.stream == stream]:
+                for group in [g for g in self._state.groups.values() if g.stream == stream]:
                     self._cancel(group)
             case TicketCommitted() | TicketAborted() | PrefixRequested():
                 self._on_ticket_event(command)
@@ -215,7 +214,7 @@ class WorkerCore:
         """A handoff has ended; perhaps before its prompt had its turn."""
         if done.error and self._admission.fail_queued(done.key, for_gateway(done.error)):
             return
-        group = self._state.find(done.key)
+        group = self._state.groups.get(done.key)
         sequence = group if isinstance(group, WorkerSequence) else None
         if sequence and sequence.stage is Stage.FETCHING and sequence.ticket_id is not None:
             self._tickets.abort(sequence.ticket_id, Cancelled.reason, "the handoff has ended")
@@ -232,10 +231,9 @@ class WorkerCore:
     def _give_up(self, stream: int, handle: int) -> None:
         """End a sequence, or one choice of a sequence that is still one; unknown ones are gone
         already."""
-        key = sequence_key(stream, handle)
-        if self._admission.cancel_queued(key):
+        if self._admission.cancel_queued((stream, handle)):
             return
-        group = self._state.find(key) or self._state.group_of(stream, handle)
+        group = self._state.groups.get((stream, handle)) or self._state.group_of(stream, handle)
         if isinstance(group, WorkerSequence) and handle - group.handle in group.choices:
             group.choices.remove(handle - group.handle)
             if not group.choices:
@@ -260,7 +258,7 @@ class WorkerCore:
         return WorkerLoad(
             num_steps=self._steps.num_steps,
             num_running=len(running),
-            num_waiting=len(state)
+            num_waiting=len(state.groups)
             - len(running)
             - admission.num_awaiting_kv
             + admission.num_queued,

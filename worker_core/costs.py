@@ -103,8 +103,14 @@ class Costs:
             return max_num_batched_tokens
         if not num_decoding:
             return min(policy.alone_chunk_tokens, max_num_batched_tokens)
-        num_short = min(self._num_tokens_beside(num_decoding), max_num_batched_tokens)
-        self._num_short_tokens = num_short
+        num_short = policy.min_chunk_tokens
+        # A few short prompts may all have taken the same time, which says nothing of a long one.
+        if token_s := self._prefill.slope or self._prefill.rate:
+            decode_s = self._decode.predict(num_decoding)
+            most_s = (policy.max_itl_factor - 1) * decode_s
+            spare_s = min(self._budget.spare_s(decode_s), most_s)
+            num_short = max(int(spare_s / token_s), num_short)
+        self._num_short_tokens = num_short = min(num_short, max_num_batched_tokens)
         is_long = num_wanted > num_short and self._budget.allows_long(num_decoding)
         return max_num_batched_tokens if is_long else num_short
 
@@ -118,19 +124,6 @@ class Costs:
         num_tokens = self.max_prefill_tokens(num_decoding, max_num_batched_tokens)
         beside_s = self._decode.predict(num_decoding) if is_beside else 0.0
         return _per_s(num_tokens, beside_s + self._prefill.predict(num_tokens))
-
-    def _num_tokens_beside(self, num_decoding: int) -> int:
-        """Of a small chunk."""
-        policy = self.policy
-        # A few short prompts may all have taken the same time, which says nothing of a long one.
-        token_s = self._prefill.slope or self._prefill.rate
-        if not token_s:
-            return policy.min_chunk_tokens
-        decode_s = self._decode.predict(num_decoding)
-        spare_s = self._budget.spare_s(decode_s)
-        if policy.max_itl_factor is not None:
-            spare_s = min(spare_s, (policy.max_itl_factor - 1) * decode_s)
-        return max(int(spare_s / token_s), policy.min_chunk_tokens)
 
     def is_swap_cheaper(self, num_bytes: int, num_tokens: int) -> bool:
         """Whether KV is sooner out and back again than computed anew by the prefill tier, as far as

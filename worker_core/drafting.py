@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from baton.cache.pool import BlockCopy
+from worker_core.commands import SequenceKey
 from worker_core.sequence import Draft, WorkerSequence
 from worker_core.speculation.interface import DraftRequest, Speculation
 from worker_core.state import CoreState, SequenceGroup
 
 #: By sequence key.
-Drafts = Mapping[str, Draft]
+Drafts = Mapping[SequenceKey, Draft]
 
 
 class Drafting:
@@ -31,7 +32,7 @@ class Drafting:
         self._num_rows = 0
         self._asked: list[tuple[WorkerSequence, int]] = []
         """Sequences that drafts were asked for in this step, and how many tokens they had."""
-        self._withheld: set[str] = set()
+        self._withheld: set[SequenceKey] = set()
         """Sequences whose last step failed with drafts in it: the next one shows whether it was
         they."""
 
@@ -53,7 +54,7 @@ class Drafting:
         self._withheld.clear()
         num_spare = self._max_num_batched_tokens - self._num_rows
         planned = self._speculation.plan(requests, self._num_rows, num_spare)
-        drafts: dict[str, Draft] = {}
+        drafts: dict[SequenceKey, Draft] = {}
         copies: list[BlockCopy] = []
         for (sequence, _), wanted in zip(self._asked, planned, strict=True):
             if not wanted:
@@ -88,10 +89,7 @@ class Drafting:
         spec, num_tokens = sequence.spec, len(sequence.token_ids)
         # A step gives one token more than drafts: neither past max_tokens nor past the model's
         # length.
-        num_left = min(
-            spec.sampling.max_tokens - sequence.num_output_tokens,
-            self._state.spec.max_model_len - num_tokens,
-        )
+        num_left = min(sequence.max_num_tokens, self._state.spec.max_model_len) - num_tokens
         most = min(speculation.max_num_drafts, num_left - 1)
         if most <= 0:
             return None
@@ -110,14 +108,15 @@ class Drafting:
     ) -> tuple[Draft, tuple[BlockCopy, ...]] | None:
         """As many of the drafts as there are blocks for when every group may still take one; None
         if that is none."""
-        num_spare = self._state.pool.num_available - len(self._state)
+        num_spare = self._state.pool.num_available - len(self._state.groups)
         for num_drafts in range(len(draft.token_ids), 0, -1):
             num_needed = sequence.num_blocks_to_write(1 + num_drafts)
             if num_needed and num_needed > num_spare:
                 continue
             copies = sequence.prepare(1 + num_drafts)
             if copies is not None:
-                return draft.first(num_drafts), copies
+                first = Draft(draft.token_ids[:num_drafts], draft.masks[: num_drafts + 1])
+                return first, copies
         return None
 
 

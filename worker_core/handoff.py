@@ -14,7 +14,7 @@ then the sender may read the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 from baton.cache.pool import BlockLease
 from baton.errors import (
@@ -26,9 +26,10 @@ from baton.errors import (
 )
 from baton.events import HandedOff, HandOffFailed, Paused
 from baton.types import KvRange, Sample
-from kv_transfer.sender import KvSender, SendDone
+from kv_transfer.send_connection import Cancel, FetchPrefix, Finish, Send, SendDone
+from kv_transfer.sender import KvSender
 from kv_transfer.ticket import PrefixRequested
-from worker_core.commands import HandOff, Pause, Resume, sequence_key
+from worker_core.commands import HandOff, Pause, Resume
 from worker_core.sequence import Stage, WorkerSequence
 from worker_core.state import CoreState, SequenceGroup
 
@@ -42,9 +43,9 @@ class Handoffs:
         self._sender = sender
         self._clock = clock
         self._num_layers = state.spec.layout.num_layers
-        self._rejected: set[str] = set()
+        self._rejected: set[Hashable] = set()
         """Keys whose sequences never had blocks here, and whose SendDone is still to come."""
-        self._early_ends: dict[str, SendDone] = {}
+        self._early_ends: dict[Hashable, SendDone] = {}
         """Of sequences that are still on their way here: a ticket is presented before its sequence
         is opened."""
 
@@ -58,21 +59,21 @@ class Handoffs:
 
     # Born with a destination
 
-    def take_early_end(self, key: str) -> BatonError | None:
+    def take_early_end(self, key: Hashable) -> BatonError | None:
         """Why a handoff has failed already whose sequence is opened just now."""
         early = self._early_ends.get(key)
         return for_gateway(early.error) if early and early.error else None
 
-    def reject(self, key: str, error: BatonError) -> None:
+    def reject(self, key: Hashable, error: BatonError) -> None:
         """A sequence with a destination is not taken in."""
         if self._early_ends.pop(key, None) is None:
             self._rejected.add(key)
-            self._sender.abort(key, error.reason, error.message)
+            self._sender.submit(Cancel(key, error.reason, error.message))
 
     def fetch(self, sequence: WorkerSequence, ticket: bytes) -> None:
         """Ask the destination to send what it holds to the owner of `ticket`, which is this
         worker."""
-        self._sender.fetch_prefix(sequence.key, ticket)
+        self._sender.submit(FetchPrefix(sequence.key, ticket))
 
     def send_computed(
         self,
@@ -92,7 +93,7 @@ class Handoffs:
         if start < end:
             num_layers = self._num_layers if num_layers is None else num_layers
             missing = KvRange(start, end - start, first_layer, num_layers)
-            self._sender.send(sequence.key, tuple(sequence.lease.block_ids), missing)
+            self._sender.submit(Send(sequence.key, tuple(sequence.lease.block_ids), missing))
 
     def send_layers(
         self,
@@ -112,12 +113,13 @@ class Handoffs:
     def commit(self, sequence: WorkerSequence, firsts: tuple[Sample, ...]) -> None:
         """The prompt is computed, and `firsts` follow it: it is handed off with them."""
         sequence.stage = Stage.HANDING_OFF
-        self._sender.commit(sequence.key, sequence.spec.num_tokens, firsts, self._clock())
+        num_tokens = sequence.spec.num_tokens
+        self._sender.submit(Finish(sequence.key, num_tokens, firsts, self._clock()))
 
     # Of sequences that run
 
     def apply(self, command: Pause | HandOff | Resume) -> None:
-        group = self._state.find(sequence_key(command.stream, command.handle))
+        group = self._state.groups.get((command.stream, command.handle))
         if group is None:
             return
         match command:
@@ -153,7 +155,7 @@ class Handoffs:
     def cancel(self, sequence: WorkerSequence, reason: str, message: str) -> None:
         """Nobody wants the sequence any more: its blocks wait for the sender's last word."""
         if sequence.is_sending:
-            self._sender.abort(sequence.key, reason, message)
+            self._sender.submit(Cancel(sequence.key, reason, message))
 
     # Prefixes
 
@@ -171,10 +173,12 @@ class Handoffs:
             # The asking worker's own ticket ends its wait.
             state.served_prefixes.pop(key).release()
 
-    def _send_whole(self, key: str, ticket: bytes, lease: BlockLease, num_tokens: int) -> None:
+    def _send_whole(self, key: Hashable, ticket: bytes, lease: BlockLease, num_tokens: int) -> None:
         """Send all there is. The receiver knows the tokens: none comes with the commit. Raises
         InvalidRequest if the ticket is none."""
-        self._sender.hand_off(key, ticket, tuple(lease.block_ids), num_tokens, self._clock())
+        whole = KvRange(0, num_tokens, 0, self._num_layers)
+        send = Send(key, tuple(lease.block_ids), whole)
+        self._sender.begin(key, ticket, send, Finish(key, num_tokens, (), self._clock()))
 
     # Ends
 

@@ -52,7 +52,7 @@ class Output:
     ) -> None:
         """More of the tokens that a sequence was opened with is computed."""
         start = sequence.num_computed_tokens
-        num_scored = num_scored_rows(sequence.spec, start, num_new)
+        num_scored = num_scored_rows(sequence.spec, start, num_new) if sequence.is_scored else 0
         scored, drawn = samples[:num_scored], samples[num_scored:]
         sequence.num_computed_tokens += num_new
         sequence.lease.index(sequence.token_ids, sequence.num_computed_tokens)
@@ -101,6 +101,7 @@ class Output:
             self._handoffs.commit(sequence, firsts)
             if spec.num_choices == 1:
                 sequence.token_ids.append(firsts[0].token_id)
+                sequence.has_begun = True
         else:
             self._handoffs.cancel(sequence, Cancelled.reason, "the first token ended the output")
             self._state.leave(sequence)
@@ -150,7 +151,8 @@ class Output:
     ) -> None:
         """Add tokens, up to the one that ends the output, and emit them. All but the last were
         computed as drafts."""
-        token_index = sequence.num_output_tokens
+        sequence.has_begun = True
+        token_index = len(sequence.token_ids) - sequence.num_prompt_tokens
         token_ids, sampling = sequence.token_ids, sequence.spec.sampling
         num_new, finish = 0, FinishReason.NONE
         for sample in samples:

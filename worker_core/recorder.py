@@ -185,8 +185,7 @@ class WorkerRecorder:
                     self._sequences[stream, handle] = _Sequence(spec, parent, at_s, True, choices)
                     return
                 for choice in range(spec.num_choices):
-                    alone = spec.choice_alone(choice)
-                    self._sequences[stream, handle + choice] = _Sequence(alone, parent, at_s, False)
+                    self._sequences[stream, handle + choice] = _Sequence(spec, parent, at_s, False)
                 self._num_choices[stream, handle] = spec.num_choices
             case Abort(stream, handle):
                 self._choice_given_up((stream, handle), at_s)
@@ -367,8 +366,9 @@ class WorkerRecorder:
 
     def _sent_one(self, at_s: float, done: SendDone) -> None:
         self._sent_bytes.add(done.num_bytes)
-        stream, _, handle = done.key.partition("/")
-        key = (int(stream), int(handle)) if handle else (-1, -1)
+        key = done.key
+        if not isinstance(key, tuple):  # of a prefix that was fetched from here
+            return
         sequence = self._sequences.get(key)
         if sequence is None or not sequence.has_destination:
             return

@@ -18,8 +18,8 @@ from baton.engine.interface import (
 )
 from baton.events import ChunkTime
 from baton.grammar import Matcher, MatcherOrder
-from baton.types import Rank, SequenceSpec, TokenLogprobs, is_full_length
-from worker_core.commands import Destination, sequence_key
+from baton.types import Rank, SequenceSpec, TokenLogprobs
+from worker_core.commands import Destination, SequenceKey
 
 
 class Stage(enum.Enum):
@@ -73,10 +73,6 @@ class Draft:
     token_ids: tuple[int, ...]
     masks: tuple[bytes | None, ...]
 
-    def first(self, num_drafts: int) -> Draft:
-        """The first of them alone."""
-        return Draft(self.token_ids[:num_drafts], self.masks[: num_drafts + 1])
-
 
 NO_DRAFT = Draft((), (None,))
 
@@ -116,34 +112,42 @@ class WorkerSequence:
     matcher: Matcher | None = None
     """Of the output up to the last step's token; None until the grammar has been followed, and
     without one."""
+    has_begun: bool = False
+    """Whether it has got tokens here."""
     num_launched_tokens: int = 0
     """Of launches that are not collected: their KV is being written, after num_computed_tokens."""
     drawing_row: int | None = None
     """The row of the last launch, not collected, that draws its next token; None if none does."""
     token_ids: list[int] = field(init=False)
     choices: list[int] = field(init=False)
-    key: str = field(init=False)
+    key: SequenceKey = field(init=False)
     """Names the sequence in this boot of the worker."""
     runs_ahead: bool = field(init=False)
     """Whether its next slice may be launched without knowing the token that it begins with: nothing
     but KV depends on it."""
     width: int = field(init=False)
     """Places in the batch that it takes, or its choices or beams will take here."""
+    num_growing_places: int = field(init=False)
+    """Those of them that take further blocks as outputs grow: none of a sequence that leaves."""
     rank: Rank = field(init=False)
-    """Of its spec, as the next two are: asked for in each step, and then from here."""
+    """Of its spec, as the next three are: asked for in each step, and then from here."""
     num_prompt_tokens: int = field(init=False)
-    num_opened_tokens: int = field(init=False)
-    """That it was opened with: its prompt, and output of other workers."""
+    max_num_tokens: int = field(init=False)
+    """Of the prompt and the longest output."""
+    is_scored: bool = field(init=False)
+    """Whether log probabilities of its prompt are wanted."""
 
     def __post_init__(self) -> None:
-        self.key = sequence_key(self.stream, self.handle)
+        self.key = self.stream, self.handle
         self.token_ids = list(self.spec.token_ids)
         self.choices = list(range(self.spec.num_choices))
         self.width = 1 if self.destination else width(self.spec)
+        self.num_growing_places = 0 if self.destination else self.width
         self.rank = self.spec.rank
         self.num_prompt_tokens = len(self.spec.prompt_token_ids)
-        self.num_opened_tokens = len(self.token_ids)
         sampling = self.spec.sampling
+        self.max_num_tokens = self.num_prompt_tokens + sampling.max_tokens
+        self.is_scored = wants_prompt_logprobs(self.spec)
         self.runs_ahead = not (
             self.order
             or self.destination
@@ -151,7 +155,7 @@ class WorkerSequence:
             or sampling.has_penalties
             or sampling.bad_words
             or self.spec.num_choices > 1
-            or wants_prompt_logprobs(self.spec)
+            or self.is_scored
         )
 
     @property
@@ -180,27 +184,14 @@ class WorkerSequence:
         return self.lease.num_exclusive_blocks
 
     @property
-    def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether it has got tokens here."""
-        return len(self.token_ids) > self.num_opened_tokens
-
-    @property
     def next_position(self) -> int:
         """Of the first token that is not computed and not launched."""
         return self.num_computed_tokens + self.num_launched_tokens
 
     def is_drawing_last(self, max_model_len: int) -> bool:
         """Whether the token that is being drawn ends the output, whatever it is."""
-        return self.drawing_row is not None and is_full_length(
-            self.num_output_tokens + 1,
-            len(self.token_ids) + 1,
-            self.spec.sampling,
-            max_model_len,
-        )
+        most = min(self.max_num_tokens, max_model_len)
+        return self.drawing_row is not None and len(self.token_ids) + 1 >= most
 
     def launched(self, num_new: int, drawing_row: int | None) -> None:
         """The next `num_new` tokens are in flight. drawing_row: of the launch, if it draws the
@@ -254,7 +245,7 @@ class WorkerSequence:
         if num_new == self.num_missing_tokens:
             mask = draft.masks[0]
             rows = first_rows(self.spec, num_new - 1, self.token_ids, mask, num_undrawn)
-        if not self.has_begun:
+        if self.is_scored and not self.has_begun:
             rows = scored_rows(self.spec, start, num_new) + rows
         if draft.token_ids:
             known += draft.token_ids

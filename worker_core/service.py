@@ -28,9 +28,9 @@ from worker_core.commands import (
     Open,
     Pause,
     Resume,
+    SequenceKey,
     StreamClosed,
     StreamEvent,
-    sequence_key,
 )
 from worker_core.state import failed
 
@@ -101,7 +101,7 @@ def _message(
 
 #: Presents a ticket to its owner, under a sequence's key; returns how many leading tokens' KV the
 #: owner holds. Raises InvalidRequest if it is none.
-Present = Callable[[str, bytes], int]
+Present = Callable[[SequenceKey, bytes], int]
 
 
 class SequenceServicer(sequence_service_pb2_grpc.SequenceServiceServicer):
@@ -194,8 +194,8 @@ class SequenceServicer(sequence_service_pb2_grpc.SequenceServiceServicer):
             source = known(KvSource, message.source or KvSource.PREFILL, "source")
             destination = None
             if message.send_to:
-                key = sequence_key(stream, message.handle)
-                destination = Destination(self._present(key, message.send_to))
+                num_held_tokens = self._present((stream, message.handle), message.send_to)
+                destination = Destination(num_held_tokens)
         except InvalidRequest as error:
             outbox.put((message.handle, failed(error)))
         else:

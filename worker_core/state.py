@@ -111,51 +111,42 @@ class CoreState:
         spec: EngineSpec,
         pool: BlockPool,
         swap: SwapSpace,
-        on_forget: Callable[[str], None] | None = None,
+        on_forget: Callable[[Hashable], None] | None = None,
     ) -> None:
         """on_forget: called with the key of each sequence that is here no longer."""
         self._on_forget = on_forget
         self.spec = spec
         self.pool = pool
         self.swap = swap
-        self.served_prefixes: dict[str, BlockLease] = {}
+        self.served_prefixes: dict[Hashable, BlockLease] = {}
         """What is being sent to workers that fetch it, by the sender's keys."""
-        self._groups: dict[str, SequenceGroup] = {}
+        self.groups: dict[Hashable, SequenceGroup] = {}
+        """By SequenceKey. Changed by `put` and `forget` only."""
         self._by_rank: list[SequenceGroup] = []
         """The same, best rank first: kept so, because each step is planned in this order."""
         self.num_places = 0
         """Places in the batch that are taken or spoken for: the widths of all."""
         self.num_growing_places = 0
-        """Those of them that take further blocks as their outputs grow: of sequences without a
-        destination."""
+        """Those of them that take further blocks as their outputs grow."""
         self.num_decoding = 0
         """Those that got a token in each step, when the last one was planned. Not counted anew for
         each that comes in."""
         self._events: list[StreamEvent] = []
 
-    def __len__(self) -> int:
-        return len(self._groups)
-
-    def __iter__(self) -> Iterator[SequenceGroup]:
-        return iter(self._groups.values())
-
     @property
     def leases(self) -> Iterator[BlockLease]:
         """All there are."""
         yield from self.served_prefixes.values()
-        for group in self:
+        for group in self.groups.values():
             yield from group.leases
 
     def in_stage(self, stage: Stage) -> list[SequenceGroup]:
         """Best rank first."""
         return [group for group in self._by_rank if group.stage is stage]
 
-    def find(self, key: str) -> SequenceGroup | None:
-        return self._groups.get(key)
-
     def group_of(self, stream: int, handle: int) -> WorkerSequence | None:
         """The sequence of several choices, not forked yet, that `handle` is a further one of."""
-        for group in self:
+        for group in self.groups.values():
             if not isinstance(group, WorkerSequence) or group.stream != stream:
                 continue
             if 0 < handle - group.handle < group.spec.num_choices:
@@ -164,27 +155,24 @@ class CoreState:
 
     def put(self, group: SequenceGroup) -> None:
         """Take a group in, or in place of the one whose key it has."""
-        before = self._groups.get(group.key)
+        before = self.groups.get(group.key)
         if before:
             self.forget(before)
-        self._groups[group.key] = group
+        self.groups[group.key] = group
         insort(self._by_rank, group, key=_rank_of)
-        self._count_places(group, group.width)
+        self.num_places += group.width
+        self.num_growing_places += group.num_growing_places
 
     def forget(self, group: SequenceGroup) -> None:
         """Take a group out whose blocks others hold now."""
-        del self._groups[group.key]
+        del self.groups[group.key]
         place = bisect_left(self._by_rank, group.rank, key=_rank_of)
         # Sequences of two gateways may have the same rank.
         del self._by_rank[self._by_rank.index(group, place)]
-        self._count_places(group, -group.width)
+        self.num_places -= group.width
+        self.num_growing_places -= group.num_growing_places
         if self._on_forget:
             self._on_forget(group.key)
-
-    def _count_places(self, group: SequenceGroup, num_more: int) -> None:
-        self.num_places += num_more
-        if isinstance(group, BeamGroup) or not group.destination:
-            self.num_growing_places += num_more
 
     def emit(self, group: SequenceGroup, event: SequenceEvent) -> None:
         handle = group.handle
@@ -242,11 +230,11 @@ def ledger_of(state: CoreState) -> BlockLedger:
             ticket_id=(isinstance(group, WorkerSequence) and group.ticket_id) or 0,
             block_ids=tuple(lease.block_ids),
         )
-        for group in state
+        for group in state.groups.values()
         for lease in group.leases
     ]
     served = [
-        BlockOwner(key, 0, "served_prefix", 0, tuple(lease.block_ids))
+        BlockOwner(str(key), 0, "served_prefix", 0, tuple(lease.block_ids))
         for key, lease in state.served_prefixes.items()
     ]
     return take_ledger(state.pool, (*owners, *served))
@@ -256,7 +244,7 @@ def orphans_of(state: CoreState, known: Known) -> list[SequenceGroup]:
     """Sequences of a stream that its gateway does not know, and has not given up either."""
     return [
         group
-        for group in state
+        for group in state.groups.values()
         if group.stream == known.stream
         and group.stage is not Stage.CLOSING
         and known.handles.isdisjoint(range(group.handle, group.handle + width_of_handles(group)))

@@ -27,7 +27,6 @@ from baton.engine.interface import (
     Launched,
     LayersDone,
     SequenceSlice,
-    SliceOutcome,
     forward_guarded,
     try_collect,
     try_launch,
@@ -36,7 +35,7 @@ from baton.errors import BatonError
 from baton.events import ChunkTime
 from worker_core.beam_group import BeamGroup
 from worker_core.costs import Costs
-from worker_core.drafting import Drafting, Drafts
+from worker_core.drafting import Drafting
 from worker_core.handoff import Handoffs
 from worker_core.output import Output
 from worker_core.sequence import Stage, WorkerSequence
@@ -128,7 +127,15 @@ class Steps:
         outcomes = iter(forward_guarded(self._engine, batch, layers_done))
         self._note(size, grants, begin_s)
         for (group, num_new), own in zip(grants, parts, strict=True):
-            self._advance(group, num_new, [next(outcomes) for _ in own], drafts)
+            came = [next(outcomes) for _ in own]
+            if isinstance(group, BeamGroup):
+                self._output.advance_beams(group, came)
+                continue
+            draft = drafts.get(group.key)
+            if draft and isinstance(came[0], BatonError):
+                self._drafting.withhold(group)
+            else:
+                self._output.advance(group, num_new, came[0], draft.token_ids if draft else ())
         self._drafting.end(drafts)
         return True
 
@@ -266,19 +273,6 @@ class Steps:
     def _copy(self, copies: Sequence[BlockCopy]) -> None:
         if copies:
             self._engine.kv.copy_blocks([c.source for c in copies], [c.target for c in copies])
-
-    def _advance(
-        self, group: SequenceGroup, num_new: int, outcomes: Sequence[SliceOutcome], drafts: Drafts
-    ) -> None:
-        """Give a group what its slices came to."""
-        if isinstance(group, BeamGroup):
-            self._output.advance_beams(group, outcomes)
-            return
-        own = drafts.get(group.key)
-        if own and isinstance(outcomes[0], BatonError):
-            self._drafting.withhold(group)
-        else:
-            self._output.advance(group, num_new, outcomes[0], own.token_ids if own else ())
 
 
 def _size(grants: Grants, batch: Batch) -> _StepSize:

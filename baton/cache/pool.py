@@ -26,10 +26,10 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TYPE_CHECKING, cast
 
 from blake3 import blake3
 
-from baton.cache.block_table import BlockTable
 from baton.types import BlockCounts
 
 
@@ -171,16 +171,39 @@ class BlockPool:
         self._references[block_id] = 1
         return block_id
 
-    def _give_back(self, block_ids: Sequence[int]) -> None:
-        """Tails first, so that eviction takes the end of a prefix before its beginning."""
-        for block_id in reversed(block_ids):
-            self._references[block_id] -= 1
-            if self._references[block_id]:
-                continue
-            if block_id in self._index.by_block:
-                self._cached[block_id] = None
-            else:
-                self._free.append(block_id)
+
+if TYPE_CHECKING:
+    _Numbers = array[int]
+else:
+    # Python 3.11 cannot subscript it.
+    _Numbers = array
+
+
+class BlockTable(_Numbers):
+    """Ids of a sequence's blocks, in order, as 8-byte numbers: in the form that engines copy from.
+    It grows at its end: whoever holds a copy takes what was added since.
+
+    num_blocks: of the pool that the ids are of: each is in [0, num_blocks). num_rewrites: how often
+    an entry was replaced. A copy of the first n entries, taken at the same num_rewrites, is that of
+    the first n now.
+    """
+
+    __slots__ = ("num_blocks", "num_rewrites")
+
+    num_blocks: int
+    num_rewrites: int
+
+    def __new__(cls, block_ids: Iterable[int], num_blocks: int) -> BlockTable:
+        """block_ids: of a pool of num_blocks, which the caller has them from."""
+        table = cast(BlockTable, super().__new__(cls, "q", block_ids))
+        table.num_blocks = num_blocks
+        table.num_rewrites = 0
+        return table
+
+    def replace(self, index: int, block_id: int) -> None:
+        """Put another block in the place of one."""
+        self[index] = block_id
+        self.num_rewrites += 1
 
 
 class BlockLease:
@@ -191,10 +214,10 @@ class BlockLease:
         "_block_ids",
         "_is_live",
         "_last_key",
-        "_num_indexed",
         "_own_end",
         "_own_start",
         "_pool",
+        "num_cached_tokens",
     )
 
     def __init__(
@@ -204,7 +227,8 @@ class BlockLease:
         the tenant; None if nothing of this lease is ever to be found."""
         self._pool = pool
         self._block_ids = BlockTable(block_ids, pool.num_blocks)
-        self._num_indexed = num_indexed
+        self.num_cached_tokens = num_indexed * pool.block_size
+        """Leading tokens whose KV is computed and indexed."""
         self._last_key = last_key
         self._is_live = True
         # Tokens [own_start, own_end) are known to lie in blocks of nobody else: what is written
@@ -225,11 +249,6 @@ class BlockLease:
     def num_tokens(self) -> int:
         """Tokens that the blocks have room for."""
         return len(self._block_ids) * self._pool.block_size
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Leading tokens whose KV is computed and indexed."""
-        return self._num_indexed * self._pool.block_size
 
     @property
     def num_exclusive_blocks(self) -> int:
@@ -275,7 +294,8 @@ class BlockLease:
         for block_id in block_ids:
             pool._references[block_id] += 1
         self._own_start = self._own_end = 0
-        return BlockLease(pool, block_ids, self._num_indexed, self._last_key)
+        num_indexed = self.num_cached_tokens // pool.block_size
+        return BlockLease(pool, block_ids, num_indexed, self._last_key)
 
     def _shared_indices(self, start: int, end: int) -> list[int]:
         """Places in the block table, among those of tokens [start, end), of blocks that others hold
@@ -290,19 +310,28 @@ class BlockLease:
         block_ids, size = self.block_ids, self._pool.block_size
         if self._last_key is None:
             return
-        for place in range(self._num_indexed, num_computed // size):
+        for place in range(self.num_cached_tokens // size, num_computed // size):
             tokens = token_ids[place * size : (place + 1) * size]
             self._last_key = self._pool._index.add(self._last_key, tokens, block_ids[place])
-            self._num_indexed = place + 1
+            self.num_cached_tokens = (place + 1) * size
         # Others may take what is indexed from now on.
         self._own_start = max(self._own_start, self.num_cached_tokens)
 
     def release(self) -> None:
-        """Give the blocks back. Raises LeaseError the second time."""
-        self._pool._give_back(self.block_ids)
-        del self._pool._leases[id(self)]
+        """Give the blocks back: tails first, so that eviction takes the end of a prefix before its
+        beginning. Raises LeaseError the second time."""
+        pool = self._pool
+        for block_id in reversed(self.block_ids):
+            pool._references[block_id] -= 1
+            if pool._references[block_id]:
+                continue
+            if block_id in pool._index.by_block:
+                pool._cached[block_id] = None
+            else:
+                pool._free.append(block_id)
+        del pool._leases[id(self)]
         self._is_live = False
-        self._block_ids = BlockTable((), self._pool.num_blocks)
+        self._block_ids = BlockTable((), pool.num_blocks)
 
     def __enter__(self) -> BlockLease:
         return self

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.cache.block_table import BlockTable
+from baton.cache.pool import BlockTable
 from baton_kernels.host_copy import to_device
 
 

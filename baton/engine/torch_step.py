@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import torch
 
-from baton.cache.block_table import BlockTable
+from baton.cache.pool import BlockTable
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.errors import EngineFault
 from baton.model.adapters import Adapter

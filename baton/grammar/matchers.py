@@ -79,11 +79,9 @@ class Matchers:
         self._compiled: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
         self._executor = executor
 
-    def order(self, sampling: Sampling) -> MatcherOrder | None:
-        """Begin to compile a sequence's grammar, unless it is known; None if the sequence has none.
-        Does not wait."""
-        if not sampling.grammar:
-            return None
+    def order(self, sampling: Sampling) -> MatcherOrder:
+        """Begin to compile the grammar of a sequence that has one, unless it is known. Does not
+        wait."""
         return MatcherOrder(self._future(sampling.grammar), sampling.stop_token_ids)
 
     def close(self) -> None:

@@ -47,6 +47,7 @@ def _hand_over(setting: Setting) -> Result:
     from baton.engine.torch_kv_pool import TorchKvPool
     from baton.types import KvRange, Sample, WorkerIdentity
     from kv_transfer.device_memory import device_memory_of
+    from kv_transfer.send_connection import Finish, Send
     from kv_transfer.sender import SendDone, Sender
     from kv_transfer.transport.connector import make_connector
 
@@ -67,8 +68,8 @@ def _hand_over(setting: Setting) -> Result:
 
     def run(ticket: bytes) -> None:
         sender.begin("k", ticket)
-        sender.send("k", blocks, KvRange(0, num_tokens, 0, num_layers))
-        sender.commit("k", num_tokens, (Sample(1),), time.monotonic())
+        sender.submit(Send("k", blocks, KvRange(0, num_tokens, 0, num_layers)))
+        sender.submit(Finish("k", num_tokens, (Sample(1),), time.monotonic()))
         done = dones.get(timeout=_PATIENCE_S)
         if done.error:
             raise done.error

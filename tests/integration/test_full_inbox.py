@@ -104,7 +104,7 @@ async def test_a_prompt_with_a_broken_ticket_is_refused_alone() -> None:
     servicer = SequenceServicer(deliver, lambda: True, present)
     answers = await served(servicer, broken, whole)
     assert [(handle, type(event)) for handle, event in answers] == [(1, Failed), (2, LocalPrefill)]
-    assert presented == ["0/2"]
+    assert presented == [(0, 2)]
     assert [type(command) for command in told] == [Open, StreamClosed]
 
 

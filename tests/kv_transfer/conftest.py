@@ -27,6 +27,7 @@ from baton.types import (
 from kv_transfer.device_memory import device_memory_of
 from kv_transfer.kv_secret import KvSecret
 from kv_transfer.receiver import RunningReceiver, open_receiver
+from kv_transfer.send_connection import Finish, Send
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import OfferedTicket, TicketEvent
 from kv_transfer.transport.base import Connector
@@ -76,8 +77,10 @@ class Rig:
         return self.dones.get(timeout=PATIENCE_S)
 
     def send_all(self, key: str, block_ids: tuple[int, ...], num_tokens: int) -> None:
-        self.sender.send(key, block_ids, KvRange(0, num_tokens, 0, self.source.layout.num_layers))
-        self.sender.commit(key, num_tokens, (Sample(7),), time.monotonic())
+        self.sender.submit(
+            Send(key, block_ids, KvRange(0, num_tokens, 0, self.source.layout.num_layers))
+        )
+        self.sender.submit(Finish(key, num_tokens, (Sample(7),), time.monotonic()))
 
     def token(self, pool: ArrayKvPool, block_ids: tuple[int, ...], token: int) -> np.ndarray:
         size = pool.layout.block_size

@@ -11,6 +11,7 @@ import pytest
 
 from baton.types import KvRange, Sample
 from kv_transfer.frame import Frame
+from kv_transfer.send_connection import Finish, Send
 from kv_transfer.ticket import Endpoint, TicketCommitted
 from kv_transfer.transport.base import Connection, Connector, Staged
 from tests.kv_transfer.conftest import PATIENCE_S, Rig
@@ -37,8 +38,8 @@ def begin(rig: Rig, key: str, blocks: tuple[int, ...] = BLOCKS) -> None:
 
 
 def finish(rig: Rig, key: str) -> None:
-    rig.sender.send(key, (4, 5), KvRange(0, 8, 0, 3))
-    rig.sender.commit(key, 8, (Sample(1),), time.monotonic())
+    rig.sender.submit(Send(key, (4, 5), KvRange(0, 8, 0, 3)))
+    rig.sender.submit(Finish(key, 8, (Sample(1),), time.monotonic()))
 
 
 @pytest.mark.parametrize("transport", ["loopback", "shm", "tcp"])
@@ -99,12 +100,12 @@ def test_a_stuck_connection_does_not_hold_up_the_other(make_rig):
 
     rig = make_rig("tcp", num_connections=2, tap=tap)
     begin(rig, "large")
-    rig.sender.send("large", (4, 5), KvRange(0, 8, 0, 3))
+    rig.sender.submit(Send("large", (4, 5), KvRange(0, 8, 0, 3)))
     assert is_connected.wait(PATIENCE_S)
     begin(rig, "small", (4, 5, 6))
     finish(rig, "small")
     assert rig.done().key == "small"
     let_go.set()
-    rig.sender.commit("large", 8, (Sample(1),), time.monotonic())
+    rig.sender.submit(Finish("large", 8, (Sample(1),), time.monotonic()))
     done = rig.done()
     assert (done.key, done.error) == ("large", None)

@@ -28,6 +28,7 @@ from kv_transfer.receiver import (
     DEVICE_NUM_CREDITS,
     open_receiver,
 )
+from kv_transfer.send_connection import Send
 from kv_transfer.ticket import Endpoint, TicketAborted, TicketCommitted
 from kv_transfer.transport.base import TransportError
 from kv_transfer.transport.connector import make_connector, usable
@@ -297,7 +298,7 @@ def test_blocks_that_are_not_there_end_the_handoff_alone(make_rig):
     rig = make_rig("cuda_ipc")
     ticket = rig.offer((0, 1), 0, 6)
     rig.sender.begin("k", ticket.data)
-    rig.sender.send("k", (99,), KvRange(0, 3, 0, 3))
+    rig.sender.submit(Send("k", (99,), KvRange(0, 3, 0, 3)))
     error = rig.done().error
     assert error is not None
     assert error.reason == "ENGINE_FAULT"

@@ -14,7 +14,7 @@ from baton.errors import HandoffFailed
 from baton.types import KvLayout, KvRange, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
 from kv_transfer.frame import Frame
-from kv_transfer.send_connection import Begin, Cancel, Send, SendConnection
+from kv_transfer.send_connection import Begin, Cancel, Finish, Send, SendConnection
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import Endpoint, KvTicket, TicketAborted, encode_ticket
 from kv_transfer.transport.base import Staged
@@ -120,12 +120,12 @@ def test_a_peer_that_gives_no_credit_back():
     desk = Desk()
     desk.begin("k", 1)
     desk.say(ACCEPT)
-    desk.sender.send("k", (0, 1), KvRange(0, 8, 0, 1))
+    desk.sender.submit(Send("k", (0, 1), KvRange(0, 8, 0, 1)))
     desk.pass_time(7.9)
     desk.peer.num_credits = 1
     desk.say(kv_pb2.KvCredit(slots=[0]))
     assert isinstance(desk.peer.sent[-1], kv_pb2.KvChunk)
-    desk.sender.send("k", (0, 1), KvRange(8, 8, 0, 1))
+    desk.sender.submit(Send("k", (0, 1), KvRange(8, 8, 0, 1)))
     desk.pass_time(7.9)
     assert not desk.dones
     desk.pass_time(0.2)
@@ -138,7 +138,7 @@ def test_a_ticket_is_presented_before_chunks_that_wait_for_room():
     desk = Desk()
     desk.begin("k", 1)
     desk.say(ACCEPT)
-    desk.sender.send("k", (0, 1), KvRange(0, 8, 0, 1))
+    desk.sender.submit(Send("k", (0, 1), KvRange(0, 8, 0, 1)))
     desk.begin("other", 2)
     assert [type(frame) for frame in desk.peer.sent[1:]] == [kv_pb2.KvBegin] * 2
 
@@ -167,7 +167,7 @@ def test_a_peer_that_does_not_confirm_fails_that_handoff_alone():
     desk.begin("k", 1)
     desk.begin("other", 2)
     desk.say(ACCEPT)
-    desk.sender.commit("k", 0, (Sample(1),), desk.now - 0.25)
+    desk.sender.submit(Finish("k", 0, (Sample(1),), desk.now - 0.25))
     commit = desk.peer.sent[-1]
     assert isinstance(commit, kv_pb2.KvCommit)
     assert commit.exposed_us == 250_000
@@ -202,15 +202,15 @@ def test_leases_are_renewed_only_while_the_engine_shows_life():
 def test_a_key_that_is_used_again_gets_nothing_of_its_former_handoff():
     desk = Desk()
     desk.begin("k", 1)
-    desk.sender.send("k", (0, 1), KvRange(0, 4, 0, 1))
-    desk.sender.commit("k", 4, (Sample(1),), desk.now)
-    desk.sender.abort("k", "CANCELLED", "")
+    desk.sender.submit(Send("k", (0, 1), KvRange(0, 4, 0, 1)))
+    desk.sender.submit(Finish("k", 4, (Sample(1),), desk.now))
+    desk.sender.submit(Cancel("k", "CANCELLED", ""))
     desk.begin("k", 2)
     desk.peer.num_credits = 9
     desk.say(ACCEPT)
     assert [type(frame) for frame in desk.peer.sent] == [kv_pb2.KvHello, kv_pb2.KvBegin]
     assert len(desk.dones) == 1
-    desk.sender.send("k", (2, 3), KvRange(0, 4, 0, 1))
+    desk.sender.submit(Send("k", (2, 3), KvRange(0, 4, 0, 1)))
     chunk = desk.peer.sent[-1]
     assert isinstance(chunk, kv_pb2.KvChunk)
     assert chunk.ticket_id == 2
@@ -270,7 +270,7 @@ def test_the_lease_ends_a_ticket_whose_sender_is_silent(make_rig):
     now[0] = 61.0
     rig.running.tickets.expire()
     assert rig.event().ticket_id == silent.ticket_id
-    rig.sender.send("k", (0,), KvRange(0, 3, 0, 3))
+    rig.sender.submit(Send("k", (0,), KvRange(0, 3, 0, 3)))
     error = rig.done().error
     assert isinstance(error, HandoffFailed)
     assert "sign of life" in error.message

@@ -11,6 +11,7 @@ import pytest
 
 from baton.errors import Cancelled, HandoffFailed
 from baton.types import KvRange, Sample
+from kv_transfer.send_connection import Cancel, Finish, Send
 from kv_transfer.ticket import TicketAborted, TicketCommitted, TicketState
 from tests.support.kv_transports import ALL
 
@@ -25,18 +26,18 @@ def advance(rig, ticket, point):
     if reached >= 1:
         rig.sender.begin("k", ticket.data)
     if reached >= 2:
-        rig.sender.send("k", BLOCKS, KvRange(0, 5, 0, 3))
+        rig.sender.submit(Send("k", BLOCKS, KvRange(0, 5, 0, 3)))
     if reached >= 3:
-        rig.sender.send("k", BLOCKS, KvRange(5, 5, 0, 3))
+        rig.sender.submit(Send("k", BLOCKS, KvRange(5, 5, 0, 3)))
     if reached >= 4:
-        rig.sender.commit("k", NUM_TOKENS, (Sample(1),), time.monotonic())
+        rig.sender.submit(Finish("k", NUM_TOKENS, (Sample(1),), time.monotonic()))
 
 
 def finish(rig, ticket, point):
     """Begin what was not begun, then collect both ends."""
     if point == "before":
         rig.sender.begin("k", ticket.data)
-    rig.sender.commit("k", NUM_TOKENS, (Sample(1),), time.monotonic())
+    rig.sender.submit(Finish("k", NUM_TOKENS, (Sample(1),), time.monotonic()))
     done = rig.done()
     rig.running.tickets.abort(ticket.ticket_id, "CANCELLED", "given up by its owner")
     event = rig.event()
@@ -69,7 +70,7 @@ def test_each_side_hears_of_the_end_once(make_rig, transport, point, who):
         case "owner":
             rig.running.tickets.abort(ticket.ticket_id, "CANCELLED", "the client left")
         case "engine":
-            rig.sender.abort("k", "CANCELLED", "the client left")
+            rig.sender.submit(Cancel("k", "CANCELLED", "the client left"))
     done, event = finish(rig, ticket, point)
     if who == "engine" and point in {"begun", "half sent", "sent"}:
         assert isinstance(done.error, Cancelled)
@@ -106,7 +107,7 @@ def test_a_lane_works_again_after_its_connection_was_lost(make_rig, transport):
         assert isinstance(rig.event(), TicketCommitted)
         cut = rig.offer(tuple(range(4, 8)), 0, NUM_TOKENS)
         rig.sender.begin("cut", cut.data)
-        rig.sender.send("cut", BLOCKS, KvRange(0, NUM_TOKENS, 0, 2))
+        rig.sender.submit(Send("cut", BLOCKS, KvRange(0, NUM_TOKENS, 0, 2)))
         while rig.running.tickets.state(cut.ticket_id) is not TicketState.RECEIVING:
             assert rig.dones.empty()
         if transport == "loopback":
@@ -124,7 +125,7 @@ def test_a_lane_works_again_after_its_connection_was_lost(make_rig, transport):
 def test_an_ended_handoff_ignores_what_its_owner_still_says(make_rig):
     rig = make_rig("loopback")
     rig.send_all("never begun", BLOCKS, NUM_TOKENS)
-    rig.sender.abort("never begun", "CANCELLED", "")
+    rig.sender.submit(Cancel("never begun", "CANCELLED", ""))
     ticket = rig.offer(tuple(range(4)), 0, NUM_TOKENS)
     rig.sender.begin("k", ticket.data)
     with pytest.raises(ValueError, match="under way"):
@@ -140,7 +141,7 @@ def test_blocks_that_cannot_be_read_end_their_handoff_alone(make_rig):
     bad, good = (rig.offer(b, 0, NUM_TOKENS) for b in [tuple(range(4)), tuple(range(4, 8))])
     rig.sender.begin("bad", bad.data)
     rig.sender.begin("good", good.data)
-    rig.sender.send("bad", (99,), KvRange(0, 3, 0, 3))
+    rig.sender.submit(Send("bad", (99,), KvRange(0, 3, 0, 3)))
     assert (done := rig.done()).key == "bad"
     assert done.error is not None
     assert done.error.reason == "ENGINE_FAULT"

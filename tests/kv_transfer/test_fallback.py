@@ -13,6 +13,7 @@ import pytest
 
 from baton.errors import HandoffFailed
 from baton.types import KvRange, Sample
+from kv_transfer.send_connection import Finish, Send
 from kv_transfer.ticket import Endpoint, TicketCommitted, local_host_id
 from kv_transfer.transport.connector import SHUN_S, Shunned, make_connector
 from tests.kv_transfer.conftest import MakeRig, Rig
@@ -57,8 +58,8 @@ def rig_with(make_rig: MakeRig, first: Endpoint) -> Rig:
 def hand_over(rig: Rig, key: str) -> HandoffFailed | None:
     offered = rig.offer((1, 2, 3), 0, 8)
     rig.sender.begin(key, offered.data)
-    rig.sender.send(key, (4, 5), KvRange(0, 8, 0, 3))
-    rig.sender.commit(key, 8, (Sample(1),), time.monotonic())
+    rig.sender.submit(Send(key, (4, 5), KvRange(0, 8, 0, 3)))
+    rig.sender.submit(Finish(key, 8, (Sample(1),), time.monotonic()))
     error = rig.done().error
     assert error is None or isinstance(error, HandoffFailed)
     return error

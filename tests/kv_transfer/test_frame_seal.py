@@ -16,6 +16,7 @@ from baton.types import KvRange, Sample
 from baton.v1 import kv_pb2
 from kv_transfer.frame import PREAMBLE_BYTES, Frame, FrameBuffer, FrameError, encode
 from kv_transfer.kv_secret import SEAL_BYTES, KvSecret, receiver_seals, sender_seals
+from kv_transfer.send_connection import Cancel, FetchPrefix, Finish, Send
 from kv_transfer.ticket import PrefixRequested, TicketAborted, TicketCommitted
 from kv_transfer.transport.tcp import TcpConnection, TcpServerStream
 
@@ -166,7 +167,7 @@ BEGIN, CHUNK, COMMIT, RENEW, ABORT, COMMITTED, CREDIT, FETCH_PREFIX = range(4, 1
 def begin(rig: Any, *, is_heard: bool) -> None:
     """is_heard: wait until the receiver has taken it in."""
     rig.sender.begin("k", rig.offer((3, 1, 0, 7), 0, 11).data)
-    rig.sender.fetch_prefix("k", b"no ticket, for all that this end knows")
+    rig.sender.submit(FetchPrefix("k", b"no ticket, for all that this end knows"))
     if is_heard:
         assert isinstance(rig.event(), PrefixRequested)
 
@@ -175,11 +176,11 @@ def hand_over(rig: Any, clock: list[float], *, is_heard: bool = False) -> Any:
     """A handoff with every frame that a sender has to say, of which KvRenew only if it is heard;
     its end there."""
     begin(rig, is_heard=is_heard)
-    rig.sender.send("k", (5, 2, 9), KvRange(0, 4, 0, rig.source.layout.num_layers))
+    rig.sender.submit(Send("k", (5, 2, 9), KvRange(0, 4, 0, rig.source.layout.num_layers)))
     clock[0] += 11.0  # of the lease's 30 s
     rig.sender.heartbeat()
-    rig.sender.send("k", (5, 2, 9), KvRange(4, 7, 0, rig.source.layout.num_layers))
-    rig.sender.commit("k", 11, (Sample(7),), clock[0])
+    rig.sender.submit(Send("k", (5, 2, 9), KvRange(4, 7, 0, rig.source.layout.num_layers)))
+    rig.sender.submit(Finish("k", 11, (Sample(7),), clock[0]))
     return rig.done()
 
 
@@ -222,7 +223,7 @@ def test_a_last_word_that_is_changed_is_none(
         hand_over(rig, clock)
     else:
         begin(rig, is_heard=True)
-        rig.sender.abort("k", "CANCELLED", "enough")
+        rig.sender.submit(Cancel("k", "CANCELLED", "enough"))
     assert isinstance(end_of(rig), TicketAborted)
     assert meddler.has_struck
 

@@ -16,6 +16,7 @@ _SENDER = """
 import sys, time
 from baton.types import KvRange
 from baton.types import KvLayout, WorkerIdentity
+from kv_transfer.send_connection import Cancel, Send
 from kv_transfer.sender import Sender
 from kv_transfer.transport.connector import make_connector
 from tests.support.device_double import DeviceArrayPool
@@ -27,9 +28,9 @@ sender = Sender(
     lambda done: print("done", flush=True), time.monotonic,
 )
 sender.begin("unknown", bytes.fromhex(sys.argv[3]))
-sender.abort("unknown", "CANCELLED", "")
+sender.submit(Cancel("unknown", "CANCELLED", ""))
 sender.begin("k", bytes.fromhex(sys.argv[2]))
-sender.send("k", (0, 1, 2), KvRange(0, 6, 0, 3))
+sender.submit(Send("k", (0, 1, 2), KvRange(0, 6, 0, 3)))
 sys.stdin.read()
 """
 

@@ -9,6 +9,7 @@ import pytest
 
 from baton.engine.array_kv_pool import ArrayKvPool
 from baton.types import KvRange, Sample
+from kv_transfer.send_connection import Finish, Send
 from kv_transfer.ticket import TicketCommitted
 from tests.kv_transfer.conftest import MakeRig
 
@@ -45,9 +46,9 @@ def test_each_task_carries_the_mark_of_when_it_was_given(
     rig.sender.begin("k", offered.data)
     for first_layer, num_started in ((0, 4), (1, 7)):
         marks.num_started = num_started
-        rig.sender.send("k", (5, 2), KvRange(0, 8, first_layer, 1 + first_layer))
+        rig.sender.submit(Send("k", (5, 2), KvRange(0, 8, first_layer, 1 + first_layer)))
     marks.num_started = 9
-    rig.sender.commit("k", 8, (Sample(7),), 0.0)
+    rig.sender.submit(Finish("k", 8, (Sample(7),), 0.0))
     assert rig.done().error is None
     assert marks.followed == sorted(marks.followed, key=str)
     assert set(marks.followed) == {4, 7}

@@ -9,6 +9,7 @@ import pytest
 from baton.errors import ConfigError, HandoffFailed, InvalidRequest, PeerMismatch
 from baton.types import KvLayout, NumericsClass, NumericsRule, Sample
 from baton.v1 import kv_pb2
+from kv_transfer.send_connection import Finish
 from kv_transfer.ticket import Endpoint
 from kv_transfer.transport.connector import make_connector, usable
 from tests.support.kv_transports import ALL, REMOTE
@@ -44,7 +45,7 @@ def test_a_receiver_refuses_by_name(make_rig, transport):
     ticket = kv_pb2.KvTicket.FromString(rig.offer((0,), 0, 3).data)
     ticket.layout.fingerprint = "m"
     rig.sender.begin("k", ticket.SerializeToString())
-    rig.sender.commit("k", 3, (Sample(1),), 0.0)
+    rig.sender.submit(Finish("k", 3, (Sample(1),), 0.0))
     error = rig.done().error
     assert isinstance(error, PeerMismatch)
     assert error.metadata["field"] == "fingerprint"
@@ -64,7 +65,7 @@ def test_a_strict_worker_exchanges_no_kv_with_another_numerics_class(make_rig, t
         target_rule=NumericsRule(other, is_strict=strict == "receiver"),
     )
     rig.sender.begin("k", rig.offer((0,), 0, 3).data)
-    rig.sender.commit("k", 3, (Sample(1),), 0.0)
+    rig.sender.submit(Finish("k", 3, (Sample(1),), 0.0))
     error = rig.done().error
     assert isinstance(error, PeerMismatch)
     assert error.metadata["field"] == "numerics.level"

@@ -23,6 +23,7 @@ from baton.types import KvLayout, KvRange, Sample, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
 from kv_transfer.frame import PREAMBLE_BYTES, decode_header, decode_preamble, encode
+from kv_transfer.send_connection import Finish, Send
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import TicketAborted
 from kv_transfer.transport.base import TransportConfig
@@ -83,13 +84,13 @@ def test_a_receiver_that_dies_or_freezes_ends_the_handoff(end):
     sender = Sender(identity, LAYOUT, pool, connect, dones.put, time.monotonic)
     with other_process() as (process, (whole, cut)):
         sender.begin("whole", whole)
-        sender.send("whole", (0, 1), KvRange(0, 6, 0, 3))
-        sender.commit("whole", 6, (Sample(1),), time.monotonic())
+        sender.submit(Send("whole", (0, 1), KvRange(0, 6, 0, 3)))
+        sender.submit(Finish("whole", 6, (Sample(1),), time.monotonic()))
         assert dones.get(timeout=PATIENCE_S).error is None
         os.kill(process.pid, end)
         sender.begin("cut", cut)
-        sender.send("cut", (0, 1), KvRange(0, 6, 0, 3))
-        sender.commit("cut", 6, (Sample(1),), time.monotonic())
+        sender.submit(Send("cut", (0, 1), KvRange(0, 6, 0, 3)))
+        sender.submit(Finish("cut", 6, (Sample(1),), time.monotonic()))
         assert isinstance(dones.get(timeout=PATIENCE_S).error, HandoffFailed)
         sender.close()
 

@@ -10,6 +10,7 @@ import pytest
 from baton.errors import Cancelled, HandoffFailed
 from baton.types import KvRange
 from kv_transfer.kv_secret import KvSecret
+from kv_transfer.send_connection import Send
 from kv_transfer.ticket import TicketAborted, TicketState
 from tests.support.kv_transports import ALL
 
@@ -68,8 +69,8 @@ def test_others_of_the_connection_go_on(make_rig: Any) -> None:
 def test_who_breaks_a_rule_is_told_once(make_rig: Any) -> None:
     """By the answer to its own frame."""
     rig, ticket_id, _ = presented(make_rig, "loopback", None)
-    rig.sender.send("k", (5, 2, 9), KvRange(0, 11, 0, 1))
-    rig.sender.send("k", (5, 2, 9), KvRange(0, 11, 0, 1))
+    rig.sender.submit(Send("k", (5, 2, 9), KvRange(0, 11, 0, 1)))
+    rig.sender.submit(Send("k", (5, 2, 9), KvRange(0, 11, 0, 1)))
     assert "came before" in rig.done().error.message
     assert rig.running.tickets.state(ticket_id) is TicketState.ABORTED
     assert rig.dones.empty()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from baton.types import KvLayout, KvRange, Sample
+from kv_transfer.send_connection import Finish, Send
 from kv_transfer.ticket import TicketCommitted
 from tests.support.kv_transports import ALL
 
@@ -56,15 +57,17 @@ def test_every_missing_token_arrives_and_nothing_else_changes(
         rig.sender.begin(key, ticket.data)
         cut = rng.randint(0, num_tokens)
         if cut:
-            rig.sender.send(key, source_blocks, KvRange(0, cut, 0, num_layers))
+            rig.sender.submit(Send(key, source_blocks, KvRange(0, cut, 0, num_layers)))
         if cut < num_tokens:
             split = rng.randint(0, num_layers - 1)
             if split:
-                rig.sender.send(key, source_blocks, KvRange(cut, num_tokens - cut, 0, split))
-            rig.sender.send(
-                key, source_blocks, KvRange(cut, num_tokens - cut, split, num_layers - split)
+                rig.sender.submit(
+                    Send(key, source_blocks, KvRange(cut, num_tokens - cut, 0, split))
+                )
+            rig.sender.submit(
+                Send(key, source_blocks, KvRange(cut, num_tokens - cut, split, num_layers - split))
             )
-        rig.sender.commit(key, num_tokens, (Sample(number),), time.monotonic())
+        rig.sender.submit(Finish(key, num_tokens, (Sample(number),), time.monotonic()))
         offered[ticket.ticket_id] = (num_tokens, num_cached, number)
     for _ in range(num_handoffs):
         event = rig.event()

@@ -12,6 +12,7 @@ import pytest
 from baton.errors import Cancelled, ConfigError, HandoffFailed
 from baton.rpc.tls import TlsFiles
 from baton.types import KvLayout
+from kv_transfer.send_connection import FetchPrefix
 from kv_transfer.ticket import PrefixRequested, TicketCommitted
 from kv_transfer.transport import stream
 from kv_transfer.transport.tls import client_contexts
@@ -123,7 +124,7 @@ def test_a_ticket_s_death_is_told_through_it(make_rig: Any, own: TlsFiles) -> No
     rig = make_rig("tcp", clock=lambda: 100.0, source_tls=own, target_tls=own)
     offered = rig.offer((3, 1, 0, 7), 0, 11)
     rig.sender.begin("k", offered.data)
-    rig.sender.fetch_prefix("k", b"no ticket")
+    rig.sender.submit(FetchPrefix("k", b"no ticket"))
     assert isinstance(rig.event(), PrefixRequested)
     rig.running.tickets.abort(offered.ticket_id, "CANCELLED", "enough")
     assert isinstance(rig.done().error, Cancelled)

@@ -25,6 +25,7 @@ from baton.types import (
 )
 from baton.v1 import kv_pb2
 from kv_transfer.codec import ChunkCodec
+from kv_transfer.send_connection import Finish
 from kv_transfer.ticket import TicketCommitted
 from kv_transfer.transcoder import BITS, Transcoder, narrow, widen
 from kv_transfer.wire_format import (
@@ -305,7 +306,7 @@ def test_a_receiver_that_wants_what_nobody_knows_is_named(make_rig):
 
     rig.running.receiver.session = session
     rig.sender.begin("k", rig.offer((0,), 0, 3).data)
-    rig.sender.commit("k", 3, (Sample(1),), time.monotonic())
+    rig.sender.submit(Finish("k", 3, (Sample(1),), time.monotonic()))
     error = rig.done().error
     assert isinstance(error, PeerMismatch)
     assert (error.metadata["field"], error.metadata["actual"]) == ("wire_dtype", "int4")

@@ -38,6 +38,7 @@ from baton.v1 import kv_pb2
 from kv_transfer.frame import PREAMBLE_BYTES, FrameError, decode_header, decode_preamble, encode
 from kv_transfer.handshake import agreed_version
 from kv_transfer.receiver import RunningReceiver, open_receiver
+from kv_transfer.send_connection import Finish, Send
 from kv_transfer.sender import SendDone, Sender
 from kv_transfer.ticket import TicketCommitted, TicketEvent
 from kv_transfer.transport.connector import make_connector
@@ -338,8 +339,8 @@ def test_a_receiver_of_another_release_is_handed_to(serve_once, sender, is_later
     address, results = serve_once(serve, is_later=is_later)
     sending, pool, dones = sender
     sending.begin("k", ticket_for(address))
-    sending.send("k", (2, 0), KvRange(0, 6, 0, 2))
-    sending.commit("k", 6, (FIRST,), time.monotonic())
+    sending.submit(Send("k", (2, 0), KvRange(0, 6, 0, 2)))
+    sending.submit(Finish("k", 6, (FIRST,), time.monotonic()))
     assert dones.get(timeout=PATIENCE_S).error is None
     hello, chunk, payload, commit = results.get(timeout=PATIENCE_S)
     assert (hello.min_version, hello.layout.dtype) == (1, "float32")

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from baton.types import Sample
+from baton.types import KvRange, Sample
 from baton.v1 import kv_pb2
 from kv_transfer.frame import PREAMBLE_BYTES, FrameBuffer, decode_header, decode_preamble
+from kv_transfer.send_connection import Finish, Send
 from kv_transfer.ticket import TicketCommitted
 from kv_transfer.transport.base import Staged
 from kv_transfer.transport.stream import StreamConnection
@@ -98,7 +99,12 @@ def test_a_small_handoff_is_one_write(make_rig, monkeypatch, transport):
     """Each write wakes the receiver."""
     writes: list[int] = []
     rig = make_rig(transport, sender_chunk_bytes=4096, receiver_chunk_bytes=4096)
-    rig.sender.hand_off("first", rig.offer((0,), 0, 3).data, (4,), 3, 0.0)
+
+    def hand_off(key: str, to: int, source: int) -> None:
+        send = Send(key, (source,), KvRange(0, 3, 0, rig.source.layout.num_layers))
+        rig.sender.begin(key, rig.offer((to,), 0, 3).data, send, Finish(key, 3, (), 0.0))
+
+    hand_off("first", 0, 4)
     assert rig.done().error is None
     write = StreamConnection.write
 
@@ -107,7 +113,7 @@ def test_a_small_handoff_is_one_write(make_rig, monkeypatch, transport):
         write(self, *pieces)
 
     monkeypatch.setattr(StreamConnection, "write", spy)
-    rig.sender.hand_off("second", rig.offer((1,), 0, 3).data, (5,), 3, 0.0)
+    hand_off("second", 1, 5)
     assert rig.done().error is None
     assert len(writes) == 1
     assert all(isinstance(rig.event(), TicketCommitted) for _ in range(2))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.cache.block_table import BlockTable
+from baton.cache.pool import BlockTable
 from baton.engine import device_tables
 from baton.engine.device_tables import DeviceTables
 

@@ -84,11 +84,11 @@ def test_every_token_and_layer_is_sent_once_even_if_a_step_fails_after_it_was_se
     events = core.step(opens).events
     assert {e.handle for e in events if isinstance(e.event, Prefilled)} == {1, 3}
     assert {e.handle for e in events if isinstance(e.event, Failed)} == {2}
-    assert sender.committed == ["0/1", "0/3"]
-    assert sender.aborted == ["0/2"]
-    expected = [("0/1", token, layer) for token in range(10) for layer in range(NUM_LAYERS)]
-    expected += [("0/3", token, layer) for token in range(4, 6) for layer in range(NUM_LAYERS)]
-    assert sorted(entry for entry in sender.sent if entry[0] != "0/2") == sorted(expected)
+    assert sender.committed == [(0, 1), (0, 3)]
+    assert sender.aborted == [(0, 2)]
+    expected = [((0, 1), token, layer) for token in range(10) for layer in range(NUM_LAYERS)]
+    expected += [((0, 3), token, layer) for token in range(4, 6) for layer in range(NUM_LAYERS)]
+    assert sorted(entry for entry in sender.sent if entry[0] != (0, 2)) == sorted(expected)
 
 
 def test_chunks_are_sent_as_they_are_computed() -> None:
@@ -119,7 +119,7 @@ def test_blocks_that_a_fetch_may_still_write_stay_leased_after_the_sender_had_it
     assert isinstance(worker.tickets.pin(ticket.ticket_id, ticket.epoch, 1, piece), tuple)
 
     core.step([Abort(0, 1)])
-    core.step([SendDone("0/1", Cancelled("given up"), 0)])
+    core.step([SendDone((0, 1), Cancelled("given up"), 0)])
     assert pool.counts().leased == 3
     assert not worker.inbox
 
@@ -138,9 +138,9 @@ def test_the_end_of_a_handoff_is_reported_after_the_first_token() -> None:
     assert sum(isinstance(event.event, Prefilled) for event in events) == 3
     ends = core.step(
         [
-            SendDone("0/1", None, 100),
-            SendDone("0/2", HandoffFailed("refused"), 0),
-            SendDone("0/3", PeerMismatch.of("d0", "kv_secret", "this", "that"), 0),
+            SendDone((0, 1), None, 100),
+            SendDone((0, 2), HandoffFailed("refused"), 0),
+            SendDone((0, 3), PeerMismatch.of("d0", "kv_secret", "this", "that"), 0),
         ]
     ).events
     assert [event.handle for event in ends] == [1, 2, 3]
@@ -157,7 +157,7 @@ def test_a_sequence_whose_handoff_failed_may_decode_on() -> None:
     core = new_core(RecordingSender())
     spec = spec_of("a", 9)
     core.step([open_(1, spec)])
-    core.step([SendDone("0/1", HandoffFailed("refused"), 0)])
+    core.step([SendDone((0, 1), HandoffFailed("refused"), 0)])
     assert not core.step([]).events
     tokens = [
         sample.token_id
@@ -172,7 +172,7 @@ def test_a_sequence_whose_handoff_failed_may_decode_on() -> None:
 def test_a_sequence_of_several_choices_whose_handoff_failed_is_over() -> None:
     core = new_core(RecordingSender())
     core.step([open_(1, replace(spec_of("a", 9), num_choices=2))])
-    (end,) = core.step([SendDone("0/1", HandoffFailed("refused"), 0)]).events
+    (end,) = core.step([SendDone((0, 1), HandoffFailed("refused"), 0)]).events
     assert isinstance(end.event, Failed)
     assert end.event.is_retriable
 
@@ -187,7 +187,7 @@ def test_the_end_of_a_handoff_is_reported_to_a_choice_that_goes_on() -> None:
         sampling = replace(free, stop_token_ids=frozenset({stop}))
         core = new_core(RecordingSender())
         core.step([open_(1, SequenceSpec("a", prompt, sampling, num_choices=2))])
-        (end,) = core.step([SendDone("0/1", None, 100)]).events
+        (end,) = core.step([SendDone((0, 1), None, 100)]).events
         assert isinstance(end.event, HandedOff)
         assert end.handle == handle
 
@@ -196,7 +196,7 @@ def test_a_handoff_that_ends_before_its_prompt_is_here() -> None:
     """The ticket is presented first: whom nobody takes it from may know so before the engine's
     thread knows the prompt."""
     core = new_core(RecordingSender())
-    assert core.step([SendDone("0/1", HandoffFailed("refused"), 0)]).events == []
+    assert core.step([SendDone((0, 1), HandoffFailed("refused"), 0)]).events == []
     (event,) = core.step([open_(1, spec_of("a", 9))]).events
     assert isinstance(event.event, Failed)
     assert core.step([]).load.num_open_tickets == 0
@@ -207,9 +207,9 @@ def test_a_refused_prompt_gives_its_ticket_up() -> None:
     core = new_core(sender)
     step = core.step([open_(1, spec_of("a", 9, last=10**6))])
     assert [type(event.event) for event in step.events] == [Failed]
-    assert sender.aborted == ["0/1"]
+    assert sender.aborted == [(0, 1)]
     assert step.load.num_open_tickets == 1
-    step = core.step([SendDone("0/1", HandoffFailed("given up"), 0)])
+    step = core.step([SendDone((0, 1), HandoffFailed("given up"), 0)])
     assert step.load.num_open_tickets == 0
 
 

@@ -115,7 +115,7 @@ def test_a_prompt_that_fetches_a_prefix_has_a_place() -> None:
 
 def test_a_key_is_new_once_its_handoff_has_ended() -> None:
     worker = Worker()
-    worker.step(SendDone("0/1", HandoffFailed("refused"), 0))
+    worker.step(SendDone((0, 1), HandoffFailed("refused"), 0))
     assert isinstance(worker.step(open_(1))[0].event, Failed)
     assert isinstance(worker.step(open_(1))[0].event, Prefilled)
 
@@ -124,8 +124,8 @@ def test_a_prompt_that_waits_for_blocks_is_given_up_without_a_trace() -> None:
     worker = Worker(num_blocks=3)
     worker.step(open_(1, arrival_ns=1), open_(2, arrival_ns=2))
     worker.step(Abort(0, 2))
-    assert worker.sender.aborted == ["0/2"]
-    worker.step(SendDone("0/2", HandoffFailed("given up"), 0), SendDone("0/1", None, 0))
+    assert worker.sender.aborted == [(0, 2)]
+    worker.step(SendDone((0, 2), HandoffFailed("given up"), 0), SendDone((0, 1), None, 0))
     load = worker.core.step([]).load
     assert load.num_open_tickets == load.num_waiting == 0
     assert worker.pool.counts().leased == 0
@@ -134,7 +134,7 @@ def test_a_prompt_that_waits_for_blocks_is_given_up_without_a_trace() -> None:
 def test_a_queued_prompt_whose_handoff_fails_is_reported() -> None:
     worker = Worker(num_blocks=3)
     worker.step(open_(1, arrival_ns=1), open_(2, arrival_ns=2))
-    (event,) = worker.step(SendDone("0/2", HandoffFailed("refused"), 0))
+    (event,) = worker.step(SendDone((0, 2), HandoffFailed("refused"), 0))
     assert event.handle == 2
     assert isinstance(event.event, Failed)
     assert event.event.is_retriable
@@ -144,9 +144,9 @@ def test_what_was_given_up_is_given_up_once() -> None:
     worker = Worker()
     worker.step(open_(1))
     worker.step(Abort(0, 1))
-    worker.step(SendDone("0/1", HandoffFailed("given up"), 0))
+    worker.step(SendDone((0, 1), HandoffFailed("given up"), 0))
     worker.step(Abort(0, 1))
-    assert worker.sender.aborted == ["0/1"]
+    assert worker.sender.aborted == [(0, 1)]
 
 
 def test_a_prompt_that_leaves_room_for_one_token_has_it_as_its_last() -> None:

@@ -195,4 +195,21 @@ def test_a_forgotten_sequence_is_forgotten_everywhere() -> None:
     world.speculator.forget(0)
     assert proposer.forgotten == [0, 0]
     assert not world.speculator._tracks
-    assert not world.speculator._acceptance._own
+
+
+def test_nothing_is_drafted_before_a_step_of_about_that_size_was_timed() -> None:
+    clock = Clock()
+    speculator = Speculator(FakeProposer(clock, lambda _: 1.0), 4, clock)
+    request = DraftRequest("a", (1, 2, 3), 3, 4, Sampling(), 0)
+
+    def step(num_rows: int) -> int:
+        (drafts,) = speculator.plan([request], num_rows, 4)
+        clock.now_s += 1.0
+        speculator.record("a", range(3, 7))
+        speculator.on_step_end(num_rows, len(drafts))
+        return len(drafts)
+
+    assert step(1) == 0
+    assert any(step(1) for _ in range(2 * PROBE_INTERVAL))
+    assert step(64) == 0
+    assert step(66) > 0

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker_core.speculation.draft_lengths import DraftCurve, StepCost, rounded
+from worker_core.speculation.draft_lengths import DraftCurve, rounded
 
 
 @given(st.integers(0, 10_000), st.integers(2, 6))
@@ -65,18 +65,3 @@ def test_unknown_numbers_of_drafts_cost_something_but_less_than_in_proportion() 
     curve = DraftCurve()
     curve.observe(4, 0, 1.0)
     assert 1.0 < curve.seconds(4) < 2.0
-
-
-def test_numbers_of_rows_are_told_apart() -> None:
-    costs = StepCost()
-    assert costs.curve(1) is None
-    costs.observe(1, 2, 1.0)
-    assert costs.curve(1) is None
-    costs.observe(1, 0, 1.0)
-    assert costs.curve(2) is None
-    costs.observe(64, 0, 9.0)
-    one, many = costs.curve(1), costs.curve(66)
-    assert one is not None
-    assert many is not None
-    assert one.seconds(0) == 1.0
-    assert many.seconds(0) == 9.0

@@ -682,11 +682,14 @@ class World:
         any, or has not had its turn."""
         core, inbox = node.worker.core, node.worker.inbox
         without = core._handoffs._rejected | core._admission._queued.keys()
-        without |= {command.key for command in inbox if isinstance(command, core_commands.Open)}
+        opening = [command for command in inbox if isinstance(command, core_commands.Open)]
+        without |= {(command.stream, command.handle) for command in opening}
         without |= {command.key for command in inbox if isinstance(command, SendDone)}
         for key in node.worker.sender._placed.keys() - without:
-            is_here = core._state.find(key) is not None
-            require(is_here, f"{node.name}: blocks were given back that are still sent")
+            require(
+                key in core._state.groups,
+                f"{node.name}: blocks were given back that are still sent",
+            )
 
     def settle(self) -> None:
         """Let all that still goes on come to its end; then nothing may be held by anybody."""

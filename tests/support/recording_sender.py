@@ -2,55 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from baton.types import KvRange, Sample
+from kv_transfer.send_connection import Cancel, FetchPrefix, Finish, LaterTask, Send
 
 
 @dataclass
 class RecordingSender:
     """Notes each (key, token, layer) that is sent."""
 
-    sent: list[tuple[str, int, int]] = field(default_factory=list)
-    committed: list[str] = field(default_factory=list)
-    aborted: list[str] = field(default_factory=list)
-    begun: tuple[str, bytes] = ("", b"")
+    sent: list[tuple[Hashable, int, int]] = field(default_factory=list)
+    committed: list[Hashable] = field(default_factory=list)
+    aborted: list[Hashable] = field(default_factory=list)
+    begun: tuple[Hashable, bytes] = ("", b"")
     fetched: list[bytes] = field(default_factory=list)
 
-    def begin(self, key: str, ticket: bytes) -> int:
+    def begin(self, key: Hashable, ticket: bytes, *others: LaterTask) -> int:
         self.begun = (key, ticket)
+        for task in others:
+            self.submit(task)
         return 0
 
-    def send(self, key: str, block_ids: tuple[int, ...], piece: KvRange) -> None:
-        assert len(block_ids) * 4 >= piece.end_token
-        for token in range(piece.first_token, piece.end_token):
-            self.sent += [(key, token, i) for i in range(piece.first_layer, piece.end_layer)]
-
-    def fetch_prefix(self, key: str, deliver_to: bytes) -> None:
-        del key
-        self.fetched.append(deliver_to)
-
-    def commit(
-        self, key: str, num_tokens: int, firsts: tuple[Sample, ...], prefill_end: float
-    ) -> None:
-        del num_tokens, firsts, prefill_end
-        self.committed.append(key)
-
-    def hand_off(
-        self,
-        key: str,
-        ticket: bytes,
-        block_ids: tuple[int, ...],
-        num_tokens: int,
-        prefill_end: float,
-    ) -> None:
-        del block_ids, num_tokens, prefill_end
-        self.begun = (key, ticket)
-        self.committed.append(key)
-
-    def abort(self, key: str, reason: str, message: str) -> None:
-        del reason, message
-        self.aborted.append(key)
+    def submit(self, task: LaterTask) -> None:
+        match task:
+            case Send(key, block_ids, piece):
+                assert len(block_ids) * 4 >= piece.end_token
+                for token in range(piece.first_token, piece.end_token):
+                    layers = range(piece.first_layer, piece.end_layer)
+                    self.sent += [(key, token, layer) for layer in layers]
+            case Finish(key):
+                self.committed.append(key)
+            case Cancel(key):
+                self.aborted.append(key)
+            case FetchPrefix(_, deliver_to):
+                self.fetched.append(deliver_to)
 
     def heartbeat(self) -> None:
         pass

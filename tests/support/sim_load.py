@@ -55,7 +55,6 @@ from worker_core.commands import (
     Open,
     Pause,
     Resume,
-    sequence_key,
 )
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.policy import Policy
@@ -271,7 +270,7 @@ class LoadNode:
         self._sinks.update(enumerate(sinks, start=first))
         destination = None
         if send_to:
-            destination = Destination(self._sender.begin(sequence_key(0, first), send_to))
+            destination = Destination(self._sender.begin((0, first), send_to))
         self._take(Open(0, first, spec, source, destination))
         return first
 

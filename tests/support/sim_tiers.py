@@ -26,7 +26,7 @@ from kv_transfer.ticket_table import TicketTable
 from kv_transfer.transport.loopback import LoopbackHub, LoopbackListener
 from tests.support.grammar_walks import small_vocabulary
 from worker_core.admission import CoreLimits
-from worker_core.commands import Command, Destination, Open, StreamEvent, sequence_key
+from worker_core.commands import Command, Destination, Open, StreamEvent
 from worker_core.core import CoreDeps, WorkerCore
 from worker_core.costs import Costs
 from worker_core.policy import LocalPrefillPolicy, Policy, decode_policy, prefill_policy
@@ -199,8 +199,7 @@ class SimWorker:
         """As the service does: the ticket of a destination is presented at once."""
         destination = None
         if send_to:
-            key = sequence_key(stream, handle)
-            destination = Destination(self.sender.begin(key, send_to))
+            destination = Destination(self.sender.begin((stream, handle), send_to))
         self.submit(Open(stream, handle, spec, source, destination))
 
 

@@ -27,7 +27,7 @@ def test_places_are_the_members_widths(events: list[tuple[int, int]]) -> None:
     pool = BlockPool(64, BLOCK_SIZE, secret=bytes(32))
     state = CoreState(engine.spec, pool, SwapSpace(engine.kv, 0))
     for handle, num_choices in events:
-        before = state.find(f"0/{handle}")
+        before = state.groups.get((0, handle))
         if num_choices:
             spec = SequenceSpec("r", (1, 2, 3), Sampling(), num_choices=num_choices)
             lease = pool.lease(b"", spec.token_ids, 4)
@@ -35,7 +35,7 @@ def test_places_are_the_members_widths(events: list[tuple[int, int]]) -> None:
             state.put(WorkerSequence(0, handle, spec, lease, Stage.RUNNING, 0))
         elif before is not None:
             state.forget(before)
-        assert state.num_places == sum(width(member.spec) for member in state)
+        assert state.num_places == sum(width(member.spec) for member in state.groups.values())
 
 
 @given(RANKED)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from baton.cache.pool import BlockPool
 from baton.grammar import Matcher
 from baton.types import Sampling, SequenceSpec
-from worker_core.sequence import Stage, WorkerSequence
+from worker_core.sequence import Draft, Stage, WorkerSequence
 
 LIMIT = 3
 
@@ -40,7 +40,8 @@ def sequence() -> WorkerSequence:
 def test_masks_of_a_draft_are_asked_for_once(proposed: list[int], num_with_room: int) -> None:
     one = sequence()
     one.matcher = matcher = SmallTokensAlone()
-    draft = one.draft(tuple(proposed)).first(num_with_room)
+    allowed = one.draft(tuple(proposed))
+    draft = Draft(allowed.token_ids[:num_with_room], allowed.masks[: num_with_room + 1])
     (part,) = one.slices(1, draft)
     assert matcher.questions == [tuple(proposed)]
     assert list(part.token_ids) == [7, *draft.token_ids]

@@ -1,6 +1,9 @@
 """Speculative decoding: propose several tokens of a sequence cheaply, and let one forward confirm
 those that are right.
 
-interface: what the core asks for. ngram, draft_model: who proposes. draft_lengths: how many drafts
-are worth their cost. speculator: both, as the core sees them.
+    interface      what the core asks for, and what proposes
+    ngram          drafts from what the sequence's own tokens repeat
+    draft_model    drafts by a smaller model
+    draft_lengths  how many drafts are worth their cost
+    speculator     drafts and lengths, as the core sees them
 """

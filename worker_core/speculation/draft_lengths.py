@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -130,26 +130,27 @@ class _Rate:
         return (self.num_right + prior * prior_trials) / (self.num_trials + prior_trials)
 
 
+#: Of a sequence's own trials, by category.
+Rates = dict[int, _Rate]
+
+
 class Acceptance:
     """Chances of drafts, by sequence and category."""
 
     def __init__(self) -> None:
-        self._own: dict[Hashable, dict[int, _Rate]] = {}
         self._all: defaultdict[int, _Rate] = defaultdict(_Rate)
 
-    def chance(self, key: Hashable, category: int) -> float:
+    def chance(self, own: Rates, category: int) -> float:
         """In (0, 1): how likely the next draft of this category is right, given that those before
         it are."""
-        own = self._own.get(key, {}).get(category)
         prior = self._all[category].share(_FIRST_GUESS, _FIRST_GUESS_TRIALS)
-        return prior if own is None else own.share(prior, _PRIOR_TRIALS)
+        return own[category].share(prior, _PRIOR_TRIALS) if category in own else prior
 
     def record(
-        self, key: Hashable, confidence: int, drafts: Sequence[int], tokens: Sequence[int]
+        self, own: Rates, confidence: int, drafts: Sequence[int], tokens: Sequence[int]
     ) -> None:
         """Compare drafts, also ones that nobody verified, with what the sequence got at their
-        places."""
-        own = self._own.setdefault(key, {})
+        places. own: changed."""
         category = confidence
         for draft, token in zip(drafts, tokens, strict=False):
             is_right = draft == token
@@ -158,9 +159,6 @@ class Acceptance:
             if not is_right:
                 return
             category = LATER
-
-    def forget(self, key: Hashable) -> None:
-        self._own.pop(key, None)
 
 
 #: Before it was measured, a draft's row is taken to cost this share of another row.
@@ -246,22 +244,3 @@ class DraftCurve:
             groups.append((mean, weight, sizes))
         self._sizes = [0.0, *(size for _, _, sizes in groups for size in sizes)]
         self._ratios = [1.0, *(mean for mean, _, sizes in groups for _ in sizes)]
-
-
-class StepCost:
-    """The curves of all numbers of rows."""
-
-    def __init__(self) -> None:
-        self._curves: dict[int, DraftCurve] = {}
-
-    def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """A step of `num_rows` tokens, and so many drafts beside, took so long."""
-        curve = self._curves.get(rounded(num_rows, 3))
-        if curve is None and num_drafts == 0:
-            curve = self._curves[rounded(num_rows, 3)] = DraftCurve()
-        if curve is not None:
-            curve.observe(num_rows, num_drafts, seconds)
-
-    def curve(self, num_rows: int) -> DraftCurve | None:
-        """None before the first step of about so many rows."""
-        return self._curves.get(rounded(num_rows, 3))

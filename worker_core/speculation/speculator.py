@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from baton.cache.pool import BlockPool
 from baton.config import DecodeOptions
@@ -21,9 +21,10 @@ from worker_core.speculation.draft_lengths import (
     Acceptance,
     Candidate,
     DraftCurve,
-    StepCost,
+    Rates,
     StepPrices,
     choose_lengths,
+    rounded,
 )
 from worker_core.speculation.draft_model import DraftModelProposer, check_specs, check_tokenizers
 from worker_core.speculation.interface import (
@@ -120,9 +121,10 @@ _COSTLY_REST = 16
 
 @dataclass(slots=True)
 class _Track:
-    """What is remembered of a sequence. `drafts`: the latest, until compared. rest, rest_left:
-    steps it is not looked at."""
+    """What is remembered of a sequence. rates: see Acceptance. `drafts`: the latest, until
+    compared. rest, rest_left: steps it is not looked at."""
 
+    rates: Rates = field(default_factory=dict)
     confidence: int = 0
     drafts: tuple[int, ...] = ()
     rest: int = 0
@@ -138,7 +140,8 @@ class Speculator:
         self._proposer = proposer
         self._clock = clock
         self._acceptance = Acceptance()
-        self._costs = StepCost()
+        self._curves: dict[int, DraftCurve] = {}
+        """What steps cost, by their numbers of rows, rounded."""
         self._tracks: dict[Hashable, _Track] = {}
         self._num_steps = 0
         self._last_drafted_step = 0
@@ -158,18 +161,16 @@ class Speculator:
         """See Speculation.plan. From here to on_step_end() is the step, less the drafting."""
         self._num_steps += 1
         self._start_s = self._clock()
-        curve = self._costs.curve(num_rows)
+        curve = self._curves.get(rounded(num_rows, 3))
         if curve is None or not requests or curve.num_steps_since_plain >= REFRESH_INTERVAL:
             return [()] * len(requests)
+        tracks = [self._tracks.setdefault(request.key, _Track()) for request in requests]
         estimates = self._proposer.estimate(requests)
-        lengths = self._lengths(requests, estimates, num_rows, max_num_drafts, curve)
+        lengths = self._lengths(tracks, estimates, num_rows, max_num_drafts, curve)
         start_s = self._clock()
         chosen = self._propose(requests, estimates, lengths)
         self._start_s += self._clock() - start_s
-        for request, estimate, drafts in zip(requests, estimates, chosen, strict=True):
-            track = self._tracks.get(request.key)
-            if track is None:
-                track = self._tracks[request.key] = _Track()
+        for track, estimate, drafts in zip(tracks, estimates, chosen, strict=True):
             track.confidence = estimate.confidence
             track.drafts = estimate.drafts or drafts
             longest_rest = num_rows // _SEQUENCES_PER_REST
@@ -182,37 +183,40 @@ class Speculator:
     def record(self, key: Hashable, token_ids: Sequence[int]) -> None:
         track = self._tracks.get(key)
         if track is not None and track.drafts:
-            self._acceptance.record(key, track.confidence, track.drafts, token_ids)
+            self._acceptance.record(track.rates, track.confidence, track.drafts, token_ids)
             track.drafts = ()
 
     def on_step_end(self, num_rows: int, num_drafts: int) -> None:
-        self._costs.observe(num_rows, num_drafts, self._clock() - self._start_s)
+        curve = self._curves.get(rounded(num_rows, 3))
+        if curve is None and num_drafts == 0:
+            curve = self._curves[rounded(num_rows, 3)] = DraftCurve()
+        if curve is not None:
+            curve.observe(num_rows, num_drafts, self._clock() - self._start_s)
 
     def forget(self, key: Hashable) -> None:
         self._tracks.pop(key, None)
-        self._acceptance.forget(key)
         self._proposer.forget(key)
 
     def _lengths(
         self,
-        requests: Sequence[DraftRequest],
+        tracks: Sequence[_Track],
         estimates: Sequence[Estimate],
         num_rows: int,
         max_num_drafts: int,
         curve: DraftCurve,
     ) -> list[int]:
         if not any(estimate.num_drafts for estimate in estimates):
-            return [0] * len(requests)
+            return [0] * len(tracks)
         chance = self._acceptance.chance
         candidates = [
             Candidate(
-                chance(request.key, estimate.confidence),
-                chance(request.key, LATER),
+                chance(track.rates, estimate.confidence),
+                chance(track.rates, LATER),
                 estimate.num_drafts,
             )
             if estimate.num_drafts
             else _NO_CANDIDATE
-            for request, estimate in zip(requests, estimates, strict=True)
+            for track, estimate in zip(tracks, estimates, strict=True)
         ]
         prices = StepPrices(num_rows, max_num_drafts, curve.seconds, self._proposer.cost_s)
         lengths = choose_lengths(candidates, prices)
