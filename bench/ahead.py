@@ -28,8 +28,7 @@ from rich.table import Table
 
 from baton.engine.interface import Batch, Launched, LayersDone
 from bench.host_rig import HostRig
-from bench.machine import document_of, now
-from bench.report import write_json
+from bench.machine import document_of, now, write_json
 from bench.stub_device import StubDeviceEngine
 from bench.stub_engine import BLOCK_SIZE
 from worker_core.worker import collect_garbage_less_often

@@ -19,19 +19,16 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
+from typing import Any
 
 from baton.model.config import ModelConfig, read_config
 from baton.model.memory_plan import num_parameters
-from bench.machine import document_of, now
+from bench.machine import document_of, now, publish
 from bench.peers.comparison import Case, Result, data_of, run_case, show_progress, use_cores
-from bench.peers.figures import Figure
 from bench.peers.models import NAMES, checkpoint
 from bench.peers.task import Task
-from bench.report import write_json
 from bench.roof import Roof
+from bench.suite.engine_tables import engine_table
 
 _TOKENS = 16
 _TASKS = {
@@ -96,18 +93,9 @@ def floors_of(result: Result) -> Iterator[Floors]:
         yield Floors(step_s * 1e3, None if prompt_s is None else prompt_s * 1e3)
 
 
-def table_of(figures: Sequence[Figure], floors: Sequence[Floors]) -> Table:
-    """One row each, times in milliseconds."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    headings = ("model", "dtype", "B", "context", "contender", "step", "floor/step", "prompt", "")
-    for heading in headings:
-        table.add_column(heading, no_wrap=True)
-    for f, floor in zip(figures, floors, strict=True):
-        where = (f.model, f.dtype, str(f.batch), str(f.context), f.contender)
-        prompt = "-" if floor.prompt_ms is None else f"{floor.prompt_ms / f.prompt_ms:.2f}"
-        step = (f"{f.step_ms:.2f}", f"{floor.step_ms / f.step_ms:.2f}")
-        table.add_row(*where, *step, f"{f.prompt_ms:.1f}", prompt)
-    return table
+def floors_data(results: Sequence[Result]) -> dict[str, list[dict[str, Any]]]:
+    """As plain values, in the order of the figures."""
+    return {"floors": [dataclasses.asdict(f) for result in results for f in floors_of(result)]}
 
 
 def main() -> None:
@@ -129,16 +117,8 @@ def main() -> None:
             case = Case(model, dtype, contenders, _TASKS[model])
             results.append(run_case(case, given.rounds, given.threads))
             show_progress(case, results[-1])
-    figures = [figure for result in results for figure in result.figures]
-    floors = [floor for result in results for floor in floors_of(result)]
-    Console(width=120).print(table_of(figures, floors))
-    if given.json:
-        data = {
-            "num_threads": given.threads,
-            **data_of(results),
-            "floors": [dataclasses.asdict(floor) for floor in floors],
-        }
-        write_json(given.json, document_of("bench.engine", started, data))
+    data = {"num_threads": given.threads, **data_of(results), **floors_data(results)}
+    publish(document_of("bench.engine", started, data), given.json, engine_table)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from bench.host_gateway import (
     AddedTtft,
@@ -32,9 +28,9 @@ from bench.host_gateway import (
     measure_flow,
 )
 from bench.host_service import measure_service
-from bench.host_tier import TierCosts, measure_tier
-from bench.machine import BUNDLED_MODEL, document_of, now
-from bench.report import write_json
+from bench.host_tier import measure_tier
+from bench.machine import BUNDLED_MODEL, document_of, now, publish
+from bench.suite.host_tables import gateway_table, scheduler_table
 
 #: Steps that are measured, for the fewest and for the most sequences.
 _MOST_STEPS, _FEWEST_STEPS = 100, 9
@@ -53,48 +49,6 @@ def flows_of(num_streams: int) -> tuple[Flow, ...]:
         Flow(num_streams, 4000, 1, 0.5),
         Flow(num_streams, 8000, 1, 0.2),
     )
-
-
-def tier_table(costs: Sequence[TierCosts]) -> Table:
-    """Microseconds."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    headings = ("sequences", "step", "plan", "open", "abort", "take", "find", "expire")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for one in costs:
-        values = (one.step_us, one.plan_us, one.open_us, one.abort_us, one.take_us, one.find_us)
-        table.add_row(str(one.num_seqs), *(f"{v:.2f}" for v in values), f"{one.expire_us:.4f}")
-    return table
-
-
-def gateway_table(costs: Sequence[GatewayCosts]) -> Table:
-    """One row per flow."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    headings = (
-        "step",
-        "tokens/step",
-        "offered/s",
-        "tokens/chunk",
-        "us/chunk",
-        "bare",
-        "tokens/core-s",
-        "tokens/s",
-    )
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for one in costs:
-        offered = one.flow.offered_per_s
-        table.add_row(
-            f"{one.flow.step_ms:g} ms",
-            str(one.flow.step_tokens),
-            f"{offered:,.0f}" if offered else "-",
-            f"{one.chunk_tokens:.1f}",
-            f"{one.chunk_cpu_us:.0f}",
-            f"{one.bare_cpu_us:.0f}",
-            f"{one.tokens_per_core_s:,.0f}",
-            f"{one.tokens_per_s:,.0f}",
-        )
-    return table
 
 
 async def measure_gateway(
@@ -118,49 +72,32 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     started = now()
-    console = Console()
     # Thrown away: the first of all pays for what is done once in a process.
     measure_tier(arguments.num_seqs[0], arguments.num_blocks, steps_for(arguments.num_seqs[0]))
     tier = [
         measure_tier(num_seqs, arguments.num_blocks, steps_for(num_seqs))
         for num_seqs in arguments.num_seqs
     ]
-    console.print("decode tier, us: step, plan, open, abort per sequence; take, find per block")
-    console.print(tier_table(tier))
-    doors: dict[Door, tuple[AddedTtft, list[GatewayCosts]]] = {}
+    data: dict[str, Any] = {
+        "num_blocks": arguments.num_blocks,
+        "tier": [dataclasses.asdict(one) for one in tier],
+    }
     for door in arguments.doors:
         measured = measure_gateway(
             arguments.model, arguments.num_streams, arguments.num_requests, door
         )
-        ttft, flows = doors[door] = asyncio.run(measured)
-        console.print(f"\ngateway by {door}, {arguments.num_streams} streams")
-        console.print(gateway_table(flows))
-        console.print(
-            f"added to the first token, p50: {ttft.added_ms:.2f} ms "
-            f"({ttft.gateway_ms:.2f} by the gateway, {ttft.source_ms:.2f} at the source; a call to "
-            f"a bare gRPC server takes {ttft.bare_ms:.2f}); "
-            f"{ttft.cpu_ms:.2f} ms of CPU time"
-        )
+        ttft, flows = asyncio.run(measured)
+        end = "" if door == "grpc" else f"_{door}"
+        data[f"gateway{end}"] = [dataclasses.asdict(one) for one in flows]
+        data[f"added_ttft_ms{end}"] = {**dataclasses.asdict(ttft), "added_ms": ttft.added_ms}
     service = asyncio.run(
         measure_service(
             arguments.model, arguments.num_streams, _NUM_SERVED_TOKENS, arguments.step_ms
         )
     )
-    console.print(
-        f"\nservice, {service.num_streams} streams: {service.client_ms:.2f} ms between tokens, "
-        f"{service.core_ms:.2f} in the decode core alone: a share of {service.share:.2f}"
-    )
-    if arguments.json:
-        data: dict[str, Any] = {
-            "num_blocks": arguments.num_blocks,
-            "tier": [dataclasses.asdict(one) for one in tier],
-            "service": {**dataclasses.asdict(service), "share": service.share},
-        }
-        for door, (ttft, flows) in doors.items():
-            end = "" if door == "grpc" else f"_{door}"
-            data[f"gateway{end}"] = [dataclasses.asdict(one) for one in flows]
-            data[f"added_ttft_ms{end}"] = {**dataclasses.asdict(ttft), "added_ms": ttft.added_ms}
-        write_json(arguments.json, document_of("bench.host", started, data))
+    data["service"] = {**dataclasses.asdict(service), "share": service.share}
+    document = document_of("bench.host", started, data)
+    publish(document, arguments.json, scheduler_table, gateway_table)
 
 
 def steps_for(num_seqs: int) -> int:

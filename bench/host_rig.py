@@ -1,5 +1,5 @@
-"""A decode core over an engine that computes nothing, so that only the host's own work takes
-time."""
+"""A decode core that is stepped by hand, without processes, threads or a network; and one over an
+engine that computes nothing, so that only the host's own work takes time."""
 
 from __future__ import annotations
 
@@ -23,8 +23,59 @@ from kv_transfer.transport.loopback import LoopbackHub
 from worker_core.admission import CoreLimits
 from worker_core.commands import Command, Open
 from worker_core.core import CoreDeps, WorkerCore
-from worker_core.policy import LocalPrefillPolicy, decode_policy
+from worker_core.policy import decode_policy, pinned_local_prefill
+from worker_core.speculation.interface import Speculation
 from worker_core.state import SwapSpace
+
+#: Of a ticket, in seconds: none ends while it is measured.
+_LEASE_S = 1e6
+
+
+def decode_core(
+    engine: Engine,
+    pool: BlockPool,
+    limits: CoreLimits,
+    commands: list[Command],
+    matchers: Matchers | None = None,
+    speculation: Speculation | None = None,
+) -> tuple[WorkerCore, TicketTable]:
+    """One that computes all prompts itself. commands: gets what its tickets and its sender report,
+    for the next step."""
+    identity = WorkerIdentity("bench", 1)
+    hub = LoopbackHub()
+    ids = itertools.count(1)
+    layout = engine.spec.layout
+    tickets = TicketTable(
+        identity,
+        layout,
+        (),
+        _LEASE_S,
+        commands.append,
+        time.monotonic,
+        secrets.token_bytes(32),
+        lambda: next(ids),
+    )
+    sender = Sender(
+        identity,
+        layout,
+        engine.kv,
+        lambda endpoints, _: hub.connect(endpoints[0].address),
+        commands.append,
+        time.monotonic,
+        is_inline=True,
+    )
+    deps = CoreDeps(
+        engine=engine,
+        pool=pool,
+        tickets=tickets,
+        sender=sender,
+        swap=SwapSpace(engine.kv, 0),
+        matchers=matchers or Matchers(_no_vocabulary, ThreadPoolExecutor(1)),
+        clock=time.monotonic,
+        speculation=speculation,
+    )
+    policy = decode_policy(pinned_local_prefill(engine.spec.max_model_len, None))
+    return WorkerCore(deps, limits, policy), tickets
 
 
 def draw_spec(index: int, num_prompt_tokens: int) -> SequenceSpec:
@@ -59,48 +110,9 @@ class HostRig:
         ahead. engine: one of num_blocks, in place of the stub."""
         self.num_seqs = num_seqs
         engine = engine or StubEngine(num_blocks, step_s)
-        identity = WorkerIdentity("bench", 1)
-        hub = LoopbackHub()
         self.pool = BlockPool(num_blocks, BLOCK_SIZE, secret=secrets.token_bytes(32))
-        self._commands: list[Command] = []
-        ids = itertools.count(1)
-        layout = engine.spec.layout
-        self.tickets = TicketTable(
-            identity,
-            layout,
-            (),
-            1e6,
-            self._commands.append,
-            time.monotonic,
-            secrets.token_bytes(32),
-            lambda: next(ids),
-        )
-        sender = Sender(
-            identity,
-            layout,
-            engine.kv,
-            lambda endpoints, _: hub.connect(endpoints[0].address),
-            self._commands.append,
-            time.monotonic,
-            is_inline=True,
-        )
-        self.core = WorkerCore(
-            CoreDeps(
-                engine=engine,
-                pool=self.pool,
-                tickets=self.tickets,
-                sender=sender,
-                swap=SwapSpace(engine.kv, 0),
-                matchers=Matchers(_no_vocabulary, ThreadPoolExecutor(1)),
-                clock=time.monotonic,
-            ),
-            CoreLimits(2 * num_seqs, 2 * num_seqs * num_prompt_tokens, max_num_launches),
-            decode_policy(
-                LocalPrefillPolicy(
-                    MAX_MODEL_LEN, MAX_MODEL_LEN, is_pinned=True, max_itl_factor=None
-                )
-            ),
-        )
+        limits = CoreLimits(2 * num_seqs, 2 * num_seqs * num_prompt_tokens, max_num_launches)
+        self.core, self.tickets = decode_core(engine, self.pool, limits, [])
         self.opening = [
             Open(0, handle, draw_spec(handle, num_prompt_tokens), KvSource.LOCAL)
             for handle in range(num_seqs)

@@ -1,5 +1,9 @@
 """What is left of an engine's speed at the clients: steps of a set length, with all of the service
-around them."""
+around them.
+
+As a program: a decode worker whose engine computes nothing, for --oracle-step-ms a step, in place
+of decode_svc and with its options.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,17 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from baton.client import AsyncClient, SamplingParams
-from baton.config import ServeOptions
+from baton.config import DecodeOptions, ServeOptions
+from baton.service import OnReady, main
 from baton.supervisor import Cluster
 from baton.supervisor.plan import PROGRAMS, Programs
 from bench.host_rig import HostRig
-from bench.stub_engine import BLOCK_SIZE
+from bench.stub_engine import BLOCK_SIZE, StubEngine
+from decode_svc.server import serve_decode
 
-WORKER = (sys.executable, "-m", "bench.stub_worker")
+WORKER = (sys.executable, "-m", "bench.host_service")
 
+_NUM_BLOCKS = 1 << 16
 _PROMPT = (17, 18, 19, 20)
 
 
@@ -90,3 +97,13 @@ async def _stream_ms(client: AsyncClient, num_tokens: int) -> float:
             if not num_first:
                 first_s, num_first = last_s, len(chunk.token_ids)
     return (last_s - first_s) / (num_tokens - num_first) * 1e3
+
+
+async def serve_stub(options: DecodeOptions, stop: asyncio.Event, on_ready: OnReady) -> None:
+    """Decode worker without a model."""
+    step_s = options.oracle_step_ms / 1e3
+    await serve_decode(options, stop, on_ready, lambda _: StubEngine(_NUM_BLOCKS, step_s))
+
+
+if __name__ == "__main__":
+    main(DecodeOptions, serve_stub, "decode")

@@ -12,7 +12,6 @@ level: see bench/peers/setup.sh. Times are medians over all steps of all rounds,
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import subprocess
@@ -20,12 +19,12 @@ import sys
 from pathlib import Path
 
 from baton_kernels.cpu.library import levels_of_machine
-from bench.engine import floors_of
-from bench.machine import document_of, level_environment, now
+from bench.engine import floors_data
+from bench.machine import document_of, level_environment, now, publish
 from bench.peers.comparison import Case, data_of, run_case, show_progress, use_cores
 from bench.peers.models import peer_versions
 from bench.peers.task import Task
-from bench.report import write_json
+from bench.suite.engine_tables import levels_table
 
 _ROOT = Path(__file__).resolve().parents[1]
 _TOKENS = 16
@@ -50,8 +49,7 @@ def measure_level(given: argparse.Namespace) -> dict[str, object]:
             case = Case(model, dtype, contenders, _TASKS[model])
             results.append(run_case(case, given.rounds, given.threads))
             show_progress(case, results[-1])
-    floors = [dataclasses.asdict(floor) for result in results for floor in floors_of(result)]
-    return {**data_of(results), "floors": floors}
+    return {**data_of(results), **floors_data(results)}
 
 
 def _in_process(level: str, given: argparse.Namespace) -> dict[str, object]:
@@ -72,7 +70,7 @@ def _in_process(level: str, given: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> None:
-    """Measure, and write the result as JSON."""
+    """Measure, and print."""
     levels = levels_of_machine()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--level", nargs="+", choices=levels, default=levels)
@@ -96,10 +94,7 @@ def main() -> None:
         "bench.levels", started, {"num_threads": given.threads, "levels": measured}
     )
     document["versions"] |= peer_versions()
-    if given.json:
-        write_json(given.json, document)
-    else:
-        json.dump(document, sys.stdout, indent=1)
+    publish(document, given.json, levels_table)
 
 
 if __name__ == "__main__":

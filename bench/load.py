@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,10 +32,10 @@ from bench.drive import (
     measure,
     started,
 )
-from bench.machine import BUNDLED_MODEL, describe_commit, describe_machine, describe_versions
+from bench.machine import BUNDLED_MODEL, document_of, now, write_json
 from bench.measure import Slo
 from bench.plan import Arrivals, ArrivalsError, LoadOptions, Run
-from bench.report import document_of, goodput_lines, table_of, write_json
+from bench.report import data_of, goodput_lines, table_of
 from bench.workload import TraceError
 
 
@@ -168,30 +166,28 @@ def _run(
     output: Output,
 ) -> None:
     """Measure, and print."""
-    about: dict[str, Any] = {
-        "command": ["python", "-m", "bench.load", *sys.argv[1:]],
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "git": describe_commit(),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-        "options": _plain(dataclasses.asdict(session)),
-        "targets": {
-            name: options.model_dump(mode="json", exclude_unset=True)
-            for name, options in clusters.items()
-        },
-    }
+    started_at = now()
     targets = connected(address) if address else started(clusters)
     with _bar(Console(stderr=True)) as bar:
         points = asyncio.run(measure(session, targets, _shower(bar)))
     Console().print(table_of(points))
     for line in goodput_lines(points, session.slo, output.wanted):
         typer.echo(line)
+    data = {
+        **data_of(points, session.slo, output.wanted),
+        "options": _plain(dataclasses.asdict(session)),
+        "targets": {
+            name: options.model_dump(mode="json", exclude_unset=True)
+            for name, options in clusters.items()
+        },
+    }
+    document = document_of("bench.load", started_at, data)
     if output.json_path:
-        write_json(output.json_path, document_of(points, session.slo, output.wanted, about))
+        write_json(output.json_path, document)
     if output.plot_path:
         from bench.report import plot
 
-        title = f"{address or Path(model).name} {about['git'].get('commit', '')[:12]}"
+        title = f"{address or Path(model).name} {document['git'].get('commit', '')[:12]}"
         plot(points, session.slo, title, output.plot_path)
     unanswered = [point for point in points if not point.summary.num_complete]
     if unanswered:

@@ -3,12 +3,13 @@ and the CPU level that is forced on whatever is measured beside Baton, too."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -99,6 +100,23 @@ def document_of(module: str, started: str, data: Mapping[str, Any]) -> dict[str,
         "versions": describe_versions(),
         **data,
     }
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write the document. Raises OSError."""
+    text = json.dumps(document, indent=2, allow_nan=False)
+    path.write_text(f"{text}\n", encoding="utf-8")
+
+
+def publish(
+    document: Mapping[str, Any], path: Path | None, *tables: Callable[[Mapping[str, Any]], str]
+) -> None:
+    """Print what was measured as its page shows it, and keep it in a file if one is named. tables:
+    Markdown of the document. Raises OSError."""
+    for table in tables:
+        print(table(document), end="\n\n")
+    if path:
+        write_json(path, document)
 
 
 def shown(argument: str) -> str:

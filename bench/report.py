@@ -4,10 +4,10 @@ matplotlib (the extra `bench`)."""
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.table import Table
@@ -88,23 +88,15 @@ def goodput_lines(points: Sequence[Point], slo: Slo, wanted: float) -> list[str]
     return lines
 
 
-def document_of(
-    points: Sequence[Point], slo: Slo, wanted: float, about: dict[str, Any]
-) -> dict[str, Any]:
-    """All results as plain values. about: where, when and how they were made."""
+def data_of(points: Sequence[Point], slo: Slo, wanted: float) -> dict[str, Any]:
+    """All results as plain values."""
     return {
-        **about,
         "slo": {**dataclasses.asdict(slo), "wanted_attainment": wanted},
         "goodput_requests_per_s": {
             target: goodput_of(points, target, wanted) for target in targets_of(points)
         },
         "points": [dataclasses.asdict(point) for point in points],
     }
-
-
-def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write the document. Raises OSError."""
-    path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _triple(times: Distribution) -> str:
@@ -148,13 +140,7 @@ def series(
         if point.target == target and values.count:
             by_rate.setdefault(point.rate, []).append(getattr(values, share))
     rates = sorted(by_rate)
-    return rates, [_median(by_rate[rate]) for rate in rates]
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    return rates, [median(by_rate[rate]) for rate in rates]
 
 
 def _draw(axis: Axes, points: Sequence[Point], name: str) -> None:

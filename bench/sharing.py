@@ -39,10 +39,10 @@ from bench.drive import (
     started,
 )
 from bench.load import settings_of
-from bench.machine import BUNDLED_MODEL, document_of, now
+from bench.machine import BUNDLED_MODEL, document_of, now, write_json
 from bench.measure import Slo
 from bench.plan import ArrivalsError, LoadOptions, Run
-from bench.report import Point, write_json
+from bench.report import Point
 from bench.suite.markdown import about, replaced, table
 from bench.workload import TraceError
 

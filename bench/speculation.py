@@ -26,21 +26,27 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import json
 import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from baton.config import DecodeOptions
-from baton.types import Sampling, SequenceSpec
-from bench.decode_rig import DecodeRig, StepResult
+from baton.events import Tokens
+from baton.types import KvSource, Sampling, SequenceSpec
+from baton.worker.build import build_decode_engine, build_matchers, build_pool
+from bench.host_rig import decode_core
 from bench.machine import describe_commit, describe_machine, describe_versions
+from worker_core.admission import CoreLimits
+from worker_core.commands import Command, Open
+from worker_core.speculation.speculator import build_speculation
 
 #: Modules whose functions are the prompts.
 MODULES = ("calendar", "fnmatch", "heapq", "shutil", "statistics", "textwrap")
@@ -110,6 +116,72 @@ def spec_of(index: int, workload: Workload, texts: Sequence[tuple[int, ...]]) ->
         temperature=workload.temperature, seed=index, max_tokens=workload.max_tokens
     )
     return SequenceSpec(f"r{index}", texts[index % len(texts)], sampling, arrival_ns=index)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """seconds: of the step. ended: (handle, output) of sequences that it ended."""
+
+    seconds: float
+    num_tokens: int
+    num_drafted: int
+    num_accepted: int
+    ended: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+class DecodeRig:
+    """One worker's engine and core, by the real clock."""
+
+    def __init__(self, options: DecodeOptions, clock: Callable[[], float]) -> None:
+        """clock: by which steps are timed, in seconds."""
+        self._clock = clock
+        self._commands: list[Command] = []
+        self._handles = itertools.count()
+        self._outputs: dict[int, list[int]] = {}
+        engine = build_decode_engine(options)
+        self._core, _ = decode_core(
+            engine,
+            build_pool(options, engine),
+            CoreLimits(options.max_num_seqs, options.max_num_batched_tokens),
+            self._commands,
+            build_matchers(options, engine),
+            build_speculation(options, engine, clock),
+        )
+
+    @property
+    def num_running(self) -> int:
+        """Sequences opened that have not ended."""
+        return len(self._outputs)
+
+    def open(self, spec: SequenceSpec) -> int:
+        """Opens a sequence in the next step; returns its handle."""
+        handle = next(self._handles)
+        self._outputs[handle] = []
+        self._commands.append(Open(0, handle, spec, KvSource.LOCAL))
+        return handle
+
+    def step(self) -> StepResult:
+        """One step of the core, timed."""
+        commands, self._commands[:] = list(self._commands), []
+        begin_s = self._clock()
+        events = self._core.step(commands).events
+        seconds = self._clock() - begin_s
+        emitted = [(e.handle, e.event) for e in events if isinstance(e.event, Tokens)]
+        return StepResult(
+            seconds,
+            sum(len(tokens.samples) for _, tokens in emitted),
+            sum(tokens.num_draft_tokens for _, tokens in emitted),
+            sum(tokens.num_accepted_tokens for _, tokens in emitted),
+            tuple(self._take(emitted)),
+        )
+
+    def _take(self, emitted: Sequence[tuple[int, Tokens]]) -> list[tuple[int, tuple[int, ...]]]:
+        ended = []
+        for handle, tokens in emitted:
+            self._outputs[handle] += [sample.token_id for sample in tokens.samples]
+            if tokens.finish:
+                ended.append((handle, tuple(self._outputs.pop(handle))))
+        return ended
 
 
 class Lane:

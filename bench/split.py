@@ -27,7 +27,6 @@ from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from baton.client import AsyncClient
 from baton.config import ServeOptions
@@ -35,12 +34,12 @@ from baton.config.load import load_options
 from baton.errors import BatonError
 from baton.supervisor import ChildFailed
 from bench.drive import DriveOptions, cluster_options, drive, started
-from bench.machine import document_of, now
+from bench.machine import document_of, now, publish
 from bench.measure import Slo, goodput
 from bench.mixed_load import MixedLoad, MixedSummary, Steady, mixed_load, summarise_mixed
 from bench.peers.models import NAMES, checkpoint
 from bench.plan import LoadOptions, entries_of, runs_of
-from bench.report import write_json
+from bench.suite.split_tables import split_table
 from bench.workload import TraceEntry, TraceError
 
 TUNED = "colocated-tuned"
@@ -149,31 +148,6 @@ def run_options() -> DriveOptions:
     return DriveOptions(cache_salt=secrets.token_hex(8), timeout_s=120.0)
 
 
-def table_of(points: Sequence[Point]) -> Table:
-    """One row per run, latencies in milliseconds: ITL of the steady answers, then TTFT of long
-    prompts and of short ones."""
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    table.add_column("target", no_wrap=True)
-    headings = ("long/s", "ITL p50", "p99", "max", "TTFT p50", "p99", "short", "in SLO", "lost")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for point in points:
-        summary = point.summary
-        table.add_row(
-            point.target,
-            f"{point.rate:g}",
-            f"{summary.itl_ms.p50:.1f}",
-            f"{summary.itl_ms.p99:.1f}",
-            f"{summary.itl_ms.max:.0f}",
-            f"{summary.burst_ttft_ms.p50:.0f}",
-            f"{summary.burst_ttft_ms.p99:.0f}",
-            f"{summary.steady_ttft_ms.p99:.0f}",
-            f"{summary.attainment:.0%}",
-            str(summary.num_failed),
-        )
-    return table
-
-
 def goodputs_of(points: Sequence[Point], wanted: float) -> dict[str, float | None]:
     """Long prompts/s of each target; see bench.measure.goodput."""
     return {
@@ -240,7 +214,6 @@ def main(
         slo_attainment,
     )
     started_at = now()
-    console = Console(width=120)
     folder = str(checkpoint(model, "bfloat16")) if model in NAMES else model
     settings = engine_settings(oracle_step_ms, oracle_token_us)
     try:
@@ -250,24 +223,18 @@ def main(
         raise SystemExit("\n".join((*error.last_lines, f"split: {error}"))) from None
     except (BatonError, TraceError, OSError) as error:
         raise SystemExit(f"split: {error}") from None
-    console.print(table_of(points))
-    goodputs = goodputs_of(points, slo_attainment)
-    for target, most in goodputs.items():
-        highest = f"below {min(comparison.rates):g}" if most is None else f"{most:g}"
-        console.print(f"goodput of {target}: {highest} long prompts/s")
-    if json_path:
-        data = {
-            "model": model,
-            "engine": {"step_ms": oracle_step_ms, "token_us": oracle_token_us},
-            "chunk_tokens": {
-                name: options.max_num_batched_tokens
-                for name, options in clusters.items()
-                if options.colocated
-            },
-            "tuned_tokens": tuned_tokens,
-            **_data(comparison, points, goodputs),
-        }
-        write_json(json_path, document_of("bench.split", started_at, data))
+    data = {
+        "model": model,
+        "engine": {"step_ms": oracle_step_ms, "token_us": oracle_token_us},
+        "chunk_tokens": {
+            name: options.max_num_batched_tokens
+            for name, options in clusters.items()
+            if options.colocated
+        },
+        "tuned_tokens": tuned_tokens,
+        **_data(comparison, points, goodputs_of(points, slo_attainment)),
+    }
+    publish(document_of("bench.split", started_at, data), json_path, split_table)
 
 
 def _data(

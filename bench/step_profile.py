@@ -25,9 +25,6 @@ from statistics import median
 from typing import ParamSpec, TypeVar
 from unittest.mock import patch
 
-from rich.console import Console
-from rich.table import Table
-
 from baton.engine import step_runner, torch_engine
 from baton.engine.load_engine import load_engine
 from baton.engine.torch_engine import TorchEngine
@@ -35,12 +32,12 @@ from baton.model.config import ModelConfig, read_config
 from baton.model.decoder import Decoder
 from baton_kernels.cpu.layers import NUM_STAGES, RunningLayers
 from baton_kernels.cpu.library import library
-from bench.machine import document_of, now
+from bench.machine import document_of, now, publish
 from bench.peers.comparison import use_cores
 from bench.peers.models import NAMES, checkpoint
 from bench.peers.ours import next_tokens
-from bench.report import write_json
 from bench.roof import Roof, measure_roof
+from bench.suite.engine_tables import profile_table
 
 _BLOCK_TOKENS = 16
 
@@ -149,19 +146,6 @@ def floors_ms(config: ModelConfig, dtype: str, context: int, roof: Roof) -> dict
     return {part: num_read.get(part, 0) / roof.read_bytes_per_s * 1e3 for part in PARTS}
 
 
-def profile_table(profile: Profile, floors: Mapping[str, float]) -> Table:
-    """Milliseconds."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("part", "floor", "ms", "above it"):
-        table.add_column(heading, no_wrap=True)
-    for part, ms in profile.parts_ms.items():
-        table.add_row(part, f"{floors[part]:.2f}", f"{ms:.2f}", f"{ms - floors[part]:.2f}")
-    total, floor = sum(profile.parts_ms.values()), sum(floors.values())
-    table.add_row("all parts", f"{floor:.2f}", f"{total:.2f}", f"{total - floor:.2f}")
-    table.add_row("a step that nobody looks into", "", f"{profile.step_ms:.2f}", "")
-    return table
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -190,18 +174,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     roof = measure_roof()
     profile = profile_steps(engine, given.context, given.steps)
     floors = floors_ms(read_config(folder), given.dtype, given.context + given.steps, roof)
-    Console(width=120).print(profile_table(profile, floors))
-    if given.json:
-        data = {
-            "model": given.model,
-            "dtype": given.dtype,
-            "context": given.context + given.steps,
-            "num_threads": given.threads,
-            "roof": dataclasses.asdict(roof),
-            "floors_ms": floors,
-            **dataclasses.asdict(profile),
-        }
-        write_json(given.json, document_of("bench.step_profile", started, data))
+    data = {
+        "model": given.model,
+        "dtype": given.dtype,
+        "context": given.context + given.steps,
+        "num_threads": given.threads,
+        "roof": dataclasses.asdict(roof),
+        "floors_ms": floors,
+        **dataclasses.asdict(profile),
+    }
+    publish(document_of("bench.step_profile", started, data), given.json, profile_table)
 
 
 if __name__ == "__main__":

@@ -17,16 +17,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-from bench.machine import document_of, now
+from bench.machine import document_of, now, publish
 from bench.peers.comparison import Case, data_of, run_case, show_progress, use_cores
-from bench.peers.figures import Figure
 from bench.peers.models import NAMES, peer_versions
 from bench.peers.processes import CONTENDERS, INT8
 from bench.peers.task import Task
-from bench.report import write_json
+from bench.suite.engine_tables import peers_table
 
 _TOKENS = 16
 #: Short enough that all of it takes minutes: large models read few tokens a second here.
@@ -63,21 +59,6 @@ def rounds_of(case: Case, num_rounds: int) -> int:
     return 1 if case.dtype == "float32" else num_rounds
 
 
-def table_of(figures: Sequence[Figure]) -> Table:
-    """One row each, times in milliseconds."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("model", "dtype", "B", "context", "contender"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("prompt", "step", "best", "agreement"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for f in figures:
-        agreement = "-" if f.agreement is None else f"{f.agreement:.0%}"
-        where = (f.model, f.dtype, str(f.batch), str(f.context), f.contender)
-        times = (f"{f.prompt_ms:.1f}", f"{f.step_ms:.2f}", f"{f.best_step_ms:.2f}")
-        table.add_row(*where, *times, agreement)
-    return table
-
-
 def main() -> None:
     """Measure and print."""
     peers = [name for name in CONTENDERS if not name.startswith("baton")]
@@ -100,12 +81,10 @@ def main() -> None:
     for case in cases_of(given.model, given.dtype, given.peer):
         results.append(run_case(case, rounds_of(case, given.rounds), given.threads))
         show_progress(case, results[-1])
-    Console(width=120).print(table_of([figure for result in results for figure in result.figures]))
-    if given.json:
-        data = {"num_threads": given.threads, **data_of(results)}
-        document = document_of("bench.peers", started, data)
-        document["versions"] |= peer_versions()
-        write_json(given.json, document)
+    data = {"num_threads": given.threads, **data_of(results)}
+    document = document_of("bench.peers", started, data)
+    document["versions"] |= peer_versions()
+    publish(document, given.json, peers_table)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.machine import describe_commit
-from bench.report import write_json
+from bench.machine import describe_commit, write_json
 from bench.suite.markdown import NOT_MEASURED, replaced
 from bench.suite.sections import SECTIONS, Section, tables
 

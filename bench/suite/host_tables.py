@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.suite.markdown import Goal, about, goal_line, number, table
@@ -52,35 +52,39 @@ def ahead_table(document: Mapping[str, Any]) -> str:
 
 
 def gateway_table(document: Mapping[str, Any]) -> str:
-    """The gateway's process, what it adds to the first token, and the whole service."""
+    """The gateway's process and what it adds to the first token, by each way in; and the whole
+    service."""
+    service = document["service"]
+    parts = [about(document)]
+    for end, door in (("", ""), ("_http", "By HTTP:\n\n")):
+        if flows := document.get(f"gateway{end}"):
+            added_ms = document[f"added_ttft_ms{end}"]["added_ms"]
+            parts += [f"{door}{_flows_table(flows)}", _flow_goals(flows, added_ms)]
+    shares = {f"{service['num_streams']} streams": service["share"]}
+    return "\n\n".join(parts) + f"\n{goal_line(_SHARE, shares)}"
+
+
+def _flows_table(flows: Sequence[Mapping[str, Any]]) -> str:
     headings = (
         *("Source", "Offers tokens/s", "Tokens in a chunk", "CPU us a chunk", "of a bare server"),
         "Tokens a second of one core",
     )
+    keys = ("chunk_tokens", "chunk_cpu_us", "bare_cpu_us", "tokens_per_core_s")
     rows = [
-        [
-            _source(one["flow"]),
-            number(_offered_per_s(one["flow"])),
-            number(one["chunk_tokens"]),
-            number(one["chunk_cpu_us"]),
-            number(one["bare_cpu_us"]),
-            number(one["tokens_per_core_s"]),
-        ]
-        for one in document["gateway"]
+        [_source(one["flow"]), number(_offered_per_s(one["flow"])), *(number(one[k]) for k in keys)]
+        for one in flows
     ]
+    return table(headings, rows)
+
+
+def _flow_goals(flows: Sequence[Mapping[str, Any]], added_ms: float) -> str:
     # A gateway that is offered less takes more, and smaller, chunks than it could do with.
     at_most = {
         _source(one["flow"]): one["tokens_per_core_s"]
-        for one in document["gateway"]
+        for one in flows
         if _offered_per_s(one["flow"]) > _TOKENS.bound
     }
-    ttft, service = document["added_ttft_ms"], document["service"]
-    goals = [
-        goal_line(_TOKENS, at_most),
-        goal_line(_TTFT, {"added": ttft["added_ms"]}, " ms"),
-        goal_line(_SHARE, {f"{service['num_streams']} streams": service["share"]}),
-    ]
-    return "\n\n".join([about(document), table(headings, rows), "\n".join(goals)])
+    return f"{goal_line(_TOKENS, at_most)}\n{goal_line(_TTFT, {'added': added_ms}, ' ms')}"
 
 
 def _source(flow: Mapping[str, Any]) -> str:

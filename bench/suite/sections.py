@@ -14,7 +14,7 @@ from bench.suite.engine_tables import (
     profile_table,
 )
 from bench.suite.host_tables import ahead_table, gateway_table, scheduler_table
-from bench.suite.split_tables import split_table, stations_table
+from bench.suite.split_tables import split_table
 
 Render = Callable[[Mapping[str, Any]], str]
 
@@ -64,7 +64,6 @@ _SPLIT_SLOW = (
     *("--rate", "2", "--rate", "4", "--seconds", "12", "--burst-size", "2", "--steady-rate", "3"),
     *("--ttft-slo-ms", "3000", "--tpot-slo-ms", "25"),
 )
-_STATIONS = (*_H200, "--long-tokens", "2000", "--rate", "8", "--seconds", "10")
 _SPLIT_QUICK = (
     *("tiny", "--long-tokens", "60", "--burst-size", "2", "--rate", "4", "--seconds", "1"),
     *("--steady-rate", "4", "--steady-output-tokens", "8"),
@@ -141,24 +140,6 @@ SECTIONS = (
         arguments=_SPLIT_SLOW,
         quick=(*_SPLIT_QUICK, "--oracle-step-ms", "1", "--oracle-token-us", "5"),
         tables={"split-slow": split_table},
-        trace=("--input-scale", "4", "--trace"),
-    ),
-    Section(
-        name="stations",
-        module="bench.stations",
-        arguments=_STATIONS,
-        quick=(
-            "tiny",
-            "--long-tokens",
-            "60",
-            "--rate",
-            "4",
-            "--seconds",
-            "1",
-            "--steady-rate",
-            "4",
-        ),
-        tables={"stations": stations_table},
         trace=("--input-scale", "4", "--trace"),
     ),
 )

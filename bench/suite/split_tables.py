@@ -1,4 +1,4 @@
-"""Two tiers beside one. Pure: results of bench.split and bench.stations in, Markdown out."""
+"""Two tiers beside one. Pure: results of bench.split in, Markdown out."""
 
 from __future__ import annotations
 
@@ -9,16 +9,6 @@ from bench.suite.markdown import Goal, about, goal_line, number, table
 
 _STEADY = Goal("Goal: gaps in steady answers, p99, a tenth of those of one tier", 10.0)
 _SPLIT, _COLOCATED = "split", "colocated"
-
-#: Fields of bench.stations.Stations, with what they are.
-_STATIONS = (
-    ("late", "Another process asleep for as long: how late it wakes"),
-    ("asked", "A step of the engine, as it was asked for"),
-    ("engine", "A step of the engine"),
-    ("worker", "From a sequence's step to its next one"),
-    ("client", "Gaps at the client"),
-    ("first", "The first of each answer's gaps, in which its KV is handed over"),
-)
 
 
 def split_table(document: Mapping[str, Any]) -> str:
@@ -78,21 +68,6 @@ def _beside_others(document: Mapping[str, Any]) -> list[str]:
     ratios = {k: v for rival in rivals for k, v in _ratios(document, rival).items()}
     text = ", ".join(f"{name} {number(value)} times" for name, value in ratios.items())
     return [f"* The same, beside small chunks: {text}."] if text else []
-
-
-def stations_table(document: Mapping[str, Any]) -> str:
-    """One row for each station."""
-    engine = document["engine"]
-    what = (
-        f"A step takes {engine['step_ms']:g} ms and {engine['token_us']:g} us for each new token; "
-        f"{document['rate']:g} long prompts a second. Milliseconds."
-    )
-    rows = [
-        [name, *(number(document["stations"][key][q]) for q in ("p50", "p90", "p99", "max"))]
-        for key, name in _STATIONS
-    ]
-    stations = table(("Station", "p50", "p90", "p99", "max"), rows)
-    return f"{about(document)} {what}\n\n{stations}"
 
 
 def _goodput(document: Mapping[str, Any]) -> str:

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from bench.machine import write_json
 from bench.measure import Record, Slo, summarise
 from bench.report import (
     Point,
-    document_of,
+    data_of,
     goodput_lines,
     plot,
     series,
     table_of,
     targets_of,
-    write_json,
 )
 
 SLO = Slo(ttft_ms=100, tpot_ms=20)
@@ -65,9 +65,8 @@ def test_goodput_says_when_the_answer_lies_outside_what_was_measured() -> None:
 
 def test_the_document_holds_all_points_and_is_json(tmp_path: Path) -> None:
     path = tmp_path / "load.json"
-    write_json(path, document_of(POINTS, SLO, 0.9, {"git": {"commit": "abc"}}))
+    write_json(path, data_of(POINTS, SLO, 0.9))
     told = json.loads(path.read_text())
-    assert told["git"] == {"commit": "abc"}
     assert told["slo"] == {"ttft_ms": 100, "tpot_ms": 20, "wanted_attainment": 0.9}
     assert told["goodput_requests_per_s"] == {"split": 4.0, "colocated": 2.0}
     assert [entry["target"] for entry in told["points"]] == [p.target for p in POINTS]

@@ -10,7 +10,7 @@ import pytest
 from bench.suite.engine_tables import engine_table, levels_table, peers_table
 from bench.suite.host_tables import ahead_table, gateway_table, scheduler_table
 from bench.suite.markdown import Goal, about, goal_line, number, table
-from bench.suite.split_tables import split_table, stations_table
+from bench.suite.split_tables import split_table
 
 ABOUT: dict[str, Any] = {
     "command": ["python", "-m", "bench.some", "--json", "some.json"],
@@ -241,23 +241,6 @@ def test_a_rival_that_no_goal_speaks_of_meets_and_misses_none() -> None:
     assert "At most" not in told
     assert "beside small chunks: colocated-tuned at 2/s 15.0 times." in told
     assert told.count("(met)") == 1
-
-
-STATIONS = ("late", "asked", "engine", "worker", "client", "first")
-
-
-def test_stations_are_told_one_after_the_other() -> None:
-    times = {"p50": 5.0, "p90": 6.0, "p99": 7.0, "max": 123.4}
-    told = stations_table(
-        {
-            **ABOUT,
-            "engine": {"step_ms": 5.5, "token_us": 20.0},
-            "rate": 4.0,
-            "stations": dict.fromkeys(STATIONS, times),
-        }
-    )
-    assert "| Gaps at the client | 5.00 | 6.00 | 7.00 | 123 |" in told
-    assert "4 long prompts a second" in told
 
 
 def test_llama_cpp_is_compared_at_one() -> None:
