@@ -4,17 +4,18 @@ to telemetry."""
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from baton import __version__
-from baton.errors import BatonError, Cancelled, DeadlineExceeded, EngineFault
+from baton.errors import BatonError, DeadlineExceeded
 from baton.rpc.api_key import shown_digest
+from baton.rpc.status import REQUEST_ID_KEY
 from baton.sampling_params import MAX_CHOICES
 from baton.telemetry import no_telemetry
 from baton.telemetry.spans import trace_of
@@ -23,8 +24,7 @@ from baton.v1 import inference_pb2, sampling_pb2
 from baton.wire import numerics_to_proto
 from gateway.intake.chat import ChatRenderer, more_of
 from gateway.intake.grammars import GrammarCompiler
-from gateway.intake.request import ChoiceSoFar, ValidatedRequest, unique_request_id
-from gateway.intake.sampling_rules import num_returned
+from gateway.intake.request import ValidatedRequest
 from gateway.intake.tokenizer import Tokenizer, TooManyTokens
 from gateway.intake.validator import (
     Ids,
@@ -44,6 +44,9 @@ from gateway.telemetry.recorder import GatewayRecorder, RecentHandoffs, RequestR
 
 #: Tokens that any model is taken to have room for until a worker reports.
 _UNKNOWN_LEN = 2**20
+
+_VALID_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_SUFFIX_BYTES = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +99,6 @@ class Serving:
         chat: ChatRenderer | None,
         grammars: GrammarCompiler,
         recorder: GatewayRecorder | None = None,
-        *,
-        now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         """chat: None if the model has no chat template. recorder: on the clock of `deps`; None for
         none."""
@@ -107,7 +108,6 @@ class Serving:
         self.tokenizer = tokenizer
         self._chat = chat
         self._grammars = grammars
-        self._now_ns = now_ns
         self._infos: tuple[WorkerInfo, ...] = ()
         """Of decode workers, when `_known_facts` was made of it."""
         self._known_facts = self._facts_by(self._infos)
@@ -118,41 +118,22 @@ class Serving:
 
     async def generate(self, request: inference_pb2.GenerateRequest, call: Call) -> None:
         """Stream the output of one request to `call.write`. Raises BatonError."""
-        arrival_s = self._clock()
-        is_chat = request.prompt.WhichOneof("kind") == "chat"
-        record = self._recorder.begin(call.metadata, arrival_s, is_chat=is_chat)
-        error: str | None = EngineFault.reason
-        try:
-            await self._generate(request, call, record)
-            error = None
-        except BatonError as failure:
-            error = failure.reason
-            raise
-        except asyncio.CancelledError:
-            error = Cancelled.reason
-            raise
-        finally:
-            self._recorder.end(record, error)
-
-    async def _generate(
-        self, request: inference_pb2.GenerateRequest, call: Call, record: RequestRecord
-    ) -> None:
-        request_id = unique_request_id(call.metadata)
-        account = shown_digest(call.metadata) if self._options.has_api_keys else b""
         timeout_s = self._options.request_timeout_s if call.timeout_s is None else call.timeout_s
         deadline_s = asyncio.get_running_loop().time() + timeout_s
-        try:
-            async with fail_at(deadline_s, _too_late):
-                validated = await self._validated(request, request_id, record)
-                validated = replace(validated, account=account or validated.spec.tenant)
-        except BatonError as error:
-            error.request_id = request_id
-            raise
-        if call.on_validated is not None:
-            call.on_validated(validated)
-        driver = RequestDriver(self._deps, validated, call.write, deadline_s, record.timeline)
-        on_admitted = call.on_admitted and functools.partial(call.on_admitted, request_id)
-        await driver.run(on_admitted)
+        is_chat = request.prompt.WhichOneof("kind") == "chat"
+        with self._recorder.recording(call.metadata, is_chat=is_chat) as record:
+            request_id = unique_request_id(call.metadata)
+            try:
+                async with fail_at(deadline_s, _too_late):
+                    validated = await self._validated(request, call, request_id, record)
+            except BatonError as error:
+                error.request_id = request_id
+                raise
+            record.spec = validated.spec
+            if call.on_validated is not None:
+                call.on_validated(validated)
+            driver = RequestDriver(self._deps, validated, call.write, deadline_s, record.timeline)
+            await driver.run(call.on_admitted)
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> tuple[int, ...]:
         """Token ids of a prompt, as `generate` would use them."""
@@ -196,7 +177,11 @@ class Serving:
         return self._known_facts
 
     async def _validated(
-        self, request: inference_pb2.GenerateRequest, request_id: str, record: RequestRecord
+        self,
+        request: inference_pb2.GenerateRequest,
+        call: Call,
+        request_id: str,
+        record: RequestRecord,
     ) -> ValidatedRequest:
         facts, params = self.facts, request.sampling
         check_request(request, facts)
@@ -204,29 +189,19 @@ class Serving:
         prompt_token_ids = await self._tokenize(request.prompt, facts)
         words = params.bad_words
         bad_words = await self.tokenizer.ways_to_write(words) if words else ()
-        tokenize_ms = (self._clock() - started_s) * 1e3
+        record.timeline.tokenize_ms = (self._clock() - started_s) * 1e3
         is_structured = params.HasField("structured_output")
         grammar = await self._grammars.compile(params.structured_output) if is_structured else b""
         ids = Ids(
             request_id,
             secrets.randbits(64),
-            self._now_ns(),
+            record.arrival_ns,
             *trace_of(record.span.get_span_context()),
+            shown_digest(call.metadata) if self._options.has_api_keys else b"",
         )
-        spec, text = resolve(request, Tokenized(prompt_token_ids, bad_words, grammar), facts, ids)
-        record.spec = spec
-        return ValidatedRequest(
-            spec,
-            text,
-            record.timeline.arrival_s,
-            tokenize_ms,
-            num_returned=num_returned(params),
-            echo_text=await self._echo_text(request, prompt_token_ids) if params.echo else None,
-            resume_from={
-                entry.choice: ChoiceSoFar(tuple(entry.token_ids), entry.num_chars, entry.has_ended)
-                for entry in request.resume_from
-            },
-        )
+        echo_text = await self._echo_text(request, prompt_token_ids) if params.echo else None
+        tokenized = Tokenized(prompt_token_ids, bad_words, grammar, echo_text)
+        return resolve(request, tokenized, facts, ids)
 
     async def _echo_text(
         self, request: inference_pb2.GenerateRequest, prompt_token_ids: tuple[int, ...]
@@ -289,6 +264,19 @@ def _adapters_of(infos: Sequence[WorkerInfo], taken: Collection[str]) -> tuple[s
         return ()
     common = set(infos[0].adapters).intersection(*(info.adapters for info in infos[1:]))
     return tuple(name for name in infos[0].adapters if name in common and name not in taken)
+
+
+def unique_request_id(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """The caller's x-request-id, if it gave one that is valid, or a fresh name; with a suffix that
+    makes it unique.
+
+    Two requests of one name never meet in a queue, a cache or a ticket.
+    """
+    given_id = next((value for key, value in metadata or () if key == REQUEST_ID_KEY), "")
+    suffix = secrets.token_hex(_SUFFIX_BYTES)
+    if isinstance(given_id, str) and _VALID_ID.fullmatch(given_id):
+        return f"{given_id}-{suffix}"
+    return f"req-{suffix}"
 
 
 def _too_late() -> DeadlineExceeded:

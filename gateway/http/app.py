@@ -31,9 +31,8 @@ from gateway.http.page import LIVE_PATH, PAGE_FILES, Page
 from gateway.http.requests import Body, BodyT, check_token_ids, field_namer, parsed
 from gateway.http.responses import ResponsesBody, ResponsesFormat
 from gateway.http.tokens import DetokenizeBody, TokenizeBody
-from gateway.intake.request import unique_request_id
 from gateway.intake.validator import check_model
-from gateway.serving import Serving
+from gateway.serving import Serving, unique_request_id
 
 _log = logging.getLogger(__name__)
 

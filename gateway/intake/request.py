@@ -1,18 +1,12 @@
 """A request that passed the validator: what its driver needs, and nothing that could still be
-wrong; and its name."""
+wrong."""
 
 from __future__ import annotations
 
-import re
-import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from baton.rpc.status import REQUEST_ID_KEY
 from baton.types import SequenceSpec
-
-_VALID_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-_SUFFIX_BYTES = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +33,11 @@ class ChoiceSoFar:
 
 @dataclass(frozen=True, slots=True)
 class ValidatedRequest:
-    """One request. arrival_s: on the event loop's clock. tokenize_ms: rendering and tokenizing."""
+    """One request."""
 
     spec: SequenceSpec
     """Of all its choices together; the outputs of a beam search are its choices, too."""
     text: TextOptions
-    arrival_s: float
-    tokenize_ms: float = 0.0
     num_returned: int = 1
     """Choices sent to the client: all, or the best of them."""
     echo_text: str | None = None
@@ -54,21 +46,3 @@ class ValidatedRequest:
     """Whose it is: accounts share the queue alike."""
     resume_from: Mapping[int, ChoiceSoFar] = field(default_factory=dict)
     """By choice, what is not to be sent again."""
-
-    @property
-    def is_best_of(self) -> bool:
-        """Whether not all choices are sent."""
-        return self.num_returned < self.spec.num_choices
-
-
-def unique_request_id(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The caller's x-request-id, if it gave one that is valid, or a fresh name; with a suffix that
-    makes it unique.
-
-    Two requests of one name never meet in a queue, a cache or a ticket.
-    """
-    given = next((value for key, value in metadata or () if key == REQUEST_ID_KEY), "")
-    suffix = secrets.token_hex(_SUFFIX_BYTES)
-    if isinstance(given, str) and _VALID_ID.fullmatch(given):
-        return f"{given}-{suffix}"
-    return f"req-{suffix}"

@@ -98,11 +98,6 @@ def bad_word_violations(
         yield FieldViolation(f"{_PATH}.bad_words[{index}]", text)
 
 
-def num_returned(params: sampling_pb2.SamplingParams) -> int:
-    """Outputs that the client gets."""
-    return given(params, "n", 1)
-
-
 def sampling_of(
     params: sampling_pb2.SamplingParams,
     num_prompt_tokens: int,
@@ -149,7 +144,7 @@ def _beam_params(params: sampling_pb2.SamplingParams) -> BeamParams:
         width=beam.width,
         length_penalty=given(beam, "length_penalty", 1.0),
         early_stopping=EarlyStopping(beam.early_stopping),
-        num_returned=num_returned(params),
+        num_returned=given(params, "n", 1),
     )
 
 
@@ -161,7 +156,7 @@ def _n_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) -> Vio
 
 def _best_of_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) -> Violations:
     most = min(MAX_CHOICES, facts.max_num_seqs)
-    n = num_returned(params)
+    n = given(params, "n", 1)
     if not n <= params.best_of <= most:
         yield FieldViolation(
             f"{_PATH}.best_of",
@@ -192,7 +187,7 @@ def _beam_violations(params: sampling_pb2.SamplingParams, facts: ModelFacts) -> 
     if not 1 <= beam.width <= most:
         shown = str(most) if most == MAX_BEAM_WIDTH else _most_at_once(most)
         yield FieldViolation(f"{path}.width", f"{beam.width}: must be 1 to {shown}")
-    elif num_returned(params) > beam.width:
+    elif given(params, "n", 1) > beam.width:
         yield FieldViolation(
             f"{_PATH}.n", f"{params.n}: must be at most beam_search.width, {beam.width}"
         )

@@ -133,7 +133,8 @@ class Tokenizer:
         too much time or memory, and Overloaded while too many other long texts wait.
         """
         if len(text) < _LONG_TEXT_CHARS:
-            ids = self._encode(text, add_special_tokens)
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            ids = tuple(encoding.ids)
             if len(ids) > max_tokens:
                 raise TooManyTokens(len(ids))
             return ids
@@ -201,10 +202,6 @@ class Tokenizer:
         if answer["num_tokens"] > max_tokens:
             raise TooManyTokens(answer["num_tokens"])
         return tuple(json.loads(answer["text"]))
-
-    def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
-        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return tuple(encoding.ids)
 
 
 def _refusal(text: str, why: str) -> BatonError:

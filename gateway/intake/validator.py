@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from baton.errors import BatonError, FieldViolation, InvalidRequest, ModelNotFound
 from baton.types import SequenceSpec, tenant_of
 from baton.v1 import inference_pb2, sampling_pb2
-from gateway.intake.request import TextOptions
+from gateway.intake.request import ChoiceSoFar, TextOptions, ValidatedRequest
 from gateway.intake.sampling_rules import (
     BadWordIds,
     bad_word_violations,
-    num_returned,
     prompt_logprobs_violations,
     sampling_of,
     sampling_violations,
@@ -34,13 +33,14 @@ _MAX_NAME_CHARS = 40
 @dataclass(frozen=True, slots=True)
 class Ids:
     """What is drawn or counted for a request, and not part of it. traceparent, tracestate: of its
-    span; may be empty."""
+    span; may be empty. account: of its API key; empty if there is none."""
 
     request_id: str
     seed: int
     arrival_ns: int
     traceparent: str = ""
     tracestate: str = ""
+    account: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,14 @@ class Tokenized:
     """A request's texts as the tiers read them. bad_words: one entry per word of
     sampling.bad_words.
 
-    grammar: that of sampling.structured_output, or empty.
+    grammar: that of sampling.structured_output, or empty. echo_text: the prompt's text, if the
+    outputs are to begin with it.
     """
 
     prompt_token_ids: tuple[int, ...]
     bad_words: BadWordIds = ()
     grammar: bytes = b""
+    echo_text: str | None = None
 
 
 def check_model(name: str, facts: ModelFacts) -> None:
@@ -117,10 +119,10 @@ def too_long(num_prompt_tokens: int, facts: ModelFacts) -> BatonError:
 
 def resolve(
     request: inference_pb2.GenerateRequest, tokenized: Tokenized, facts: ModelFacts, ids: Ids
-) -> tuple[SequenceSpec, TextOptions]:
+) -> ValidatedRequest:
     """What a checked request, now tokenized, means. Raises InvalidRequest if its tokens, lengths or
     words do not fit."""
-    params = request.sampling
+    params, num_returned = request.sampling, given(request.sampling, "n", 1)
     num_prompt_tokens = len(tokenized.prompt_token_ids)
     if not num_prompt_tokens:
         raise InvalidRequest.of(FieldViolation("prompt", "no token comes of it; give some text"))
@@ -151,7 +153,7 @@ def resolve(
         arrival_ns=ids.arrival_ns,
         traceparent=ids.traceparent,
         tracestate=ids.tracestate,
-        num_choices=given(params, "best_of", num_returned(params)),
+        num_choices=given(params, "best_of", num_returned),
         adapter=request.model if request.model in facts.adapters else "",
     )
     if request.resume_from and (violations := [*_finished_violations(request, spec, facts)]):
@@ -162,7 +164,12 @@ def resolve(
         skip_special_tokens=given(params, "skip_special_tokens", True),
         user_stop_token_ids=frozenset(params.stop_token_ids),
     )
-    return spec, text
+    resume_from = {
+        entry.choice: ChoiceSoFar(tuple(entry.token_ids), entry.num_chars, entry.has_ended)
+        for entry in request.resume_from
+    }
+    account = ids.account or spec.tenant
+    return ValidatedRequest(spec, text, num_returned, tokenized.echo_text, account, resume_from)
 
 
 def _prompt_violations(prompt: inference_pb2.Prompt, facts: ModelFacts) -> Violations:
@@ -233,7 +240,7 @@ def _chat_violations(chat: inference_pb2.ChatPrompt, facts: ModelFacts) -> Viola
 
 def _resume_violations(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> Violations:
     entries, params = request.resume_from, request.sampling
-    n = num_returned(params)
+    n = given(params, "n", 1)
     if params.HasField("beam_search") or given(params, "best_of", n) != n:
         yield FieldViolation(
             "resume_from",

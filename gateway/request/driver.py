@@ -49,7 +49,8 @@ from gateway.routing.migrator import Migrator
 from gateway.routing.placement import Placement
 from gateway.telemetry.timing import Timeline
 
-OnAdmitted = Callable[[], Awaitable[None]]
+#: Takes the request's id.
+OnAdmitted = Callable[[str], Awaitable[None]]
 
 #: The worker's link, and the first of the handles there.
 _Opened = tuple[WorkerLink, int]
@@ -89,13 +90,14 @@ class RequestDriver:
         self._deadline_s = deadline_s
         self._loop = asyncio.get_running_loop()
         self._clock = deps.clock or self._loop.time
-        timeline = timeline or Timeline(request.arrival_s)
-        timeline.tokenize_ms = request.tokenize_ms
+        timeline = timeline or Timeline(self._clock())
         timeline.num_choices = request.spec.num_choices
-        timeline.is_streamed = not (request.is_best_of or request.spec.sampling.beam)
+        self._is_best_of = request.num_returned < request.spec.num_choices
+        """Whether not all choices are sent."""
+        timeline.is_streamed = not (self._is_best_of or request.spec.sampling.beam)
         stall_timeout_s = deps.client_stall_timeout_s
         self._delivery = Delivery(request, write, timeline, self._clock, stall_timeout_s)
-        spec = _with_logprobs(request.spec) if request.is_best_of else request.spec
+        spec = _with_logprobs(request.spec) if self._is_best_of else request.spec
         decoding = deps.decodings[request.text.skip_special_tokens]
         # A grammar counts a space that its text begins with.
         is_continuation, min_tokens = bool(spec.sampling.grammar), spec.sampling.min_tokens
@@ -138,7 +140,7 @@ class RequestDriver:
                     # What was just put into the workers' streams goes out first: they are at it
                     # meanwhile.
                     await asyncio.sleep(0)
-                    await on_admitted()
+                    await on_admitted(self._request.spec.request_id)
                 await self._deliver_all()
         except BatonError as error:
             error.request_id = error.request_id or self._request.spec.request_id
@@ -159,7 +161,7 @@ class RequestDriver:
                 choice = next(iter(self._news))
                 self._perform(self.state.on_delivery(choice))
                 del self._news[choice]
-                if not self._request.is_best_of and (piece := choice.output.take()):
+                if not self._is_best_of and (piece := choice.output.take()):
                     await self._delivery.send(choice.index, piece, self.state.prompt_logprobs)
             if self._error is not None:
                 raise self._error
@@ -168,7 +170,7 @@ class RequestDriver:
             self._waiter = self._loop.create_future()
             await self._waiter
             self._waiter = None
-        if self._request.is_best_of:
+        if self._is_best_of:
             pieces = [piece for c in self.state.choices if (piece := c.output.take())]
             for index, piece in enumerate(best(pieces, self._request.num_returned)):
                 await self._delivery.send(index, piece, self.state.prompt_logprobs)

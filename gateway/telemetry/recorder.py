@@ -8,9 +8,12 @@ errors, which may repeat it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,6 +21,7 @@ from opentelemetry.metrics import CallbackOptions, Meter, Observation
 from opentelemetry.trace import Span, SpanKind, set_span_in_context
 
 from baton.errors import (
+    BatonError,
     Cancelled,
     ClientStalled,
     DeadlineExceeded,
@@ -147,8 +151,10 @@ class RequestRecord:
 
     timeline: Timeline
     span: Span
-    wall: WallClock
-    operation: str
+    arrival_ns: int
+    """Since the epoch."""
+    common: Mapping[str, str]
+    """What all that is reported of it is labelled with."""
     spec: SequenceSpec | None = None
 
 
@@ -176,7 +182,16 @@ class GatewayRecorder:
 
     def __init__(self, telemetry: Telemetry, model: str, clock: Callable[[], float]) -> None:
         self._telemetry = telemetry
-        self._model = model
+        self._common = {
+            operation: {
+                names.OPERATION_NAME: operation,
+                names.PROVIDER_NAME: names.PROVIDER,
+                names.REQUEST_MODEL: model,
+                names.RESPONSE_MODEL: model,
+            }
+            for operation in ("chat", "text_completion")
+        }
+        """By operation: what all that is reported of it is labelled with."""
         self._clock = clock
         self._instruments = Instruments(telemetry.meter)
         self.num_active = 0
@@ -187,24 +202,37 @@ class GatewayRecorder:
             "baton.requests.active", [self._observe_active], description="Requests under way."
         )
 
-    def begin(
-        self, metadata: Iterable[tuple[str, str | bytes]] | None, arrival_s: float, *, is_chat: bool
-    ) -> RequestRecord:
-        """A request arrived. `end` must follow."""
-        wall = WallClock.of(self._clock)
-        operation = "chat" if is_chat else "text_completion"
+    @contextmanager
+    def recording(
+        self, metadata: Iterable[tuple[str, str | bytes]] | None, *, is_chat: bool
+    ) -> Iterator[RequestRecord]:
+        """Record a request that arrives now, and ends with the body."""
+        common = self._common["chat" if is_chat else "text_completion"]
+        arrival_s, arrival_ns = self._clock(), time.time_ns()
         span = self._telemetry.tracer.start_span(
-            f"{operation} {self._model}",
+            f"{common[names.OPERATION_NAME]} {common[names.REQUEST_MODEL]}",
             context_of_metadata(metadata),
             kind=SpanKind.SERVER,
-            attributes=self._common(operation),
-            start_time=wall.ns(arrival_s),
+            attributes=common,
+            start_time=arrival_ns,
         )
-        self.num_active += 1
         timeline = Timeline(arrival_s, on_handoff=self.handoffs.add)
-        return RequestRecord(timeline, span, wall, operation)
+        record = RequestRecord(timeline, span, arrival_ns, common)
+        self.num_active += 1
+        error: str | None = EngineFault.reason
+        try:
+            yield record
+            error = None
+        except BatonError as failure:
+            error = failure.reason
+            raise
+        except asyncio.CancelledError:
+            error = Cancelled.reason
+            raise
+        finally:
+            self._end(record, error)
 
-    def end(self, record: RequestRecord, error: str | None) -> None:
+    def _end(self, record: RequestRecord, error: str | None) -> None:
         """The request is over. error: the reason of its failure, one of baton.errors.BY_REASON;
         None if it ended well."""
         self.num_active -= 1
@@ -219,18 +247,11 @@ class GatewayRecorder:
         if record.timeline.num_bypassed_tokens:
             self._warn_of_bypass(record)
 
-    def _common(self, operation: str) -> dict[str, str]:
-        return {
-            names.OPERATION_NAME: operation,
-            names.PROVIDER_NAME: names.PROVIDER,
-            names.REQUEST_MODEL: self._model,
-            names.RESPONSE_MODEL: self._model,
-        }
-
     # Spans
 
     def _trace(self, record: RequestRecord, error: str | None, now_s: float) -> None:
-        span, timeline, wall = record.span, record.timeline, record.wall
+        span, timeline = record.span, record.timeline
+        wall = WallClock(record.arrival_ns - int(timeline.arrival_s * 1e9))
         if record.spec is not None:
             span.set_attributes(_request_attributes(record.spec))
         span.set_attributes(_response_attributes(timeline))
@@ -249,9 +270,8 @@ class GatewayRecorder:
 
     def _measure(self, record: RequestRecord, error: str | None, now_s: float) -> None:
         timeline, own = record.timeline, self._instruments
-        common = self._common(record.operation)
         failure = {names.ERROR_TYPE: error} if error else {}
-        own.duration.record(now_s - timeline.arrival_s, {**common, **failure})
+        own.duration.record(now_s - timeline.arrival_s, {**record.common, **failure})
         for event, _ in timeline.events:
             own.events.add(1, {names.EVENT: event.value})
         if timeline.num_resumes:
@@ -265,7 +285,7 @@ class GatewayRecorder:
         if error is None:
             finish = _FINISH_NAMES.get(timeline.finish, "unknown")
             own.finished.add(1, {"gen_ai.response.finish_reason": finish})
-            self._measure_times(timeline, common)
+            self._measure_times(timeline, record.common)
         elif error == Cancelled.reason:
             own.cancelled.add(1, {names.STATE: timeline.phase.value})
         elif any(event is RequestEvent.PLACED for event, _ in timeline.events):

@@ -24,7 +24,8 @@ class Notice:
         self.num_opened: list[int] = []
         self.num_waiting: list[int] = []
 
-    async def __call__(self) -> None:
+    async def __call__(self, request_id: str) -> None:
+        assert request_id
         assert not self._client.chunks
         self.num_opened.append(sum(len(decode.specs) for decode in self._world.decodes))
         self.num_waiting.append(self._world.dispatcher.num_waiting)
@@ -33,7 +34,7 @@ class Notice:
 async def run(world: World, request_id: str, notice: Notice, client: Client) -> None:
     now_s = asyncio.get_running_loop().time()
     spec = make_spec(request_id)
-    request = ValidatedRequest(spec, TextOptions(), arrival_s=now_s)
+    request = ValidatedRequest(spec, TextOptions())
     await RequestDriver(world.deps, request, client.write, now_s + 60.0).run(notice)
     assert client.token_ids == expected_output(spec)
 

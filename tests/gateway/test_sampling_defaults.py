@@ -48,8 +48,8 @@ def sampled(params: sampling_pb2.SamplingParams, facts: ModelFacts = FACTS) -> S
     prompt = inference_pb2.Prompt(text="hello")
     request = inference_pb2.GenerateRequest(prompt=prompt, sampling=params)
     check_request(request, facts)
-    spec, _ = resolve(request, Tokenized((3, 4)), facts, Ids("r", seed=7, arrival_ns=5))
-    return spec.sampling
+    resolved = resolve(request, Tokenized((3, 4)), facts, Ids("r", seed=7, arrival_ns=5))
+    return resolved.spec.sampling
 
 
 def given(**sampling: Any) -> Sampling:

@@ -31,7 +31,7 @@ async def take_at_once(_: inference_pb2.GenerateResponse) -> None: ...
 
 
 def delivery(write: Write = take_at_once) -> Delivery:
-    request = ValidatedRequest(SequenceSpec("r", (1,), Sampling()), TextOptions(), arrival_s=0.0)
+    request = ValidatedRequest(SequenceSpec("r", (1,), Sampling()), TextOptions())
     clock = asyncio.get_running_loop().time
     return Delivery(request, write, Timeline(0.0), clock, TIMEOUT_S)
 

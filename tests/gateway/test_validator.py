@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest, ModelNotFound
 from baton.sampling_params import OPTIONS
-from baton.types import BeamParams, EarlyStopping, SequenceSpec
+from baton.types import BeamParams, EarlyStopping
 from baton.v1 import inference_pb2, sampling_pb2
-from gateway.intake.request import TextOptions
-from gateway.intake.sampling_rules import num_returned
+from gateway.intake.request import ValidatedRequest
 from gateway.intake.validator import (
     Ids,
     Tokenized,
@@ -54,7 +53,7 @@ def ids_prompt(*ids: int) -> Prompt:
 
 def resolved(
     given_request: inference_pb2.GenerateRequest, prompt_token_ids: Sequence[int]
-) -> tuple[SequenceSpec, TextOptions]:
+) -> ValidatedRequest:
     """resolve(), where each bad word is two tokens, and another one after a space."""
     words = tuple(((i, i + 1), (i + 50,)) for i, _ in enumerate(given_request.sampling.bad_words))
     return resolve(given_request, Tokenized(tuple(prompt_token_ids), words), FACTS, IDS)
@@ -190,13 +189,13 @@ def test_what_is_about_drawing_goes_with_no_beam_search() -> None:
 def test_a_beam_search_is_resolved() -> None:
     asked = beams(width=4, early_stopping=2, n=3, min_tokens=2, stop_token_ids=[9], echo=True)
     check_request(asked, FACTS)
-    spec, _ = resolved(asked, (1,))
+    spec = resolved(asked, (1,)).spec
     beam = spec.sampling.beam
     assert beam == BeamParams(4, 1.0, EarlyStopping.NEVER, num_returned=3)
     assert spec.num_choices == 3
     assert spec.sampling.is_greedy
     assert spec.sampling.stop_token_ids == {2, 9}
-    assert num_returned(asked.sampling) == 3
+    assert resolved(asked, (1,)).num_returned == 3
 
 
 def test_choices_are_resolved() -> None:
@@ -206,16 +205,16 @@ def test_choices_are_resolved() -> None:
         (request(n=3, best_of=5), 5, 3),
         (request(best_of=5), 5, 1),
     ):
-        assert resolved(asked, (1,))[0].num_choices == choices
-        assert num_returned(asked.sampling) == returned
+        made = resolved(asked, (1,))
+        assert (made.spec.num_choices, made.num_returned) == (choices, returned)
 
 
 def test_bad_words_are_resolved_in_every_way_they_are_written() -> None:
-    spec, _ = resolved(request(bad_words=["a", "b"]), (1,))
+    spec = resolved(request(bad_words=["a", "b"]), (1,)).spec
     assert spec.sampling.bad_words == ((0, 1), (50,), (1, 2), (51,))
     # The tokenizer may know more tokens than the model does.
     words = (((5, 100), (6,)), ((6,), (99,)))
-    spec, _ = resolve(request(bad_words=["a", "b"]), Tokenized((1,), words), FACTS, IDS)
+    spec = resolve(request(bad_words=["a", "b"]), Tokenized((1,), words), FACTS, IDS).spec
     assert spec.sampling.bad_words == ((6,), (99,))
 
 
@@ -275,7 +274,8 @@ def test_a_text_is_measured_once_it_is_tokenized() -> None:
 
 
 def test_unset_fields_take_their_defaults() -> None:
-    spec, text = resolved(request(), (1, 3))
+    made = resolved(request(), (1, 3))
+    spec, text = made.spec, made.text
     sampling = spec.sampling
     assert (sampling.temperature, sampling.top_p, sampling.repetition_penalty) == (1.0, 1.0, 1.0)
     assert (sampling.top_k, sampling.min_p, sampling.min_tokens) == (0, 0.0, 0)
@@ -301,7 +301,8 @@ def test_given_fields_are_kept() -> None:
     given_request = request(**params)
     given_request.cache_salt = "salt"
     given_request.priority = -4
-    spec, text = resolved(given_request, (1,))
+    made = resolved(given_request, (1,))
+    spec, text = made.spec, made.text
     sampling = spec.sampling
     assert sampling.is_greedy
     assert (sampling.max_tokens, sampling.seed, sampling.logprobs) == (3, 0, 0)
@@ -324,7 +325,7 @@ def test_what_passes_fits_the_model(
     bad = request(ids_prompt(*[1] * num_prompt), max_tokens=max_tokens, min_tokens=min_tokens)
     try:
         check_request(bad, FACTS)
-        spec, _ = resolved(bad, (1,) * num_prompt)
+        spec = resolved(bad, (1,) * num_prompt).spec
     except InvalidRequest:
         fits = num_prompt <= 47 and num_prompt + max(max_tokens or 1, min_tokens) <= 64
         assert not fits or min_tokens > (max_tokens or 64)
@@ -342,7 +343,7 @@ def test_hostile_bytes_are_a_request_or_a_refusal(data: bytes) -> None:
         return
     try:
         check_request(parsed, FACTS)
-        spec, _ = resolved(parsed, (1,))
+        spec = resolved(parsed, (1,)).spec
     except (InvalidRequest, ModelNotFound):
         return
     assert math.isfinite(spec.sampling.temperature)
@@ -360,7 +361,7 @@ def test_tokenize_and_detokenize_are_checked_by_the_same_rules() -> None:
 
 def test_tokens_that_only_the_tokenizer_knows_are_refused() -> None:
     text = request(Prompt(text="hello"), max_tokens=4)
-    spec, _ = resolve(text, Tokenized((1, FACTS.vocab_size - 1)), FACTS, IDS)
+    spec = resolve(text, Tokenized((1, FACTS.vocab_size - 1)), FACTS, IDS).spec
     assert spec.num_tokens == 2
     with pytest.raises(InvalidRequest, match=f"{FACTS.vocab_size + 3} the first") as caught:
         resolve(text, Tokenized((1, FACTS.vocab_size + 3, 2)), FACTS, IDS)

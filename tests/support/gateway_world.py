@@ -133,7 +133,6 @@ class World:
         request = ValidatedRequest(
             spec,
             text or TextOptions(),
-            arrival_s=now_s,
             num_returned=num_returned or spec.num_choices,
             echo_text=echo_text,
             resume_from=resume_from or {},

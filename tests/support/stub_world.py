@@ -55,7 +55,7 @@ class StubWorld:
         deps = RequestDeps(self.fleet, self.dispatcher, decodings, 30.0, migrator)
         now_s = asyncio.get_running_loop().time()
         self.timeline = Timeline(now_s)
-        request = ValidatedRequest(self.spec, self.text, now_s, num_returned=self.spec.num_choices)
+        request = ValidatedRequest(self.spec, self.text, num_returned=self.spec.num_choices)
         self.driver = RequestDriver(deps, request, self.client.write, now_s + 1e6, self.timeline)
         self.placing = asyncio.create_task(self.dispatcher.run())
         self.running = asyncio.create_task(self.driver.run())

@@ -1,18 +1,18 @@
 """What the first token waited for: the parts add up, whatever happens to the request, and a
-bypassed split is told."""
+bypassed split is reported."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.client import SamplingParams
-from baton.errors import Cancelled
 from baton.telemetry import Phase, RequestEvent, no_telemetry
 from baton.telemetry.rate_limit import RateLimit
 from baton.types import FinishReason
@@ -64,9 +64,7 @@ def test_time_per_token_is_that_of_one_choice(num_choices: int) -> None:
             now_s = asyncio.get_running_loop().time()
             for num_returned, is_streamed in ((num_choices, True), (1, num_choices == 1)):
                 spec = make_spec("a", max_tokens=11, num_choices=num_choices)
-                request = ValidatedRequest(
-                    spec, TextOptions(), arrival_s=now_s, num_returned=num_returned
-                )
+                request = ValidatedRequest(spec, TextOptions(), num_returned=num_returned)
                 timeline = Timeline(now_s)
                 driver = RequestDriver(world.deps, request, Client().write, now_s + 600, timeline)
                 await driver.run()
@@ -124,7 +122,7 @@ def test_a_prompt_computed_in_the_wrong_tier_is_noticed() -> None:
                 now_s = asyncio.get_running_loop().time()
                 timeline = Timeline(now_s)
                 spec = make_spec(request_id, range(num_tokens))
-                request = ValidatedRequest(spec, TextOptions(), arrival_s=now_s)
+                request = ValidatedRequest(spec, TextOptions())
                 driver = RequestDriver(world.deps, request, Client().write, now_s + 600, timeline)
                 await driver.run()
                 return timeline.num_bypassed_tokens
@@ -145,15 +143,14 @@ class _Clock:
         return self.now_s
 
 
-def test_bypasses_are_told_but_not_with_every_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_bypasses_are_reported_but_not_with_every_request(caplog: pytest.LogCaptureFixture) -> None:
     clock = _Clock()
     recorder = GatewayRecorder(no_telemetry(), "m", clock)
 
     def request(num_bypassed_tokens: int) -> None:
-        record = recorder.begin((), clock.now_s, is_chat=False)
-        record.timeline.num_bypassed_tokens = num_bypassed_tokens
-        record.timeline.finish = FinishReason.LENGTH
-        recorder.end(record, None)
+        with recorder.recording((), is_chat=False) as record:
+            record.timeline.num_bypassed_tokens = num_bypassed_tokens
+            record.timeline.finish = FinishReason.LENGTH
 
     with caplog.at_level(logging.WARNING):
         request(0)
@@ -175,15 +172,15 @@ def test_a_rate_limit_counts_all_that_it_held_back() -> None:
     for _ in range(40):
         clock.now_s += 0.1
         taken.append(limit.take())
-    told = [number for number in taken if number]
-    assert 3 <= len(told) <= 4
-    assert sum(told) <= 40
+    reported = [number for number in taken if number]
+    assert 3 <= len(reported) <= 4
+    assert sum(reported) <= 40
     assert taken[0] == 1
 
 
 def test_a_cancelled_request_ends_with_that_event() -> None:
     clock = _Clock()
     recorder = GatewayRecorder(no_telemetry(), "m", clock)
-    record = recorder.begin((), 0.0, is_chat=True)
-    recorder.end(record, Cancelled.reason)
+    with suppress(asyncio.CancelledError), recorder.recording((), is_chat=True) as record:
+        raise asyncio.CancelledError
     assert [event for event, _ in record.timeline.events] == [RequestEvent.CANCELLED]
