@@ -60,8 +60,7 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
         is_open = handler_call_details.method.startswith(_OPEN)
         if is_open or self._api_keys.admit(handler_call_details.invocation_metadata):
             return await continuation(handler_call_details)
-        # Of this kind whatever the call's: it begins before a message has been read.
-        return grpc.stream_stream_rpc_method_handler(_refuse)
+        return _REFUSING
 
 
 def shown_digest(metadata: Metadata | None) -> bytes:
@@ -80,3 +79,7 @@ def _digest(api_key: str) -> bytes:
 
 async def _refuse(requests: AsyncIterator[Any], context: Any) -> NoReturn:  # noqa: ARG001
     raise refusal()
+
+
+#: Of this kind whatever the call's: it begins before a message has been read.
+_REFUSING: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(_refuse)

@@ -17,7 +17,7 @@ import re
 import traceback
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, suppress
 from typing import Any, NoReturn
 
 import grpc
@@ -45,6 +45,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         self._num_running = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
+        self._wrapped: dict[grpc.RpcMethodHandler[Any, Any], grpc.RpcMethodHandler[Any, Any]] = {}
+        """By the handlers, of which a server has a few that stay the same."""
 
     async def wait_idle(self) -> None:
         """Returns when no handler runs, the clean-up of cancelled ones included."""
@@ -62,37 +64,40 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        method, parse = handler_call_details.method, handler.request_deserializer or bytes
+        if handler not in self._wrapped:
+            self._wrapped[handler] = self._wrap(handler, handler_call_details.method)
+        return self._wrapped[handler]
+
+    def _wrap(
+        self, handler: grpc.RpcMethodHandler[Any, Any], method: str
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        parse = handler.request_deserializer or bytes
         takes_stream, answers_stream = handler.request_streaming, handler.response_streaming
 
         def wrap(behavior: _Behavior) -> _Behavior:
             async def call(raw: Any, context: _Context) -> Any:
-                async with self._guard(context, method):
+                self._num_running += 1
+                self._is_idle.clear()
+                try:
                     request = _each_parsed(raw, parse) if takes_stream else _parsed(raw, parse)
                     result = behavior(request, context)
                     return await (_drain(result, context) if answers_stream else result)
+                except grpc.aio.AbortError:
+                    raise
+                except Exception as error:  # noqa: BLE001, the one border where any failure becomes a status
+                    # InternalError: nobody is there any more to take it, or its time is over. grpc
+                    # knows that the call was aborted, and ends it without a word when the handler
+                    # returns.
+                    with suppress(grpc.aio.InternalError):
+                        await _fail(context, method, error)
+                finally:
+                    self._num_running -= 1
+                    if self._num_running == 0:
+                        self._is_idle.set()
 
             return call
 
         return with_behavior(handler, wrap, is_parsed=False)
-
-    @asynccontextmanager
-    async def _guard(self, context: _Context, method: str) -> AsyncIterator[None]:
-        self._num_running += 1
-        self._is_idle.clear()
-        try:
-            yield
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:  # noqa: BLE001, the one border where any failure becomes a status
-            # InternalError: nobody is there any more to take it, or its time is over. grpc knows
-            # that the call was aborted, and ends it without a word when the handler returns.
-            with suppress(grpc.aio.InternalError):
-                await _fail(context, method, error)
-        finally:
-            self._num_running -= 1
-            if self._num_running == 0:
-                self._is_idle.set()
 
 
 def with_behavior(

@@ -38,6 +38,8 @@ class PeerNamesInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = tuple(names)
+        self._wrapped: dict[grpc.RpcMethodHandler[Any, Any], grpc.RpcMethodHandler[Any, Any]] = {}
+        """By the handlers, of which a server has a few that stay the same."""
 
     async def intercept_service(
         self,
@@ -48,7 +50,9 @@ class PeerNamesInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """The handler behind the check: who calls is known when it is called, and not before."""
         handler = await continuation(handler_call_details)
-        return handler and with_behavior(handler, self._checked)
+        if handler is not None and handler not in self._wrapped:
+            self._wrapped[handler] = with_behavior(handler, self._checked)
+        return handler and self._wrapped[handler]
 
     def _checked(self, behavior: Callable[[Any, Any], Any]) -> Any:
         def call(request: Any, context: Any) -> Any:
