@@ -114,51 +114,55 @@ class PrefixAffinity:
 #: What was given counts 1/e once the mean worker has been given this many tokens more.
 MEMORY_TOKENS = 262_144
 
+#: Weight from which on it begins at 1 again.
+_MAX_WEIGHT = 1e9
+
 
 class RecentWork:
     """Sums over the workers that take work. One that joins begins at the mean: it is neither spared
-    nor flooded."""
+    nor flooded.
+
+    Instead of all sums fading, what is given later weighs more, as in the forward decay of Cormode
+    et al. (ICDE 2009).
+    """
 
     def __init__(self, memory_tokens: int = MEMORY_TOKENS) -> None:
         self._memory_tokens = memory_tokens
-        self._now_tokens = 0.0
-        """What the mean worker was given since the beginning: the clock by which sums fade."""
-        self._sums: dict[str, tuple[float, float]] = {}
-        """By worker: a sum, and the clock when it was right."""
+        self._weight = 1.0
+        """Of a token that is given now."""
+        self._sums: dict[str, float] = {}
+        """By worker, of weighted tokens."""
         self._total = 0.0
-        """Of all sums, now."""
 
     def add(self, worker: str) -> None:
         """`worker` takes work from now on. It may be in already."""
         if worker not in self._sums:
             mean = self._total / len(self._sums) if self._sums else 0.0
-            self._sums[worker] = (mean, self._now_tokens)
+            self._sums[worker] = mean
             self._total += mean
 
     def drop(self, worker: str) -> None:
         """`worker` takes no more work. It may be out already."""
-        self._total = max(0.0, self._total - self._sum_of(worker))
-        self._sums.pop(worker, None)
+        self._total = max(0.0, self._total - self._sums.pop(worker, 0.0))
 
     def give(self, worker: str, num_tokens: int) -> None:
         """`worker` has been given a prompt of which it has to compute `num_tokens`. Nothing, if it
         takes no work."""
         if worker not in self._sums:
             return
-        step = num_tokens / len(self._sums)
-        self._now_tokens += step
-        self._total = self._total * math.exp(-step / self._memory_tokens) + num_tokens
-        self._sums[worker] = (self._sum_of(worker) + num_tokens, self._now_tokens)
+        self._weight *= math.exp(num_tokens / len(self._sums) / self._memory_tokens)
+        self._sums[worker] += num_tokens * self._weight
+        self._total += num_tokens * self._weight
+        if self._weight > _MAX_WEIGHT:
+            self._sums = {each: value / self._weight for each, value in self._sums.items()}
+            self._total /= self._weight
+            self._weight = 1.0
 
     def ahead(self, worker: str) -> float:
         """Tokens above the mean; below, if negative; 0 for one that takes no work."""
         if worker not in self._sums:
             return 0.0
-        return self._sum_of(worker) - self._total / len(self._sums)
-
-    def _sum_of(self, worker: str) -> float:
-        value, since = self._sums.get(worker, (0.0, 0.0))
-        return value * math.exp((since - self._now_tokens) / self._memory_tokens)
+        return (self._sums[worker] - self._total / len(self._sums)) / self._weight
 
 
 #: How long a pair is not tried again after its first failure, in seconds.
