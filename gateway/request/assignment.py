@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 from baton.errors import BatonError, HandoffFailed
 from baton.events import Deferred, Preempted, Tokens
-from baton.types import KvSource, NumericsClass, SequenceSpec
+from baton.types import KvSource, SequenceSpec
 from gateway.links.worker_link import WorkerLink
 from gateway.output.output import Output
 from gateway.routing.fleet import Worker
 from gateway.routing.placement import Outcome, Placement
+from gateway.routing.router import Need
 
 #: Why a worker has let go of a sequence: no room after all, others needed it, or an error.
 Released = Deferred | Preempted | BatonError
@@ -113,14 +114,11 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Find workers for a waiting assignment. is_return: the request had some before. The rest: see
-    Need."""
+    """Find workers for a waiting assignment. is_return: the request had some before."""
 
     assignment: Assignment
+    need: Need
     is_return: bool
-    avoid: frozenset[str]
-    unreached: frozenset[str]
-    numerics: NumericsClass | None
 
 
 @dataclass(frozen=True, slots=True)

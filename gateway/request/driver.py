@@ -184,7 +184,6 @@ class RequestDriver:
         self._perform(self.state.on_source_event(assignment, number, event, self._clock()))
 
     def _on_place(self, assignment: Assignment, place: Placement | BatonError) -> None:
-        self._waiting.pop(assignment, None)
         if isinstance(place, Placement):
             self._perform(self.state.on_placed(assignment, place, self._clock()))
         else:
@@ -216,8 +215,15 @@ class RequestDriver:
 
     def _perform_one(self, action: Action) -> None:  # noqa: PLR0912, one arm per action
         match action:
-            case Place():
-                self._place(action)
+            case Place(assignment, need, is_return):
+                self._waiting[assignment] = self._deps.dispatcher.place(
+                    assignment.spec,
+                    need,
+                    partial(self._on_place, assignment),
+                    is_return=is_return,
+                    account=self._request.account,
+                    deadline_s=self._deadline_s,
+                )
             case Open(assignment, placement, source):
                 sink, link = self._on_event, placement.home_link
                 self._homes[assignment] = self._open(assignment, link, source, sink)
@@ -252,27 +258,6 @@ class RequestDriver:
                 self._migrations.pop(choice)()
             case Fail(error):
                 self._error = error
-
-    def _place(self, action: Place) -> None:
-        assignment = action.assignment
-        place: Placement | BatonError | Waiting
-        try:
-            place = self._deps.dispatcher.place(
-                assignment.spec,
-                partial(self._on_place, assignment),
-                is_return=action.is_return,
-                avoid=action.avoid,
-                unreached=action.unreached,
-                numerics=action.numerics,
-                account=self._request.account,
-                deadline_s=self._deadline_s,
-            )
-        except BatonError as error:
-            place = error
-        if isinstance(place, Waiting):
-            self._waiting[assignment] = place
-        else:
-            self._on_place(assignment, place)
 
     def _open(
         self,

@@ -85,6 +85,7 @@ from gateway.request.assignment import (
     Update,
 )
 from gateway.routing.placement import Outcome, Placement
+from gateway.routing.router import Need
 from gateway.telemetry.timing import Handoff, Timeline
 
 #: How long a worker may take to pause a sequence; it goes on there after that.
@@ -132,7 +133,7 @@ class RequestState:
         """Those that are not OVER."""
         self._actions: list[Action] = []
         self._numerics: NumericsClass | None = None
-        """Of the worker that the first tokens came from."""
+        """Of the worker that the first tokens came from, where it may not change."""
         self._is_return = False
         self._is_closed = False
 
@@ -650,9 +651,8 @@ class RequestState:
             choice.assignment = assignment
         self._timeline.enter(Phase.QUEUE, now_s)
         self._timeline.note(RequestEvent.QUEUED, now_s)
-        avoid, unreached = choices[0].avoid, choices[0].unreached
-        place = Place(assignment, self._is_return, avoid, unreached, self._numerics)
-        self._actions.append(place)
+        need = Need.of(spec, choices[0].avoid, choices[0].unreached, self._numerics)
+        self._actions.append(Place(assignment, need, self._is_return))
 
     def _open(self, assignment: Assignment, now_s: float) -> None:
         """Open an assignment that has a placement at its home."""

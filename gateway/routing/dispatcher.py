@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import inf
 
 from baton.errors import BatonError, FieldViolation, InvalidRequest, NoWorkers, Overloaded
-from baton.types import NumericsClass, Rank, SequenceSpec, Tier
+from baton.types import Rank, SequenceSpec, Tier
 from gateway.routing.admission import AdmissionQueue, WaitEstimate, queue_full, too_late
 from gateway.routing.fleet import Fleet, Worker
 from gateway.routing.history import Digest, PrefixAffinity, prefix_digests
@@ -121,42 +121,36 @@ class Dispatcher:
     def place(
         self,
         spec: SequenceSpec,
+        need: Need,
         on_place: OnPlace,
         *,
         is_return: bool = False,
-        avoid: frozenset[str] = frozenset(),
-        unreached: frozenset[str] = frozenset(),
-        numerics: NumericsClass | None = None,
         account: bytes = b"",
         deadline_s: float = inf,
-    ) -> Placement | Waiting:
-        """A place, which the caller releases; or one in the queue: `on_place` is called then,
-        unless it is cancelled.
+    ) -> Waiting:
+        """Call `on_place` with a place, which its caller releases, or with why there will be none:
+        now, or once its turn in the queue has come, unless it is cancelled before.
 
-        is_return: the sequence was placed before, and now keeps its rank and finds room in the
-        queue.
-        avoid, unreached, numerics: see Need; numerics counts in a strict fleet only. account: whose
-        it is. deadline_s: of the request, on the event loop's clock. Raises Overloaded, NoWorkers.
-        on_place may get these, or InvalidRequest if no worker could ever hold it.
+        need: of spec. is_return: the sequence was placed before, and now keeps its rank and finds
+        room in the queue. account: whose it is. deadline_s: of the request, on the event loop's
+        clock. on_place may get Overloaded, NoWorkers, or InvalidRequest if no worker could ever
+        hold it.
         """
-        if not is_return and not self._fleet.ready(Tier.DECODE):
-            raise NoWorkers("no decode worker is ready", tier="decode")
-        waiting = Waiting(
-            spec,
-            _need_of(spec, avoid, unreached, numerics if self._fleet.numerics.is_strict else None),
-            prefix_digests(spec.token_ids, spec.prefix_key, self._key),
-            on_place,
-            account,
-            is_return,
-            deadline_s,
-        )
+        digests = prefix_digests(spec.token_ids, spec.prefix_key, self._key)
+        waiting = Waiting(spec, need, digests, on_place, account, is_return, deadline_s)
         now_s = asyncio.get_running_loop().time()
-        if not self._queue:
-            place = self._place(waiting, now_s)
+        try:
+            if not is_return and not self._fleet.ready(Tier.DECODE):
+                raise NoWorkers("no decode worker is ready", tier="decode")
+            place = None if self._queue else self._place(waiting, now_s)
             if isinstance(place, Placement):
-                return place
-        if not is_return:
-            self._check_wait(waiting, now_s)
+                waiting.answer(place)
+                return waiting
+            if not is_return:
+                self._check_wait(waiting, now_s)
+        except BatonError as error:
+            waiting.answer(error)
+            return waiting
         self._queue.add(waiting)
         self._estimate.set_waiting(True, now_s)
         self._wake.set()
@@ -194,7 +188,7 @@ class Dispatcher:
 
         It does not queue: what runs already makes no other wait longer by running elsewhere.
         """
-        need = _need_of(spec)
+        need = Need.of(spec)
         digests = prefix_digests(spec.token_ids, spec.prefix_key, self._key)
         matched = self._affinity.matched_tokens(digests)
         views = [w.decode_view(matched) for w in among if w.is_ready]
@@ -336,23 +330,4 @@ def _never_fits(need: Need, max_num_seqs: int) -> InvalidRequest:
             f"{need.num_tokens} tokens, up to {need.max_num_tokens} with the output, are more than "
             "any decode worker here holds; shorten the prompt or lower sampling.max_tokens",
         )
-    )
-
-
-def _need_of(
-    spec: SequenceSpec,
-    avoid: frozenset[str] = frozenset(),
-    unreached: frozenset[str] = frozenset(),
-    numerics: NumericsClass | None = None,
-) -> Need:
-    beam = spec.sampling.beam
-    num_left = spec.sampling.max_tokens - len(spec.output_token_ids)
-    return Need(
-        num_tokens=spec.num_tokens,
-        max_num_tokens=len(spec.prompt_token_ids) + spec.sampling.max_tokens,
-        needs_decode=num_left > 1 or beam is not None,
-        avoid=avoid,
-        num_sequences=beam.width if beam else spec.num_choices,
-        unreached=unreached,
-        numerics=numerics,
     )

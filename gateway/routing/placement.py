@@ -33,28 +33,27 @@ def plan(need: Need, fleet: Fleet, matched: Mapping[str, int], key: bytes) -> Pl
     if need.numerics is not None:
         prefills = [w for w in prefills if w.info and w.info.numerics == need.numerics]
         decodes = [w for w in decodes if w.info and w.info.numerics == need.numerics]
-    some_prefills = _some(prefills, fleet, Tier.PREFILL, matched, key)
-    some_decodes = _some(decodes, fleet, Tier.DECODE, matched, key)
-    choice = _choose(need, fleet, some_prefills, some_decodes, matched, key)
-    is_all = some_prefills is prefills and some_decodes is decodes
-    if not is_all and not (isinstance(choice, Plan) and _is_good(choice, need, fleet)):
-        choice = _choose(need, fleet, prefills, decodes, matched, key)
-    is_full = choice is Verdict.NOT_NOW and not any(d.is_awaiting_report for d in decodes)
-    if is_full and need.needs_decode:
-        return _stay(need, fleet, some_prefills, matched, key) or choice
-    return choice
-
-
-def _stay(
-    need: Need, fleet: Fleet, prefills: Sequence[Worker], matched: Mapping[str, int], key: bytes
-) -> Plan | None:
-    """A late handoff: while the decode tier is full, a prefill worker decodes on."""
-    return choose_prefill_to_stay(
-        need,
-        [w.prefill_view(matched, fleet.prefill_work) for w in prefills],
-        [w.decode_view() for w in prefills],
-        key,
+    drawn = (
+        _some(prefills, fleet, Tier.PREFILL, matched, key),
+        _some(decodes, fleet, Tier.DECODE, matched, key),
     )
+    choice: Plan | Verdict = Verdict.NO_WORKER
+    for some_prefills, some_decodes in (drawn, (prefills, decodes)):
+        choice = choose(
+            need,
+            [w.prefill_view(matched, fleet.prefill_work) for w in some_prefills],
+            [w.decode_view(matched, fleet.barred_from(w.address)) for w in some_decodes],
+            key,
+        )
+        is_all = some_prefills is prefills and some_decodes is decodes
+        if is_all or (isinstance(choice, Plan) and _is_good(choice, need, fleet)):
+            break
+    is_full = choice is Verdict.NOT_NOW and not any(d.is_awaiting_report for d in decodes)
+    if not (is_full and need.needs_decode):
+        return choice
+    # A late handoff: while the decode tier is full, a prefill worker decodes on.
+    views = [w.prefill_view(matched, fleet.prefill_work) for w in drawn[0]]
+    return choose_prefill_to_stay(need, views, [w.decode_view() for w in drawn[0]], key) or choice
 
 
 def _is_good(choice: Plan, need: Need, fleet: Fleet) -> bool:
@@ -84,22 +83,6 @@ def _some(
         if worker is not None and worker.tier is tier and worker.is_ready:
             some[address] = worker
     return tuple(some.values())
-
-
-def _choose(
-    need: Need,
-    fleet: Fleet,
-    prefills: Sequence[Worker],
-    decodes: Sequence[Worker],
-    matched: Mapping[str, int],
-    key: bytes,
-) -> Plan | Verdict:
-    return choose(
-        need,
-        [w.prefill_view(matched, fleet.prefill_work) for w in prefills],
-        [w.decode_view(matched, fleet.barred_from(w.address)) for w in decodes],
-        key,
-    )
 
 
 class Outcome(enum.Enum):
@@ -152,8 +135,10 @@ class Placement:
         self.prefill_name = prefill.name if prefill else ""
         self.decode_name = decode.name if decode else ""
         first = self.source or home
-        self.numerics = first.info.numerics if first.info else None
-        """Of the worker that the first token comes from."""
+        keeps_class = fleet.numerics.is_strict
+        self.numerics = first.info.numerics if keeps_class and first.info else None
+        """Class of the workers that the sequence stays with, by the one that its first token comes
+        from; None where it may change."""
         # Those of now: after a loss the same address gets another link.
         self.home_link = home.link
         self.source_link = self.source.link if self.source else None

@@ -22,7 +22,7 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from baton.types import NumericsClass, Rank
+from baton.types import NumericsClass, Rank, SequenceSpec
 
 #: How much more a token computed again weighs than one to wait for: it delays all who come later,
 #: too.
@@ -70,6 +70,27 @@ class Need:
     num_sequences: int = 1
     unreached: frozenset[str] = frozenset()
     numerics: NumericsClass | None = None
+
+    @classmethod
+    def of(
+        cls,
+        spec: SequenceSpec,
+        avoid: frozenset[str] = frozenset(),
+        unreached: frozenset[str] = frozenset(),
+        numerics: NumericsClass | None = None,
+    ) -> Need:
+        """What `spec` asks for."""
+        beam = spec.sampling.beam
+        num_left = spec.sampling.max_tokens - len(spec.output_token_ids)
+        return cls(
+            num_tokens=spec.num_tokens,
+            max_num_tokens=len(spec.prompt_token_ids) + spec.sampling.max_tokens,
+            needs_decode=num_left > 1 or beam is not None,
+            avoid=avoid,
+            num_sequences=beam.width if beam else spec.num_choices,
+            unreached=unreached,
+            numerics=numerics,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from baton.errors import DeadlineExceeded, Overloaded
 from baton.types import Rank, SequenceSpec
 from gateway.routing.admission import AdmissionQueue, WaitEstimate
-from gateway.routing.dispatcher import Waiting
+from gateway.routing.router import Need
 from tests.support.gateway_world import World, gateway_world, make_spec
 from tests.support.virtual_loop import run_virtual
 
@@ -249,8 +249,9 @@ def test_the_advice_of_a_full_queue_is_when_it_is_empty() -> None:
             with pytest.raises(Overloaded, match="--max-queue-size") as caught:
                 await world.generate(make_spec("late", arrival_ns=99))
             # What was placed before finds room.
-            back = world.dispatcher.place(long_spec("b", 0), lambda _: None, is_return=True)
-            assert isinstance(back, Waiting)
+            spec, places = long_spec("b", 0), list[object]()
+            back = world.dispatcher.place(spec, Need.of(spec), places.append, is_return=True)
+            assert not places
             world.dispatcher.cancel(back)
             while world.dispatcher.num_waiting:
                 await asyncio.sleep(0.01)

@@ -10,6 +10,7 @@ import pytest
 
 from baton.types import SequenceSpec
 from gateway.routing.dispatcher import OnPlace
+from gateway.routing.router import Need
 from tests.support.gateway_world import Client, World, in_world, make_spec
 
 
@@ -36,9 +37,11 @@ def test_who_failed_a_sequence_is_avoided_when_it_is_placed_anew(
         avoided: list[frozenset[str]] = []
         place = world.dispatcher.place
 
-        def place_and_note(spec: SequenceSpec, on_place: OnPlace, **options: Any) -> object:
-            avoided.append(options["avoid"])
-            return place(spec, on_place, **options)
+        def place_and_note(
+            spec: SequenceSpec, need: Need, on_place: OnPlace, **options: Any
+        ) -> object:
+            avoided.append(need.avoid)
+            return place(spec, need, on_place, **options)
 
         def fail_all(_chunk: object) -> None:
             if len(client.chunks) == 2:

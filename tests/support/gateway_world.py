@@ -21,6 +21,7 @@ from gateway.routing.fleet import Fleet
 from gateway.routing.migrator import Migrator
 from gateway.routing.numerics import NumericsPolicy
 from gateway.routing.placement import Placement
+from gateway.routing.router import Need
 from tests.support.fake_workers import FakeDecode, FakePrefill, make_info, text_of
 from tests.support.virtual_loop import run_virtual
 
@@ -149,9 +150,7 @@ class World:
             places.append(place)
             is_placed.set()
 
-        place = self.dispatcher.place(spec, on_place)
-        if isinstance(place, Placement):
-            return place
+        place = self.dispatcher.place(spec, Need.of(spec), on_place)
         try:
             await is_placed.wait()
         except asyncio.CancelledError:
