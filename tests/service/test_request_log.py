@@ -2,43 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from contextlib import suppress
 
 import pytest
 
-from baton.errors import Cancelled, EngineFault
+from baton.errors import BatonError, Cancelled, EngineFault
 from baton.telemetry import no_telemetry
 from gateway.telemetry.recorder import GatewayRecorder
 
 
-@pytest.fixture
-def recorder() -> GatewayRecorder:
-    return GatewayRecorder(no_telemetry(), "m", lambda: 3.0)
-
-
 @pytest.mark.parametrize(
-    ("error", "level"),
+    ("error", "end", "level"),
     [
-        (None, logging.DEBUG),
-        (Cancelled.reason, logging.DEBUG),
-        (EngineFault.reason, logging.WARNING),
+        (None, "no finish", logging.DEBUG),
+        (asyncio.CancelledError(), Cancelled.reason, logging.DEBUG),
+        (EngineFault("stuck"), EngineFault.reason, logging.WARNING),
     ],
 )
 def test_one_line_per_request_and_faults_of_ours_are_warnings(
-    recorder: GatewayRecorder,
-    caplog: pytest.LogCaptureFixture,
-    error: str | None,
-    level: int,
+    caplog: pytest.LogCaptureFixture, error: BaseException | None, end: str, level: int
 ) -> None:
     caplog.set_level(logging.DEBUG, "gateway.telemetry.recorder")
-    record = recorder.begin((), 1.0, is_chat=False)
-    record.timeline.first_token_s = 1.5
-    record.timeline.num_output_tokens = 7
-    record.timeline.decode_worker = "decode-0"
-    recorder.end(record, error)
+    now_s = 1.0
+    recorder = GatewayRecorder(no_telemetry(), "m", lambda: now_s)
+    with (
+        suppress(BatonError, asyncio.CancelledError),
+        recorder.recording((), is_chat=False) as record,
+    ):
+        record.timeline.first_token_s = 1.5
+        record.timeline.num_output_tokens = 7
+        record.timeline.decode_worker = "decode-0"
+        now_s = 3.0
+        if error:
+            raise error
     (line,) = [entry for entry in caplog.records if entry.getMessage().startswith("request over")]
     assert line.levelno == level
     assert line.getMessage() == (
-        f"request over: {error or 'no finish'}, 7 tokens of output, the first after 500.0 ms, "
+        f"request over: {end}, 7 tokens of output, the first after 500.0 ms, "
         "2000.0 ms in all, placed anew 0 times, by no prefill worker and decode-0"
     )

@@ -349,7 +349,7 @@ async def request(cluster: LoadCluster, number: int, arrival: Arrival) -> Record
         Sampling(max_tokens=arrival.num_output_tokens),
         arrival_ns=number,
     )
-    request = ValidatedRequest(spec, TextOptions(), loop.time())
+    request = ValidatedRequest(spec, TextOptions())
     await RequestDriver(cluster.deps, request, write, loop.time() + 6000.0).run()
     return Record(
         arrival.due_s, arrival.due_s, loop.time(), arrival.num_input_tokens, tuple(pieces)

@@ -261,7 +261,7 @@ class System:
             history.chunks.append(chunk)
 
         request = ValidatedRequest(
-            spec, TextOptions(), loop.time(), num_returned=num_returned or spec.num_choices
+            spec, TextOptions(), num_returned=num_returned or spec.num_choices
         )
         try:
             await RequestDriver(self.deps, request, write, loop.time() + timeout_s).run()
