@@ -25,7 +25,8 @@ constexpr long kTasks = 4;          // that a thread should have, so that none w
 constexpr long kRowsAhead = 8;      // from a row that is written to one that is fetched
 constexpr long kChunkValues = 256;  // of k that all rows go through before the next
 constexpr long kSmallChunk = 64;    // the same where panels are few, so that it stays in the L1 cache
-constexpr long kStop = 8;           // words of k, after which memory may be fetched
+constexpr long kFewValues = kIsWide ? 64 : 128;  // the same of what is widened: 16 or 8 KiB
+constexpr long kStop = 4;           // words of k, after which memory may be fetched: 8 make CPUs wait
 constexpr long kPackWords = 16;     // of k that are packed at a time: a line of the cache of each row
 constexpr long kRowPad = 16;        // words, so that rows do not fall into the same lines of the cache
 
@@ -204,7 +205,7 @@ void stream_tile(const Call& c, const char* w, long words, long first, long rows
     for (long k = 0; k < words; k += chunk) {
         const long count = words - k < chunk ? words - k : chunk;
         const char* now = w + k * kWordBytes;
-        Ahead ahead{now + count * kWordBytes, calls == 1 ? 0 : (int)((32 + calls - 1) / calls)};
+        Ahead ahead{now + count * kWordBytes, calls == 1 ? 0 : (int)((4 * kStop + calls - 1) / calls)};
         for_panels(rows, kMaxRows, [&](long row, auto r) {
             constexpr int R = decltype(r)::value, V = vectors_of(R);
             const int32_t* x = c.x + (first + row) * c.stride + k * K::steps;
@@ -265,7 +266,7 @@ void float_tile(const Call& c, long tile, long first, long rows, float* sums) {
     if (rows <= most)
         stream_tile<K>(c, w, words, first, rows, sums);
     else if (rows <= 16)
-        widen_tile<K, kSmallChunk>(c, w, words, first, rows, sums);
+        widen_tile<K, kFewValues>(c, w, words, first, rows, sums);
     else
         widen_tile<K, kChunkValues>(c, w, words, first, rows, sums);
 }

@@ -210,15 +210,19 @@ ALWAYS_INLINE void store_half(void* p, Half v) { *(LooseHalf*)p = v; }
 
 #if defined(__AVX512F__)
 ALWAYS_INLINE i32x16 load_words(const void* p, long count) {
+    if (count >= 16) return load_words(p);
     return {{(PartI)_mm512_maskz_loadu_epi32(first_lanes(count).part[0], p)}};
 }
 ALWAYS_INLINE void store_words(void* p, i32x16 v, long count) {
+    if (count >= 16) return store_words(p, v);
     _mm512_mask_storeu_epi32(p, first_lanes(count).part[0], (__m512i)v.part[0]);
 }
 ALWAYS_INLINE Half load_half(const void* p, long count) {
+    if (count >= 16) return load_half(p);
     return _mm256_maskz_loadu_epi16(first_lanes(count).part[0], p);
 }
 ALWAYS_INLINE void store_half(void* p, Half v, long count) {
+    if (count >= 16) return store_half(p, v);
     _mm256_mask_storeu_epi16(p, first_lanes(count).part[0], v);
 }
 #else
