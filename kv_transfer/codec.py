@@ -104,6 +104,10 @@ class HostPassing(Protocol):
     ) -> None: ...
 
 
+#: A piece as a CheckedCopy takes it: blocks, then (first, count) of tokens in them, and of layers.
+_Place = tuple[Sequence[int], tuple[int, int], tuple[int, int]]
+
+
 class ChunkCodec:
     """Fills and reads the payloads of one connection. Used by one thread at a time."""
 
@@ -186,9 +190,8 @@ class ChunkCodec:
         self, block_ids: Sequence[int], piece: KvRange, out: memoryview, seed: int
     ) -> int:
         """As pack; the payload's xxh3_64."""
-        copy = self._checked_copy_for(piece, out)
-        if copy:
-            place = self._place(block_ids, piece)
+        if found := self._checked(block_ids, piece, out):
+            copy, place = found
             return copy.gather(*place, out, seed)
         self.pack(block_ids, piece, out)
         return xxhash.xxh3_64_intdigest(out, seed)
@@ -198,9 +201,8 @@ class ChunkCodec:
     ) -> bool:
         """As unpack; False if the payload's xxh3_64 is another: then the blocks may hold what came,
         or what they held."""
-        copy = self._checked_copy_for(piece, data)
-        if copy:
-            place = self._place(block_ids, piece)
+        if found := self._checked(block_ids, piece, data):
+            copy, place = found
             return copy.scatter(*place, data, seed) == checksum
         if xxhash.xxh3_64_intdigest(data, seed) != checksum:
             return False
@@ -212,23 +214,19 @@ class ChunkCodec:
         passing = self._passing if self.is_plain else None
         return passing if passing and passing.fits(piece, self.wire.block_size) else None
 
-    def _checked_copy_for(self, piece: KvRange, payload: memoryview) -> CheckedCopy | None:
-        """What can copy this piece, if anything can."""
-        copy = self._checked_copy
-        if copy and copy.fits(payload.nbytes):
-            return copy if copy.copies_rows or _is_whole(piece, self._block_size) else None
-        return None
-
-    def _place(
-        self, block_ids: Sequence[int], piece: KvRange
-    ) -> tuple[Sequence[int], tuple[int, int], tuple[int, int]]:
-        """A piece as a CheckedCopy takes it. Raises ValueError if it is not in the blocks."""
-        blocks, first_token = self._blocks(block_ids, piece), piece.first_token % self._block_size
-        return (
-            blocks,
-            (first_token, piece.num_tokens),
-            (piece.first_layer, piece.num_layers),
-        )
+    def _checked(
+        self, block_ids: Sequence[int], piece: KvRange, payload: memoryview
+    ) -> tuple[CheckedCopy, _Place] | None:
+        """What can copy this piece, if anything can, and where it is. Raises ValueError if it is
+        not in the blocks."""
+        copy, size = self._checked_copy, self._block_size
+        if not copy or not copy.fits(payload.nbytes):
+            return None
+        if not copy.copies_rows and not _is_whole(piece, size):
+            return None
+        tokens = piece.first_token % size, piece.num_tokens
+        layers = piece.first_layer, piece.num_layers
+        return copy, (self._blocks(block_ids, piece), tokens, layers)
 
     def _blocks(self, block_ids: Sequence[int], piece: KvRange) -> Sequence[int]:
         """The blocks that a piece is in. Raises ValueError if there are none such."""

@@ -103,17 +103,14 @@ class FrameError(HandoffFailed):
 
 @dataclass(frozen=True, slots=True)
 class Preamble:
-    """What follows a preamble: a header of `type` and a payload, with their lengths in bytes. data:
-    the preamble's own."""
+    """What follows a preamble: a header of `type` and a payload, with their lengths in bytes.
+    rest_bytes: of the header and what seals it. data: the preamble's own."""
 
     type: int
     header_bytes: int
+    rest_bytes: int
     payload_bytes: int
     data: bytes
-
-    def rest_bytes(self, seal: FrameSeal | None) -> int:
-        """Bytes of the header and what seals it."""
-        return self.header_bytes + (SEAL_BYTES if seal else 0)
 
 
 def clipped(text: str) -> str:
@@ -143,7 +140,10 @@ def encode(
 
 
 def decode_preamble(
-    data: bytes | bytearray | memoryview, max_payload_bytes: int, version: int = HANDSHAKE_VERSION
+    data: bytes | bytearray | memoryview,
+    max_payload_bytes: int,
+    version: int = HANDSHAKE_VERSION,
+    seal: FrameSeal | None = None,
 ) -> Preamble:
     """Of PREAMBLE_BYTES bytes. Raises FrameError if they are none, of another version, or announce
     more than may come."""
@@ -163,7 +163,8 @@ def decode_preamble(
         raise FrameError(
             f"a payload of {payload_bytes} bytes; at most {max_payload_bytes} may come"
         )
-    return Preamble(number, header_bytes, payload_bytes, bytes(data))
+    rest_bytes = header_bytes + (SEAL_BYTES if seal else 0)
+    return Preamble(number, header_bytes, rest_bytes, payload_bytes, bytes(data))
 
 
 def decode_header(
@@ -171,7 +172,7 @@ def decode_header(
 ) -> Frame:
     """The header that a preamble announced, of `rest_bytes` bytes. Raises FrameError if `data` is
     none, or not what was sent."""
-    if len(data) != preamble.rest_bytes(seal):
+    if len(data) != preamble.rest_bytes:
         raise FrameError(f"a header of {len(data)} bytes, not of {preamble.header_bytes}")
     kind = FRAME_TYPES[preamble.type]
     header = bytes(data[: preamble.header_bytes])
@@ -199,8 +200,9 @@ class FrameBuffer:
         do."""
         self._data += data
         while len(self._data) >= PREAMBLE_BYTES:
-            preamble = decode_preamble(self._data[:PREAMBLE_BYTES], 0, self.version)
-            end = PREAMBLE_BYTES + preamble.rest_bytes(self.seal)
+            head = self._data[:PREAMBLE_BYTES]
+            preamble = decode_preamble(head, 0, self.version, self.seal)
+            end = PREAMBLE_BYTES + preamble.rest_bytes
             if len(self._data) < end:
                 return
             header = self._data[PREAMBLE_BYTES:end]
@@ -240,12 +242,6 @@ def commit_checksum(commit: kv_pb2.KvCommit, chunks: int, key: bytes = b"") -> i
         ids = [token.token_id for token in commit.first_tokens]
         digest = xxhash.xxh3_64_intdigest(head + struct.pack(f"<{len(ids)}I", *ids))
     return (chunks + digest) & CHECKSUM_MASK
-
-
-def chunks_of_commit(commit: kv_pb2.KvCommit, key: bytes = b"") -> int:
-    """The sum of the chunks' checksums that a commit states; a wrong one if the commit is not as it
-    was sent."""
-    return (commit.checksum - commit_checksum(commit, 0, key)) & CHECKSUM_MASK
 
 
 def _keyed(

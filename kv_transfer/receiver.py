@@ -32,11 +32,12 @@ from baton.v1 import kv_pb2
 from baton.wire import sample_from_proto
 from kv_transfer.device_memory import Payload, device_memory_of
 from kv_transfer.frame import (
+    CHECKSUM_MASK,
     Frame,
     FrameError,
     chunk_checksum,
-    chunks_of_commit,
     clipped,
+    commit_checksum,
     place_checksum,
 )
 from kv_transfer.handshake import ReceiverConfig, ReceiverHandshake, Terms
@@ -258,12 +259,14 @@ class ReceiverSession:
         return rejection
 
     def _on_commit(self, terms: Terms, frame: kv_pb2.KvCommit) -> None:
+        # The sum of the chunks' checksums, if the commit is as it was sent.
+        checksum = (frame.checksum - commit_checksum(frame, 0, terms.key)) & CHECKSUM_MASK
         commit = Commit(
             ticket_id=frame.ticket_id,
             epoch=frame.epoch,
             num_tokens=frame.num_tokens,
             firsts=tuple(map(sample_from_proto, frame.first_tokens)),
-            checksum=chunks_of_commit(frame, terms.key),
+            checksum=checksum,
             exposed_ms=frame.exposed_us / 1000,
         )
         rejection = self._tickets.commit(commit, self._connection)

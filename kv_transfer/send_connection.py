@@ -19,6 +19,7 @@ Deadlines: connect (until KvAccept), credit (room for the next chunk), commit (u
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -157,6 +158,7 @@ class SendConnection:
         """heartbeat: when the engine loop last showed life, by config.clock."""
         self._peer = peer
         self._config = config
+        self._token_layer_bytes = config.layout.token_layer_bytes
         self._heartbeat = heartbeat
         self._on_done = on_done
         self._handoffs: dict[Hashable, Handoff] = {}
@@ -167,6 +169,7 @@ class SendConnection:
         self._sending: PendingChunks | None = None
         self._session: SenderSession | None = None
         self._renewed_at = config.clock()
+        self._renew_interval_s = math.inf
         self._idle_since = config.clock()
 
     @property
@@ -187,15 +190,18 @@ class SendConnection:
         if session is None:
             return self._config.clock()
         times = [h.commit_deadline for h in self._handoffs.values()]
-        times.append(session.deadline())
+        times.append(session.deadline)
         if session.terms:
-            times.append(self._renewed_at + self._renew_interval_s())
+            times.append(self._renewed_at + self._renew_interval_s)
         return min(time for time in times if time is not None)
 
     def handle(self, task: Task) -> None:
         """Take a task. Tasks of handoffs that are done are dropped."""
         match task:
             case Begin(key, ticket, data):
+                # The shortest lease counts, until none is left.
+                most_s = self._renew_interval_s if self._handoffs else math.inf
+                self._renew_interval_s = min(ticket.lease_s / 3, most_s)
                 self._handoffs[key] = Handoff(key, ticket, data)
                 self._unpresented.append(self._handoffs[key])
             case Cancel(key, reason, message):
@@ -291,10 +297,9 @@ class SendConnection:
                 # What is soon packed waits for it. A large handoff's KvBegin goes ahead: the
                 # receiver checks the ticket meanwhile.
                 task = None if self._sending else self._next_of(handoff)
-                token_layer_bytes = self._config.layout.token_layer_bytes
                 is_small = (
                     isinstance(task, Send)
-                    and task.piece.num_bytes(token_layer_bytes) <= _SMALL_BYTES
+                    and task.piece.num_bytes(self._token_layer_bytes) <= _SMALL_BYTES
                 )
                 session.connection.send(kv_pb2.KvBegin(ticket=handoff.data), more=is_small)
                 handoff.is_begun = True
@@ -345,10 +350,9 @@ class SendConnection:
                 first_token = min(max(piece.first_token, ticket.num_cached_tokens), piece.end_token)
                 num_missing = piece.end_token - first_token
                 missing = replace(piece, first_token=first_token, num_tokens=num_missing)
-                wire = terms.codec.wire
-                rest = chunks(
-                    missing, wire.token_layer_bytes, session.max_chunk_bytes, wire.block_size
-                )
+                block_size = terms.codec.wire.block_size
+                token_bytes, most = session.token_layer_bytes, session.max_chunk_bytes
+                rest = chunks(missing, token_bytes, most, block_size)
                 self._sending = PendingChunks(handoff, block_ids, mark, rest, next(rest, None))
             case Send(_, _, piece):
                 text = f"{piece} is more than the ticket's {ticket.num_tokens} tokens"
@@ -401,16 +405,13 @@ class SendConnection:
 
     # Time.
 
-    def _renew_interval_s(self) -> float:
-        return min(h.ticket.lease_s for h in self._handoffs.values()) / 3
-
     def _renew(self, session: SenderSession) -> None:
         """Keep tickets alive, but only for an engine loop that has shown life since the last
         time."""
         if not session.terms or not self._handoffs:
             return
         now = self._config.clock()
-        if now < self._renewed_at + self._renew_interval_s():
+        if now < self._renewed_at + self._renew_interval_s:
             return
         is_alive = self._heartbeat() > self._renewed_at
         self._renewed_at = now
@@ -423,8 +424,11 @@ class SendConnection:
     def _check_deadlines(self, session: SenderSession) -> None:
         if not self._handoffs:
             return
-        session.check_deadline()
         now, peer, config = self._config.clock(), self._peer.worker_id, self._config
+        if session.deadline is not None and now >= session.deadline:
+            if session.terms:
+                raise HandoffFailed(f"{peer} took no KV for {config.ack_timeout_s:g} s")
+            raise HandoffFailed(f"{peer} did not accept within {config.connect_timeout_s:g} s")
         for handoff in tuple(self._handoffs.values()):
             if handoff.commit_deadline is not None and now >= handoff.commit_deadline:
                 text = f"{peer} did not confirm the commit within {config.ack_timeout_s:g} s"
@@ -465,8 +469,9 @@ class SenderSession:
     receiver may be silent. Over as soon as any method raises HandoffFailed: then only `close` may
     follow.
 
-    terms, max_chunk_bytes: since the receiver's KvAccept; before it terms is None, and nothing but
-    the handshake may be sent.
+    terms, token_layer_bytes, max_chunk_bytes: since the receiver's KvAccept; before it terms is
+    None, and nothing but the handshake may be sent.
+    deadline: when the receiver must have sent something; None: it need not.
     """
 
     def __init__(
@@ -475,13 +480,11 @@ class SenderSession:
         """Connects to the best of the endpoints. Raises TransportError."""
         self._config = config
         self._peer = peer
-        self._accepted_by = config.clock() + config.connect_timeout_s
+        self.deadline: float | None = config.clock() + config.connect_timeout_s
         self.connection = config.connect(endpoints, config.connect_timeout_s)
         self._handshake = SenderHandshake(config, peer, self.connection)
         self.terms: Terms | None = None
-        self.max_chunk_bytes = 0
-        # Since when the next chunk has had no room, without any credit coming.
-        self._stalled_since: float | None = None
+        self.token_layer_bytes = self.max_chunk_bytes = 0
 
     def start(self) -> None:
         """To be called first. Raises what Connection.send does."""
@@ -496,41 +499,24 @@ class SenderSession:
             case kv_pb2.KvRefuse() if self.terms is None:
                 raise self._handshake.refused(frame)
             case kv_pb2.KvCredit() if self.terms is not None:
-                self._stalled_since = None
+                self.deadline = None
             case _:
                 raise FrameError(f"{self._peer.worker_id} sent a {type(frame).__name__} now")
 
     def stage(self, num_bytes: int) -> Staged | None:
         """Room for the next chunk; None: there is none now."""
         staged = self.connection.stage(num_bytes)
-        if staged is None and self._stalled_since is None:
-            self._stalled_since = self._config.clock()
+        if staged is None and self.deadline is None:
+            self.deadline = self._config.clock() + self._config.ack_timeout_s
         return staged
-
-    def deadline(self) -> float | None:
-        """When the receiver must have sent something; None: it need not."""
-        if self.terms is None:
-            return self._accepted_by
-        if self._stalled_since is None:
-            return None
-        return self._stalled_since + self._config.ack_timeout_s
-
-    def check_deadline(self) -> None:
-        """Raises HandoffFailed if the receiver is late."""
-        config, deadline = self._config, self.deadline()
-        if deadline is None or config.clock() < deadline:
-            return
-        if self.terms is None:
-            late = f"did not accept within {config.connect_timeout_s:g} s"
-        else:
-            late = f"took no KV for {config.ack_timeout_s:g} s"
-        raise HandoffFailed(f"{self._peer.worker_id} {late}")
 
     def _open(self, accept: kv_pb2.KvAccept) -> None:
         config = self._config
         self.terms = self._handshake.accepted(accept)
+        self.deadline = None
         codec = self.terms.codec
-        most = max(config.max_chunk_bytes, codec.wire.token_layer_bytes)
+        self.token_layer_bytes = codec.wire.token_layer_bytes
+        most = max(config.max_chunk_bytes, self.token_layer_bytes)
         self.max_chunk_bytes = min(most, accept.max_chunk_bytes)
         if not codec.is_plain:
             peer, dtype = self._peer.worker_id, config.layout.dtype

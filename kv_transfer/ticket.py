@@ -315,7 +315,7 @@ class Ticket:
     @property
     def is_settled(self) -> bool:
         """Whether its one event has been reported, or is being reported."""
-        return not self.is_open and not self.num_pins
+        return self.state not in _OPEN and not self.num_pins
 
     @property
     def refusal(self) -> Rejection | None:

@@ -292,8 +292,9 @@ class ServerStream(ABC):
     def read_header(self, max_payload_bytes: int) -> tuple[Preamble, Frame]:
         """As read_frame, without the payload."""
         incoming = self._seals.incoming if self._seals else None
-        preamble = decode_preamble(self._read(PREAMBLE_BYTES), max_payload_bytes, self._version)
-        rest = self._read(preamble.rest_bytes(incoming))
+        head = self._read(PREAMBLE_BYTES)
+        preamble = decode_preamble(head, max_payload_bytes, self._version, incoming)
+        rest = self._read(preamble.rest_bytes)
         return preamble, decode_header(preamble, rest, incoming)
 
     def write(self, *pieces: bytes | memoryview) -> None:

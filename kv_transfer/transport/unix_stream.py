@@ -126,11 +126,14 @@ class UnixConnection(SlottedConnection):
         room = socket.CMSG_SPACE(_FD.size)
         flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         data, ancillary, _, _ = self._sock.recvmsg(num_bytes, room, flags)
-        for fd in _fds(ancillary):
-            if self.fd < 0:
-                self.fd = fd
-            else:
-                os.close(fd)
+        for level, kind, fds in ancillary:
+            if (level, kind) != (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                continue
+            for (fd,) in _FD.iter_unpack(fds[: len(fds) - len(fds) % _FD.size]):
+                if self.fd < 0:
+                    self.fd = fd
+                else:
+                    os.close(fd)
         return data
 
     def close(self) -> None:
@@ -138,16 +141,6 @@ class UnixConnection(SlottedConnection):
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-
-def _fds(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    """File descriptors that came beside the data; the caller owns them."""
-    return [
-        fd
-        for level, kind, data in ancillary
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
-        for (fd,) in _FD.iter_unpack(data[: len(data) - len(data) % _FD.size])
-    ]
 
 
 class UnixServerStream(ServerStream):

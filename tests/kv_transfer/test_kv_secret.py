@@ -20,10 +20,10 @@ from baton.types import KvLayout, Sample, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
 from kv_transfer.frame import (
+    CHECKSUM_MASK,
     Frame,
     FrameError,
     chunk_checksum,
-    chunks_of_commit,
     commit_checksum,
     place_checksum,
 )
@@ -397,10 +397,11 @@ def test_a_commit_tells_the_sum_of_its_chunks_to_who_has_the_key(
     for token_id in token_ids:
         commit.first_tokens.add(token_id=token_id)
     commit.checksum = commit_checksum(commit, chunks, key)
-    assert chunks_of_commit(commit, key) == chunks
-    assert chunks_of_commit(commit) != chunks
+    stated = commit.checksum - commit_checksum(commit, 0, key)
+    assert stated & CHECKSUM_MASK == chunks
+    assert commit_checksum(commit, chunks) != commit.checksum
     commit.first_tokens.add(token_id=1)
-    assert chunks_of_commit(commit, key) != chunks
+    assert commit_checksum(commit, chunks, key) != commit.checksum
 
 
 # The file.
