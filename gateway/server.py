@@ -10,7 +10,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -31,19 +32,21 @@ from baton.telemetry.metrics import observe_build
 from baton.types import Tier
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from gateway.http.app import HttpApp, HttpSettings, Probes
-from gateway.http.chat_style import chat_style
+from gateway.http.chat_style import ChatStyle, chat_style
 from gateway.http.server import HttpServer, start_http
 from gateway.intake.api_keys import read_api_keys
 from gateway.intake.chat import ChatRenderer
 from gateway.intake.grammars import GrammarCompiler
 from gateway.intake.sampling_defaults import sampling_defaults
-from gateway.intake.tokenizer import load_tokenizer
+from gateway.intake.tokenizer import Tokenizer, load_tokenizer
+from gateway.models import Models
 from gateway.request.driver import RequestDeps
 from gateway.routing.dispatcher import Dispatcher
 from gateway.routing.fleet import Fleet
+from gateway.routing.fleets import Fleets
 from gateway.routing.gauges import DISCOVERY_PATH, observe_gateway, scrape_targets
 from gateway.routing.migrator import Migrator
-from gateway.routing.workers import Roster, keep_connected
+from gateway.routing.workers import Membership, Roster, keep_connected
 from gateway.service import InferenceService
 from gateway.serving import ServiceOptions, Serving
 from gateway.telemetry.recorder import GatewayRecorder
@@ -56,6 +59,77 @@ WORKERS_TIMEOUT_S = 5.0
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """One model of the gateway: its tokenizer, and the fleet of its own workers."""
+
+    name: str
+    aliases: tuple[str, ...]
+    tokenizer: Tokenizer
+    defaults: Mapping[str, Any]
+    """Of its sampling options."""
+    chat: ChatRenderer | None
+    grammars: GrammarCompiler
+    fleet: Fleet
+    dispatcher: Dispatcher
+    migrator: Migrator
+
+    async def close(self) -> None:
+        for part in (self.tokenizer, self.chat, self.grammars):
+            if part is not None:
+                await part.close()
+
+    def serving(
+        self,
+        options: GatewayOptions,
+        has_api_keys: bool,
+        recorder: GatewayRecorder,
+        unsorted: Fleet | None,
+    ) -> Serving:
+        timeout_s = options.request_timeout_s
+        return Serving(
+            ServiceOptions(self.name, timeout_s, has_api_keys, self.aliases, self.defaults),
+            RequestDeps(
+                self.fleet,
+                self.dispatcher,
+                self.tokenizer.decodings,
+                options.client_stall_timeout_s,
+                self.migrator,
+                time.monotonic,
+            ),
+            self.tokenizer,
+            self.chat,
+            self.grammars,
+            recorder,
+            unsorted=unsorted,
+        )
+
+
+async def _load_model(name: str, tokenizer_name: str, options: GatewayOptions) -> _Model:
+    """Raises StartupError if there is no tokenizer."""
+    revision = options.revision if name == options.model_name else None
+    tokenizer = await asyncio.to_thread(load_tokenizer, tokenizer_name, revision)
+    facts = tokenizer.facts
+    is_used = options.generation_config == "auto"
+    template = facts.chat_template
+    fleet = Fleet(numerics_policy=options.numerics)
+    dispatcher = Dispatcher(
+        fleet, max_queue_size=options.max_queue_size, key=secrets.token_bytes(32)
+    )
+    return _Model(
+        name,
+        options.aliases_of(name),
+        tokenizer,
+        sampling_defaults(facts.generation_config if is_used else {}),
+        None if template is None else ChatRenderer(template, facts.special_tokens),
+        # Its process starts with the first structured output: most gateways never need it.
+        GrammarCompiler(facts.folder, max_whitespace=options.max_json_whitespace),
+        fleet,
+        dispatcher,
+        Migrator(fleet, dispatcher),
+    )
+
+
 async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: OnReady) -> None:
     """Gateway: takes requests, passes each from a prefill to a decode worker, and streams the
     answer."""
@@ -64,82 +138,57 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
     clock = PhaseClock()
     api_keys = read_api_keys(options)
     report_phase("loading tokenizer")
-    tokenizer = await asyncio.to_thread(load_tokenizer, options.tokenizer_name, options.revision)
+    parts = [await _load_model(*named, options) for named in options.tokenizers.items()]
     clock.lap("tokenizer")
-    is_used = options.generation_config == "auto"
-    defaults = sampling_defaults(tokenizer.facts.generation_config if is_used else {})
-    fleet = Fleet(numerics_policy=options.numerics)
+    fleets = [part.fleet for part in parts]
+    # One list of addresses, but for the registry, which says whose model each worker has.
+    members = Fleets({part.name: part.fleet for part in parts}) if len(parts) > 1 else fleets[0]
+    unsorted = members.unsorted if isinstance(members, Fleets) else None
+    observed = fleets if unsorted is None else [*fleets, unsorted]
     supervisor = None if options.workers_fd is None else PipeRegistry(options.workers_fd)
-    registries = (
-        supervisor or StaticRegistry(options.prefill_workers, options.decode_workers),
-        make_registry(options.registry, options.model_name),
-    )
-    dispatcher = Dispatcher(
-        fleet, max_queue_size=options.max_queue_size, key=secrets.token_bytes(32)
-    )
-    migrator = Migrator(fleet, dispatcher)
-    deps = RequestDeps(
-        fleet,
-        dispatcher,
-        tokenizer.decodings,
-        options.client_stall_timeout_s,
-        migrator,
-        time.monotonic,
-    )
-    facts = tokenizer.facts
-    template = facts.chat_template
-    chat = None if template is None else ChatRenderer(template, facts.special_tokens)
-    # Its process starts with the first structured output: most gateways never need it.
-    grammars = GrammarCompiler(facts.folder, max_whitespace=options.max_json_whitespace)
+    static = supervisor or StaticRegistry(options.prefill_workers, options.decode_workers)
     async with (
         contextlib.AsyncExitStack() as stack,
         running_telemetry(
-            _telemetry_settings(options), pages={DISCOVERY_PATH: lambda: scrape_targets(fleet)}
+            _telemetry_settings(options), pages={DISCOVERY_PATH: lambda: scrape_targets(observed)}
         ) as telemetry,
     ):
-        for part in (tokenizer, chat, grammars):
-            if part is not None:
-                stack.push_async_callback(part.close)
+        for part in parts:
+            stack.push_async_callback(part.close)
         observe_build(telemetry.meter, __version__)
-        observe_gateway(telemetry.meter, fleet, dispatcher)
-        serving = Serving(
-            ServiceOptions(
-                options.model_name,
-                options.request_timeout_s,
-                bool(api_keys),
-                options.served_model_aliases,
-                defaults,
-            ),
-            deps,
-            tokenizer,
-            chat,
-            grammars,
-            GatewayRecorder(telemetry, options.model_name, time.monotonic),
+        observe_gateway(telemetry.meter, observed, [part.dispatcher for part in parts])
+        recorder = GatewayRecorder(telemetry, time.monotonic)
+        models = Models(
+            [part.serving(options, bool(api_keys), recorder, unsorted) for part in parts], recorder
         )
         server = await start_server(
             f"{options.host}:{options.port}",
-            _register(InferenceService(serving)),
+            _register(InferenceService(models)),
             is_serving=False,
             reuse_port=options.reuse_port,
             credentials=_credentials(options),
             interceptors=(ApiKeyInterceptor(api_keys),) if api_keys else (),
         )
-        http = await _start_http(options, serving, fleet, telemetry, api_keys)
+        http = await _start_http(options, models, recorder, fleets, telemetry, api_keys)
         connect = functools.partial(
             keep_connected,
             tls=options.worker_tls,
             stall_timeout_s=options.worker_stall_timeout_s,
         )
-        rosters = (Roster(fleet, connect=connect).follow(r) for r in registries)
-        jobs = [dispatcher.run(), migrator.run(), *rosters]
+        jobs = [Roster(members, connect=connect).follow(static)]
+        for part in parts:
+            listed = make_registry(options.registry, part.name)
+            jobs += (part.dispatcher.run(), part.migrator.run())
+            jobs.append(Roster(part.fleet, connect=connect).follow(listed))
         async with _background(jobs):
-            fleet.listen(lambda: _set_health(server, fleet))
+            for fleet in fleets:
+                fleet.listen(lambda: _set_health(server, fleets))
             try:
                 report_phase("waiting for workers")
                 async with _stopping_at(stop):
                     if supervisor:
                         await supervisor.wait_ended()
-                    await _wait_for_workers(fleet, options)
+                    await _wait_for_workers(members, fleets, options)
                     clock.lap("workers")
                     http_address = http.address if http else ""
                     on_ready(
@@ -147,16 +196,24 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
                             server.address,
                             clock.phases,
                             http_address=http_address,
-                            sampling_defaults=describe_values(defaults),
+                            sampling_defaults=_described_defaults(parts),
                         )
                     )
-                    if chat:  # not earlier: its imports would hold up those of workers beside it
-                        await chat.start()
+                    for part in parts:
+                        if part.chat:  # not earlier: its imports would hold up those of workers
+                            await part.chat.start()
                 await stop.wait()
             finally:
                 grace_s = options.drain_timeout_s if stop.is_set() else None
                 stops = [server.stop(grace_s), *([http.stop(grace_s)] if http else [])]
                 await asyncio.gather(*stops)
+
+
+def _described_defaults(parts: Sequence[_Model]) -> str:
+    described = {part.name: describe_values(part.defaults) for part in parts if part.defaults}
+    return "; ".join(
+        text if len(parts) == 1 else f"{name}: {text}" for name, text in described.items()
+    )
 
 
 def _telemetry_settings(options: GatewayOptions) -> TelemetrySettings:
@@ -174,8 +231,9 @@ def _telemetry_settings(options: GatewayOptions) -> TelemetrySettings:
 
 async def _start_http(
     options: GatewayOptions,
-    serving: Serving,
-    fleet: Fleet,
+    models: Models,
+    recorder: GatewayRecorder,
+    fleets: Sequence[Fleet],
     telemetry: Telemetry,
     api_keys: Sequence[str],
 ) -> HttpServer | None:
@@ -186,11 +244,13 @@ async def _start_http(
     async def metrics(accept: str) -> tuple[bytes, str]:
         return await asyncio.to_thread(prometheus.page, accept)
 
-    probes = Probes(is_serving=lambda: bool(fleet.ready(Tier.DECODE)), metrics=metrics)
-    template = serving.tokenizer.facts.chat_template or ""
-    style = chat_style(template, options.tool_call_parser, options.reasoning_parser)
-    settings = HttpSettings(style, tuple(api_keys), options.allowed_origins, int(time.time()))
-    app = HttpApp(serving, probes, settings)
+    probes = Probes(is_serving=lambda: _is_serving(fleets), metrics=metrics)
+
+    def style_of(template: str) -> ChatStyle:
+        return chat_style(template, options.tool_call_parser, options.reasoning_parser)
+
+    settings = HttpSettings(style_of, tuple(api_keys), options.allowed_origins, int(time.time()))
+    app = HttpApp(models, recorder, probes, settings)
     return await start_http(
         app,
         options.host,
@@ -215,28 +275,37 @@ def _register(service: InferenceService) -> Register:
     return register
 
 
-def _set_health(server: RunningServer, fleet: Fleet) -> None:
-    """Serving means that some sequence could be placed."""
-    is_serving = bool(fleet.ready(Tier.DECODE))
+def _is_serving(fleets: Sequence[Fleet]) -> bool:
+    """Whether some sequence could be placed."""
+    return any(fleet.ready(Tier.DECODE) for fleet in fleets)
+
+
+def _set_health(server: RunningServer, fleets: Sequence[Fleet]) -> None:
+    is_serving = _is_serving(fleets)
     for name in server.service_names:
         server.set_serving(name, is_serving)
 
 
-async def _wait_for_workers(fleet: Fleet, options: GatewayOptions) -> None:
+async def _wait_for_workers(
+    members: Membership, fleets: Sequence[Fleet], options: GatewayOptions
+) -> None:
     """Until every worker named is ready, and all that a registry lists, but not for long: who is
     missing may join later.
 
-    With a registry, a decode worker is waited for, too: without one nothing can be served.
+    With a registry, a decode worker of each model is waited for, too: without one it cannot be
+    served.
     """
     named = {*options.prefill_workers, *options.decode_workers}
 
     def is_complete() -> bool:
-        is_served = options.registry is None or bool(fleet.ready(Tier.DECODE))
-        is_all_ready = all(worker.is_ready for worker in fleet.workers.values())
-        return is_served and is_all_ready and named <= fleet.workers.keys()
+        is_served = options.registry is None or all(f.ready(Tier.DECODE) for f in fleets)
+        workers = members.workers
+        is_all_ready = all(worker.is_ready for worker in workers.values())
+        return is_served and is_all_ready and named <= workers.keys()
 
     changed = asyncio.Event()
-    fleet.listen(changed.set)
+    for fleet in fleets:
+        fleet.listen(changed.set)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(WORKERS_TIMEOUT_S):
             while not is_complete():

@@ -10,7 +10,8 @@ import grpc.aio
 from baton.rpc.interceptor import write_to
 from baton.rpc.status import REQUEST_ID_KEY
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from gateway.serving import Call, Serving
+from gateway.models import Models
+from gateway.serving import Call
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -18,8 +19,8 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Belongs to one event loop."""
 
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
+    def __init__(self, models: Models) -> None:
+        self._models = models
 
     async def Generate(  # type: ignore[override]  # noqa: N802, the name in the .proto
         self, request: inference_pb2.GenerateRequest, context: _Context
@@ -35,7 +36,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             timeout_s=context.time_remaining(),
             on_admitted=on_admitted,
         )
-        await self._serving.generate(request, call)
+        await self._models.of(request.model).generate(request, call)
 
     async def Tokenize(  # noqa: N802
         self,
@@ -43,9 +44,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         context: _Context,  # noqa: ARG002, the signature of the .proto
     ) -> inference_pb2.TokenizeResponse:
         """Token ids of a prompt, as Generate would use them."""
+        serving = self._models.of(request.model)
         return inference_pb2.TokenizeResponse(
-            token_ids=await self._serving.tokenize(request),
-            max_model_len=self._serving.facts.max_model_len,
+            token_ids=await serving.tokenize(request), max_model_len=serving.facts.max_model_len
         )
 
     async def Detokenize(  # noqa: N802
@@ -54,21 +55,28 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         context: _Context,  # noqa: ARG002
     ) -> inference_pb2.DetokenizeResponse:
         """Text of token ids."""
-        return inference_pb2.DetokenizeResponse(text=await self._serving.detokenize(request))
+        serving = self._models.of(request.model)
+        return inference_pb2.DetokenizeResponse(text=await serving.detokenize(request))
 
     async def ListModels(  # noqa: N802
         self,
         request: inference_pb2.ListModelsRequest,  # noqa: ARG002
         context: _Context,  # noqa: ARG002
     ) -> inference_pb2.ListModelsResponse:
-        """The one model, and its adapters."""
-        names = ("", *self._serving.facts.adapters)
-        return inference_pb2.ListModelsResponse(models=map(self._serving.model, names))
+        """The models, each followed by its adapters."""
+        return inference_pb2.ListModelsResponse(
+            models=[
+                serving.model(name)
+                for serving in self._models
+                for name in ("", *serving.facts.adapters)
+            ]
+        )
 
     async def GetModel(  # noqa: N802
         self,
         request: inference_pb2.GetModelRequest,
         context: _Context,  # noqa: ARG002
     ) -> inference_pb2.GetModelResponse:
-        """The one model, and its workers."""
-        return inference_pb2.GetModelResponse(model=self._serving.model(request.model))
+        """One model, and its workers."""
+        serving = self._models.of(request.model)
+        return inference_pb2.GetModelResponse(model=serving.model(request.model))

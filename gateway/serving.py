@@ -8,7 +8,7 @@ import hashlib
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,6 @@ from gateway.intake.validator import (
     Ids,
     Tokenized,
     check_detokenize,
-    check_model,
     check_request,
     check_tokenize,
     resolve,
@@ -40,7 +39,7 @@ from gateway.intake.violations import ModelFacts, given
 from gateway.output.delivery import Write, fail_at
 from gateway.request.driver import RequestDeps, RequestDriver
 from gateway.routing.fleet import Fleet, Worker
-from gateway.telemetry.recorder import GatewayRecorder, RecentHandoffs, RequestRecord
+from gateway.telemetry.recorder import GatewayRecorder, RequestRecord
 
 #: Tokens that any model is taken to have room for until a worker reports.
 _UNKNOWN_LEN = 2**20
@@ -79,17 +78,8 @@ class Call:
     on_admitted: Callable[[str], Awaitable[None]] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayLoad:
-    """num_waiting: requests that wait for workers. num_active: under way, those among them."""
-
-    num_waiting: int
-    num_active: int
-    handoffs: RecentHandoffs
-
-
 class Serving:
-    """Belongs to one event loop."""
+    """One model. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -99,12 +89,15 @@ class Serving:
         chat: ChatRenderer | None,
         grammars: GrammarCompiler,
         recorder: GatewayRecorder | None = None,
+        *,
+        unsorted: Fleet | None = None,
     ) -> None:
-        """chat: None if the model has no chat template. recorder: on the clock of `deps`; None for
-        none."""
+        """chat: None if the model has no chat template. recorder: on the clock of `deps`, and
+        of all models; None for none. unsorted: see Fleets; None if workers are listed by model."""
         self._options = options
         self._deps = deps
         self._fleet: Fleet = deps.fleet
+        self._unsorted = unsorted
         self.tokenizer = tokenizer
         self._chat = chat
         self._grammars = grammars
@@ -112,16 +105,15 @@ class Serving:
         """Of decode workers, when `_known_facts` was made of it."""
         self._known_facts = self._facts_by(self._infos)
         self._clock = deps.clock or time.monotonic
-        self._recorder = recorder or GatewayRecorder(
-            no_telemetry(), options.model_name, self._clock
-        )
+        self._recorder = recorder or GatewayRecorder(no_telemetry(), self._clock)
 
     async def generate(self, request: inference_pb2.GenerateRequest, call: Call) -> None:
         """Stream the output of one request to `call.write`. Raises BatonError."""
         timeout_s = self._options.request_timeout_s if call.timeout_s is None else call.timeout_s
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         is_chat = request.prompt.WhichOneof("kind") == "chat"
-        with self._recorder.recording(call.metadata, is_chat=is_chat) as record:
+        name = self._options.model_name
+        with self._recorder.recording(call.metadata, name, is_chat=is_chat) as record:
             request_id = unique_request_id(call.metadata)
             try:
                 async with fail_at(deadline_s, _too_late):
@@ -147,10 +139,8 @@ class Serving:
         return await self.tokenizer.decode_all(list(request.token_ids), request.skip_special_tokens)
 
     def model(self, name: str = "") -> inference_pb2.Model:
-        """The one model, or an adapter of it, and the workers. Raises ModelNotFound for another
-        name."""
+        """The model, or the adapter of that name, and the workers."""
         facts = self.facts
-        check_model(name, facts)
         is_adapter = name in facts.adapters
         return inference_pb2.Model(
             name=name if is_adapter else facts.name,
@@ -159,14 +149,24 @@ class Serving:
             vocab_size=facts.vocab_size,
             has_chat_template=facts.has_chat_template,
             sampling_defaults=sampling_pb2.SamplingParams(**facts.sampling_defaults),
-            workers=[_status_of(worker) for worker in self._fleet.workers.values()],
+            workers=[_status_of(worker) for worker in self._workers()],
         )
 
+    def _workers(self) -> Iterator[Worker]:
+        """Its own, and those of which nobody knows yet which model they have."""
+        yield from self._fleet.workers.values()
+        if self._unsorted is not None:
+            yield from self._unsorted.workers.values()
+
     @property
-    def load(self) -> GatewayLoad:
-        """What the gateway itself has to do now."""
-        waiting, recorder = self._deps.dispatcher.num_waiting, self._recorder
-        return GatewayLoad(waiting, recorder.num_active, recorder.handoffs)
+    def num_waiting(self) -> int:
+        """Requests that wait for workers."""
+        return self._deps.dispatcher.num_waiting
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether some decode worker has said which adapters it has."""
+        return bool(self._fleet.known(Tier.DECODE))
 
     @property
     def facts(self) -> ModelFacts:

@@ -84,9 +84,10 @@ gRPC port.
 | `/` | a page for people: a playground, a live map of the workers, code to copy |
 | `/docs`, `/openapi.json` | every path, field, range and error; without a key |
 
-`model` may be left out. A field that is null is not given; one that nobody here knows is passed
-over, and named in a `warning` header; one that would change the output and is not served (`suffix`,
-`functions`, `audio`, `documents`, `chat_template`, `use_beam_search`) is refused.
+`model` may be left out where one model is served. A field that is null is not given; one that is
+not known is passed over, and named in a `warning` header; one that would change the output and is
+not served (`suffix`, `functions`, `audio`, `documents`, `chat_template`, `use_beam_search`) is
+refused.
 
 `return_timing: true` adds `timing` to an answer, or to the last piece of a stream (of
 `/v1/responses`, too): milliseconds to the first token and what they were spent on, the bytes handed
@@ -97,6 +98,18 @@ A stream that broke off is taken up, at any gateway of the model, by the same re
 (which `return_token_ids` gives), the `num_chars` of its text, and `has_ended`. What comes next is
 the next token; nothing is sent again. It needs `seed`, and is for completions and for chats
 without tools and thoughts ([adr/0020](adr/0020-clients-hold-what-a-stream-sent.md)).
+
+A gateway of several models has the first as its MODEL and the others as `--more-models NAME=MODEL`,
+each with its own tokenizer, queue and workers. Workers say themselves whose they are, by their
+`--served-model-name`; a registry and addresses on the command line may be of all models together.
+`--served-model-aliases ALIAS=NAME` gives one of them a further name. A request names its model: one
+that does not is refused with 400, one of an unknown name with 404, and both errors list the names.
+Workers of one model are lost or full without harm to the others.
+
+    baton gateway models/code --served-model-name code --more-models chat=models/chat \\
+        --prefill-workers code-p:50061,chat-p:50061 --decode-workers code-d:50062,chat-d:50062
+
+`baton serve` starts workers of one model.
 
 Each answer has `x-request-id`: the one that was sent, with an ending that makes it unique, or a
 fresh one. `traceparent` is continued.
@@ -109,12 +122,12 @@ and no `[DONE]`.
 |---|---|
 | 400 | a field is wrong: which, its value and the fix are in the message |
 | 401 | no API key, or a wrong one |
-| 404 | another model, or a path that is not served |
+| 404 | a model that is not served, or a path that is not |
 | 408 | the request's time was over (`--request-timeout-s`), or it was too slow to arrive |
 | 413, 431 | a body of more than 16 MiB; more than 100 headers, or 32 KiB of them |
 | 429 | full now; `retry-after` says when to try again |
 | 499 | the client went away; in logs and metrics only |
-| 503 | no worker takes work, or one was lost; `retry-after` |
+| 503 | no worker takes work, one was lost, or none yet said what adapters it has; `retry-after` |
 
 Calls of tools are found in the model's own format: `--tool-call-parser`, `auto` by the chat
 template. `tool_choice: required` and a named function are kept to by a grammar. Thoughts come as

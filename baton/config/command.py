@@ -179,8 +179,6 @@ def _metavar(field: FieldInfo) -> str:
         return "|".join(str(choice) for choice in get_args(annotation))
     if isinstance(extra := field.json_schema_extra, dict) and "metavar" in extra:
         return str(extra["metavar"])
-    if get_origin(annotation) is tuple:
-        return "HOST:PORT"
     return {int: "INTEGER", float: "NUMBER"}.get(annotation, "TEXT")
 
 

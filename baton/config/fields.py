@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -94,16 +94,21 @@ def _check_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
     return addresses
 
 
-def _check_modules(modules: tuple[str, ...]) -> tuple[str, ...]:
-    names = []
-    for module in modules:
-        name, _, path = module.partition("=")
-        if not (name.strip() and path.strip()):
-            raise ValueError(f"{module!r} is no adapter; give NAME=PATH")
-        names.append(name)
-    if len(set(names)) != len(names):
-        raise ValueError("give each name once")
-    return modules
+def _check_pairs(what: str, form: str) -> Callable[[tuple[str, ...]], tuple[str, ...]]:
+    """Of pairs with "=", each of them a `what` in the form of `form`."""
+
+    def check(pairs: tuple[str, ...]) -> tuple[str, ...]:
+        names = []
+        for pair in pairs:
+            name, _, value = pair.partition("=")
+            if not (name.strip() and value.strip()):
+                raise ValueError(f"{pair!r} is no {what}; give {form}")
+            names.append(name)
+        if len(set(names)) != len(names):
+            raise ValueError("give each name once")
+        return pairs
+
+    return check
 
 
 def _check_registry(url: str) -> str:
@@ -138,6 +143,7 @@ Addresses = Annotated[
     tuple[str, ...],
     BeforeValidator(_split_commas),
     AfterValidator(_check_addresses),
+    Field(json_schema_extra={"metavar": "HOST:PORT"}),
 ]
 
 
@@ -153,14 +159,26 @@ ApiKeys = Annotated[
 ]
 
 #: Given by repeating the option or with commas.
-Names = Annotated[tuple[NonEmpty, ...], BeforeValidator(_split_commas)]
+Names = Annotated[
+    tuple[NonEmpty, ...],
+    BeforeValidator(_split_commas),
+    Field(json_schema_extra={"metavar": "NAME"}),
+]
 
 #: Adapters, NAME=PATH, given by repeating the option or with commas.
 LoraModules = Annotated[
     tuple[str, ...],
     BeforeValidator(_split_commas),
-    AfterValidator(_check_modules),
+    AfterValidator(_check_pairs("adapter", "NAME=PATH")),
     Field(json_schema_extra={"metavar": "NAME=PATH"}),
+]
+
+#: Models, NAME=MODEL, given by repeating the option or with commas.
+NamedModels = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_split_commas),
+    AfterValidator(_check_pairs("model with a name", "NAME=MODEL")),
+    Field(json_schema_extra={"metavar": "NAME=MODEL"}),
 ]
 
 #: Names in certificates.
@@ -169,7 +187,11 @@ PeerNames = Names
 CertReqs = Annotated[Literal["none", "required"], BeforeValidator(_cert_reqs)]
 
 #: Numbers of GPUs, given by repeating the option or with commas.
-Devices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_split_commas)]
+Devices = Annotated[
+    tuple[Annotated[int, Field(ge=0)], ...],
+    BeforeValidator(_split_commas),
+    Field(json_schema_extra={"metavar": "N"}),
+]
 
 Address = Annotated[NonEmpty, AfterValidator(_check_address)]
 Device = Annotated[str, AfterValidator(_check_device)]

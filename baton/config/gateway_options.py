@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -15,6 +16,7 @@ from baton.config.fields import (
     Count,
     FileDescriptor,
     JsonWhitespace,
+    NamedModels,
     Names,
     NonEmpty,
     Port,
@@ -73,8 +75,8 @@ class FrontDoorOptions(ServiceOptions):
     """Whether the model thinks before it answers, for the HTTP API. qwen3: where it says <think>,
     or the prompt ends with that. deepseek_r1: always. auto goes by its chat template."""
     served_model_aliases: Names = ()
-    """Further names that requests may call the model by; repeat the option or separate with
-    commas."""
+    """Further names that requests may call the model by, or ALIAS=NAME for one of --more-models;
+    repeat the option or separate with commas."""
     allowed_origins: Names = ()
     """Origins, such as https://example.org, whose web pages may call the HTTP API from a browser;
     * for all."""
@@ -122,6 +124,10 @@ class GatewayOptions(
 ):
     """Options of `baton gateway`."""
 
+    more_models: NamedModels = ()
+    """Further models that this gateway serves, NAME=MODEL: what requests and the model's own
+    workers call it, and the directory or Hub id of its tokenizer; repeat the option or separate
+    with commas. A request names its model then."""
     reuse_port: bool = False
     """Share the ports with other gateways that have this option: the kernel spreads connections
     over them."""
@@ -136,8 +142,15 @@ class GatewayOptions(
     _also_needed_for_tls: ClassVar[tuple[str, ...]] = ()
 
     @property
-    def tokenizer_name(self) -> str:
-        return self.tokenizer or self.model
+    def tokenizers(self) -> Mapping[str, str]:
+        """By the name of each model, the directory or Hub id of its tokenizer."""
+        further = dict(pair.split("=", 1) for pair in self.more_models)
+        return {self.model_name: self.tokenizer or self.model, **further}
+
+    def aliases_of(self, name: str) -> tuple[str, ...]:
+        """Further names of the model of that name."""
+        pairs = (alias.partition("=")[::2] for alias in self.served_model_aliases)
+        return tuple(alias for alias, of in pairs if (of or self.model_name) == name)
 
     @property
     def worker_tls(self) -> TlsFiles | None:
@@ -145,6 +158,24 @@ class GatewayOptions(
         if self.tls is None or self.ssl_ca_certs is None:
             return None
         return self.tls
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        further = [pair.partition("=")[0] for pair in self.more_models]
+        aliases = [alias.partition("=")[::2] for alias in self.served_model_aliases]
+        for alias, name in aliases:
+            if name and name not in (self.model_name, *further):
+                raise ValueError(
+                    f"--served-model-aliases={alias}={name}: {name!r} is no model of this gateway; "
+                    "give the name of one of --more-models"
+                )
+        names = [self.model_name, *further, *(alias for alias, _ in aliases)]
+        twice = sorted(name for name in set(names) if names.count(name) > 1)
+        if twice:
+            raise ValueError(
+                f"--more-models: {twice[0]!r} is the name of two models; give each its own name"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_tiers(self) -> Self:

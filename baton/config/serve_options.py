@@ -52,6 +52,11 @@ class ServeOptions(
 
     @model_validator(mode="after")
     def _check_aliases(self) -> Self:
+        for alias in self.served_model_aliases:
+            if "=" in alias:
+                raise ValueError(
+                    f"--served-model-aliases={alias}: one model is served; give the alias alone"
+                )
         both = sorted(set(self.served_model_aliases) & set(self.adapter_paths))
         if both:
             raise ValueError(

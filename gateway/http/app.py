@@ -28,11 +28,12 @@ from gateway.http.generation import Format, Generation
 from gateway.http.logprobs import BytesOf
 from gateway.http.messages import MessagesBody, MessagesFormat, messages_error
 from gateway.http.page import LIVE_PATH, PAGE_FILES, Page
-from gateway.http.requests import Body, BodyT, check_token_ids, field_namer, parsed
+from gateway.http.requests import BodyT, ModelBody, check_token_ids, field_namer, parsed
 from gateway.http.responses import ResponsesBody, ResponsesFormat
 from gateway.http.tokens import DetokenizeBody, TokenizeBody
-from gateway.intake.validator import check_model
+from gateway.models import Models
 from gateway.serving import Serving, unique_request_id
+from gateway.telemetry.recorder import GatewayRecorder
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ _NOT_SERVED = {
 _Handler = Callable[[HttpRequest, HttpResponse], Awaitable[None]]
 
 #: What completes, by path: the fields of its body, and what is made of one.
-_FORMATS: Mapping[str, tuple[type[Body], Callable[[Any, BytesOf, ChatStyle], Format]]] = {
+_FORMATS: Mapping[str, tuple[type[ModelBody], Callable[[Any, BytesOf, ChatStyle], Format]]] = {
     "/v1/completions": (CompletionBody, lambda body, bytes_of, _: CompletionFormat(body, bytes_of)),
     "/v1/chat/completions": (ChatBody, ChatFormat),
     "/v1/responses": (ResponsesBody, ResponsesFormat),
@@ -89,10 +90,10 @@ class Probes:
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
-    """api_keys: none at all: every client is served. allowed_origins: of web pages; "*" for all.
-    created_s: of the model, since 1970."""
+    """style_of: by a model's chat template. api_keys: none at all: every client is served.
+    allowed_origins: of web pages; "*" for all. created_s: of the models, since 1970."""
 
-    style: ChatStyle
+    style_of: Callable[[str], ChatStyle]
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     created_s: int = 0
@@ -101,14 +102,19 @@ class HttpSettings:
 class HttpApp:
     """Belongs to one event loop. See connection.HttpHandler."""
 
-    def __init__(self, serving: Serving, probes: Probes, settings: HttpSettings) -> None:
-        self._serving = serving
+    def __init__(
+        self, models: Models, recorder: GatewayRecorder, probes: Probes, settings: HttpSettings
+    ) -> None:
+        self._models = models
         self._probes = probes
-        self._style = settings.style
+        self._styles = {
+            serving: settings.style_of(serving.tokenizer.facts.chat_template or "")
+            for serving in models
+        }
         self._api_keys = ApiKeys(settings.api_keys) if settings.api_keys else None
         self._origins = frozenset(settings.allowed_origins)
         self._created_s = settings.created_s
-        page, docs = Page(serving, time.monotonic), Docs()
+        page, docs = Page(models, recorder, time.monotonic), Docs()
         self._routes: Mapping[str, Mapping[str, _Handler]] = {
             **{path: {"POST": self._generate} for path in _FORMATS},
             f"{_MESSAGES}/count_tokens": {"POST": self._count_tokens},
@@ -186,7 +192,8 @@ class HttpApp:
 
     def _parsed(self, cls: type[BodyT], request: HttpRequest, response: HttpResponse) -> BodyT:
         """The body's fields; what nobody knows of them is named in a header of the answer."""
-        body = parsed(cls, request.body, self._serving.facts.max_model_len)
+        max_model_len = max(serving.facts.max_model_len for serving in self._models)
+        body = parsed(cls, request.body, max_model_len)
         request.body = b""
         if body.unknown_fields:
             names = [name[:_MAX_WARNED_CHARS] for name in body.unknown_fields[:_MAX_WARNED]]
@@ -200,9 +207,10 @@ class HttpApp:
     async def _generate(self, request: HttpRequest, response: HttpResponse) -> None:
         cls, make = _FORMATS[request.path]
         body = self._parsed(cls, request, response)
-        form = make(body, self._serving.tokenizer.bytes_of, self._style)
+        serving = self._models.of(body.model or "")
+        form = make(body, serving.tokenizer.bytes_of, self._styles[serving])
         try:
-            await Generation(self._serving, form, request, response).run()
+            await Generation(serving, form, request, response).run()
         except ClientStalled:
             raise
         except BatonError as error:
@@ -210,12 +218,13 @@ class HttpApp:
 
     async def _count_tokens(self, request: HttpRequest, response: HttpResponse) -> None:
         body = self._parsed(MessagesBody, request, response)
-        bytes_of = self._serving.tokenizer.bytes_of
-        form = MessagesFormat(body, bytes_of, self._style, is_counted=True)
+        serving = self._models.of(body.model or "")
+        bytes_of = serving.tokenizer.bytes_of
+        form = MessagesFormat(body, bytes_of, self._styles[serving], is_counted=True)
         (asked,) = form.requests
         tokenize = inference_pb2.TokenizeRequest(model=asked.model, prompt=asked.prompt)
         try:
-            token_ids = await self._serving.tokenize(tokenize)
+            token_ids = await serving.tokenize(tokenize)
         except BatonError as error:
             raise from_baton(error, form.field_names) from None
         await _send_json({"input_tokens": len(token_ids)}, response)
@@ -224,23 +233,23 @@ class HttpApp:
 
     async def _tokenize(self, request: HttpRequest, response: HttpResponse) -> None:
         body = self._parsed(TokenizeBody, request, response)
-        messages = body.messages
-        role = self._style.developer_role
+        serving, messages = self._models.of(body.model or ""), body.messages
+        role = self._styles[serving].developer_role
         prompt = text_prompt(body.prompt) if messages is None else chat_prompt(messages, role)
         asked = inference_pb2.TokenizeRequest(model=body.model or "", prompt=prompt)
         try:
-            token_ids = await self._serving.tokenize(asked)
+            token_ids = await serving.tokenize(asked)
         except BatonError as error:
             names = field_namer(PROMPT_NAMES if messages is None else CHAT_NAMES)
             raise from_baton(error, names) from None
         document: dict[str, Any] = {
             "count": len(token_ids),
-            "max_model_len": self._serving.facts.max_model_len,
+            "max_model_len": serving.facts.max_model_len,
             "tokens": list(token_ids),
             "token_strs": None,
         }
         if body.return_token_strs:
-            bytes_of = self._serving.tokenizer.bytes_of
+            bytes_of = serving.tokenizer.bytes_of
             document["token_strs"] = [bytes_of(t).decode("utf-8", "replace") for t in token_ids]
         await _send_json(document, response)
 
@@ -249,7 +258,7 @@ class HttpApp:
         check_token_ids("tokens", body.tokens)
         asked = inference_pb2.DetokenizeRequest(model=body.model or "", token_ids=body.tokens)
         try:
-            text = await self._serving.detokenize(asked)
+            text = await self._models.of(asked.model).detokenize(asked)
         except BatonError as error:
             names = field_namer({"token_ids": "tokens"})
             raise from_baton(error, names) from None
@@ -258,17 +267,19 @@ class HttpApp:
     # The gateway itself
 
     async def _list_models(self, request: HttpRequest, response: HttpResponse) -> None:  # noqa: ARG002
-        facts = self._serving.facts
-        models = [self._model(name) for name in (facts.name, *facts.aliases, *facts.adapters)]
+        models = [
+            self._model(name, serving)
+            for serving in self._models
+            for name in (*serving.facts.names, *serving.facts.adapters)
+        ]
         await _send_json({"object": "list", "data": models}, response)
 
     async def _get_model(self, request: HttpRequest, response: HttpResponse) -> None:
         name = unquote(request.path.removeprefix(_MODELS))
-        check_model(name, self._serving.facts)
-        await _send_json(self._model(name), response)
+        await _send_json(self._model(name, self._models.of(name)), response)
 
-    def _model(self, name: str) -> dict[str, Any]:
-        facts = self._serving.facts
+    def _model(self, name: str, serving: Serving) -> dict[str, Any]:
+        facts = serving.facts
         return {
             "id": name,
             "object": "model",

@@ -17,7 +17,7 @@ from gateway.http.chat_style import ChatStyle
 from gateway.http.errors import HttpError, shown_value
 from gateway.http.generation import FINISHES
 from gateway.http.logprobs import BytesOf
-from gateway.http.requests import TOP_K, Body, NumTokens, TextList, json_text, refusals
+from gateway.http.requests import TOP_K, ModelBody, NumTokens, TextList, json_text, refusals
 from gateway.http.translated_chat import ChatOutput, TranslatedChat, response_format
 from gateway.intake.tool_rules import MAX_TOOLS
 from gateway.intake.validator import MAX_MESSAGES
@@ -57,11 +57,9 @@ _TOOLS = {
 }
 
 
-class MessagesBody(Body):
+class MessagesBody(ModelBody):
     """What a request may have."""
 
-    model: str | None = None
-    """One of /v1/models; it may be left out where one alone is served."""
     messages: Annotated[list[Any], WithJsonSchema(_MESSAGES)]
     """The conversation, oldest message first; a last one of the assistant is continued."""
     max_tokens: NumTokens = None

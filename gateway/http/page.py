@@ -15,7 +15,8 @@ from typing import Any
 
 from baton import __version__
 from gateway.http.connection import JSON, HttpRequest, HttpResponse
-from gateway.serving import Serving
+from gateway.models import Models
+from gateway.telemetry.recorder import GatewayRecorder
 
 _FOLDER = Path(__file__).parent / "static"
 
@@ -52,8 +53,11 @@ _MIN_INTERVAL_S = 0.25
 class Page:
     """Belongs to one event loop. clock: in seconds."""
 
-    def __init__(self, serving: Serving, clock: Callable[[], float]) -> None:
-        self._serving = serving
+    def __init__(
+        self, models: Models, recorder: GatewayRecorder, clock: Callable[[], float]
+    ) -> None:
+        self._models = models
+        self._recorder = recorder
         self._clock = clock
         self._files: dict[str, bytes] = {}
         """That were asked for."""
@@ -69,7 +73,7 @@ class Page:
         await response.send(HTTPStatus.OK, content_type, self._files[name])
 
     async def live(self, request: HttpRequest, response: HttpResponse) -> None:  # noqa: ARG002
-        """The model, the gateway, the workers and their last handoffs, as they are now."""
+        """The models, the gateway, the workers and their last handoffs, as they are now."""
         now_s = self._clock()
         if not self._live or now_s - self._listed_s >= _MIN_INTERVAL_S:
             self._live = json.dumps(self._listing(), separators=(",", ":")).encode()
@@ -78,15 +82,21 @@ class Page:
         await response.send(HTTPStatus.OK, JSON, self._live)
 
     def _listing(self) -> dict[str, Any]:
-        model, load = self._serving.model(), self._serving.load
+        models, recorder = [serving.model() for serving in self._models], self._recorder
+        num_waiting = sum(serving.num_waiting for serving in self._models)
+        # Those of unknown models are listed with each.
+        workers = {worker.address: worker for model in models for worker in model.workers}
         return {
             "version": __version__,
-            "model": {
-                "name": model.name,
-                "max_model_len": model.max_model_len,
-                "has_chat_template": model.has_chat_template,
-            },
-            "gateway": {"num_waiting": load.num_waiting, "num_active": load.num_active},
+            "models": [
+                {
+                    "name": model.name,
+                    "max_model_len": model.max_model_len,
+                    "has_chat_template": model.has_chat_template,
+                }
+                for model in models
+            ],
+            "gateway": {"num_waiting": num_waiting, "num_active": recorder.num_active},
             "workers": [
                 {
                     "id": worker.worker_id or worker.address,
@@ -99,14 +109,14 @@ class Page:
                     "cached_blocks": worker.num_cached_blocks,
                     "num_blocks": worker.num_blocks,
                 }
-                for worker in model.workers
+                for worker in workers.values()
             ],
             "handoffs": {
-                "total": load.handoffs.total,
-                "total_bytes": load.handoffs.total_bytes,
+                "total": recorder.handoffs.total,
+                "total_bytes": recorder.handoffs.total_bytes,
                 "last": [
                     [number, handoff.source, handoff.target, handoff.num_bytes]
-                    for number, handoff in load.handoffs.numbered()
+                    for number, handoff in recorder.handoffs.numbered()
                 ],
             },
         }

@@ -114,6 +114,13 @@ class Body(BaseModel):
         return tuple(name for name in self.refused if given.get(name))
 
 
+class ModelBody(Body):
+    """One that names its model."""
+
+    model: str | None = None
+    """One of /v1/models; it may be left out where one alone is served."""
+
+
 class StreamOptions(Body):
     """What a stream has besides its text."""
 
@@ -160,11 +167,9 @@ def _with_sampling_options(cls: type[BodyT]) -> type[BodyT]:
 
 
 @_with_sampling_options
-class GenerationBody(Body):
+class GenerationBody(ModelBody):
     """What both kinds of completion have."""
 
-    model: str | None = None
-    """One of /v1/models; it may be left out where one alone is served."""
     stream: bool | None = None
     """Send server-sent events, a piece each, as soon as there is output."""
     stream_options: StreamOptions | None = None

@@ -15,16 +15,14 @@ from gateway.http.chat_style import ChatStyle
 from gateway.http.errors import shown_value
 from gateway.http.generation import FINISHES, timing_of
 from gateway.http.logprobs import BytesOf
-from gateway.http.requests import Body, NumTokens, json_text
+from gateway.http.requests import ModelBody, NumTokens, json_text
 from gateway.http.translated_chat import ChatOutput, TranslatedChat, response_format
 from gateway.intake.validator import MAX_MESSAGES
 
 
-class ResponsesBody(Body):
+class ResponsesBody(ModelBody):
     """What a request may have."""
 
-    model: str | None = None
-    """One of /v1/models; it may be left out where one alone is served."""
     input: Annotated[Any, WithJsonSchema({"type": ["string", "array"]})] = None
     """Text, or the items of a conversation. Must be given."""
     instructions: str | None = None

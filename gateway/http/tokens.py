@@ -8,14 +8,12 @@ from pydantic import WithJsonSchema
 
 from gateway.http.chat import MESSAGES
 from gateway.http.completions import TOKEN_IDS
-from gateway.http.requests import Body
+from gateway.http.requests import ModelBody
 
 
-class TokenizeBody(Body):
+class TokenizeBody(ModelBody):
     """Of a prompt, or of a conversation."""
 
-    model: str | None = None
-    """One of /v1/models; it may be left out where one alone is served."""
     prompt: Annotated[Any, WithJsonSchema({"type": ["string", "array"]})] = None
     """Text, or token ids, which come back as they are."""
     messages: Annotated[list[Any] | None, WithJsonSchema(MESSAGES)] = None
@@ -26,10 +24,8 @@ class TokenizeBody(Body):
     ignored = ("add_special_tokens", "add_generation_prompt")
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(ModelBody):
     """Of token ids."""
 
-    model: str | None = None
-    """One of /v1/models; it may be left out where one alone is served."""
     tokens: Annotated[list[Any], WithJsonSchema(TOKEN_IDS)]
     """Token ids."""

@@ -144,7 +144,8 @@ class ChildProcess:
     def _write(self, process: asyncio.subprocess.Process, message: Mapping[str, Any]) -> None:
         if process.stdin is None:
             raise EngineFault(f"the {self._spec.name} has no input")
-        process.stdin.write(to_bytes(message))
+        if not process.stdin.is_closing():  # of one that has died: `_answer` says so
+            process.stdin.write(to_bytes(message))
 
     async def _answer(self, process: asyncio.subprocess.Process) -> dict[str, Any]:
         if process.stdin is None or process.stdout is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.errors import BatonError, FieldViolation, InvalidRequest, ModelNotFound
+from baton.errors import BatonError, FieldViolation, InvalidRequest
 from baton.types import SequenceSpec, tenant_of
 from baton.v1 import inference_pb2, sampling_pb2
 from gateway.intake.request import ChoiceSoFar, TextOptions, ValidatedRequest
@@ -26,8 +26,6 @@ MAX_PRIORITY = 1000
 MAX_SALT_CHARS = 256
 MAX_MESSAGES = 1024
 MAX_ROLE_CHARS = 64
-
-_MAX_NAME_CHARS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +56,11 @@ class Tokenized:
     echo_text: str | None = None
 
 
-def check_model(name: str, facts: ModelFacts) -> None:
-    """Raises ModelNotFound unless `name` is the model's, an adapter's, or empty."""
-    if name and name not in (facts.name, *facts.aliases, *facts.adapters):
-        also = f", with adapters {', '.join(map(repr, facts.adapters))}" if facts.adapters else ""
-        raise ModelNotFound(
-            f"model {shown(name)} is not served here; the model is {facts.name!r}, "
-            f"and an empty name means the same{also}",
-            model=name[:_MAX_NAME_CHARS],
-        )
-
-
 def check_request(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> None:
     """Check all that needs no tokenizer; where the prompt is token ids, its length too.
 
-    Raises ModelNotFound, or InvalidRequest with all violations.
+    Raises InvalidRequest with all violations.
     """
-    check_model(request.model, facts)
     violations = [
         *_prompt_violations(request.prompt, facts),
         *sampling_violations(request.sampling, facts),
@@ -96,14 +82,12 @@ def check_request(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> 
 
 def check_tokenize(request: inference_pb2.TokenizeRequest, facts: ModelFacts) -> None:
     """As check_request, for a prompt alone."""
-    check_model(request.model, facts)
     if violations := tuple(_prompt_violations(request.prompt, facts)):
         raise InvalidRequest.of(*violations)
 
 
 def check_detokenize(request: inference_pb2.DetokenizeRequest, facts: ModelFacts) -> None:
     """As check_request, for token ids alone."""
-    check_model(request.model, facts)
     num_tokens = len(request.token_ids)
     if num_tokens > facts.max_model_len:
         text = f"{num_tokens} ids: the model takes {facts.max_model_len}; ask for fewer at a time"

@@ -46,6 +46,11 @@ class ModelFacts:
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """What requests call the model itself."""
+        return (self.name, *self.aliases)
+
+    @property
     def max_prompt_tokens(self) -> int:
         """One token of output must fit, too."""
         return min(self.max_model_len, self.max_kv_tokens) - 1

@@ -14,30 +14,32 @@ from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 from baton.telemetry import names
 from gateway.routing.dispatcher import Dispatcher
-from gateway.routing.fleet import Fleet
+from gateway.routing.fleet import Fleet, Worker
 
 
-def observe_gateway(meter: Meter, fleet: Fleet, dispatcher: Dispatcher) -> None:
-    """Have the queue and the workers observed. They are read in another thread, one snapshot at a
-    time."""
+def observe_gateway(
+    meter: Meter, fleets: Sequence[Fleet], dispatchers: Sequence[Dispatcher]
+) -> None:
+    """Have the queues and the workers observed, of all models together. They are read in another
+    thread, one snapshot at a time."""
 
     def queue_length(options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG001
-        return [Observation(dispatcher.num_waiting)]
+        return [Observation(sum(each.num_waiting for each in dispatchers))]
 
     def workers(options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG001
-        counts = Counter((w.tier.name.lower(), w.state.value) for w in list(fleet.workers.values()))
+        counts = Counter((w.tier.name.lower(), w.state.value) for w in _workers(fleets))
         return [
             Observation(count, {names.WORKER_TIER: tier, names.STATE: state})
             for (tier, state), count in counts.items()
         ]
 
     def classes(options: CallbackOptions) -> Iterable[Observation]:  # noqa: ARG001
-        return [Observation(len(fleet.numerics.classes))]
+        return [Observation(max(len(fleet.numerics.classes) for fleet in fleets))]
 
     meter.create_observable_gauge(
         "baton.gateway.numerics.classes",
         [classes],
-        description="Numerics classes of the workers here; "
+        description="Numerics classes of the workers of one model; "
         "above 1 tokens may differ between workers.",
     )
     meter.create_observable_gauge(
@@ -46,6 +48,10 @@ def observe_gateway(meter: Meter, fleet: Fleet, dispatcher: Dispatcher) -> None:
     meter.create_observable_gauge(
         "baton.gateway.workers", [workers], description="Workers as this gateway sees them."
     )
+
+
+def _workers(fleets: Sequence[Fleet]) -> list[Worker]:
+    return [worker for fleet in fleets for worker in list(fleet.workers.values())]
 
 
 #: On the gateway's metrics port.
@@ -60,14 +66,14 @@ class TargetGroup(TypedDict):
     labels: dict[str, str]
 
 
-def scrape_targets(fleet: Fleet) -> Sequence[TargetGroup]:
+def scrape_targets(fleets: Sequence[Fleet]) -> Sequence[TargetGroup]:
     """A group for each worker that was reached once and has a metrics port, in order of addresses.
 
     One that is unreachable now is among them: that it cannot be scraped is what an alert is about.
     Read in another thread than the fleet's, one snapshot at a time.
     """
     groups: list[TargetGroup] = []
-    for worker in sorted(fleet.workers.values(), key=lambda worker: worker.address):
+    for worker in sorted(_workers(fleets), key=lambda worker: worker.address):
         info = worker.info
         if info is None or not info.metrics_port:
             continue

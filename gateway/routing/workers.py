@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -23,11 +23,12 @@ from baton.errors import BatonError, PeerMismatch, WorkerLost
 from baton.registry import Registry, WorkerAdded, WorkerRemoved
 from baton.rpc.channel import aio_channel
 from baton.rpc.tls import TlsFiles
-from baton.types import Tier, WorkerInfo
+from baton.types import Tier, WorkerInfo, WorkerLoad
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.wire import info_from_proto, load_from_proto
 from gateway.links.grpc_link import GrpcWorkerLink, worker_error
-from gateway.routing.fleet import Fleet, Worker, WorkerState
+from gateway.links.worker_link import WorkerLink
+from gateway.routing.fleet import Worker, WorkerState
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +45,24 @@ _INFO_TIMEOUT_S = 5.0
 #: Between two tries to connect, in seconds: first, at most, and the share of it that chance takes
 #: off.
 _FIRST_BACKOFF_S, MAX_BACKOFF_S, _JITTER = 0.2, 2.0, 0.5
+
+
+class Membership(Protocol):
+    """Who is written down as there: a Fleet, whose methods these are, or the Fleets of several
+    models."""
+
+    @property
+    def workers(self) -> Mapping[str, Worker]: ...
+
+    def add(self, address: str, tier: Tier) -> Worker: ...
+
+    def remove(self, address: str) -> None: ...
+
+    def join(self, address: str, info: WorkerInfo, link: WorkerLink) -> None: ...
+
+    def report(self, address: str, load: WorkerLoad) -> None: ...
+
+    def leave(self, address: str, state: WorkerState, reason: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +84,7 @@ def _always() -> bool:
 
 
 async def keep_connected(
-    fleet: Fleet,
+    fleet: Membership,
     address: str,
     *,
     is_wanted: Callable[[], bool] = _always,
@@ -91,7 +110,7 @@ async def keep_connected(
 
 
 async def _connect_once(
-    fleet: Fleet, worker: Worker, tls: TlsFiles | None, stall_timeout_s: float
+    fleet: Membership, worker: Worker, tls: TlsFiles | None, stall_timeout_s: float
 ) -> _Loss:
     """One connection, from the first call to its end. With the certificates of the moment: they may
     be renewed."""
@@ -170,7 +189,10 @@ class _Silence:
 
 
 async def _watch(
-    fleet: Fleet, stub: worker_pb2_grpc.WorkerServiceAsyncStub, worker: Worker, silence: _Silence
+    fleet: Membership,
+    stub: worker_pb2_grpc.WorkerServiceAsyncStub,
+    worker: Worker,
+    silence: _Silence,
 ) -> None:
     """Pass load reports on until they end. Raises WorkerLost, _Stalled where the engine loop stands
     still."""
@@ -198,14 +220,14 @@ class Connect(Protocol):
     """As gateway.routing.workers.keep_connected."""
 
     def __call__(
-        self, fleet: Fleet, address: str, /, *, is_wanted: Callable[[], bool]
+        self, fleet: Membership, address: str, /, *, is_wanted: Callable[[], bool]
     ) -> Awaitable[None]: ...
 
 
 class Roster:
     """Owns one task per address, from its listing until it is neither listed nor connected."""
 
-    def __init__(self, fleet: Fleet, *, connect: Connect = keep_connected) -> None:
+    def __init__(self, fleet: Membership, *, connect: Connect = keep_connected) -> None:
         self._fleet = fleet
         self._connect = connect
         self._listed: dict[str, Tier] = {}

@@ -180,18 +180,10 @@ class RecentHandoffs:
 class GatewayRecorder:
     """Belongs to one event loop. clock: of the timelines, in seconds."""
 
-    def __init__(self, telemetry: Telemetry, model: str, clock: Callable[[], float]) -> None:
+    def __init__(self, telemetry: Telemetry, clock: Callable[[], float]) -> None:
         self._telemetry = telemetry
-        self._common = {
-            operation: {
-                names.OPERATION_NAME: operation,
-                names.PROVIDER_NAME: names.PROVIDER,
-                names.REQUEST_MODEL: model,
-                names.RESPONSE_MODEL: model,
-            }
-            for operation in ("chat", "text_completion")
-        }
-        """By operation: what all that is reported of it is labelled with."""
+        self._common: dict[str, Mapping[str, str]] = {}
+        """By names of spans: what all that is reported of such requests is labelled with."""
         self._clock = clock
         self._instruments = Instruments(telemetry.meter)
         self.num_active = 0
@@ -202,15 +194,29 @@ class GatewayRecorder:
             "baton.requests.active", [self._observe_active], description="Requests under way."
         )
 
+    def refuse(self, reason: str) -> None:
+        """A request was refused before it was known which model it is for."""
+        if self._telemetry.has_metrics:
+            self._instruments.refused.add(1, {names.REASON: reason})
+
     @contextmanager
     def recording(
-        self, metadata: Iterable[tuple[str, str | bytes]] | None, *, is_chat: bool
+        self, metadata: Iterable[tuple[str, str | bytes]] | None, model: str, *, is_chat: bool
     ) -> Iterator[RequestRecord]:
         """Record a request that arrives now, and ends with the body."""
-        common = self._common["chat" if is_chat else "text_completion"]
+        operation = "chat" if is_chat else "text_completion"
+        name = f"{operation} {model}"
+        common = self._common.get(name)
+        if common is None:
+            common = self._common[name] = {
+                names.OPERATION_NAME: operation,
+                names.PROVIDER_NAME: names.PROVIDER,
+                names.REQUEST_MODEL: model,
+                names.RESPONSE_MODEL: model,
+            }
         arrival_s, arrival_ns = self._clock(), time.time_ns()
         span = self._telemetry.tracer.start_span(
-            f"{common[names.OPERATION_NAME]} {common[names.REQUEST_MODEL]}",
+            name,
             context_of_metadata(metadata),
             kind=SpanKind.SERVER,
             attributes=common,

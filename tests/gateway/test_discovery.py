@@ -31,7 +31,7 @@ def fleet_of(**metrics_ports: int) -> Fleet:
 
 
 def targets(fleet: Fleet) -> list[str]:
-    return [target for group in scrape_targets(fleet) for target in group["targets"]]
+    return [target for group in scrape_targets([fleet]) for target in group["targets"]]
 
 
 def test_a_worker_is_found_once_it_was_reached_and_if_it_has_metrics() -> None:

@@ -149,7 +149,7 @@ async def test_other_names_and_pages_of_other_origins(tmp_path: Path) -> None:
         response, _ = await fetch(report.http_address, "/v1/models/gpt-4o", **key)
         assert response.status == 200
         response, _ = await fetch(report.http_address, "/v1/models/gpt-5", **key)
-        assert response.status == 404
+        assert response.status == 503  # it may be an adapter, as long as no worker was reached
         for origin, allowed in (
             ("https://a.example", "https://a.example"),
             ("https://b.example", None),
@@ -189,7 +189,7 @@ async def test_the_page_is_open_and_what_it_shows_wants_a_key(tmp_path: Path) ->
         assert response.status == 401
         _, body = await fetch(report.http_address, LIVE_PATH, authorization="Bearer k")
         live = json.loads(body)
-        assert (live["model"]["name"], live["workers"]) == ("oracle", [])
+        assert ([m["name"] for m in live["models"]], live["workers"]) == (["oracle"], [])
         assert live["gateway"] == {"num_waiting": 0, "num_active": 0}
 
 

@@ -26,10 +26,10 @@ def test_one_line_per_request_and_faults_of_ours_are_warnings(
 ) -> None:
     caplog.set_level(logging.DEBUG, "gateway.telemetry.recorder")
     now_s = 1.0
-    recorder = GatewayRecorder(no_telemetry(), "m", lambda: now_s)
+    recorder = GatewayRecorder(no_telemetry(), lambda: now_s)
     with (
         suppress(BatonError, asyncio.CancelledError),
-        recorder.recording((), is_chat=False) as record,
+        recorder.recording((), "m", is_chat=False) as record,
     ):
         record.timeline.first_token_s = 1.5
         record.timeline.num_output_tokens = 7

@@ -145,10 +145,10 @@ class _Clock:
 
 def test_bypasses_are_reported_but_not_with_every_request(caplog: pytest.LogCaptureFixture) -> None:
     clock = _Clock()
-    recorder = GatewayRecorder(no_telemetry(), "m", clock)
+    recorder = GatewayRecorder(no_telemetry(), clock)
 
     def request(num_bypassed_tokens: int) -> None:
-        with recorder.recording((), is_chat=False) as record:
+        with recorder.recording((), "m", is_chat=False) as record:
             record.timeline.num_bypassed_tokens = num_bypassed_tokens
             record.timeline.finish = FinishReason.LENGTH
 
@@ -180,7 +180,7 @@ def test_a_rate_limit_counts_all_that_it_held_back() -> None:
 
 def test_a_cancelled_request_ends_with_that_event() -> None:
     clock = _Clock()
-    recorder = GatewayRecorder(no_telemetry(), "m", clock)
-    with suppress(asyncio.CancelledError), recorder.recording((), is_chat=True) as record:
+    recorder = GatewayRecorder(no_telemetry(), clock)
+    with suppress(asyncio.CancelledError), recorder.recording((), "m", is_chat=True) as record:
         raise asyncio.CancelledError
     assert [event for event, _ in record.timeline.events] == [RequestEvent.CANCELLED]

@@ -103,6 +103,7 @@ for (const [index, tab] of tabs.entries()) {
 // Playground
 
 let model = { name: "", has_chat_template: true };
+let models = [];
 let conversation = [];
 let running = null;
 
@@ -350,10 +351,8 @@ async function poll() {
 
 function onListing(listing) {
   listing.workers.sort((a, b) => a.id.localeCompare(b.id, "en", { numeric: true }));
-  if (model.name !== listing.model.name || !last) {
-    model = listing.model;
-    onModel();
-  }
+  const names = (some) => some.map((one) => one.name).join("\n");
+  if (names(models) !== names(listing.models) || !last) onModels(listing.models);
   const ready = listing.workers.filter((worker) => worker.state === "ready").length;
   const health = `${ready} of ${listing.workers.length} workers ready`;
   if (byId("health").textContent !== health) {
@@ -370,7 +369,25 @@ function onListing(listing) {
   if (byId("listing").open) drawRows();
 }
 
-function onModel() {
+function onModels(some) {
+  models = some;
+  byId("model").hidden = models.length > 1;
+  byId("models").parentElement.hidden = models.length === 1;
+  byId("models").replaceChildren(
+    ...models.map(({ name }) => made("option", { value: name, textContent: name })),
+  );
+  onModel(models.find(({ name }) => name === model.name) ?? models[0]);
+}
+
+byId("models").addEventListener("change", () => {
+  onModel(models.find(({ name }) => name === byId("models").value));
+  if (!model.has_chat_template) document.querySelector("input[value=completion]").checked = true;
+  onMode();
+});
+
+function onModel(chosen) {
+  model = chosen;
+  byId("models").value = model.name;
   byId("model").textContent = model.name;
   const chat = document.querySelector("input[value=chat]");
   chat.disabled = !model.has_chat_template;
