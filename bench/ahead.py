@@ -11,6 +11,11 @@ launched before they are there.
 
 The same core over the real engine, whose device is a stub that takes no time: milliseconds of the
 host for a step, by sequences and tokens of context, and of these what Engine.launch takes.
+
+    python -m bench.ahead --prefill 512 --context 1024 8192 32768 [--num-seqs 1 64 256]
+
+Engine.launch of steps that compute --prefill tokens of a prompt with so much context beside
+sequences that decode: where block tables are on the device, and where each step sends them whole.
 """
 
 from __future__ import annotations
@@ -26,7 +31,9 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from baton.engine.interface import Batch, Launched, LayersDone
+from baton.cache.block_table import BlockTable
+from baton.engine.interface import Batch, Launched, LayersDone, SampleRow, SequenceSlice
+from baton.types import Sampling
 from bench.host_rig import HostRig
 from bench.machine import document_of, now, write_json
 from bench.stub_device import StubDeviceEngine
@@ -111,8 +118,8 @@ def measure_host(num_seqs: int, context: int, num_steps: int) -> HostTimes:
 class _TimedEngine(StubDeviceEngine):
     """launches_ms: of each launch."""
 
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
+    def __init__(self, *sizes: int, has_tables: bool = True) -> None:
+        super().__init__(*sizes, has_tables=has_tables)
         self.launches_ms: list[float] = []
 
     def launch(self, batch: Batch, layers_done: LayersDone | None = None) -> Launched:
@@ -120,6 +127,61 @@ class _TimedEngine(StubDeviceEngine):
         launched = super().launch(batch, layers_done)
         self.launches_ms.append((time.perf_counter() - begin_s) * 1e3)
         return launched
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTimes:
+    """Milliseconds of Engine.launch for a step of a prompt's chunk beside sequences that decode, in
+    the median. sent_ms: where it sends all block tables; ms: where the device has them."""
+
+    num_seqs: int
+    context: int
+    num_new: int
+    sent_ms: float
+    ms: float
+
+
+def measure_prefill(num_seqs: int, context: int, num_new: int, num_steps: int) -> PrefillTimes:
+    """Both ways in turns. num_seqs: with the prompt."""
+    length = context + num_new + num_steps
+    per_seq = -(-length // BLOCK_SIZE)
+    num_blocks = num_seqs * per_seq
+    engines = [
+        _TimedEngine(num_blocks, num_seqs, length, 1, has_tables=has_tables)
+        for has_tables in (False, True)
+    ]
+    tables = [
+        BlockTable(range(index * per_seq, (index + 1) * per_seq), num_blocks)
+        for index in range(num_seqs)
+    ]
+    for step in range(num_steps):
+        batch = Batch(
+            tuple(
+                _slice(table, context + step, 1 if index else num_new)
+                for index, table in enumerate(tables)
+            )
+        )
+        for engine in engines:
+            engine.forward(batch)
+    # The first step sends the tables either way.
+    sent_ms, ms = (median(engine.launches_ms[1:]) for engine in engines)
+    return PrefillTimes(num_seqs, context, num_new, sent_ms, ms)
+
+
+def _slice(table: BlockTable, start: int, num_new: int) -> SequenceSlice:
+    row = SampleRow(num_new - 1, Sampling(), (), 0)
+    return SequenceSlice((0,) * num_new, start, table, (row,))
+
+
+def prefill_table(found: Sequence[PrefillTimes]) -> Table:
+    """Milliseconds."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("sequences", "context", "new tokens", "tables sent", "on the device"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in found:
+        counts = (one.num_seqs, one.context, one.num_new)
+        table.add_row(*map(str, counts), f"{one.sent_ms:.3f}", f"{one.ms:.3f}")
+    return table
 
 
 def host_table(found: Sequence[HostTimes]) -> Table:
@@ -150,10 +212,22 @@ def main() -> None:
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[64, 256, 512])
     parser.add_argument("--step-ms", type=float, default=6.0)
     parser.add_argument("--context", type=int, nargs="+", default=[])
+    parser.add_argument("--prefill", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     started = now()
+    if arguments.prefill:
+        prefills = [
+            measure_prefill(num_seqs, context, arguments.prefill, arguments.rounds)
+            for context in arguments.context
+            for num_seqs in arguments.num_seqs
+        ]
+        Console().print(prefill_table(prefills))
+        if arguments.json:
+            rows = [dataclasses.asdict(one) for one in prefills]
+            write_json(arguments.json, document_of("bench.ahead", started, {"prefill": rows}))
+        return
     if arguments.context:
         host = [
             measure_host(num_seqs, context, arguments.rounds * _ROUND)

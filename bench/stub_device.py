@@ -4,19 +4,22 @@ host, with the decode steps' metadata, their replay and their draws."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import cast
 
 import torch
 
+from baton.engine.device_tables import DeviceTables, table_width
 from baton.engine.graph_device import Graph
 from baton.engine.interface import Batch, EngineSpec
-from baton.engine.step_graphs import ReplayedStep, ReplayedSteps, plan_graphs
-from baton.engine.step_runner import LayerDone, NoFollowers, StepModel
+from baton.engine.step_graphs import ReplayedSteps, plan_graphs
+from baton.engine.step_runner import EagerStep, EagerSteps, LayerDone, NoFollowers, StepModel
 from baton.engine.torch_engine import TorchEngine
 from baton.model.config import parse_config
-from baton.model.decoder import Decoder
+from baton.model.decoder import Decoder, PackedBatch
 from baton.model.rope import make_rope
 from baton.types import KvLayout
+from baton_kernels.gpu.paged_attention import plan_attention as gpu_plan_attention
 from bench.stub_engine import BLOCK_SIZE, VOCAB_SIZE, NoKv
 
 #: A Llama that is hardly there: the host's work for a step depends on sequences and contexts alone.
@@ -61,33 +64,51 @@ class _Pool(NoKv):
 
 
 class _NoDecoder:
-    """What is read of a decoder that is never run."""
+    """A decoder that computes nothing."""
 
     dtype = torch.bfloat16
 
+    def forward(self, batch: PackedBatch, *_: object) -> torch.Tensor:
+        """A state for each sample row."""
+        rows = batch.token_ids if batch.sampled is None else batch.sampled
+        return torch.zeros(len(rows), 1)
 
-class _Prompts:
-    """Implements StepRunner, for steps that no graph is for."""
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(states), VOCAB_SIZE)
 
-    def __init__(self) -> None:
+
+class _Eager:
+    """Implements StepRunner, for steps that no graph is for: all of the host's work for one, but
+    for the launches of layers."""
+
+    def __init__(self, steps: EagerSteps) -> None:
+        self._steps = steps
         self.num_steps = 0
 
     def run(
         self,
         batch: Batch,
-        layer_done: LayerDone | None,  # noqa: ARG002
-        drawn: torch.Tensor | None = None,  # noqa: ARG002
-    ) -> ReplayedStep:
+        layer_done: LayerDone | None,
+        drawn: torch.Tensor | None = None,
+    ) -> EagerStep:
         self.num_steps += 1
-        return ReplayedStep(torch.zeros(sum(len(part.rows) for part in batch.slices), VOCAB_SIZE))
+        return self._steps.run(batch, layer_done, drawn)
 
 
 class StubDeviceEngine(TorchEngine):
     """Every row gets the same token. num_eager_steps: those that were not replayed."""
 
     def __init__(
-        self, num_blocks: int, largest_batch: int, max_model_len: int, max_num_launches: int
+        self,
+        num_blocks: int,
+        largest_batch: int,
+        max_model_len: int,
+        max_num_launches: int,
+        *,
+        has_tables: bool = True,
     ) -> None:
+        """has_tables: whether steps that are not replayed find block tables on the device, or send
+        them whole, as it was until 2026-11-22."""
         config = parse_config(dict(_CONFIG))
         layout = KvLayout("stub", 1, 1, config.head_dim, "bfloat16", BLOCK_SIZE)
         spec = EngineSpec(
@@ -102,12 +123,16 @@ class StubDeviceEngine(TorchEngine):
         cpu = torch.device("cpu")
         pool = _Pool(layout, num_blocks)
         rope = make_rope(config, max_model_len, cpu)
-        model = StepModel(config, cast(Decoder, _NoDecoder()), rope, pool)
+        decoder = cast(Decoder, _NoDecoder())
+        plan_attention = partial(gpu_plan_attention, fill=lambda *_: None)
+        model = StepModel(config, decoder, rope, pool, plan_attention=plan_attention)
         plan = plan_graphs(config, pool.tensor, torch.bfloat16, largest_batch, max_model_len)
-        self._prompts = _Prompts()
-        steps = ReplayedSteps(model, plan, _NoKernels(), self._prompts)
+        tables = DeviceTables(largest_batch, table_width(max_model_len, BLOCK_SIZE), cpu)
+        eager = EagerSteps(model, NoFollowers(), tables if has_tables else None)
+        self._eager = _Eager(eager)
+        steps = ReplayedSteps(model, tables, plan, _NoKernels(), self._eager)
         super().__init__(spec, pool, steps, 1, NoFollowers(), lambda: None)
 
     @property
     def num_eager_steps(self) -> int:
-        return self._prompts.num_steps
+        return self._eager.num_steps

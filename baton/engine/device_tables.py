@@ -12,6 +12,7 @@ import torch
 
 from baton.cache.pool import BlockTable
 from baton_kernels.host_copy import to_device
+from baton_kernels.paged_attention import PlacedTables
 
 
 @dataclass(slots=True)
@@ -25,6 +26,16 @@ class _Row:
     num_sent: int = 0
 
 
+def table_width(max_model_len: int, block_size: int) -> int:
+    """Blocks of the longest sequence."""
+    return -(-max_model_len // block_size)
+
+
+def table_bytes(num_rows: int, width: int) -> int:
+    """What DeviceTables take on the device."""
+    return num_rows * width * 4
+
+
 class DeviceTables:
     """entries: [num_rows * width] int32 on the device, width entries of each row.
 
@@ -35,6 +46,7 @@ class DeviceTables:
     def __init__(self, num_rows: int, width: int, device: torch.device) -> None:
         """num_rows: most sequences of a step. width: blocks of the longest one."""
         self.entries = torch.zeros(num_rows * width, dtype=torch.int32, device=device)
+        self._num_rows = num_rows
         self._width = width
         self._free = list(range(num_rows))
         self._rows: OrderedDict[int, _Row] = OrderedDict()
@@ -66,6 +78,12 @@ class DeviceTables:
             sent = to_device(torch.frombuffer(places + ids, dtype=torch.int64), self.entries.device)
             self.entries[sent[: len(places)]] = sent[len(places) :].to(torch.int32)
         return begins
+
+    def placed(self, tables: Sequence[Sequence[int]]) -> PlacedTables | None:
+        """The tables of a step, and where they are; None if there are more of them than rows."""
+        if len(tables) > self._num_rows:
+            return None
+        return PlacedTables(self.entries, self.place(tables))
 
     def _take(self, table: Sequence[int]) -> _Row:
         """A row for a table that has none: a free one, or that of the table that is unused for

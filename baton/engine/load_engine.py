@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 import torch
 
+from baton.engine.device_tables import table_bytes, table_width
 from baton.engine.dtype import choose_dtype
 from baton.engine.graph_device import GraphDevice
 from baton.engine.interface import EngineSpec
@@ -99,7 +100,7 @@ def load_engine(
     graphs = None
     if make_graphs is not None:
         graphs = Graphs(make_graphs, min(max_graph_seqs or max_num_seqs, max_num_seqs))
-    settled = EnginePlan(where, chosen.name, sizes, 0, longest, size, adapters)
+    settled = EnginePlan(where, chosen.name, sizes, 0, longest, size, max_num_seqs, adapters)
     memory = plan_blocks(
         sizes,
         dtype=chosen.name,
@@ -107,7 +108,8 @@ def load_engine(
         + sum(adapter.num_bytes for adapter in adapters.values()),
         activations=source.activation_bytes(
             chosen.name, max_num_batched_tokens, max_num_seqs, longest
-        ),
+        )
+        + _table_bytes(settled),
         graphs=source.graph_bytes(settled, graphs),
         max_model_len=longest,
         max_num_seqs=max_num_seqs,
@@ -175,6 +177,13 @@ def _read_adapters(
         name: source.read_adapter(Path(path), dtype, device, max_rank)
         for name, path in lora_modules.items()
     }
+
+
+def _table_bytes(plan: EnginePlan) -> int:
+    """Of block tables on a device that is not the host."""
+    if plan.device.type == "cpu":
+        return 0
+    return table_bytes(plan.max_seqs, table_width(plan.max_len, plan.layout.block_size))
 
 
 def waiting_for(device: torch.device) -> Callable[[], None]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from baton.engine.device_tables import DeviceTables, table_width
 from baton.engine.graph_device import GraphDevice
 from baton.engine.step_runner import EagerSteps, Followers, StepModel, StepRunner, TensorPool
 from baton.engine.tensor_parallel.start import check_ranks, start_followers
@@ -43,7 +44,8 @@ class Graphs:
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
     """What is settled before a model is loaded. dtype: of weights and of what is computed; layout:
-    of the whole model's KV, without a fingerprint; max_len: in tokens; adapters: by name."""
+    of the whole model's KV, without a fingerprint; max_len: in tokens; max_seqs: sequences of a
+    step; adapters: by name."""
 
     device: torch.device
     dtype: str
@@ -51,6 +53,7 @@ class EnginePlan:
     num_blocks: int
     max_len: int
     num_ranks: int
+    max_seqs: int
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
 
 
@@ -233,11 +236,16 @@ class _LoadedNative:
         own = ranks.shard.attention_config(self._config)
         decoder = make_decoder(own, self._parameters, pool.tensor.dtype, ranks)
         parts = StepModel(own, decoder, self._rope, pool, self._plan.adapters)
-        eager = EagerSteps(parts, self.followers)
+        device = self._plan.device
+        if graphs is None and device.type == "cpu":
+            return EagerSteps(parts, self.followers)
+        width = table_width(self._plan.max_len, self._plan.layout.block_size)
+        tables = DeviceTables(self._plan.max_seqs, width, device)
+        eager = EagerSteps(parts, self.followers, tables)
         if graphs is None:
             return eager
         plan = _plan_graphs(self._config, self._plan, graphs)
-        return _capture(parts, plan, graphs.make(self._plan.device), eager)
+        return _capture(parts, tables, plan, graphs.make(device), eager)
 
 
 def _plan_graphs(config: ModelConfig, plan: EnginePlan, graphs: Graphs) -> GraphPlan:
@@ -254,7 +262,11 @@ def _plan_graphs(config: ModelConfig, plan: EnginePlan, graphs: Graphs) -> Graph
 
 
 def _capture(
-    model: StepModel, plan: GraphPlan, device: GraphDevice, eager: StepRunner
+    model: StepModel,
+    tables: DeviceTables,
+    plan: GraphPlan,
+    device: GraphDevice,
+    eager: StepRunner,
 ) -> ReplayedSteps:
     from baton.engine.step_graphs import ReplayedSteps
 
@@ -262,7 +274,7 @@ def _capture(
     _log.info("capturing %d graphs of steps of up to %d sequences", len(plan.shapes), num_seqs)
     begin = time.monotonic()
     try:
-        steps = ReplayedSteps(model, plan, device, eager)
+        steps = ReplayedSteps(model, tables, plan, device, eager)
     except RuntimeError as error:  # torch has no other for a device that fails or is full
         raise ConfigError.of(
             "enforce_eager",

@@ -46,18 +46,18 @@ class StaticStep:
         model: StepModel,
         tile: Tile,
         largest: StepShape,
-        table_width: int,
+        tables: DeviceTables,
         device: GraphDevice,
     ) -> None:
         """tile: of a sequence with one new token. largest: as many sequences, items and merges as
-        any shape has. table_width: blocks of the longest sequence."""
+        any shape has. tables: with a row for each of as many sequences."""
         self._model = model
         self._tile = tile
         self.windows = sorted(set(model.config.windows), key=lambda window: window or 0)
         self._device = device
         pool = model.kv.tensor
         self._partials = empty_partials(largest.num_items, pool, tile)
-        self._tables = DeviceTables(largest.num_seqs, table_width, pool.device)
+        self._tables = tables
         num_numbers = _NUM_ROWS * largest.num_seqs
         self._buffer = torch.zeros(num_numbers, dtype=torch.int64, device=pool.device)
         fields = len(self.windows) * _room(largest).num_fields
@@ -139,10 +139,10 @@ class _HostBuffer:
         self.wait: Callable[[], None] = lambda: None
 
 
-def static_bytes(largest: StepShape, num_windows: int, table_width: int) -> int:
+def static_bytes(largest: StepShape, num_windows: int) -> int:
     """What a StaticStep keeps on the device, but for partial results."""
     fields = num_windows * _room(largest).num_fields
-    return 4 * (2 * _NUM_ROWS * largest.num_seqs + fields + largest.num_seqs * table_width)
+    return 4 * (2 * _NUM_ROWS * largest.num_seqs + fields)
 
 
 def _room(shape: StepShape) -> PlanRoom:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from baton.engine.device_tables import DeviceTables
 from baton.engine.graph_device import Graph, GraphDevice
 from baton.engine.interface import Batch
 from baton.engine.static_step import StaticStep, static_bytes
@@ -21,7 +22,7 @@ from baton.engine.step_shapes import StepShape, choose_shape, step_shapes
 from baton.engine.torch_step import take_drawn
 from baton.model.config import ModelConfig
 from baton.model.memory_plan import token_bytes
-from baton_kernels.gpu.attention_plan import Tile, choose_tile, most_items
+from baton_kernels.gpu.attention_plan import SPLIT_TOKENS, Tile, choose_tile, most_items
 from baton_kernels.gpu.padded_plan import partial_bytes
 
 _log = logging.getLogger(__name__)
@@ -36,13 +37,11 @@ GRAPH_LAYER_BYTES = 128 << 10
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
     """What is captured. shapes: ascending; largest: as many sequences and items as any of them has;
-    tile: of a sequence with one new token; table_width: blocks of the longest sequence; num_bytes:
-    about what it takes on the device."""
+    tile: of a sequence with one new token; num_bytes: about what it takes on the device."""
 
     shapes: tuple[StepShape, ...]
     largest: StepShape
     tile: Tile
-    table_width: int
     num_bytes: int
 
 
@@ -61,15 +60,14 @@ def plan_graphs(
     items_per_seq = max(most_items(max_model_len, window) for window in windows)
     max_items = max(largest_batch, MAX_PARTIAL_BYTES // one_part)
     shapes = step_shapes(largest_batch, items_per_seq, max_items)
-    width = -(-max_model_len // pool.shape[4])
     largest = StepShape(shapes[-1].num_seqs, max(shape.num_items for shape in shapes))
     shared = (
-        static_bytes(largest, len(windows), width)
+        static_bytes(largest, len(windows))
         + largest.num_items * one_part
         + largest_batch * (token_bytes(config, dtype.itemsize) + 2 * 4 * config.vocab_size)
     )
     own = len(shapes) * config.num_layers * GRAPH_LAYER_BYTES
-    return GraphPlan(shapes, largest, tile, width, shared + own)
+    return GraphPlan(shapes, largest, tile, shared + own)
 
 
 class ReplayedSteps:
@@ -78,18 +76,19 @@ class ReplayedSteps:
     def __init__(
         self,
         model: StepModel,
+        tables: DeviceTables,
         plan: GraphPlan,
         device: GraphDevice,
         eager: StepRunner,
     ) -> None:
         """Captures all graphs, the largest first, so that the others find room in its memory.
-        Writes no block."""
+        Writes no block. tables: with a row for each sequence of a step."""
         self._eager = eager
-        self._has_reported = False
+        self._reported: set[str] = set()
         self._shapes = plan.shapes
         self._num_layers = model.config.num_layers
         pool, largest = model.kv.tensor, plan.largest.num_seqs
-        self._static = StaticStep(model, plan.tile, plan.largest, plan.table_width, device)
+        self._static = StaticStep(model, plan.tile, plan.largest, tables, device)
         self._logits = torch.zeros(
             largest, model.config.vocab_size, dtype=torch.float32, device=pool.device
         )
@@ -111,9 +110,9 @@ class ReplayedSteps:
         return run
 
     def _report(self, reason: str) -> None:
-        """Log the first step without a prompt's chunk that is not replayed."""
-        if not self._has_reported:
-            self._has_reported = True
+        """Log the first step without a prompt's chunk that is not replayed, for each reason."""
+        if reason not in self._reported:
+            self._reported.add(reason)
             _log.warning("a decode step runs without a graph, kernel by kernel: %s", reason)
 
     def run(
@@ -121,13 +120,17 @@ class ReplayedSteps:
     ) -> Step:
         """See StepRunner. A replayed step reports its layers when all of them are queued."""
         if not _is_decode(batch):
-            if batch.slices and all(part.rows and part.start for part in batch.slices):
-                self._report("it verifies drafts or scores tokens")
+            if reason := _why_eager(batch):
+                self._report(reason)
             return self._eager.run(batch, layer_done, drawn)
         num_seqs = len(batch.slices)
         shape = choose_shape(self._shapes, num_seqs, self._static.num_items(batch))
         if shape is None:
-            self._report(f"no graph holds {num_seqs} sequences of these lengths")
+            most = self._shapes[-1]
+            self._report(
+                f"graphs are of up to {most.num_seqs} sequences with up to "
+                f"{max(s.num_items for s in self._shapes)} ranges of {SPLIT_TOKENS} keys in all"
+            )
             return self._eager.run(batch, layer_done, drawn)
         self._static.fill(shape, batch)
         take_drawn(self._static.token_ids(shape), batch, drawn)
@@ -152,6 +155,24 @@ class ReplayedStep:
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
         """See Step."""
         return self.all_logits if len(rows) == self.num_rows else self.all_logits[rows]
+
+
+#: Of a sequence that verifies drafts, its own among them: more are a prompt's chunk.
+_MAX_VERIFIED_TOKENS = 16
+
+
+def _why_eager(batch: Batch) -> str:
+    """Why a step without a prompt's chunk is none that graphs are for; empty if it has one."""
+    parts = batch.slices
+    if not parts or not all(part.rows and part.start for part in parts):
+        return ""
+    if any(len(part.token_ids) > _MAX_VERIFIED_TOKENS for part in parts):
+        return ""
+    if any(part.adapter for part in parts):
+        return "a sequence has a LoRA adapter"
+    if any(len(part.token_ids) > 1 for part in parts):
+        return "it verifies drafts"
+    return "a sequence draws several tokens, or scores one"
 
 
 def _is_decode(batch: Batch) -> bool:

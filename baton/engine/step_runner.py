@@ -10,15 +10,17 @@ from typing import Protocol
 
 import torch
 
+from baton.engine.device_tables import DeviceTables
 from baton.engine.interface import Batch, KvPool
 from baton.engine.torch_kv_pool import TorchKvPool
-from baton.engine.torch_step import pack_batch, take_drawn
+from baton.engine.torch_step import PlanAttention, pack_batch, take_drawn
 from baton.model.adapters import Adapter
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
 from baton.model.rope import Rope
 from baton.model.shard import Alone, Ranks
 from baton.types import KvLayout
+from baton_kernels.paged_attention import plan_attention
 
 #: Called with each layer's index, in order, once the KV of that layer is in the pool, or queued to
 #: be on the pool's stream.
@@ -118,13 +120,14 @@ class StepRunner(Protocol):
 @dataclass(frozen=True, slots=True)
 class StepModel:
     """What steps are made of. config: with the heads that are here; kv: the pool that is read and
-    written; adapters: by name."""
+    written; adapters: by name; plan_attention: that of the pool's device."""
 
     config: ModelConfig
     decoder: Decoder
     rope: Rope
     kv: TensorPool
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    plan_attention: PlanAttention = plan_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +153,12 @@ class EagerStep:
 class EagerSteps:
     """Any batch, operation by operation, by all ranks."""
 
-    def __init__(self, model: StepModel, followers: Followers) -> None:
-        """followers: the other ranks' processes."""
+    def __init__(
+        self, model: StepModel, followers: Followers, tables: DeviceTables | None = None
+    ) -> None:
+        """followers: the other ranks' processes. tables: of a device that is not the host."""
         self._model = model
+        self._tables = tables
         self._followers = followers
 
     def run(
@@ -166,7 +172,14 @@ class EagerSteps:
             return EagerStep(states, decoder, self._followers)
         with self._followers.step(batch, is_told=layer_done is not None):
             packed = pack_batch(
-                batch, config, model.rope, pool.tensor, decoder.dtype, model.adapters
+                batch,
+                config,
+                model.rope,
+                pool.tensor,
+                decoder.dtype,
+                model.adapters,
+                self._tables,
+                model.plan_attention,
             )
             take_drawn(packed.token_ids, batch, drawn)
             states = decoder.forward(packed, pool.tensor, layer_done, pool.scales)

@@ -4,13 +4,15 @@ are at fault."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from baton.cache.pool import BlockTable
+from baton.engine.device_tables import DeviceTables
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.errors import EngineFault
 from baton.model.adapters import Adapter
@@ -21,6 +23,9 @@ from baton.sampling.edits import names_unknown_token
 from baton_kernels.host_copy import to_device
 from baton_kernels.kv_write import block_rows
 from baton_kernels.paged_attention import AttentionSlice, plan_attention
+
+#: baton_kernels.paged_attention.plan_attention, or that of one device.
+PlanAttention = Callable[..., Any]
 
 NO_ADAPTERS: Mapping[str, Adapter] = MappingProxyType({})
 
@@ -110,17 +115,21 @@ def pack_batch(
     pool: torch.Tensor,
     dtype: torch.dtype,
     adapters: Mapping[str, Adapter] = NO_ADAPTERS,
+    tables: DeviceTables | None = None,
+    plan: PlanAttention = plan_attention,
 ) -> PackedBatch:
     """The metadata of one step over `pool`, on its device, of a model that computes in `dtype`.
-    adapters: those that slices may name."""
+    adapters: those that slices may name. tables: the device's own, which are sent what is new.
+    plan: that of the device."""
     tokens = pack_tokens(batch, pool)
     positions = tokens.positions
     lengths = to_device(_rope_lengths(batch), pool.device) if rope.is_dynamic else positions
     end = max(s.start + len(s.token_ids) for s in batch.slices)
     rotations = rope.tables(positions, lengths, end, dtype)
     heads, scale = config.num_heads, config.attention_scale
+    placed = tables.placed([part.block_table for part in batch.slices]) if tables else None
     plans = {
-        window: plan_attention(tokens.slices, pool, heads, scale, window, dtype)
+        window: plan(tokens.slices, pool, heads, scale, window, dtype, placed)
         for window in set(config.windows)
     }
     rows = _adapter_rows(batch, adapters, pool.device)

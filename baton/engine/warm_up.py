@@ -33,8 +33,14 @@ _SAMPLINGS = (
 def token_counts(most: int) -> list[int]:
     """Numbers of new tokens of a sequence, at most `most`: with each power of two and the number
     after it, whatever rounds up to one is met on both sides, and so are multiples of 16."""
-    powers = [1 << bit for bit in range(most.bit_length())]
-    return sorted({n for power in powers for n in (power, power + 1) if n <= most} | {most})
+    return sorted(
+        {n for power in powers_of_two(most) for n in (power, power + 1) if n <= most} | {most}
+    )
+
+
+def powers_of_two(most: int) -> list[int]:
+    """Up to `most`."""
+    return [1 << bit for bit in range(max(0, most).bit_length())]
 
 
 def warm_up_batches(
@@ -53,6 +59,16 @@ def warm_up_batches(
     for num_seqs in token_counts(min(most, 2 * len(_SAMPLINGS))):
         chosen = [_SAMPLINGS[i % len(_SAMPLINGS)] for i in range(num_seqs)]
         yield Batch(tuple(_slice(1, 0, i, block_size, s) for i, s in enumerate(chosen)))
+    # A prompt's chunk beside sequences that decode, of which one may be long: attention of these is
+    # planned for each power of two of them.
+    num_long = -(-(prefix + 1) // block_size)
+    room = min(max_num_batched_tokens - 2, max_num_seqs - 1, spec.num_blocks - num_long - 1)
+    for num_seqs in powers_of_two(room):
+        chunk, *short = (
+            _slice(2 - bool(i), 0, num_long + i, block_size, Sampling()) for i in range(num_seqs)
+        )
+        for start in (prefix, 0):
+            yield Batch((chunk, _slice(1, start, 0, block_size, Sampling()), *short))
     for sampling in _SAMPLINGS:  # of one row, and of rows that all ask for the same
         yield Batch((_slice(1, 0, 0, block_size, sampling),))
 

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from baton.engine.device_tables import DeviceTables
 from baton_kernels.gpu import paged_attention
 from baton_kernels.gpu.attention_plan import ITEM_FIELDS, WorkList, choose_tile
 from baton_kernels.gpu.padded_plan import (
@@ -92,6 +93,24 @@ def _decode_plan(window: int | None, generator: torch.Generator, sizes: Sizes) -
     return Trial(run, lambda got: float(sorted(got) != wanted), 0.0)
 
 
+def _placed_plan(window: int | None, generator: torch.Generator, sizes: Sizes) -> Trial:
+    """A step of a prompt's chunk and sequences that decode, whose block tables the device has."""
+    heads = Heads(*sizes.heads, 128)
+    batch = make_paged_batch(sizes.lengths, heads, 16, sizes.half, generator)
+    parts, device, scale = batch.slices, batch.pool.device, 128**-0.5
+    tables = DeviceTables(len(parts), max(len(part.block_table) for part in parts), device)
+    placed = tables.placed([part.block_table for part in parts])
+
+    def run() -> torch.Tensor:
+        plan = paged_attention.plan_attention(
+            parts, batch.pool, heads.num_heads, scale, window, sizes.half, placed
+        )
+        return paged_attention.attend(batch.query, batch.pool, None, batch.layer, plan)
+
+    wanted = reference_attention(batch, scale, window)
+    return Trial(run, lambda got: relative_error(got, wanted), 1e-2)
+
+
 def attention_cases() -> Sequence[Case]:
     """See above."""
     kinds = {
@@ -107,10 +126,17 @@ def attention_cases() -> Sequence[Case]:
         "int8": _Attention(dtype=torch.int8),
         "fp8": _Attention(dtype=FP8),
     }
-    return [
-        Case(f"attention {name}", partial(_attention, about), 89 if about.dtype == FP8 else 80)
-        for name, about in kinds.items()
-    ] + [
-        Case(f"decode plan{name}", partial(_decode_plan, window))
-        for name, window in (("", None), (" window", 100))
-    ]
+    return (
+        [
+            Case(f"attention {name}", partial(_attention, about), 89 if about.dtype == FP8 else 80)
+            for name, about in kinds.items()
+        ]
+        + [
+            Case(f"decode plan{name}", partial(_decode_plan, window))
+            for name, window in (("", None), (" window", 100))
+        ]
+        + [
+            Case(f"placed plan{name}", partial(_placed_plan, window))
+            for name, window in (("", None), (" window", 100))
+        ]
+    )

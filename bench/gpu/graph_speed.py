@@ -10,6 +10,7 @@ from functools import cache, partial
 
 import torch
 
+from baton.engine.device_tables import DeviceTables, table_width
 from baton.engine.graph_device import CalledGraphs, CudaGraphs, Graph, GraphDevice
 from baton.engine.step_graphs import ReplayedSteps, plan_graphs
 from baton.engine.step_runner import EagerSteps, NoFollowers, StepModel, StepRunner
@@ -72,9 +73,11 @@ class Replayed:
         self.graphs = _LastGraphs(make(setting.device))
         plan = plan_graphs(model.config, model.kv.tensor, setting.half, largest, max_len)
         parts = StepModel(model.config, decoder, model.rope, model.kv)
-        self.eager = EagerSteps(parts, NoFollowers())
+        width = table_width(max_len, model.kv.layout.block_size)
+        tables = DeviceTables(largest, width, setting.device)
+        self.eager = EagerSteps(parts, NoFollowers(), tables)
         start = time.perf_counter()
-        self.steps = ReplayedSteps(parts, plan, self.graphs, self.eager)
+        self.steps = ReplayedSteps(parts, tables, plan, self.graphs, self.eager)
         self.capture_s = time.perf_counter() - start
         self.num_graphs = len(plan.shapes)
         self.engine = self.engine_of(self.steps, 1)

@@ -50,6 +50,14 @@ class AttentionSlice(NamedTuple):
     block_table: Sequence[int]
 
 
+class PlacedTables(NamedTuple):
+    """Block tables that are in the device's memory already: slice i's begins at entry begins[i] of
+    `entries` int32."""
+
+    entries: torch.Tensor
+    begins: Sequence[int]
+
+
 @dataclass(frozen=True, slots=True)
 class ScoreTerms:
     """What a layer does besides with the scores x of head h, in this order.
@@ -138,9 +146,11 @@ def plan_attention(
     scale: float,
     window: int | None,
     dtype: torch.dtype | None = None,
+    placed: PlacedTables | None = None,  # noqa: ARG001
 ) -> AttentionPlan:
     """Plan one step over `pool` [blocks, layers, parts, kv_heads, block_size, head_dim], see
-    kv_write, for queries of `dtype`; by default the pool's."""
+    kv_write, for queries of `dtype`; by default the pool's. placed: the slices' block tables, for
+    a device that would be sent them otherwise."""
     dtype = dtype or pool.dtype
     short = [s for s in slices if s.num_tokens <= MAX_GROUPED_TOKENS]
     longs = [

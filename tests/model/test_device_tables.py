@@ -3,7 +3,7 @@ that grew sends what was added."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -11,8 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.cache.pool import BlockTable
-from baton.engine import device_tables
+from baton.engine import device_tables, torch_step
 from baton.engine.device_tables import DeviceTables
+from baton.engine.interface import Batch, SampleRow, SequenceSlice
+from baton.types import Sampling
+from baton_kernels.gpu import attention_plan, paged_attention
+from bench.stub_device import StubDeviceEngine
+from bench.stub_engine import BLOCK_SIZE
 
 WIDTH, NUM_ROWS, NUM_BLOCKS = 6, 3, 50
 
@@ -68,3 +73,43 @@ def test_only_what_is_new_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     one.replace(1, 5)
     tables.place((one,))
     assert sent == [4, 2, 3]
+
+
+def test_a_step_of_more_tables_than_rows_places_none() -> None:
+    tables = DeviceTables(NUM_ROWS, WIDTH, torch.device("cpu"))
+    assert tables.placed([[1]] * (NUM_ROWS + 1)) is None
+    placed = tables.placed([[number] for number in range(NUM_ROWS)])
+    assert placed
+    assert [held(tables, begin, 1) for begin in placed.begins] == [[0], [1], [2]]
+
+
+def test_a_step_of_a_prompt_sends_no_table_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the prompt's own nor that of what decodes beside it."""
+    sent: list[int] = []
+    for module in (device_tables, attention_plan, paged_attention, torch_step):
+        inner = module.to_device
+
+        def noted(
+            host: torch.Tensor,
+            device: torch.device,
+            inner: Callable[[torch.Tensor, torch.device], torch.Tensor] = inner,
+        ) -> torch.Tensor:
+            sent.append(host.numel())
+            return inner(host, device)
+
+        monkeypatch.setattr(module, "to_device", noted)
+    context, num_steps, num_new = 16384, 3, 64
+    per_seq = -(-(context + num_new * num_steps) // BLOCK_SIZE)
+    engine = StubDeviceEngine(2 * per_seq, 2, per_seq * BLOCK_SIZE, 1)
+    tables = [BlockTable(range(i * per_seq, (i + 1) * per_seq), 2 * per_seq) for i in range(2)]
+    for step in range(num_steps):
+        slices = []
+        for table, count in zip(tables, (num_new, 1), strict=True):
+            row = SampleRow(count - 1, Sampling(), (), 0)
+            start = context + step * count
+            slices.append(SequenceSlice((0,) * count, start, table, (row,)))
+        sent.clear()
+        engine.forward(Batch(tuple(slices)))
+    assert engine.num_eager_steps == num_steps
+    # Tokens, positions and rows, and the items of attention.
+    assert 3 * num_new < sum(sent) < per_seq

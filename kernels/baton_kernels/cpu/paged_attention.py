@@ -14,7 +14,7 @@ import torch
 from baton_kernels.cpu.calling import NATIVE_DTYPES, STORED_NUMBERS
 from baton_kernels.cpu.library import loaded
 from baton_kernels.kv_write import head_stride
-from baton_kernels.paged_attention import NO_TERMS, AttentionSlice, ScoreTerms
+from baton_kernels.paged_attention import NO_TERMS, AttentionSlice, PlacedTables, ScoreTerms
 from baton_kernels.paged_attention import AttentionPlan as TwinPlan
 from baton_kernels.paged_attention import paged_attention as attention_op
 from baton_kernels.paged_attention import plan_attention as plan_op
@@ -61,6 +61,7 @@ def plan_attention(
     scale: float,
     window: int | None,
     dtype: torch.dtype | None = None,
+    placed: PlacedTables | None = None,  # noqa: ARG001
 ) -> AttentionPlan | TwinPlan:
     """See the twin."""
     head_dim = pool.shape[5]

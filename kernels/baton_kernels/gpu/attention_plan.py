@@ -6,13 +6,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 import triton
 
 from baton_kernels.host_copy import to_device
-from baton_kernels.paged_attention import AttentionSlice
+from baton_kernels.paged_attention import AttentionSlice, PlacedTables
 
 #: Keys of one item of a sequence with few new rows.
 SPLIT_TOKENS = 512
@@ -88,10 +88,11 @@ def plan_attention(
     scale: float,
     window: int | None,
     dtype: torch.dtype | None = None,
+    placed: PlacedTables | None = None,
     *,
     choose: Callable[[int, torch.Tensor, torch.dtype], Tile] = choose_tile,
 ) -> AttentionPlan:
-    """See the twin. One copy to the device.
+    """See the twin. One copy to the device, of all items and what is not `placed` of tables.
 
     choose: the tile for a number of rows. Raises ValueError if more than a tile's rows share a KV
     head.
@@ -99,16 +100,19 @@ def plan_attention(
     num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
     group = num_heads // num_kv_heads
     lists: dict[Tile, WorkList] = {}
-    num_entries = 0
-    for part in slices:
+    numbers = array("q")
+    if placed is None:
+        begins: Sequence[int] = [0, *accumulate(len(part.block_table) for part in slices)]
+        for part in slices:
+            # Tables of the engine's are of the same type, and copied as they are.
+            numbers.extend(part.block_table)
+    else:
+        begins = placed.begins
+    for part, begin in zip(slices, begins, strict=False):
         tile = choose(part.num_tokens * group, pool, dtype or pool.dtype)
         work = lists.setdefault(tile, WorkList(tile, group, window))
-        work.add(part, num_entries)
-        num_entries += len(part.block_table)
-    numbers = array("q")
-    for part in slices:
-        # Tables of the engine's are of the same type, and copied as they are.
-        numbers.extend(part.block_table)
+        work.add(part, begin)
+    num_entries = len(numbers)
     for work in lists.values():
         numbers.extend(chain.from_iterable(work.ordered()))
         numbers.extend(chain.from_iterable(work.merges))
@@ -130,7 +134,8 @@ def plan_attention(
             )
         )
         first = end
-    return AttentionPlan(scale, window, on_device[:num_entries], tuple(launches))
+    table = on_device[:num_entries] if placed is None else placed.entries
+    return AttentionPlan(scale, window, table, tuple(launches))
 
 
 def num_items(position: int, window: int | None) -> int:

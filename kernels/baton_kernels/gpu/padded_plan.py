@@ -41,11 +41,13 @@ class PlanRoom:
 @dataclass(frozen=True, slots=True)
 class Sequences:
     """One new token of each sequence, [seqs] int32: where it is, its row of the pool (negative for
-    a sequence that only fills the batch up), and where its block table begins in the plan's."""
+    a sequence that only fills the batch up), and where its block table begins in the plan's. rows:
+    of the batch; if there are no other sequences, from 0 on."""
 
     positions: torch.Tensor
     first_rows: torch.Tensor
     begins: torch.Tensor
+    rows: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +76,11 @@ def empty_partials(num_parts: int, pool: torch.Tensor, tile: Tile) -> Partials:
 
 @triton.jit(do_not_specialize=["num_seqs", "num_items", "window"])
 def _plan_items(
-    positions_ptr, first_rows_ptr, begins_ptr, items_ptr, merges_ptr, num_seqs, num_items, window,
+    positions_ptr, first_rows_ptr, begins_ptr, rows_ptr, items_ptr, merges_ptr, num_seqs,
+    num_items, window,
     SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, SEQS: tl.constexpr, ITEM: tl.constexpr,
     MERGE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_MERGES: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Grid (num_seqs): each writes the items and the merge of its sequence. All items but a
     sequence's last come first, which have most keys; after the last ones, zeros. SEQS is a power of
@@ -98,6 +102,9 @@ def _plan_items(
     own = tl.load(positions_ptr + row)
     is_own_real = tl.load(first_rows_ptr + row) >= 0
     entry = tl.load(begins_ptr + row)
+    batch_row = row
+    if HAS_ROWS:
+        batch_row = tl.load(rows_ptr + row)
     low = own * 0
     if HAS_WINDOW:
         low = tl.maximum(own - window + 1, 0)
@@ -111,7 +118,7 @@ def _plan_items(
         key = (low // SPLIT + index) * SPLIT
         at = tl.where(index == own_count - 1, first_last + row, first_item + index)
         to = items_ptr + at * ITEM
-        tl.store(to, row + index * 0, mask=inside)
+        tl.store(to, batch_row + index * 0, mask=inside)
         tl.store(to + 1, index * 0 + 1, mask=inside)
         tl.store(to + 2, own + index * 0, mask=inside)
         tl.store(to + 3, entry + index * 0, mask=inside)
@@ -126,7 +133,7 @@ def _plan_items(
         tl.store(spare + start + chunk, zero, mask=start + chunk < num_spare)
     if HAS_MERGES:
         merge = merges_ptr + row * MERGE
-        tl.store(merge, row)
+        tl.store(merge, batch_row)
         tl.store(merge + 1, tl.where(own_count > 1, 1, 0))
         tl.store(merge + 2, first_part)
         tl.store(merge + 3, own_count)
@@ -136,13 +143,15 @@ def plan_items(sequences: Sequences, plan: AttentionPlan) -> None:
     """Fill the items and merges of a padded plan from what its sequences are: on the device, so
     that the host's work for a step does not grow with their contexts. There is room for all."""
     (launch,) = plan.launches
-    num_seqs = len(sequences.positions)
+    num_seqs, rows = len(sequences.positions), sequences.rows
     _plan_items[(num_seqs,)](
-        sequences.positions, sequences.first_rows, sequences.begins, launch.items, launch.merges,
+        sequences.positions, sequences.first_rows, sequences.begins,
+        sequences.positions if rows is None else rows, launch.items, launch.merges,
         num_seqs, len(launch.items), plan.window or 0,
         SPLIT=attention_plan.SPLIT_TOKENS, BLOCK_N=launch.tile.block_n,
         SEQS=triton.next_power_of_2(num_seqs), ITEM=ITEM_FIELDS, MERGE=MERGE_FIELDS,
-        HAS_WINDOW=plan.window is not None, HAS_MERGES=len(launch.merges) > 0, num_warps=4,
+        HAS_WINDOW=plan.window is not None, HAS_MERGES=len(launch.merges) > 0,
+        HAS_ROWS=rows is not None, num_warps=4,
         enable_fp_fusion=True,
     )  # fmt: skip
 

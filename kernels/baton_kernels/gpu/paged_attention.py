@@ -26,21 +26,82 @@ new tokens, never from the batch.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
 import triton.language as tl
 
+from baton_kernels.gpu import attention_plan
 from baton_kernels.gpu.attention_plan import (
     ITEM_FIELDS,
     MERGE_FIELDS,
     AttentionPlan,
-    plan_attention,
+    Launch,
+    Tile,
+    choose_tile,
+    num_items,
 )
+from baton_kernels.gpu.padded_plan import (
+    PlanRoom,
+    Sequences,
+    empty_partials,
+    padded_plan,
+    plan_items,
+)
+from baton_kernels.host_copy import to_device
 from baton_kernels.kv_write import head_stride
-from baton_kernels.paged_attention import NO_TERMS, ScoreTerms
+from baton_kernels.paged_attention import NO_TERMS, AttentionSlice, PlacedTables, ScoreTerms
 
 __all__ = ["attend", "paged_attention", "plan_attention"]
+
+
+def plan_attention(
+    slices: Sequence[AttentionSlice],
+    pool: torch.Tensor,
+    num_heads: int,
+    scale: float,
+    window: int | None,
+    dtype: torch.dtype | None = None,
+    placed: PlacedTables | None = None,
+    *,
+    choose: Callable[[int, torch.Tensor, torch.dtype], Tile] = choose_tile,
+    fill: Callable[[Sequences, AttentionPlan], None] = plan_items,
+) -> AttentionPlan:
+    """See the twin. Where tables are placed, the items of sequences with one new token, which are
+    as many as their contexts are long, are made by the device: see plan_items, which is `fill`.
+
+    choose: the tile for a number of rows. Raises ValueError if more than a tile's rows share a KV
+    head.
+    """
+    if placed is None:
+        return attention_plan.plan_attention(
+            slices, pool, num_heads, scale, window, dtype, choose=choose
+        )
+    parts = list(zip(slices, placed.begins, strict=True))
+    longs = [(part, begin) for part, begin in parts if part.num_tokens > 1]
+    singles = [(part, begin) for part, begin in parts if part.num_tokens == 1]
+    launches: tuple[Launch, ...] = ()
+    if longs:
+        others = PlacedTables(placed.entries, [begin for _, begin in longs])
+        launches = attention_plan.plan_attention(
+            [part for part, _ in longs], pool, num_heads, scale, window, dtype, others,
+            choose=choose,
+        ).launches  # fmt: skip
+    if singles:
+        tile = choose(num_heads // pool.shape[3], pool, dtype or pool.dtype)
+        count = sum(num_items(part.start, window) for part, _ in singles)
+        room = PlanRoom(count, len(singles) if count > len(singles) else 0)
+        columns = torch.tensor(
+            [(part.start, 0, begin, part.first_row) for part, begin in singles], dtype=torch.int32
+        )
+        fields = torch.empty(room.num_fields, dtype=torch.int32, device=pool.device)
+        partials = empty_partials(count if room.num_merges else 0, pool, tile)
+        plan = padded_plan(fields, placed.entries, room, tile, partials, scale, window)
+        fill(Sequences(*to_device(columns.T.contiguous(), pool.device)), plan)
+        launches += plan.launches
+    return AttentionPlan(scale, window, placed.entries, launches)
+
 
 #: Partial results that _merge takes at once.
 MERGE_PARTS = 16

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from baton.engine.device_tables import DeviceTables
 from baton_kernels import paged_attention as twins
 from baton_kernels.gpu import attention_plan
 from baton_kernels.gpu import paged_attention as kernels
@@ -167,3 +168,25 @@ def test_quantised_pool(heads: Heads, dtype: torch.dtype) -> None:
     )
     twin = twins.paged_attention.twin(*args, twin_plan, scales)
     torch.testing.assert_close(got, twin, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_tables_that_are_on_the_device_already_are_read_there(window: int | None) -> None:
+    """In rows of their own, beside what other steps left there; what the device plans of sequences
+    with one new token is what the host plans."""
+    lengths = [(0, 1), (37, 1), (20, 3), (1300, 1), (11, 30), (600, 1), (510, 5)]
+    batch = batch_of(lengths, Heads(4, 2, 16), 16, torch.float32)
+    tables = DeviceTables(len(lengths) + 2, 90, torch.device("cpu"))
+    tables.place([[7] * 8, [9] * 8])
+    placed = tables.placed([part.block_table for part in batch.slices])
+    assert placed
+    whole, by_rows = (
+        kernels.plan_attention(batch.slices, batch.pool, 4, 0.3, window, None, where)
+        for where in (None, placed)
+    )
+    assert by_rows.table is tables.entries
+    found = [
+        kernels.attend(batch.query, batch.pool, None, batch.layer, plan)
+        for plan in (whole, by_rows)
+    ]
+    assert torch.equal(*found)

@@ -1,0 +1,46 @@
+"""A decode step that is not replayed is logged with its reason, once for each; a prompt's is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.engine.interface import Batch, SampleRow, SequenceSlice
+from baton.types import Sampling
+from bench.stub_device import StubDeviceEngine
+
+MAX_LEN = 64 * 512
+
+
+def part(start: int, num_new: int, num_rows: int = 1) -> SequenceSlice:
+    rows = tuple(SampleRow(num_new - 1, Sampling(), (), 0) for _ in range(num_rows))
+    return SequenceSlice((0,) * num_new, start, range(MAX_LEN // 16), rows)
+
+
+@pytest.mark.parametrize(
+    ("slices", "reason"),
+    [
+        ((part(9, 1), part(9, 3)), "it verifies drafts"),
+        ((part(9, 1), part(9, 1, 2)), "draws several tokens"),
+        ((part(9, 1), part(9, 1), part(9, 1)), "graphs are of up to 2 sequences"),
+    ],
+)
+def test_a_decode_step_that_is_not_replayed_is_logged(
+    caplog: pytest.LogCaptureFixture, slices: tuple[SequenceSlice, ...], reason: str
+) -> None:
+    engine = StubDeviceEngine(MAX_LEN // 16, 2, MAX_LEN, 1)
+    for _ in range(2):
+        engine.forward(Batch(slices))
+    (record,) = caplog.records
+    assert reason in record.message
+
+
+@pytest.mark.parametrize("prompt", [part(0, 30), part(64, 30), part(64, 30, 0)])
+def test_steps_of_prompts_and_replayed_ones_are_not(
+    caplog: pytest.LogCaptureFixture, prompt: SequenceSlice
+) -> None:
+    engine = StubDeviceEngine(MAX_LEN // 16, 2, MAX_LEN, 1)
+    engine.forward(Batch((prompt, part(9, 1))))
+    assert engine.num_eager_steps == 1
+    engine.forward(Batch((part(9, 1), part(9, 1))))
+    assert engine.num_eager_steps == 1
+    assert not caplog.records
