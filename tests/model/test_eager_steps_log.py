@@ -1,4 +1,4 @@
-"""A decode step that is not replayed is logged with its reason, once for each; a prompt's is not."""
+"""A decode step that is not replayed is logged with its reason, once each; a prompt's is not."""
 
 from __future__ import annotations
 
