@@ -31,7 +31,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from baton.cache.block_table import BlockTable
+from baton.cache.pool import BlockTable
 from baton.engine.interface import Batch, Launched, LayersDone, SampleRow, SequenceSlice
 from baton.types import Sampling
 from bench.host_rig import HostRig
