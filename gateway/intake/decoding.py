@@ -6,8 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import tokenizers
 
@@ -20,13 +19,17 @@ TEXT, BYTE, SILENT = range(3)
 #: How byte-fallback decoders know their tokens.
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
+#: Texts of single ids that are kept, those of the latest ones.
+_NUM_KEPT = 65_536
+
 #: The space in the tokens of SentencePiece.
 _SPACE = "\u2581"
 
 
-@dataclass(frozen=True, slots=True)
 class Decoding:
-    """kinds: one of TEXT, BYTE and SILENT for each id, if the decoder has a byte fallback: it
+    """text_of: of any ids. text_of_one: of an id alone, from a table.
+
+    kinds: one of TEXT, BYTE and SILENT for each id, if the decoder has a byte fallback: it
     decodes a run of BYTE tokens, with SILENT ones among them, as a whole, and each byte to U+FFFD
     if any of them belongs to no character. Empty for all other decoders, where text that is
     followed by a whole character stays as it is.
@@ -35,9 +38,11 @@ class Decoding:
     empty if it takes none away.
     """
 
-    text_of: Decode
-    kinds: bytes = b""
-    lead: tuple[int, ...] = ()
+    def __init__(self, text_of: Decode, kinds: bytes = b"", lead: tuple[int, ...] = ()) -> None:
+        self.text_of = text_of
+        self.kinds = kinds
+        self.lead = lead
+        self.text_of_one: Callable[[int], str] = lru_cache(_NUM_KEPT)(lambda i: text_of((i,)))
 
 
 def decoding_of(tokenizer: tokenizers.Tokenizer, *, skip_special_tokens: bool) -> Decoding:

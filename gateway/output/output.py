@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.errors import EngineFault
 from baton.types import FinishReason, Sample
@@ -31,13 +32,13 @@ _NUM_CONTEXT = 4
 _MAX_WINDOW = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """What is new since the last piece. Pieces follow each other without gap. finish, score: set in
-    the last one."""
+    the last one. One is made for each message to a client, so it is of the immutable kind that
+    costs least."""
 
     token_index: int
-    samples: tuple[Sample, ...]
+    samples: Sequence[Sample]
     text: str
     finish: FinishReason = FinishReason.NONE
     stop: str | None = None
@@ -112,15 +113,21 @@ class Output:
         self._feed(samples, finish)
         if self.finish is FinishReason.NONE and finish is not FinishReason.NONE:
             self.finish = finish
-            self._flush()
+            # Nothing follows: what was held back is released.
+            text = self._detokenizer.flush()
+            if self._matcher is not None:
+                match = self._matcher.feed(text)
+                self._stop, self.finish = match.stop, FinishReason.STOP if match.stop else finish
+                text = match.text + ("" if match.stop else self._matcher.flush())
+            self._text.append(text)
 
     def take(self) -> Piece | None:
         """All that is new, if anything is; the last piece once the output has ended."""
         is_over = self.finish is not FinishReason.NONE
         if not self._samples and not is_over:
             return None
-        samples, text = tuple(self._samples), "".join(self._text)
-        self._samples.clear()
+        samples, self._samples = self._samples, []
+        text = "".join(self._text)
         self._text.clear()
         if self._num_chars_to_skip:
             skipped, self._num_chars_to_skip = (
@@ -179,18 +186,6 @@ class Output:
                 return num_taken
         return len(token_ids)
 
-    def _flush(self) -> None:
-        """Release what was held back, now that nothing follows."""
-        text = self._detokenizer.flush()
-        if self._matcher is not None:
-            match = self._matcher.feed(text)
-            self._text.append(match.text)
-            if match.stop is not None:
-                self._stop, self.finish = match.stop, FinishReason.STOP
-                return
-            text = self._matcher.flush()
-        self._text.append(text)
-
 
 def best(outputs: Sequence[Piece], num_returned: int) -> list[Piece]:
     """The outputs with the highest mean log probability, best first, each with that mean as its
@@ -199,7 +194,7 @@ def best(outputs: Sequence[Piece], num_returned: int) -> list[Piece]:
     outputs: each whole, in one piece. Of like ones the earlier is taken. Raises EngineFault if a
     log probability lacks.
     """
-    scored = [replace(output, score=_mean_logprob(output)) for output in outputs]
+    scored = [output._replace(score=_mean_logprob(output)) for output in outputs]
     scored.sort(key=lambda output: -(output.score or 0.0))
     return scored[:num_returned]
 
@@ -302,8 +297,11 @@ class Detokenizer:
                 return
         if num_old:
             del window[:num_old]
-            text = self._decode(window)
         self._num_context = len(window)
+        if num_old:
+            text = (
+                self._decoding.text_of_one(window[0]) if len(window) == 1 else self._decode(window)
+            )
         self._num_released = len(text)
 
     def _cut_window(self, text: str) -> str:
