@@ -216,7 +216,7 @@ class RequestDriver:
     def _perform_one(self, action: Action) -> None:  # noqa: PLR0912, one arm per action
         match action:
             case Place(assignment, need, is_return):
-                self._waiting[assignment] = self._deps.dispatcher.place(
+                waiting = self._deps.dispatcher.place(
                     assignment.spec,
                     need,
                     partial(self._on_place, assignment),
@@ -224,6 +224,8 @@ class RequestDriver:
                     account=self._request.account,
                     deadline_s=self._deadline_s,
                 )
+                if not waiting.is_over:
+                    self._waiting[assignment] = waiting
             case Open(assignment, placement, source):
                 sink, link = self._on_event, placement.home_link
                 self._homes[assignment] = self._open(assignment, link, source, sink)
@@ -245,7 +247,13 @@ class RequestDriver:
             case AbortSource(assignment):
                 self._abort_all(self._sources, assignment)
             case Close(assignment):
-                self._close(assignment)
+                if assignment in self._waiting:
+                    self._deps.dispatcher.cancel(self._waiting.pop(assignment))
+                self._set_timer(assignment, None)
+                self._abort_all(self._sources, assignment)
+                self._abort_all(self._homes, assignment)
+                if assignment.placement is not None:
+                    assignment.placement.release()
             case SetTimer(assignment, delay_s):
                 self._set_timer(assignment, delay_s)
             case Update(placement, outcome):
@@ -269,16 +277,6 @@ class RequestDriver:
     ) -> _Opened:
         sinks = [partial(on_event, assignment, n) for n in range(len(assignment.choices))]
         return link, link.open(assignment.spec, source, sinks, ticket)
-
-    def _close(self, assignment: Assignment) -> None:
-        waiting = self._waiting.pop(assignment, None)
-        if waiting is not None:
-            self._deps.dispatcher.cancel(waiting)
-        self._set_timer(assignment, None)
-        self._abort_all(self._sources, assignment)
-        self._abort_all(self._homes, assignment)
-        if assignment.placement is not None:
-            assignment.placement.release()
 
     @staticmethod
     def _abort_all(opened: dict[Assignment, _Opened], assignment: Assignment) -> None:

@@ -117,7 +117,7 @@ class PrefillView:
         measured may be old, or nothing yet, and nothing new is learned of one that is spared."""
         num_missing = max(1, need.num_tokens - self.matched_tokens)
         speed = max(self.prefill_tokens_per_s, others_tokens_per_s)
-        return _seconds(self.outstanding_tokens + num_missing, speed)
+        return (self.outstanding_tokens + num_missing) / speed
 
     def has_credit(self) -> bool:
         """One sequence is always taken, however long; further ones while the queue is short.
@@ -128,9 +128,6 @@ class PrefillView:
         if self.is_awaiting_report:
             return False
         return self.outstanding_tokens < self.max_outstanding_tokens + self.worth_of_cache()
-
-    def cost(self, need: Need) -> float:
-        return self.outstanding_tokens + RECOMPUTE_WEIGHT * need.num_tokens - self.worth_of_cache()
 
     def worth_of_cache(self) -> float:
         """Tokens of queue that its cached prefix outweighs."""
@@ -176,7 +173,7 @@ class DecodeView:
         speed = self.prefill_tokens_per_s or assumed_tokens_per_s
         if self.pending_tokens:  # whoever is computed first decodes beside those that come after
             speed *= BEHIND_SHARE
-        return _seconds(self.pending_tokens + num_missing, speed)
+        return (self.pending_tokens + num_missing) / speed
 
     def num_blocks_for(self, need: Need) -> int:
         """Those that they share, and one more for each but the first to write into."""
@@ -211,13 +208,6 @@ class DecodeView:
     def is_short(self) -> bool:
         """Whether so few of its blocks can be had that sequences should leave it."""
         return self.num_available_blocks < SHORT * self.num_blocks
-
-    def cost(self, need: Need) -> float:
-        batch = self.num_sequences / self.max_num_seqs
-        memory = 1.0 - self.num_available_blocks / self.num_blocks
-        fill = max(batch, memory)
-        matched = min(1.0, self.matched_tokens / need.num_tokens)
-        return fill - matched * (MIN_AFFINITY + AFFINITY_SHARE * fill)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,11 +292,12 @@ def _known_tokens_per_s(views: Sequence[PrefillView] | Sequence[DecodeView]) -> 
 def _best_prefill(need: Need, views: Sequence[PrefillView], tie_key: bytes) -> PrefillView | None:
     views = [view for view in views if view.has_credit()]
     views = [view for view in views if view.address not in need.avoid] or views
-    return min(
-        views,
-        key=lambda v: (v.cost(need), v.ahead_tokens, _tie(tie_key, v.address)),
-        default=None,
-    )
+
+    def rank(view: PrefillView) -> tuple[float, float, bytes]:
+        cost = view.outstanding_tokens + RECOMPUTE_WEIGHT * need.num_tokens - view.worth_of_cache()
+        return cost, view.ahead_tokens, _tie(tie_key, view.address)
+
+    return min(views, key=rank, default=None)
 
 
 def _best_decode(
@@ -322,11 +313,16 @@ def _best_decode(
             if need.num_tokens <= view.max_local_prefill_tokens
             or view.is_reached_by(need, prefills)
         ] or views
-    return min(views, key=lambda v: (v.cost(need), _tie(tie_key, v.address)), default=None)
 
+    def rank(view: DecodeView) -> tuple[float, bytes]:
+        batch = view.num_sequences / view.max_num_seqs
+        memory = 1.0 - view.num_available_blocks / view.num_blocks
+        fill = max(batch, memory)
+        matched = min(1.0, view.matched_tokens / need.num_tokens)
+        cost = fill - matched * (MIN_AFFINITY + AFFINITY_SHARE * fill)
+        return cost, _tie(tie_key, view.address)
 
-def _seconds(num_tokens: float, tokens_per_s: float) -> float:
-    return num_tokens / tokens_per_s if tokens_per_s else math.inf
+    return min(views, key=rank, default=None)
 
 
 def _tie(tie_key: bytes, address: str) -> bytes:
