@@ -375,8 +375,10 @@ class SendConnection:
     ) -> bool:
         """False: there is no room now."""
         handoff, num_bytes = work.handoff, terms.codec.wire.num_bytes(piece)
-        staged = session.stage(num_bytes)
+        staged = session.connection.stage(num_bytes)
         if staged is None:
+            if session.deadline is None:
+                session.deadline = self._config.clock() + self._config.ack_timeout_s
             return False
         chunk = kv_pb2.KvChunk(
             ticket_id=handoff.ticket.ticket_id,
@@ -502,13 +504,6 @@ class SenderSession:
                 self.deadline = None
             case _:
                 raise FrameError(f"{self._peer.worker_id} sent a {type(frame).__name__} now")
-
-    def stage(self, num_bytes: int) -> Staged | None:
-        """Room for the next chunk; None: there is none now."""
-        staged = self.connection.stage(num_bytes)
-        if staged is None and self.deadline is None:
-            self.deadline = self._config.clock() + self._config.ack_timeout_s
-        return staged
 
     def _open(self, accept: kv_pb2.KvAccept) -> None:
         config = self._config

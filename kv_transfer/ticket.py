@@ -28,7 +28,7 @@ import enum
 import hashlib
 import hmac
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,27 +95,25 @@ class KvTicket:
     traceparent: str = ""
 
 
-def encode_ticket(ticket: KvTicket, secret: bytes) -> bytes:
-    """The ticket's bytes, with a digest of all fields under `secret` (at most 64 bytes)."""
-    message = kv_pb2.KvTicket(
-        worker_id=ticket.owner.worker_id,
-        generation=ticket.owner.generation,
-        ticket_id=ticket.ticket_id,
-        epoch=ticket.epoch,
-        request_id=ticket.request_id,
-        tenant=ticket.tenant,
-        num_cached_tokens=ticket.num_cached_tokens,
-        num_tokens=ticket.num_tokens,
-        layout=layout_to_proto(ticket.layout),
+def common_fields(
+    owner: WorkerIdentity, layout: KvLayout, endpoints: Iterable[Endpoint]
+) -> kv_pb2.KvTicket:
+    """What all tickets of a worker's boot have in common."""
+    return kv_pb2.KvTicket(
+        worker_id=owner.worker_id,
+        generation=owner.generation,
+        layout=layout_to_proto(layout),
         endpoints=[
             kv_pb2.KvEndpoint(
                 transport=_NUMBERS[each.transport], address=each.address, host_id=each.host_id
             )
-            for each in ticket.endpoints
+            for each in endpoints
         ],
-        lease_ms=max(1, round(ticket.lease_s * 1000)),
-        traceparent=ticket.traceparent,
     )
+
+
+def signed_ticket(message: kv_pb2.KvTicket, secret: bytes) -> bytes:
+    """The bytes of a ticket, with a digest of all its fields under `secret` (at most 64 bytes)."""
     message.mac = _mac(message, secret)
     return message.SerializeToString(deterministic=True)
 

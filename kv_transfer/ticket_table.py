@@ -12,11 +12,11 @@ from typing import NamedTuple, Protocol
 
 from baton.errors import HandoffFailed, InvalidRequest
 from baton.types import KvLayout, KvRange, SequenceSpec, WorkerIdentity
+from baton.v1 import kv_pb2
 from kv_transfer.ticket import (
     Commit,
     Coverage,
     Endpoint,
-    KvTicket,
     OfferedTicket,
     OnAborted,
     PrefixRequested,
@@ -25,7 +25,8 @@ from kv_transfer.ticket import (
     TicketCommitted,
     TicketEvent,
     TicketState,
-    encode_ticket,
+    common_fields,
+    signed_ticket,
     ticket_message,
     verify_ticket,
 )
@@ -87,7 +88,7 @@ class TicketTable:
             raise ValueError("the secret must have 16 to 64 bytes")
         self._identity = identity
         self._layout = layout
-        self._endpoints = endpoints
+        self._common = common_fields(identity, layout, endpoints)
         self._lease_s = lease_s
         self._offer_s = min(offer_s, lease_s)
         self._on_event = on_event
@@ -140,20 +141,18 @@ class TicketTable:
             ticket_id = self._draw_id()
             while ticket_id == 0 or ticket_id in self._tickets:
                 ticket_id = self._draw_id()
-            shown = KvTicket(
-                owner=self._identity,
+            shown = kv_pb2.KvTicket(
                 ticket_id=ticket_id,
                 epoch=_EPOCH,
                 request_id=spec.request_id,
                 tenant=spec.tenant,
                 num_cached_tokens=num_cached_tokens,
                 num_tokens=num_tokens,
-                layout=self._layout,
-                endpoints=self._endpoints,
-                lease_s=lease_s,
+                lease_ms=max(1, round(lease_s * 1000)),
                 traceparent=spec.traceparent,
             )
-            data = encode_ticket(shown, self._secret)
+            shown.MergeFrom(self._common)
+            data = signed_ticket(shown, self._secret)
             self._tickets[ticket_id] = Ticket(
                 ticket_id=ticket_id,
                 data=data,

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from baton.cache.pool import BlockLease
 from baton.engine.interface import wants_prompt_logprobs
@@ -28,7 +29,7 @@ from baton.grammar import Matchers
 from baton.types import KvSource
 from kv_transfer.ticket import TicketAborted, TicketCommitted
 from kv_transfer.ticket_table import Tickets
-from worker_core.commands import Destination, Open
+from worker_core.commands import Destination, Open, SequenceKey
 from worker_core.costs import Costs
 from worker_core.handoff import Handoffs
 from worker_core.policy import Policy
@@ -51,6 +52,7 @@ class _Queued:
     """A prompt that waits for blocks. It holds none; its handoff, if it has a destination, has
     begun."""
 
+    key: SequenceKey
     command: Open
     arrived_s: float
 
@@ -113,19 +115,21 @@ class Admission:
         error = self._handoffs.take_early_end(key) or self._refusal(command)
         if error:
             self._turn_away(command, failed(error))
-        elif policy.queues_prompts and command.source is KvSource.LOCAL:
-            self._queued[key] = _Queued(command, self._clock())
-        elif why := self._no_room(command) or self._admit(_Queued(command, self._clock())):
+            return
+        queued = _Queued(key, command, self._clock())
+        if policy.queues_prompts and command.source is KvSource.LOCAL:
+            self._queued[key] = queued
+        elif why := self._no_room(command) or self._admit(queued):
             self._turn_away(command, why)
 
     def admit_queued(self) -> bool:
         """Give blocks to queued prompts, best rank first, until blocks or places run out. Whether
         any came in."""
         num_before = len(self._queued)
-        for key, queued in sorted(self._queued.items(), key=lambda item: item[1].command.spec.rank):
+        for queued in sorted(self._queued.values(), key=attrgetter("command.spec.rank")):
             if self._no_room(queued.command) or self._admit(queued):
                 break
-            del self._queued[key]
+            del self._queued[queued.key]
         return len(self._queued) < num_before
 
     def cancel_queued(self, key: Hashable) -> bool:

@@ -30,7 +30,7 @@ class BeamGroup:
     """Takes the place of its root once the root's KV is whole. Owned by the engine loop."""
 
     is_prefilling = False
-    runs_ahead = False
+    runs_ahead = is_drawing_last = False
     """See WorkerSequence: which beams go on depends on what is drawn."""
 
     def __init__(
@@ -82,10 +82,6 @@ class BeamGroup:
     def num_blocks_to_write(self, num_new: int) -> int:  # noqa: ARG002, all beams or none
         start = self._num_computed_tokens
         return self._pool.num_blocks_to_write([b.lease for b in self._beams], start, start + 1)
-
-    def is_drawing_last(self, max_model_len: int) -> bool:  # noqa: ARG002
-        """As WorkerSequence.is_drawing_last: beams are never in flight between steps."""
-        return False
 
     def prepare(self, num_new: int) -> tuple[BlockCopy, ...] | None:
         """As WorkerSequence.prepare, for all beams or none."""

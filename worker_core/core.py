@@ -153,9 +153,7 @@ class WorkerCore:
     def _plan(self) -> StepPlan[SequenceGroup]:
         most = self._limits.max_num_batched_tokens
         running = [
-            group
-            for group in self._state.in_stage(Stage.RUNNING)
-            if not group.is_drawing_last(self._state.spec.max_model_len)
+            group for group in self._state.in_stage(Stage.RUNNING) if not group.is_drawing_last
         ]
         self._state.num_decoding = sum(not group.is_prefilling for group in running)
         is_first = self._policy.prompts_first

@@ -118,6 +118,8 @@ class WorkerSequence:
     """Of launches that are not collected: their KV is being written, after num_computed_tokens."""
     drawing_row: int | None = None
     """The row of the last launch, not collected, that draws its next token; None if none does."""
+    is_drawing_last: bool = False
+    """Whether that token ends the output, whatever it is."""
     token_ids: list[int] = field(init=False)
     choices: list[int] = field(init=False)
     key: SequenceKey = field(init=False)
@@ -188,22 +190,19 @@ class WorkerSequence:
         """Of the first token that is not computed and not launched."""
         return self.num_computed_tokens + self.num_launched_tokens
 
-    def is_drawing_last(self, max_model_len: int) -> bool:
-        """Whether the token that is being drawn ends the output, whatever it is."""
-        most = min(self.max_num_tokens, max_model_len)
-        return self.drawing_row is not None and len(self.token_ids) + 1 >= most
-
-    def launched(self, num_new: int, drawing_row: int | None) -> None:
+    def launched(self, num_new: int, drawing_row: int | None, max_model_len: int) -> None:
         """The next `num_new` tokens are in flight. drawing_row: of the launch, if it draws the
         sequence's next token."""
         self.num_launched_tokens += num_new
         self.drawing_row = drawing_row
+        most = min(self.max_num_tokens, max_model_len)
+        self.is_drawing_last = drawing_row is not None and self.next_position + 1 >= most
 
     def landed(self, num_new: int) -> None:
         """The oldest `num_new` tokens in flight are so no longer."""
         self.num_launched_tokens -= num_new
         if not self.num_launched_tokens:
-            self.drawing_row = None
+            self.drawing_row, self.is_drawing_last = None, False
 
     def num_blocks_to_write(self, num_new: int) -> int:
         start = self.next_position

@@ -158,10 +158,20 @@ class Steps:
             self._has_failed = True
         else:
             self._flight = _Flight(launched, grants, size, begin_s)
-            _take_off(grants, parts)
+            self._take_off(grants, parts)
         if before:
             self._land(before)
         return True
+
+    def _take_off(
+        self, grants: Sequence[tuple[WorkerSequence, int]], parts: Sequence[SequenceSlice]
+    ) -> None:
+        """Mark sequences as in flight, with the rows of the launch, over all its slices, that draw
+        for them."""
+        num_rows, max_model_len = 0, self._state.spec.max_model_len
+        for (group, num_new), part in zip(grants, parts, strict=True):
+            group.launched(num_new, num_rows if part.rows else None, max_model_len)
+            num_rows += len(part.rows)
 
     def collect(self) -> bool:
         """Wait for what is in flight, and hand out its tokens. Whether anything was."""
@@ -279,12 +289,3 @@ def _size(grants: Grants, batch: Batch) -> _StepSize:
     num_prefill = sum(num_new for group, num_new in grants if group.is_prefilling)
     num_decoding = sum(not group.is_prefilling for group, _ in grants)
     return _StepSize(batch.num_tokens, num_prefill, num_decoding)
-
-
-def _take_off(grants: Sequence[tuple[WorkerSequence, int]], parts: Sequence[SequenceSlice]) -> None:
-    """Mark sequences as in flight, with the rows of the launch, over all its slices, that draw for
-    them."""
-    num_rows = 0
-    for (group, num_new), part in zip(grants, parts, strict=True):
-        group.launched(num_new, num_rows if part.rows else None)
-        num_rows += len(part.rows)

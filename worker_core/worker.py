@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from baton.config import WorkerOptions
 from baton.engine.interface import Engine
-from baton.engine.loop import EngineLoop, Heartbeat
+from baton.engine.loop import EngineLoop, Heartbeat, LoadBoard
 from baton.errors import ConfigError
 from baton.kv_transports import listened_on, takes_port
 from baton.phase_clock import PhaseClock
@@ -20,7 +20,6 @@ from baton.types import NumericsRule, Tier, WorkerLoad
 from baton.v1 import sequence_service_pb2, sequence_service_pb2_grpc
 from baton.worker.build import build_matchers, build_pool
 from baton.worker.host import WorkerHost, describe, new_identity
-from baton.worker.load_board import LoadBoard
 from baton.worker.service import WorkerServicer, services
 from baton.worker.telemetry import open_worker_telemetry
 from kv_transfer.device_memory import device_memory_of

@@ -14,7 +14,7 @@ from typing import Generic, NoReturn, TypeVar
 from baton import __version__
 from baton.config import WorkerOptions
 from baton.engine.interface import EngineSpec
-from baton.engine.loop import EngineLoop, Heartbeat
+from baton.engine.loop import EngineLoop, Heartbeat, LoadBoard, is_empty
 from baton.errors import EngineFault
 from baton.phase_clock import PhaseClock
 from baton.registry import Registration, Registry, make_registry
@@ -24,7 +24,6 @@ from baton.rpc.tls import server_credentials
 from baton.service import ReadyReport
 from baton.telemetry.rate_limit import RateLimit
 from baton.types import WorkerIdentity, WorkerInfo
-from baton.worker.load_board import LoadBoard, is_empty
 
 _log = logging.getLogger(__name__)
 

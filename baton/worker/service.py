@@ -11,13 +11,12 @@ import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
 
 from baton.cache.ledger import BlockLedger, ListBlocks
-from baton.engine.loop import Heartbeat
+from baton.engine.loop import Heartbeat, LoadBoard, is_empty
 from baton.errors import FieldViolation, InvalidRequest
 from baton.rpc.server import Register
 from baton.types import Tier, WorkerInfo, WorkerLoad
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.wire import info_to_proto, load_to_proto
-from baton.worker.load_board import LoadBoard, is_empty
 
 #: Longest silence of WatchLoad, in seconds.
 REPORT_S = 0.25

@@ -9,10 +9,10 @@ from opentelemetry.metrics import CallbackOptions, Meter, Observation
 from baton import __version__
 from baton.config import WorkerOptions
 from baton.engine.interface import EngineSpec
+from baton.engine.loop import LoadBoard
 from baton.telemetry import Telemetry, TelemetrySettings, names, open_telemetry
 from baton.telemetry.metrics import observe_build, observe_numerics
 from baton.types import WorkerLoad
-from baton.worker.load_board import LoadBoard
 
 
 def open_worker_telemetry(options: WorkerOptions, board: LoadBoard, spec: EngineSpec) -> Telemetry:

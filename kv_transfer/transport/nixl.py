@@ -211,10 +211,6 @@ class NixlServerStream(ServerStream):
         super().greet()
         tune(self.sock)
 
-    @property
-    def max_payload_bytes(self) -> int:
-        return 0
-
     def accept(self, frame: kv_pb2.KvAccept) -> None:
         self._area = area = _Area(
             self._listener.next_name(frame), frame.num_credits, frame.max_chunk_bytes
@@ -224,10 +220,11 @@ class NixlServerStream(ServerStream):
         frame.remote_memory.stride = area.stride
         super().accept(frame)
 
-    def payload(self, num_bytes: int, frame: Frame, land: Land) -> memoryview:
-        del num_bytes, land
+    def read_frame(self, land: Land) -> tuple[Frame, memoryview]:
+        del land
+        _, frame = self.read_header(0)
         if not isinstance(frame, kv_pb2.KvChunk):
-            return _NO_PAYLOAD
+            return frame, _NO_PAYLOAD
         area = self._area
         if (
             area is None
@@ -236,7 +233,7 @@ class NixlServerStream(ServerStream):
         ):
             raise FrameError(f"a chunk of {frame.payload_bytes} bytes in slot {frame.slot}")
         self._await_landing(area, frame.slot)
-        return area.slot(frame.slot, frame.payload_bytes)
+        return frame, area.slot(frame.slot, frame.payload_bytes)
 
     def _await_landing(self, area: _Area, slot: int) -> None:
         """Drive this side of the library until the sender says that it is done."""

@@ -64,6 +64,8 @@ def send_all(sock: socket.socket, *pieces: bytes | memoryview) -> None:
 class StreamConnection(ABC):
     """See Connection. Owns `sock`, which is in blocking mode."""
 
+    #: Whether payloads follow their headers on the socket.
+    carries_payloads = False
     #: What the receiver may say that payloads' checksums are: it follows from where payloads are.
     payload_checksums = frozenset({kv_pb2.KV_PAYLOAD_CHECKSUM_UNSPECIFIED})
 
@@ -90,12 +92,8 @@ class StreamConnection(ABC):
     def take_back(self, slots: list[int]) -> None:
         """The peer gives room back. Raises FrameError if it was not taken."""
 
-    @abstractmethod
-    def payload_of(self, staged: Staged | None) -> tuple[memoryview, ...]:
-        """What must follow the header on the socket."""
-
     def send(self, frame: Frame, staged: Staged | None = None, *, more: bool = False) -> None:
-        payload = self.payload_of(staged)
+        payload = staged.payload if staged and self.carries_payloads else ()
         num_bytes = sum(piece.nbytes for piece in payload)
         self._held += (encode(frame, num_bytes, self._buffer.version, self._seal), *payload)
         if not more:
@@ -188,10 +186,6 @@ class SlottedConnection(StreamConnection):
             self._in_flight.remove(slot)
             self._free.append(slot)
 
-    def payload_of(self, staged: Staged | None) -> tuple[memoryview, ...]:
-        del staged
-        return ()
-
 
 MAX_CONNECTIONS = 256
 #: Of them, from one address: a stranger leaves places for others.
@@ -229,15 +223,11 @@ class ServerStream(ABC):
         slowly holds up nobody. Raises OSError."""
         set_socket_timeout(self.sock, socket.SO_SNDTIMEO, REPLY_TIMEOUT_S)
 
-    @property
     @abstractmethod
-    def max_payload_bytes(self) -> int:
-        """Most payload bytes that may follow a header on the socket."""
-
-    @abstractmethod
-    def payload(self, num_bytes: int, frame: Frame, land: Land) -> Payload:
-        """The frame's payload, valid until the next frame is read; empty if it has landed.
-        num_bytes: of it on the socket. Raises FrameError if there is none."""
+    def read_frame(self, land: Land) -> tuple[Frame, Payload]:
+        """Wait for a frame, and its payload, valid until the next one is read; empty if it has
+        landed. land: the session's. Raises EOFError at the end of the stream, FrameError,
+        OSError."""
 
     def accept(self, frame: kv_pb2.KvAccept) -> None:
         """Send the acceptance, with whatever the peer needs to stage payloads."""
@@ -283,14 +273,8 @@ class ServerStream(ABC):
             if not self._is_closed:
                 os.eventfd_write(self._wake_fd, 1)
 
-    def read_frame(self, land: Land) -> tuple[Frame, Payload]:
-        """Wait for a frame. land: the session's. Raises EOFError at the end of the stream,
-        FrameError, OSError."""
-        preamble, frame = self.read_header(self.max_payload_bytes)
-        return frame, self.payload(preamble.payload_bytes, frame, land)
-
     def read_header(self, max_payload_bytes: int) -> tuple[Preamble, Frame]:
-        """As read_frame, without the payload."""
+        """As read_frame, without the payload, of which so much may follow on the socket."""
         incoming = self._seals.incoming if self._seals else None
         head = self._read(PREAMBLE_BYTES)
         preamble = decode_preamble(head, max_payload_bytes, self._version, incoming)

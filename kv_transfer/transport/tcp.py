@@ -39,6 +39,8 @@ def bind(config: TransportConfig) -> tuple[socket.socket, str]:
 class TcpConnection(StreamConnection):
     """One staging buffer is enough: a payload has left it when `send` returns."""
 
+    carries_payloads = True
+
     def __init__(self, sock: socket.socket, send_timeout_s: float) -> None:
         super().__init__(sock, send_timeout_s)
         self._num_credits = 0
@@ -65,9 +67,6 @@ class TcpConnection(StreamConnection):
             raise FrameError("the receiver gives back more credits than are in use")
         self._num_in_flight -= len(slots)
 
-    def payload_of(self, staged: Staged | None) -> tuple[memoryview, ...]:
-        return staged.payload if staged else ()
-
 
 class TcpServerStream(ServerStream):
     """Payloads are read into the ticket's blocks, or, if they have to be unpacked, into the one
@@ -81,28 +80,26 @@ class TcpServerStream(ServerStream):
         super().greet()
         tune(self.sock)
 
-    @property
-    def max_payload_bytes(self) -> int:
-        return self._staging.nbytes
-
     def opened(self) -> None:
         self._staging = memoryview(_touched(self.receiver.max_chunk_bytes))
 
-    def payload(self, num_bytes: int, frame: Frame, land: Land) -> memoryview:
+    def read_frame(self, land: Land) -> tuple[Frame, memoryview]:
+        preamble, frame = self.read_header(self._staging.nbytes)
+        num_bytes = preamble.payload_bytes
         if not isinstance(frame, kv_pb2.KvChunk):
             if num_bytes:
                 raise FrameError(f"a {type(frame).__name__} with a payload")
-            return _NO_PAYLOAD
+            return frame, _NO_PAYLOAD
         if num_bytes != frame.payload_bytes:
             raise FrameError("header and preamble give different sizes of the payload")
         landing = land(frame)
         for view in landing:
             self.read_into(view)
         if landing:
-            return _NO_PAYLOAD
+            return frame, _NO_PAYLOAD
         payload = self._staging[:num_bytes]
         self.read_into(payload)
-        return payload
+        return frame, payload
 
 
 def _touched(num_bytes: int) -> bytearray:

@@ -157,10 +157,6 @@ class UnixServerStream(ServerStream):
     def slot(self, index: int, num_bytes: int) -> Payload | None:
         """The payload that the sender has put into a slot; None if there are no slots yet."""
 
-    @property
-    def max_payload_bytes(self) -> int:
-        return 0
-
     def send_with_fd(self, accept: kv_pb2.KvAccept, fd: int) -> None:
         """Send the acceptance with a copy of `fd`. Raises OSError."""
         data = encode(accept)
@@ -181,18 +177,15 @@ class UnixServerStream(ServerStream):
         return self._ahead is not None
 
     def read_frame(self, land: Land) -> tuple[Frame, Payload]:
+        del land
         while (frame := self._ahead or next(self._frames, None)) is None:
             data = self.sock.recv(_READ_BYTES)
             if not data:
                 raise EOFError
             self._frames = self._buffer.feed(data)
         self._ahead = None
-        return frame, self.payload(0, frame, land)
-
-    def payload(self, num_bytes: int, frame: Frame, land: Land) -> Payload:
-        del num_bytes, land
         if not isinstance(frame, kv_pb2.KvChunk):
-            return _NO_PAYLOAD
+            return frame, _NO_PAYLOAD
         is_within = (
             frame.slot < self.receiver.num_credits
             and frame.payload_bytes <= self.receiver.max_chunk_bytes
@@ -200,4 +193,4 @@ class UnixServerStream(ServerStream):
         found = self.slot(frame.slot, frame.payload_bytes) if is_within else None
         if found is None:
             raise FrameError(f"a chunk of {frame.payload_bytes} bytes in slot {frame.slot}")
-        return found
+        return frame, found

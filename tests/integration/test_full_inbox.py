@@ -16,8 +16,9 @@ from baton.events import Deferred, Failed, LocalPrefill
 from baton.types import KvLayout, Sampling, SequenceSpec, WorkerIdentity
 from baton.v1 import sequence_service_pb2
 from baton.wire import sequence_to_proto, step_from_proto
-from kv_transfer.ticket import KvTicket, encode_ticket, parse_ticket
+from kv_transfer.ticket import parse_ticket
 from tests.support.live_tiers import ONLY_DECODES, has_crossed, live_system
+from tests.support.tickets import ticket_of
 from worker_core.commands import (
     Abort,
     Command,
@@ -49,8 +50,7 @@ def nobody(key: str, ticket: bytes) -> int:
 
 
 def ticket() -> bytes:
-    owner = WorkerIdentity("d0", 7)
-    return encode_ticket(KvTicket(owner, 1, 1, "r", b"", 0, 3, LAYOUT, (), lease_s=30.0), bytes(32))
+    return ticket_of(WorkerIdentity("d0", 7), LAYOUT, 3)
 
 
 async def served(

@@ -16,9 +16,10 @@ from baton.v1 import kv_pb2
 from kv_transfer.frame import Frame
 from kv_transfer.send_connection import Begin, Cancel, Finish, Send, SendConnection
 from kv_transfer.sender import SendDone, Sender
-from kv_transfer.ticket import Endpoint, KvTicket, TicketAborted, encode_ticket
+from kv_transfer.ticket import Endpoint, KvTicket, TicketAborted
 from kv_transfer.transport.base import Staged
 from kv_transfer.transport.connector import make_connector
+from tests.support.tickets import ticket_of
 
 LAYOUT = KvLayout("m", 1, 1, 1, "int64", 4)
 ACCEPT = kv_pb2.KvAccept(
@@ -87,10 +88,8 @@ class Desk:
         )
 
     def begin(self, key: str, ticket_id: int) -> None:
-        ticket = KvTicket(
-            WorkerIdentity("d0", 7), ticket_id, 1, key, b"", 0, 16, LAYOUT, (), lease_s=30.0
-        )
-        self.sender.begin(key, encode_ticket(ticket, b"s" * 32))
+        ticket = ticket_of(WorkerIdentity("d0", 7), LAYOUT, 16, ticket_id=ticket_id)
+        self.sender.begin(key, ticket)
 
     def say(self, *frames: Frame) -> None:
         self.peer.replies.extend(frames)
@@ -244,10 +243,8 @@ def test_a_silent_tcp_peer_ends_at_the_connect_deadline(make_rig):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         rig = make_rig("tcp", connect_timeout_s=0.05)
         endpoint = Endpoint("tcp", f"127.0.0.1:{silent.getsockname()[1]}")
-        ticket = KvTicket(
-            WorkerIdentity("d0", 7), 1, 1, "r", b"", 0, 3, rig.source.layout, (endpoint,), 30.0
-        )
-        rig.sender.begin("k", encode_ticket(ticket, b"s" * 32))
+        owner = WorkerIdentity("d0", 7)
+        rig.sender.begin("k", ticket_of(owner, rig.source.layout, 3, endpoints=(endpoint,)))
         error = rig.done().error
         assert isinstance(error, HandoffFailed)
         assert "did not accept" in error.message

@@ -23,9 +23,10 @@ from baton.kv_transports import (
 )
 from baton.types import KvLayout, WorkerIdentity
 from baton.v1 import kv_pb2
-from kv_transfer.ticket import Endpoint, KvTicket, encode_ticket, parse_ticket
+from kv_transfer.ticket import Endpoint, parse_ticket
 from kv_transfer.transport.base import Transport as TransportCode
 from kv_transfer.transport.base import transport_named
+from tests.support.tickets import ticket_of
 
 FOLDER = Path(__file__).parents[2] / "kv_transfer" / "transport"
 #: What several transports stand on.
@@ -38,11 +39,8 @@ SHARED = {
     "unix_stream",
 }
 
-
-def ticket_of(endpoints: tuple[Endpoint, ...]) -> bytes:
-    layout = KvLayout("f", 1, 1, 8, "float32", 4)
-    owner = WorkerIdentity("d0", 1)
-    return encode_ticket(KvTicket(owner, 7, 1, "r", b"", 0, 4, layout, endpoints, 30.0), b"s" * 16)
+LAYOUT = KvLayout("f", 1, 1, 8, "float32", 4)
+OWNER = WorkerIdentity("d0", 1)
 
 
 def test_each_has_its_file_and_each_file_is_listed() -> None:
@@ -55,11 +53,13 @@ def test_each_has_its_number_on_the_wire_and_comes_back_from_it() -> None:
     names = {name.removeprefix("KV_TRANSPORT_").lower() for name, _ in kv_pb2.KvTransport.items()}
     assert names - {"unspecified"} == {each.name for each in KV_TRANSPORTS}
     endpoints = tuple(Endpoint(each.name, "a", "h") for each in KV_TRANSPORTS)
-    assert parse_ticket(ticket_of(endpoints)).endpoints == endpoints
+    assert parse_ticket(ticket_of(OWNER, LAYOUT, 4, endpoints=endpoints)).endpoints == endpoints
 
 
 def test_one_that_only_a_newer_peer_knows_is_left_out() -> None:
-    newer = kv_pb2.KvTicket.FromString(ticket_of((Endpoint("tcp", "h:1"),)))
+    newer = kv_pb2.KvTicket.FromString(
+        ticket_of(OWNER, LAYOUT, 4, endpoints=[Endpoint("tcp", "h:1")])
+    )
     newer.endpoints.add(transport=99, address="a")  # type: ignore[arg-type]
     assert parse_ticket(newer.SerializeToString()).endpoints == (Endpoint("tcp", "h:1"),)
 
