@@ -6,9 +6,10 @@ cannot be mapped, say), costs one connection its handoffs; for SHUN_S after that
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from baton.kv_transports import AUTO, KV_TRANSPORTS, KvTransport, Scope, kv_transport
@@ -81,20 +82,22 @@ def make_connector(
         and (hub or each.scope is not Scope.PROCESS)
     }
 
-    def is_reachable(endpoint: Endpoint) -> bool:
+    def why_not(endpoint: Endpoint) -> str:
+        """Why an endpoint cannot be tried; empty if it can."""
         if endpoint.transport not in dialers:
-            return False
+            return f"this worker has no {endpoint.transport}"
         match kv_transport(endpoint.transport).scope:
             case Scope.PROCESS:
-                return hub is not None and hub.has(endpoint.address)
+                is_here = hub is not None and hub.has(endpoint.address)
+                return "" if is_here else "it is of another process"
             case Scope.HOST:
-                return bool(host_id) and _is_here(endpoint, host_id)
+                return _why_not_here(endpoint, host_id)
             case Scope.NETWORK:
-                return True
+                return ""
 
     def connect(endpoints: Sequence[Endpoint], timeout_s: float) -> Connection:
         faults = []
-        tried = usable(endpoints, transport, is_reachable)
+        tried = usable(endpoints, transport, lambda endpoint: not why_not(endpoint))
         for endpoint in sorted(tried, key=shunned.has):
             try:
                 connection = dialers[endpoint.transport](endpoint.address, timeout_s)
@@ -104,7 +107,9 @@ def make_connector(
             if faults:
                 _log.warning("KV goes over %s: %s", endpoint, "; ".join(faults))
             else:
-                _log.info("KV goes over %s", endpoint)
+                better = _before(endpoints, transport, endpoint)
+                reasons = "".join(f"; not over {each}: {why_not(each)}" for each in better)
+                _log.info("KV goes over %s%s", endpoint, reasons)
             return WatchedConnection(connection, endpoint, shunned)
         offered = ", ".join(map(str, endpoints)) or "nothing"
         raise TransportError(
@@ -115,13 +120,20 @@ def make_connector(
     return connect
 
 
-def _is_here(endpoint: Endpoint, host_id: str) -> bool:
-    """Whether the socket's path exists on this host; another container of the host may not see
+def _before(endpoints: Sequence[Endpoint], transport: str, chosen: Endpoint) -> Iterator[Endpoint]:
+    """Those that would have come before the one that was taken, could they be reached."""
+    return itertools.takewhile(chosen.__ne__, usable(endpoints, transport, lambda _: True))
+
+
+def _why_not_here(endpoint: Endpoint, host_id: str) -> str:
+    """Why a socket of a host cannot be tried from here; another container of the host may not see
     it."""
+    if not host_id or endpoint.host_id != host_id:
+        return "it is on another host"
     try:
-        return endpoint.host_id == host_id and Path(endpoint.address).is_socket()
-    except (OSError, ValueError):
-        return False
+        return "" if Path(endpoint.address).is_socket() else "its socket is not seen from here"
+    except (OSError, ValueError) as error:
+        return f"its socket cannot be looked for ({error})"
 
 
 class Shunned:

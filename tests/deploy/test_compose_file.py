@@ -53,7 +53,8 @@ def test_docker_compose_accepts_the_profiles(profiles: tuple[str, ...]) -> None:
 def test_each_profile_has_the_three_tiers_and_a_redis() -> None:
     for profile in PROFILES:
         commands = sorted(told["command"][0] for told in services_of(profile).values())
-        assert commands == ["decode", "gateway", "prefill", "redis-server"]
+        namespaces = ["infinity"] if profile == "gpu" else []
+        assert commands == ["decode", "gateway", *namespaces, "prefill", "redis-server"]
 
 
 def test_no_service_runs_without_a_profile_or_waits_for_one_of_another() -> None:
@@ -131,7 +132,8 @@ def test_only_the_gateway_has_a_way_out_and_it_stops_before_its_workers(profile:
             others = services.keys() - {name} | {"redis"}
             assert told["depends_on"] == dict.fromkeys(others, STARTED)
         else:
-            assert told["depends_on"] == {"redis": STARTED}
+            shared = ["gpu-namespaces"] if profile == "gpu" else []
+            assert told["depends_on"] == dict.fromkeys(["redis", *shared], STARTED)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -199,13 +201,22 @@ def test_workers_share_a_directory_for_sockets_that_only_their_user_enters() -> 
                 assert "mode=0700" in mount
 
 
-def test_gpus_of_the_tiers_are_disjoint() -> None:
-    reserved: list[str] = []
-    for told in baton_services_of("gpu").values():
-        if told["command"][0] != "gateway":
-            (device,) = told["deploy"]["resources"]["reservations"]["devices"]
-            assert device["capabilities"] == ["gpu"]
-            reserved += device["device_ids"]
-        else:
-            assert "deploy" not in told
-    assert len(reserved) == len(set(reserved)) == 2
+def test_each_tier_has_a_gpu_of_its_own_and_maps_memory_of_the_others() -> None:
+    services = services_of("gpu")
+    own = []
+    for service in baton_services_of("gpu").values():
+        if service["command"][0] == "gateway":
+            assert "deploy" not in service
+            assert "pid" not in service
+            continue
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+        visible = service["environment"]["CUDA_VISIBLE_DEVICES"].split(",")
+        assert sorted(visible) == ["0", "1"]
+        own.append(visible[0])
+        assert service["ipc"] == service["pid"] == "service:gpu-namespaces"
+        assert service["depends_on"]["gpu-namespaces"] == STARTED
+        assert "redis" in service["depends_on"]
+    assert len(set(own)) == 2
+    assert services["gpu-namespaces"]["ipc"] == "shareable"
+    assert "gpu-namespaces" not in services_of("cpu")

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,9 +81,24 @@ def test_where_nobody_listens_the_next_way_is_taken_within_the_handoff(make_rig,
 
 
 @needs_boot_id
-def test_a_socket_that_this_process_cannot_see_is_not_tried(make_rig, tmp_path):
+def test_a_socket_that_this_process_cannot_see_is_not_tried(make_rig, tmp_path, caplog):
     rig = rig_with(make_rig, shm_at(tmp_path / "in-another-mount-namespace.sock"))
-    assert hand_over(rig, "k") is None
+    with caplog.at_level("INFO", "baton.kv"):
+        assert hand_over(rig, "k") is None
+    (record,) = (r for r in caplog.records if "KV goes over" in r.getMessage())
+    assert "over tcp to" in record.getMessage()
+    assert "not over shm to" in record.getMessage()
+    assert "its socket is not seen from here" in record.getMessage()
+
+
+@needs_boot_id
+def test_the_reason_for_another_way_than_the_best_is_logged(make_rig, tmp_path, caplog):
+    """A sender whose KV is in host memory, and memory of GPUs on offer; another host's socket."""
+    path = tmp_path / "of-a-gpu.sock"
+    rig = rig_with(make_rig, replace(shm_at(path), transport="cuda_ipc"))
+    with caplog.at_level("INFO", "baton.kv"):
+        assert hand_over(rig, "k") is None
+    assert "this worker has no cuda_ipc" in caplog.text
 
 
 @needs_boot_id
