@@ -174,6 +174,12 @@ class NativeModel:
 
     def check_ranks(self, size: int, device: torch.device) -> None:
         """See ModelSource."""
+        if self._config.traits.latent is not None and device.type != "cpu":
+            raise ConfigError.of(
+                "device",
+                device.type,
+                f"the latent attention of a {self.name} model has no kernel for it yet; use cpu",
+            )
         check_ranks(self._config, size, device)
 
     def read_adapter(

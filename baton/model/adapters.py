@@ -25,7 +25,7 @@ from baton.errors import AdapterError
 from baton.model.config import ModelConfig
 from baton.model.layers import LayerSpec, LinearSpec, VectorSpec, describe_layers
 from baton_kernels.cpu.memory import Allocate, Arena
-from baton_kernels.layer import Attention, Experts, Layer, Mlp
+from baton_kernels.layer import Attention, Experts, LatentAttention, Layer, Mlp
 from baton_kernels.linear import Linear, pack_linear
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -107,8 +107,8 @@ def load_adapter(
     if unknown:
         raise AdapterError(
             f"{folder}: it changes {unknown[0]!r}, which is none of this model's linear layers "
-            "that an adapter may change (those of attention and of MLPs, not of experts, "
-            "embeddings or the output); use an adapter trained on those of this model"
+            "that an adapter may change (those of attention and of MLPs, not of experts, latent "
+            "attention, embeddings or the output); use an adapter trained on those of this model"
         )
     return Adapter(_digest(folder), layers, packing.num_bytes)
 
@@ -242,14 +242,17 @@ class _Packing:
 
 
 def _adaptable(
-    part: Attention[LinearSpec, VectorSpec] | Mlp[LinearSpec] | Experts[LinearSpec, VectorSpec],
+    part: Attention[LinearSpec, VectorSpec]
+    | LatentAttention[LinearSpec, VectorSpec]
+    | Mlp[LinearSpec]
+    | Experts[LinearSpec, VectorSpec],
 ) -> tuple[LinearSpec, ...]:
     match part:
         case Attention():
             return part.qkv, part.output
         case Mlp():
             return part.gate_up, part.down
-        case Experts():
+        case Experts() | LatentAttention():
             return ()
 
 

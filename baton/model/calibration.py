@@ -60,37 +60,39 @@ def grams(
     dtype = getattr(torch, config.dtype)
     parameters, _ = load_parameters(folder, config, dtype, _CPU, lambda _: None)
     num_blocks = -(-max(map(len, pieces)) // _BLOCK_TOKENS)
-    shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, _BLOCK_TOKENS, config.head_dim)
+    # Of the one layer that runs.
+    heads = (len(config.kv_parts), config.num_kv_heads)
+    shape = (num_blocks, 1, *heads, _BLOCK_TOKENS, config.head_dim)
     pool = torch.zeros(shape, dtype=dtype)
     rope = make_rope(config, config.derived_max_len, _CPU)
     batches = [_batch(ids, config, rope, pool) for ids in pieces]
     embed = Decoder(config, parameters).embed
     states = [embed(batch.token_ids) for batch in batches]
     specs = describe_layers(config)
-    for index, (spec, layer) in enumerate(zip(specs, parameters.layers, strict=True)):
+    for spec, layer in zip(specs, parameters.layers, strict=True):
         watched = [_Watched(linear) for linear in layer.linears]
         seen: PackedLayer = layer.with_linears(watched)
         decoder = _OneLayer(config, replace(parameters, layers=(seen,)))
         with torch.inference_mode():
             states = [
-                decoder.next_states(index, state, batch, pool)
+                decoder.next_states(state, batch, pool)
                 for state, batch in zip(states, batches, strict=True)
             ]
         linears = zip(spec.linears, watched, strict=True)
-        yield {name: linear.gram for one, linear in linears for name in one.names}
+        quantizable = [(one, linear) for one, linear in linears if one.is_quantizable]
+        yield {name: linear.gram for one, linear in quantizable for name in one.names}
 
 
 class _OneLayer(Decoder):
     """A decoder of which one layer is run."""
 
     def next_states(
-        self, index: int, states: torch.Tensor, batch: PackedBatch, pool: torch.Tensor
+        self, states: torch.Tensor, batch: PackedBatch, pool: torch.Tensor
     ) -> torch.Tensor:
-        """What decoder layer `index` of the whole model makes of the states [tokens, hidden] of the
-        batch."""
+        """What the layer makes of the states [tokens, hidden] of the batch."""
         layer = self._parameters.layers[0]
         rows = head_rows(batch.first_rows, pool)
-        mixed = self._attention(index, layer, states, batch, rows, pool, None, None)
+        mixed = self._attention(0, layer, states, batch, rows, pool, None, None)
         states = self._add(layer.attention.output, mixed, states, layer.after_attention)
         return self._mlp(0, layer, states)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 from baton.errors import ModelError, UnsupportedModel, UnsupportedSetting
 from baton.quantization.config import QuantizationConfig, parse_quantization
-from baton.types import KEY_VALUE
+from baton.types import KEY_VALUE, LATENT
 
 #: What baton_kernels.gated_activation.clamped_swiglu has, which is not imported here.
 CLAMPED_SILU_ALPHA, CLAMPED_SILU_LIMIT = 1.702, 7.0
@@ -70,6 +71,44 @@ _GEMMA: Mapping[str, tuple[_Types, Any]] = {
     "tie_word_embeddings": (_BOOL, True),
 }
 _LAYER_TYPES = {"layer_types": ((list, type(None)), None)}
+_LATENT: Mapping[str, tuple[_Types, Any]] = {
+    **_COMMON,
+    "num_key_value_heads": (_INT_OR_NULL, None),
+    "kv_lora_rank": (_INT, 512),
+    "q_lora_rank": (_INT_OR_NULL, 1536),
+    "qk_nope_head_dim": (_INT, 128),
+    "qk_rope_head_dim": (_INT, 64),
+    "v_head_dim": (_INT, 128),
+    "attention_bias": (_BOOL, False),
+    "n_routed_experts": (_INT, 64),
+    "num_experts_per_tok": (_INT_OR_NULL, None),
+    "n_shared_experts": (_INT, 2),
+    "moe_intermediate_size": (_INT, 1407),
+    "routed_scaling_factor": (_FLOAT, 1.0),
+    "first_k_dense_replace": (_INT_OR_NULL, 0),
+    "n_group": (_INT_OR_NULL, None),
+    "topk_group": (_INT_OR_NULL, None),
+    "norm_topk_prob": ((bool, type(None)), False),
+}
+_DEEPSEEK_V3: Mapping[str, tuple[_Types, Any]] = {
+    **_LATENT,
+    "vocab_size": (_INT, 129280),
+    "hidden_size": (_INT, 7168),
+    "intermediate_size": (_INT, 18432),
+    "num_hidden_layers": (_INT, 61),
+    "num_attention_heads": (_INT, 128),
+    "max_position_embeddings": (_INT, 4096),
+    "n_routed_experts": (_INT, 256),
+    "num_experts_per_tok": (_INT_OR_NULL, 8),
+    "n_shared_experts": (_INT, 1),
+    "moe_intermediate_size": (_INT, 2048),
+    "routed_scaling_factor": (_FLOAT, 2.5),
+    "first_k_dense_replace": (_INT_OR_NULL, 3),
+    "n_group": (_INT_OR_NULL, 8),
+    "topk_group": (_INT_OR_NULL, 4),
+    "norm_topk_prob": ((bool, type(None)), True),
+    "rope_interleave": ((bool, type(None)), True),
+}
 
 #: Families by model_type.
 FAMILIES: Mapping[str, Mapping[str, tuple[_Types, Any]]] = {
@@ -203,6 +242,15 @@ FAMILIES: Mapping[str, Mapping[str, tuple[_Types, Any]]] = {
         "sliding_window": (_INT_OR_NULL, None),
         "partial_rotary_factor": (_FLOAT, 1.0),
     },
+    "deepseek_v2": {
+        **_LATENT,
+        "vocab_size": (_INT, 102400),
+        "max_position_embeddings": (_INT, 2048),
+        "topk_method": ((str, type(None)), "greedy"),
+        "mlp_bias": (_BOOL, False),
+    },
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
     "olmo2": {
         **_COMMON,
         "vocab_size": (_INT, 50304),
@@ -226,6 +274,9 @@ _ARCHITECTURES: Mapping[str, str] = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
 }
 
@@ -240,6 +291,11 @@ _SIZES = frozenset(
         "num_key_value_heads",
         "head_dim",
         "max_position_embeddings",
+        "kv_lora_rank",
+        "q_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
     }
 )
 
@@ -295,10 +351,28 @@ class ExpertsConfig:
     scale: float = 1.0
     num_groups: int = 1
     num_chosen_groups: int = 1
+    group_top: int = 2
     shared_size: int = 0
     is_stacked: bool = False
     """Whether the checkpoint has the experts of a layer in one tensor: see
     baton.model.stacked_experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Widths of multi-head latent attention: see baton_kernels.layer.LatentAttention.
+
+    rank: of the latent; query_rank: what queries are made of, None for the hidden states; rope_dim:
+    of a head's query and of the key that all heads share, rotated; plain_dim: of a head's query
+    besides; value_dim: of a head's results. is_interleaved: whether RoPE turns neighbours together.
+    """
+
+    rank: int
+    query_rank: int | None
+    plain_dim: int
+    rope_dim: int
+    value_dim: int
+    is_interleaved: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +407,8 @@ class Traits:
     """Layers that the checkpoint has after the last one, for other uses."""
     has_sinks: bool = False
     """Whether each head of attention has a sink: see baton_kernels.paged_attention.ScoreTerms."""
+    latent: LatentConfig | None = None
+    """Of multi-head latent attention; None for that over keys and values."""
 
 
 _PLAIN = Traits()
@@ -341,7 +417,7 @@ _PLAIN = Traits()
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder of one of the families in FAMILIES. Windows are in tokens, None for full
-    attention."""
+    attention. num_kv_heads, head_dim: of KvLayout, and so of one row with latent attention."""
 
     family: str
     vocab_size: int
@@ -368,12 +444,18 @@ class ModelConfig:
     @property
     def kv_parts(self) -> tuple[str, ...]:
         """See baton.types.KvLayout."""
-        return KEY_VALUE
+        return KEY_VALUE if self.traits.latent is None else LATENT
+
+    @property
+    def rope_width(self) -> int:
+        """Elements of what a rotary embedding is made for: a head, or the part that is rotated."""
+        latent = self.traits.latent
+        return self.head_dim if latent is None else latent.rope_dim
 
     @property
     def rotary_dim(self) -> int:
         """Dimensions of each head that are rotated."""
-        return self.traits.rotary_dim or self.head_dim
+        return self.traits.rotary_dim or self.rope_width
 
     @property
     def attention_scale(self) -> float:
@@ -496,12 +578,15 @@ def _parsed(family: str, raw: Mapping[str, Any], fields: dict[str, Any]) -> Mode
         )
     # A qwen2 takes its own from hidden_size, unless config.json has one more field than the family.
     head_dim = fields["head_dim"] or fields["hidden_size"] // heads
+    latent = _latent(family, raw, fields)
+    if latent is not None:
+        kv_heads, head_dim = 1, latent.rank + latent.rope_dim
     if heads % kv_heads or head_dim % 2 or not head_dim:
         raise UnsupportedModel(
             f"num_attention_heads={heads}, num_key_value_heads={kv_heads}, head_dim={head_dim}: "
             "the first must be a multiple of the second, and the third even"
         )
-    traits = _traits(family, raw, fields, head_dim)
+    traits = _traits(family, raw, fields, head_dim, latent)
     attention_bias = bool(fields.get("attention_bias"))
     return ModelConfig(
         family=family,
@@ -528,14 +613,16 @@ def _parsed(family: str, raw: Mapping[str, Any], fields: dict[str, Any]) -> Mode
 
 
 def _traits(
-    family: str, raw: Mapping[str, Any], fields: Mapping[str, Any], head_dim: int
+    family: str,
+    raw: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    head_dim: int,
+    latent: LatentConfig | None,
 ) -> Traits:
     traits = Traits(
         activation=_activation(family, fields),
         experts=_experts(family, fields),
-        num_unused_layers=int(raw.get("num_nextn_predict_layers") or 0)
-        if family == "glm4_moe"
-        else 0,
+        num_unused_layers=int(raw.get("num_nextn_predict_layers") or 0),
         is_fused=family == "phi3",
         rotary_dim=_rotary_dim(raw, fields, head_dim),
     )
@@ -545,6 +632,9 @@ def _traits(
             if fields[name] != known:
                 raise UnsupportedSetting(f"{name}={fields[name]}: {known} is known")
         return replace(traits, activation="clamped_silu", has_wide_norms=True, has_sinks=True)
+    if latent is not None:
+        scale = (latent.plain_dim + latent.rope_dim) ** -0.5 * _score_scaling(_rope(raw, fields))
+        return replace(traits, latent=latent, attention_scale=scale)
     if family == "olmo2":
         return replace(traits, norms="after", has_wide_norms=True, has_whole_qk_norm=True)
     if family.startswith("gemma"):
@@ -575,6 +665,49 @@ def _traits(
             window_rope=_rope(raw, fields, "sliding_attention"),
         )
     return traits
+
+
+def _latent(family: str, raw: Mapping[str, Any], fields: Mapping[str, Any]) -> LatentConfig | None:
+    """Raises UnsupportedSetting."""
+    if "kv_lora_rank" not in fields:
+        return None
+    _check_deepseek(family, raw, fields)
+    return LatentConfig(
+        rank=fields["kv_lora_rank"],
+        query_rank=fields["q_lora_rank"],
+        plain_dim=fields["qk_nope_head_dim"],
+        rope_dim=fields["qk_rope_head_dim"],
+        value_dim=fields["v_head_dim"],
+        is_interleaved=bool(fields.get("rope_interleave", True)),
+    )
+
+
+def _check_deepseek(family: str, raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """Raise UnsupportedSetting for what is not known of DeepSeek's layers."""
+    is_v2 = family == "deepseek_v2"
+    known: dict[str, tuple[Any, ...]] = {
+        "scoring_func": ("softmax" if is_v2 else "sigmoid",),
+        "topk_method": ("greedy", "group_limited_greedy") if is_v2 else ("noaux_tc",),
+        "moe_layer_freq": (1,),
+        "mlp_bias": (False,),
+        "norm_topk_prob": (False, None) if is_v2 else (True, False),
+    }
+    for name, values in known.items():
+        value = raw.get(name, fields.get(name, values[0]))
+        if value not in values:
+            texts = " or ".join(json.dumps(each) for each in values)
+            raise UnsupportedSetting(f"{name}={json.dumps(value)}: {texts} is known of {family}")
+    if fields["qk_rope_head_dim"] % 2:
+        raise UnsupportedSetting(f"qk_rope_head_dim={fields['qk_rope_head_dim']}: must be even")
+
+
+def _score_scaling(rope: RopeConfig) -> float:
+    """What DeepSeek multiplies scores by where RoPE stretches the context, beside what cos and sin
+    are multiplied by."""
+    weight = dict(rope.parameters).get("mscale_all_dim") or 0
+    if rope.rope_type == "default" or not weight or rope.factor <= 1:
+        return 1.0
+    return (0.1 * float(weight) * math.log(rope.factor) + 1.0) ** 2
 
 
 def _softcap(name: str, fields: Mapping[str, Any]) -> float | None:
@@ -621,17 +754,20 @@ def _experts(family: str, fields: Mapping[str, Any]) -> ExpertsConfig | None:
             fields["moe_intermediate_size"],
             is_normalised=fields["norm_topk_prob"],
         )
-    elif family == "glm4_moe":
+    elif "n_routed_experts" in fields:
+        is_v2 = family == "deepseek_v2"
+        has_groups = not is_v2 or fields["topk_method"] == "group_limited_greedy"
         found = ExpertsConfig(
-            tuple(i >= fields["first_k_dense_replace"] for i in layers),
+            tuple(i >= (fields["first_k_dense_replace"] or 0) for i in layers),
             fields["n_routed_experts"],
             fields["num_experts_per_tok"],
             fields["moe_intermediate_size"],
-            is_sigmoid=True,
-            is_normalised=fields["norm_topk_prob"],
+            is_sigmoid=not is_v2,
+            is_normalised=bool(fields["norm_topk_prob"]) and not is_v2,
             scale=fields["routed_scaling_factor"],
-            num_groups=fields["n_group"],
-            num_chosen_groups=fields["topk_group"],
+            num_groups=(has_groups and fields["n_group"]) or 1,
+            num_chosen_groups=(has_groups and fields["topk_group"]) or 1,
+            group_top=1 if is_v2 else 2,
             shared_size=fields["moe_intermediate_size"] * fields["n_shared_experts"],
         )
     else:
@@ -640,6 +776,12 @@ def _experts(family: str, fields: Mapping[str, Any]) -> ExpertsConfig | None:
         raise UnsupportedModel(
             f"{found.num_chosen} of {found.num_experts} experts in {found.num_groups} groups: "
             "the first must be 1 to the second, and that a multiple of the third"
+        )
+    group_size = found.num_experts // found.num_groups
+    if not found.num_chosen <= found.num_chosen_groups * group_size <= found.num_experts:
+        raise UnsupportedModel(
+            f"{found.num_chosen} experts of {found.num_chosen_groups} of {found.num_groups} groups "
+            f"of {group_size}: there must be so many"
         )
     return found
 

@@ -15,16 +15,18 @@ from baton.model.rope import Rotation
 from baton.model.shard import Alone, Ranks
 from baton_kernels.experts import GroupedLinear, combine, grouped_linear, route
 from baton_kernels.gated_activation import clamped_swiglu, geglu, swiglu
-from baton_kernels.kv_write import head_rows
-from baton_kernels.layer import Experts, Mlp, Norm
+from baton_kernels.kv_write import head_rows, kv_write
+from baton_kernels.layer import Attention, Experts, LatentAttention, Mlp, Norm
 from baton_kernels.linear import Linear
 from baton_kernels.paged_attention import (
+    NO_TERMS,
     AttentionPlan,
     AttentionSlice,
     ScoreTerms,
     paged_attention,
 )
 from baton_kernels.rms_norm import rms_norm
+from baton_kernels.rope import rope
 from baton_kernels.rope_kv_write import rope_kv_write
 
 PackedNorm = Norm[torch.Tensor]
@@ -102,6 +104,12 @@ class Decoder:
             if isinstance(layer.mlp, Experts)
         }
         """What runs the experts of a layer, by its index."""
+        self._heads = {
+            index: _Heads.of(layer.attention)
+            for index, layer in enumerate(parameters.layers)
+            if isinstance(layer.attention, LatentAttention)
+        }
+        """What runs the linear layers of each head of latent attention, by the layer's index."""
         scale = torch.tensor(config.traits.embedding_scale, dtype=self.dtype)
         # Rounded to the model's type, as it was in training.
         self._embedding_scale = scale.item()
@@ -163,22 +171,27 @@ class Decoder:
         layer_done: Callable[[int], None] | None,
         added: _Added = (),
     ) -> torch.Tensor:
-        """The results of this rank's heads [tokens, heads * head_dim], before the output layer."""
+        """The results of this rank's heads, side by side [tokens, heads * a result's width], before
+        the output layer."""
         attention, shape = layer.attention, layer.attention.shape
-        heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        normalised = _norm(layer.before_attention, hidden)
-        fused = _adapted(attention.qkv(normalised), normalised, _of(added, _qkv))
-        fused = fused.view(-1, heads + 2 * kv_heads, dim)
-        query, key, value = fused.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
-        query, key = _norm_heads(attention.q_norm, query), _norm_heads(attention.k_norm, key)
         cos, sin = batch.rotations[shape.rope]
-        query, key = rope_kv_write(query, key, value, cos, sin, pool, index, rows, scales)
+        x = _norm(layer.before_attention, hidden)
+        if isinstance(attention, Attention):
+            query, key, value = _fused_heads(attention, x, _of(added, _qkv))
+            query, key = rope_kv_write(query, key, value, cos, sin, pool, index, rows, scales)
+            terms = ScoreTerms(shape.softcap, attention.sinks)
+        else:
+            query, key = self._heads[index].query_and_row(attention, x, cos, sin)
+            kv_write(pool, index, rows, key, None, scales)
+            value, terms = key, NO_TERMS
         if layer_done is not None:
             self._ranks.meet()
             layer_done(index)
         plan = batch.plans[shape.window]
-        terms = ScoreTerms(shape.softcap, attention.sinks)
-        return paged_attention(query, key, value, pool, index, plan, scales, terms).flatten(1)
+        mixed = paged_attention(query, key, value, pool, index, plan, scales, terms)
+        if isinstance(attention, LatentAttention):
+            return self._heads[index].results(mixed)
+        return mixed.flatten(1)
 
     def _mlp(
         self, index: int, layer: PackedLayer, hidden: torch.Tensor, added: _Added = ()
@@ -241,6 +254,61 @@ class _Grouped:
         return cls(GroupedLinear(gate_ups), GroupedLinear([expert.down for expert in mlp.experts]))
 
 
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """The linear layers of each head of latent attention. A row's result depends on it alone, as
+    that of a mixture's experts does, which these are run as."""
+
+    keys: GroupedLinear
+    values: GroupedLinear
+
+    @classmethod
+    def of(cls, attention: LatentAttention[Linear, torch.Tensor]) -> _Heads:
+        return cls(GroupedLinear(attention.keys), GroupedLinear(attention.values))
+
+    def query_and_row(
+        self,
+        attention: LatentAttention[Linear, torch.Tensor],
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of x [tokens, hidden], as they meet in attention: [tokens, heads, row] and [tokens, 1,
+        row]."""
+        rank, rope_dim = self.keys.num_out, attention.rope_dim
+        down = attention.query_down
+        low = x if down is None else _norm(attention.query_norm, down(x))
+        heads = attention.query(low).view(len(x), attention.shape.num_heads, -1)
+        plain, turned = heads.split_with_sizes((self.keys.num_in, rope_dim), dim=2)
+        absorbed = self._grouped(plain, self.keys)
+        query = torch.cat((absorbed, rope(turned, cos, sin)), dim=2)
+        latent, shared = attention.latent(x)[:, None].split_with_sizes((rank, rope_dim), dim=2)
+        latent = _norm(attention.latent_norm, latent.contiguous())
+        return query, torch.cat((latent, rope(shared, cos, sin)), dim=2)
+
+    def results(self, mixed: torch.Tensor) -> torch.Tensor:
+        """Of sums over rows [tokens, heads, row]: [tokens, heads * value_dim]."""
+        return self._grouped(mixed[..., : self.values.num_in], self.values).flatten(1)
+
+    def _grouped(self, x: torch.Tensor, layers: GroupedLinear) -> torch.Tensor:
+        """x [tokens, heads, num_in], each head by its own layer -> [tokens, heads, num_out]."""
+        tokens, heads, num_in = x.shape
+        head = torch.arange(heads, dtype=torch.int32, device=x.device).repeat(tokens)
+        return grouped_linear(x.reshape(-1, num_in), head, layers, 1).view(tokens, heads, -1)
+
+
+def _fused_heads(
+    attention: Attention[Linear, torch.Tensor], x: torch.Tensor, own: _Own
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim], not yet
+    rotated."""
+    shape = attention.shape
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    fused = _adapted(attention.qkv(x), x, own).view(-1, heads + 2 * kv_heads, shape.head_dim)
+    query, key, value = fused.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
+    return _norm_heads(attention.q_norm, query), _norm_heads(attention.k_norm, key), value
+
+
 #: What is added to some rows of one product, where anything is.
 _Own = Sequence[tuple[LowRank, torch.Tensor]]
 
@@ -259,7 +327,7 @@ def _adapted(y: torch.Tensor, x: torch.Tensor, own: _Own) -> torch.Tensor:
 
 
 def _qkv(layer: AdapterLayer) -> LowRank | None:
-    return layer.attention.qkv
+    return layer.attention.qkv if isinstance(layer.attention, Attention) else None
 
 
 def _output(layer: AdapterLayer) -> LowRank | None:

@@ -8,12 +8,21 @@ it is in a checkpoint, and which of its outputs a rank holds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from baton.model.config import ExpertsConfig, ModelConfig
+from baton.model.config import ExpertsConfig, LatentConfig, ModelConfig
 from baton.model.shard import WHOLE, Shard
-from baton_kernels.layer import Attention, AttentionShape, Experts, Layer, Mlp, Norm, Routing
+from baton_kernels.layer import (
+    Attention,
+    AttentionShape,
+    Experts,
+    LatentAttention,
+    Layer,
+    Mlp,
+    Norm,
+    Routing,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +58,8 @@ class LinearSpec:
     """A linear layer: the outputs of those in the checkpoint, one below the other.
 
     is_router: it is whole on every rank, is never quantised, and computes in float32 if is_wide.
+    is_split: its tensor in the checkpoint has other layers', too; it is dequantised when read.
+    is_transposed: it computes x W, from num_out to num_in; both are those of the checkpoint's.
     """
 
     sources: tuple[Source, ...]
@@ -56,6 +67,13 @@ class LinearSpec:
     has_bias: bool = False
     is_router: bool = False
     is_wide: bool = False
+    is_split: bool = False
+    is_transposed: bool = False
+
+    @property
+    def is_quantizable(self) -> bool:
+        """Whether it may run quantised."""
+        return not (self.is_router or self.is_split)
 
     @property
     def num_out(self) -> int:
@@ -136,7 +154,11 @@ class _Composing:
         self._index = index
 
     def layer(self) -> LayerSpec:
-        config, experts = self._config, self._config.traits.experts
+        config, experts, latent = (
+            self._config,
+            self._config.traits.experts,
+            self._config.traits.latent,
+        )
         norms = [
             self._norm(part, config.hidden_size) if part else None
             for part in _NORMS[config.traits.norms]
@@ -145,7 +167,7 @@ class _Composing:
         has_experts = experts is not None and experts.layers[self._index]
         return Layer(
             before_attention,
-            self._attention(),
+            self._attention() if latent is None else self._latent_attention(latent),
             after_attention,
             before_mlp,
             self._experts(experts) if experts and has_experts else self._own_mlp(),
@@ -204,6 +226,53 @@ class _Composing:
             k_norm,
             LinearSpec(output, num_q, config.has_output_bias),
             sinks,
+        )
+
+    def _latent_attention(self, latent: LatentConfig) -> LatentAttention[LinearSpec, VectorSpec]:
+        """Each rank has its query heads, and all of the one row that they read."""
+        config, heads = self._config, self._shard.part(self._config.num_heads)
+        hidden, rank = config.hidden_size, latent.rank
+        plain, value = latent.plain_dim, latent.value_dim
+        shape = AttentionShape(
+            len(heads),
+            1,
+            config.head_dim,
+            config.attention_scale,
+            self._config.windows[self._index],
+        )
+
+        def whole(part: str, num: int, order: tuple[int, ...] = ()) -> LinearSpec:
+            source = Source(self._name(f"self_attn.{part}"), range(num), num, order)
+            return LinearSpec((source,), hidden, config.has_qkv_bias)
+
+        def of_head(head: int, first: int, num: int, *, is_transposed: bool) -> LinearSpec:
+            start = head * (plain + value) + first
+            rows = range(start, start + num)
+            total = config.num_heads * (plain + value)
+            source = Source(self._name("self_attn.kv_b_proj"), rows, total)
+            return LinearSpec((source,), rank, is_split=True, is_transposed=is_transposed)
+
+        query_rank, down, norm, name = latent.query_rank, None, None, "q_proj"
+        if query_rank is not None:
+            down, name = whole("q_a_proj", query_rank), "q_b_proj"
+            norm = self._norm("self_attn.q_a_layernorm", query_rank)
+        query = self._source(f"self_attn.{name}", config.num_heads * (plain + latent.rope_dim))
+        query = replace(query, order=_rope_order(latent, plain))
+        return LatentAttention(
+            shape,
+            latent.rope_dim,
+            down,
+            norm,
+            LinearSpec((query,), query_rank or hidden),
+            whole("kv_a_proj_with_mqa", config.head_dim, _rope_order(latent, rank)),
+            self._norm("self_attn.kv_a_layernorm", rank),
+            tuple(of_head(head, 0, plain, is_transposed=True) for head in heads),
+            tuple(of_head(head, plain, value, is_transposed=False) for head in heads),
+            LinearSpec(
+                (self._source("self_attn.o_proj", hidden),),
+                config.num_heads * value,
+                config.has_output_bias,
+            ),
         )
 
     def _own_mlp(self) -> Mlp[LinearSpec]:
@@ -266,6 +335,7 @@ class _Composing:
                 scale=experts.scale,
                 num_groups=experts.num_groups,
                 num_chosen_groups=experts.num_chosen_groups,
+                group_top=experts.group_top,
             ),
             LinearSpec(
                 (router,),
@@ -289,6 +359,15 @@ def _head_order(config: ModelConfig) -> tuple[int, ...]:
         return ()
     half, middle = rotated // 2, rotated + (dim - rotated) // 2
     return (*range(half), *range(rotated, middle), *range(half, rotated), *range(middle, dim))
+
+
+def _rope_order(latent: LatentConfig, first: int) -> tuple[int, ...]:
+    """Of `first` rows that are not rotated and those that are, where neighbours of the checkpoint's
+    are rotated together: kernels have these half of the rotated ones apart."""
+    if not latent.is_interleaved:
+        return ()
+    end = first + latent.rope_dim
+    return (*range(first), *range(first, end, 2), *range(first + 1, end, 2))
 
 
 def _fuse(name: str, sources: tuple[Source, ...]) -> tuple[Source, ...]:

@@ -82,11 +82,11 @@ def format_bytes(num_bytes: int) -> str:
     return f"{size:.4g} GiB"
 
 
-def num_linear_weights(config: ModelConfig, *, has_routers: bool = True) -> int:
-    """Weights of the decoder layers' linear layers. has_routers: with those that choose experts,
-    which are never quantised."""
+def num_linear_weights(config: ModelConfig, *, has_all: bool = True) -> int:
+    """Weights of the decoder layers' linear layers. has_all: with those that never run
+    quantised."""
     linears = (linear for layer in describe_layers(config) for linear in layer.linears)
-    return sum(x.num_in * x.num_out for x in linears if has_routers or not x.is_router)
+    return sum(x.num_in * x.num_out for x in linears if has_all or x.is_quantizable)
 
 
 def num_quantized_weights(config: ModelConfig) -> int:
@@ -95,7 +95,7 @@ def num_quantized_weights(config: ModelConfig) -> int:
         return 0
     has_head = config.quantization.output_layer is not None and not config.is_tied
     head = config.vocab_size * config.hidden_size if has_head else 0
-    return num_linear_weights(config, has_routers=False) + head
+    return num_linear_weights(config, has_all=False) + head
 
 
 def num_parameters(config: ModelConfig) -> int:

@@ -64,7 +64,10 @@ class _Packing:
         bias = None if linear.bias is None else linear.bias.to(device)
         kept = [quantized.pop(name) for name in names if name in quantized]
         if not kept:
-            return pack_linear(linear.weight.to(device), bias, self._allocate)
+            weight = linear.weight.to(device)
+            if linear.spec.is_transposed:
+                weight = weight.t().contiguous()
+            return pack_linear(weight, bias, self._allocate)
         if len(kept) < len(names):
             raise UnsupportedModel(f"of {list(names)} some are quantised and some are not")
         return _pack_quantized(stack(kept), bias, device, self._allocate)

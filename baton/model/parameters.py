@@ -75,7 +75,8 @@ class Parameters:
     are tied. has_stacked_experts: whether the checkpoint has them as baton.model.stacked_experts
     says.
 
-    layers: a list, because packing takes them out of it one by one.
+    layers: a list, because packing takes them out of it one by one. unused_layers: which the
+    checkpoint has besides, for other uses.
     """
 
     embeddings: torch.Tensor
@@ -84,9 +85,11 @@ class Parameters:
     lm_head: Linear
     is_tied: bool
     has_stacked_experts: bool = False
+    unused_layers: range = range(0)
 
     def targets(self) -> Iterator[tuple[str, Target]]:
-        """Each tensor that a checkpoint must have, and the memory that it is to fill."""
+        """Each tensor that a checkpoint must have, and the memory that it is to fill; some have
+        several."""
         yield "model.embed_tokens.weight", _whole(self.embeddings)
         yield _of_vector(self.norm.weight)
         if not self.is_tied:
@@ -141,7 +144,8 @@ def empty_parameters(
     norm = describe_norm(config).map(vector)
     experts = config.traits.experts
     is_stacked = experts is not None and experts.is_stacked
-    return Parameters(embeddings, layers, norm, lm_head, config.is_tied, is_stacked)
+    unused = range(config.num_layers, config.num_layers + config.traits.num_unused_layers)
+    return Parameters(embeddings, layers, norm, lm_head, config.is_tied, is_stacked, unused)
 
 
 def _whole(tensor: torch.Tensor) -> Target:

@@ -126,7 +126,8 @@ def quantize_checkpoint(
 def _group_size(config: ModelConfig, scheme: Scheme) -> int | None:
     if scheme != "int4":
         return None
-    widths = [linear.num_in for layer in describe_layers(config) for linear in layer.linears]
+    linears = [linear for layer in describe_layers(config) for linear in layer.linears]
+    widths = [linear.num_in for linear in linears if linear.is_quantizable]
     widths.append(describe_output(config).num_in)
     found = choose_group_size(widths)
     if found is None:
@@ -152,7 +153,7 @@ def _plan(
 ) -> dict[str, _Rounding | None]:
     """By the names of the tensors that become linear layers, or are left out."""
     linears = [linear for layer in describe_layers(config) for linear in layer.linears]
-    names = [name for linear in linears if not linear.is_router for name in linear.names]
+    names = [name for linear in linears if linear.is_quantizable for name in linear.names]
     plan: dict[str, _Rounding | None] = {
         f"{name}.weight": _Rounding(name, scheme) for name in names
     }

@@ -116,7 +116,7 @@ def _make(
         case _:
             inv_freq = _inverse(theta, exponent)
     # What is not rotated turns by 0: see baton.model.layers.
-    inv_freq = F.pad(inv_freq, (0, (config.head_dim - config.rotary_dim) // 2))
+    inv_freq = F.pad(inv_freq, (0, (config.rope_width - config.rotary_dim) // 2))
     return Rope(inv_freq[None].to(device), scaling, longest, beside)
 
 
@@ -133,7 +133,7 @@ def _inverse(theta: float | torch.Tensor, exponent: torch.Tensor) -> torch.Tenso
 def _dynamic_theta(config: ModelConfig, length: int | torch.Tensor) -> float | torch.Tensor:
     """Dynamic NTK scaling: the base grows with the context, so that the lowest frequency spans
     it."""
-    factor, dim = config.rope.factor, config.head_dim
+    factor, dim = config.rope.factor, config.rope_width
     stretch = factor * length / config.max_position_embeddings - (factor - 1)
     return config.rope.theta * stretch ** (dim / (dim - 2))
 
@@ -156,7 +156,7 @@ def _yarn(config: ModelConfig, parameters: dict[str, Any]) -> tuple[torch.Tensor
     """YaRN: dimensions that turn often keep their frequency, those that turn seldom are
     interpolated, with a linear ramp between. Returns the frequencies, and what cos and sin are
     multiplied by."""
-    dim, length = config.head_dim, parameters["original_max_position_embeddings"]
+    dim, length = config.rope_width, parameters["original_max_position_embeddings"]
     factor = parameters["factor"]
     if factor is None:
         factor = config.max_position_embeddings / length

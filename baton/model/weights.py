@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 #: Tensors that old checkpoints hold and nobody reads.
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|attn\.masked_bias$")
 
+_OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 #: Several, because a disk gives more to many that ask than to one.
 _NUM_READERS = 4
 #: What is read ahead of the tensor that is taken. Mapped files cost no memory of their own, but
@@ -201,8 +202,10 @@ class _Filling:
         quantization: QuantizationConfig | None,
         keeps: Callable[[StoredWeight], bool],
     ) -> None:
-        self._targets = dict(parameters.targets())
-        self._is_tied = parameters.is_tied
+        self._targets: dict[str, list[Target]] = {}
+        for name, target in parameters.targets():
+            self._targets.setdefault(name, []).append(target)
+        self._is_tied, self._unused_layers = parameters.is_tied, parameters.unused_layers
         self._keeps = keeps
         self._pending = None
         if quantization is not None:
@@ -222,7 +225,7 @@ class _Filling:
             return True
         if stacked is not None and stacked.takes(name):
             return True
-        return _target_of(name, self._targets, path, self._is_tied) is not None
+        return bool(self._targets_of(name, path))
 
     def take(self, name: str, tensor: torch.Tensor, path: Path) -> None:
         """A tensor that is wanted."""
@@ -245,25 +248,42 @@ class _Filling:
             self._fill(name, tensor, path)
 
     def _fill(self, name: str, tensor: torch.Tensor, path: Path) -> None:
-        target = _target_of(name, self._targets, path, self._is_tied)
-        if target is None:
-            return
-        _check(name, tensor, target, path)
-        target.fill(tensor)
-        self._filled.add(name)
+        for target in self._targets_of(name, path):
+            _check(name, tensor, target, path)
+            target.fill(tensor)
+            self._filled.add(name)
+
+    def _targets_of(self, name: str, path: Path) -> Sequence[Target]:
+        """None for a tensor that is rightly not read. Raises TensorMismatch of one that has no
+        place."""
+        targets = self._targets.get(name, ())
+        if not targets and not self._is_rightly_unread(name):
+            raise TensorMismatch(
+                f"{path.name}: tensor {name!r} has no place in the model that config.json "
+                "describes; the config and the weights must be of one model"
+            )
+        return targets
+
+    def _is_rightly_unread(self, name: str) -> bool:
+        layer = _OF_LAYER.match(name)
+        return bool(
+            _IGNORED.search(name)
+            or (self._is_tied and name == "lm_head.weight")
+            or (layer and int(layer[1]) in self._unused_layers)
+        )
 
     def _put(self, layer: str, weight: StoredWeight | torch.Tensor, path: Path) -> None:
         name = f"{layer}.weight"
-        target = self._targets[name]
-        if weight.shape != target.shape:
-            raise _wrong_shape(name, weight.shape, target, path)
-        if isinstance(weight, torch.Tensor):
-            target.fill(weight)
-        elif self._keeps(weight):
-            parts = [weight.part(source.take) for source in target.sources]
+        targets = self._targets[name]
+        if weight.shape != targets[0].shape:
+            raise _wrong_shape(name, weight.shape, targets[0], path)
+        if not isinstance(weight, torch.Tensor) and len(targets) == 1 and self._keeps(weight):
+            parts = [weight.part(source.take) for source in targets[0].sources]
             self._quantized[layer] = stack(parts)
         else:
-            target.fill(weight.dequantize())
+            whole = weight if isinstance(weight, torch.Tensor) else weight.dequantize()
+            for target in targets:
+                target.fill(whole)
         self._filled.add(name)
 
     def finish(self, folder: Path) -> dict[str, StoredWeight]:
@@ -283,19 +303,6 @@ class _Filling:
         return self._quantized
 
 
-def _target_of(
-    name: str, targets: Mapping[str, Target], path: Path, is_tied: bool
-) -> Target | None:
-    """Where a tensor goes; None for one that is rightly not read."""
-    target = targets.get(name)
-    if target is None and not (_IGNORED.search(name) or (is_tied and name == "lm_head.weight")):
-        raise TensorMismatch(
-            f"{path.name}: tensor {name!r} has no place in the model that config.json describes; "
-            "the config and the weights must be of one model"
-        )
-    return target
-
-
 def _check(name: str, tensor: torch.Tensor, target: Target, path: Path) -> None:
     if tensor.shape != target.shape:
         raise _wrong_shape(name, tensor.shape, target, path)
@@ -313,10 +320,12 @@ def _wrong_shape(name: str, found: torch.Size, target: Target, path: Path) -> Te
     )
 
 
-def _refuse_missing(folder: Path, targets: Mapping[str, Target], found: AbstractSet[str]) -> None:
+def _refuse_missing(
+    folder: Path, targets: Mapping[str, Sequence[Target]], found: AbstractSet[str]
+) -> None:
     missing = [name for name in targets if name not in found]
     if missing:
-        shape = list(targets[missing[0]].shape)
+        shape = list(targets[missing[0]][0].shape)
         raise MissingTensor(
             f"{folder}: {len(missing)} tensors are missing, the first {missing[0]!r} {shape}; "
             "the checkpoint is not whole, or not of the architecture in config.json"

@@ -29,14 +29,14 @@ def route(
 
     score = softmax(logits) or sigmoid(logits). The experts with the largest score + bias are
     chosen (DeepSeek-V3, arXiv 2412.19437, section 2.1.2), of equal ones the first; where they are
-    in groups, from those groups whose two largest add up to most. Weights are their scores, divided
-    by their sum if routing says so, times its scale.
+    in groups, from those groups whose two largest (or one) add up to most. Weights are their
+    scores, divided by their sum if routing says so, times its scale.
     """
     scores = logits.sigmoid() if routing.is_sigmoid else logits.softmax(-1)
     ranked = scores if bias is None else scores + bias
     if routing.num_groups > 1:
         groups = ranked.view(len(ranked), routing.num_groups, -1)
-        best = groups.topk(min(2, groups.shape[2]), -1).values.sum(-1)
+        best = groups.topk(min(routing.group_top, groups.shape[2]), -1).values.sum(-1)
         kept = _largest(best, routing.num_chosen_groups)
         is_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, kept, value=False)
         ranked = groups.masked_fill(is_out[..., None], float("-inf")).flatten(1)

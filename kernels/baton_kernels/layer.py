@@ -81,6 +81,48 @@ class Attention(Generic[LinearT, VectorT]):
 
 
 @dataclass(frozen=True, slots=True)
+class LatentAttention(Generic[LinearT, VectorT]):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), with the products
+    that would make keys and values of a latent taken by queries and results instead.
+
+        c | k = latent(x), q | r = query(query_norm(query_down(x)))    the latter of each head h
+        row   = latent_norm(c) | rope(k)                               all that is kept of a token
+        out   = values[h](sum_j softmax_j((keys[h](q) | rope(r)) . row_j * scale) c_j)
+
+    shape: of the attention over rows, so that head_dim is a row's; rope_dim: its last elements,
+    which are rotated. Without query_down x goes into query. keys and values have a linear layer for
+    each head.
+    """
+
+    shape: AttentionShape
+    rope_dim: int
+    query_down: LinearT | None
+    query_norm: Norm[VectorT] | None
+    query: LinearT
+    latent: LinearT
+    latent_norm: Norm[VectorT]
+    keys: tuple[LinearT, ...]
+    values: tuple[LinearT, ...]
+    output: LinearT
+
+    def map(
+        self, linear: Callable[[LinearT], _L], vector: Callable[[VectorT], _V]
+    ) -> LatentAttention[_L, _V]:
+        return LatentAttention(
+            self.shape,
+            self.rope_dim,
+            None if self.query_down is None else linear(self.query_down),
+            _map(self.query_norm, vector),
+            linear(self.query),
+            linear(self.latent),
+            self.latent_norm.map(vector),
+            tuple(map(linear, self.keys)),
+            tuple(map(linear, self.values)),
+            linear(self.output),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Mlp(Generic[LinearT]):
     """down(gated(gate_up(x))), gated by swiglu ("silu"), geglu ("gelu_tanh") or clamped_swiglu
     ("clamped_silu"); gate_up stacks gate and up."""
@@ -99,7 +141,7 @@ class Routing:
 
     is_sigmoid: scores are the logits' sigmoids, not their softmax; is_normalised: the weights add
     up to `scale`; num_groups, num_chosen_groups: experts are in groups of neighbours, and only
-    those of the best groups can be chosen.
+    those of the best groups can be chosen: those whose group_top (1 or 2) largest add up to most.
     """
 
     num_experts: int
@@ -109,6 +151,7 @@ class Routing:
     scale: float
     num_groups: int
     num_chosen_groups: int
+    group_top: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +183,7 @@ class Layer(Generic[LinearT, VectorT]):
     """Attention and an MLP, or a mixture of them, each between its norms."""
 
     before_attention: Norm[VectorT] | None
-    attention: Attention[LinearT, VectorT]
+    attention: Attention[LinearT, VectorT] | LatentAttention[LinearT, VectorT]
     after_attention: Norm[VectorT] | None
     before_mlp: Norm[VectorT] | None
     mlp: Mlp[LinearT] | Experts[LinearT, VectorT]

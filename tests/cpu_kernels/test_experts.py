@@ -19,6 +19,7 @@ ROUTINGS = {
     "softmax, as it is": Routing(NUM_EXPERTS, 2, False, False, 1.0, 1, 1),
     "sigmoid": Routing(NUM_EXPERTS, 4, True, True, 2.5, 1, 1),
     "groups": Routing(NUM_EXPERTS, 4, True, True, 1.0, 4, 2),
+    "groups by their largest": Routing(NUM_EXPERTS, 4, False, False, 1.0, 4, 2, 1),
     "groups of one": Routing(NUM_EXPERTS, 3, False, True, 1.0, 12, 5),
     "all": Routing(NUM_EXPERTS, NUM_EXPERTS, False, True, 1.0, 1, 1),
 }

@@ -33,6 +33,9 @@ CLASSES = {
     "gpt_oss": transformers.GptOssConfig,
     "phi3": transformers.Phi3Config,
     "olmo2": transformers.Olmo2Config,
+    "deepseek_v2": transformers.DeepseekV2Config,
+    "deepseek_v3": transformers.DeepseekV3Config,
+    "kimi_k2": transformers.DeepseekV3Config,
 }
 #: Those whose config.json is drawn at random; of the others the defaults are compared, and their
 #: tokens: see test_families.
@@ -47,6 +50,9 @@ OUTPUT_BIASED = (
     "gemma3_text",
     "gpt_oss",
     "olmo2",
+    "deepseek_v2",
+    "deepseek_v3",
+    "kimi_k2",
 )
 
 #: What transformers raises for a config.json that it does not take; it fails by the others, too.
@@ -162,9 +168,12 @@ def check_same(ours: ModelConfig, theirs: Any) -> None:
     assert ours.intermediate_size == theirs.intermediate_size
     assert ours.num_layers == theirs.num_hidden_layers
     assert ours.num_heads == theirs.num_attention_heads
-    assert ours.num_kv_heads == theirs.num_key_value_heads
-    head_dim = getattr(theirs, "head_dim", None)
-    assert ours.head_dim == (head_dim or theirs.hidden_size // theirs.num_attention_heads)
+    if ours.traits.latent is None:
+        assert ours.num_kv_heads == theirs.num_key_value_heads
+        head_dim = getattr(theirs, "head_dim", None)
+        assert ours.head_dim == (head_dim or theirs.hidden_size // theirs.num_attention_heads)
+    else:
+        check_latent(ours, theirs)
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.is_tied == theirs.tie_word_embeddings
@@ -177,7 +186,7 @@ def check_same(ours: ModelConfig, theirs: Any) -> None:
         rope = rope["full_attention"]
     assert ours.rope.theta == rope["rope_theta"]
     assert ours.rope.rope_type == rope["rope_type"]
-    assert ours.rotary_dim == int(ours.head_dim * rope.get("partial_rotary_factor", 1.0))
+    assert ours.rotary_dim == int(ours.rope_width * rope.get("partial_rotary_factor", 1.0))
     check_experts(ours, theirs)
     if ours.family in ("qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss"):
         kinds = ["full_attention" if w is None else "sliding_attention" for w in ours.windows]
@@ -189,12 +198,24 @@ def check_same(ours: ModelConfig, theirs: Any) -> None:
         assert ours.windows == (window,) * ours.num_layers
 
 
+def check_latent(ours: ModelConfig, theirs: Any) -> None:
+    latent = ours.traits.latent
+    assert latent is not None
+    assert (latent.rank, latent.query_rank) == (theirs.kv_lora_rank, theirs.q_lora_rank)
+    assert (latent.plain_dim, latent.rope_dim) == (theirs.qk_nope_head_dim, theirs.qk_rope_head_dim)
+    assert latent.value_dim == theirs.v_head_dim
+    assert latent.is_interleaved == getattr(theirs, "rope_interleave", True)
+    assert (ours.num_kv_heads, ours.head_dim) == (1, theirs.kv_lora_rank + theirs.qk_rope_head_dim)
+    assert ours.attention_scale == theirs.qk_head_dim**-0.5
+
+
 def check_experts(ours: ModelConfig, theirs: Any) -> None:
     experts = ours.traits.experts
     assert (experts is None) == (not hasattr(theirs, "num_experts_per_tok"))
     if experts is None:
         return
-    assert experts.num_experts == theirs.num_local_experts
+    name = "n_routed_experts" if ours.traits.latent else "num_local_experts"
+    assert experts.num_experts == getattr(theirs, name)
     assert experts.num_chosen == theirs.num_experts_per_tok
     width = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
     assert experts.intermediate_size == width
@@ -217,6 +238,8 @@ def test_defaults_are_the_familys_own(family: str) -> None:
     raw: dict[str, Any] = {"model_type": family}
     if family == "glm4_moe":
         raw["head_dim"] = 128  # its own is odd
+    if family == "deepseek_v2":
+        raw["num_experts_per_tok"] = 6  # its own is null
     check_same(parse_config(raw), theirs_of(raw))
 
 

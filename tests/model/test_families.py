@@ -4,6 +4,7 @@ the same to the bit in any batch. `python -m bench.models` makes a table of what
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -22,11 +23,12 @@ from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.load_engine import load_engine
 from baton.engine.tensor_parallel.team import RankTeam
 from baton.engine.torch_engine import TorchEngine
-from baton.errors import UnsupportedModel
+from baton.errors import TensorMismatch, UnsupportedModel
 from baton.model.config import FAMILIES, parse_config
 from baton.model.decoder import Decoder
 from baton.model.native_decoder import NativeDecoder, make_decoder
 from baton.model.quantize import quantize_checkpoint
+from baton.quantization.encode import encode
 from baton.quantization.scheme import Scheme
 from baton.types import KvRange, Sampling
 from baton_kernels.cpu.library import library
@@ -38,6 +40,18 @@ MakeModel = Callable[..., Path]
 NUM_TOKENS = 10
 PROMPT_LENGTHS = (1, 7, 45, 16, 70)
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1000.0}
+
+#: As DeepSeek stretches it.
+LONG_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -92,14 +106,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {"sliding_window": 20}),
     "phi3-partial": ("phi3", {"rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 0.75}}),
     "olmo2": ("olmo2", {}),
+    "deepseek-v2": ("deepseek_v2", {"num_hidden_layers": 3, "routed_scaling_factor": 1.5}),
+    "deepseek-v2-lite": (
+        "deepseek_v2",
+        {"q_lora_rank": None, "topk_method": "greedy", "rope_parameters": LONG_ROPE},
+    ),
+    "deepseek-v3": (
+        "deepseek_v3",
+        {"num_hidden_layers": 3, "attention_bias": True, "rope_parameters": LONG_ROPE},
+    ),
+    "deepseek-v3-halves": ("deepseek_v3", {"rope_interleave": False, "norm_topk_prob": False}),
 }
 #: Ranks cannot share a norm of all heads.
 SHARED = sorted(set(CASES) - {"olmo2"})
 
 
-#: Of mixtures, of norms and windows, and of packed weights one each; the others take their turn
-#: with the slow ones.
-FEW = ("glm4-moe", "gemma3", "phi3-partial")
+#: Of mixtures, of norms and windows, of packed weights and of latents one each; the others take
+#: their turn with the slow ones.
+FEW = ("glm4-moe", "gemma3", "phi3-partial", "deepseek-v3")
 
 
 def params_of(names: Iterable[str]) -> list[Any]:
@@ -284,6 +308,53 @@ def test_ranks_give_the_same_bits(
     assert not losses
 
 
+@pytest.fixture
+def latent_model(tiny_model: MakeModel, tmp_path: Path) -> Path:
+    """A copy, to be changed."""
+    family, overrides = CASES["deepseek-v3"]
+    return shutil.copytree(tiny_model(family, **overrides), tmp_path / "changed")
+
+
+def test_a_kimi_is_a_deepseek_by_another_name(latent_model: Path) -> None:
+    wanted = expected(latent_model)
+    path = latent_model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "kimi_k2"}))
+    assert greedy(engine_of(latent_model)) == wanted
+
+
+def test_layers_for_other_uses_are_not_read(latent_model: Path) -> None:
+    """DeepSeek's checkpoints have one that predicts a further token, behind the last."""
+    wanted, path = expected(latent_model), latent_model / "model.safetensors"
+    save_file({**load_file(path), "model.layers.3.eh_proj.weight": torch.ones(2)}, path)
+    text = (latent_model / "config.json").read_text()
+    raw = {**json.loads(text), "num_nextn_predict_layers": 0}
+    (latent_model / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(TensorMismatch, match=r"model\.layers\.3\.eh_proj"):
+        engine_of(latent_model)
+    raw["num_nextn_predict_layers"] = 1
+    (latent_model / "config.json").write_text(json.dumps(raw))
+    assert greedy(engine_of(latent_model)) == wanted
+
+
+def test_what_makes_keys_and_values_of_a_latent_may_be_quantised(
+    latent_model: Path, tmp_path: Path
+) -> None:
+    """By others: `baton quantize` leaves it. Its heads run apart, and dequantised."""
+    quantize_checkpoint(latent_model, tmp_path / "rounded", "int8")
+    path = tmp_path / "rounded" / "model.safetensors"
+    rounded, dense = load_file(path), load_file(latent_model / "model.safetensors")
+    names = [name for name in dense if "kv_b_proj" in name]
+    assert names
+    for name in names:
+        assert torch.equal(rounded[name], dense[name])
+        pieces = encode(rounded.pop(name), "int8", None)
+        rounded |= {f"{name.removesuffix('.weight')}.{piece}": x for piece, x in pieces.items()}
+    save_file(rounded, path, metadata={"format": "pt"})
+    meant = {name: meaning(rounded, name.removesuffix(".weight")) for name in dense}
+    save_file(meant, latent_model / "model.safetensors", metadata={"format": "pt"})
+    assert greedy(engine_of(tmp_path / "rounded")) == expected(latent_model)
+
+
 def test_the_document_lists_the_families() -> None:
     text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) - {"model_type"} == set(FAMILIES)
@@ -298,6 +369,15 @@ def test_the_document_lists_the_families() -> None:
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "only a causal model"),
         ({"model_type": "gemma", "hidden_act": "relu"}, "hidden_act='relu'"),
         ({"model_type": "glm4_moe", "partial_rotary_factor": 0.01}, "partial_rotary_factor=0.01"),
+        ({"model_type": "deepseek_v3", "scoring_func": "softmax"}, 'scoring_func="softmax"'),
+        ({"model_type": "deepseek_v3", "topk_method": "greedy"}, 'topk_method="greedy"'),
+        ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob=true"),
+        ({"model_type": "deepseek_v3", "topk_group": 0.5}, "topk_group=0.5"),
+        ({"model_type": "kimi_k2", "qk_rope_head_dim": 7}, "qk_rope_head_dim=7"),
+        (
+            {"model_type": "deepseek_v3", "n_routed_experts": 8, "topk_group": 2},
+            "8 experts of 2 of 8 groups of 1",
+        ),
         (
             {"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
             "rope_type='longrope'",

@@ -25,6 +25,8 @@ Family = Literal[
     "gpt_oss",
     "phi3",
     "olmo2",
+    "deepseek_v2",
+    "deepseek_v3",
 ]
 
 _CLASSES: dict[Family, tuple[str, str]] = {
@@ -41,8 +43,25 @@ _CLASSES: dict[Family, tuple[str, str]] = {
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
+    "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
 }
 
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
 #: What the default of a family would make too large, or unlike what tests need.
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 6},
@@ -73,6 +92,8 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     },
     "phi3": {"pad_token_id": 0},
     "olmo2": {"pad_token_id": 0},
+    "deepseek_v2": {**_LATENT, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": _LATENT,
 }
 
 #: The tokenizer's ids: 256 bytes, then these.
@@ -123,10 +144,10 @@ def make_tiny_model(
     """
     config_class, model_class = (getattr(transformers, name) for name in _CLASSES[family])
     settings = {**_DEFAULTS, **_OF_FAMILY.get(family, {}), **overrides}
-    if family in ("llama", "qwen2", "glm4_moe", "gemma", "olmo2"):
-        # These two derive or ignore the field in question; an explicit null would not be theirs.
+    if family in ("llama", "qwen2", "glm4_moe", "gemma", "olmo2", "deepseek_v2", "deepseek_v3"):
+        # These derive or ignore the field in question; an explicit null would not be theirs.
         settings = {k: v for k, v in settings.items() if not (k == "sliding_window" and v is None)}
-    if family == "qwen2" and "head_dim" not in overrides:
+    if family in ("qwen2", "deepseek_v2", "deepseek_v3") and "head_dim" not in overrides:
         del settings["head_dim"]
     model = model_class(config_class(**settings)).to(dtype)
     _randomize(model, seed)

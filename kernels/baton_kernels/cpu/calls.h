@@ -70,7 +70,7 @@ struct Route {
     const float* bias;     // [experts] or null
     int32_t* chosen;       // [tokens][num_chosen], ascending
     float* weights;        // like chosen
-    long tokens, experts, num_chosen, groups, chosen_groups;
+    long tokens, experts, num_chosen, groups, chosen_groups, group_top;
     int is_sigmoid, is_normalised;
     float scale;
 };

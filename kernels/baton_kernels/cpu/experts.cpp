@@ -51,7 +51,7 @@ void keep_groups(const Route& c, const float* ranked, bool* taken) {
                 second = x;
             }
         }
-        best[g] = size > 1 ? first + second : first;
+        best[g] = c.group_top > 1 && size > 1 ? first + second : first;
     }
     for (long g = 0; g < c.chosen_groups; g++) take_largest(best, c.groups, is_kept);
     for (long i = 0; i < c.experts; i++) taken[i] = !is_kept[i / size];

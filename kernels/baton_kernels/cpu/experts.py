@@ -27,7 +27,7 @@ class _Route(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("logits", "bias", "chosen", "weights")),
         *((name, _LONG) for name in ("tokens", "experts", "num_chosen")),
-        *((name, _LONG) for name in ("groups", "chosen_groups")),
+        *((name, _LONG) for name in ("groups", "chosen_groups", "group_top")),
         *((name, _INT) for name in ("is_sigmoid", "is_normalised")),
         ("scale", ctypes.c_float),
     )
@@ -64,6 +64,7 @@ def route(
         num_chosen=routing.num_chosen,
         groups=routing.num_groups,
         chosen_groups=routing.num_chosen_groups,
+        group_top=routing.group_top,
         is_sigmoid=routing.is_sigmoid,
         is_normalised=routing.is_normalised,
         scale=routing.scale,

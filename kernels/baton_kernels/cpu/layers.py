@@ -20,7 +20,7 @@ from baton_kernels.cpu.library import library, loaded
 from baton_kernels.cpu.linear import NativeLinear
 from baton_kernels.cpu.paged_attention import MAX_HEAD_DIM, AttentionPlan
 from baton_kernels.cpu.rope_kv_write import RopeKvWriteCall, call_over
-from baton_kernels.layer import Layer, Mlp, Norm
+from baton_kernels.layer import Attention, Layer, Mlp, Norm
 
 if TYPE_CHECKING:
     from baton_kernels.linear import Linear
@@ -80,7 +80,7 @@ class _Stages(ctypes.Structure):
 
 def row_bytes(layer: NativeLayer, itemsize: int) -> dict[str, int]:
     """By what the stages of a layer need within, bytes for each token of a step."""
-    attention, mlp, shape = layer.attention, _mlp(layer), layer.attention.shape
+    attention, mlp, shape = _attention(layer), _mlp(layer), layer.attention.shape
     widths = {
         "normalised": attention.qkv.num_in,
         "qkv": attention.qkv.num_out,
@@ -96,19 +96,22 @@ def row_bytes(layer: NativeLayer, itemsize: int) -> dict[str, int]:
 def native_layer(layer: Layer[Linear, torch.Tensor]) -> NativeLayer | None:
     """The layer as NativeLayers takes it; None if it has a part that they do not know, or a linear
     layer of another form."""
+    attention = layer.attention
+    if not isinstance(attention, Attention):
+        return None
     linears = [linear for linear in layer.linears if isinstance(linear, NativeForm)]
     is_plain = (
         layer.before_attention is not None
         and layer.before_mlp is not None
         and layer.after_attention is None
         and layer.after_mlp is None
-        and layer.attention.shape.rope == 0
-        and layer.attention.shape.softcap is None
-        and layer.attention.sinks is None
+        and attention.shape.rope == 0
+        and attention.shape.softcap is None
+        and attention.sinks is None
         and isinstance(layer.mlp, Mlp)
         and layer.mlp.activation == "silu"
         and all(vector.dtype == layer.before_mlp.weight.dtype for vector in layer.vectors)
-        and _has_head_norms(layer.attention.q_norm, layer.attention.shape.head_dim)
+        and _has_head_norms(attention.q_norm, attention.shape.head_dim)
     )
     return layer.with_linears(linears) if is_plain and len(linears) == len(layer.linears) else None
 
@@ -139,7 +142,7 @@ class NativeLayers:
             layers=ctypes.addressof(self._table),
             num_layers=len(layers),
             norm=norm.weight.data_ptr(),
-            hidden_size=first.attention.qkv.num_in,
+            hidden_size=_attention(first).qkv.num_in,
             intermediate_size=_mlp(first).down.num_in,
             heads=shape.num_heads,
             kv_heads=shape.num_kv_heads,
@@ -172,7 +175,7 @@ class NativeLayers:
         return running
 
     def _entry(self, layer: NativeLayer) -> _Layer:
-        attention, mlp = layer.attention, _mlp(layer)
+        attention, mlp = _attention(layer), _mlp(layer)
         return _Layer(
             _address(layer.before_attention),
             attention.qkv.address,
@@ -224,6 +227,11 @@ class RunningLayers:
 
 def _has_head_norms(norm: Norm[torch.Tensor] | None, head_dim: int) -> bool:
     return norm is None or len(norm.weight) == head_dim
+
+
+def _attention(layer: NativeLayer) -> Attention[NativeForm, torch.Tensor]:
+    """Which native_layer saw to."""
+    return cast("Attention[NativeForm, torch.Tensor]", layer.attention)
 
 
 def _mlp(layer: NativeLayer) -> Mlp[NativeForm]:
