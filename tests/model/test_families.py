@@ -23,7 +23,7 @@ from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.load_engine import load_engine
 from baton.engine.tensor_parallel.team import RankTeam
 from baton.engine.torch_engine import TorchEngine
-from baton.errors import TensorMismatch, UnsupportedModel
+from baton.errors import ConfigError, TensorMismatch, UnsupportedModel
 from baton.model.config import FAMILIES, parse_config
 from baton.model.decoder import Decoder
 from baton.model.native_decoder import NativeDecoder, make_decoder
@@ -320,6 +320,13 @@ def test_a_kimi_is_a_deepseek_by_another_name(latent_model: Path) -> None:
     path = latent_model / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "kimi_k2"}))
     assert greedy(engine_of(latent_model)) == wanted
+
+
+def test_latent_attention_has_no_kernel_for_a_gpu(latent_model: Path) -> None:
+    source = model_source.model_source(latent_model, "auto")
+    source.check_ranks(1, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="latent attention of a deepseek_v3 model"):
+        source.check_ranks(1, torch.device("cuda"))
 
 
 def test_layers_for_other_uses_are_not_read(latent_model: Path) -> None:
