@@ -414,7 +414,7 @@ struct Attending {
         }
         const Attention call = {
             query->data(), out.data(), pool.memory.data(), pool.scales(), pool.stored, pool.row_bytes,
-            pool.head_bytes, kLayer, pool.layers, heads, pool.kv_heads, pool.block_size, pool.dim, 0.3f, window,
+            pool.head_bytes, kLayer, pool.layers, 2, heads, pool.kv_heads, pool.block_size, pool.dim, 0.3f, window,
             (long)num.size(), first_row.data(), num.data(), start.data(), all_tables.data(), table_at.data(),
             task_at.data()};
         baton_attention(&call, type, threads);
