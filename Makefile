@@ -21,7 +21,7 @@ help:
 	@echo "make test               run the tests, and name the slowest (ARGS= adds pytest's options)"
 	@echo "make test-fast          run those of them that are not slow, with few examples of each property"
 	@echo "make check              lint, formatting, types, import directions, protos"
-	@echo "make protos             generate baton/v1 from protos/"
+	@echo "make protos             generate baton/v1 and gateway/openengine/v1 from protos/"
 	@echo "make docs               generate docs/cli.md and docs/protocol.md, wrap prose"
 	@echo "make bench              measure for twenty minutes, rewrite docs/performance.md (ARGS=, TRACE=FILE)"
 	@echo "make bench-peers        build llama.cpp and the models that make bench compares"

@@ -111,7 +111,7 @@ def _option(help: str, limits: Limits | None = None, **known: Any) -> Any:
 
 
 #: Choices of one request, and beams of one search.
-MAX_CHOICES, MAX_BEAM_WIDTH = 128, 64
+MAX_CHOICES, MAX_BEAM_WIDTH, MAX_LOGPROBS = 128, 64, 20
 #: Entries of logit_bias.
 MAX_BIASES = 1024
 LENGTH_PENALTY = Range(-10, 10)
@@ -232,7 +232,7 @@ class SamplingParams:
     )
     logprobs: int | None = _option(
         "Alternatives whose log probabilities are reported per position.",
-        Range(0, 20),
+        Range(0, MAX_LOGPROBS),
         unset="none are reported",
         with_beams=False,
     )
@@ -250,7 +250,7 @@ class SamplingParams:
     )
     prompt_logprobs: int | None = _option(
         "Alternatives whose log probabilities are reported per position of the prompt.",
-        Range(0, 20),
+        Range(0, MAX_LOGPROBS),
         unset="none are reported",
         with_beams=False,
     )

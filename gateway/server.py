@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -50,6 +50,9 @@ from gateway.routing.workers import Membership, Roster, keep_connected
 from gateway.service import InferenceService
 from gateway.serving import ServiceOptions, Serving
 from gateway.telemetry.recorder import GatewayRecorder
+
+if TYPE_CHECKING:
+    from gateway.openengine.service import OpenEngineService
 
 _log = logging.getLogger(__name__)
 
@@ -163,7 +166,7 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
         )
         server = await start_server(
             f"{options.host}:{options.port}",
-            _register(InferenceService(models)),
+            _register(InferenceService(models), _openengine(options, models)),
             is_serving=False,
             reuse_port=options.reuse_port,
             credentials=_credentials(options),
@@ -219,7 +222,7 @@ def _described_defaults(parts: Sequence[_Model]) -> str:
 def _telemetry_settings(options: GatewayOptions) -> TelemetrySettings:
     return TelemetrySettings(
         service="gateway",
-        instance=f"gateway-{socket.gethostname()}-{os.getpid()}",
+        instance=_instance(),
         version=__version__,
         model=options.model_name,
         metrics_host=options.host,
@@ -267,12 +270,27 @@ def _credentials(options: GatewayOptions) -> grpc.ServerCredentials | None:
     return server_credentials(options.tls, requires_client_cert=options.requires_client_cert)
 
 
-def _register(service: InferenceService) -> Register:
+def _register(service: InferenceService, openengine: OpenEngineService | None) -> Register:
     def register(server: grpc.aio.Server) -> Sequence[str]:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
-        return (SERVICE_NAME,)
+        if openengine is None:
+            return (SERVICE_NAME,)
+        return (SERVICE_NAME, *openengine.add_to(server))
 
     return register
+
+
+def _openengine(options: GatewayOptions, models: Models) -> OpenEngineService | None:
+    if not options.enable_openengine:
+        return None
+    # Imported where it is wanted: most gateways never need its messages.
+    from gateway.openengine.service import OpenEngineService
+
+    return OpenEngineService(models, _instance())
+
+
+def _instance() -> str:
+    return f"gateway-{socket.gethostname()}-{os.getpid()}"
 
 
 def _is_serving(fleets: Sequence[Fleet]) -> bool:

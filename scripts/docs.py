@@ -288,7 +288,7 @@ def read_protos() -> list[FileDescriptorProto]:
                 f"--proto_path={PROTOS}",
                 "--include_source_info",
                 f"--descriptor_set_out={out}",
-                *map(str, sorted(PROTOS.rglob("*.proto"))),
+                *map(str, sorted((PROTOS / "baton").rglob("*.proto"))),
             ]
         )
         if status:

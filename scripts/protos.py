@@ -1,5 +1,5 @@
-"""Generate baton/v1 from protos/baton/v1, or with --check say whether the committed stubs are
-current."""
+"""Generate baton/v1 and gateway/openengine/v1 from protos/, or with --check say whether the
+committed stubs are current."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ import sys
 import tempfile
 from pathlib import Path
 
+import grpc_tools
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = ROOT / "protos"
-STUBS = Path("baton") / "v1"
+#: Where stubs go, by the folder of protos that they are of.
+STUBS = {
+    Path("baton/v1"): Path("baton/v1"),
+    Path("openengine/v1"): Path("gateway/openengine/v1"),
+}
 PATTERN = "*_pb2*.py*"
 
 
@@ -23,38 +28,43 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, compare only")
     is_check = parser.parse_args().check
+    wrong: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        if not generate(Path(folder)):
-            return 1
-        fresh, committed = Path(folder) / STUBS, ROOT / STUBS
-        if is_check:
-            return report(differences(fresh, committed))
-        for old in committed.glob(PATTERN):
-            old.unlink()
-        shutil.copytree(fresh, committed, dirs_exist_ok=True)
-    return 0
+        for protos, stubs in STUBS.items():
+            if not generate(PROTOS / protos, stubs, Path(folder)):
+                return 1
+            fresh, committed = Path(folder) / stubs, ROOT / stubs
+            if is_check:
+                wrong += [f"{stubs}/{name}" for name in differences(fresh, committed)]
+                continue
+            for old in committed.glob(PATTERN):
+                old.unlink()
+            shutil.copytree(fresh, committed, dirs_exist_ok=True)
+    return report(wrong)
 
 
-def generate(out: Path) -> bool:
-    """Write the stubs of all our protos under `out`; false if protoc refuses one."""
+def generate(protos: Path, stubs: Path, out: Path) -> bool:
+    """Write the stubs of a folder of protos to `stubs` under `out`; false if protoc refuses one."""
     # The plugins are installed next to this interpreter, which need not be on PATH.
     plugins = Path(sys.executable).parent
-    protos = sorted(PROTOS.rglob("*.proto"))
-    with_services = [path for path in protos if "\nservice " in path.read_text()]
+    files = sorted(protos.glob("*.proto"))
+    with_services = [path for path in files if "\nservice " in path.read_text()]
     messages = ("--python_out={out}", "--mypy_out=readable_stubs:{out}")
     services = ("--grpc_python_out={out}", "--mypy_grpc_out={out}")
     return not any(
         protoc.main(
             [
                 "protoc",
-                f"--proto_path={PROTOS}",
+                # What a file is called says where its stubs go, and what they import.
+                f"--proto_path={stubs}={protos}",
+                f"--proto_path={Path(grpc_tools.__file__).parent / '_proto'}",
                 f"--plugin=protoc-gen-mypy={plugins / 'protoc-gen-mypy'}",
                 f"--plugin=protoc-gen-mypy_grpc={plugins / 'protoc-gen-mypy_grpc'}",
                 *(output.format(out=out) for output in outputs),
-                *map(str, files),
+                *(f"{stubs}/{path.name}" for path in some),
             ]
         )
-        for outputs, files in ((messages, protos), (services, with_services))
+        for outputs, some in ((messages, files), (services, with_services))
     )
 
 
@@ -68,7 +78,7 @@ def differences(fresh: Path, committed: Path) -> list[str]:
 def report(names: list[str]) -> int:
     """Say which stubs are not current."""
     if names:
-        sys.stderr.write(f"baton/v1 is not current; run `make protos`: {', '.join(names)}\n")
+        sys.stderr.write(f"stubs are not current; run `make protos`: {', '.join(names)}\n")
     return 1 if names else 0
 
 

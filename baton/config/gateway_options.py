@@ -77,6 +77,9 @@ class FrontDoorOptions(ServiceOptions):
     served_model_aliases: Names = ()
     """Further names that requests may call the model by, or ALIAS=NAME for one of --more-models;
     repeat the option or separate with commas."""
+    enable_openengine: bool = False
+    """Serve OpenEngine's protocol (openengine.v1), too, on --port: what routers such as Dynamo's
+    use engines by."""
     allowed_origins: Names = ()
     """Origins, such as https://example.org, whose web pages may call the HTTP API from a browser;
     * for all."""

@@ -34,7 +34,7 @@ def sources(*folders: str) -> Iterator[Path]:
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = path.relative_to(ROOT).parts
-            if "v1" not in parts[:2] and not any(
+            if "v1" not in parts[:3] and not any(
                 part == "build" or part.startswith(".venv") for part in parts
             ):
                 yield path
