@@ -25,181 +25,46 @@ import json
 import multiprocessing
 import random
 import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from baton.check.fault_load import (
+    FaultResult,
+    Load,
+    StreamRecord,
+    leaked_blocks,
+    load_through_faults,
+    results_by_fault,
+)
+from baton.check.process_faults import Fault
 from baton.client import AsyncClient
 from baton.config import ServeOptions
-from baton.errors import BatonError
-from bench.chaos_faults import FAULTS, Fault, Scene
+from bench.chaos_faults import FAULTS, LinkedScene
 from bench.fault_proxy import ProxiedCluster
 from bench.machine import describe_commit, describe_machine, describe_versions
-from bench.stream_history import StreamHistory, StreamRequest, draw_request
+from bench.oracle_requests import OracleRequest, draw_request
 
 STEP_MS = 16.0
 CHUNK_TOKENS = 128
 NUM_TOKENS = 160
 MAX_PROMPT_TOKENS = 400
-QUIET_S = 10.0
-
-#: Within which the gateway notices a connection that has ended.
-NOTICED_S = 0.5
-
-#: Of the clients, those that give up at some token, and those that once read nothing for a while.
-CANCEL_SHARE, PAUSE_SHARE, PAUSE_S = 0.06, 0.06, 1.0
 
 #: Longest time to compute a prompt and all its output anew, alone, in seconds.
 REPREFILL_S = (MAX_PROMPT_TOKENS + NUM_TOKENS) / CHUNK_TOKENS * STEP_MS / 1e3
 
 
-@dataclass(slots=True)
-class StreamRecord:
-    """What became of one stream. fault: what was going on while it ran, if anything."""
-
-    history: StreamHistory
-    fault: str
-    num_resumes: int = 0
-    longest_gap_s: float = 0.0
-    error: str = ""
-    wrong: str = ""
-    has_paused: bool = False
-    is_whole: bool = False
-
-
-class Load:
-    """Streams without end, until stopped."""
-
-    def __init__(self, client: AsyncClient, rng: random.Random, concurrency: int) -> None:
-        self._client = client
-        self._rng = rng
-        self._is_over = False
-        self._fault = ""
-        self._live: list[StreamRecord] = []
-        self._ended = asyncio.Condition()
-        self.records: list[StreamRecord] = []
-        self._tasks = [asyncio.create_task(self._run()) for _ in range(concurrency)]
-
-    @property
-    def num_faulted(self) -> int:
-        return sum(bool(record.fault) for record in self.records)
-
-    def begin_fault(self, fault: str) -> None:
-        """Whatever runs now, or begins before the end of the fault, lives through it."""
-        self._fault = fault
-        for record in self._live:
-            record.fault = fault
-
-    async def end_fault(self) -> None:
-        """Returns when all that lived through it have ended."""
-        self._fault = ""
-        async with self._ended:
-            await self._ended.wait_for(lambda: not any(record.fault for record in self._live))
-
-    async def stop(self) -> None:
-        self._is_over = True
-        await asyncio.gather(*self._tasks)
-
-    async def _run(self) -> None:
-        while not self._is_over:
-            request = draw_request(self._rng, MAX_PROMPT_TOKENS, NUM_TOKENS)
-            record = StreamRecord(StreamHistory(request), self._fault)
-            self.records.append(record)
-            self._live.append(record)
-            retry_after_s = 0.0
-            try:
-                await self._stream(record, request)
-            except BatonError as error:
-                record.error = error.reason
-                retry_after_s = min(error.retry_after_s or 0.2, 1.0)
-            async with self._ended:
-                self._live.remove(record)
-                self._ended.notify_all()
-            await asyncio.sleep(retry_after_s)
-
-    async def _stream(self, record: StreamRecord, request: StreamRequest) -> None:
-        mood, at_token = self._rng.random(), self._rng.randrange(NUM_TOKENS)
-        last_s: dict[int, float] = {}
-        async with self._client.stream(request.prompt, request.params) as stream:
-            async for chunk in stream:
-                record.history.take(chunk)
-                now_s = time.monotonic()
-                gap_s = now_s - last_s.get(chunk.choice, now_s)
-                record.longest_gap_s = max(record.longest_gap_s, gap_s)
-                last_s[chunk.choice] = now_s
-                if chunk.timing:
-                    record.num_resumes = chunk.timing.num_resumes
-                if chunk.token_index < at_token:
-                    continue
-                if mood < CANCEL_SHARE:
-                    return
-                if mood < CANCEL_SHARE + PAUSE_SHARE and not record.has_paused:
-                    record.has_paused = True
-                    await asyncio.sleep(PAUSE_S)
-        record.is_whole = True
-
-
-@dataclass(frozen=True, slots=True)
-class FaultResult:
-    """Streams that lived through one kind of fault."""
-
-    fault: str
-    num_faults: int
-    num_streams: int
-    num_resumed: int
-    num_errors: int
-    num_wrong: int
-    gap_p50_s: float
-    gap_p99_s: float
-    longest_s: float
-    errors: tuple[str, ...] = field(default=())
-
-
-def result_of(fault: str, num_faults: int, records: Sequence[StreamRecord]) -> FaultResult:
-    gaps = sorted(r.longest_gap_s for r in records if r.num_resumes and not r.has_paused)
-    return FaultResult(
-        fault,
-        num_faults,
-        len(records),
-        sum(bool(r.num_resumes) for r in records),
-        sum(bool(r.error) for r in records),
-        sum(bool(r.wrong) for r in records),
-        gaps[len(gaps) // 2] if gaps else 0.0,
-        gaps[min(len(gaps) - 1, int(len(gaps) * 0.99))] if gaps else 0.0,
-        max((r.longest_gap_s for r in records if not r.has_paused), default=0.0),
-        tuple(sorted({r.error for r in records if r.error})),
-    )
-
-
-async def until_healed(cluster: ProxiedCluster, client: AsyncClient) -> None:
-    """All workers are ready again, and clients can see it, once the gateway has had time to notice
-    that they were not."""
-    await asyncio.sleep(NOTICED_S)
-    num_workers = sum(not name.startswith("gateway") for name in cluster.names)
-    while True:
-        try:
-            workers = (await client.model()).workers
-        except BatonError:
-            workers = ()
-        if sum(worker.state == "ready" for worker in workers) == num_workers:
-            return
-        await asyncio.sleep(0.1)
-
-
-async def leaked_blocks(client: AsyncClient) -> int:
-    """Blocks that somebody still holds `QUIET_S` after the last stream."""
-    await asyncio.sleep(QUIET_S)
-    return sum(worker.num_leased_blocks for worker in (await client.model()).workers)
-
-
 async def chaos(
-    faults: Sequence[Fault], num_streams: int, concurrency: int, seed: int, console: Console
+    faults: Sequence[Fault[LinkedScene]],
+    num_streams: int,
+    concurrency: int,
+    seed: int,
+    console: Console,
 ) -> tuple[list[FaultResult], int]:
     """Results by fault, and blocks leaked, once `num_streams` streams lived through a fault."""
     options = ServeOptions(
@@ -218,45 +83,42 @@ async def chaos(
         drain_timeout_s=5,
         log_level="error",
     )
-    rng = random.Random(seed)
-    num_rounds = 0
     async with (
         ProxiedCluster(options) as cluster,
         AsyncClient(cluster.front, max_retries=0) as client,
         AsyncClient(cluster.address, max_retries=0) as observer,
     ):
-        load = Load(client, rng, concurrency)
-        while load.num_faulted < num_streams:
-            scene = Scene(cluster, num_rounds % 2, 1 - num_rounds % 2)
-            for fault in faults:
-                await asyncio.sleep(1.5)
-                load.begin_fault(fault.name)
-                await fault.inflict(scene)
-                await until_healed(cluster, client)
-                await load.end_fault()
-                console.print(f"{fault.name}: {load.num_faulted} streams faulted so far")
-            num_rounds += 1
-        await load.stop()
+        load = Load(client, _draw, random.Random(seed), concurrency)
+
+        def on_fault(fault: Fault[LinkedScene]) -> None:
+            console.print(f"{fault.name}: {load.num_faulted} streams faulted so far")
+
+        num_rounds = await load_through_faults(
+            load,
+            faults,
+            lambda number: LinkedScene(cluster, number % 2, 1 - number % 2),
+            client,
+            lambda _: load.num_faulted >= num_streams,
+            on_fault,
+        )
         num_leaked = await leaked_blocks(observer)
     judge(load.records)
-    results = [result_of("none", 0, [record for record in load.records if not record.fault])]
-    for fault in faults:
-        through = [record for record in load.records if record.fault == fault.name]
-        results.append(result_of(fault.name, num_rounds, through))
-    return results, num_leaked
+    return results_by_fault(faults, num_rounds, load.records), num_leaked
 
 
-def judge(records: Sequence[StreamRecord]) -> None:
+def _draw(rng: random.Random) -> OracleRequest:
+    return draw_request(rng, MAX_PROMPT_TOKENS, NUM_TOKENS)
+
+
+def judge(records: Sequence[StreamRecord[OracleRequest]]) -> None:
     """Compare all with the oracle. Afterwards, and beside this process: it takes longer than a
     stream's steps do."""
     context = multiprocessing.get_context("spawn")
+    requests = [record.request for record in records]
     with ProcessPoolExecutor(mp_context=context) as pool:
-        for record, wrong in zip(records, pool.map(_verdict, records, chunksize=8), strict=True):
-            record.wrong = wrong
-
-
-def _verdict(record: StreamRecord) -> str:
-    return record.history.verdict(is_whole=record.is_whole)
+        outputs = pool.map(OracleRequest.right_output, requests, chunksize=8)
+        for record, right in zip(records, outputs, strict=True):
+            record.judge(right)
 
 
 def table_of(results: Sequence[FaultResult]) -> Table:

@@ -17,24 +17,38 @@ class CheckRequest:
     params: SamplingParams
 
 
+#: Of a choice's output, where the caller does not say.
+MAX_TOKENS = 48
+
+
 def draw_requests(
-    num_requests: int, vocab_size: int, max_model_len: int, seed: int
+    num_requests: int,
+    vocab_size: int,
+    max_model_len: int,
+    seed: int,
+    max_tokens: int = MAX_TOKENS,
 ) -> tuple[CheckRequest, ...]:
-    """Requests that fit a model; equal arguments give equal requests."""
+    """Requests that fit a model, of at most `max_tokens` a choice; equal arguments give equal
+    requests."""
     rng = random.Random(seed)
     longest = min(600, max_model_len // 2)
+    max_tokens = min(max_tokens, max_model_len - longest)
     prefixes = [_tokens(rng, rng.randint(1, longest // 2), vocab_size) for _ in range(4)]
-    return tuple(_draw(rng, prefixes, longest, vocab_size) for _ in range(num_requests))
+    return tuple(_draw(rng, prefixes, longest, vocab_size, max_tokens) for _ in range(num_requests))
 
 
 def _draw(
-    rng: random.Random, prefixes: list[tuple[int, ...]], longest: int, vocab_size: int
+    rng: random.Random,
+    prefixes: list[tuple[int, ...]],
+    longest: int,
+    vocab_size: int,
+    max_tokens: int,
 ) -> CheckRequest:
     prefix = rng.choice(prefixes) if rng.random() < 0.4 else ()
     # Mostly short, some long: lengths of real traffic are skewed.
     length = min(longest - len(prefix), 1 + int(rng.expovariate(1 / (longest / 6))))
     prompt = prefix + _tokens(rng, max(1, length), vocab_size)
-    return CheckRequest(prompt, _params(rng, rng.randint(1, 48)))
+    return CheckRequest(prompt, _params(rng, rng.randint(1, max_tokens)))
 
 
 def _tokens(rng: random.Random, num_tokens: int, vocab_size: int) -> tuple[int, ...]:

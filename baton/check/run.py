@@ -9,13 +9,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from baton.check.requests import CheckRequest, draw_requests
+from baton.check.requests import MAX_TOKENS, CheckRequest, draw_requests
 from baton.client import AsyncClient
 from baton.config import ServeOptions
 from baton.supervisor import Cluster
 
 #: Per request, the tokens of all its choices, one after the other.
 Outputs = tuple[tuple[int, ...], ...]
+#: Per request, the tokens of each of its choices.
+Choices = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,42 +103,49 @@ async def check(
 ) -> bool:
     """Whether every shape's outputs equal the reference's. `options` go to every cluster, a shape's
     own win."""
-    expected, requests = await _reference(options, num_requests, seed)
+    requests, choices = await reference(options, num_requests, seed)
+    expected = _flat(choices)
     is_equal = True
     for shape in shapes:
         start = time.monotonic()
-        async with _cluster(options, shape) as cluster, AsyncClient(cluster.address) as client:
-            outputs, num_handed_over = await _run_all(client, requests, shape.concurrency)
-        verdict = _compare(shape, expected, outputs, num_handed_over, time.monotonic() - start)
+        async with cluster_of(options, shape) as cluster, AsyncClient(cluster.address) as client:
+            choices, num_handed_over = await _run_all(client, requests, shape.concurrency)
+        seconds = time.monotonic() - start
+        verdict = _compare(shape, expected, _flat(choices), num_handed_over, seconds)
         on_verdict(verdict)
         is_equal = is_equal and verdict.is_equal
     return is_equal
 
 
-async def _reference(
-    options: Mapping[str, object], num_requests: int, seed: int
-) -> tuple[Outputs, tuple[CheckRequest, ...]]:
-    async with _cluster(options, REFERENCE) as cluster, AsyncClient(cluster.address) as client:
+async def reference(
+    options: Mapping[str, object], num_requests: int, seed: int, max_tokens: int = MAX_TOKENS
+) -> tuple[tuple[CheckRequest, ...], Choices]:
+    """Requests of at most so many tokens a choice, and what one process answers to them, one at a
+    time."""
+    async with cluster_of(options, REFERENCE) as cluster, AsyncClient(cluster.address) as client:
         model = await client.model()
-        requests = draw_requests(num_requests, model.vocab_size, model.max_model_len, seed)
-        outputs, _ = await _run_all(client, requests, REFERENCE.concurrency)
-    return outputs, requests
+        requests = draw_requests(
+            num_requests, model.vocab_size, model.max_model_len, seed, max_tokens
+        )
+        choices, _ = await _run_all(client, requests, REFERENCE.concurrency)
+    return requests, choices
 
 
-def _cluster(options: Mapping[str, object], shape: Shape) -> Cluster:
+def cluster_of(options: Mapping[str, object], shape: Shape) -> Cluster:
+    """The processes of a shape, not started; its options win over others."""
     return Cluster(ServeOptions.model_validate({"port": 0, **options, **shape.options}))
 
 
 async def _run_all(
     client: AsyncClient, requests: Sequence[CheckRequest], concurrency: int
-) -> tuple[Outputs, int]:
+) -> tuple[Choices, int]:
     """The outputs in the order of the requests, and how many were handed over."""
     places = asyncio.Semaphore(concurrency)
 
-    async def run(request: CheckRequest) -> tuple[tuple[int, ...], bool]:
+    async def run(request: CheckRequest) -> tuple[tuple[tuple[int, ...], ...], bool]:
         async with places:
             done = await client.generate(request.prompt, request.params)
-            tokens = tuple(token for choice in done.choices for token in choice.token_ids)
+            tokens = tuple(choice.token_ids for choice in done.choices)
             return tokens, done.timing.transfer_bytes > 0
 
     try:
@@ -146,6 +155,10 @@ async def _run_all(
         raise failures.exceptions[0] from None  # the first one ended the others
     results = [task.result() for task in tasks]
     return tuple(tokens for tokens, _ in results), sum(moved for _, moved in results)
+
+
+def _flat(choices: Choices) -> Outputs:
+    return tuple(tuple(itertools.chain.from_iterable(each)) for each in choices)
 
 
 def _compare(

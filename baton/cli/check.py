@@ -4,6 +4,7 @@ gives."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +12,7 @@ import typer
 from baton.kv_transports import AUTOMATIC
 
 if TYPE_CHECKING:
+    from baton.check.faults import FaultVerdict
     from baton.check.run import Verdict
 
 
@@ -40,8 +42,22 @@ def check(
     engine: Annotated[str, typer.Option(help="torch, or oracle to check without a model.")] = (
         "torch"
     ),
+    faults: Annotated[
+        bool,
+        typer.Option(
+            "--faults",
+            help="Kill and freeze the processes it has started, under streams of these requests.",
+        ),
+    ] = False,
+    num_rounds: Annotated[
+        int, typer.Option(min=1, help="With --faults: how often each fault happens.")
+    ] = 1,
 ) -> None:
-    """Compare split with one-process output, token for token. Exit status 1 if they differ."""
+    """Compare split with one-process output, token for token. Exit status 1 if they differ.
+
+    With --faults, say whether the README's promises 1 to 3 hold while processes die: the same
+    tokens, none lost or doubled, no block leaked. Exit status 1 if one does not.
+    """
     from baton.check.run import check as run_check
     from baton.check.run import split_shapes
     from baton.config import ServeOptions
@@ -52,6 +68,12 @@ def check(
     transports = kv_transport or AUTOMATIC
     for transport in transports:
         build_options(ServeOptions, {**options, "kv_transport": transport})
+    if faults:
+        raise SystemExit(
+            _check_faults(
+                {**options, "kv_transport": transports[0]}, num_requests, num_rounds, seed
+            )
+        )
     ranks = (prefill_tensor_parallel_size, decode_tensor_parallel_size)
     coroutine = run_check(
         options,
@@ -76,3 +98,45 @@ def _tell(verdict: Verdict) -> None:
         request, token = verdict.first_difference
         text += f"; first difference: request {request}, token {token}"
     typer.echo(text)
+
+
+def _check_faults(options: dict[str, object], num_requests: int, num_rounds: int, seed: int) -> int:
+    """Exit status."""
+    from baton.check.faults import check_faults
+
+    verdict = asyncio.run(
+        check_faults(
+            {**options, "log_level": "error"},
+            num_requests=num_requests,
+            num_rounds=num_rounds,
+            seed=seed,
+            on_fault=lambda fault, num: typer.echo(f"{fault}: {num} streams faulted so far"),
+        )
+    )
+    _report_faults(verdict)
+    return 0 if verdict.has_held else 1
+
+
+def _report_faults(verdict: FaultVerdict) -> None:
+    """One line per fault and length of prompts, then one per promise."""
+    headings = ("streams", "resumed", "errors", "wrong", "gap p50", "p99", "longest, s")
+    typer.echo("\n" + _row("lived through", headings))
+    for result in (*verdict.results, *verdict.by_prompt):
+        counts = (result.num_streams, result.num_resumed, result.num_errors, result.num_wrong)
+        gaps = (result.gap_p50_s, result.gap_p99_s, result.longest_s)
+        typer.echo(_row(result.fault, (*map(str, counts), *(f"{gap:.2f}" for gap in gaps))))
+    num_blocks = verdict.num_leaked_blocks
+    promises = (
+        ("1, the same tokens", verdict.differences),
+        ("2, no token lost or doubled", verdict.disorders),
+        ("2, a stream outlives what serves it", verdict.errors),
+        ("3, no block leaks", (f"{num_blocks} blocks are held",) if num_blocks else ()),
+    )
+    typer.echo(f"\n{verdict.num_streams} streams:")
+    for promise, found in promises:
+        state = f"BROKEN {len(found)} times, first: {found[0]}" if found else "held"
+        typer.echo(f"promise {promise}: {state}")
+
+
+def _row(name: str, values: Sequence[str]) -> str:
+    return f"{name:<38}" + "".join(f"{value:>11}" for value in values)

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+import baton.check.faults
 import baton.check.run
+from baton.check.fault_load import FaultResult
+from baton.check.faults import FaultVerdict
 from baton.check.run import Shape, Verdict
 
 Run = Callable[..., Any]
@@ -70,3 +73,32 @@ def test_a_wrong_option_starts_nothing(run: Run, monkeypatch: pytest.MonkeyPatch
     for flags in (("--dtype", "int1"), ("--kv-transport", "pigeon"), ("--num-requests", "0")):
         assert run("check", "m", *flags).exit_code == 2
     assert fake.shapes == ()
+
+
+@pytest.mark.parametrize("broken", [None, "differences", "disorders", "errors", "leak"])
+def test_with_faults_each_promise_is_reported(
+    broken: str | None, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, object] = {}
+
+    async def fake(options: Mapping[str, object], **others: Any) -> FaultVerdict:
+        seen.update(options, **others)
+        others["on_fault"]("kill a decode worker", 3)
+        result = FaultResult("kill a decode worker", 1, 3, 1, 0, 0, 0.5, 0.5, 0.6)
+        wrong = {
+            name: ("kill a decode worker: wrong",) if broken == name else ()
+            for name in ("differences", "disorders", "errors")
+        }
+        num_leaked = 7 if broken == "leak" else 0
+        return FaultVerdict(
+            3, **wrong, num_leaked_blocks=num_leaked, results=(result,), by_prompt=()
+        )
+
+    monkeypatch.setattr(baton.check.faults, "check_faults", fake)
+    result = run("check", "m", "--faults", "--num-rounds", "2", "--num-requests", "3")
+    assert result.exit_code == (1 if broken else 0)
+    assert [seen[name] for name in ("model", "num_rounds", "num_requests")] == ["m", 2, 3]
+    promises = [line for line in result.stdout.splitlines() if line.startswith("promise")]
+    assert len(promises) == 4
+    assert sum("BROKEN" in line for line in promises) == bool(broken)
+    assert all(line.endswith("held") or "BROKEN" in line for line in promises)

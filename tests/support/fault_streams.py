@@ -10,21 +10,22 @@ from typing import Any
 
 import pytest
 
+from baton.check.stream_history import StreamHistory
 from baton.client import AsyncClient, Chunk
 from baton.config import ServeOptions
 from baton.errors import BatonError
 from bench.fault_proxy import ProxiedCluster
-from bench.stream_history import StreamHistory, StreamRequest, draw_request
+from bench.oracle_requests import OracleRequest, draw_request
 from tests.support.live_tiers import BOX_MODEL
 
 #: Opens a stream: what comes of a request.
-Source = Callable[[StreamRequest], AsyncGenerator[Chunk]]
+Source = Callable[[OracleRequest], AsyncGenerator[Chunk]]
 
 
 def by_grpc(client: AsyncClient) -> Source:
     """As the SDK reads it."""
 
-    async def pieces(request: StreamRequest) -> AsyncGenerator[Chunk]:
+    async def pieces(request: OracleRequest) -> AsyncGenerator[Chunk]:
         async with client.stream(request.prompt, request.params) as stream:
             async for chunk in stream:
                 yield chunk
@@ -36,7 +37,7 @@ class Stream:
     """One stream, from its first moment to its end; it keeps what came. source: the pieces of a
     request's answer."""
 
-    def __init__(self, source: Source, request: StreamRequest) -> None:
+    def __init__(self, source: Source, request: OracleRequest) -> None:
         self._source = source
         self._request = request
         self._history = StreamHistory(request)
@@ -54,13 +55,16 @@ class Stream:
     async def end(self) -> None:
         """Wait for its end, well or by an error, and check all that came."""
         await self.task
-        assert not self._history.verdict(is_whole=self.error is None)
+        assert not self._verdict(is_whole=self.error is None)
 
     async def cancel(self) -> None:
         """Give up, and check what came before."""
         self.task.cancel()
         await asyncio.wait({self.task})
-        assert not self._history.verdict(is_whole=False)
+        assert not self._verdict(is_whole=False)
+
+    def _verdict(self, *, is_whole: bool) -> str:
+        return self._history.verdict(self._request.right_output(), is_whole=is_whole)
 
     async def _run(self) -> None:
         try:

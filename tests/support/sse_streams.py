@@ -10,7 +10,7 @@ from typing import Any
 
 from baton.client import Chunk, FinishReason
 from baton.client.results import Usage
-from bench.stream_history import StreamRequest
+from bench.oracle_requests import OracleRequest
 from tests.support.fault_streams import Source
 
 _RETRY_DELAY_S = 0.05
@@ -20,7 +20,7 @@ def by_sse(address: Callable[[], str]) -> Source:
     """address: of the gateway that runs now. A stream whose connection breaks, or that no gateway
     answers, is asked for again with what came of it."""
 
-    async def pieces(request: StreamRequest) -> AsyncGenerator[Chunk]:
+    async def pieces(request: OracleRequest) -> AsyncGenerator[Chunk]:
         so_far: dict[int, dict[str, Any]] = {}
         last: Chunk | None = None
         while True:
@@ -41,7 +41,7 @@ def by_sse(address: Callable[[], str]) -> Source:
 
 
 async def _answer(
-    address: str, request: StreamRequest, so_far: dict[int, dict[str, Any]]
+    address: str, request: OracleRequest, so_far: dict[int, dict[str, Any]]
 ) -> AsyncIterator[Chunk]:
     """What comes on one connection, behind what came before; its end is that of the connection."""
     asked = {

@@ -1,0 +1,234 @@
+"""Streams without end through a cluster while something happens to it: what each fault costs, and
+what of it is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from baton.check.process_faults import Fault, SceneT
+from baton.check.stream_history import StreamHistory, StreamRequest
+from baton.client import AsyncClient
+from baton.errors import BatonError
+from baton.supervisor import Cluster
+
+#: Within which the gateway notices a connection that has ended.
+NOTICED_S = 0.5
+#: Between the end of one fault and the beginning of the next.
+CALM_S = 1.5
+#: After the last stream, until blocks are counted.
+QUIET_S = 10.0
+
+#: Of the clients, those that give up at some token, and those that once read nothing for a while.
+CANCEL_SHARE, PAUSE_SHARE, PAUSE_S = 0.06, 0.06, 1.0
+
+RequestT = TypeVar("RequestT", bound=StreamRequest)
+
+
+@dataclass(slots=True)
+class StreamRecord(Generic[RequestT]):
+    """What became of one stream. fault: what was going on while it ran, if anything.
+
+    longest_gap_s: silence between two tokens of a choice. difference, disorder: what is wrong with
+    it, of its tokens, and of their order and the stream's end; see StreamHistory.
+    """
+
+    request: RequestT
+    history: StreamHistory
+    fault: str
+    num_resumes: int = 0
+    longest_gap_s: float = 0.0
+    error: str = ""
+    difference: str = ""
+    disorder: str = ""
+    has_paused: bool = False
+    is_whole: bool = False
+
+    @property
+    def is_wrong(self) -> bool:
+        return bool(self.difference or self.disorder)
+
+    def judge(self, right: Sequence[Sequence[int]]) -> None:
+        """right: the tokens of each choice."""
+        self.difference = self.history.difference(right, is_whole=self.is_whole)
+        self.disorder = self.history.disorder(is_whole=self.is_whole)
+
+
+class Load(Generic[RequestT]):
+    """Streams without end, until stopped."""
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        draw: Callable[[random.Random], RequestT],
+        rng: random.Random,
+        concurrency: int,
+    ) -> None:
+        self._client = client
+        self._draw = draw
+        self._rng = rng
+        self._is_over = False
+        self._fault = ""
+        self._live: list[StreamRecord[RequestT]] = []
+        self._ended = asyncio.Condition()
+        self.records: list[StreamRecord[RequestT]] = []
+        self._tasks = [asyncio.create_task(self._run()) for _ in range(concurrency)]
+
+    @property
+    def num_faulted(self) -> int:
+        return sum(bool(record.fault) for record in self.records)
+
+    def begin_fault(self, fault: str) -> None:
+        """Whatever runs now, or begins before the end of the fault, lives through it."""
+        self._fault = fault
+        for record in self._live:
+            record.fault = fault
+
+    async def end_fault(self) -> None:
+        """Returns when all that lived through it have ended."""
+        self._fault = ""
+        async with self._ended:
+            await self._ended.wait_for(lambda: not any(record.fault for record in self._live))
+
+    async def stop(self) -> None:
+        self._is_over = True
+        await asyncio.gather(*self._tasks)
+
+    async def _run(self) -> None:
+        while not self._is_over:
+            request = self._draw(self._rng)
+            record = StreamRecord(request, StreamHistory(request), self._fault)
+            self.records.append(record)
+            self._live.append(record)
+            retry_after_s = 0.0
+            try:
+                await self._stream(record)
+            except BatonError as error:
+                record.error = error.reason
+                retry_after_s = min(error.retry_after_s or 0.2, 1.0)
+            async with self._ended:
+                self._live.remove(record)
+                self._ended.notify_all()
+            await asyncio.sleep(retry_after_s)
+
+    async def _stream(self, record: StreamRecord[RequestT]) -> None:
+        params = record.request.params
+        mood, at_token = self._rng.random(), self._rng.randrange(params.max_tokens or 1)
+        last_s: dict[int, float] = {}
+        async with self._client.stream(record.request.prompt, params) as stream:
+            async for chunk in stream:
+                record.history.take(chunk)
+                now_s = time.monotonic()
+                gap_s = now_s - last_s.get(chunk.choice, now_s)
+                record.longest_gap_s = max(record.longest_gap_s, gap_s)
+                last_s[chunk.choice] = now_s
+                if chunk.timing:
+                    record.num_resumes = chunk.timing.num_resumes
+                if chunk.token_index < at_token:
+                    continue
+                if mood < CANCEL_SHARE:
+                    return
+                if mood < CANCEL_SHARE + PAUSE_SHARE and not record.has_paused:
+                    record.has_paused = True
+                    await asyncio.sleep(PAUSE_S)
+        record.is_whole = True
+
+
+async def load_through_faults(
+    load: Load[RequestT],
+    faults: Sequence[Fault[SceneT]],
+    scene_of: Callable[[int], SceneT],
+    client: AsyncClient,
+    is_enough: Callable[[int], bool],
+    on_fault: Callable[[Fault[SceneT]], None],
+) -> int:
+    """Inflict one fault after the other, each when all that lived through the last one have ended,
+    in rounds until `is_enough`, which is given how many are done; then stop the load. Returns how
+    many rounds there were.
+
+    scene_of: of a round, by its number. on_fault: called after each.
+    """
+    num_rounds = 0
+    while not is_enough(num_rounds):
+        scene = scene_of(num_rounds)
+        for fault in faults:
+            await asyncio.sleep(CALM_S)
+            load.begin_fault(fault.name)
+            await fault.inflict(scene)
+            await until_healed(scene.cluster, client)
+            await load.end_fault()
+            on_fault(fault)
+        num_rounds += 1
+    await load.stop()
+    return num_rounds
+
+
+async def until_healed(cluster: Cluster, client: AsyncClient) -> None:
+    """All workers are ready again, and clients can see it, once the gateway has had time to notice
+    that they were not."""
+    await asyncio.sleep(NOTICED_S)
+    num_workers = sum(not name.startswith("gateway") for name in cluster.names)
+    while True:
+        try:
+            workers = (await client.model()).workers
+        except BatonError:
+            workers = ()
+        if sum(worker.state == "ready" for worker in workers) == num_workers:
+            return
+        await asyncio.sleep(0.1)
+
+
+async def leaked_blocks(client: AsyncClient) -> int:
+    """Blocks that somebody still holds `QUIET_S` after the last stream."""
+    await asyncio.sleep(QUIET_S)
+    return sum(worker.num_leased_blocks for worker in (await client.model()).workers)
+
+
+@dataclass(frozen=True, slots=True)
+class FaultResult:
+    """Streams that lived through one kind of fault. gap: of those that were resumed, but for those
+    whose readers paused, the longest silence. longest_s: of any whose reader did not pause."""
+
+    fault: str
+    num_faults: int
+    num_streams: int
+    num_resumed: int
+    num_errors: int
+    num_wrong: int
+    gap_p50_s: float
+    gap_p99_s: float
+    longest_s: float
+    errors: tuple[str, ...] = field(default=())
+
+
+def result_of(
+    fault: str, num_faults: int, records: Sequence[StreamRecord[RequestT]]
+) -> FaultResult:
+    gaps = sorted(r.longest_gap_s for r in records if r.num_resumes and not r.has_paused)
+    return FaultResult(
+        fault,
+        num_faults,
+        len(records),
+        sum(bool(r.num_resumes) for r in records),
+        sum(bool(r.error) for r in records),
+        sum(r.is_wrong for r in records),
+        gaps[len(gaps) // 2] if gaps else 0.0,
+        gaps[min(len(gaps) - 1, int(len(gaps) * 0.99))] if gaps else 0.0,
+        max((r.longest_gap_s for r in records if not r.has_paused), default=0.0),
+        tuple(sorted({r.error for r in records if r.error})),
+    )
+
+
+def results_by_fault(
+    faults: Sequence[Fault[SceneT]], num_rounds: int, records: Sequence[StreamRecord[RequestT]]
+) -> list[FaultResult]:
+    """Of what ran through no fault first, called "none"."""
+    results = [result_of("none", 0, [record for record in records if not record.fault])]
+    for fault in faults:
+        through = [record for record in records if record.fault == fault.name]
+        results.append(result_of(fault.name, num_rounds, through))
+    return results

@@ -1,0 +1,146 @@
+"""`baton check --faults`: kills and freezes the workers and gateways that it has started for the
+user's model, under streams of every kind, and says what became of the promises."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from baton.check.fault_load import (
+    FaultResult,
+    Load,
+    StreamRecord,
+    leaked_blocks,
+    load_through_faults,
+    result_of,
+    results_by_fault,
+)
+from baton.check.process_faults import PROCESS_FAULTS, Fault, Scene
+from baton.check.run import Shape, cluster_of, reference
+from baton.client import AsyncClient, SamplingParams
+
+#: Longer than those of a plain check: a fault should meet a stream in its middle.
+MAX_TOKENS = 256
+CONCURRENCY = 16
+#: Retries in a row of a client, which cover a gateway's start.
+MAX_RETRIES = 10
+#: Prompts longer than each of these are counted apart, in tokens.
+PROMPT_STEPS = (64, 256)
+
+#: Two workers of each tier, with unequal blocks and small chunks.
+SHAPE = Shape(
+    "2+2 workers",
+    {
+        "prefill_block_size": 32,
+        "decode_block_size": 8,
+        "max_num_batched_tokens": 64,
+        "num_prefill_workers": 2,
+        "num_decode_workers": 2,
+        "drain_timeout_s": 5,
+    },
+    CONCURRENCY,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownRequest:
+    """One whose right output is known: the tokens of each choice, as one process gives them."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    right: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FaultVerdict:
+    """What became of promises 1 to 3 of the README.
+
+    differences: streams with a token that one process does not give; disorders: with one lost,
+    doubled, or after the end; errors: those that ended by an error. Each with the fault that they
+    lived through. num_leaked_blocks: held 10 s after the last stream. results: by fault; by_prompt:
+    all that lived through one, by their prompts' lengths.
+    """
+
+    num_streams: int
+    differences: tuple[str, ...]
+    disorders: tuple[str, ...]
+    errors: tuple[str, ...]
+    num_leaked_blocks: int
+    results: tuple[FaultResult, ...]
+    by_prompt: tuple[FaultResult, ...]
+
+    @property
+    def has_held(self) -> bool:
+        return not (self.differences or self.disorders or self.errors or self.num_leaked_blocks)
+
+
+async def check_faults(
+    options: Mapping[str, object],
+    *,
+    num_requests: int,
+    num_rounds: int,
+    seed: int,
+    on_fault: Callable[[str, int], None],
+    faults: Sequence[Fault[Scene]] = PROCESS_FAULTS,
+) -> FaultVerdict:
+    """Streams of `num_requests` different requests, over and over, while all faults happen one
+    after the other, `num_rounds` times. on_fault: the fault that is over, and how many streams have
+    lived through one by then."""
+    requests, outputs = await reference(options, num_requests, seed, MAX_TOKENS)
+    known = [
+        KnownRequest(request.prompt, request.params, right)
+        for request, right in zip(requests, outputs, strict=True)
+    ]
+    async with (
+        cluster_of(options, SHAPE) as cluster,
+        AsyncClient(cluster.address, max_retries=MAX_RETRIES) as client,
+    ):
+        load = Load(client, lambda rng: rng.choice(known), random.Random(seed), CONCURRENCY)
+        await load_through_faults(
+            load,
+            faults,
+            lambda number: Scene(cluster, number % 2, 1 - number % 2),
+            client,
+            lambda done: done >= num_rounds,
+            lambda fault: on_fault(fault.name, load.num_faulted),
+        )
+        num_leaked = await leaked_blocks(client)
+    for record in load.records:
+        record.judge(record.request.right)
+    return _verdict(load.records, faults, num_rounds, num_leaked)
+
+
+def _verdict(
+    records: Sequence[StreamRecord[KnownRequest]],
+    faults: Sequence[Fault[Scene]],
+    num_rounds: int,
+    num_leaked: int,
+) -> FaultVerdict:
+    def all_of(what: Callable[[StreamRecord[KnownRequest]], str]) -> tuple[str, ...]:
+        return tuple(f"{record.fault}: {what(record)}" for record in records if what(record))
+
+    return FaultVerdict(
+        len(records),
+        all_of(lambda record: record.difference),
+        all_of(lambda record: record.disorder),
+        all_of(lambda record: record.error),
+        num_leaked,
+        tuple(results_by_fault(faults, num_rounds, records)),
+        tuple(_by_prompt([record for record in records if record.fault])),
+    )
+
+
+def _by_prompt(records: Sequence[StreamRecord[KnownRequest]]) -> list[FaultResult]:
+    results = []
+    bounds = (0, *PROMPT_STEPS)
+    for least, most in zip(bounds, (*PROMPT_STEPS, None), strict=True):
+        of_length = [
+            record
+            for record in records
+            if least < len(record.request.prompt) <= (most or sys.maxsize)
+        ]
+        name = f"prompts of {least + 1} to {most}" if most else f"prompts over {least}"
+        results.append(result_of(f"{name} tokens", 0, of_length))
+    return results

@@ -1,0 +1,95 @@
+"""What happens to the processes of a cluster: they are killed, frozen, and asked to go.
+
+Each fault names its victims by tier; the round decides which of the two workers it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from baton.supervisor import Cluster
+
+#: How long a frozen process stays so, in seconds.
+LASTS_S = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What a fault is inflicted on. first, second: the two workers' numbers, the other way round in
+    the next round."""
+
+    cluster: Cluster
+    first: int
+    second: int
+
+    def name_of(self, victim: str) -> str:
+        """ "decode" is one of the decode workers, "other decode" the other."""
+        if victim == "gateway":
+            return victim
+        if victim.startswith("other "):
+            return f"{victim.removeprefix('other ')}-{self.second}"
+        return f"{victim}-{self.first}"
+
+    def signal(self, victim: str, signum: signal.Signals) -> None:
+        os.kill(self.cluster.pid_of(self.name_of(victim)), signum)
+
+
+SceneT = TypeVar("SceneT", bound=Scene)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault(Generic[SceneT]):
+    """Something that happens. `inflict` returns when it is over, healing apart."""
+
+    name: str
+    inflict: Callable[[SceneT], Awaitable[None]]
+
+
+InflictOnProcesses = Callable[[Scene], Awaitable[None]]
+
+
+def _signalling(signum: signal.Signals, *victims: str, pause_s: float = 0.0) -> InflictOnProcesses:
+    """One after the other."""
+
+    async def inflict(scene: Scene) -> None:
+        for victim in victims:
+            scene.signal(victim, signum)
+            await asyncio.sleep(pause_s)
+
+    return inflict
+
+
+def _freezing(victim: str, seconds: float) -> InflictOnProcesses:
+    async def inflict(scene: Scene) -> None:
+        scene.signal(victim, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            scene.signal(victim, signal.SIGCONT)
+
+    return inflict
+
+
+_KILL, _TERM = signal.SIGKILL, signal.SIGTERM
+PROCESS_FAULTS: tuple[Fault[Scene], ...] = (
+    Fault("kill a prefill worker", _signalling(_KILL, "prefill")),
+    Fault("kill a decode worker", _signalling(_KILL, "decode")),
+    Fault("freeze a decode worker", _freezing("decode", LASTS_S)),
+    Fault("freeze a prefill worker", _freezing("prefill", LASTS_S)),
+    Fault("kill one of each tier", _signalling(_KILL, "other prefill", "other decode")),
+    Fault(
+        "kill a decode worker, then the other",
+        _signalling(_KILL, "decode", "other decode", pause_s=0.5),
+    ),
+    Fault("stall a decode worker for 1 s", _freezing("other decode", 1.0)),
+    Fault("terminate a decode worker", _signalling(_TERM, "decode")),
+    Fault("terminate a prefill worker", _signalling(_TERM, "prefill")),
+    Fault("kill the whole prefill tier", _signalling(_KILL, "prefill", "other prefill")),
+    Fault("kill the whole decode tier", _signalling(_KILL, "decode", "other decode")),
+    Fault("kill the gateway", _signalling(_KILL, "gateway")),
+)

@@ -1,0 +1,56 @@
+"""Requests to oracle engines, whose right output is known."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from baton.client import SamplingParams
+from baton.engine.oracle import oracle_tokens
+from baton.types import Sampling
+
+#: Vocabulary of the oracle engine.
+VOCAB_SIZE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class OracleRequest:
+    """What is asked for: so many tokens of each choice, whatever they are."""
+
+    prompt: tuple[int, ...]
+    temperature: float
+    seed: int
+    num_tokens: int
+    num_choices: int = 1
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature,
+            seed=self.seed,
+            max_tokens=self.num_tokens,
+            ignore_eos=True,
+            n=self.num_choices,
+        )
+
+    def right_output(self) -> list[list[int]]:
+        """The tokens of each choice."""
+        sampling = Sampling(
+            temperature=self.temperature, seed=self.seed, max_tokens=self.num_tokens
+        )
+        return [
+            oracle_tokens(self.prompt, sampling, VOCAB_SIZE, choice)
+            for choice in range(self.num_choices)
+        ]
+
+
+def draw_request(rng: random.Random, max_prompt_tokens: int, num_tokens: int) -> OracleRequest:
+    """Greedy or sampled, of one choice or, less often, two."""
+    num_prompt_tokens = rng.randint(20, max_prompt_tokens)
+    return OracleRequest(
+        prompt=tuple(rng.randrange(VOCAB_SIZE) for _ in range(num_prompt_tokens)),
+        temperature=rng.choice([0.0, 0.7]),
+        seed=rng.getrandbits(63),
+        num_tokens=num_tokens,
+        num_choices=rng.choice([1, 1, 2]),
+    )
