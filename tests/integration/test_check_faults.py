@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.asyncio
 async def test_what_is_killed_breaks_no_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fault_check, "MAX_TOKENS", 64)
-    kinds = ("kill a decode worker", "kill the gateway")
+    kinds = ("kill a prefill worker", "kill a decode worker")
     faults = [fault for fault in PROCESS_FAULTS if fault.name in kinds]
     over: list[str] = []
     verdict = await check_faults(
