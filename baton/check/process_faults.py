@@ -42,7 +42,7 @@ class Scene:
 SceneT = TypeVar("SceneT", bound=Scene)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Fault(Generic[SceneT]):
     """Something that happens. `inflict` returns when it is over, healing apart."""
 
