@@ -108,7 +108,8 @@ class Serving:
         self._recorder = recorder or GatewayRecorder(no_telemetry(), self._clock)
 
     async def generate(self, request: inference_pb2.GenerateRequest, call: Call) -> None:
-        """Stream the output of one request to `call.write`. Raises BatonError."""
+        """Stream the output of one request to `call.write`; nothing of one whose choices have all
+        ended in an earlier stream. Raises BatonError."""
         timeout_s = self._options.request_timeout_s if call.timeout_s is None else call.timeout_s
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         is_chat = request.prompt.WhichOneof("kind") == "chat"
@@ -124,6 +125,8 @@ class Serving:
             record.spec = validated.spec
             if call.on_validated is not None:
                 call.on_validated(validated)
+            if validated.is_answered:
+                return
             driver = RequestDriver(self._deps, validated, call.write, deadline_s, record.timeline)
             await driver.run(call.on_admitted)
 

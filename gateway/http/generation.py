@@ -96,6 +96,10 @@ class Usage:
             self._num_output_tokens[prompt] = usage.completion_tokens
             self._num_cached_tokens += max(usage.cached_tokens, usage.decode_cached_tokens)
 
+    def add_earlier(self, prompt: int, num_tokens: int) -> None:
+        """Of an output that an earlier stream sent."""
+        self._num_output_tokens[prompt] += num_tokens
+
     def fields(self) -> dict[str, Any]:
         num_output_tokens = sum(self._num_output_tokens)
         return {
@@ -128,11 +132,13 @@ class Generation:
             await self._run_all()
             document = self._form.document(self._chunks, self._usage.fields())
             if self._has_timing:
-                timings = [timing_of(chunks[-1]) for chunks in self._chunks]
-                document["timing"] = timings[0] if len(timings) == 1 else timings
+                timings = [timing_of(chunks[-1]) for chunks in self._chunks if chunks]
+                document["timing"] = timings if len(self._chunks) > 1 else next(iter(timings), None)
             await self._response.send(200, JSON, json.dumps(document).encode())
             return
         await self._run_all()
+        if not self._response.has_started:  # nothing was left to send but the end
+            self._response.start(EVENTS)
         await self._response.end(self._form.end(self._usage.fields()).encode())
 
     async def _run_all(self) -> None:
@@ -156,6 +162,8 @@ class Generation:
 
     def _begin(self, validated: ValidatedRequest) -> None:
         self._usage.num_prompt_tokens += len(validated.spec.prompt_token_ids)
+        for so_far in validated.resume_from.values():  # of one prompt: several are refused
+            self._usage.add_earlier(0, len(so_far.token_ids))
         if self._answer is not None:
             return
         request_id = validated.spec.request_id

@@ -239,8 +239,6 @@ def _resume_violations(request: inference_pb2.GenerateRequest, facts: ModelFacts
         yield FieldViolation(
             "sampling.seed", "unset: an answer goes on with the seed that it began with; give it"
         )
-    if len(entries) == n and all(entry.has_ended for entry in entries):
-        yield FieldViolation("resume_from", "every choice has ended: there is nothing left to send")
     for index, entry in enumerate(entries[: n + MAX_SHOWN]):
         field = f"resume_from[{index}]"
         if entry.choice >= n:

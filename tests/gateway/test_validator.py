@@ -404,7 +404,6 @@ SO_FAR = inference_pb2.ChoiceSoFar
         ({"seed": 1}, [SO_FAR()], "resume_from[0].token_ids"),
         ({"seed": 1}, [SO_FAR(token_ids=[3] * 101)], "resume_from[0].token_ids"),
         ({"seed": 1}, [SO_FAR(token_ids=[3])] * 2, "resume_from"),
-        ({"seed": 1}, [SO_FAR(has_ended=True)], "resume_from"),
         ({"seed": 1, "n": 1, "best_of": 2}, [SO_FAR(token_ids=[3])], "resume_from"),
         ({}, [SO_FAR(token_ids=[3])], "sampling.seed"),
     ],

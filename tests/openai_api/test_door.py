@@ -224,6 +224,59 @@ async def test_handoffs_and_timing_are_those_that_happened(tmp_path: Path) -> No
         assert all(worker["state"] == "ready" for worker in workers.values())
 
 
+@pytest.mark.parametrize("kind", ["completions", "chat/completions"])
+async def test_a_stream_that_broke_off_anywhere_is_taken_up(tmp_path: Path, kind: str) -> None:
+    """Before its last event, too, when every choice has ended."""
+    plain = {"reasoning_parser": "none"}
+    async with oracle_system(tmp_path, gateway_options=plain) as system:
+        talk = [{"role": "user", "content": "x"}]
+        asked = {
+            **({"prompt": "the rain"} if kind == "completions" else {"messages": talk}),
+            **GREEDY,
+            "n": 2,
+            "seed": 3,
+            "stream": True,
+            "return_token_ids": True,
+            "stream_options": {"include_usage": True},
+        }
+
+        async def events(body: Any) -> list[dict[str, Any]]:
+            response, data = await fetch(system.http, f"/v1/{kind}", body)
+            *events, done, _ = data.split(b"\n\n")
+            assert (response.status, done) == (200, b"data: [DONE]")
+            return [json.loads(event.removeprefix(b"data: ")) for event in events]
+
+        def texts(events: list[dict[str, Any]]) -> dict[int, str]:
+            found: dict[int, str] = {}
+            for choice in (choice for event in events for choice in event["choices"]):
+                text = choice.get("text") or choice.get("delta", {}).get("content", "")
+                found[choice["index"]] = found.get(choice["index"], "") + text
+            return found
+
+        whole = await events(asked)
+        for num_events in range(1, len(whole)):
+            so_far: dict[int, Any] = {}
+            for choice in (choice for event in whole[:num_events] for choice in event["choices"]):
+                entry = so_far.setdefault(choice["index"], {"choice": choice["index"]})
+                tokens = choice.get("token_ids", [])
+                entry["token_ids"] = [*entry.get("token_ids", []), *tokens]
+                entry["has_ended"] = choice["finish_reason"] is not None
+            for index, text in texts(whole[:num_events]).items():
+                so_far[index]["num_chars"] = len(text)
+            given = [entry for entry in so_far.values() if entry["token_ids"]]
+            rest = await events({**asked, "resume_from": given})
+            kept = [
+                {
+                    **event,
+                    "choices": [c for c in event["choices"] if so_far[c["index"]]["token_ids"]],
+                }
+                for event in whole[:num_events]
+            ]
+            assert texts([*kept, *rest]) == texts(whole)
+            assert rest[-1]["usage"]["completion_tokens"] == 16
+            assert rest[-1]["usage"]["prompt_tokens"] == whole[-1]["usage"]["prompt_tokens"]
+
+
 @pytest.mark.parametrize("is_streamed", [True, False])
 async def test_a_client_that_leaves_frees_its_blocks(tmp_path: Path, is_streamed: bool) -> None:
     async with oracle_system(
