@@ -8,7 +8,9 @@ served here, are refused.
 
 from __future__ import annotations
 
+import contextlib
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
@@ -37,6 +39,8 @@ from gateway.intake.violations import MAX_SHOWN, Violations
 MAX_NODES = 2**16
 MAX_MEMBERS = 2**16
 MAX_VALUES = 2**18
+
+_NO_MARKS = bytes(set(range(256)) - set(b"{[:,"))
 
 #: At the top of a body, unknown ones among them.
 MAX_FIELDS = 256
@@ -241,12 +245,13 @@ class GenerationBody(ModelBody):
 def parsed(cls: type[BodyT], data: bytes, max_model_len: int = 0) -> BodyT:
     """A body's fields. max_model_len: of the model, in tokens. Raises InvalidRequest, naming each
     wrong one."""
+    found = data.translate(None, _NO_MARKS)  # one pass over much, instead of one for each mark
     for marks, what, most in (
         (b"{[", "objects and lists", MAX_NODES),
         (b":", "members of objects", MAX_MEMBERS + max_model_len),
         (b",", "values", MAX_VALUES + max_model_len),
     ):
-        if sum(data.count(mark) for mark in marks) > most:
+        if sum(found.count(mark) for mark in marks) > most:
             raise _wrong("body", f"more than {most} {what}; send fewer")
     try:
         fields = from_json(data, cache_strings=False)
@@ -365,6 +370,10 @@ def token_prompt(field: str, token_ids: Sequence[Any]) -> inference_pb2.Prompt:
 
 def check_token_ids(field: str, token_ids: Sequence[Any]) -> None:
     """Raises InvalidRequest for what is no id."""
+    with contextlib.suppress(TypeError, OverflowError):
+        array("I", token_ids)  # far sooner than a look at each: a prompt may have a million
+        if bool not in set(map(type, token_ids)):
+            return
     wrong = [(i, t) for i, t in enumerate(token_ids) if type(t) is not int or not 0 <= t < 2**32]
     if wrong:
         raise InvalidRequest.of(
