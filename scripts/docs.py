@@ -97,7 +97,13 @@ A stream that broke off is taken up, at any gateway of the model, by the same re
 `resume_from`: a list with, for each choice that anything came of, its `choice`, its `token_ids`
 (which `return_token_ids` gives), the `num_chars` of its text, and `has_ended`. What comes next is
 the next token; nothing is sent again. It needs `seed`, and is for completions and for chats
-without tools and thoughts ([adr/0020](adr/0020-clients-hold-what-a-stream-sent.md)).
+without tools and thoughts ([adr/0020](adr/0020-clients-hold-what-a-stream-sent.md)). Where every
+choice has ended, what comes is the end: the usage, if it was asked for, and `[DONE]`.
+
+Events have no `id`, and `Last-Event-ID` is passed over. Such a header says how far a stream came,
+and not which tokens came: a gateway that holds nothing of finished or broken streams would have to
+draw all of them again, one step each, where `resume_from` costs one prefill; and one that kept them
+could not help after its own end, which is what streams break of.
 
 A gateway of several models has the first as its MODEL and the others as `--more-models NAME=MODEL`,
 each with its own tokenizer, queue and workers. Workers say themselves whose they are, by their

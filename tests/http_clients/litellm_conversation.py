@@ -7,17 +7,7 @@ from typing import Any
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would ask the internet, three times
 import litellm
-
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Paris", "Rome"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-WEATHER = {
-    "type": "function",
-    "function": {"name": "weather", "description": "of a city", "parameters": PARAMETERS},
-}
+from weather import WEATHER
 
 
 def complete(messages: list[Any], **options: Any) -> Any:

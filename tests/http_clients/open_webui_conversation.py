@@ -11,18 +11,9 @@ import sys
 from typing import Any
 
 import aiohttp
+from weather import WEATHER
 
 HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer none"}
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Paris", "Rome"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-WEATHER = {
-    "type": "function",
-    "function": {"name": "weather", "description": "of a city", "parameters": PARAMETERS},
-}
 
 
 async def stream(session: aiohttp.ClientSession, payload: dict[str, Any]) -> dict[str, Any]:
