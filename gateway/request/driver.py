@@ -55,6 +55,9 @@ OnAdmitted = Callable[[str], Awaitable[None]]
 #: The worker's link, and the first of the handles there.
 _Opened = tuple[WorkerLink, int]
 
+#: A method of the reducer that takes a worker's event: of which assignment and choice, and when.
+_Reduce = Callable[[Assignment, int, SequenceEvent, float], Sequence[Action]]
+
 
 @dataclass(frozen=True, slots=True)
 class RequestDeps:
@@ -177,11 +180,11 @@ class RequestDriver:
 
     # Events
 
-    def _on_event(self, assignment: Assignment, number: int, event: SequenceEvent) -> None:
-        self._perform(self.state.on_event(assignment, number, event, self._clock()))
-
-    def _on_source_event(self, assignment: Assignment, number: int, event: SequenceEvent) -> None:
-        self._perform(self.state.on_source_event(assignment, number, event, self._clock()))
+    def _on_event(
+        self, reduce: _Reduce, assignment: Assignment, number: int, event: SequenceEvent
+    ) -> None:
+        """reduce: the reducer's method for what the home reports, or for what the source does."""
+        self._perform(reduce(assignment, number, event, self._clock()))
 
     def _on_place(self, assignment: Assignment, place: Placement | BatonError) -> None:
         if isinstance(place, Placement):
@@ -227,11 +230,11 @@ class RequestDriver:
                 if not waiting.is_over:
                     self._waiting[assignment] = waiting
             case Open(assignment, placement, source):
-                sink, link = self._on_event, placement.home_link
-                self._homes[assignment] = self._open(assignment, link, source, sink)
+                reduce, link = self.state.on_event, placement.home_link
+                self._homes[assignment] = self._open(assignment, link, source, reduce)
             case OpenSource(assignment, link, ticket):
-                sink, source = self._on_source_event, KvSource.LOCAL
-                self._sources[assignment] = self._open(assignment, link, source, sink, ticket)
+                reduce, source = self.state.on_source_event, KvSource.LOCAL
+                self._sources[assignment] = self._open(assignment, link, source, reduce, ticket)
             case Pause(assignment, number):
                 link, first = self._homes[assignment]
                 link.pause(first + number)
@@ -272,10 +275,11 @@ class RequestDriver:
         assignment: Assignment,
         link: WorkerLink,
         source: KvSource,
-        on_event: Callable[[Assignment, int, SequenceEvent], None],
+        reduce: _Reduce,
         ticket: bytes = b"",
     ) -> _Opened:
-        sinks = [partial(on_event, assignment, n) for n in range(len(assignment.choices))]
+        numbers = range(len(assignment.choices))
+        sinks = [partial(self._on_event, reduce, assignment, n) for n in numbers]
         return link, link.open(assignment.spec, source, sinks, ticket)
 
     @staticmethod
