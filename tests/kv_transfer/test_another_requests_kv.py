@@ -21,7 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,8 +43,10 @@ from kv_transfer.ticket import (
     TicketAborted,
     TicketCommitted,
     TicketState,
-    encode_ticket,
+    common_fields,
     parse_ticket,
+    signed_ticket,
+    ticket_message,
 )
 from kv_transfer.transport.base import Connector
 from kv_transfer.transport.connector import make_connector
@@ -229,7 +231,7 @@ def assert_refused(done: SendDone) -> None:
 
 def test_a_ticket_that_nobody_offered(workers: Workers) -> None:
     theirs = workers.offer()
-    unknown = encode_ticket(parse_ticket(theirs.data), b"s" * 32)
+    unknown = signed_ticket(ticket_message(theirs.data), b"s" * 32)
     assert_refused(workers.prefill().hand_off(unknown, MINE))
     assert not workers.rig.target.data.any()
     victim = workers.prefill("p2", seed=2)
@@ -568,11 +570,16 @@ def test_two_decode_workers_with_one_address(
 ) -> None:
     """A ticket of d0's, whose address is now of another that has a ticket of this number, of the
     same request, even, and may have its name and boot number, as a copied machine has."""
-    offered = parse_ticket(workers.offer().data)
+    data = workers.offer().data
+    offered = parse_ticket(data)
     other = OtherDecode(workers, transport, identity, offered.ticket_id)
     try:
         theirs = other.offer()
-        misled = encode_ticket(replace(offered, endpoints=other.running.endpoints), b"q" * 32)
+        moved = common_fields(offered.owner, offered.layout, other.running.endpoints)
+        message = ticket_message(data)
+        del message.endpoints[:]
+        message.endpoints.extend(moved.endpoints)
+        misled = signed_ticket(message, b"q" * 32)
         assert workers.prefill().hand_off(misled, MINE).error is not None
         other.is_untouched()
         other.serve(theirs)

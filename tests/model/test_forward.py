@@ -10,7 +10,6 @@ import torch
 
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.torch_engine import TorchEngine
-from baton.engine.torch_kv_pool import TorchKvPool
 from baton.errors import EngineFault
 from baton.types import Sampling
 from tests.support.drive_engine import generate, token_ids
@@ -159,23 +158,6 @@ def test_layers_are_told_in_order_once_written(tiny_engine: MakeEngine) -> None:
         for first, count, layers in seen:
             assert torch.equal(layers, engine.kv.tensor[:3, first : first + count])
             assert layers[:2].abs().sum(dim=(2, 3, 4, 5)).all()
-
-
-def test_kv_is_marked_as_written_before_others_are_told_of_it(
-    tiny_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A device runs kernels later than they are called: KvPool.pack may wait only for those before
-    the mark."""
-    engine = tiny_engine(block_size=4, num_hidden_layers=4, layer_group_size=2)
-    assert isinstance(engine.kv, TorchKvPool)
-    seen: list[object] = []
-    monkeypatch.setattr(engine.kv, "wrote", lambda end=None: seen.append(("wrote", end)))
-    part = SequenceSlice(prompt(3), 0, (0,))
-    engine.forward(Batch((part,)), lambda first, count: seen.append((first, count)))
-    assert seen == [("wrote", 2), (0, 2), ("wrote", 4), (2, 2), ("wrote", None)]
-    seen.clear()
-    engine.forward(Batch((part,)))
-    assert seen == [("wrote", None)]
 
 
 def test_empty_batches_and_slices_without_rows(tiny_engine: MakeEngine) -> None:
