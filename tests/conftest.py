@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -53,6 +56,41 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory()
         config.add_cleanup(folder.cleanup)
         take_away(things, Path(folder.name))
+
+
+#: In a module whose tests are all slow.
+_ALL_ARE_SLOW = re.compile(r"^pytestmark = \[?pytest\.mark\.slow\b", re.MULTILINE)
+
+
+class _LeftOut(pytest.Module):
+    """A module that is not imported, so that what its imports cost is saved, too."""
+
+    def collect(self) -> list[pytest.Item | pytest.Collector]:
+        return []
+
+
+def pytest_pycollect_makemodule(
+    module_path: Path, parent: pytest.Collector
+) -> pytest.Module | None:
+    if parent.config.getoption("markexpr") != "not slow":
+        return None
+    if not _ALL_ARE_SLOW.search(module_path.read_text()):
+        return None
+    left_out: pytest.Module = _LeftOut.from_parent(parent, path=module_path)
+    return left_out
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported stays: the collector of garbage need not go through it, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        # Extensions complain of what is left when the interpreter ends.
+        atexit.register(gc.unfreeze)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

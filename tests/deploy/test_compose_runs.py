@@ -23,7 +23,8 @@ from tests.support.compose_file import ROOT, Localhost, entrypoint, services_of
 from tests.support.metrics_page import fetch_metrics, free_ports
 from tests.support.redis_server import redis_executable
 
-pytestmark = pytest.mark.slow
+# Eight interpreters start one after the other: minutes on a machine that does much else.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 KV_SOCKETS = "/run/baton-kv"
 

@@ -11,14 +11,10 @@ import pytest
 import pytest_asyncio
 from anthropic import AsyncAnthropic
 
-from baton.errors import InvalidRequest
-from gateway.http.chat_style import chat_style
-from gateway.http.messages import MessagesBody, MessagesFormat
-from gateway.http.requests import parsed
 from tests.openai_api.cases import KEY, MESSAGES, MODEL, World
 from tests.support.live_tiers import LiveSystem
 
-live = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 GREEDY: dict[str, Any] = {
     "model": MODEL,
@@ -50,171 +46,136 @@ async def client(system: LiveSystem) -> AsyncIterator[AsyncAnthropic]:
         yield made
 
 
-class TestLive:
-    pytestmark = live
-
-    async def test_a_conversation_in_a_message_out(
-        self, client: AsyncAnthropic, world: World
-    ) -> None:
-        message = await client.messages.create(messages=MESSAGES, **GREEDY)
-        (block,) = message.content
-        assert (block.type, block.text) == ("text", world.reply(MESSAGES))
-        assert (message.role, message.model, message.stop_reason) == (
-            "assistant",
-            MODEL,
-            "max_tokens",
-        )
-        usage = message.usage
-        num_prompt = usage.input_tokens + (usage.cache_read_input_tokens or 0)
-        assert (num_prompt, usage.output_tokens) == (len(world.chat_ids(MESSAGES)), 8)
-
-    async def test_a_stream(self, client: AsyncAnthropic, world: World) -> None:
-        kinds: list[str] = []
-        async with client.messages.stream(messages=MESSAGES, **GREEDY) as stream:
-            kinds += [event.type async for event in stream]
-            message = await stream.get_final_message()
-        (block,) = message.content
-        assert block.type == "text"
-        assert block.text == world.reply(MESSAGES)
-        assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 8)
-        assert kinds[:2] == ["message_start", "content_block_start"]
-        assert kinds[-1] == "message_stop"
-
-    async def test_system_and_blocks_of_text(self, client: AsyncAnthropic, world: World) -> None:
-        blocks: Any = [{"type": "text", "text": "say"}, {"type": "text", "text": "it"}]
-        message = await client.messages.create(
-            system=[{"type": "text", "text": "be brief"}],
-            messages=[{"role": "user", "content": blocks}],
-            **GREEDY,
-        )
-        chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "say\nit"}]
-        assert message.content[0].text == world.reply(chat)
-
-    async def test_an_assistant_message_at_the_end_is_continued(
-        self, client: AsyncAnthropic, world: World
-    ) -> None:
-        begun: Any = [*MESSAGES, {"role": "assistant", "content": "well"}]
-        message = await client.messages.create(messages=begun, **GREEDY)
-        before = f"<|im_start|>user\n{MESSAGES[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
-        assert message.content[0].text == world.completion(f"{before}well")
-
-    async def test_stop_sequences_and_a_schema(self, client: AsyncAnthropic) -> None:
-        schema = {"type": "json_schema", "schema": {"enum": ["one two three"]}}
-        options = {**GREEDY, "max_tokens": 64, "output_config": {"format": schema}}
-        message = await client.messages.create(messages=MESSAGES, **options)
-        assert json.loads(message.content[0].text) == "one two three"
-        assert message.stop_reason == "end_turn"
-        options["stop_sequences"] = ["two"]
-        message = await client.messages.create(messages=MESSAGES, **options)
-        assert message.content[0].text == '"one '
-        assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "two")
-
-    async def test_a_call_of_a_tool(self, client: AsyncAnthropic) -> None:
-        whole = await client.messages.create(**CALLING)
-        (block,) = whole.content
-        assert (block.type, block.name) == ("tool_use", "get_weather")
-        assert block.input["city"] in ("Oslo", "Rome")
-        assert whole.stop_reason == "tool_use"
-        async with client.messages.stream(**CALLING) as stream:
-            message = await stream.get_final_message()
-        assert message.content[0].input == block.input
-
-    async def test_a_call_and_its_answer(self, client: AsyncAnthropic, world: World) -> None:
-        conversation: Any = [
-            *MESSAGES,
-            {
-                "role": "assistant",
-                "content": [
-                    {"type": "tool_use", "id": "t1", "name": "clock", "input": {"zone": "CET"}}
-                ],
-            },
-            {
-                "role": "user",
-                "content": [
-                    {"type": "tool_result", "tool_use_id": "t1", "content": "noon"},
-                    {"type": "text", "text": "so?"},
-                ],
-            },
-        ]
-        message = await client.messages.create(messages=conversation, **GREEDY)
-        call = json.dumps({"name": "clock", "arguments": {"zone": "CET"}})
-        chat = [
-            *MESSAGES,
-            {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"},
-            {"role": "tool", "content": "noon"},
-            {"role": "user", "content": "so?"},
-        ]
-        assert message.content[0].text == world.reply(chat)
-
-    async def test_tokens_are_counted(self, client: AsyncAnthropic, world: World) -> None:
-        counted = await client.messages.count_tokens(model=MODEL, messages=MESSAGES)
-        assert counted.input_tokens == len(world.chat_ids(MESSAGES))
-
-    @pytest.mark.parametrize(
-        ("changed", "error", "kind", "shown"),
-        [
-            ({"model": "other"}, anthropic.NotFoundError, "not_found_error", "other"),
-            ({"max_tokens": 0}, anthropic.BadRequestError, "invalid_request_error", "max_tokens"),
-            (
-                {"extra_body": {"top_k": -3}},
-                anthropic.BadRequestError,
-                "invalid_request_error",
-                "top_k",
-            ),
-        ],
+async def test_a_conversation_in_a_message_out(client: AsyncAnthropic, world: World) -> None:
+    message = await client.messages.create(messages=MESSAGES, **GREEDY)
+    (block,) = message.content
+    assert (block.type, block.text) == ("text", world.reply(MESSAGES))
+    assert (message.role, message.model, message.stop_reason) == (
+        "assistant",
+        MODEL,
+        "max_tokens",
     )
-    async def test_errors_have_its_form(
-        self, client: AsyncAnthropic, changed: Any, error: Any, kind: str, shown: str
-    ) -> None:
-        with pytest.raises(error) as caught:
-            await client.messages.create(messages=MESSAGES, **{**GREEDY, **changed})
-        assert caught.value.body["type"] == "error"
-        assert caught.value.body["error"]["type"] == kind
-        assert shown in caught.value.body["error"]["message"]
+    usage = message.usage
+    num_prompt = usage.input_tokens + (usage.cache_read_input_tokens or 0)
+    assert (num_prompt, usage.output_tokens) == (len(world.chat_ids(MESSAGES)), 8)
 
-    async def test_a_wrong_key(self, system: LiveSystem) -> None:
-        async with AsyncAnthropic(
-            base_url=f"http://{system.http}", api_key="wrong", max_retries=0
-        ) as stranger:
-            with pytest.raises(anthropic.AuthenticationError) as caught:
-                await stranger.messages.create(messages=MESSAGES, **GREEDY)
-        assert caught.value.body["error"]["type"] == "authentication_error"
+
+async def test_a_stream(client: AsyncAnthropic, world: World) -> None:
+    kinds: list[str] = []
+    async with client.messages.stream(messages=MESSAGES, **GREEDY) as stream:
+        kinds += [event.type async for event in stream]
+        message = await stream.get_final_message()
+    (block,) = message.content
+    assert block.type == "text"
+    assert block.text == world.reply(MESSAGES)
+    assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 8)
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-1] == "message_stop"
+
+
+async def test_system_and_blocks_of_text(client: AsyncAnthropic, world: World) -> None:
+    blocks: Any = [{"type": "text", "text": "say"}, {"type": "text", "text": "it"}]
+    message = await client.messages.create(
+        system=[{"type": "text", "text": "be brief"}],
+        messages=[{"role": "user", "content": blocks}],
+        **GREEDY,
+    )
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "say\nit"}]
+    assert message.content[0].text == world.reply(chat)
+
+
+async def test_an_assistant_message_at_the_end_is_continued(
+    client: AsyncAnthropic, world: World
+) -> None:
+    begun: Any = [*MESSAGES, {"role": "assistant", "content": "well"}]
+    message = await client.messages.create(messages=begun, **GREEDY)
+    before = f"<|im_start|>user\n{MESSAGES[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+    assert message.content[0].text == world.completion(f"{before}well")
+
+
+async def test_stop_sequences_and_a_schema(client: AsyncAnthropic) -> None:
+    schema = {"type": "json_schema", "schema": {"enum": ["one two three"]}}
+    options = {**GREEDY, "max_tokens": 64, "output_config": {"format": schema}}
+    message = await client.messages.create(messages=MESSAGES, **options)
+    assert json.loads(message.content[0].text) == "one two three"
+    assert message.stop_reason == "end_turn"
+    options["stop_sequences"] = ["two"]
+    message = await client.messages.create(messages=MESSAGES, **options)
+    assert message.content[0].text == '"one '
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "two")
+
+
+async def test_a_call_of_a_tool(client: AsyncAnthropic) -> None:
+    whole = await client.messages.create(**CALLING)
+    (block,) = whole.content
+    assert (block.type, block.name) == ("tool_use", "get_weather")
+    assert block.input["city"] in ("Oslo", "Rome")
+    assert whole.stop_reason == "tool_use"
+    async with client.messages.stream(**CALLING) as stream:
+        message = await stream.get_final_message()
+    assert message.content[0].input == block.input
+
+
+async def test_a_call_and_its_answer(client: AsyncAnthropic, world: World) -> None:
+    conversation: Any = [
+        *MESSAGES,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "tool_use", "id": "t1", "name": "clock", "input": {"zone": "CET"}}
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": "noon"},
+                {"type": "text", "text": "so?"},
+            ],
+        },
+    ]
+    message = await client.messages.create(messages=conversation, **GREEDY)
+    call = json.dumps({"name": "clock", "arguments": {"zone": "CET"}})
+    chat = [
+        *MESSAGES,
+        {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"},
+        {"role": "tool", "content": "noon"},
+        {"role": "user", "content": "so?"},
+    ]
+    assert message.content[0].text == world.reply(chat)
+
+
+async def test_tokens_are_counted(client: AsyncAnthropic, world: World) -> None:
+    counted = await client.messages.count_tokens(model=MODEL, messages=MESSAGES)
+    assert counted.input_tokens == len(world.chat_ids(MESSAGES))
 
 
 @pytest.mark.parametrize(
-    ("changed", "field"),
+    ("changed", "error", "kind", "shown"),
     [
-        ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": "8"}, "max_tokens"),
-        ({"messages": "hi"}, "messages"),
-        ({"messages": []}, "messages"),
-        ({"messages": [3]}, "messages[0]"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"model": "other"}, anthropic.NotFoundError, "not_found_error", "other"),
+        ({"max_tokens": 0}, anthropic.BadRequestError, "invalid_request_error", "max_tokens"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "messages[0].content[0].type",
+            {"extra_body": {"top_k": -3}},
+            anthropic.BadRequestError,
+            "invalid_request_error",
+            "top_k",
         ),
-        ({"messages": [{"role": "user", "content": [7]}]}, "messages[0].content[0].type"),
-        ({"system": [{"type": "text"}]}, "system[0].type"),
-        ({"stop_sequences": "x"}, "stop_sequences"),
-        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type"),
-        ({"tools": [{"name": "w"}]}, "tools[0].input_schema"),
-        ({"tools": [{**WEATHER, "description": 3}]}, "tools[0].description"),
-        ({"tool_choice": {"type": "some"}}, "tool_choice"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name"),
-        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
-        ({"output_config": {"format": 3}}, "output_config.format"),
-        ({"container": "c"}, "container"),
     ],
 )
-def test_what_is_wrong_is_named_as_this_api_names_it(changed: Any, field: str) -> None:
-    body = {"messages": MESSAGES, "max_tokens": 8, **changed}
-    with pytest.raises(InvalidRequest) as caught:
-        MessagesFormat(
-            parsed(MessagesBody, json.dumps(body).encode()),
-            lambda token_id: b"%d" % token_id,
-            chat_style("", "auto", "auto"),
-        )
-    assert caught.value.violations[0].field == field
+async def test_errors_have_its_form(
+    client: AsyncAnthropic, changed: Any, error: Any, kind: str, shown: str
+) -> None:
+    with pytest.raises(error) as caught:
+        await client.messages.create(messages=MESSAGES, **{**GREEDY, **changed})
+    assert caught.value.body["type"] == "error"
+    assert caught.value.body["error"]["type"] == kind
+    assert shown in caught.value.body["error"]["message"]
+
+
+async def test_a_wrong_key(system: LiveSystem) -> None:
+    async with AsyncAnthropic(
+        base_url=f"http://{system.http}", api_key="wrong", max_retries=0
+    ) as stranger:
+        with pytest.raises(anthropic.AuthenticationError) as caught:
+            await stranger.messages.create(messages=MESSAGES, **GREEDY)
+    assert caught.value.body["error"]["type"] == "authentication_error"

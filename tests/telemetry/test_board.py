@@ -156,11 +156,13 @@ def test_the_boards_panels_do_not_overlap() -> None:
         cells |= own
 
 
+@pytest.mark.slow
 def test_an_unknown_metric_would_be_an_empty_panel(scrapes: tuple[Scrape, Scrape]) -> None:
     assert not has_data(evaluate("sum(rate(baton_renamed_total[1]))", *scrapes))
     assert not has_data(evaluate("histogram_quantile(0.5, sum by (le) (nothing))", *scrapes))
 
 
+@pytest.mark.slow
 def test_vllms_names_are_there_and_agree(scrapes: tuple[Scrape, Scrape]) -> None:
     new = scrapes[1]
     assert {name for name, _ in new.samples} >= VLLM_NAMES
@@ -179,6 +181,7 @@ def test_vllms_names_are_there_and_agree(scrapes: tuple[Scrape, Scrape]) -> None
         assert list(evaluate(ours, *scrapes).values()) != [0.0]
 
 
+@pytest.mark.slow
 def test_the_parts_of_the_first_token_add_up_in_the_histograms(
     scrapes: tuple[Scrape, Scrape],
 ) -> None:
@@ -193,6 +196,7 @@ def test_the_parts_of_the_first_token_add_up_in_the_histograms(
     assert phases == {"queue", "tokenize", "reserve", "prefill", "transfer_exposed", "first_step"}
 
 
+@pytest.mark.slow
 def test_blocks_are_never_orphaned(scrapes: tuple[Scrape, Scrape]) -> None:
     orphaned = evaluate("sum(baton_kv_orphan_blocks)", *scrapes)
     assert list(orphaned.values()) == [0.0]
