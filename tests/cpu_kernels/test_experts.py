@@ -98,3 +98,6 @@ def test_no_token_at_all(generator: torch.Generator) -> None:
     chosen, weights = route(torch.zeros(0, NUM_EXPERTS), None, ROUTINGS["softmax"])
     parts = grouped_linear(torch.zeros(0, NUM_IN), chosen, experts, 3)
     assert combine(parts, weights, None, None).shape == (0, NUM_OUT)
+    chosen, weights = route.twin(torch.zeros(0, NUM_EXPERTS), None, ROUTINGS["groups"])
+    parts = grouped_linear.twin(torch.zeros(0, NUM_IN), chosen, experts, 4)
+    assert combine.twin(parts, weights, None, None).shape == (0, NUM_OUT)
