@@ -212,7 +212,18 @@ class DraftCurve:
             return
         self.num_steps_since_plain += 1
         self._drafted[rounded(num_drafts, 3)].add(seconds / self._plain.value, num_drafts)
-        self._fit()
+        # The rising curve from 1 nearest to the ratios in least squares (pool adjacent violators).
+        groups: list[tuple[float, int, list[float]]] = []
+        for timings in sorted(self._drafted.values(), key=attrgetter("size")):
+            mean, weight, sizes = max(1.0, timings.value), len(timings.last), [timings.size]
+            while groups and groups[-1][0] >= mean:
+                other_mean, other_weight, other_sizes = groups.pop()
+                mean = (mean * weight + other_mean * other_weight) / (weight + other_weight)
+                weight += other_weight
+                sizes = other_sizes + sizes
+            groups.append((mean, weight, sizes))
+        self._sizes = [0.0, *(size for _, _, sizes in groups for size in sizes)]
+        self._ratios = [1.0, *(mean for mean, _, sizes in groups for _ in sizes)]
 
     def seconds(self, num_drafts: int) -> float:
         """Seconds of a step with so many drafts."""
@@ -229,18 +240,3 @@ class DraftCurve:
             share = (num_drafts - sizes[place - 1]) / (sizes[place] - sizes[place - 1])
             ratio = ratios[place - 1] + share * (ratios[place] - ratios[place - 1])
         return self._plain.value * ratio
-
-    def _fit(self) -> None:
-        """The rising curve from 1 nearest to the ratios in least squares (pool adjacent
-        violators)."""
-        groups: list[tuple[float, int, list[float]]] = []
-        for timings in sorted(self._drafted.values(), key=attrgetter("size")):
-            mean, weight, sizes = max(1.0, timings.value), len(timings.last), [timings.size]
-            while groups and groups[-1][0] >= mean:
-                other_mean, other_weight, other_sizes = groups.pop()
-                mean = (mean * weight + other_mean * other_weight) / (weight + other_weight)
-                weight += other_weight
-                sizes = other_sizes + sizes
-            groups.append((mean, weight, sizes))
-        self._sizes = [0.0, *(size for _, _, sizes in groups for size in sizes)]
-        self._ratios = [1.0, *(mean for mean, _, sizes in groups for _ in sizes)]
