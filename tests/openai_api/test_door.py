@@ -311,6 +311,11 @@ async def test_a_gateway_without_workers_says_when_to_come_again(tmp_path: Path)
         assert response.status == 503
         assert int(response.getheader("retry-after") or "0") >= 1
         assert json.loads(body)["error"]["type"] == "server_error"
+        # What lacks its end alone wants no worker.
+        so_far = {"token_ids": [5], "num_chars": 1, "has_ended": True}
+        ended = {**asked, "seed": 1, "stream": True, "resume_from": [so_far]}
+        response, body = await fetch(report.http_address, "/v1/completions", ended)
+        assert (response.status, body) == (200, b"data: [DONE]\n\n")
 
 
 async def test_a_full_queue_and_a_time_that_is_over(tmp_path: Path) -> None:
