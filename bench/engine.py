@@ -1,31 +1,27 @@
 """The engine alone on the CPU, beside the machine's roof: time of a decode step and of a prompt.
 
     python -m bench.engine [--model NAME ...] [--dtype NAME ...] [--rounds 5] [--threads N]
-        [--twins] [--json FILE]
+        [--json FILE]
 
 The floor is the least time that a step or a prompt can take on this machine by the roof measured in
 this run: weights and KV read once at the read roof, or its operations at the roof of products,
 which is that of the CPU level, whichever is longer. A model that fits the cache can be faster.
 Rounds alternate with those of the roof; times are medians over all steps of all rounds. Models: see
-bench/peers/models.py. --twins measures Baton without its native kernels beside it. Peers: see
-bench.peers.
+bench/peers/models.py. Peers: see bench.peers.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from baton.model.config import ModelConfig, read_config
 from baton.model.memory_plan import num_parameters
 from bench.machine import document_of, now, publish
-from bench.peers.comparison import Case, Result, data_of, run_case, show_progress, use_cores
-from bench.peers.models import NAMES, checkpoint
+from bench.peers.comparison import Case, Result, data_of, parser_of, run_cases
+from bench.peers.models import checkpoint
 from bench.peers.task import Task
 from bench.roof import Roof
 from bench.suite.engine_tables import engine_table
@@ -100,23 +96,14 @@ def floors_data(results: Sequence[Result]) -> dict[str, list[dict[str, Any]]]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", nargs="+", choices=NAMES, default=["box", "125m", "1.1b"])
-    parser.add_argument("--dtype", nargs="+", choices=_DTYPES, default=list(_DTYPES))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--twins", action="store_true")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    contenders = ("baton", "baton-twins") if given.twins else ("baton",)
+    given = parser_of(__doc__, ("box", "125m", "1.1b"), _DTYPES).parse_args()
     started = now()
-    use_cores(given.threads)
-    results = []
-    for model in given.model:
-        for dtype in given.dtype:
-            case = Case(model, dtype, contenders, _TASKS[model])
-            results.append(run_case(case, given.rounds, given.threads))
-            show_progress(case, results[-1])
+    cases = {
+        Case(model, dtype, ("baton",), _TASKS[model]): given.rounds
+        for model in given.model
+        for dtype in given.dtype
+    }
+    results = run_cases(cases, given.threads)
     data = {"num_threads": given.threads, **data_of(results), **floors_data(results)}
     publish(document_of("bench.engine", started, data), given.json, engine_table)
 

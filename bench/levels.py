@@ -12,8 +12,8 @@ level: see bench/peers/setup.sh. Times are medians over all steps of all rounds,
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +21,7 @@ from pathlib import Path
 from baton_kernels.cpu.library import levels_of_machine
 from bench.engine import floors_data
 from bench.machine import document_of, level_environment, now, publish
-from bench.peers.comparison import Case, data_of, run_case, show_progress, use_cores
+from bench.peers.comparison import Case, data_of, parser_of, run_cases
 from bench.peers.models import peer_versions
 from bench.peers.task import Task
 from bench.suite.engine_tables import levels_table
@@ -42,13 +42,11 @@ _CONTENDERS = {
 
 def measure_level(given: argparse.Namespace) -> dict[str, object]:
     """Of the level of this process: figures, their floors, roofs, and who is missing."""
-    results = []
-    for model in given.model:
-        for dtype in given.dtype:
-            contenders = tuple(name for name in _CONTENDERS[dtype] if name in given.contender)
-            case = Case(model, dtype, contenders, _TASKS[model])
-            results.append(run_case(case, given.rounds, given.threads))
-            show_progress(case, results[-1])
+    cases = {}
+    for model, dtype in itertools.product(given.model, given.dtype):
+        contenders = tuple(name for name in _CONTENDERS[dtype] if name in given.contender)
+        cases[Case(model, dtype, contenders, _TASKS[model])] = given.rounds
+    results = run_cases(cases, given.threads)
     return {**data_of(results), **floors_data(results)}
 
 
@@ -72,19 +70,12 @@ def _in_process(level: str, given: argparse.Namespace) -> dict[str, object]:
 def main() -> None:
     """Measure, and print."""
     levels = levels_of_machine()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__, ("box", "125m"), tuple(_CONTENDERS))
     parser.add_argument("--level", nargs="+", choices=levels, default=levels)
-    parser.add_argument("--model", nargs="+", choices=tuple(_TASKS), default=["box", "125m"])
-    dtypes = tuple(_CONTENDERS)
-    parser.add_argument("--dtype", nargs="+", choices=dtypes, default=list(dtypes))
     names = _CONTENDERS["bfloat16"]
     parser.add_argument("--contender", nargs="+", choices=names, default=names)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--within", choices=levels, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    use_cores(given.threads)
     if given.within:
         json.dump(measure_level(given), sys.stdout)
         return

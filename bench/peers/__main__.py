@@ -1,4 +1,4 @@
-"""Baton's engine and service beside llama.cpp and transformers, on the same weights, prompts and
+"""Baton's engine beside llama.cpp and transformers, on the same weights, prompts and
 cores, by turns.
 
     python -m bench.peers [--peer NAME ...] [--model NAME ...] [--dtype NAME ...] [--rounds 5]
@@ -12,14 +12,11 @@ share of each answer before the first token that differs from transformers'.
 
 from __future__ import annotations
 
-import argparse
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from bench.machine import document_of, now, publish
-from bench.peers.comparison import Case, data_of, run_case, show_progress, use_cores
-from bench.peers.models import NAMES, peer_versions
+from bench.peers.comparison import Case, data_of, parser_of, run_cases
+from bench.peers.models import peer_versions
 from bench.peers.processes import CONTENDERS, INT8
 from bench.peers.task import Task
 from bench.suite.engine_tables import peers_table
@@ -42,15 +39,14 @@ _DTYPES = {
 
 
 def cases_of(models: Sequence[str], dtypes: Sequence[str], peers: Sequence[str]) -> list[Case]:
-    """Baton's two, and those of `peers` that run the type."""
-    contenders = [name for name in CONTENDERS if name.startswith("baton") or name in peers]
+    """Baton, and those of `peers` that run the type."""
+    contenders = [name for name in CONTENDERS if name == "baton" or name in peers]
     cases = []
     for model in models:
         for dtype in _DTYPES[model]:
-            able = [name for name in contenders if dtype != "int8" or name in INT8]
+            able = tuple(name for name in contenders if dtype != "int8" or name in INT8)
             if dtype in dtypes:
-                chosen = tuple(name for name in able if name != "baton-twins")
-                cases.append(Case(model, dtype, chosen, _TASKS[model]))
+                cases.append(Case(model, dtype, able, _TASKS[model]))
     return cases
 
 
@@ -61,26 +57,16 @@ def rounds_of(case: Case, num_rounds: int) -> int:
 
 def main() -> None:
     """Measure and print."""
-    peers = [name for name in CONTENDERS if not name.startswith("baton")]
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    peers = [name for name in CONTENDERS if name != "baton"]
+    parser = parser_of(__doc__, ("box", "125m", "1.1b"), ("float32", "bfloat16", "int8"))
     parser.add_argument("--peer", nargs="+", choices=peers, default=peers)
-    parser.add_argument("--model", nargs="+", choices=NAMES, default=["box", "125m", "1.1b"])
-    parser.add_argument(
-        "--dtype",
-        nargs="+",
-        choices=("float32", "bfloat16", "int8"),
-        default=["float32", "bfloat16", "int8"],
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     started = now()
-    use_cores(given.threads)
-    results = []
-    for case in cases_of(given.model, given.dtype, given.peer):
-        results.append(run_case(case, rounds_of(case, given.rounds), given.threads))
-        show_progress(case, results[-1])
+    cases = {
+        case: rounds_of(case, given.rounds)
+        for case in cases_of(given.model, given.dtype, given.peer)
+    }
+    results = run_cases(cases, given.threads)
     data = {"num_threads": given.threads, **data_of(results)}
     document = document_of("bench.peers", started, data)
     document["versions"] |= peer_versions()

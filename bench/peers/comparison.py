@@ -3,17 +3,19 @@ same run out."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import torch
 
 from bench.peers.figures import Figure, figure_of
-from bench.peers.models import PeerMissing
+from bench.peers.models import NAMES, PeerMissing
 from bench.peers.processes import Asked, ask_all, command_of
 from bench.peers.task import Task
 from bench.roof import Roof, measure_roof
@@ -81,13 +83,32 @@ def _figures(case: Case, asked: Asked) -> Iterator[Figure]:
                 yield figure_of(case.model, case.dtype, name, task, by_task[task], reference)
 
 
-def use_cores(num_threads: int) -> None:
-    """This process and all that it starts from now on run on the first of the cores that it may
-    use: one for each thread."""
+def parser_of(
+    doc: str | None, models: Sequence[str], dtypes: Sequence[str]
+) -> argparse.ArgumentParser:
+    """Options of a program that runs cases: models, types, rounds, threads, and where the result
+    goes. doc: the program's own. models: by default."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else None)
+    parser.add_argument("--model", nargs="+", choices=NAMES, default=models)
+    parser.add_argument("--dtype", nargs="+", choices=dtypes, default=dtypes)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--json", type=Path)
+    return parser
+
+
+def run_cases(cases: Mapping[Case, int], num_threads: int) -> list[Result]:
+    """Each case in so many rounds. This process and all that it starts run on the first of the
+    cores that it may use, one for each thread."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:num_threads])
+    results = []
+    for case, num_rounds in cases.items():
+        results.append(run_case(case, num_rounds, num_threads))
+        _show(case, results[-1])
+    return results
 
 
-def show_progress(case: Case, result: Result) -> None:
+def _show(case: Case, result: Result) -> None:
     """On stderr, a line for each figure and for each contender without one."""
     for figure in result.figures:
         times = f"prompt {figure.prompt_ms:.1f} ms, step {figure.step_ms:.2f} ms"

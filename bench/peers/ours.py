@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from unittest.mock import patch
+from collections.abc import Sequence
 
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.load_engine import load_engine
@@ -81,13 +79,3 @@ def next_tokens(
         for tokens, start, table in parts
     )
     return [samples[0].token_id for samples in engine.forward(Batch(slices))]
-
-
-@contextmanager
-def without_native_kernels() -> Iterator[None]:
-    """Baton as it runs where no native library can be had."""
-    places = ("dispatch", "cpu.linear", "cpu.int_linear")
-    with ExitStack() as stack:
-        for place in places:
-            stack.enter_context(patch(f"baton_kernels.{place}.library", lambda: None))
-        yield

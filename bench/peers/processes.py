@@ -17,11 +17,8 @@ from bench.peers.models import checkpoint, gguf_file, peers_python
 from bench.peers.task import Answer, Task
 
 #: Those that run quantised weights.
-INT8 = ("baton", "baton-service", "llama.cpp")
-CONTENDERS = (
-    *("baton", "baton-service", "baton-twins"),
-    *("llama.cpp", "transformers", "continuous-batching"),
-)
+INT8 = ("baton", "llama.cpp")
+CONTENDERS = ("baton", "llama.cpp", "transformers", "continuous-batching")
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -39,8 +36,6 @@ def command_of(contender: str, model: str, dtype: str, num_threads: int) -> list
     folder = str(checkpoint(model, dtype))
     # What is quantised names its own types; what computes beside it is bfloat16.
     loaded_as = "bfloat16" if dtype == "int8" else dtype
-    if contender == "baton-service":
-        return [sys.executable, "-m", "bench.peers.service", folder, loaded_as, threads]
     return [sys.executable, "-m", "bench.peers.contender", contender, folder, loaded_as, threads]
 
 

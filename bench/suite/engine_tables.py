@@ -41,45 +41,24 @@ def engine_table(document: Mapping[str, Any]) -> str:
         *("Model", "Weights", "B", "Context", "Step, ms", "Floor / step"),
         *("Prompt, ms", "Floor / prompt"),
     )
-    ours = [(f, floor) for f, floor in pairs if f["contender"] == "baton"]
     steps = {
         f["model"]: floor["step_ms"] / f["step_ms"]
-        for f, floor in ours
+        for f, floor in pairs
         if f["dtype"] == "bfloat16" and f["batch"] == 1 and f["model"] in _LARGE
     }
     prompts = {
         f["model"]: floor["prompt_ms"] / f["prompt_ms"]
-        for f, floor in ours
+        for f, floor in pairs
         if f["dtype"] == "bfloat16" and f["context"] == 512 and f["batch"] == 1
     }
     goals = [
         goal_line(_STEP, steps),
         goal_line(_PROMPT, prompts),
-        goal_line(_INT8, _int8_gains([f for f, _ in ours]), " times"),
+        goal_line(_INT8, _int8_gains(document["figures"]), " times"),
     ]
     threads = f"{document['num_threads']} threads, each on a core."
     parts = [about(document), threads, _roofs(document)]
     return "\n\n".join([" ".join(parts), table(headings, rows), "\n".join(goals)])
-
-
-def profile_table(document: Mapping[str, Any]) -> str:
-    """Milliseconds of a decode step's parts, by bench.step_profile."""
-    floors, parts = document["floors_ms"], document["parts_ms"]
-    rows = [_profile_row(part, floors[part], ms) for part, ms in parts.items()]
-    rows.append(_profile_row("All parts", sum(floors.values()), sum(parts.values())))
-    what = (
-        f"{document['model']}, {document['dtype']}, one sequence, "
-        f"context {document['context']} in the mean, {document['num_threads']} threads, "
-        f"roof {document['roof']['read_bytes_per_s'] / 1e9:.1f} GB/s. "
-        f"A step that nobody looks into took {number(document['step_ms'])} ms."
-    )
-    headings = ("Part", "Floor, ms", "Time, ms", "Above its floor, ms")
-    return "\n\n".join([f"{about(document)} {what}", table(headings, rows)])
-
-
-def _profile_row(part: str, floor_ms: float, ms: float) -> list[str]:
-    floor = number(floor_ms) if floor_ms else "-"
-    return [part, floor, number(ms), number(ms - floor_ms)]
 
 
 def _engine_row(figure: Figure, floor: Mapping[str, Any]) -> list[str]:
@@ -195,7 +174,7 @@ def _losses(figures: Sequence[Figure], engine: Mapping[Any, Figure]) -> Iterator
         f"{f['model']} {f['dtype']}, {f['batch']} x {f['context']}, {what} by {f['contender']} "
         f"({engine[_task(f)][key] / f[key]:.2f} times as fast)"
         for f in figures
-        if _task(f) in engine and not f["contender"].startswith("baton")
+        if _task(f) in engine
         for what, key in (("a step", "step_ms"), ("a prompt", "prompt_ms"))
         if f[key] < engine[_task(f)][key]
     ]

@@ -11,7 +11,6 @@ from bench.suite.engine_tables import (
     engine_table,
     levels_table,
     peers_table,
-    profile_table,
 )
 from bench.suite.host_tables import ahead_table, gateway_table, scheduler_table
 from bench.suite.split_tables import split_table
@@ -86,13 +85,6 @@ SECTIONS = (
             *("--contender", "baton"),
         ),
         tables={"engine-levels": levels_table},
-    ),
-    Section(
-        name="step-profile",
-        module="bench.step_profile",
-        arguments=(),
-        quick=("--model", "tiny", "--context", "20", "--steps", "3", "--threads", "1"),
-        tables={"step-profile": profile_table},
     ),
     Section(
         name="peers",

@@ -123,7 +123,7 @@ def test_baton_writes_what_generate_writes_in_float32(model: str) -> None:
 
 @pytest.mark.slow
 def test_a_contender_of_this_environment_answers(model: str) -> None:
-    command = [sys.executable, "-m", "bench.peers.contender", "baton-twins", model, "float32", "1"]
+    command = [sys.executable, "-m", "bench.peers.contender", "baton", model, "float32", "1"]
     with contender_process(command) as process:
         answer = process.ask(TASK)
     assert answer.token_ids == BatonContender(model, "float32").run(TASK).token_ids
@@ -133,7 +133,7 @@ def test_a_contender_of_this_environment_answers(model: str) -> None:
 def test_only_those_who_can_run_int8() -> None:
     cases = cases_of(["box"], ["bfloat16", "int8"], ["llama.cpp", "transformers"])
     whole, rounded = cases
-    assert whole.contenders == ("baton", "baton-service", "llama.cpp", "transformers")
+    assert whole.contenders == ("baton", "llama.cpp", "transformers")
     assert set(rounded.contenders) <= set(INT8)
     assert "llama.cpp" in rounded.contenders
 

@@ -115,10 +115,6 @@ def test_losses_to_a_peer_are_told_as_plainly_as_gains() -> None:
     assert "No peer is faster" in peers(ours, figure("llama.cpp", 12.0))
 
 
-def test_the_service_is_no_peer_of_the_engine() -> None:
-    assert "No peer is faster" in peers(figure("baton", 10.0), figure("baton-service", 9.0))
-
-
 def test_continuous_batching_is_compared_at_eight() -> None:
     told = peers(
         figure("baton", 10.0, batch=8),
