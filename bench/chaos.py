@@ -21,18 +21,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from baton.check.fault_load import (
     FaultResult,
@@ -47,8 +45,9 @@ from baton.client import AsyncClient
 from baton.config import ServeOptions
 from bench.chaos_faults import FAULTS, LinkedScene
 from bench.fault_proxy import ProxiedCluster
-from bench.machine import describe_commit, describe_machine, describe_versions
+from bench.machine import BUNDLED_MODEL, document_of, now, publish
 from bench.oracle_requests import OracleRequest, draw_request
+from bench.suite.markdown import table
 
 STEP_MS = 16.0
 CHUNK_TOKENS = 128
@@ -68,7 +67,7 @@ async def chaos(
 ) -> tuple[list[FaultResult], int]:
     """Results by fault, and blocks leaked, once `num_streams` streams lived through a fault."""
     options = ServeOptions(
-        model="models/baton-py-6m",
+        model=BUNDLED_MODEL,
         engine="oracle",
         generation_config="none",
         oracle_step_ms=STEP_MS,
@@ -121,33 +120,17 @@ def judge(records: Sequence[StreamRecord[OracleRequest]]) -> None:
             record.judge(right)
 
 
-def table_of(results: Sequence[FaultResult]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in (
-        "fault",
-        "times",
-        "streams",
-        "resumed",
-        "errors",
-        "wrong",
-        "gap p50",
-        "p99",
-        "longest, s",
-    ):
-        table.add_column(heading, justify="left" if heading == "fault" else "right")
-    for result in results:
-        table.add_row(
-            result.fault,
-            str(result.num_faults),
-            str(result.num_streams),
-            str(result.num_resumed),
-            str(result.num_errors),
-            str(result.num_wrong),
-            f"{result.gap_p50_s:.2f}",
-            f"{result.gap_p99_s:.2f}",
-            f"{result.longest_s:.2f}",
+def table_of(document: Mapping[str, Any]) -> str:
+    """Markdown, a line for each fault."""
+    headings = ("Fault", "Times", "Streams through it", "Resumed", "Errors", "Wrong")
+    rows = []
+    for found in document["faults"]:
+        counts = ("num_faults", "num_streams", "num_resumed", "num_errors", "num_wrong")
+        gaps = (found["gap_p50_s"], found["gap_p99_s"], found["longest_s"])
+        rows.append(
+            [found["fault"], *(str(found[key]) for key in counts), *(f"{gap:.2f}" for gap in gaps)]
         )
-    return table
+    return table((*headings, "Gap p50, s", "p99, s", "Longest, s"), rows)
 
 
 def main() -> int:
@@ -158,6 +141,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="faults that have this in their names")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    started = now()
     console = Console()
     faults = [fault for fault in FAULTS if arguments.only in fault.name]
     if not faults:
@@ -165,19 +149,11 @@ def main() -> int:
     results, num_leaked = asyncio.run(
         chaos(faults, arguments.num_streams, arguments.concurrency, arguments.seed, console)
     )
-    console.print(table_of(results))
     num_wrong = sum(result.num_wrong for result in results)
     console.print(f"wrong streams: {num_wrong}; blocks leaked: {num_leaked}")
     console.print(f"longest re-prefill: {REPREFILL_S:.3f} s")
-    if arguments.json:
-        document: dict[str, Any] = {
-            "machine": describe_machine(),
-            "versions": describe_versions(),
-            "commit": describe_commit(),
-            "faults": [asdict(result) for result in results],
-            "num_leaked_blocks": num_leaked,
-        }
-        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
+    data = {"faults": [asdict(one) for one in results], "num_leaked_blocks": num_leaked}
+    publish(document_of("bench.chaos", started, data), arguments.json, table_of)
     return 1 if num_wrong or num_leaked else 0
 
 

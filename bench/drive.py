@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from baton.client import AsyncClient, Chunk, SamplingParams
@@ -19,21 +20,6 @@ from bench.measure import Record, Slo, summarise
 from bench.plan import LoadOptions, Run, entries_of, load_of, runs_of
 from bench.report import Point
 from bench.workload import LoadRequest, TraceEntry
-
-
-@dataclass(slots=True)
-class Progress:
-    """What has happened so far; kept by `drive`, read by whoever shows it."""
-
-    num_requests: int
-    num_sent: int = 0
-    num_done: int = 0
-    num_failed: int = 0
-    num_output_tokens: int = 0
-
-    @property
-    def num_running(self) -> int:
-        return self.num_sent - self.num_done
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +34,11 @@ class DriveOptions:
 
 
 async def drive(
-    client: AsyncClient,
-    requests: Sequence[LoadRequest],
-    options: DriveOptions,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    client: AsyncClient, requests: Sequence[LoadRequest], options: DriveOptions
 ) -> tuple[Record, ...]:
     """Send all requests, each at its time, and measure them; in their order. A failed one is a
-    record, too.
-
-    on_progress: called at each change, with one and the same object.
-    """
+    record, too."""
     loop = asyncio.get_running_loop()
-    progress = Progress(len(requests))
     start_s = loop.time()
 
     def now() -> float:
@@ -68,14 +47,7 @@ async def drive(
     async def run(request: LoadRequest) -> Record:
         # The one kind of sleep that an open loop is made of.
         await asyncio.sleep(request.due_s - now())
-        progress.num_sent += 1
-        on_progress(progress)
-        record = await _measure(client, request, options, now)
-        progress.num_done += 1
-        progress.num_failed += not record.is_complete
-        progress.num_output_tokens += record.num_output_tokens
-        on_progress(progress)
-        return record
+        return await _measure(client, request, options, now)
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(run(request)) for request in requests]
@@ -106,25 +78,14 @@ async def _measure(
                 last = chunk
     except BatonError as failure:
         error = failure.reason
-    return _record(request, sent_s, now(), tuple(pieces), error, last)
-
-
-def _record(
-    request: LoadRequest,
-    sent_s: float,
-    end_s: float,
-    pieces: tuple[tuple[float, int], ...],
-    error: str,
-    last: Chunk | None,
-) -> Record:
     usage = last.usage if last else None
     timing = last.timing if last else None
     return Record(
         due_s=request.due_s,
         sent_s=sent_s,
-        end_s=end_s,
+        end_s=now(),
         num_prompt_tokens=len(request.prompt_token_ids),
-        pieces=pieces,
+        pieces=tuple(pieces),
         error=error,
         num_cached_tokens=max(usage.cached_tokens, usage.decode_cached_tokens) if usage else 0,
         transfer_bytes=timing.transfer_bytes if timing else 0,
@@ -169,11 +130,15 @@ def apart_options(model: str, settings: Mapping[str, object]) -> dict[str, Serve
 
 
 @asynccontextmanager
-async def started(clusters: Mapping[str, ServeOptions]) -> AsyncIterator[dict[str, AsyncClient]]:
-    """Start the clusters, one after the other, and yield a client of each, by name. Raises
-    StartupError."""
+async def started(
+    clusters: Mapping[str, ServeOptions], given: str | None = None
+) -> AsyncIterator[dict[str, AsyncClient]]:
+    """Start the clusters, one after the other, and yield a client of each, by name. given: address
+    of a gateway that runs already. Raises StartupError."""
     async with AsyncExitStack() as stack:
         clients = {}
+        if given:
+            clients[GIVEN] = await stack.enter_async_context(AsyncClient(given, max_retries=0))
         for name, options in clusters.items():
             cluster = await stack.enter_async_context(Cluster(options))
             clients[name] = await stack.enter_async_context(
@@ -182,17 +147,8 @@ async def started(clusters: Mapping[str, ServeOptions]) -> AsyncIterator[dict[st
         yield clients
 
 
-@asynccontextmanager
-async def connected(address: str) -> AsyncIterator[dict[str, AsyncClient]]:
-    """A client of a gateway that runs already."""
-    async with AsyncClient(address, max_retries=0) as client:
-        yield {GIVEN: client}
-
-
 #: Requests that are sent one after the other before the first run on a target, and not measured.
 NUM_WARM_UP = 3
-
-Targets = AbstractAsyncContextManager[dict[str, AsyncClient]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,27 +159,25 @@ class Session:
     rates: tuple[float | None, ...]
     num_repetitions: int
     slo: Slo
-    timeout_s: float
 
 
-async def measure(
-    session: Session, targets: Targets, show: Callable[[Run, Progress], None]
-) -> tuple[Point, ...]:
-    """Run all of a session. show: called at each change within a run. Raises BatonError,
-    TraceError, ArrivalsError."""
-    async with targets as clients:
-        models = {name: await client.model() for name, client in clients.items()}
-        max_model_len = min(model.max_model_len for model in models.values())
-        vocab_size = min(model.vocab_size for model in models.values())
-        entries = entries_of(session.load, max_model_len)
-        runs = runs_of(tuple(clients), session.rates, session.num_repetitions)
-        for client in clients.values():
-            await _warm_up(session, client, entries, vocab_size)
-        points = [
-            await _point(session, clients[run.target], run, entries, vocab_size, show)
-            for run in runs
-        ]
-        return tuple(points)
+async def measure(session: Session, clients: Mapping[str, AsyncClient]) -> tuple[Point, ...]:
+    """Run all of a session, and say on stderr what is done. clients: of each target, by name.
+    Raises BatonError, TraceError, ArrivalsError."""
+    models = [await client.model() for client in clients.values()]
+    vocab_size = min(model.vocab_size for model in models)
+    entries = entries_of(session.load, min(model.max_model_len for model in models))
+    for client in clients.values():
+        await _warm_up(session, client, entries, vocab_size)
+    points = []
+    for run in runs_of(tuple(clients), session.rates, session.num_repetitions):
+        points.append(await _point(session, clients[run.target], run, entries, vocab_size))
+        summary = points[-1].summary
+        sys.stderr.write(
+            f"{run.target} at {points[-1].rate:g}/s: {summary.num_complete} of "
+            f"{summary.num_requests} in {summary.duration_s:.0f} s\n"
+        )
+    return tuple(points)
 
 
 async def _warm_up(
@@ -233,7 +187,7 @@ async def _warm_up(
     requests, _ = load_of(session.load, entries, run, vocab_size)
     for request in requests[:NUM_WARM_UP]:
         alone = dataclasses.replace(request, due_s=0.0)
-        await drive(client, (alone,), DriveOptions(timeout_s=session.timeout_s, cache_salt="warm"))
+        await drive(client, (alone,), DriveOptions(cache_salt="warm"))
 
 
 async def _point(
@@ -242,10 +196,9 @@ async def _point(
     run: Run,
     entries: Sequence[TraceEntry],
     vocab_size: int,
-    show: Callable[[Run, Progress], None],
 ) -> Point:
     requests, rate = load_of(session.load, entries, run, vocab_size)
     # A salt of its own: a run finds no prefix that an earlier one has cached.
-    options = DriveOptions(cache_salt=secrets.token_hex(8), timeout_s=session.timeout_s)
-    records = await drive(client, requests, options, lambda progress: show(run, progress))
+    options = DriveOptions(cache_salt=secrets.token_hex(8))
+    records = await drive(client, requests, options)
     return Point(run.target, rate, run.repetition, summarise(records, session.slo))

@@ -12,21 +12,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from baton.client import AsyncClient, SamplingParams, Timing
 from baton.config import ServeOptions
 from baton.supervisor import Cluster
 from baton.supervisor.log_lines import forward_to_stderr
-from bench.machine import describe_machine, describe_versions
-from bench.suite.markdown import replaced
+from bench.machine import BUNDLED_MODEL, document_of, now, publish
+from bench.suite.markdown import about, replaced, table
 
 #: Below the vocabulary of every model that is measured, and above its special tokens.
 _TOKEN_IDS = range(10, 500)
@@ -79,57 +76,44 @@ async def measure(
     return found
 
 
-def table(found: Sequence[Handoffs]) -> str:
+def table_of(found: Sequence[Handoffs]) -> str:
     """Markdown."""
+    headings = ("Prompt", "KV", "Exposed, median (least, most)")
     rows = [
-        "| Prompt | KV | Exposed, median (least, most) | Prefill, median | Share, median (most) |",
-        "|---|---|---|---|---|",
+        [
+            str(each.num_tokens),
+            f"{each.num_bytes / 1e6:.1f} MB",
+            f"{statistics.median(each.exposed_ms):.2f} ms "
+            f"({min(each.exposed_ms):.2f}, {max(each.exposed_ms):.2f})",
+            f"{statistics.median(each.prefill_ms):.0f} ms",
+            f"{statistics.median(each.shares):.2%} ({max(each.shares):.2%})",
+        ]
+        for each in found
     ]
-    for each in found:
-        exposed, shares = each.exposed_ms, each.shares
-        rows.append(
-            f"| {each.num_tokens} | {each.num_bytes / 1e6:.1f} MB "
-            f"| {statistics.median(exposed):.2f} ms ({min(exposed):.2f}, {max(exposed):.2f}) "
-            f"| {statistics.median(each.prefill_ms):.0f} ms "
-            f"| {statistics.median(shares):.2%} ({max(shares):.2%}) |"
-        )
-    return "\n".join(rows)
-
-
-def markdown(
-    found: Sequence[Handoffs], machine: dict[str, Any], versions: dict[str, str], model: str
-) -> str:
-    """What was run, where, and the table."""
-    load = ", ".join(f"{value:.1f}" for value in machine["load_average"])
-    return (
-        f"{datetime.now(UTC).date().isoformat()}, {machine['num_cores']} cores of "
-        f"{machine['cpu']}, python {versions['python']}, torch {versions['torch']}; "
-        f"{model} in float32, {len(found[0].exposed_ms)} requests a row; "
-        f"load averages at the end {load}.\n\n{table(found)}\n"
-    )
+    return table((*headings, "Prefill, median", "Share, median (most)"), rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="models/baton-py-6m")
+    parser.add_argument("--model", default=BUNDLED_MODEL)
     parser.add_argument("--lengths", default="600,1000,1900")
     parser.add_argument("--num-requests", type=int, default=12)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--doc", type=Path)
     given = parser.parse_args()
+    started = now()
     options = ServeOptions(
         model=given.model, dtype="float32", enable_prefix_caching=False, port=0, log_level="warning"
     )
     lengths = [int(length) for length in given.lengths.split(",")]
     found = asyncio.run(measure(options, lengths, given.num_requests))
-    machine, versions = describe_machine(), describe_versions()
-    table = markdown(found, machine, versions, given.model)
-    print(table)
-    if given.json:
-        result = {"machine": machine, "versions": versions, "found": [asdict(f) for f in found]}
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    data = {"found": [asdict(one) for one in found]}
+    document = document_of("bench.exposed", started, data)
+    what = f"{Path(given.model).name} in float32, {given.num_requests} requests a row."
+    body = f"{about(document)} {what}\n\n{table_of(found)}"
+    publish(document, given.json, lambda _: body)
     if given.doc:
-        given.doc.write_text(replaced(given.doc.read_text(), "exposed", table))
+        given.doc.write_text(replaced(given.doc.read_text(), "exposed", body))
 
 
 if __name__ == "__main__":

@@ -12,12 +12,10 @@ files of the Python standard library that the shipped models have not been train
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from tokenizers import Tokenizer
@@ -26,7 +24,8 @@ from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.load_engine import load_engine
 from baton.engine.torch_engine import TorchEngine
 from baton.types import KvRange, Sampling
-from bench.machine import describe_machine, describe_versions
+from bench.machine import document_of, now, publish
+from bench.suite.markdown import table
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.wire_format import wire_format
 from models.corpus import encode_documents, read_corpus
@@ -52,23 +51,6 @@ class Quality:
     same_top: float
 
 
-class Subject(Protocol):
-    """What KV of several types goes through."""
-
-    def prefill(self, prompt: Sequence[int]) -> None:
-        """Make ready for windows that begin so."""
-        ...
-
-    def logits_after(self, dtype: str, window: Sequence[int], num_sent: int) -> torch.Tensor:
-        """Of all tokens of `window` after the first `num_sent`, over KV that was of `dtype`:
-        [tokens, vocab]."""
-        ...
-
-    def num_bytes(self, dtype: str, num_tokens: int) -> int:
-        """What KV of so many tokens takes."""
-        ...
-
-
 class Handoffs:
     """KV that travels. An engine with blocks for one prompt, and as many to hand it to."""
 
@@ -87,9 +69,7 @@ class Handoffs:
         """Of all tokens of `window` after the first `num_sent`, whose KV has travelled as `dtype`:
         [tokens, vocab]."""
         self._send(dtype, num_sent)
-        rest = window[num_sent:]
-        rows = tuple(SampleRow(i, Sampling(), window, num_sent) for i in range(len(rest)))
-        return self._engine.logits(Batch((SequenceSlice(rest, num_sent, self._target, rows),)))
+        return _logits_after(self._engine, window, num_sent, self._target)
 
     def num_bytes(self, dtype: str, num_tokens: int) -> int:
         layout = self._engine.spec.layout
@@ -127,17 +107,22 @@ class Caches:
             engine.logits(Batch((SequenceSlice(prompt, 0, self._table),)))
 
     def logits_after(self, dtype: str, window: Sequence[int], num_sent: int) -> torch.Tensor:
-        rest = window[num_sent:]
-        rows = tuple(SampleRow(i, Sampling(), window, num_sent) for i in range(len(rest)))
-        part = SequenceSlice(rest, num_sent, self._table, rows)
-        return self._engines[dtype].logits(Batch((part,)))
+        return _logits_after(self._engines[dtype], window, num_sent, self._table)
 
     def num_bytes(self, dtype: str, num_tokens: int) -> int:
         return num_tokens * self._engines[dtype].spec.layout.token_bytes
 
 
+def _logits_after(
+    engine: TorchEngine, window: Sequence[int], num_sent: int, table: Sequence[int]
+) -> torch.Tensor:
+    rest = window[num_sent:]
+    rows = tuple(SampleRow(i, Sampling(), window, num_sent) for i in range(len(rest)))
+    return engine.logits(Batch((SequenceSlice(rest, num_sent, table, rows),)))
+
+
 def measure(
-    subject: Subject, windows: Sequence[Sequence[int]], dtypes: Sequence[str], own: str
+    subject: Handoffs | Caches, windows: Sequence[Sequence[int]], dtypes: Sequence[str], own: str
 ) -> list[Quality]:
     """One for each type; `own` is that which the others are compared with."""
     sums = {dtype: torch.zeros(4, dtype=torch.float64) for dtype in dtypes}
@@ -190,21 +175,20 @@ def windows_of(model: str, num_windows: int, num_tokens: int) -> list[list[int]]
     return [ids[:num_tokens].tolist() for ids in documents if len(ids) >= num_tokens][:num_windows]
 
 
-def table(found: Sequence[Quality], what: str) -> str:
+def table_of(found: Sequence[Quality], what: str) -> str:
     """Markdown. what: KV does as one of the types."""
+    headings = (
+        *(f"KV {what} as", "Bytes, of bfloat16's", "Perplexity", "Mean error of a logit"),
+        *("Largest", "KL, nats", "Same likeliest token"),
+    )
     rows = [
-        (
-            f"| KV {what} as | Bytes, of bfloat16's | Perplexity | Mean error of a logit | Largest "
-            "| KL, nats | Same likeliest token |"
-        ),
-        "|---|---|---|---|---|---|---|",
-    ]
-    rows += [
-        f"| {q.dtype} | {q.bytes_share:.3f} | {q.perplexity:.4f} | {q.mean_error:.5f} | "
-        f"{q.max_error:.3f} | {q.divergence:.2e} | {q.same_top:.2%} |"
+        [
+            *(q.dtype, f"{q.bytes_share:.3f}", f"{q.perplexity:.4f}", f"{q.mean_error:.5f}"),
+            *(f"{q.max_error:.3f}", f"{q.divergence:.2e}", f"{q.same_top:.2%}"),
+        ]
         for q in found
     ]
-    return "\n".join(rows)
+    return table(headings, rows)
 
 
 def main() -> None:
@@ -215,19 +199,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="of a window")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    started = now()
     windows = windows_of(options.model, options.windows, options.tokens)
     handoffs = Handoffs(options.model, options.dtype, options.tokens)
     sent = measure(handoffs, windows, KV_DTYPES, options.dtype)
     caches = Caches(options.model, options.dtype, options.tokens, KV_DTYPES)
     kept = measure(caches, windows, KV_DTYPES, options.dtype)
-    print(table(sent, "travels"))
-    print()
-    print(table(kept, "is kept"))
-    print(f"\n{len(windows)} windows of {options.tokens} tokens, engine in {options.dtype}")
-    if options.json:
-        found = {name: [asdict(q) for q in some] for name, some in (("sent", sent), ("kept", kept))}
-        document = describe_machine() | describe_versions() | found
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    body = (
+        f"{len(windows)} windows of {options.tokens} tokens, engine in {options.dtype}.\n\n"
+        f"{table_of(sent, 'travels')}\n\n{table_of(kept, 'is kept')}"
+    )
+    data = {name: [asdict(q) for q in some] for name, some in (("sent", sent), ("kept", kept))}
+    publish(document_of("bench.kv_quality", started, data), options.json, lambda _: body)
 
 
 if __name__ == "__main__":

@@ -15,18 +15,12 @@ commit. The others only move bytes into memory that is ready.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,8 +28,7 @@ import xxhash
 
 from baton.engine.torch_kv_pool import TorchKvPool
 from baton.kv_transports import REMOTE
-from baton.types import KvLayout, KvRange
-from baton_kernels.cpu.library import chosen_level
+from baton.types import KvRange
 from bench.kv_ways import (
     LAYOUT,
     Channel,
@@ -48,7 +41,8 @@ from bench.kv_ways import (
     num_blocks_of,
     raw_socket,
 )
-from bench.suite.markdown import replaced
+from bench.machine import document_of, now, publish
+from bench.suite.markdown import about, replaced, table
 from kv_transfer.codec import ChunkCodec
 from kv_transfer.receiver import DEFAULT_MAX_CHUNK_BYTES
 from kv_transfer.wire_format import wire_format
@@ -56,7 +50,6 @@ from kv_transfer.wire_format import wire_format
 SIZES = "64KiB,512KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _CHECKSUM_PIECE_BYTES = 1 << 20
-_PACKAGES = ("torch", "numpy", "grpcio", "xxhash")
 #: What is compared with which roof.
 _ROOFS = {"shm scattered": "memcpy", "tcp scattered": "raw tcp"}
 
@@ -211,18 +204,17 @@ def _medians(num_rounds: int, *runs: Callable[[], object]) -> list[float]:
     return [statistics.median(times) for times in seconds]
 
 
-def table(sizes: Sequence[str], found: dict[str, list[Summary]]) -> str:
+def times_table(sizes: Sequence[str], found: dict[str, list[Summary]]) -> str:
     """Markdown: GB/s of the median and of the best, and microseconds of the median."""
-    rows = ["| GB/s, best (us) | " + " | ".join(sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
-    for name, summaries in found.items():
-        cells = []
-        for size, summary in zip(sizes, summaries, strict=True):
-            median, best = (
-                num_bytes_of(size) / time_s / 1e9 for time_s in (summary.median_s, summary.best_s)
-            )
-            cells.append(f"{median:.2f}, {best:.2f} ({summary.median_s * 1e6:.0f})")
-        rows.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(rows)
+
+    def cell(size: str, summary: Summary) -> str:
+        median, best = (
+            num_bytes_of(size) / time_s / 1e9 for time_s in (summary.median_s, summary.best_s)
+        )
+        return f"{median:.2f}, {best:.2f} ({summary.median_s * 1e6:.0f})"
+
+    rows = [[name, *map(cell, sizes, summaries)] for name, summaries in found.items()]
+    return table(("GB/s, best (us)", *sizes), rows)
 
 
 def ratios(
@@ -251,72 +243,18 @@ def ratios(
 
 def presented_table(sizes: Sequence[str], found: dict[str, list[Summary]]) -> str:
     """Markdown: microseconds, medians."""
-    rows = ["| From a ticket's presentation to its commit (us) | " + " | ".join(sizes) + " |"]
-    rows.append("|---" * (len(sizes) + 1) + "|")
-    for name in _ROOFS:
-        cells = (f"{summary.median_presented_s * 1e6:.0f}" for summary in found[name])
-        rows.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(rows)
+    rows = [
+        [name, *(f"{summary.median_presented_s * 1e6:.0f}" for summary in found[name])]
+        for name in _ROOFS
+    ]
+    return table(("From a ticket's presentation to its commit (us)", *sizes), rows)
 
 
 def ratio_table(found: dict[str, dict[str, float]]) -> str:
     """Markdown."""
-    rows = ["| ratio | " + " | ".join(found) + " |", "|---" * (len(found) + 1) + "|"]
-    for name in next(iter(found.values())):
-        cells = " | ".join(f"{of_size[name]:.2f}" for of_size in found.values())
-        rows.append(f"| {name} | {cells} |")
-    return "\n".join(rows)
-
-
-def machine() -> dict[str, Any]:
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    names = [line.split(":")[1].strip() for line in info.splitlines() if "model name" in line]
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "cpu": names[0] if names else platform.processor(),
-        "num_cores": os.cpu_count(),
-        "level": chosen_level(),
-        "load_average": os.getloadavg(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-    } | {name: version(name) for name in _PACKAGES}
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """All of a run; written as JSON."""
-
-    machine: dict[str, Any]
-    sizes: Sequence[str]
-    num_rounds: int
-    layout: KvLayout
-    checksum: ChecksumCost
-    summaries: dict[str, list[Summary]]
-    ratios: dict[str, dict[str, float]]
-
-    @property
-    def markdown(self) -> str:
-        here = self.machine
-        load = ", ".join(f"{value:.1f}" for value in here["load_average"])
-        setting = ", ".join(f"{name} {here[name]}" for name in ("python", *_PACKAGES))
-        return (
-            f"{here['date']}, {here['num_cores']} cores of {here['cpu']} at {here['level']}, "
-            f"kernel {here['kernel']}, "
-            f"{setting}; {self.num_rounds} rounds; load averages at the end {load}. "
-            f"The checksum runs at {1e-9 / self.checksum.alone:.0f} GB/s over bytes in the cache, "
-            f"and adds {self.checksum.copied * 1e12:.1f} ps a byte to a copy.\n\n"
-            f"{table(self.sizes, self.summaries)}\n\n"
-            f"{presented_table(self.sizes, self.summaries)}\n\n{ratio_table(self.ratios)}\n"
-        )
-
-
-def run(sizes: Sequence[str], num_rounds: int) -> Result:
-    with opened(max(map(num_bytes_of, sizes))) as ways:
-        found = measure(ways, [num_bytes_of(size) for size in sizes], num_rounds)
-    checksum = checksum_cost()
-    return Result(
-        machine(), sizes, num_rounds, LAYOUT, checksum, found, ratios(sizes, found, checksum)
-    )
+    names = next(iter(found.values()))
+    rows = [[name, *(f"{of_size[name]:.2f}" for of_size in found.values())] for name in names]
+    return table(("ratio", *found), rows)
 
 
 def main() -> None:
@@ -326,13 +264,30 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--doc", type=Path)
     options = parser.parse_args()
-    result = run(options.sizes.split(","), options.rounds)
-    print(result.markdown)
-    if options.json:
-        options.json.write_text(json.dumps(asdict(result), indent=1) + "\n")
+    sizes = options.sizes.split(",")
+    started = now()
+    with opened(max(map(num_bytes_of, sizes))) as ways:
+        found = measure(ways, [num_bytes_of(size) for size in sizes], options.rounds)
+    checksum = checksum_cost()
+    beside = ratios(sizes, found, checksum)
+    data = {
+        "sizes": sizes,
+        "num_rounds": options.rounds,
+        "layout": asdict(LAYOUT),
+        "checksum": asdict(checksum),
+        "summaries": {name: [asdict(one) for one in some] for name, some in found.items()},
+        "ratios": beside,
+    }
+    document = document_of("bench.kv_transfer", started, data)
+    what = (
+        f"{options.rounds} rounds. The checksum runs at {1e-9 / checksum.alone:.0f} GB/s over "
+        f"bytes in the cache, and adds {checksum.copied * 1e12:.1f} ps a byte to a copy."
+    )
+    tables = (times_table(sizes, found), presented_table(sizes, found), ratio_table(beside))
+    body = "\n\n".join([f"{about(document)} {what}", *tables])
+    publish(document, options.json, lambda _: body)
     if options.doc:
-        page = options.doc.read_text()
-        options.doc.write_text(replaced(page, "kv-transfer", result.markdown))
+        options.doc.write_text(replaced(options.doc.read_text(), "kv-transfer", body))
 
 
 if __name__ == "__main__":

@@ -8,45 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 import yaml
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 
 from baton.client import DEFAULT_ADDRESS
 from baton.config import ServeOptions
 from baton.errors import BatonError
 from baton.supervisor import ChildFailed
 from bench.drive import (
-    Progress,
     Session,
     cluster_options,
-    connected,
     measure,
     started,
 )
-from bench.machine import BUNDLED_MODEL, document_of, now, write_json
+from bench.machine import BUNDLED_MODEL, document_of, now, publish
 from bench.measure import Slo
-from bench.plan import Arrivals, ArrivalsError, LoadOptions, Run
-from bench.report import data_of, goodput_lines, table_of
+from bench.plan import Arrivals, ArrivalsError, LoadOptions
+from bench.report import Point, data_of, goodput_lines, points_table
 from bench.workload import TraceError
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What is made of the points. wanted: share of requests inside the SLO that counts for
-    goodput."""
-
-    wanted: float
-    json_path: Path | None
-    plot_path: Path | None
 
 
 def settings_of(pairs: Sequence[str]) -> dict[str, object]:
@@ -106,7 +90,6 @@ def main(
     slo_attainment: Annotated[
         float, typer.Option(min=0, max=1, help="Share of requests inside both, for goodput.")
     ] = 0.9,
-    timeout_s: Annotated[float, typer.Option(help="Deadline of a request.")] = 600.0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all results.")] = None,
     plot_path: Annotated[
         Path | None, typer.Option("--plot", help="Write latency against rate as a PNG.")
@@ -142,100 +125,43 @@ def main(
         tuple(rate) if rate else (None,),
         repeat,
         Slo(ttft_slo_ms, tpot_slo_ms),
-        timeout_s,
     )
+    started_at = now()
     try:
-        _run(
-            session,
-            model,
-            address,
-            {} if address else cluster_options(model, settings_of(set_ or ()), compare),
-            Output(slo_attainment, json_path, plot_path),
-        )
+        clusters = {} if address else cluster_options(model, settings_of(set_ or ()), compare)
+        points = asyncio.run(_measure(session, clusters, address))
+        data = {
+            **data_of(points, session.slo, slo_attainment),
+            "options": dataclasses.asdict(session),
+            "targets": {
+                name: options.model_dump(mode="json", exclude_unset=True)
+                for name, options in clusters.items()
+            },
+        }
+        document = document_of("bench.load", started_at, data)
+        publish(document, json_path, points_table)
     except ChildFailed as error:
         raise SystemExit("\n".join((*error.last_lines, f"load: {error}"))) from None
     except (BatonError, TraceError, ArrivalsError, OSError) as error:
         raise SystemExit(f"load: {error}") from None
-
-
-def _run(
-    session: Session,
-    model: str,
-    address: str | None,
-    clusters: Mapping[str, ServeOptions],
-    output: Output,
-) -> None:
-    """Measure, and print."""
-    started_at = now()
-    targets = connected(address) if address else started(clusters)
-    with _bar(Console(stderr=True)) as bar:
-        points = asyncio.run(measure(session, targets, _shower(bar)))
-    Console().print(table_of(points))
-    for line in goodput_lines(points, session.slo, output.wanted):
+    for line in goodput_lines(points, session.slo, slo_attainment):
         typer.echo(line)
-    data = {
-        **data_of(points, session.slo, output.wanted),
-        "options": _plain(dataclasses.asdict(session)),
-        "targets": {
-            name: options.model_dump(mode="json", exclude_unset=True)
-            for name, options in clusters.items()
-        },
-    }
-    document = document_of("bench.load", started_at, data)
-    if output.json_path:
-        write_json(output.json_path, document)
-    if output.plot_path:
+    if plot_path:
         from bench.report import plot
 
         title = f"{address or Path(model).name} {document['git'].get('commit', '')[:12]}"
-        plot(points, session.slo, title, output.plot_path)
+        plot(points, session.slo, title, plot_path)
     unanswered = [point for point in points if not point.summary.num_complete]
     if unanswered:
         reasons = ", ".join(unanswered[0].summary.errors)
         raise SystemExit(f"load: no request of a run was answered ({reasons})")
 
 
-def _bar(console: Console) -> Bar:
-    return Bar(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[running]} running, {task.fields[failed]} failed"),
-        TextColumn("{task.fields[tokens]} tokens"),
-        TimeElapsedColumn(),
-        console=console,
-    )
-
-
-def _shower(bar: Bar) -> Callable[[Run, Progress], None]:
-    """One line per run, made when the run begins."""
-    tasks: dict[Run, Any] = {}
-
-    def show(run: Run, progress: Progress) -> None:
-        if run not in tasks:
-            rate = "trace's rate" if run.rate is None else f"{run.rate:g}/s"
-            label = f"{run.target} {rate}" + (f" #{run.repetition}" if run.repetition else "")
-            tasks[run] = bar.add_task(
-                label, total=progress.num_requests, running=0, failed=0, tokens=0
-            )
-        bar.update(
-            tasks[run],
-            completed=progress.num_done,
-            running=progress.num_running,
-            failed=progress.num_failed,
-            tokens=progress.num_output_tokens,
-        )
-
-    return show
-
-
-def _plain(value: Any) -> Any:
-    """Paths as text, in dicts and tuples."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return str(value) if isinstance(value, Path) else value
+async def _measure(
+    session: Session, clusters: Mapping[str, ServeOptions], address: str | None
+) -> tuple[Point, ...]:
+    async with started(clusters, address) as clients:
+        return await measure(session, clients)
 
 
 def _refuse(is_wrong: bool, message: str) -> None:

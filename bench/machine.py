@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -58,14 +59,9 @@ def describe_commit(root: Path = ROOT) -> dict[str, object]:
 
 def _cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.is_file():
-        return platform.processor()
-    names = (
-        line.partition(":")[2].strip()
-        for line in cpuinfo.read_text().splitlines()
-        if line.startswith("model name")
-    )
-    return next(names, platform.machine())
+    text = cpuinfo.read_text() if cpuinfo.is_file() else platform.processor()
+    found = re.search(r"^model name\s*: *(.*)", text, re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
 
 
 def _gpus() -> list[str]:
@@ -103,8 +99,8 @@ def document_of(module: str, started: str, data: Mapping[str, Any]) -> dict[str,
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write the document. Raises OSError."""
-    text = json.dumps(document, indent=2, allow_nan=False)
+    """Write the document, paths in it as text. Raises OSError."""
+    text = json.dumps(document, indent=2, allow_nan=False, default=str)
     path.write_text(f"{text}\n", encoding="utf-8")
 
 

@@ -187,6 +187,16 @@ def summarise(records: Sequence[Record], slo: Slo) -> Summary:
     )
 
 
+def goodputs_of(
+    shares: Sequence[tuple[str, float, float]], wanted: float
+) -> dict[str, float | None]:
+    """Of each target. shares: (target, requests/s, share inside)."""
+    return {
+        target: goodput([(rate, share) for of, rate, share in shares if of == target], wanted)
+        for target in dict.fromkeys(target for target, _, _ in shares)
+    }
+
+
 def goodput(attainment_by_rate: Sequence[tuple[float, float]], wanted: float = 0.9) -> float | None:
     """The highest measured rate up to which every measured rate has at least `wanted` of its
     requests inside the SLO.

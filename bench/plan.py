@@ -145,7 +145,9 @@ def entries_of(options: LoadOptions, max_model_len: int) -> tuple[TraceEntry, ..
             options.length_spread,
             Random(f"{options.seed}/lengths"),
         )
-    return fitted(entries, options.input_scale, options.output_scale, limit)
+    return tuple(
+        fitted(entry, options.input_scale, options.output_scale, limit) for entry in entries
+    )
 
 
 def due_times(

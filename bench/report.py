@@ -4,21 +4,17 @@ matplotlib (the extra `bench`)."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
-from bench.measure import Distribution, Slo, Summary, goodput
+from bench.measure import Distribution, Slo, Summary, goodputs_of
+from bench.suite.markdown import number, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-_COLUMNS = ("target", "rate/s", "done", "tok/s", "in SLO", "", "TTFT", "TPOT", "ITL ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,38 +27,28 @@ class Point:
     summary: Summary
 
 
-def table_of(points: Sequence[Point]) -> Table:
-    """Three lines per point: p50, p90 and p99 of the latencies, in milliseconds."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in _COLUMNS:
-        justify: Literal["left", "right"] = "left" if heading == "target" else "right"
-        table.add_column(heading, justify=justify, no_wrap=True)
-    for point in points:
-        summary = point.summary
-        table.add_row(
-            point.target,
-            f"{point.rate:g}",
-            f"{summary.num_complete}/{summary.num_requests}",
-            f"{summary.output_tokens_per_s:.1f}",
-            f"{summary.slo_attainment:.0%}",
-            "p50\np90\np99",
-            _triple(summary.ttft_ms),
-            _triple(summary.tpot_ms),
-            _triple(summary.itl_ms),
+def points_table(document: Mapping[str, Any]) -> str:
+    """Markdown, a line for each point; latencies are p50, p90 and p99."""
+    headings = ("Target", "requests/s", "Done", "tokens/s", "In SLO", "TTFT, ms", "TPOT, ms")
+    rows = []
+    for point in document["points"]:
+        summary = point["summary"]
+        rows.append(
+            [
+                point["target"],
+                f"{point['rate']:g}",
+                f"{summary['num_complete']}/{summary['num_requests']}",
+                number(summary["output_tokens_per_s"]),
+                f"{summary['slo_attainment']:.0%}",
+                *(_triple(summary[key]) for key in ("ttft_ms", "tpot_ms", "itl_ms")),
+            ]
         )
-    return table
+    return table((*headings, "ITL, ms"), rows)
 
 
-def targets_of(points: Sequence[Point]) -> list[str]:
-    """Names of the targets, in the order of their first point."""
-    return list(dict.fromkeys(point.target for point in points))
-
-
-def goodput_of(points: Sequence[Point], target: str, wanted: float) -> float | None:
-    """Of one target; see bench.measure.goodput."""
-    return goodput(
-        [(p.rate, p.summary.slo_attainment) for p in points if p.target == target], wanted
-    )
+def goodputs(points: Sequence[Point], wanted: float) -> dict[str, float | None]:
+    """Of each target, in the order of their first point; see bench.measure.goodput."""
+    return goodputs_of([(p.target, p.rate, p.summary.slo_attainment) for p in points], wanted)
 
 
 def goodput_lines(points: Sequence[Point], slo: Slo, wanted: float) -> list[str]:
@@ -75,8 +61,7 @@ def goodput_lines(points: Sequence[Point], slo: Slo, wanted: float) -> list[str]
         if limit is not None
     ]
     lines = []
-    for target in targets_of(points):
-        rate = goodput_of(points, target, wanted)
+    for target, rate in goodputs(points, wanted).items():
         rates = [point.rate for point in points if point.target == target]
         if rate is None:
             highest = f"below {min(rates):g} requests/s, the lowest rate measured"
@@ -92,17 +77,15 @@ def data_of(points: Sequence[Point], slo: Slo, wanted: float) -> dict[str, Any]:
     """All results as plain values."""
     return {
         "slo": {**dataclasses.asdict(slo), "wanted_attainment": wanted},
-        "goodput_requests_per_s": {
-            target: goodput_of(points, target, wanted) for target in targets_of(points)
-        },
+        "goodput_requests_per_s": goodputs(points, wanted),
         "points": [dataclasses.asdict(point) for point in points],
     }
 
 
-def _triple(times: Distribution) -> str:
-    if not times.count:
-        return "-"
-    return "\n".join(f"{value:.1f}" for value in (times.p50, times.p90, times.p99))
+def _triple(times: Mapping[str, float]) -> str:
+    return (
+        " / ".join(number(times[key]) for key in ("p50", "p90", "p99")) if times["count"] else "-"
+    )
 
 
 _SHARES = (("p50", "-"), ("p90", "--"), ("p99", ":"))
@@ -144,7 +127,7 @@ def series(
 
 
 def _draw(axis: Axes, points: Sequence[Point], name: str) -> None:
-    for index, target in enumerate(targets_of(points)):
+    for index, target in enumerate(dict.fromkeys(point.target for point in points)):
         for share, style in _SHARES:
             rates, values = series(points, target, name, share)
             axis.plot(

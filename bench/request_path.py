@@ -18,23 +18,18 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 from baton.client import AsyncClient, SamplingParams
 from baton.config import DecodeOptions, GatewayOptions, PrefillOptions
 from baton.service import ReadyReport
+from bench.machine import BUNDLED_MODEL, ROOT
 from decode_svc.server import serve_decode
 from gateway.server import serve_gateway
 from prefill_svc.server import serve_prefill
 
-ROOT = Path(__file__).resolve().parents[1]
-BUNDLED_MODEL = str(ROOT / "models" / "baton-py-6m")
-FOLDERS = (
-    *("baton", "gateway", "prefill_svc", "decode_svc", "worker_core"),
-    *("kv_transfer", "kernels"),
-)
+FOLDERS = ["baton", "gateway", "prefill_svc", "decode_svc", "worker_core", "kv_transfer", "kernels"]
 _OURS = tuple(f"{ROOT / folder}/" for folder in FOLDERS)
 _IDLE_S = 1.0
 #: Code that runs in frames of its own and is no function to a reader.

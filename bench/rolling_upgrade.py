@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import subprocess
@@ -36,11 +35,9 @@ from baton.supervisor.cluster import child_environment
 from baton.supervisor.log_lines import forward_to_stderr
 from baton.supervisor.plan import PROGRAMS, ChildSpec
 from baton.supervisor.serving import wait_until_serving
-from bench.machine import describe_commit, describe_machine, describe_versions
+from bench.machine import BUNDLED_MODEL, ROOT, document_of, now, publish
 
-ROOT = Path(__file__).resolve().parents[1]
 FROZEN = ROOT / "tests" / "frozen"
-MODEL = ROOT / "models" / "baton-py-6m"
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 NUM_PROMPTS = 8
 #: How long a process has to end its streams.
@@ -55,7 +52,7 @@ _COMMON = (
     f"--drain-timeout-s={_DRAIN_S:g}",
     "--log-level=error",
     "--",
-    str(MODEL),
+    BUNDLED_MODEL,
 )
 _OF_WORKERS = (
     "--engine=oracle",
@@ -188,7 +185,6 @@ class Tally:
     num_streams: int = 0
     num_mixed: int = 0
     """Ended while both versions served."""
-    num_tokens: int = 0
     num_resumed: int = 0
     failures: list[str] = field(default_factory=list)
     num_unequal: int = 0
@@ -247,7 +243,6 @@ class Load:
             tally.failures.append(f"{error.reason}: {error.message}")
             return
         tally.num_mixed += self.is_mixed
-        tally.num_tokens += len(token_ids)
         expected = self._expected.setdefault(prompt, tuple(token_ids))
         tally.num_unequal += tuple(token_ids) != expected
 
@@ -278,6 +273,7 @@ def main() -> int:
     parser.add_argument("--num-streams", type=int, default=12)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    started = now()
     here = Version("this checkout", ROOT)
     with release(options.release) as then:
         for version in (then, here):
@@ -290,15 +286,8 @@ def main() -> int:
     )
     for failure in sorted(set(tally.failures)):
         print(failure)
-    if options.json:
-        result = {
-            "machine": describe_machine(),
-            "versions": describe_versions(),
-            "commit": describe_commit(),
-            "release": options.release,
-            "result": asdict(tally),
-        }
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    data = {"release": options.release, "result": asdict(tally)}
+    publish(document_of("bench.rolling_upgrade", started, data), options.json)
     return 0 if tally.is_good else 1
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -31,7 +30,6 @@ from bench.drive import (
     APART,
     COLOCATED,
     SPLIT,
-    Progress,
     Session,
     apart_options,
     cluster_options,
@@ -41,7 +39,7 @@ from bench.drive import (
 from bench.load import settings_of
 from bench.machine import BUNDLED_MODEL, document_of, now, write_json
 from bench.measure import Slo
-from bench.plan import ArrivalsError, LoadOptions, Run
+from bench.plan import ArrivalsError, LoadOptions
 from bench.report import Point
 from bench.suite.markdown import about, replaced, table
 from bench.workload import TraceError
@@ -137,16 +135,7 @@ async def measure_loads(
     """One load after the other, on the same clusters. Raises BatonError, TraceError,
     ArrivalsError."""
     async with started(clusters) as clients:
-        return {
-            name: await measure(session, nullcontext(clients), _show)
-            for name, session in sessions.items()
-        }
-
-
-def _show(run: Run, progress: Progress) -> None:
-    if progress.num_done == progress.num_requests:
-        failed = f", {progress.num_failed} failed" if progress.num_failed else ""
-        typer.echo(f"{run.target} at {run.rate:g}/s: done{failed}", err=True)
+        return {name: await measure(session, clients) for name, session in sessions.items()}
 
 
 def main(
@@ -179,7 +168,7 @@ def main(
             input_scale=load.scale,
             output_scale=output_scale,
         )
-        sessions[load.name] = Session(options, rates, repeat, slo, timeout_s=600.0)
+        sessions[load.name] = Session(options, rates, repeat, slo)
     settings = settings_of(set_ or ())
     try:
         clusters = {

@@ -26,8 +26,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import itertools
-import json
 import statistics
 import sys
 import sysconfig
@@ -43,7 +41,7 @@ from baton.events import Tokens
 from baton.types import KvSource, Sampling, SequenceSpec
 from baton.worker.build import build_decode_engine, build_matchers, build_pool
 from bench.host_rig import decode_core
-from bench.machine import describe_commit, describe_machine, describe_versions
+from bench.machine import document_of, now, publish
 from worker_core.admission import CoreLimits
 from worker_core.commands import Command, Open
 from worker_core.speculation.speculator import build_speculation
@@ -118,26 +116,16 @@ def spec_of(index: int, workload: Workload, texts: Sequence[tuple[int, ...]]) ->
     return SequenceSpec(f"r{index}", texts[index % len(texts)], sampling, arrival_ns=index)
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """seconds: of the step. ended: (handle, output) of sequences that it ended."""
-
-    seconds: float
-    num_tokens: int
-    num_drafted: int
-    num_accepted: int
-    ended: tuple[tuple[int, tuple[int, ...]], ...]
-
-
-class DecodeRig:
-    """One worker's engine and core, by the real clock."""
+class Lane:
+    """One method's engine and decode core, by the real clock, at work on the sequences 0, 1, 2, ...
+    of a workload."""
 
     def __init__(self, options: DecodeOptions, clock: Callable[[], float]) -> None:
         """clock: by which steps are timed, in seconds."""
         self._clock = clock
         self._commands: list[Command] = []
-        self._handles = itertools.count()
-        self._outputs: dict[int, list[int]] = {}
+        self._running: dict[int, list[int]] = {}
+        self._num_opened = 0
         engine = build_decode_engine(options)
         self._core, _ = decode_core(
             engine,
@@ -148,83 +136,48 @@ class DecodeRig:
             build_speculation(options, engine, clock),
         )
 
-    @property
-    def num_running(self) -> int:
-        """Sequences opened that have not ended."""
-        return len(self._outputs)
+    def begin(self, workload: Workload, texts: Sequence[tuple[int, ...]]) -> None:
+        self._workload, self._texts = workload, texts
+        self._first = self._num_opened
+        self.tally = Tally()
 
-    def open(self, spec: SequenceSpec) -> int:
-        """Opens a sequence in the next step; returns its handle."""
-        handle = next(self._handles)
-        self._outputs[handle] = []
-        self._commands.append(Open(0, handle, spec, KvSource.LOCAL))
-        return handle
+    def step(self, *, is_counted: bool) -> None:
+        """One step, with the batch filled up before; counted or not."""
+        while len(self._running) < self._workload.num_at_once:
+            handle = self._num_opened
+            spec = spec_of(handle - self._first, self._workload, self._texts)
+            self._commands.append(Open(0, handle, spec, KvSource.LOCAL))
+            self._running[handle] = []
+            self._num_opened += 1
+        self._step(is_counted=is_counted)
 
-    def step(self) -> StepResult:
-        """One step of the core, timed."""
+    def drain(self) -> None:
+        """Let the sequences that run end."""
+        while self._running:
+            self._step(is_counted=False)
+
+    def _step(self, *, is_counted: bool) -> None:
         commands, self._commands[:] = list(self._commands), []
         begin_s = self._clock()
         events = self._core.step(commands).events
         seconds = self._clock() - begin_s
         emitted = [(e.handle, e.event) for e in events if isinstance(e.event, Tokens)]
-        return StepResult(
-            seconds,
-            sum(len(tokens.samples) for _, tokens in emitted),
-            sum(tokens.num_draft_tokens for _, tokens in emitted),
-            sum(tokens.num_accepted_tokens for _, tokens in emitted),
-            tuple(self._take(emitted)),
-        )
-
-    def _take(self, emitted: Sequence[tuple[int, Tokens]]) -> list[tuple[int, tuple[int, ...]]]:
-        ended = []
         for handle, tokens in emitted:
-            self._outputs[handle] += [sample.token_id for sample in tokens.samples]
+            self._running[handle] += [sample.token_id for sample in tokens.samples]
             if tokens.finish:
-                ended.append((handle, tuple(self._outputs.pop(handle))))
-        return ended
-
-
-class Lane:
-    """One method's core, at work on the sequences 0, 1, 2, ... of a workload."""
-
-    def __init__(
-        self, rig: DecodeRig, workload: Workload, texts: Sequence[tuple[int, ...]]
-    ) -> None:
-        self._rig = rig
-        self._workload = workload
-        self._texts = texts
-        self._indices: dict[int, int] = {}
-        self._num_opened = 0
-        self.tally = Tally()
-
-    def step(self, *, is_counted: bool) -> None:
-        """One step, with the batch filled up before; counted or not."""
-        while self._rig.num_running < self._workload.num_at_once:
-            spec = spec_of(self._num_opened, self._workload, self._texts)
-            self._indices[self._rig.open(spec)] = self._num_opened
-            self._num_opened += 1
-        done = self._step()
+                output = tuple(self._running.pop(handle))
+                self.tally.outputs[handle - self._first] = output
         if is_counted:
-            self.tally.add(done.num_tokens, done.seconds)
-            self.tally.num_drafted += done.num_drafted
-            self.tally.num_accepted += done.num_accepted
-
-    def drain(self) -> None:
-        """Let the sequences that run end."""
-        while self._rig.num_running:
-            self._step()
-
-    def _step(self) -> StepResult:
-        done = self._rig.step()
-        for handle, output in done.ended:
-            self.tally.outputs[self._indices.pop(handle)] = output
-        return done
+            self.tally.add(sum(len(tokens.samples) for _, tokens in emitted), seconds)
+            self.tally.num_drafted += sum(tokens.num_draft_tokens for _, tokens in emitted)
+            self.tally.num_accepted += sum(tokens.num_accepted_tokens for _, tokens in emitted)
 
 
 def measure(
-    rigs: dict[str, DecodeRig], workload: Workload, texts: Sequence[tuple[int, ...]], seconds: float
+    lanes: dict[str, Lane], workload: Workload, texts: Sequence[tuple[int, ...]], seconds: float
 ) -> dict[str, Tally]:
-    lanes = {method: Lane(rig, workload, texts) for method, rig in rigs.items()}
+    for lane in lanes.values():
+        lane.begin(workload, texts)
     _turns(lanes, seconds / NUM_STRETCHES, is_counted=False)
     for _ in range(NUM_STRETCHES):
         for lane in lanes.values():
@@ -262,7 +215,7 @@ def figures(tally: Tally, plain: Tally) -> Figures:
     )
 
 
-def rig_of(method: str, arguments: argparse.Namespace) -> DecodeRig:
+def lane_of(method: str, arguments: argparse.Namespace) -> Lane:
     values = {
         "model": arguments.model,
         "dtype": arguments.dtype,
@@ -273,7 +226,7 @@ def rig_of(method: str, arguments: argparse.Namespace) -> DecodeRig:
         "speculative_model": arguments.draft if method == "draft" else None,
     }
     clock = time.process_time if arguments.clock == "cpu" else time.perf_counter
-    return DecodeRig(DecodeOptions.model_validate(values), clock)
+    return Lane(DecodeOptions.model_validate(values), clock)
 
 
 def main() -> int:
@@ -287,34 +240,31 @@ def main() -> int:
     parser.add_argument("--num-threads", type=int, help="all cores if not given")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    started = now()
     texts = prompts(Tokenizer.from_file(str(Path(arguments.model) / "tokenizer.json")))
-    rigs = {method: rig_of(method, arguments) for method in METHODS}
+    lanes = {method: lane_of(method, arguments) for method in METHODS}
     results: dict[str, dict[str, dict[str, float]]] = {}
     for num_at_once, max_tokens in ((1, 256), (arguments.batch, 128)):
         for name, temperature in (("copy", 0.0), ("sampled", 1.0)):
             workload = Workload(
                 f"{name}, batch {num_at_once}", temperature, num_at_once, max_tokens
             )
-            tallies = measure(rigs, workload, texts, arguments.seconds)
+            tallies = measure(lanes, workload, texts, arguments.seconds)
             results[workload.name] = {
                 method: asdict(figures(tally, tallies["none"])) for method, tally in tallies.items()
             }
-            _tell(workload.name, results[workload.name])
-    if arguments.json:
-        document = {
-            "machine": describe_machine(),
-            "versions": describe_versions(),
-            "commit": describe_commit(),
-            "dtype": arguments.dtype,
-            "num_threads": arguments.num_threads,
-            "clock": arguments.clock,
-            "results": results,
-        }
-        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
+            _show(workload.name, results[workload.name])
+    data = {
+        "dtype": arguments.dtype,
+        "num_threads": arguments.num_threads,
+        "clock": arguments.clock,
+        "results": results,
+    }
+    publish(document_of("bench.speculation", started, data), arguments.json)
     return 0
 
 
-def _tell(name: str, by_method: dict[str, dict[str, float]]) -> None:
+def _show(name: str, by_method: dict[str, dict[str, float]]) -> None:
     for method, found in by_method.items():
         print(
             f"{name:18} {method:6} {found['tokens_per_s']:7.0f} tok/s  x{found['ratio']:.2f} "

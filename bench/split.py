@@ -19,32 +19,30 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from types import MappingProxyType
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import typer
-from rich.console import Console
 
 from baton.client import AsyncClient
 from baton.config import ServeOptions
 from baton.config.load import load_options
 from baton.errors import BatonError
 from baton.supervisor import ChildFailed
-from bench.drive import DriveOptions, cluster_options, drive, started
+from bench.drive import COLOCATED, NUM_WARM_UP, DriveOptions, cluster_options, drive, started
 from bench.machine import document_of, now, publish
-from bench.measure import Slo, goodput
-from bench.mixed_load import MixedLoad, MixedSummary, Steady, mixed_load, summarise_mixed
+from bench.measure import Distribution, Record, Slo, distribution, goodputs_of
 from bench.peers.models import NAMES, checkpoint
-from bench.plan import LoadOptions, entries_of, runs_of
+from bench.plan import LoadOptions, burst, entries_of, runs_of
 from bench.suite.split_tables import split_table
-from bench.workload import TraceEntry, TraceError
+from bench.workload import LoadRequest, TraceEntry, TraceError, requests_of
 
 TUNED = "colocated-tuned"
-
-_WARM_UP = 3
 
 #: Options of all clusters. Drafts are off, so that every piece of an answer is one step.
 BASE_SETTINGS: Mapping[str, object] = MappingProxyType(
@@ -55,6 +53,80 @@ BASE_SETTINGS: Mapping[str, object] = MappingProxyType(
         "max_num_seqs": 64,
     }
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """Requests with short prompts at even gaps. rate: requests/s."""
+
+    rate: float = 4.0
+    num_input_tokens: int = 64
+    num_output_tokens: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class MixedLoad:
+    """steady, bursts: in order of their times; the two overlap."""
+
+    steady: tuple[LoadRequest, ...]
+    bursts: tuple[LoadRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MixedSummary:
+    """Latencies in milliseconds. itl_ms, tpot_ms: of the steady requests. attainment: of all
+    requests, the share that is complete and inside the SLO."""
+
+    num_steady: int
+    num_bursts: int
+    num_failed: int
+    itl_ms: Distribution
+    tpot_ms: Distribution
+    steady_ttft_ms: Distribution
+    burst_ttft_ms: Distribution
+    attainment: float
+
+
+def mixed_load(
+    steady: Steady,
+    long_entries: Sequence[TraceEntry],
+    rate: float,
+    burst_size: int,
+    vocab_size: int,
+    seed: int,
+) -> MixedLoad:
+    """Long prompts come at `rate` requests/s in the mean, for as long as it takes; steady ones from
+    before the first of them until after the last. Raises ArrivalsError."""
+    lead_s = 2 / steady.rate
+    rng = Random(f"{seed}/bursts/{rate}")
+    times = [lead_s + time_s for time_s in burst(len(long_entries), rate, burst_size, rng)]
+    num_steady = max(2, round((times[-1] + lead_s) * steady.rate))
+    entry = TraceEntry(0.0, steady.num_input_tokens, steady.num_output_tokens)
+    even = [index / steady.rate for index in range(num_steady)]
+    return MixedLoad(
+        requests_of([entry] * num_steady, even, vocab_size, seed),
+        requests_of(long_entries, times, vocab_size, seed + 1),
+    )
+
+
+def summarise_mixed(steady: Sequence[Record], bursts: Sequence[Record], slo: Slo) -> MixedSummary:
+    """Of one run's records. Raises ValueError if there are none."""
+    records = (*steady, *bursts)
+    if not records:
+        raise ValueError("no request was made")
+    written = [record for record in steady if record.is_complete]
+    return MixedSummary(
+        num_steady=len(steady),
+        num_bursts=len(bursts),
+        num_failed=sum(not record.is_complete for record in records),
+        itl_ms=distribution(gap for record in written for gap in record.itl_ms),
+        tpot_ms=distribution(r.tpot_ms for r in written if r.tpot_ms is not None),
+        steady_ttft_ms=distribution(r.ttft_ms for r in written if r.ttft_ms is not None),
+        burst_ttft_ms=distribution(
+            r.ttft_ms for r in bursts if r.is_complete and r.ttft_ms is not None
+        ),
+        attainment=sum(slo.is_met_by(record) for record in records) / len(records),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +146,6 @@ class Comparison:
     steady: Steady
     long: LoadOptions
     rates: tuple[float, ...]
-    num_repetitions: int
     seconds: float
     slo: Slo
     wanted: float
@@ -88,10 +159,7 @@ def clusters_of(
     # A step has room for a token of each sequence.
     base["max_num_seqs"] = min(cast("int", base["max_num_seqs"]), tuned_tokens)
     clusters = cluster_options(model, base, compares=True)
-    (tuned,) = cluster_options(
-        model, {**base, "colocated": True, "num_decode_workers": 2}, compares=False
-    ).values()
-    given = tuned.model_dump(exclude_unset=True)
+    given = clusters[COLOCATED].model_dump(exclude_unset=True)
     return {
         **clusters,
         TUNED: load_options(ServeOptions, {**given, "max_num_batched_tokens": tuned_tokens}),
@@ -99,7 +167,7 @@ def clusters_of(
 
 
 async def compare(
-    comparison: Comparison, clusters: Mapping[str, ServeOptions], console: Console
+    comparison: Comparison, clusters: Mapping[str, ServeOptions]
 ) -> tuple[Point, ...]:
     """Every rate on every target, targets taking turns. Raises BatonError, TraceError."""
     points: list[Point] = []
@@ -107,17 +175,15 @@ async def compare(
         model = await next(iter(clients.values())).model()
         entries = entries_of(comparison.long, model.max_model_len)
         rates = comparison.rates
-        runs = runs_of(tuple(clients), rates, comparison.num_repetitions)
+        runs = runs_of(tuple(clients), rates, 1)
         for client in clients.values():
-            await warm_up(client, _load(comparison, entries, rates[0], model.vocab_size))
+            await _warm_up(client, _load(comparison, entries, rates[0], model.vocab_size))
         for run in runs:
             rate = run.rate or 0.0
             load = _load(comparison, entries, rate, model.vocab_size)
             summary = await _measure(clients[run.target], load, comparison.slo)
             points.append(Point(run.target, rate, run.repetition, summary))
-            console.print(
-                f"{run.target} at {rate:g}/s: ITL p99 {summary.itl_ms.p99:.0f} ms", style="dim"
-            )
+            sys.stderr.write(f"{run.target} at {rate:g}/s: ITL p99 {summary.itl_ms.p99:.0f} ms\n")
     return tuple(points)
 
 
@@ -130,35 +196,25 @@ def _load(
     return mixed_load(comparison.steady, some, rate, long.burst_size, vocab_size, long.seed)
 
 
-async def warm_up(client: AsyncClient, load: MixedLoad) -> None:
+async def _warm_up(client: AsyncClient, load: MixedLoad) -> None:
     """A few of a load's requests, one after the other, and not measured: workers learn what things
     cost."""
-    for request in (*load.steady[:_WARM_UP], *load.bursts[:_WARM_UP]):
-        await drive(client, (dataclasses.replace(request, due_s=0.0),), run_options())
+    for request in (*load.steady[:NUM_WARM_UP], *load.bursts[:NUM_WARM_UP]):
+        await drive(client, (dataclasses.replace(request, due_s=0.0),), _run_options())
 
 
 async def _measure(client: AsyncClient, load: MixedLoad, slo: Slo) -> MixedSummary:
-    records = await drive(client, (*load.steady, *load.bursts), run_options())
+    records = await drive(client, (*load.steady, *load.bursts), _run_options())
     num_steady = len(load.steady)
     return summarise_mixed(records[:num_steady], records[num_steady:], slo)
 
 
-def run_options() -> DriveOptions:
+def _run_options() -> DriveOptions:
     """A salt of its own: a run finds no prefix that an earlier one has cached."""
     return DriveOptions(cache_salt=secrets.token_hex(8), timeout_s=120.0)
 
 
-def goodputs_of(points: Sequence[Point], wanted: float) -> dict[str, float | None]:
-    """Long prompts/s of each target; see bench.measure.goodput."""
-    return {
-        target: goodput(
-            [(p.rate, p.summary.attainment) for p in points if p.target == target], wanted
-        )
-        for target in dict.fromkeys(point.target for point in points)
-    }
-
-
-def engine_settings(step_ms: float, token_us: float) -> dict[str, object]:
+def _engine_settings(step_ms: float, token_us: float) -> dict[str, object]:
     """Options of an engine that takes time and computes nothing; none if no time is given."""
     if not step_ms and not token_us:
         return {}
@@ -187,11 +243,9 @@ def main(
     ] = 64,
     oracle_step_ms: Annotated[float, typer.Option(min=0, help="Of each step.")] = 0.0,
     oracle_token_us: Annotated[float, typer.Option(min=0, help="Of each new token.")] = 0.0,
-    repeat: Annotated[int, typer.Option(min=1, help="Runs of each rate.")] = 1,
     ttft_slo_ms: Annotated[float, typer.Option(help="Longest time to first token.")] = 1500.0,
     tpot_slo_ms: Annotated[float, typer.Option(help="Longest mean time per later token.")] = 30.0,
     slo_attainment: Annotated[float, typer.Option(min=0, max=1)] = 0.9,
-    seed: Annotated[int, typer.Option(help="Chooses lengths, tokens and arrivals.")] = 0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all results.")] = None,
 ) -> None:
     """Measure two tiers beside one, with default chunks and with small ones."""
@@ -205,24 +259,23 @@ def main(
             trace=trace,
             input_scale=input_scale if trace else 1.0,
             output_scale=output_scale if trace else 1.0,
-            seed=seed,
         ),
         tuple(rate or (1.0, 2.0, 4.0)),
-        repeat,
         seconds,
         Slo(ttft_slo_ms, tpot_slo_ms),
         slo_attainment,
     )
     started_at = now()
     folder = str(checkpoint(model, "bfloat16")) if model in NAMES else model
-    settings = engine_settings(oracle_step_ms, oracle_token_us)
+    settings = _engine_settings(oracle_step_ms, oracle_token_us)
     try:
         clusters = clusters_of(folder, tuned_tokens, settings)
-        points = asyncio.run(compare(comparison, clusters, Console(stderr=True)))
+        points = asyncio.run(compare(comparison, clusters))
     except ChildFailed as error:
         raise SystemExit("\n".join((*error.last_lines, f"split: {error}"))) from None
     except (BatonError, TraceError, OSError) as error:
         raise SystemExit(f"split: {error}") from None
+    long = {**dataclasses.asdict(comparison.long), "trace": trace.name if trace else ""}
     data = {
         "model": model,
         "engine": {"step_ms": oracle_step_ms, "token_us": oracle_token_us},
@@ -232,22 +285,13 @@ def main(
             if options.colocated
         },
         "tuned_tokens": tuned_tokens,
-        **_data(comparison, points, goodputs_of(points, slo_attainment)),
-    }
-    publish(document_of("bench.split", started_at, data), json_path, split_table)
-
-
-def _data(
-    comparison: Comparison, points: Sequence[Point], goodputs: Mapping[str, float | None]
-) -> dict[str, Any]:
-    """As plain values; of a trace, its name."""
-    trace = comparison.long.trace
-    long = {**dataclasses.asdict(comparison.long), "trace": trace.name if trace else ""}
-    return {
         "comparison": {**dataclasses.asdict(comparison), "long": long},
-        "goodput_long_prompts_per_s": dict(goodputs),
+        "goodput_long_prompts_per_s": goodputs_of(
+            [(p.target, p.rate, p.summary.attainment) for p in points], slo_attainment
+        ),
         "points": [dataclasses.asdict(point) for point in points],
     }
+    publish(document_of("bench.split", started_at, data), json_path, split_table)
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

@@ -55,31 +55,25 @@ def read_trace(path: Path, limit: int | None = None) -> tuple[TraceEntry, ...]:
     return tuple(sorted(entries, key=lambda entry: entry.arrival_s))
 
 
-def scaled(entry: TraceEntry, input_scale: float, output_scale: float) -> TraceEntry:
-    """The request with its lengths multiplied, each at least 1; blocks shrink as the prompt
-    does, so that what was shared of a prompt is the same share of it. Raises ValueError for
-    scales <= 0."""
+def fitted(
+    entry: TraceEntry, input_scale: float, output_scale: float, max_model_len: int
+) -> TraceEntry:
+    """The request with its lengths multiplied, each at least 1, and cut to what a model takes: the
+    output to half of its length, the prompt to what is left then. Blocks shrink as the prompt does,
+    so that what was shared of a prompt is the same share of it. Raises ValueError for scales <= 0,
+    and for max_model_len < 2."""
     if not (input_scale > 0 and output_scale > 0):
         raise ValueError("scales of lengths must be more than 0")
-    return replace(
-        entry,
-        num_input_tokens=max(1, round(entry.num_input_tokens * input_scale)),
-        num_output_tokens=max(1, round(entry.num_output_tokens * output_scale)),
-        block_tokens=max(1, round(entry.block_tokens * input_scale)),
-    )
-
-
-def capped(entry: TraceEntry, max_model_len: int) -> TraceEntry:
-    """The request cut to what a model takes: the output to half of its length, the prompt to what
-    is left then.
-
-    Raises ValueError for max_model_len < 2.
-    """
     if max_model_len < 2:
         raise ValueError(f"max_model_len {max_model_len}: give at least 2")
-    num_output = min(entry.num_output_tokens, max_model_len // 2)
-    num_input = min(entry.num_input_tokens, max_model_len - num_output)
-    return replace(entry, num_input_tokens=num_input, num_output_tokens=num_output)
+    num_output = max(1, min(round(entry.num_output_tokens * output_scale), max_model_len // 2))
+    num_input = max(1, min(round(entry.num_input_tokens * input_scale), max_model_len - num_output))
+    return replace(
+        entry,
+        num_input_tokens=num_input,
+        num_output_tokens=num_output,
+        block_tokens=max(1, round(entry.block_tokens * input_scale)),
+    )
 
 
 def _read_csv(path: Path, lines: Iterable[str]) -> Iterator[TraceEntry]:
@@ -154,15 +148,6 @@ def synthetic_entries(
     return tuple(
         TraceEntry(0.0, draw(num_input_tokens), draw(num_output_tokens))
         for _ in range(num_requests)
-    )
-
-
-def fitted(
-    entries: Iterable[TraceEntry], input_scale: float, output_scale: float, max_model_len: int
-) -> tuple[TraceEntry, ...]:
-    """The requests with scaled lengths that a model of this length takes."""
-    return tuple(
-        capped(scaled(entry, input_scale, output_scale), max_model_len) for entry in entries
     )
 
 

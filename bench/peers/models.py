@@ -145,11 +145,11 @@ def main() -> None:
     for name in NAMES:
         for dtype in ("bfloat16", "int8"):
             checkpoint(name, dtype)
-            sys.stderr.write(f"{name} {dtype}: {_gguf_told(name, dtype)}\n")
-    _gguf_told("box", "float32")
+            sys.stderr.write(f"{name} {dtype}: {_gguf_name(name, dtype)}\n")
+    _gguf_name("box", "float32")
 
 
-def _gguf_told(name: str, dtype: str) -> str:
+def _gguf_name(name: str, dtype: str) -> str:
     try:
         return str(gguf_file(name, dtype).name)
     except PeerMissing as error:

@@ -45,11 +45,6 @@ def prompts_of(task: Task, vocab_size: int) -> list[list[int]]:
     return [[rng.randrange(10, vocab_size) for _ in range(task.context)] for _ in range(task.batch)]
 
 
-def task_of(line: str) -> Task:
-    """From one line of JSON."""
-    return Task(**json.loads(line))
-
-
 def emit(answer: Answer) -> None:
     """As one line of JSON on stdout."""
     sys.stdout.write(json.dumps(asdict(answer)) + "\n")
@@ -59,4 +54,4 @@ def emit(answer: Answer) -> None:
 def serve(contender: Contender) -> None:
     """Answer tasks, one a line on stdin, until it ends."""
     for line in sys.stdin:
-        emit(contender.run(task_of(line)))
+        emit(contender.run(Task(**json.loads(line))))

@@ -91,11 +91,11 @@ def run(
     """Measure the sections one after the other; the names of those that failed."""
     failed = []
     for number, section in enumerate(sections, 1):
-        _tell(f"[{number}/{len(sections)}] {section.name}")
+        _report(f"[{number}/{len(sections)}] {section.name}")
         begin_s = time.monotonic()
         is_done = measure(section, places, trace, is_quick)
         outcome = "done" if is_done else "FAILED: its table keeps the last result"
-        _tell(
+        _report(
             f"[{number}/{len(sections)}] {section.name}: {outcome}, "
             f"{time.monotonic() - begin_s:.0f} s"
         )
@@ -123,7 +123,7 @@ def quick_places() -> Places:
     return Places(QUICK, Path(shutil.copy(PAGE, QUICK)))
 
 
-def _tell(line: str) -> None:
+def _report(line: str) -> None:
     sys.stderr.write(f"bench: {line}\n")
     sys.stderr.flush()
 
@@ -152,7 +152,7 @@ def main() -> int:
     trace = str(Path(given.trace).resolve()) if given.trace else None
     failed = run(chosen, places, trace, given.quick)
     if failed:
-        _tell(f"failed: {', '.join(failed)}; once more with --only, or --resume")
+        _report(f"failed: {', '.join(failed)}; once more with --only, or --resume")
     return len(failed)
 
 

@@ -213,25 +213,15 @@ def levels_table(document: Mapping[str, Any]) -> str:
             name = f"{model} {dtype}, {batch} x {context}: {what}, ms"
             rows.append([name, *(level.cell(task, key) for level in by_level.values())])
     one = ("125m", "bfloat16", 1, 256)
-    goals = [
-        goal_line(_LEVEL_STEP, _by_level(by_level, lambda x: x.of_floor(one, "step_ms"))),
-        goal_line(_LEVEL_PROMPT, _by_level(by_level, lambda x: x.of_floor(one, "prompt_ms"))),
-        goal_line(
-            _LEVEL_LLAMA_STEP,
-            _by_level(by_level, lambda x: x.gain("llama.cpp", one, "step_ms")),
-            " times",
-        ),
-        goal_line(
-            _LEVEL_LLAMA_PROMPT,
-            _by_level(by_level, lambda x: x.gain("llama.cpp", one, "prompt_ms")),
-            " times",
-        ),
-        goal_line(
-            Goal(f"{_LEVEL_TORCH} (the smallest ratio of all tasks)", 1.0),
-            _by_level(by_level, lambda x: x.least_gain_over_torch(tasks)),
-            " times",
-        ),
-    ]
+    against = Goal(f"{_LEVEL_TORCH} (the smallest ratio of all tasks)", 1.0)
+    figures: tuple[tuple[Goal, Callable[[_Level], float | None], str], ...] = (
+        (_LEVEL_STEP, lambda x: x.of_floor(one, "step_ms"), ""),
+        (_LEVEL_PROMPT, lambda x: x.of_floor(one, "prompt_ms"), ""),
+        (_LEVEL_LLAMA_STEP, lambda x: x.gain("llama.cpp", one, "step_ms"), " times"),
+        (_LEVEL_LLAMA_PROMPT, lambda x: x.gain("llama.cpp", one, "prompt_ms"), " times"),
+        (against, lambda x: x.least_gain_over_torch(tasks), " times"),
+    )
+    goals = [goal_line(goal, _by_level(by_level, of), unit) for goal, of, unit in figures]
     missing = sorted(
         {
             f"* {m['contender']} on {m['model']} in {m['dtype']} at {one['level']} has no figures: "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.kv_quality import Caches, Handoffs, Subject, measure, table
+from bench.kv_quality import Caches, Handoffs, measure, table_of
 from tests.support.tiny_models import make_tiny_model
 
 
@@ -21,7 +21,9 @@ def test_the_quality_of_each_type(tmp_path: Path) -> None:
     check(Caches(model, "float32", 40, dtypes), windows, dtypes, "is kept")
 
 
-def check(subject: Subject, windows: list[list[int]], dtypes: tuple[str, ...], what: str) -> None:
+def check(
+    subject: Handoffs | Caches, windows: list[list[int]], dtypes: tuple[str, ...], what: str
+) -> None:
     exact, half, int8, fp8 = measure(subject, windows, dtypes, "float32")
     assert (exact.max_error, exact.divergence, exact.same_top) == (0.0, 0.0, 1.0)
     assert exact.bytes_share == 2.0
@@ -31,4 +33,4 @@ def check(subject: Subject, windows: list[list[int]], dtypes: tuple[str, ...], w
     for scaled in (int8, fp8):
         assert 0.5 < scaled.bytes_share < 0.7
         assert scaled.max_error >= scaled.mean_error
-    assert len(table([exact, half, int8, fp8], what).splitlines()) == 6
+    assert len(table_of([exact, half, int8, fp8], what).splitlines()) == 6

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.workload import TraceEntry, TraceError, capped, read_trace, scaled
+from bench.workload import TraceEntry, TraceError, fitted, read_trace
 
 ENTRIES = st.builds(
     TraceEntry,
@@ -76,10 +76,10 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, name: str, text: str, told:
 def test_what_is_sent_fits_the_model_and_is_never_empty(
     entry: TraceEntry, input_scale: float, output_scale: float, max_model_len: int
 ) -> None:
-    bigger = scaled(entry, input_scale, output_scale)
+    bigger = fitted(entry, input_scale, output_scale, 1 << 60)
     assert abs(bigger.num_input_tokens - entry.num_input_tokens * input_scale) <= 1
     assert abs(bigger.num_output_tokens - entry.num_output_tokens * output_scale) <= 1
-    fit = capped(bigger, max_model_len)
+    fit = fitted(entry, input_scale, output_scale, max_model_len)
     assert 1 <= fit.num_input_tokens <= bigger.num_input_tokens
     assert 1 <= fit.num_output_tokens <= bigger.num_output_tokens
     assert fit.num_input_tokens + fit.num_output_tokens <= max_model_len

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.measure import Record, Slo
-from bench.mixed_load import Steady, mixed_load, summarise_mixed
+from bench.split import Steady, mixed_load, summarise_mixed
 from bench.workload import TraceEntry
 
 ENTRIES = st.lists(
