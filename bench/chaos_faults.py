@@ -85,7 +85,7 @@ def _of_link(victim: str, text: str) -> tuple[Fault[LinkedScene], ...]:
 
 
 FAULTS: tuple[Fault[LinkedScene], ...] = (
-    *(Fault(fault.name, fault.inflict) for fault in PROCESS_FAULTS),
+    *(Fault[LinkedScene](fault.name, fault.inflict) for fault in PROCESS_FAULTS),
     *_of_link("prefill", "gateway - prefill"),
     *_of_link("decode", "gateway - decode"),
     Fault("silence gateway - decode one way", _weathering("decode", there=_SILENT)),
