@@ -68,6 +68,8 @@ class FaultProxy:
         self._listening: socket.socket | None = None
         self.port = 0
         self.num_flipped = 0
+        self.num_passed = dict.fromkeys(Way, 0)
+        """Bytes, of all connections."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[FaultProxy]:
@@ -186,6 +188,7 @@ class FaultProxy:
                 return
             for part in _parts(data, self._weather[way].bytes_per_s):
                 if way not in pair.closed:
+                    self.num_passed[way] += len(part)
                     writer.write(self._flipped(part, self._weather[way].flip_every))
                     await writer.drain()
                 if bytes_per_s := self._weather[way].bytes_per_s:

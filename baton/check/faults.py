@@ -58,9 +58,10 @@ class FaultVerdict:
     """What became of promises 1 to 3 of the README.
 
     differences: streams with a token that one process does not give; disorders: with one lost,
-    doubled, or after the end; errors: those that ended by an error. Each with the fault that they
-    lived through. num_leaked_blocks: held 10 s after the last stream. results: by fault; by_prompt:
-    all that lived through one, by their prompts' lengths.
+    doubled, or after the end; errors: those that ended by an error, but for answers that are sent
+    all at their end (beams, best_of), which no other gateway goes on with (docs/adr/0020). Each
+    with the fault that they lived through. num_leaked_blocks: held 10 s after the last stream.
+    results: by fault; by_prompt: all that lived through one, by their prompts' lengths.
     """
 
     num_streams: int
@@ -125,11 +126,16 @@ def _verdict(
         len(records),
         all_of(lambda record: record.difference),
         all_of(lambda record: record.disorder),
-        all_of(lambda record: record.error),
+        all_of(lambda record: "" if _comes_at_its_end(record) else record.error),
         num_leaked,
         tuple(results_by_fault(faults, num_rounds, records)),
         tuple(_by_prompt([record for record in records if record.fault])),
     )
+
+
+def _comes_at_its_end(record: StreamRecord[KnownRequest]) -> bool:
+    params = record.request.params
+    return params.beam_search is not None or params.best_of is not None
 
 
 def _by_prompt(records: Sequence[StreamRecord[KnownRequest]]) -> list[FaultResult]:
