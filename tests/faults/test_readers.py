@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 async def test_a_reader_that_stops_is_ended_and_a_slow_one_is_served() -> None:
     async with (
-        proxied_cluster(1, 1, client_stall_timeout_s=1.0) as cluster,
+        proxied_cluster(1, 1, client_stall_timeout_s=3.0) as cluster,
         AsyncClient(cluster.address, max_retries=0) as observer,
         AsyncClient(cluster.front, max_retries=0) as client,
     ):

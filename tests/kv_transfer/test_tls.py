@@ -14,7 +14,6 @@ from baton.rpc.tls import TlsFiles
 from baton.types import KvLayout
 from kv_transfer.send_connection import FetchPrefix
 from kv_transfer.ticket import PrefixRequested, TicketCommitted
-from kv_transfer.transport import stream
 from kv_transfer.transport.tls import client_contexts
 from tests.support.certificates import Authority
 
@@ -96,10 +95,7 @@ def test_who_does_not_belong_is_kept_out(
         assert not rig.target.data.any(), name
 
 
-def test_who_greets_slowly_holds_up_nobody(
-    make_rig: Any, own: TlsFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stream, "GREETING_TIMEOUT_S", 0.3)
+def test_who_greets_slowly_holds_up_nobody(make_rig: Any, own: TlsFiles) -> None:
     rig = make_rig("tcp", source_tls=own, target_tls=own)
     host, port = rig.running.endpoints[0].address.split(":")
     with socket.create_connection((host, int(port))) as silent:

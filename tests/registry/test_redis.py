@@ -30,17 +30,20 @@ async def server() -> AsyncIterator[RedisServer]:
         yield running
 
 
-def registry(server: RedisServer, *, lease_s: float = 60.0) -> RedisRegistry:
+def registry(
+    server: RedisServer, *, lease_s: float = 60.0, timeout_s: float = 30.0
+) -> RedisRegistry:
     return RedisRegistry(
-        server.url, DECODE.info.model, lease_s=lease_s, period_s=0.02, timeout_s=0.3
+        server.url, DECODE.info.model, lease_s=lease_s, period_s=0.02, timeout_s=timeout_s
     )
 
 
 @asynccontextmanager
 async def announced(
-    server: RedisServer, current: Callable[[], Registration | None], *, lease_s: float = 60.0
+    server: RedisServer, current: Callable[[], Registration | None], **options: float
 ) -> AsyncIterator[asyncio.Task[None]]:
-    task = asyncio.create_task(registry(server, lease_s=lease_s).announce(current))
+    """options: those of `registry`."""
+    task = asyncio.create_task(registry(server, **options).announce(current))
     try:
         yield task
     finally:
@@ -49,8 +52,11 @@ async def announced(
 
 
 @asynccontextmanager
-async def watched(server: RedisServer) -> AsyncIterator[AsyncGenerator[Change, None]]:
-    async with aclosing(registry(server).changes()) as changes:
+async def watched(
+    server: RedisServer, **options: float
+) -> AsyncIterator[AsyncGenerator[Change, None]]:
+    """options: those of `registry`."""
+    async with aclosing(registry(server, **options).changes()) as changes:
         yield changes
 
 
@@ -102,11 +108,12 @@ async def test_a_watch_that_begins_in_an_outage_goes_on_after_it(server: RedisSe
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 async def test_a_frozen_server_holds_up_nobody(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with watched(server) as changes:
-        async with announced(server, lambda: DECODE) as announcing:
+    async with watched(server, timeout_s=1.0) as changes:
+        async with announced(server, lambda: DECODE, timeout_s=1.0) as announcing:
             assert await anext(changes) == WorkerAdded("d:1", Tier.DECODE)
             server.freeze()
             next_change = asyncio.ensure_future(anext(changes))
