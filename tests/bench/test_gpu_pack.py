@@ -1,0 +1,47 @@
+"""What is carried to a GPU machine: wheels of the versions that are here, within the limit."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from bench.gpu.pack import NEEDED, download_command, pack, tree_bytes
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """1000 bytes that git knows, 100 that it does not yet, and some that it ignores."""
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    (tmp_path / ".gitignore").write_text("build/\n")
+    (tmp_path / "known").write_bytes(bytes(1000))
+    (tmp_path / "new").write_bytes(bytes(100))
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "old.whl").write_bytes(bytes(5000))
+    subprocess.run(["git", "add", "known"], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def test_wheels_are_those_of_the_versions_that_are_installed(tmp_path: Path) -> None:
+    command = download_command(NEEDED, tmp_path, "3.12", "manylinux2014_x86_64")
+    assert {f"{name}=={metadata.version(name)}" for name in NEEDED} < set(command)
+    assert {"--no-deps", "--only-binary=:all:", "--python-version=3.12"} < set(command)
+
+
+def test_what_travels_is_the_checkout_and_fresh_wheels(checkout: Path) -> None:
+    ignored = len(b"build/\n")
+    assert tree_bytes(checkout) == 1100 + ignored
+    folder = checkout / "build"
+
+    def download(command: Sequence[str], *, check: bool) -> None:
+        assert check
+        assert command == ["pip"]
+        (folder / "one.whl").write_bytes(bytes(300))
+
+    limit = 1100 + ignored + 300
+    assert pack(["pip"], folder, checkout, limit, download) == [folder / "one.whl"]
+    with pytest.raises(ValueError, match="wheels of 300 are more than"):
+        pack(["pip"], folder, checkout, limit - 1, download)
