@@ -82,6 +82,20 @@ FALLBACK = next(
     each.name for each in KV_TRANSPORTS if each.is_automatic and each.scope is Scope.NETWORK
 )
 
+#: Slots of a receiver's staging area in memory of its GPU, and their size: each chunk costs
+#: launches and a wait, and no cache is to be spared.
+DEVICE_NUM_CREDITS = 4
+DEVICE_MAX_CHUNK_BYTES = 16 << 20
+#: Connections, in or out, that a GPU's memory plan has room for.
+PLANNED_CONNECTIONS = 4
+
+
+def planned_device_bytes() -> int:
+    """What KV on its way takes on a GPU: of each connection an area of slots, and a chunk more
+    where it passes the host."""
+    return PLANNED_CONNECTIONS * (DEVICE_NUM_CREDITS + 1) * DEVICE_MAX_CHUNK_BYTES
+
+
 _BY_NAME = {each.name: each for each in KV_TRANSPORTS}
 
 

@@ -24,7 +24,15 @@ from google.protobuf.message import DecodeError
 
 from baton.engine.interface import KvPool
 from baton.errors import BY_REASON, ConfigError, HandoffFailed
-from baton.kv_transports import AUTOMATIC, FALLBACK, KvTransport, Scope, kv_transport
+from baton.kv_transports import (
+    AUTOMATIC,
+    DEVICE_MAX_CHUNK_BYTES,
+    DEVICE_NUM_CREDITS,
+    FALLBACK,
+    KvTransport,
+    Scope,
+    kv_transport,
+)
 from baton.rpc.bind import bind_fault
 from baton.rpc.tls import TlsFiles
 from baton.types import ANY_NUMERICS, KvLayout, KvRange, NumericsRule, WorkerIdentity
@@ -368,9 +376,6 @@ def _wrong_checksum(chunk: kv_pb2.KvChunk) -> str:
 #: fixed cost is little, all together small enough to stay in a CPU's last cache.
 DEFAULT_NUM_CREDITS = 3
 DEFAULT_MAX_CHUNK_BYTES = 4 << 20
-#: For KV on a device, where each chunk costs launches and a wait, and no cache is to be spared.
-DEVICE_NUM_CREDITS = 4
-DEVICE_MAX_CHUNK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from baton.engine.numerics import numerics_of
 from baton.engine.torch_engine import TorchEngine
 from baton.engine.warm_up import warm_up
 from baton.errors import ConfigError
+from baton.kv_transports import planned_device_bytes
 from baton.model.adapters import Adapter, adapters_digest
 from baton.model.checkpoint import find_shards, naming_model, resolve_checkpoint
 from baton.model.config import DTYPES
@@ -111,6 +112,7 @@ def load_engine(
         )
         + _table_bytes(settled),
         graphs=source.graph_bytes(settled, graphs),
+        transfers=planned_device_bytes() if where.type == "cuda" else 0,
         max_model_len=longest,
         max_num_seqs=max_num_seqs,
         available_bytes=_available_bytes(where, memory_share),

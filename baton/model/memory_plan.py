@@ -25,6 +25,7 @@ class MemoryPlan:
     kv_dtype: str
     num_ranks: int = 1
     graph_bytes: int = 0
+    transfer_bytes: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -47,12 +48,14 @@ class MemoryPlan:
     def rows(self) -> tuple[tuple[str, str], ...]:
         """(what, how much) for people."""
         ranks = (("ranks", f"{self.num_ranks}, each with:"),) if self.num_ranks > 1 else ()
+        transfers = (("KV on its way", f"up to {format_bytes(self.transfer_bytes)}"),)
         graphs = (("CUDA graphs", f"about {format_bytes(self.graph_bytes)}"),)
         return (
             *ranks,
             ("weights", f"{format_bytes(self.weight_bytes)} ({self.dtype})"),
             ("activations", f"up to {format_bytes(self.activation_bytes)}"),
             *(graphs if self.graph_bytes else ()),
+            *(transfers if self.transfer_bytes else ()),
             (
                 "KV cache",
                 f"{format_bytes(self.kv_bytes)}: {self.num_blocks} blocks of {self.block_size} "
@@ -201,14 +204,15 @@ def plan_blocks(
     num_ranks: int,
     kv_cache_memory_bytes: int | None,
     num_blocks: int | None,
+    transfers: int = 0,
 ) -> MemoryPlan:
     """How many KV blocks to have: `num_blocks`, or what fits `kv_cache_memory_bytes`, or enough for
-    max_num_seqs sequences of max_model_len tokens within what weights, activations and graphs leave
-    of `available_bytes`.
+    max_num_seqs sequences of max_model_len tokens within what weights, activations, graphs and
+    transfers leave of `available_bytes`.
 
-    layout: of the whole model's KV; weights, activations, graphs: bytes of one rank; other bytes
-    are of all `num_ranks` ranks of tensor parallelism together, which share them alike. Raises
-    ConfigError if that is not even one block, or the weights do not fit.
+    layout: of the whole model's KV; weights, activations, graphs, transfers: bytes of one rank;
+    other bytes are of all `num_ranks` ranks of tensor parallelism together, which share them alike.
+    Raises ConfigError if that is not even one block, or the weights do not fit.
     """
     block_size = layout.block_size
     kv_heads = max(1, layout.num_kv_heads // num_ranks)
@@ -226,7 +230,8 @@ def plan_blocks(
             budget = kv_cache_memory_bytes // num_ranks
         else:
             wanted = max_num_seqs * -(-max_model_len // block_size) * block_bytes
-            budget = min(wanted, max(0, available_bytes - weights - activations - graphs))
+            others = weights + activations + graphs + transfers
+            budget = min(wanted, max(0, available_bytes - others))
         num_blocks = budget // block_bytes
     if num_blocks < 1:
         raise ConfigError.of(
@@ -248,4 +253,5 @@ def plan_blocks(
         kv_dtype=layout.dtype,
         num_ranks=num_ranks,
         graph_bytes=graphs,
+        transfer_bytes=transfers,
     )

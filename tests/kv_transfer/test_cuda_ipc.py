@@ -15,7 +15,7 @@ import pytest
 from baton.engine.array_kv_pool import ArrayKvPool
 from baton.engine.device_copy import DeviceCopy
 from baton.errors import ConfigError, HandoffFailed
-from baton.kv_transports import listened_on
+from baton.kv_transports import DEVICE_MAX_CHUNK_BYTES, DEVICE_NUM_CREDITS, listened_on
 from baton.types import KvLayout, KvRange, WorkerIdentity
 from baton.v1 import kv_pb2
 from baton.wire import layout_to_proto
@@ -24,8 +24,6 @@ from kv_transfer.kv_secret import KvSecret
 from kv_transfer.receiver import (
     DEFAULT_MAX_CHUNK_BYTES,
     DEFAULT_NUM_CREDITS,
-    DEVICE_MAX_CHUNK_BYTES,
-    DEVICE_NUM_CREDITS,
     open_receiver,
 )
 from kv_transfer.send_connection import Send
