@@ -35,7 +35,7 @@ def route(
     scores = logits.sigmoid() if routing.is_sigmoid else logits.softmax(-1)
     ranked = scores if bias is None else scores + bias
     if routing.num_groups > 1:
-        groups = ranked.view(len(ranked), routing.num_groups, -1)
+        groups = ranked.view(len(ranked), routing.num_groups, ranked.shape[1] // routing.num_groups)
         best = groups.topk(min(routing.group_top, groups.shape[2]), -1).values.sum(-1)
         kept = _largest(best, routing.num_chosen_groups)
         is_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, kept, value=False)
