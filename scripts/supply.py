@@ -40,12 +40,14 @@ def write_sboms() -> int:
 
 
 def audit() -> int:
-    """1: a lock names a version with a known vulnerability."""
+    """1: a lock names a version with a known vulnerability, or one that the index could not be
+    asked about."""
     is_sound = True
     for lock in sorted(LOCKS.glob("*.txt")):
         print(lock.relative_to(ROOT), flush=True)
         # The locks are whole: nothing has to be resolved or downloaded.
-        command = [tool("pip-audit"), "--disable-pip", "--no-deps", "--requirement", str(lock)]
+        options = ("--disable-pip", "--no-deps", "--strict")
+        command = [tool("pip-audit"), *options, "--requirement", str(lock)]
         is_sound = subprocess.run(command, check=False).returncode == 0 and is_sound
     return 0 if is_sound else 1
 
