@@ -30,6 +30,7 @@ async def singles() -> AsyncIterator[ProxiedCluster]:
         yield cluster
 
 
+@pytest.mark.long
 async def test_hundreds_of_cancels_four_times_leave_a_server_that_answers(
     singles: ProxiedCluster,
 ) -> None:

@@ -10,7 +10,7 @@ from baton.check.faults import check_faults
 from baton.check.process_faults import PROCESS_FAULTS
 from tests.support.live_tiers import BOX_MODEL
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.mark.asyncio
