@@ -29,7 +29,8 @@ def main() -> None:
     parser.add_argument("--num-blocks", type=int, required=True)
     parser.add_argument("--layout", required=True, help="a KvLayout as JSON")
     options = parser.parse_args()
-    layout = KvLayout(**json.loads(options.layout))
+    told = json.loads(options.layout)
+    layout = KvLayout(**{**told, "parts": tuple(told["parts"])})
     pool = TorchKvPool(layout, options.num_blocks, torch.device(options.device))
     events: queue.SimpleQueue[TicketEvent | None] = queue.SimpleQueue()
     running = open_receiver(
