@@ -122,7 +122,7 @@ def markdown(document: Mapping[str, Any], points: Mapping[str, Sequence[Point]])
         rates = sorted({point.rate for point in of_load})
         rows += [row_of(name, rate, cells_of(of_load, rate)) for rate in rates]
     what = (
-        f"{document['num_requests']} requests a run, {document['repeat']} runs a cell; inside the "
+        f"{document['repeat']} x {document['num_requests']} requests a cell; inside the "
         f"SLO: first token within {document['slo']['ttft_ms']:g} ms, "
         f"{document['slo']['tpot_ms']:g} ms per token after it."
     )
