@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc.aio
 
-from baton.rpc.interceptor import write_to
+from baton.rpc.interceptor import send_headers, write_to
 from baton.rpc.status import REQUEST_ID_KEY
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from gateway.models import Models
@@ -28,7 +28,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Streams by context.write, so that a slow client is seen."""
 
         async def on_admitted(request_id: str) -> None:
-            await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
+            await send_headers(context, (REQUEST_ID_KEY, request_id))
 
         call = Call(
             metadata=context.invocation_metadata() or (),

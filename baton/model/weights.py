@@ -13,6 +13,7 @@ from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -81,20 +82,25 @@ def load_weights(
     """
     filling = _Filling(parameters, quantization, keeps)
     pins = parameters.embeddings.device.type == "cuda"
-    digest = _read_shards(folder, filling.wants, filling.take, progress, pins)
+    digest = _read_shards(folder, filling.taker_of, progress, pins)
     return Loaded(digest, filling.finish(folder))
 
 
 def digest_checkpoint(folder: Path, progress: ProgressHook | None = None) -> str:
     """As Loaded.digest, of all tensors in `folder`. Raises UnsafeCheckpoint, ModelError."""
 
-    def wants(*_: object) -> bool:
-        return True
-
-    def take(*_: object) -> None:
+    def taker_of(*_: object) -> _Take:
         """The digest is all that is wanted."""
+        return lambda _: None
 
-    return _read_shards(folder, wants, take, progress)
+    return _read_shards(folder, taker_of, progress)
+
+
+#: Takes what was read of a tensor.
+_Take = Callable[[torch.Tensor], None]
+#: Of a tensor's name, the mapped tensor and its shard, what takes it; None for one that is rightly
+#: not read.
+_TakerOf = Callable[[str, torch.Tensor, Path], _Take | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +114,11 @@ class _Stored:
 
 
 def _read_shards(
-    folder: Path,
-    wants: Callable[[str, torch.Tensor, Path], bool],
-    take: Callable[[str, torch.Tensor, Path], None],
-    progress: ProgressHook | None,
-    pins: bool = False,
+    folder: Path, taker_of: _TakerOf, progress: ProgressHook | None, pins: bool = False
 ) -> str:
-    """Call `take` with each tensor that is wanted, its name and its shard, in order, while threads
-    read and digest those after it. pins: into page-locked memory, from which a GPU copies at the
-    speed of its link. The digest of all."""
+    """Give each tensor that somebody takes, in order, while threads read and digest those after it.
+    pins: into page-locked memory, from which a GPU copies at the speed of its link. Returns the
+    digest of all that were taken."""
     shards = list(find_shards(folder))
     sizes = [path.stat().st_size for path in shards]
     done = [0] * len(shards)
@@ -133,10 +135,10 @@ def _read_shards(
             done[index] = sizes[index]
             show(index)
 
-    for stored, tensor, digest in _read_ahead(_stored_tensors(shards), wants, pins):
+    for stored, take, (tensor, digest) in _read_ahead(_stored_tensors(shards), taker_of, pins):
         finish(stored.index)
         at = stored.index
-        take(stored.name, tensor, stored.path)
+        take(tensor)
         digests[stored.name] = digest
         done[at] += tensor.nbytes
         show(at)
@@ -158,24 +160,25 @@ def _stored_tensors(shards: Sequence[Path]) -> Iterator[_Stored]:
 
 
 def _read_ahead(
-    stored: Iterable[_Stored], wants: Callable[[str, torch.Tensor, Path], bool], pins: bool
-) -> Iterator[tuple[_Stored, torch.Tensor, str]]:
-    """Those that are wanted, in order, each with what was read and its digest."""
-    waiting: deque[tuple[_Stored, Future[tuple[torch.Tensor, str]]]] = deque()
+    stored: Iterable[_Stored], taker_of: _TakerOf, pins: bool
+) -> Iterator[tuple[_Stored, _Take, tuple[torch.Tensor, str]]]:
+    """Those that somebody takes, in order, each with what was read of it and its digest."""
+    waiting: deque[tuple[_Stored, _Take, Future[tuple[torch.Tensor, str]]]] = deque()
     num_bytes = 0
     readers = ThreadPoolExecutor(_NUM_READERS, "reads-weights")
     try:
         for each in stored:
-            if not wants(each.name, each.tensor, each.path):
+            take = taker_of(each.name, each.tensor, each.path)
+            if take is None:
                 continue
-            waiting.append((each, readers.submit(_read, each.tensor, pins)))
+            waiting.append((each, take, readers.submit(_read, each.tensor, pins)))
             num_bytes += each.tensor.nbytes
             while num_bytes > _AHEAD_BYTES:
-                first, read = waiting.popleft()
+                first, take, read = waiting.popleft()
                 num_bytes -= first.tensor.nbytes
-                yield first, *read.result()
-        for first, read in waiting:
-            yield first, *read.result()
+                yield first, take, read.result()
+        for first, take, read in waiting:
+            yield first, take, read.result()
     finally:
         readers.shutdown(cancel_futures=True)
 
@@ -214,48 +217,48 @@ class _Filling:
         self._filled: set[str] = set()
         self._quantized: dict[str, StoredWeight] = {}
 
-    def wants(self, name: str, tensor: torch.Tensor, path: Path) -> bool:
-        """False for a tensor that is rightly not read. Raises TensorMismatch of one that has no
-        place."""
+    def taker_of(self, name: str, tensor: torch.Tensor, path: Path) -> _Take | None:
+        """See _TakerOf. Raises TensorMismatch of a tensor that has no place; so does what takes
+        one, if it does not fit there."""
         pending, stacked = self._pending, self._stacked
-        if pending is not None and not pending.takes(name, tensor.dtype):
-            if pending.is_unused(name):
-                return False
-        elif pending is not None:
-            return True
+        if pending is not None and pending.takes(name, tensor.dtype):
+            return partial(self._take_quantized, pending, name, path)
+        if pending is not None and pending.is_unused(name):
+            return None
         if stacked is not None and stacked.takes(name):
-            return True
-        return bool(self._targets_of(name, path))
+            return partial(self._take_stacked, stacked, name, path)
+        return partial(self._fill, name, path) if self._targets_of(name, path) else None
 
-    def take(self, name: str, tensor: torch.Tensor, path: Path) -> None:
-        """A tensor that is wanted."""
-        if self._pending is not None and self._pending.takes(name, tensor.dtype):
-            try:
-                whole = self._pending.add(name, tensor)
-            except (ValueError, RuntimeError, IndexError) as error:
-                raise TensorMismatch(
-                    f"{path.name}: {name!r} does not fit quantization_config: {error}"
-                ) from error
-            if whole is not None:
-                self._put(*whole, path)
-        elif self._stacked is not None and self._stacked.takes(name):
-            try:
-                for piece, part in self._stacked.pieces(name, tensor):
-                    self._fill(piece, part, path)
-            except ValueError as error:
-                raise TensorMismatch(f"{path.name}: {name!r}: {error}") from error
-        else:
-            self._fill(name, tensor, path)
+    def _take_quantized(
+        self, pending: PendingLayers, name: str, path: Path, tensor: torch.Tensor
+    ) -> None:
+        try:
+            whole = pending.add(name, tensor)
+        except (ValueError, RuntimeError, IndexError) as error:
+            raise TensorMismatch(
+                f"{path.name}: {name!r} does not fit quantization_config: {error}"
+            ) from error
+        if whole is not None:
+            self._put(*whole, path)
 
-    def _fill(self, name: str, tensor: torch.Tensor, path: Path) -> None:
+    def _take_stacked(
+        self, stacked: StackedExperts, name: str, path: Path, tensor: torch.Tensor
+    ) -> None:
+        try:
+            for piece, part in stacked.pieces(name, tensor):
+                self._fill(piece, path, part)
+        except ValueError as error:
+            raise TensorMismatch(f"{path.name}: {name!r}: {error}") from error
+
+    def _fill(self, name: str, path: Path, tensor: torch.Tensor) -> None:
         for target in self._targets_of(name, path):
             _check(name, tensor, target, path)
             target.fill(tensor)
             self._filled.add(name)
 
     def _targets_of(self, name: str, path: Path) -> Sequence[Target]:
-        """None for a tensor that is rightly not read. Raises TensorMismatch of one that has no
-        place."""
+        """None of them for a tensor that is rightly not read. Raises TensorMismatch of one that has
+        no place."""
         targets = self._targets.get(name, ())
         if not targets and not self._is_rightly_unread(name):
             raise TensorMismatch(

@@ -126,12 +126,12 @@ def request_id_of(context: _Context) -> str:
     return uuid.uuid4().hex
 
 
-async def send_headers(context: _Context) -> None:
+async def send_headers(context: _Context, *headers: tuple[str, str]) -> None:
     """Open a stream's answer before there is any of it: a gRPC client asks for the first message
     only once it has the headers, so that a late answer does not wait for that, too. Raises
     Cancelled as write_to does."""
     try:
-        await context.send_initial_metadata(())
+        await context.send_initial_metadata(headers)
     except grpc.aio.InternalError:
         raise Cancelled("the caller's connection broke") from None
 

@@ -17,7 +17,6 @@ from baton.errors import (
     RetriableError,
 )
 from baton.v1 import inference_pb2, sampling_pb2
-from gateway.openengine.requests import Asked
 from gateway.openengine.v1 import openengine_pb2 as oe
 
 _CODES: tuple[tuple[type[BatonError], oe.ErrorCode.ValueType], ...] = (
@@ -49,27 +48,30 @@ class EventStream:
         self,
         write: Callable[[oe.GenerateResponse], Awaitable[None]],
         request_id: str,
-        asked: Asked,
+        request: inference_pb2.GenerateRequest,
+        first_scored: int,
         eos_token_ids: Collection[int],
         bytes_of: Callable[[int], bytes],
     ) -> None:
-        """asked: its prompt is token ids."""
+        """request: Baton's, whose prompt is token ids. first_scored: position of the prompt from
+        which log probabilities are wanted."""
         self._write = write
         self._request_id = request_id
-        self._asked = asked
-        self._tells_prompt = asked.num_prompt is not None
+        self._prompt_token_ids = request.prompt.token_ids.ids
+        self._first_scored = max(1, first_scored)
+        self._owes_prompt = request.sampling.HasField("prompt_logprobs")
         self._eos_token_ids = eos_token_ids
         self._bytes_of = bytes_of
         self._last_tokens: dict[int, int] = {}
         """By choice."""
         self._num_tokens = 0
-        self._running = set(range(max(1, asked.request.sampling.n)))
+        self._running = set(range(max(1, request.sampling.n)))
 
     async def write_piece(self, piece: inference_pb2.GenerateResponse) -> None:
         """See gateway.output.delivery.Write."""
         choice = piece.choice
-        if choice == 0 and self._tells_prompt:
-            self._tells_prompt = False
+        if choice == 0 and self._owes_prompt:
+            self._owes_prompt = False
             await self._write(self._response(prompt=self._prompt(piece.prompt_logprobs)))
         if piece.token_ids or piece.text:
             positions = piece.logprobs or (None,) * len(piece.token_ids)
@@ -90,7 +92,7 @@ class EventStream:
 
     async def cancel(self) -> None:
         """End those outputs that have not ended."""
-        num_prompt_tokens = len(self._asked.request.prompt.token_ids.ids)
+        num_prompt_tokens = len(self._prompt_token_ids)
         usage = oe.Usage(
             prompt_tokens=num_prompt_tokens,
             completion_tokens=self._num_tokens,
@@ -128,12 +130,11 @@ class EventStream:
         )
 
     def _prompt(self, positions: Sequence[sampling_pb2.PositionLogprobs]) -> oe.PromptOutput:
-        first = max(1, self._asked.first_prompt)
-        told = (None, *positions)
+        scored = (None, *positions)
         return oe.PromptOutput(
             tokens=[
-                self._token(token_id, told[at] if at >= first else None)
-                for at, token_id in enumerate(self._asked.request.prompt.token_ids.ids)
+                self._token(token_id, scored[at] if at >= self._first_scored else None)
+                for at, token_id in enumerate(self._prompt_token_ids)
             ]
         )
 

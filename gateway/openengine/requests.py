@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 from baton.errors import FieldViolation, InvalidRequest
 from baton.v1 import inference_pb2, sampling_pb2
+from gateway.intake.validator import MAX_PRIORITY
 from gateway.openengine.v1 import openengine_pb2 as oe
 
 _PRIORITY, _TARGET_RANK = "openengine-priority", "openengine-target-dp-rank"
-_MAX_PRIORITY = 1000
 _SAME = frozenset(
     {
         *("temperature", "top_p", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos"),
@@ -38,52 +37,31 @@ _FIELDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """request: for Baton. num_output, num_prompt: most candidates told of each position of the
-    output and the prompt, None for no log probabilities. first_prompt: position from which the
-    prompt's are told."""
-
-    request: inference_pb2.GenerateRequest
-    num_output: int | None
-    num_prompt: int | None
-    first_prompt: int
-
-
-def asked_by(request: oe.GenerateRequest, metadata: Iterable[tuple[str, str | bytes]]) -> Asked:
+def to_baton(
+    request: oe.GenerateRequest, metadata: Sequence[tuple[str, str | bytes]]
+) -> inference_pb2.GenerateRequest:
     """Raises InvalidRequest, of all that Baton has not."""
     wrong = [*_unsupported(request)]
-    priority = _priority(list(metadata), wrong)
-    num_output = _num_candidates(request.response, "output", wrong)
-    num_prompt = _num_candidates(request.response, "prompt", wrong)
+    priority = _priority(metadata, wrong)
     sampling = _sampling(request, wrong)
     if wrong:
         raise InvalidRequest.of(*wrong)
-    if num_output is not None:
-        sampling.logprobs = num_output
-    if num_prompt is not None:
-        sampling.prompt_logprobs = num_prompt
     prompt = inference_pb2.Prompt()
     match request.WhichOneof("input"):
         case "prompt":
             prompt.text = request.prompt
         case "token_ids":
             prompt.token_ids.ids.extend(request.token_ids.ids)
-    return Asked(
-        inference_pb2.GenerateRequest(
-            model=request.lora_name or request.model,
-            prompt=prompt,
-            sampling=sampling,
-            priority=priority,
-            cache_salt=request.kv.cache_salt,
-        ),
-        num_output,
-        num_prompt,
-        request.response.prompt_logprob_start,
+    return inference_pb2.GenerateRequest(
+        model=request.lora_name or request.model,
+        prompt=prompt,
+        sampling=sampling,
+        priority=priority,
+        cache_salt=request.kv.cache_salt,
     )
 
 
-def in_openengines_words(error: InvalidRequest) -> InvalidRequest:
+def with_openengine_fields(error: InvalidRequest) -> InvalidRequest:
     """The same, with the fields' names as OpenEngine has them."""
     if not error.violations:
         return error
@@ -119,15 +97,15 @@ def _unsupported(request: oe.GenerateRequest) -> Iterator[FieldViolation]:
         yield FieldViolation("guided.structural_tag", "not supported; use json_schema or regex")
 
 
-def _priority(metadata: list[tuple[str, str | bytes]], wrong: list[FieldViolation]) -> int:
+def _priority(metadata: Sequence[tuple[str, str | bytes]], wrong: list[FieldViolation]) -> int:
     """Baton's, where lower numbers are served first."""
-    priority = _number(metadata, _PRIORITY, range(-_MAX_PRIORITY, _MAX_PRIORITY + 1), wrong)
+    priority = _number(metadata, _PRIORITY, range(-MAX_PRIORITY, MAX_PRIORITY + 1), wrong)
     _number(metadata, _TARGET_RANK, range(1), wrong)
     return -priority
 
 
 def _number(
-    metadata: list[tuple[str, str | bytes]], key: str, known: range, wrong: list[FieldViolation]
+    metadata: Sequence[tuple[str, str | bytes]], key: str, known: range, wrong: list[FieldViolation]
 ) -> int:
     values = [value for name, value in metadata if name == key]
     if not values:
@@ -143,7 +121,7 @@ def _number(
 def _num_candidates(
     response: oe.ResponseOptions, side: str, wrong: list[FieldViolation]
 ) -> int | None:
-    """How many are told of each position; None for no log probabilities."""
+    """How many are wanted at each position; None for no log probabilities."""
     if not getattr(response, f"return_{side}_logprobs"):
         return None
     field = f"{side}_candidates"
@@ -174,6 +152,8 @@ def _sampling(
         stop_token_ids=[each.stop_token_id for each in ends if each.HasField("stop_token_id")],
         include_stop_str_in_output=stopping.include_stop_in_output,
         structured_output=_structured_output(request.guided),
+        logprobs=_num_candidates(request.response, "output", wrong),
+        prompt_logprobs=_num_candidates(request.response, "prompt", wrong),
     )
     if given.top_k < -1:
         text = f"{given.top_k}: must be at least 1; 0 or -1 keep all"

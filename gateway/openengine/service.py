@@ -16,13 +16,13 @@ import grpc.aio
 
 from baton import __version__
 from baton.errors import BatonError, Cancelled, FieldViolation, InvalidRequest
-from baton.rpc.interceptor import write_to
+from baton.rpc.interceptor import send_headers, write_to
 from baton.rpc.status import REQUEST_ID_KEY
 from baton.sampling_params import MAX_CHOICES, MAX_LOGPROBS
 from baton.v1 import inference_pb2
 from gateway.models import Models
 from gateway.openengine.output import EventStream
-from gateway.openengine.requests import asked_by, in_openengines_words
+from gateway.openengine.requests import to_baton, with_openengine_fields
 from gateway.openengine.v1 import openengine_pb2 as oe
 from gateway.openengine.v1 import openengine_pb2_grpc as oe_grpc
 from gateway.serving import Call, unique_request_id
@@ -34,7 +34,6 @@ _REVISION = 1
 _RELEASE = "4def7c50b05e0674a0c3b26917399155535966e4"
 #: Ids of requests that ended, which Abort remembers.
 _NUM_ENDED = 1024
-
 
 _NO_LOADING = "adapters are loaded when workers start: give them --lora-modules"
 _GUIDES = (
@@ -94,7 +93,7 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
                 raise Cancelled("the request was aborted before it was accepted") from None
             await running.events.cancel()
         except InvalidRequest as error:
-            await _fail(in_openengines_words(error), running.events)
+            await _fail(with_openengine_fields(error), running.events)
         except BatonError as error:
             await _fail(error, running.events)
         finally:
@@ -110,35 +109,36 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
         metadata: list[tuple[str, str | bytes]],
         context: _Context,
     ) -> None:
-        asked = asked_by(request, metadata)
+        own = to_baton(request, metadata)
         if request.lora_name:
             self._models.of(request.model)
-        serving = self._models.of(asked.request.model)
-        # Once, here: events tell how many tokens the prompt has, and which.
+        serving = self._models.of(own.model)
+        # Once, here: events say how many tokens the prompt has, and which.
         token_ids = await serving.tokenize(
-            inference_pb2.TokenizeRequest(model=asked.request.model, prompt=asked.request.prompt)
+            inference_pb2.TokenizeRequest(model=own.model, prompt=own.prompt)
         )
-        asked.request.prompt.token_ids.ids[:] = token_ids
-        facts = serving.facts
+        own.prompt.token_ids.ids[:] = token_ids
         events = EventStream(
             functools.partial(write_to, context),
             request_id,
-            asked,
-            facts.eos_token_ids,
+            own,
+            request.response.prompt_logprob_start,
+            serving.facts.eos_token_ids,
             serving.tokenizer.bytes_of,
         )
 
         async def on_admitted(_: str) -> None:
             self._running[request_id].events = events
-            await context.send_initial_metadata(())
+            await send_headers(context)
 
         call = Call(
-            metadata=[*metadata, (REQUEST_ID_KEY, request_id)],
+            # The first of a name counts.
+            metadata=[(REQUEST_ID_KEY, request_id), *metadata],
             write=events.write_piece,
             timeout_s=context.time_remaining(),
             on_admitted=on_admitted,
         )
-        await serving.generate(asked.request, call)
+        await serving.generate(own, call)
 
     async def GetServerInfo(  # noqa: N802
         self,
@@ -313,9 +313,10 @@ class OpenEngineService(oe_grpc.InferenceServicer, oe_grpc.ControlServicer):
         )
 
     def _decode_workers(self) -> Iterator[inference_pb2.WorkerStatus]:
+        """Those that were reached: of others nothing is known, not even whose model they have."""
         for serving in self._models:
             for worker in serving.model().workers:
-                if worker.tier == "decode":
+                if worker.tier == "decode" and worker.worker_id:
                     yield worker
 
     async def _probe(self, model: str) -> str:

@@ -273,15 +273,17 @@ def test_for_a_gpu_tensors_are_read_into_page_locked_memory(
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     taken: list[torch.Tensor] = []
-    digest = _read_shards(
-        checkpoint, lambda *_: True, lambda _name, tensor, _path: taken.append(tensor), None, True
-    )
+    digest = _read_shards(checkpoint, lambda *_: taken.append, None, True)
     assert digest == digest_checkpoint(checkpoint)
     assert {tensor.data_ptr() for tensor in taken} == {tensor.data_ptr() for tensor in pinned}
 
 
 def test_a_tensor_that_nobody_wants_is_not_read(checkpoint: Path) -> None:
-    def take(name: str, *_: object) -> None:
-        assert name == Q_PROJ
+    read: list[tuple[str, tuple[int, ...]]] = []
 
-    _read_shards(checkpoint, lambda name, *_: name == Q_PROJ, take, None)
+    def taker_of(name: str, *_: object) -> Callable[[torch.Tensor], None] | None:
+        wanted = name == Q_PROJ
+        return (lambda tensor: read.append((name, tuple(tensor.shape)))) if wanted else None
+
+    _read_shards(checkpoint, taker_of, None)
+    assert [name for name, _ in read] == [Q_PROJ]
