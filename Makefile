@@ -24,7 +24,7 @@ help:
 	@echo "make protos             generate baton/v1 and gateway/openengine/v1 from protos/"
 	@echo "make docs               generate docs/cli.md and docs/protocol.md, wrap prose"
 	@echo "make bench              measure for twenty minutes, rewrite docs/performance.md (ARGS=, TRACE=FILE)"
-	@echo "make bench-peers        build llama.cpp and the models that make bench compares"
+	@echo "make bench-peers        build llama.cpp, for each CPU level, and the models that make bench compares"
 	@echo "make test-images        build the images, run and break compose.yaml (ARGS=--install, --cuda, --quick)"
 	@echo "make locks              write deploy/locks: versions and hashes of what the images install"
 	@echo "make sbom               write sbom/: what the images install, as CycloneDX"
@@ -74,7 +74,8 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.suite $(if $(TRACE),--trace $(TRACE)) $(ARGS)
 
 bench-peers: $(STAMP)
-	bench/peers/setup.sh
+	@levels=$$($(BIN)/python -c 'from baton_kernels.cpu.library import levels_of_machine; print(*levels_of_machine()[1:])') && \
+	for level in "" $$levels; do BATON_CPU_LEVEL=$$level bench/peers/setup.sh || exit 1; done
 	$(BIN)/python -m bench.peers.models
 
 test-images: $(STAMP)
