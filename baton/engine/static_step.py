@@ -113,7 +113,7 @@ class StaticStep:
                 room,
                 self._tile,
                 self._partials,
-                model.config.attention_scale,
+                model.config.traits.attention_scale,
                 window,
             )
             plan_items(sequences, plan)

@@ -90,7 +90,9 @@ class TorchEngine(Engine):
                 for group in _row_groups(rows)
             )
             if self._spec.max_num_launches > 1:
-                self._drawn = _in_order(groups, len(rows))
+                # Nothing follows several groups, some of which score a prompt.
+                is_whole = len(groups) == 1 and len(groups[0][0]) == len(rows)
+                self._drawn = groups[0][1].chosen if is_whole else None
         return _TorchLaunch(len(batch.slices), tuple(owners), groups, self._wait_device)
 
     def logits(self, batch: Batch, layers_done: LayersDone | None = None) -> torch.Tensor:
@@ -158,14 +160,6 @@ class _TorchLaunch:
         for index, owner in enumerate(self.owners):
             split[owner].append(samples[index])
         return tuple(map(tuple, split))
-
-
-def _in_order(groups: Sequence[tuple[Sequence[int], Draws]], num_rows: int) -> torch.Tensor | None:
-    """What all rows drew, [rows] int64; None of several groups, some of which score a prompt:
-    nothing follows those."""
-    if len(groups) != 1 or len(groups[0][0]) != num_rows:
-        return None
-    return groups[0][1].chosen
 
 
 def _row_groups(rows: Sequence[SampleRow]) -> Iterator[list[int]]:

@@ -77,17 +77,11 @@ def _wrong_rows(part: SequenceSlice, vocab_size: int) -> str:
         return (
             f"logit_bias, stop_token_ids or bad_words name a token that is not in [0, {vocab_size})"
         )
-    return next(
-        (text for row in part.rows if (text := _wrong_row(row, len(part.token_ids), vocab_size))),
-        "",
-    )
-
-
-def _wrong_row(row: SampleRow, num_tokens: int, vocab_size: int) -> str:
-    if not 0 <= row.offset < num_tokens:
-        return "a sample row points outside its slice"
-    if row.scored_token_id is not None and not 0 <= row.scored_token_id < vocab_size:
-        return f"a scored token id is not in [0, {vocab_size})"
+    for row in part.rows:
+        if not 0 <= row.offset < len(part.token_ids):
+            return "a sample row points outside its slice"
+        if row.scored_token_id is not None and not 0 <= row.scored_token_id < vocab_size:
+            return f"a scored token id is not in [0, {vocab_size})"
     return ""
 
 
@@ -99,11 +93,16 @@ def pack_tokens(batch: Batch, pool: torch.Tensor) -> PackedTokens:
     rows = _tensor(
         chain.from_iterable(_first_rows(s, block_size, block_rows(pool)) for s in batch.slices)
     )
+    begins = accumulate((len(s.token_ids) for s in batch.slices), initial=0)
+    slices = [
+        AttentionSlice(begin, len(s.token_ids), s.start, s.block_table)
+        for s, begin in zip(batch.slices, begins, strict=False)
+    ]
     return PackedTokens(
         to_device(token_ids, device),
         to_device(_tensor(chain.from_iterable(ranges)), device),
         to_device(rows, device),
-        _attention_slices(batch),
+        slices,
         _sampled(batch, device),
     )
 
@@ -126,7 +125,7 @@ def pack_batch(
     lengths = to_device(_rope_lengths(batch), pool.device) if rope.is_dynamic else positions
     end = max(s.start + len(s.token_ids) for s in batch.slices)
     rotations = rope.tables(positions, lengths, end, dtype)
-    heads, scale = config.num_heads, config.attention_scale
+    heads, scale = config.num_heads, config.traits.attention_scale
     placed = tables.placed([part.block_table for part in batch.slices]) if tables else None
     plans = {
         window: plan(tokens.slices, pool, heads, scale, window, dtype, placed)
@@ -235,12 +234,3 @@ def _rope_lengths(batch: Batch) -> torch.Tensor:
         for s in batch.slices
         for position in range(s.start, s.start + len(s.token_ids))
     )
-
-
-def _attention_slices(batch: Batch) -> list[AttentionSlice]:
-    parts = []
-    first = 0
-    for part in batch.slices:
-        parts.append(AttentionSlice(first, len(part.token_ids), part.start, part.block_table))
-        first += len(part.token_ids)
-    return parts

@@ -130,7 +130,7 @@ def _batch(ids: Sequence[int], config: ModelConfig, rope: Rope, pool: torch.Tens
     lengths = torch.full_like(positions, len(ids))
     rotations = rope.tables(positions, lengths, len(ids), pool.dtype)
     part = AttentionSlice(0, len(ids), 0, range(len(pool)))
-    scale = config.attention_scale
+    scale = config.traits.attention_scale
     plans = {
         window: plan_attention([part], pool, config.num_heads, scale, window, pool.dtype)
         for window in set(config.windows)

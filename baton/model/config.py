@@ -389,8 +389,8 @@ class Traits:
     """Whether norms are rounded after they are multiplied by their weights."""
     has_whole_qk_norm: bool = False
     """Whether queries, and keys, of all heads have one norm."""
-    attention_scale: float | None = None
-    """Of scores; head_dim ** -0.5 if not given."""
+    attention_scale: float = 1.0
+    """Of scores."""
     attention_softcap: float | None = None
     """Of scores: see baton_kernels.paged_attention.ScoreTerms."""
     logit_softcap: float | None = None
@@ -456,11 +456,6 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """Dimensions of each head that are rotated."""
         return self.traits.rotary_dim or self.rope_width
-
-    @property
-    def attention_scale(self) -> float:
-        """Of scores."""
-        return self.traits.attention_scale or self.head_dim**-0.5
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -621,6 +616,7 @@ def _traits(
 ) -> Traits:
     traits = Traits(
         activation=_activation(family, fields),
+        attention_scale=head_dim**-0.5,
         experts=_experts(family, fields),
         num_unused_layers=int(raw.get("num_nextn_predict_layers") or 0),
         is_fused=family == "phi3",

@@ -193,7 +193,7 @@ class _Composing:
             num_heads=len(heads),
             num_kv_heads=len(kv_heads),
             head_dim=dim,
-            scale=config.attention_scale,
+            scale=config.traits.attention_scale,
             window=window,
             rope=int(has_own_rope),
             softcap=traits.attention_softcap,
@@ -237,7 +237,7 @@ class _Composing:
             len(heads),
             1,
             config.head_dim,
-            config.attention_scale,
+            config.traits.attention_scale,
             self._config.windows[self._index],
         )
 

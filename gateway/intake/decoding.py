@@ -27,7 +27,7 @@ _SPACE = "\u2581"
 
 
 class Decoding:
-    """text_of: of any ids. text_of_one: of an id alone, from a table.
+    """text_of: of any ids. text_of_one: of one id, given as a tuple of it, from a table.
 
     kinds: one of TEXT, BYTE and SILENT for each id, if the decoder has a byte fallback: it
     decodes a run of BYTE tokens, with SILENT ones among them, as a whole, and each byte to U+FFFD
@@ -42,7 +42,7 @@ class Decoding:
         self.text_of = text_of
         self.kinds = kinds
         self.lead = lead
-        self.text_of_one: Callable[[int], str] = lru_cache(_NUM_KEPT)(lambda i: text_of((i,)))
+        self.text_of_one: Callable[[tuple[int]], str] = lru_cache(_NUM_KEPT)(text_of)
 
 
 def decoding_of(tokenizer: tokenizers.Tokenizer, *, skip_special_tokens: bool) -> Decoding:

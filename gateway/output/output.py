@@ -300,7 +300,9 @@ class Detokenizer:
         self._num_context = len(window)
         if num_old:
             text = (
-                self._decoding.text_of_one(window[0]) if len(window) == 1 else self._decode(window)
+                self._decoding.text_of_one((window[0],))
+                if len(window) == 1
+                else self._decode(window)
             )
         self._num_released = len(text)
 

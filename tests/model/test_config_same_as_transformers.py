@@ -206,7 +206,7 @@ def check_latent(ours: ModelConfig, theirs: Any) -> None:
     assert latent.value_dim == theirs.v_head_dim
     assert latent.is_interleaved == getattr(theirs, "rope_interleave", True)
     assert (ours.num_kv_heads, ours.head_dim) == (1, theirs.kv_lora_rank + theirs.qk_rope_head_dim)
-    assert ours.attention_scale == theirs.qk_head_dim**-0.5
+    assert ours.traits.attention_scale == theirs.qk_head_dim**-0.5
 
 
 def check_experts(ours: ModelConfig, theirs: Any) -> None:

@@ -177,6 +177,7 @@ def level() -> str:
     return NO_LEVEL if library() is None else chosen_level()
 
 
+@cache
 def loaded() -> ctypes.CDLL:
     """The library, where it is known to be there. Raises RuntimeError where it is not."""
     found = library()
