@@ -81,16 +81,16 @@ class CheckedCopy(Protocol):
 
 
 @runtime_checkable
-class PassingPool(Protocol):
+class StagingPool(Protocol):
     """A pool whose blocks may be in a device's memory, which packs a whole payload for the host."""
 
     @property
-    def device_copy(self) -> HostPassing | None:
+    def device_copy(self) -> StagedCopy | None:
         """None if they are not, or it does not."""
         ...
 
 
-class HostPassing(Protocol):
+class StagedCopy(Protocol):
     """See baton.engine.device_copy."""
 
     def fits(self, piece: KvRange, run_tokens: int) -> bool: ...
@@ -121,7 +121,7 @@ class ChunkCodec:
         # KV of the wire's own type goes straight between blocks and payload.
         is_plain = wire.is_that_of(layout.dtype)
         self._transcoder = None if is_plain else Transcoder(layout.dtype, wire)
-        self._passing = pool.device_copy if isinstance(pool, PassingPool) else None
+        self._staged_copy = pool.device_copy if isinstance(pool, StagingPool) else None
         self._token_layer_bytes = layout.token_layer_bytes
         self._scratch = memoryview(b"")
         is_straight = self._transcoder is None and wire.block_size == layout.block_size
@@ -142,8 +142,8 @@ class ChunkCodec:
     def pack(self, block_ids: Sequence[int], piece: KvRange, out: memoryview) -> None:
         """Fill `out` with a payload from the blocks. Raises what KvPool.pack does; ValueError for
         another size."""
-        if passing := self._passing_for(piece):
-            passing.pack_to_host(block_ids, piece, self.wire.block_size, out)
+        if staged := self._staged_copy_for(piece):
+            staged.pack_to_host(block_ids, piece, self.wire.block_size, out)
             return
         for run in self._runs(block_ids, piece, out):
             if self._transcoder is None:
@@ -156,8 +156,8 @@ class ChunkCodec:
     def unpack(self, block_ids: Sequence[int], piece: KvRange, data: memoryview) -> None:
         """Write a payload into the blocks. Raises what KvPool.unpack does; ValueError for another
         size."""
-        if passing := self._passing_for(piece):
-            passing.unpack_from_host(block_ids, piece, self.wire.block_size, data)
+        if staged := self._staged_copy_for(piece):
+            staged.unpack_from_host(block_ids, piece, self.wire.block_size, data)
             return
         for run in self._runs(block_ids, piece, data):
             bits = run.data
@@ -209,10 +209,10 @@ class ChunkCodec:
         self.unpack(block_ids, piece, data)
         return True
 
-    def _passing_for(self, piece: KvRange) -> HostPassing | None:
+    def _staged_copy_for(self, piece: KvRange) -> StagedCopy | None:
         """What copies this piece by one launch of its device, if anything does."""
-        passing = self._passing if self.is_plain else None
-        return passing if passing and passing.fits(piece, self.wire.block_size) else None
+        staged = self._staged_copy if self.is_plain else None
+        return staged if staged and staged.fits(piece, self.wire.block_size) else None
 
     def _checked(
         self, block_ids: Sequence[int], piece: KvRange, payload: memoryview

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from baton.engine.copy_order import CopyOrder
-from baton.engine.host_passage import HostPassage
 from baton.engine.packed_pool import check_range
+from baton.engine.pinned_staging import PinnedStagingBuffer
 from baton.types import SCALED_DTYPES, KvLayout, KvRange
 from baton_kernels.host_copy import HostCopy
 from baton_kernels.kv_pack import Runs, kv_pack_summed, kv_unpack_summed
@@ -52,7 +52,7 @@ class DeviceCopy:
         self.memory = memory
         self._layout = layout
         self._order = order
-        self._passage = HostPassage(blocks.device)
+        self._pinned = PinnedStagingBuffer(blocks.device)
         self._num_blocks = len(blocks)
         self._row_tokens = layout.block_size if layout.dtype in SCALED_DTYPES else 1
         rows = blocks.unflatten(-1, (layout.block_size // self._row_tokens, -1))  # type: ignore[no-untyped-call]
@@ -102,34 +102,34 @@ class DeviceCopy:
         self, block_ids: Sequence[int], piece: KvRange, run_tokens: int, data: memoryview
     ) -> None:
         """Fill `data`, in host memory, from the blocks. Raises what pack does."""
-        payload = self._passage.staging(data.nbytes)
+        payload = self._pinned.staging(data.nbytes)
         rows, runs = self._checked(block_ids, piece, run_tokens, payload)
         with self._order.copying():
             kv_pack_summed(rows, block_ids, runs, payload.view(torch.int64), 0)
-            self._passage.to_host(payload, data)
+            self._pinned.to_host(payload, data)
 
     def unpack_from_host(
         self, block_ids: Sequence[int], piece: KvRange, run_tokens: int, data: memoryview
     ) -> None:
         """Write `data`, in host memory, into the blocks. Raises what pack does."""
-        payload = self._passage.staging(data.nbytes)
+        payload = self._pinned.staging(data.nbytes)
         rows, runs = self._checked(block_ids, piece, run_tokens, payload)
         with self._order.copying():
-            self._passage.to_device(data, payload)
+            self._pinned.to_device(data, payload)
             kv_unpack_summed(rows, block_ids, runs, payload.view(torch.int64), 0)
 
     def put(self, data: memoryview, payload: torch.Tensor, seed: int) -> int:
         """Fill `payload` from the host; its word_sum."""
         host = torch.frombuffer(data, dtype=torch.uint8)
         with self._order.copying():
-            self._passage.to_device(data, payload)
+            self._pinned.to_device(data, payload)
         return host_checksum(host, seed)
 
     def take(self, payload: torch.Tensor, data: memoryview, seed: int) -> int:
         """Copy `payload` to the host; the word_sum of what came there."""
         host = torch.frombuffer(data, dtype=torch.uint8)
         with self._order.copying():
-            self._passage.to_host(payload, data)
+            self._pinned.to_host(payload, data)
         return host_checksum(host, seed)
 
     def _checked(

@@ -1,5 +1,5 @@
-"""Payloads on their way between a device and host memory, through two pieces of page-locked memory
-per thread: one is copied by the host while the device fills, or empties, the other."""
+"""Page-locked (pinned) memory between a device and the host: two pieces per thread, of which the
+host copies one while the device fills, or empties, the other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PIECE_BYTES = 1 << 20
 Bytes = NDArray[np.uint8]
 
 
-class HostPassage:
+class PinnedStagingBuffer:
     """Copies run on the calling thread's current stream. Thread-safe."""
 
     def __init__(self, device: torch.device) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from baton.engine import host_passage
-from baton.engine.host_passage import HostPassage
+from baton.engine import pinned_staging
+from baton.engine.pinned_staging import PinnedStagingBuffer
 
 CPU = torch.device("cpu")
 
 
-class LatePassage(HostPassage):
+class LateBuffer(PinnedStagingBuffer):
     """A device that copies when somebody waits for it: until then a piece holds what it held."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -44,7 +44,7 @@ class LatePassage(HostPassage):
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_passage, "PIECE_BYTES", 8)
+    monkeypatch.setattr(pinned_staging, "PIECE_BYTES", 8)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 7, 8, 9, 16, 23, 64])
@@ -53,16 +53,16 @@ def test_bytes_arrive_as_they_were(monkeypatch: pytest.MonkeyPatch, num_bytes: i
     back = torch.zeros(num_bytes, dtype=torch.uint8)
     data = bytearray(num_bytes)
     with monkeypatch.context() as patch:
-        passage = LatePassage(patch)
-        passage.to_host(sent, memoryview(data))
-        passage.to_device(memoryview(data), back)
+        buffer = LateBuffer(patch)
+        buffer.to_host(sent, memoryview(data))
+        buffer.to_device(memoryview(data), back)
     assert data == bytes(range(num_bytes))
     assert torch.equal(back, sent)
-    assert passage.most_queued == min(2, -(-num_bytes // 8)), "one is copied beside the other"
+    assert buffer.most_queued == min(2, -(-num_bytes // 8)), "one is copied beside the other"
 
 
 def test_staging_is_the_threads_own_and_grows() -> None:
-    passage = HostPassage(CPU)
-    first = passage.staging(8)
-    assert passage.staging(4).data_ptr() == first.data_ptr()
-    assert len(passage.staging(32)) == 32
+    buffer = PinnedStagingBuffer(CPU)
+    first = buffer.staging(8)
+    assert buffer.staging(4).data_ptr() == first.data_ptr()
+    assert len(buffer.staging(32)) == 32
