@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 from baton import __version__
 from baton.errors import BatonError, DeadlineExceeded
 from baton.rpc.api_key import shown_digest
-from baton.rpc.status import REQUEST_ID_KEY
+from baton.rpc.status import given_request_id
 from baton.sampling_params import MAX_CHOICES
 from baton.telemetry import no_telemetry
 from baton.telemetry.spans import trace_of
@@ -44,7 +43,6 @@ from gateway.telemetry.recorder import GatewayRecorder, RequestRecord
 #: Tokens that any model is taken to have room for until a worker reports.
 _UNKNOWN_LEN = 2**20
 
-_VALID_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _SUFFIX_BYTES = 6
 
 
@@ -275,11 +273,7 @@ def unique_request_id(metadata: Iterable[tuple[str, str | bytes]] | None) -> str
 
     Two requests of one name never meet in a queue, a cache or a ticket.
     """
-    given_id = next((value for key, value in metadata or () if key == REQUEST_ID_KEY), "")
-    suffix = secrets.token_hex(_SUFFIX_BYTES)
-    if isinstance(given_id, str) and _VALID_ID.fullmatch(given_id):
-        return f"{given_id}-{suffix}"
-    return f"req-{suffix}"
+    return f"{given_request_id(metadata) or 'req'}-{secrets.token_hex(_SUFFIX_BYTES)}"
 
 
 def _too_late() -> DeadlineExceeded:

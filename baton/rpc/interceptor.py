@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import traceback
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -25,10 +24,9 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from baton.errors import BY_REASON, BatonError, Cancelled, EngineFault, InvalidRequest
-from baton.rpc.status import REQUEST_ID_KEY, abort
+from baton.rpc.status import abort, given_request_id
 
 _log = logging.getLogger(__name__)
-_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 # Any: the stubs know the behaviours of grpc's synchronous servers only.
@@ -118,14 +116,6 @@ def with_behavior(
     return remade
 
 
-def request_id_of(context: _Context) -> str:
-    """The caller's x-request-id if it is one (1..128 of [A-Za-z0-9_.:-]), else a fresh one."""
-    for key, value in context.invocation_metadata() or ():
-        if key == REQUEST_ID_KEY and isinstance(value, str) and _REQUEST_ID.fullmatch(value):
-            return value
-    return uuid.uuid4().hex
-
-
 async def send_headers(context: _Context, *headers: tuple[str, str]) -> None:
     """Open a stream's answer before there is any of it: a gRPC client asks for the first message
     only once it has the headers, so that a late answer does not wait for that, too. Raises
@@ -174,7 +164,7 @@ async def _drain(result: Any, context: _Context) -> None:
 async def _fail(context: _Context, method: str, error: Exception) -> NoReturn:
     if isinstance(error, BatonError) and error.reason in BY_REASON:
         await abort(context, error)
-    request_id = request_id_of(context)
+    request_id = given_request_id(context.invocation_metadata()) or uuid.uuid4().hex
     _log.error(
         "%s failed: %s\n%s",
         method,
