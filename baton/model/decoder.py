@@ -234,7 +234,7 @@ class Decoder:
         after: PackedNorm | None,
         own: _Own = (),
     ) -> torch.Tensor:
-        """hidden + after(linear(x)), whole on every rank."""
+        """hidden + after(linear(x)), whole on every rank; it may be in hidden's memory."""
         ranks = self._ranks
         if after is None:
             return ranks.gather(_adapted(linear(x, ranks.own(hidden)), x, own))

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from triton.runtime.errors import OutOfResources
 
-from baton_kernels.gpu.attention_plan import AttentionPlan, Tile, choose_tile, plan_attention
+from baton_kernels.gpu.attention_plan import AttentionPlan, Tile, choose_tile, list_items
 from baton_kernels.gpu.paged_attention import attend
 from baton_kernels.paged_attention import AttentionSlice
 from bench.gpu.paged_batch import in_one_memory
@@ -76,7 +76,7 @@ def _plan(
         AttentionSlice(i * load.new, load.new, load.cached, order[i * width : (i + 1) * width])
         for i in range(load.num_seqs)
     ]
-    return plan_attention(
+    return list_items(
         slices, pool, load.num_heads, load.head_dim**-0.5, load.window, dtype, choose=choose
     )
 
@@ -181,7 +181,7 @@ def invariance(setting: Setting) -> Result:
     }
     results = {}
     for name, part in parts.items():
-        plan = plan_attention([part], pool, load.num_heads, load.head_dim**-0.5, None)
+        plan = list_items([part], pool, load.num_heads, load.head_dim**-0.5, None)
         rows = slice(load.new - part.num_tokens, load.new)
         got = attend(query[rows].contiguous(), pool, None, 0, plan)
         results[name] = float((got != together[rows]).sum())

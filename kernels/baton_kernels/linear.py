@@ -47,7 +47,8 @@ class Linear(Protocol):
         """x [rows, num_in] -> [rows, num_out] of x's dtype, or of `out_dtype`, which is that or
         float32.
 
-        residual [rows, num_out], of x's dtype, is added.
+        residual [rows, num_out], of x's dtype, is added. Its memory may become the result's: who
+        needs it afterwards has to keep a copy.
         """
         ...
 
@@ -80,8 +81,10 @@ class PlainLinear:
 
 
 class FusedLinear(PlainLinear):
-    """On a GPU: the residual is added where the product is written, before it is rounded, and not
-    in a pass of its own."""
+    """On a GPU: what follows a product is done where the product is written, not in a pass of its
+    own. A residual is added before the sum is rounded, in the residual's memory (torch.addmm would
+    copy it first); float32 results, as logits are, come from the product as they are, not by way
+    of 16 bits. A layer with a bias adds its residual in a pass of its own."""
 
     def __call__(
         self,
@@ -90,9 +93,15 @@ class FusedLinear(PlainLinear):
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """See Linear."""
-        if residual is None or self.bias is not None:
-            return finish(F.linear(x, self.weight, self.bias), residual, out_dtype)
-        return finish(torch.addmm(residual, x, self.weight.t()), None, out_dtype)
+        weight, bias = self.weight, self.bias
+        if residual is not None and bias is None and out_dtype in (None, x.dtype):
+            return residual.addmm_(x, weight.t())
+        # Only CUDA has products of 16 bits whose results are float32.
+        if x.is_cuda and out_dtype == torch.float32 != x.dtype:
+            y = torch.mm(x, weight.t(), out_dtype=torch.float32)
+            y = y if bias is None else y.add_(bias)
+            return y if residual is None else y.add_(residual)
+        return finish(F.linear(x, weight, bias), residual, out_dtype)
 
 
 class OneDnnLinear:

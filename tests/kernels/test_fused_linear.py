@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton_kernels.linear import FusedLinear
 from baton_kernels.quantized_linear import IntLinear, pack_int_weight
@@ -23,9 +25,45 @@ def test_fused_linear(has_bias: bool, has_residual: bool, out_dtype: torch.dtype
     wanted = x @ weight.t()
     for extra in (bias, residual):
         wanted = wanted if extra is None else wanted + extra
-    got = FusedLinear(weight, bias)(x, residual, out_dtype)
+    given = None if residual is None else residual.clone()
+    got = FusedLinear(weight, bias)(x, given, out_dtype)
     assert got.dtype == (out_dtype or x.dtype)
     torch.testing.assert_close(got, wanted.to(got.dtype))
+
+
+class _Operations(TorchDispatchMode):
+    """Names of what torch runs, but for views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is not torch.ops.aten.t.default and func.namespace == "aten":
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def operations(has_residual: bool, out_dtype: torch.dtype | None) -> tuple[list[str], bool]:
+    """What one call of a layer in bfloat16 launches on a GPU that is not there, and whether it
+    gives the residual's own memory back."""
+    with FakeTensorMode():
+        shapes = (4, 64), (32, 64), (4, 32)
+        x, weight, residual = (
+            torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes
+        )
+        with _Operations() as seen:
+            y = FusedLinear(weight, None)(x, residual if has_residual else None, out_dtype)
+    assert y.dtype == (out_dtype or torch.bfloat16)
+    return seen.names, y is residual
+
+
+def test_a_residual_is_added_in_its_own_memory_by_the_product() -> None:
+    assert operations(has_residual=True, out_dtype=None) == (["aten::addmm_"], True)
+
+
+def test_logits_are_written_once_as_float32() -> None:
+    assert operations(has_residual=False, out_dtype=torch.float32) == (["aten::mm.dtype"], False)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

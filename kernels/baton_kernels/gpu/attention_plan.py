@@ -81,7 +81,7 @@ class AttentionPlan:
     launches: tuple[Launch, ...]
 
 
-def plan_attention(
+def list_items(
     slices: Sequence[AttentionSlice],
     pool: torch.Tensor,
     num_heads: int,
@@ -92,7 +92,8 @@ def plan_attention(
     *,
     choose: Callable[[int, torch.Tensor, torch.dtype], Tile] = choose_tile,
 ) -> AttentionPlan:
-    """See the twin. One copy to the device, of all items and what is not `placed` of tables.
+    """plan_attention, where the host lists all items: see the twin. One copy to the device, of them
+    and what is not `placed` of tables.
 
     choose: the tile for a number of rows. Raises ValueError if more than a tile's rows share a KV
     head.

@@ -32,7 +32,6 @@ import torch
 import triton
 import triton.language as tl
 
-from baton_kernels.gpu import attention_plan
 from baton_kernels.gpu.attention_plan import (
     ITEM_FIELDS,
     MERGE_FIELDS,
@@ -40,6 +39,7 @@ from baton_kernels.gpu.attention_plan import (
     Launch,
     Tile,
     choose_tile,
+    list_items,
     num_items,
 )
 from baton_kernels.gpu.padded_plan import (
@@ -75,16 +75,14 @@ def plan_attention(
     head.
     """
     if placed is None:
-        return attention_plan.plan_attention(
-            slices, pool, num_heads, scale, window, dtype, choose=choose
-        )
+        return list_items(slices, pool, num_heads, scale, window, dtype, choose=choose)
     parts = list(zip(slices, placed.begins, strict=True))
     longs = [(part, begin) for part, begin in parts if part.num_tokens > 1]
     singles = [(part, begin) for part, begin in parts if part.num_tokens == 1]
     launches: tuple[Launch, ...] = ()
     if longs:
         others = PlacedTables(placed.entries, [begin for _, begin in longs])
-        launches = attention_plan.plan_attention(
+        launches = list_items(
             [part for part, _ in longs], pool, num_heads, scale, window, dtype, others,
             choose=choose,
         ).launches  # fmt: skip
