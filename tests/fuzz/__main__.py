@@ -3,8 +3,10 @@
     python -m tests.fuzz --seconds 3600             an hour, shared by all targets
     python -m tests.fuzz http_bodies --seconds 600  one of them
 
-Begins with tests/fuzz/corpus, and prints a row for each target. Status 1: something was raised that
-is no refusal, or took more than 30 s or 2 GiB; the input is kept in the folder that is named then.
+Begins with tests/fuzz/corpus, and prints a row for each target. A target ends at `--executions`,
+or when its share of the time is over; the time that it leaves is shared by those after it, of which
+the slow ones are last. Status 1: something was raised that is no refusal, or took more than 30 s or
+2 GiB; the input is kept in the folder that is named then.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 CORPUS = Path(__file__).parent / "corpus"
 _OURS = ["baton", "gateway", "kv_transfer", "worker_core"]
 
 
-def fuzz(name: str, seconds: int, folder: Path) -> None:
+def fuzz(name: str, seconds: int, num_executions: int, folder: Path) -> None:
     """Does not return."""
     import atheris
 
@@ -32,6 +35,7 @@ def fuzz(name: str, seconds: int, folder: Path) -> None:
     found.mkdir(exist_ok=True)
     options = [
         f"-max_total_time={seconds}",
+        f"-runs={num_executions}",
         "-timeout=30",
         "-rss_limit_mb=2048",
         "-max_len=4096",
@@ -43,12 +47,17 @@ def fuzz(name: str, seconds: int, folder: Path) -> None:
     atheris.Fuzz()
 
 
-def row(name: str, seconds: int, folder: Path) -> tuple[str, bool]:
+def row(name: str, seconds: int, num_executions: int, folder: Path) -> tuple[str, bool]:
     """Fuzz in a process of its own; its row, and whether nothing was found."""
-    command = [sys.executable, "-m", "tests.fuzz", name, f"--seconds={seconds}"]
+    bounds = [f"--seconds={seconds}", f"--executions={num_executions}", f"--into={folder}"]
+    start_s = time.monotonic()
     done = subprocess.run(
-        [*command, f"--into={folder}"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "tests.fuzz", name, *bounds],
+        capture_output=True,
+        text=True,
+        check=False,
     )
+    elapsed_s = time.monotonic() - start_s
     (folder / "log").write_text(done.stdout + done.stderr)
     text = done.stderr + done.stdout
     units = re.search(r"number_of_executed_units: *(\d+)", text)
@@ -57,7 +66,8 @@ def row(name: str, seconds: int, folder: Path) -> tuple[str, bool]:
     is_sound = done.returncode == 0 and not crashes
     what = "0" if is_sound else f"1: {_reason(text)} ({folder})"
     num = f"{int(units[1]):,}" if units else "?"
-    return f"| {name} | {seconds} | {num} | {covered[-1] if covered else '?'} | {what} |", is_sound
+    edges = covered[-1] if covered else "?"
+    return f"| {name} | {elapsed_s:.0f} | {num} | {edges} | {what} |", is_sound
 
 
 def _reason(text: str) -> str:
@@ -69,18 +79,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="TARGET", help="all if none is given")
     parser.add_argument("--seconds", type=int, default=3600, help="for all of them together")
+    parser.add_argument("--executions", type=int, default=1_000_000, help="at most, of each")
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.into:
-        fuzz(arguments.names[0], arguments.seconds, arguments.into)
-    names = arguments.names or sorted(path.name for path in CORPUS.iterdir())
+        fuzz(arguments.names[0], arguments.seconds, arguments.executions, arguments.into)
+    from tests.fuzz.targets import TARGETS  # not before: what it imports would not be instrumented
+
+    names = arguments.names or [*TARGETS]
     base = Path(tempfile.mkdtemp(prefix="baton-fuzz-found-"))
+    end_s = time.monotonic() + arguments.seconds
     is_sound = True
     print("| Target | Seconds | Executions | Edges | Found |\n|---|---|---|---|---|", flush=True)
-    for name in names:
+    for index, name in enumerate(names):
         folder = base / name
         folder.mkdir()
-        line, is_fine = row(name, max(1, arguments.seconds // len(names)), folder)
+        seconds = max(1, int(end_s - time.monotonic()) // (len(names) - index))
+        line, is_fine = row(name, seconds, arguments.executions, folder)
         print(line, flush=True)
         is_sound = is_sound and is_fine
     return 0 if is_sound else 1

@@ -318,21 +318,22 @@ def refusing(target: Target) -> Target:
     return run
 
 
+#: The fast ones first.
 TARGETS: Mapping[str, Callable[[], Target]] = MappingProxyType(
     {
         made.__name__: made
         for made in (
-            requests,
             inner_messages,
-            kv_frames,
+            requests,
             tickets,
-            grammars,
-            templates,
             configs,
+            http_bodies,
+            kv_frames,
             model_files,
+            templates,
             tokenizer_json,
             safetensors,
-            http_bodies,
+            grammars,
         )
     }
 )
