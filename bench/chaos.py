@@ -6,7 +6,7 @@ doubles or changes a token.
 Starts prefill and decode workers on oracle engines, whose right output is known, and a gateway,
 with a proxy on every link between them and to the clients. Streams come without end,
 `--concurrency` at once, each of 1 or 2 choices, greedy or seeded; some clients stop reading for a
-while, and some give up. One fault after the other is inflicted, and the next one not before all
+while, and some give up. One fault after the other is injected, and the next one not before all
 that lived through the last one have ended, until enough have lived through one: they ran at some
 time between the fault and the moment when all workers were ready again. At the end, no block may be
 held 10 s after the last stream.
@@ -43,7 +43,7 @@ from baton.check.fault_load import (
 from baton.check.process_faults import Fault
 from baton.client import AsyncClient
 from baton.config import ServeOptions
-from bench.chaos_faults import FAULTS, LinkedScene
+from bench.chaos_faults import FAULTS, LinkedTarget
 from bench.fault_proxy import ProxiedCluster
 from bench.machine import BUNDLED_MODEL, document_of, now, publish
 from bench.oracle_requests import OracleRequest, draw_request
@@ -59,7 +59,7 @@ REPREFILL_S = (MAX_PROMPT_TOKENS + NUM_TOKENS) / CHUNK_TOKENS * STEP_MS / 1e3
 
 
 async def chaos(
-    faults: Sequence[Fault[LinkedScene]],
+    faults: Sequence[Fault[LinkedTarget]],
     num_streams: int,
     concurrency: int,
     seed: int,
@@ -82,42 +82,42 @@ async def chaos(
         drain_timeout_s=5,
         log_level="error",
     )
+    records: list[StreamRecord[OracleRequest]] = []
     async with (
         ProxiedCluster(options) as cluster,
         AsyncClient(cluster.front, max_retries=0) as client,
         AsyncClient(cluster.address, max_retries=0) as observer,
     ):
-        load = Load(client, _draw, random.Random(seed), concurrency)
+        load = Load(client, _draw, random.Random(seed), concurrency, records.append)
 
-        def on_fault(fault: Fault[LinkedScene]) -> None:
+        def on_fault(fault: Fault[LinkedTarget]) -> None:
             console.print(f"{fault.name}: {load.num_faulted} streams faulted so far")
 
         num_rounds = await load_through_faults(
             load,
             faults,
-            lambda number: LinkedScene(cluster, number % 2, 1 - number % 2),
+            lambda number: LinkedTarget(cluster, number % 2, 1 - number % 2),
             client,
             lambda _: load.num_faulted >= num_streams,
             on_fault,
         )
         num_leaked = await leaked_blocks(observer)
-    judge(load.records)
-    return results_by_fault(faults, num_rounds, load.records), num_leaked
+    compare_with_oracle(records)
+    return results_by_fault(faults, num_rounds, records), num_leaked
 
 
 def _draw(rng: random.Random) -> OracleRequest:
     return draw_request(rng, MAX_PROMPT_TOKENS, NUM_TOKENS)
 
 
-def judge(records: Sequence[StreamRecord[OracleRequest]]) -> None:
-    """Compare all with the oracle. Afterwards, and beside this process: it takes longer than a
-    stream's steps do."""
+def compare_with_oracle(records: Sequence[StreamRecord[OracleRequest]]) -> None:
+    """Afterwards, and beside this process: it takes longer than a stream's steps do."""
     context = multiprocessing.get_context("spawn")
     requests = [record.request for record in records]
     with ProcessPoolExecutor(mp_context=context) as pool:
         outputs = pool.map(OracleRequest.right_output, requests, chunksize=8)
         for record, right in zip(records, outputs, strict=True):
-            record.judge(right)
+            record.compare(right)
 
 
 def table_of(document: Mapping[str, Any]) -> str:

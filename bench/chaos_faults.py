@@ -1,4 +1,4 @@
-"""The faults that bench.chaos inflicts: those of processes, and on links, by proxies.
+"""The faults that bench.chaos injects: those of processes, and on links, by proxies.
 
 Each names its victims by tier; the round decides which of the two workers it is.
 """
@@ -9,12 +9,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from baton.check.process_faults import LASTS_S, PROCESS_FAULTS, Fault, Scene
+from baton.check.process_faults import LASTS_S, PROCESS_FAULTS, Fault, Target
 from bench.fault_proxy import FAIR, FaultProxy, ProxiedCluster, Way, Weather
 
 
 @dataclass(frozen=True, slots=True)
-class LinkedScene(Scene):
+class LinkedTarget(Target):
     """Whose links may fail, too."""
 
     cluster: ProxiedCluster
@@ -24,19 +24,19 @@ class LinkedScene(Scene):
         return self.cluster.links[self.name_of(victim)]
 
 
-Inflict = Callable[[LinkedScene], Awaitable[None]]
+Inject = Callable[[LinkedTarget], Awaitable[None]]
 
 
-def _cutting(victim: str) -> Inflict:
-    async def inflict(scene: LinkedScene) -> None:
-        scene.link(victim).cut()
+def _cutting(victim: str) -> Inject:
+    async def inject(target: LinkedTarget) -> None:
+        target.link(victim).cut()
 
-    return inflict
+    return inject
 
 
-def _refusing(victim: str) -> Inflict:
-    async def inflict(scene: LinkedScene) -> None:
-        link = scene.link(victim)
+def _refusing(victim: str) -> Inject:
+    async def inject(target: LinkedTarget) -> None:
+        link = target.link(victim)
         link.refuse()
         link.cut()
         try:
@@ -44,26 +44,26 @@ def _refusing(victim: str) -> Inflict:
         finally:
             await link.accept()
 
-    return inflict
+    return inject
 
 
-def _half_closing(victim: str, way: Way) -> Inflict:
-    async def inflict(scene: LinkedScene) -> None:
-        scene.link(victim).half_close(way)
+def _half_closing(victim: str, way: Way) -> Inject:
+    async def inject(target: LinkedTarget) -> None:
+        target.link(victim).half_close(way)
 
-    return inflict
+    return inject
 
 
-def _weathering(victim: str, there: Weather = FAIR, back: Weather = FAIR) -> Inflict:
-    async def inflict(scene: LinkedScene) -> None:
-        link = scene.link(victim)
+def _weathering(victim: str, there: Weather = FAIR, back: Weather = FAIR) -> Inject:
+    async def inject(target: LinkedTarget) -> None:
+        link = target.link(victim)
         link.weather(there, back)
         try:
             await asyncio.sleep(LASTS_S)
         finally:
             link.heal()
 
-    return inflict
+    return inject
 
 
 _SILENT = Weather(is_silent=True)
@@ -72,7 +72,7 @@ _THIN = Weather(bytes_per_s=200_000)
 _FLIPPING = Weather(flip_every=20_000)
 
 
-def _of_link(victim: str, text: str) -> tuple[Fault[LinkedScene], ...]:
+def _of_link(victim: str, text: str) -> tuple[Fault[LinkedTarget], ...]:
     """What may happen to any link."""
     return (
         Fault(f"cut {text}", _cutting(victim)),
@@ -84,8 +84,8 @@ def _of_link(victim: str, text: str) -> tuple[Fault[LinkedScene], ...]:
     )
 
 
-FAULTS: tuple[Fault[LinkedScene], ...] = (
-    *(Fault[LinkedScene](fault.name, fault.inflict) for fault in PROCESS_FAULTS),
+FAULTS: tuple[Fault[LinkedTarget], ...] = (
+    *(Fault[LinkedTarget](fault.name, fault.inject) for fault in PROCESS_FAULTS),
     *_of_link("prefill", "gateway - prefill"),
     *_of_link("decode", "gateway - decode"),
     Fault("silence gateway - decode one way", _weathering("decode", there=_SILENT)),

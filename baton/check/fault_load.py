@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from baton.check.process_faults import Fault, SceneT
+from baton.check.process_faults import Fault, TargetT
 from baton.check.stream_history import StreamHistory, StreamRequest
 from baton.client import AsyncClient
 from baton.errors import BatonError
@@ -52,9 +52,10 @@ class StreamRecord(Generic[RequestT]):
     def is_wrong(self) -> bool:
         return bool(self.difference or self.disorder)
 
-    def judge(self, right: Sequence[Sequence[int]]) -> None:
-        """right: the tokens of each choice."""
-        self.difference = self.history.difference(right, is_whole=self.is_whole)
+    def compare(self, right: Sequence[Sequence[int]] | None) -> None:
+        """right: the tokens of each choice; None where they are not known."""
+        if right is not None:
+            self.difference = self.history.difference(right, is_whole=self.is_whole)
         self.disorder = self.history.disorder(is_whole=self.is_whole)
 
 
@@ -67,20 +68,24 @@ class Load(Generic[RequestT]):
         draw: Callable[[random.Random], RequestT],
         rng: random.Random,
         concurrency: int,
+        on_end: Callable[[StreamRecord[RequestT]], None],
     ) -> None:
+        """on_end: takes the record of each stream that is over."""
         self._client = client
         self._draw = draw
         self._rng = rng
+        self._on_end = on_end
         self._is_over = False
         self._fault = ""
         self._live: list[StreamRecord[RequestT]] = []
         self._ended = asyncio.Condition()
-        self.records: list[StreamRecord[RequestT]] = []
+        self._num_faulted = 0
         self._tasks = [asyncio.create_task(self._run()) for _ in range(concurrency)]
 
     @property
     def num_faulted(self) -> int:
-        return sum(bool(record.fault) for record in self.records)
+        """Streams that have lived through a fault and ended."""
+        return self._num_faulted
 
     def begin_fault(self, fault: str) -> None:
         """Whatever runs now, or begins before the end of the fault, lives through it."""
@@ -102,7 +107,6 @@ class Load(Generic[RequestT]):
         while not self._is_over:
             request = self._draw(self._rng)
             record = StreamRecord(request, StreamHistory(request), self._fault)
-            self.records.append(record)
             self._live.append(record)
             retry_after_s = 0.0
             try:
@@ -110,6 +114,8 @@ class Load(Generic[RequestT]):
             except BatonError as error:
                 record.error = error.reason
                 retry_after_s = min(error.retry_after_s or 0.2, 1.0)
+            self._num_faulted += bool(record.fault)
+            self._on_end(record)
             async with self._ended:
                 self._live.remove(record)
                 self._ended.notify_all()
@@ -140,26 +146,26 @@ class Load(Generic[RequestT]):
 
 async def load_through_faults(
     load: Load[RequestT],
-    faults: Sequence[Fault[SceneT]],
-    scene_of: Callable[[int], SceneT],
+    faults: Sequence[Fault[TargetT]],
+    target_of: Callable[[int], TargetT],
     client: AsyncClient,
     is_enough: Callable[[int], bool],
-    on_fault: Callable[[Fault[SceneT]], None],
+    on_fault: Callable[[Fault[TargetT]], None],
 ) -> int:
-    """Inflict one fault after the other, each when all that lived through the last one have ended,
+    """Inject one fault after the other, each when all that lived through the last one have ended,
     in rounds until `is_enough`, which is given how many are done; then stop the load. Returns how
     many rounds there were.
 
-    scene_of: of a round, by its number. on_fault: called after each.
+    target_of: of a round, by its number. on_fault: called after each.
     """
     num_rounds = 0
     while not is_enough(num_rounds):
-        scene = scene_of(num_rounds)
+        target = target_of(num_rounds)
         for fault in faults:
             await asyncio.sleep(CALM_S)
             load.begin_fault(fault.name)
-            await fault.inflict(scene)
-            await until_healed(scene.cluster, client)
+            await fault.inject(target)
+            await until_healed(target.cluster, client)
             await load.end_fault()
             on_fault(fault)
         num_rounds += 1
@@ -224,7 +230,7 @@ def result_of(
 
 
 def results_by_fault(
-    faults: Sequence[Fault[SceneT]], num_rounds: int, records: Sequence[StreamRecord[RequestT]]
+    faults: Sequence[Fault[TargetT]], num_rounds: int, records: Sequence[StreamRecord[RequestT]]
 ) -> list[FaultResult]:
     """Of what ran through no fault first, called "none"."""
     results = [result_of("none", 0, [record for record in records if not record.fault])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from baton.check.fault_load import (
     result_of,
     results_by_fault,
 )
-from baton.check.process_faults import PROCESS_FAULTS, Fault, Scene
+from baton.check.process_faults import PROCESS_FAULTS, Fault, Target
 from baton.check.run import Shape, cluster_of, reference
 from baton.client import AsyncClient, SamplingParams
 
@@ -46,11 +47,11 @@ SHAPE = Shape(
 
 @dataclass(frozen=True, slots=True)
 class KnownRequest:
-    """One whose right output is known: the tokens of each choice, as one process gives them."""
+    """right: the tokens of each choice, as one process gives them, if they are known."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
-    right: tuple[tuple[int, ...], ...]
+    right: tuple[tuple[int, ...], ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,40 +83,44 @@ async def check_faults(
     *,
     num_requests: int,
     num_rounds: int,
+    max_hours: float,
     seed: int,
     on_fault: Callable[[str, int], None],
-    faults: Sequence[Fault[Scene]] = PROCESS_FAULTS,
+    faults: Sequence[Fault[Target]] = PROCESS_FAULTS,
 ) -> FaultVerdict:
     """Streams of `num_requests` different requests, over and over, while all faults happen one
-    after the other, `num_rounds` times. on_fault: the fault that is over, and how many streams have
-    lived through one by then."""
+    after the other, `num_rounds` times, but no round begins after `max_hours`. on_fault: the fault
+    that is over, and how many streams have lived through one by then."""
     requests, outputs = await reference(options, num_requests, seed, MAX_TOKENS)
     known = [
         KnownRequest(request.prompt, request.params, right)
         for request, right in zip(requests, outputs, strict=True)
     ]
+    records: list[StreamRecord[KnownRequest]] = []
     async with (
         cluster_of(options, SHAPE) as cluster,
         AsyncClient(cluster.address, max_retries=MAX_RETRIES) as client,
     ):
-        load = Load(client, lambda rng: rng.choice(known), random.Random(seed), CONCURRENCY)
-        await load_through_faults(
+        rng = random.Random(seed)
+        load = Load(client, lambda rng: rng.choice(known), rng, CONCURRENCY, records.append)
+        end_s = time.monotonic() + max_hours * 3600
+        num_rounds = await load_through_faults(
             load,
             faults,
-            lambda number: Scene(cluster, number % 2, 1 - number % 2),
+            lambda number: Target(cluster, number % 2, 1 - number % 2),
             client,
-            lambda done: done >= num_rounds,
+            lambda done: done >= num_rounds or time.monotonic() > end_s,
             lambda fault: on_fault(fault.name, load.num_faulted),
         )
         num_leaked = await leaked_blocks(client)
-    for record in load.records:
-        record.judge(record.request.right)
-    return _verdict(load.records, faults, num_rounds, num_leaked)
+    for record in records:
+        record.compare(record.request.right)
+    return _verdict(records, faults, num_rounds, num_leaked)
 
 
 def _verdict(
     records: Sequence[StreamRecord[KnownRequest]],
-    faults: Sequence[Fault[Scene]],
+    faults: Sequence[Fault[Target]],
     num_rounds: int,
     num_leaked: int,
 ) -> FaultVerdict:

@@ -19,9 +19,9 @@ LASTS_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
-    """What a fault is inflicted on. first, second: the two workers' numbers, the other way round in
-    the next round."""
+class Target:
+    """What a fault is injected into. first, second: the two workers' numbers, the other way round
+    in the next round."""
 
     cluster: Cluster
     first: int
@@ -39,44 +39,44 @@ class Scene:
         os.kill(self.cluster.pid_of(self.name_of(victim)), signum)
 
 
-SceneT = TypeVar("SceneT", bound=Scene)
+TargetT = TypeVar("TargetT", bound=Target)
 
 
 @dataclass(frozen=True)
-class Fault(Generic[SceneT]):
-    """Something that happens. `inflict` returns when it is over, healing apart."""
+class Fault(Generic[TargetT]):
+    """Something that happens. `inject` returns when it is over, healing apart."""
 
     name: str
-    inflict: Callable[[SceneT], Awaitable[None]]
+    inject: Callable[[TargetT], Awaitable[None]]
 
 
-InflictOnProcesses = Callable[[Scene], Awaitable[None]]
+InjectIntoProcesses = Callable[[Target], Awaitable[None]]
 
 
-def _signalling(signum: signal.Signals, *victims: str, pause_s: float = 0.0) -> InflictOnProcesses:
+def _signalling(signum: signal.Signals, *victims: str, pause_s: float = 0.0) -> InjectIntoProcesses:
     """One after the other."""
 
-    async def inflict(scene: Scene) -> None:
+    async def inject(target: Target) -> None:
         for victim in victims:
-            scene.signal(victim, signum)
+            target.signal(victim, signum)
             await asyncio.sleep(pause_s)
 
-    return inflict
+    return inject
 
 
-def _freezing(victim: str, seconds: float) -> InflictOnProcesses:
-    async def inflict(scene: Scene) -> None:
-        scene.signal(victim, signal.SIGSTOP)
+def _freezing(victim: str, seconds: float) -> InjectIntoProcesses:
+    async def inject(target: Target) -> None:
+        target.signal(victim, signal.SIGSTOP)
         try:
             await asyncio.sleep(seconds)
         finally:
-            scene.signal(victim, signal.SIGCONT)
+            target.signal(victim, signal.SIGCONT)
 
-    return inflict
+    return inject
 
 
 _KILL, _TERM = signal.SIGKILL, signal.SIGTERM
-PROCESS_FAULTS: tuple[Fault[Scene], ...] = (
+PROCESS_FAULTS: tuple[Fault[Target], ...] = (
     Fault("kill a prefill worker", _signalling(_KILL, "prefill")),
     Fault("kill a decode worker", _signalling(_KILL, "decode")),
     Fault("freeze a decode worker", _freezing("decode", LASTS_S)),

@@ -31,6 +31,11 @@ class StreamHistory:
         self._usage: Usage | None = None
         self._wrong: list[str] = []
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all choices, so far."""
+        return sum(map(len, self._tokens))
+
     def take(self, chunk: Chunk) -> None:
         """The next piece that came."""
         tokens = self._tokens[chunk.choice]
@@ -71,13 +76,14 @@ class StreamHistory:
             if choice not in self._ended
         ]
         params = self._request.params
-        num_tokens = sum(map(len, self._tokens))
         # What was drawn and not returned is charged, too.
         is_all_returned = params.beam_search is None and params.best_of in (None, params.n or 1)
         if self._usage is None:
             wrong.append("the stream's last piece has no usage")
-        elif is_all_returned and self._usage.completion_tokens != num_tokens:
-            wrong.append(f"{self._usage.completion_tokens} tokens are charged for {num_tokens}")
+        elif is_all_returned and self._usage.completion_tokens != self.num_tokens:
+            wrong.append(
+                f"{self._usage.completion_tokens} tokens are charged for {self.num_tokens}"
+            )
         elif self._usage.prompt_tokens != len(self._request.prompt):
             wrong.append(f"a prompt of {self._usage.prompt_tokens} tokens is charged")
         return wrong

@@ -14,6 +14,7 @@ from baton.kv_transports import AUTOMATIC
 if TYPE_CHECKING:
     from baton.check.faults import FaultVerdict
     from baton.check.run import Verdict
+    from baton.check.soak import SoakCounts, SoakVerdict
 
 
 def check(
@@ -52,11 +53,25 @@ def check(
     num_rounds: Annotated[
         int, typer.Option(min=1, help="With --faults: how often each fault happens.")
     ] = 1,
+    soak: Annotated[
+        bool,
+        typer.Option(
+            "--soak", help="Serve these requests for hours, and measure what the processes hold."
+        ),
+    ] = False,
+    hours: Annotated[
+        float,
+        typer.Option(min=0.01, help="With --soak: how long. With --faults: no round begins later."),
+    ] = 24.0,
 ) -> None:
     """Compare split with one-process output, token for token. Exit status 1 if they differ.
 
     With --faults, say whether the README's promises 1 to 3 hold while processes die: the same
     tokens, none lost or doubled, no block leaked. Exit status 1 if one does not.
+
+    With --soak, say whether the memory, blocks, file descriptors and threads of its processes stay
+    as many as they were under hours of streams, some of them cancelled or disconnected, and whether
+    nothing is held at the end. Exit status 1 if not.
     """
     from baton.check.run import check as run_check
     from baton.check.run import split_shapes
@@ -71,8 +86,12 @@ def check(
     if faults:
         raise SystemExit(
             _check_faults(
-                {**options, "kv_transport": transports[0]}, num_requests, num_rounds, seed
+                {**options, "kv_transport": transports[0]}, num_requests, num_rounds, hours, seed
             )
+        )
+    if soak:
+        raise SystemExit(
+            _soak({**options, "kv_transport": transports[0]}, num_requests, hours, seed)
         )
     ranks = (prefill_tensor_parallel_size, decode_tensor_parallel_size)
     coroutine = run_check(
@@ -80,14 +99,14 @@ def check(
         split_shapes(transports, ranks),
         num_requests=num_requests,
         seed=seed,
-        on_verdict=_tell,
+        on_verdict=_report,
     )
     is_equal = asyncio.run(coroutine)
     typer.echo("all equal" if is_equal else "NOT equal")
     raise SystemExit(0 if is_equal else 1)
 
 
-def _tell(verdict: Verdict) -> None:
+def _report(verdict: Verdict) -> None:
     """One line per shape."""
     text = (
         f"{'equal' if verdict.is_equal else 'DIFFERENT'}  {verdict.shape.name}: "
@@ -100,7 +119,9 @@ def _tell(verdict: Verdict) -> None:
     typer.echo(text)
 
 
-def _check_faults(options: dict[str, object], num_requests: int, num_rounds: int, seed: int) -> int:
+def _check_faults(
+    options: dict[str, object], num_requests: int, num_rounds: int, hours: float, seed: int
+) -> int:
     """Exit status."""
     from baton.check.faults import check_faults
 
@@ -109,6 +130,7 @@ def _check_faults(options: dict[str, object], num_requests: int, num_rounds: int
             {**options, "log_level": "error"},
             num_requests=num_requests,
             num_rounds=num_rounds,
+            max_hours=hours,
             seed=seed,
             on_fault=lambda fault, num: typer.echo(f"{fault}: {num} streams faulted so far"),
         )
@@ -119,10 +141,13 @@ def _check_faults(options: dict[str, object], num_requests: int, num_rounds: int
 
 def _report_faults(verdict: FaultVerdict) -> None:
     """One line per fault and length of prompts, then one per promise."""
-    headings = ("streams", "resumed", "errors", "wrong", "gap p50", "p99", "longest, s")
+    headings = ("times", "streams", "resumed", "errors", "wrong", "gap p50", "p99", "longest, s")
     typer.echo("\n" + _row("lived through", headings))
     for result in (*verdict.results, *verdict.by_prompt):
-        counts = (result.num_streams, result.num_resumed, result.num_errors, result.num_wrong)
+        counts = (
+            *(result.num_faults, result.num_streams, result.num_resumed),
+            *(result.num_errors, result.num_wrong),
+        )
         gaps = (result.gap_p50_s, result.gap_p99_s, result.longest_s)
         typer.echo(_row(result.fault, (*map(str, counts), *(f"{gap:.2f}" for gap in gaps))))
     num_blocks = verdict.num_leaked_blocks
@@ -136,6 +161,59 @@ def _report_faults(verdict: FaultVerdict) -> None:
     for promise, found in promises:
         state = f"BROKEN {len(found)} times, first: {found[0]}" if found else "held"
         typer.echo(f"promise {promise}: {state}")
+
+
+def _soak(options: dict[str, object], num_requests: int, hours: float, seed: int) -> int:
+    """Exit status."""
+    from baton.check.soak import soak
+
+    verdict = asyncio.run(
+        soak(
+            {**options, "log_level": "error"},
+            hours=hours,
+            num_requests=num_requests,
+            seed=seed,
+            on_progress=lambda hours, counts: typer.echo(f"{hours:.2f} h: {_counts(counts)}"),
+        )
+    )
+    _report_soak(verdict)
+    return 0 if verdict.is_sound else 1
+
+
+def _counts(counts: SoakCounts) -> str:
+    errors = ", ".join(f"{number} {reason}" for reason, number in counts.errors.items()) or "none"
+    return (
+        f"{counts.num_streams} streams, {counts.num_tokens} tokens, {counts.num_cancelled} "
+        f"cancelled, {counts.num_disconnects} disconnected, {counts.num_wrong} wrong; "
+        f"errors: {errors}"
+    )
+
+
+def _report_soak(verdict: SoakVerdict) -> None:
+    """One line per process and quantity, then what held."""
+    typer.echo(
+        f"\n{'process and quantity':<38}" + "".join(f"{name:>11}" for name in _TREND_COLUMNS)
+    )
+    for trend in verdict.trends:
+        values = (trend.begins, trend.ends, trend.largest, trend.ends - trend.begins, trend.bound)
+        state = "flat" if trend.is_flat else "RISES"
+        name = f"{trend.process}: {trend.quantity}"
+        typer.echo(_row(name, [*(f"{value:.1f}" for value in values), state]))
+    held = verdict.held
+    counts = verdict.counts
+    typer.echo(f"\n{verdict.hours:.2f} h: {_counts(counts)}")
+    if counts.wrong:
+        typer.echo(f"WRONG, first: {counts.wrong}")
+    if verdict.deaths:
+        typer.echo(f"DIED: {', '.join(verdict.deaths)}")
+    typer.echo(
+        f"held at the end: {held.num_blocks} blocks, {held.num_tickets} tickets, "
+        f"{held.num_requests} requests"
+    )
+
+
+#: begins, ends: of the line fitted to what was measured after the warm-up.
+_TREND_COLUMNS = ("begins", "ends", "largest", "rise", "bound", "")
 
 
 def _row(name: str, values: Sequence[str]) -> str:

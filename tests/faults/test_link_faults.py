@@ -81,31 +81,31 @@ async def heal(cluster: ProxiedCluster) -> None:
         await link.accept()
 
 
-@pytest.mark.parametrize("inflict", [cut, refuse, silence, silence_one_way, half_close, delay])
+@pytest.mark.parametrize("inject", [cut, refuse, silence, silence_one_way, half_close, delay])
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
 async def test_of_the_gateway_to_a_worker(
     cluster: ProxiedCluster,
     healed: AsyncClient,
     victim: str,
-    inflict: Callable[[FaultProxy], None],
+    inject: Callable[[FaultProxy], None],
 ) -> None:
     streams = Streams(healed, seed=1)
     await streams.all_run()
-    inflict(cluster.links[victim])
+    inject(cluster.links[victim])
     later = Streams(healed, seed=2, num_streams=2)
     assert not await streams.finish()
     assert not await later.finish()
-    if victim == "decode-0" and inflict in (cut, refuse, silence):
+    if victim == "decode-0" and inject in (cut, refuse, silence):
         assert streams.num_resumes
 
 
-@pytest.mark.parametrize("inflict", [cut, refuse, delay, throttle, half_close, half_close_back])
+@pytest.mark.parametrize("inject", [cut, refuse, delay, throttle, half_close, half_close_back])
 async def test_of_kv(
-    cluster: ProxiedCluster, healed: AsyncClient, inflict: Callable[[FaultProxy], None]
+    cluster: ProxiedCluster, healed: AsyncClient, inject: Callable[[FaultProxy], None]
 ) -> None:
     streams = Streams(healed, seed=3)
     await streams.all_run()
-    inflict(cluster.links["kv decode-0"])
+    inject(cluster.links["kv decode-0"])
     later = Streams(healed, seed=4)
     assert not await streams.finish()
     assert not await later.finish()
@@ -122,18 +122,18 @@ async def test_flipped_bits_of_kv_are_noticed(cluster: ProxiedCluster, healed: A
     assert not await Streams(healed, seed=5, num_tokens=20).finish()
 
 
-@pytest.mark.parametrize("inflict", [cut, half_close, half_close_back, delay, throttle])
+@pytest.mark.parametrize("inject", [cut, half_close, half_close_back, delay, throttle])
 async def test_of_a_client(
-    cluster: ProxiedCluster, healed: AsyncClient, inflict: Callable[[FaultProxy], None]
+    cluster: ProxiedCluster, healed: AsyncClient, inject: Callable[[FaultProxy], None]
 ) -> None:
     """A client that is cut off is told so once; its work ends, and another client's goes on."""
     others = Streams(healed, seed=6, num_streams=2)
     async with AsyncClient(cluster.front, max_retries=0) as client:
         streams = Streams(client, seed=7)
         await streams.all_run()
-        inflict(cluster.links["gateway"])
+        inject(cluster.links["gateway"])
         errors = await streams.finish()
-    assert bool(errors) == (inflict in (cut, half_close, half_close_back))
+    assert bool(errors) == (inject in (cut, half_close, half_close_back))
     assert {error.reason for error in errors} <= {"NO_WORKERS", "WORKER_LOST"}
     assert not await others.finish()
 

@@ -24,6 +24,7 @@ async def test_what_is_killed_breaks_no_promise(monkeypatch: pytest.MonkeyPatch)
         {"model": str(BOX_MODEL), "dtype": "float32", "log_level": "error"},
         num_requests=8,
         num_rounds=1,
+        max_hours=1.0,
         seed=1,
         on_fault=lambda fault, _: over.append(fault),
         faults=faults,

@@ -159,11 +159,11 @@ def gone(link: FaultProxy) -> None:
     link.cut()
 
 
-@pytest.mark.parametrize("inflict", [late, silent, gone])
+@pytest.mark.parametrize("inject", [late, silent, gone])
 async def test_a_bad_link_to_the_registry_fails_no_request(
     server: RedisServer,
     caplog: pytest.LogCaptureFixture,
-    inflict: Callable[[FaultProxy], None],
+    inject: Callable[[FaultProxy], None],
 ) -> None:
     caplog.set_level("INFO")
     async with FaultProxy(server.port).running() as proxy, AsyncExitStack() as stack:
@@ -174,7 +174,7 @@ async def test_a_bad_link_to_the_registry_fails_no_request(
         await until_ready(client, "p0", "d0")
         load = Load(client)
         async with load.running():
-            inflict(proxy)
+            inject(proxy)
             await until_told(caplog, "cannot be used", 3)  # both workers and the gateway
             await load.seconds(OUTAGE_S)
             await enter(decode_worker(worker_id="d1", registry=url))
