@@ -160,7 +160,7 @@ class Samples:
             if pid != self._pids[name]:
                 self._pids[name] = pid
                 self.deaths.append(name)
-            for quantity, value in _usage(groups.get(pid, ())).items():
+            for quantity, value in process_usage(groups.get(pid, ())).items():
                 self._values.setdefault((name, quantity), []).append(value)
         for worker in model.workers:
             key = (worker.worker_id, "leased blocks")
@@ -309,7 +309,7 @@ def _process_groups() -> dict[int, list[Path]]:
     return groups
 
 
-def _usage(folders: Sequence[Path]) -> dict[str, float]:
+def process_usage(folders: Sequence[Path]) -> dict[str, float]:
     """Together. A process that ends meanwhile counts for nothing."""
     rss = num_files = num_threads = 0.0
     for folder in folders:

@@ -9,9 +9,11 @@ import pytest
 
 import baton.check.faults
 import baton.check.run
+import baton.check.soak
 from baton.check.fault_load import FaultResult
 from baton.check.faults import FaultVerdict
 from baton.check.run import Shape, Verdict
+from baton.check.soak import Held, SoakCounts, SoakVerdict, Trend
 
 Run = Callable[..., Any]
 
@@ -102,3 +104,31 @@ def test_with_faults_each_promise_is_reported(
     assert len(promises) == 4
     assert sum("BROKEN" in line for line in promises) == bool(broken)
     assert all(line.endswith("held") or "BROKEN" in line for line in promises)
+
+
+@pytest.mark.parametrize("broken", [None, "wrong", "rises", "died", "held"])
+def test_a_soak_says_what_is_not_flat_and_what_is_held(
+    broken: str | None, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, object] = {}
+
+    async def fake(options: Mapping[str, object], **others: Any) -> SoakVerdict:
+        seen.update(options, **others)
+        counts = (
+            SoakCounts(5, 50, num_wrong=1, wrong="choice 0")
+            if broken == "wrong"
+            else (SoakCounts(5, 50))
+        )
+        others["on_progress"](0.5, counts)
+        trend = Trend("gateway", "threads", 4.0, 8.0 if broken == "rises" else 4.0, 8.0, 2.0)
+        deaths = ("decode-0",) if broken == "died" else ()
+        return SoakVerdict(2.0, counts, (trend,), deaths, Held(7 * (broken == "held"), 0, 0))
+
+    monkeypatch.setattr(baton.check.soak, "soak", fake)
+    result = run("check", "m", "--soak", "--hours", "2", "--num-requests", "3")
+    assert result.exit_code == (1 if broken else 0)
+    assert [seen[name] for name in ("model", "hours", "num_requests")] == ["m", 2.0, 3]
+    assert ("RISES" in result.stdout) is (broken == "rises")
+    assert ("DIED: decode-0" in result.stdout) is (broken == "died")
+    assert ("WRONG, first: choice 0" in result.stdout) is (broken == "wrong")
+    assert ("held at the end: 7 blocks" in result.stdout) is (broken == "held")
