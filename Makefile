@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 # Every process that a test or a bench starts would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo serve test test-fast check protos docs bench bench-peers locks sbom audit test-images clean
+.PHONY: help venv demo serve test test-fast check protos docs bench bench-peers locks sbom audit test-images test-chart clean
 
 help:
 	@echo "make demo               serve the bundled model, stream a completion, print each tier's timing"
@@ -26,6 +26,7 @@ help:
 	@echo "make bench              measure for twenty minutes, rewrite docs/performance.md (ARGS=, TRACE=FILE)"
 	@echo "make bench-peers        build llama.cpp, for each CPU level, and the models that make bench compares"
 	@echo "make test-images        build the images, run and break compose.yaml (ARGS=--install, --cuda, --quick)"
+	@echo "make test-chart         render the chart and the manifests by helm and kubectl, and compare them"
 	@echo "make locks              write deploy/locks: versions and hashes of what the images install"
 	@echo "make sbom               write sbom/: what the images install, as CycloneDX"
 	@echo "make audit              ask for known vulnerabilities of what the images install"
@@ -80,6 +81,9 @@ bench-peers: $(STAMP)
 
 test-images: $(STAMP)
 	@$(BIN)/python -u scripts/test_images.py $(ARGS)
+
+test-chart: $(STAMP)
+	@$(BIN)/python scripts/test_chart.py $(ARGS)
 
 locks: $(STAMP)
 	$(BIN)/python scripts/locks.py

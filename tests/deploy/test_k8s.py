@@ -1,5 +1,5 @@
 """The Kubernetes manifests: their options are ones that the processes take, their probes ones that
-they answer, and the chart makes the same of them."""
+they answer, and the chart makes the same of them. `make test-chart` has helm and kubectl for it."""
 
 from __future__ import annotations
 
