@@ -31,6 +31,7 @@ from gateway.http.page import LIVE_PATH, PAGE_FILES, Page
 from gateway.http.requests import BodyT, ModelBody, check_token_ids, field_namer, parsed
 from gateway.http.responses import ResponsesBody, ResponsesFormat
 from gateway.http.tokens import DetokenizeBody, TokenizeBody
+from gateway.intake.token_bytes import text_of
 from gateway.models import Models
 from gateway.serving import Serving, unique_request_id
 from gateway.telemetry.recorder import GatewayRecorder
@@ -250,7 +251,7 @@ class HttpApp:
         }
         if body.return_token_strs:
             bytes_of = serving.tokenizer.bytes_of
-            document["token_strs"] = [bytes_of(t).decode("utf-8", "replace") for t in token_ids]
+            document["token_strs"] = [text_of(bytes_of(t)) for t in token_ids]
         await _send_json(document, response)
 
     async def _detokenize(self, request: HttpRequest, response: HttpResponse) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from baton.v1 import sampling_pb2
+from gateway.intake.token_bytes import text_of
 
 #: The bytes of a token.
 BytesOf = Callable[[int], bytes]
@@ -87,11 +88,6 @@ def _ranked(
 ) -> dict[str, Any]:
     text = text_of(bytes_of(entry.token_id))
     return {"logprob": _finite(entry.logprob), "rank": rank, "decoded_token": text}
-
-
-def text_of(raw: bytes) -> str:
-    """Of a token alone; parts of a character become replacement characters."""
-    return raw.decode("utf-8", "replace")
 
 
 def _finite(logprob: float) -> float:

@@ -13,6 +13,11 @@ import tokenizers
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
+def text_of(raw: bytes) -> str:
+    """Of a token alone; parts of a character become replacement characters."""
+    return raw.decode("utf-8", "replace")
+
+
 class TokenBytes:
     """By the tokenizer's own decoder. Bytes of tokens that follow each other are those of the
     text."""

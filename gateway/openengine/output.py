@@ -17,6 +17,7 @@ from baton.errors import (
     RetriableError,
 )
 from baton.v1 import inference_pb2, sampling_pb2
+from gateway.intake.token_bytes import text_of
 from gateway.openengine.v1 import openengine_pb2 as oe
 
 _CODES: tuple[tuple[type[BatonError], oe.ErrorCode.ValueType], ...] = (
@@ -157,7 +158,7 @@ class EventStream:
         return info
 
     def _text(self, token_id: int) -> str:
-        return self._bytes_of(token_id).decode("utf-8", "replace")
+        return text_of(self._bytes_of(token_id))
 
     def _stop_match(self, piece: inference_pb2.GenerateResponse) -> oe.StopMatch:
         last = self._last_tokens.get(piece.choice, -1)

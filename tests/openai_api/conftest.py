@@ -10,6 +10,7 @@ import pytest_asyncio
 from tokenizers import Tokenizer
 
 from tests.openai_api.cases import KEY, MODEL, World
+from tests.support.http_connection import Connection
 from tests.support.live_tiers import LiveSystem, live_system
 from tests.support.oracle_model import make_oracle_model
 
@@ -33,3 +34,19 @@ async def system(folder: Path) -> AsyncIterator[LiveSystem]:
     ) as running:
         yield running
         await running.until_quiet()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def keyless(folder: Path) -> AsyncIterator[LiveSystem]:
+    """The same without a key."""
+    options = {"model": str(folder), "served_model_name": MODEL}
+    async with live_system(worker_options=options, gateway_options=options) as running:
+        yield running
+        await running.until_quiet()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def connection(keyless: LiveSystem) -> AsyncIterator[Connection]:
+    made = Connection(keyless.http)
+    yield made
+    made.close()

@@ -7,13 +7,9 @@ import asyncio
 import copy
 import json
 import random
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from gateway.http.chat import ChatBody
 from gateway.http.completions import CompletionBody
@@ -21,9 +17,8 @@ from gateway.http.messages import MessagesBody
 from gateway.http.requests import MAX_FIELDS, MAX_MEMBERS, MAX_NODES, MAX_VALUES, Body
 from gateway.http.responses import ResponsesBody
 from gateway.intake.validator import MAX_MESSAGES
-from tests.openai_api.cases import MODEL
-from tests.support.live_tiers import LiveSystem, live_system
-from tests.support.oracle_model import make_oracle_model
+from tests.support.http_connection import Answer, Connection
+from tests.support.live_tiers import LiveSystem
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -72,62 +67,6 @@ VALUES = (
     '{"type": "function", "function": {"name": 5}}',
     '{"format": 5, "effort": [], "type": []}',
 )
-
-
-@dataclass(frozen=True)
-class Answer:
-    status: int
-    body: Any
-
-
-class Connection:
-    """Kept alive over many requests, as far as the server lets it."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-
-    async def post(self, path: str, body: bytes) -> Answer:
-        if self._streams is None:
-            host, _, port = self._address.rpartition(":")
-            self._streams = await asyncio.open_connection(host, int(port))
-        reader, writer = self._streams
-        writer.write(f"POST {path} HTTP/1.1\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
-        if "content-length: " not in head:
-            assert "text/event-stream" in head
-            self.close()
-            return Answer(200, None)
-        length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
-        text = await reader.readexactly(length)
-        if "connection: close" in head:
-            self.close()
-        return Answer(int(head.split(" ")[1]), json.loads(text))
-
-    def close(self) -> None:
-        if self._streams is not None:
-            self._streams[1].close()
-        self._streams = None
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_oracle_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def system(folder: Path) -> AsyncIterator[LiveSystem]:
-    options = {"model": str(folder), "served_model_name": MODEL}
-    async with live_system(worker_options=options, gateway_options=options) as running:
-        yield running
-        await running.until_quiet()
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def connection(system: LiveSystem) -> AsyncIterator[Connection]:
-    made = Connection(system.http)
-    yield made
-    made.close()
 
 
 def refused(path: str, answer: Answer) -> str:
@@ -395,11 +334,11 @@ RICH: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("path", RICH)
 async def test_changes_of_good_bodies(
-    path: str, system: LiveSystem, connection: Connection
+    path: str, keyless: LiveSystem, connection: Connection
 ) -> None:
     """While they are refused, a stream beside them comes whole."""
     options: Any = {"max_tokens": 200, "temperature": 0.0, "ignore_eos": True}
-    others = [asyncio.ensure_future(system.client.generate([5] * 40, **options)) for _ in range(4)]
+    others = [asyncio.ensure_future(keyless.client.generate([5] * 40, **options)) for _ in range(4)]
     statuses = set()
     for seed in range(100):
         rng = random.Random(f"{path} {seed}")

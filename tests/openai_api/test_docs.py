@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from jsonschema import Draft202012Validator
 
 from baton.sampling_params import OPTIONS
 from gateway.http.docs import DOCS_PATH, OPENAPI_PATH
 from gateway.http.openapi import openapi
 from tests.openai_api.cases import MODEL
-from tests.openai_api.test_bad_input import BODIES, GOOD, Connection
+from tests.openai_api.test_bad_input import BODIES, GOOD
 from tests.openai_api.test_door import fetch
-from tests.support.live_tiers import LiveSystem, live_system
-from tests.support.oracle_model import make_oracle_model
+from tests.support.http_connection import Connection
+from tests.support.live_tiers import LiveSystem
 
 #: Why a value within its limits may be refused: the model leaves less, or fields go together.
 _LESS = "the model|workers run at once|goes with|more than|below n|with stream"
@@ -30,26 +27,6 @@ SCHEMAS: dict[str, dict[str, Any]] = DOCUMENT["components"]["schemas"]
 
 def properties(path: str) -> dict[str, Any]:
     return SCHEMAS[BODIES[path].__name__]["properties"]  # type: ignore[no-any-return]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_oracle_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def system(folder: Path) -> AsyncIterator[LiveSystem]:
-    options = {"model": str(folder), "served_model_name": MODEL}
-    async with live_system(worker_options=options, gateway_options=options) as running:
-        yield running
-        await running.until_quiet()
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def connection(system: LiveSystem) -> AsyncIterator[Connection]:
-    made = Connection(system.http)
-    yield made
-    made.close()
 
 
 def beyond(schema: dict[str, Any]) -> list[Any]:
@@ -123,11 +100,11 @@ async def test_limits_are_those_that_the_server_keeps(path: str, connection: Con
 
 @pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
-async def test_each_path_answers_as_described(system: LiveSystem) -> None:
+async def test_each_path_answers_as_described(keyless: LiveSystem) -> None:
     for path, methods in DOCUMENT["paths"].items():
         for method in methods:
             asked = GOOD[path] if method == "post" else None
-            response, _ = await fetch(system.http, path.replace("{model}", MODEL), asked)
+            response, _ = await fetch(keyless.http, path.replace("{model}", MODEL), asked)
             assert response.status == 200, path
             shown = methods[method]["responses"]["200"]["content"]
             content_type = (response.getheader("content-type") or "").partition(";")[0]
@@ -136,10 +113,10 @@ async def test_each_path_answers_as_described(system: LiveSystem) -> None:
 
 @pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_page_is_open_and_of_this_host_alone(system: LiveSystem) -> None:
-    response, body = await fetch(system.http, OPENAPI_PATH)
+async def test_the_page_is_open_and_of_this_host_alone(keyless: LiveSystem) -> None:
+    response, body = await fetch(keyless.http, OPENAPI_PATH)
     assert (response.status, json.loads(body)) == (200, json.loads(json.dumps(DOCUMENT)))
-    response, body = await fetch(system.http, DOCS_PATH)
+    response, body = await fetch(keyless.http, DOCS_PATH)
     assert (response.getheader("content-security-policy") or "").startswith("default-src 'none'")
     page = body.decode()
     assert not re.search(r"https?://|<script|<style| style=| on[a-z]+=", page)
