@@ -96,9 +96,18 @@ over, and who computed what.
 A stream that broke off is taken up, at any gateway of the model, by the same request with
 `resume_from`: a list with, for each choice that anything came of, its `choice`, its `token_ids`
 (which `return_token_ids` gives), the `num_chars` of its text, and `has_ended`. What comes next is
-the next token; nothing is sent again. It needs `seed`, and is for completions and for chats
-without tools and thoughts ([adr/0020](adr/0020-clients-hold-what-a-stream-sent.md)). Where every
-choice has ended, what comes is the end: the usage, if it was asked for, and `[DONE]`.
+the next token; nothing is sent again. It needs `seed`
+([adr/0020](adr/0020-clients-hold-what-a-stream-sent.md)). Sent with the `x-request-id` of its first
+part, it has that one's `id`, too. Where every choice has ended, what comes is the end: the usage,
+if it was asked for, and `[DONE]`.
+
+Of a chat, each piece says its `num_chars` beside its `token_ids`: calls and thoughts are text to
+the model, which is longer than what is sent of it. `/v1/responses` and `/v1/messages` take `seed`,
+`return_token_ids` and `resume_from` as well. There one event, `baton.progress`, ends the events of
+each piece, with their `token_ids` and `num_chars`: what came behind the last of them comes again,
+so leave it out. `/v1/responses` numbers its events: give the `sequence_number` of the last
+`baton.progress` beside its sums. Names of items and calls are the same with the same seed and
+prompt, so that parts go on under the names that they began with.
 
 Events have no `id`, and `Last-Event-ID` is passed over. Such a header says how far a stream came,
 and not which tokens came: a gateway that holds nothing of finished or broken streams would have to

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from itertools import islice
+import secrets
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from itertools import count, groupby, islice
 from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
@@ -169,6 +172,11 @@ class ChatFormat:
         """That have begun."""
         self._begun = {entry.choice for entry in body.resume_from or ()}
         """Choices of a stream whose role was sent."""
+        self._num_chars_to_replay: dict[int, int] = {}
+        """Of each choice that an earlier stream began: text to come that it sent."""
+        self._prompt_token_ids: Sequence[int] = ()
+        self._id_key = b""
+        """Made of them with the first name of a part."""
         self._is_reasoning = False
         """Whether the prompt ends with the beginning of the model's thoughts."""
         self._num_top = body.top_logprobs or 0
@@ -179,8 +187,18 @@ class ChatFormat:
         )
         """Whether a piece of a stream is nothing but its text."""
         if body.resume_from and (self._has_calls or self._has_thoughts):
-            fault = "given with tools, or to a model that thinks: what it began is not known"
-            raise InvalidRequest.of(FieldViolation("resume_from", f"{fault}; leave it out"))
+            self.replay()
+
+    def replay(self) -> None:
+        """Have the text that an earlier stream sent come again: what a call or a thought began is
+        known by it. It is read, and not sent. Raises InvalidRequest."""
+        resume_from = self.body.resume_from or ()
+        if resume_from and not self.body.is_streamed:
+            fault = "given for what has parts, calls or thoughts: goes with stream; set it to true"
+            raise InvalidRequest.of(FieldViolation("resume_from", fault))
+        self._num_chars_to_replay = {entry.choice: entry.num_chars for entry in resume_from}
+        for entry in self.requests[0].resume_from:
+            entry.num_chars = 0
 
     @property
     def field_names(self) -> FieldNames:
@@ -249,6 +267,7 @@ class ChatFormat:
         self._answer = answer
         fields = json.dumps(answer.fields(_CHUNK_KIND))
         self._head = f'data: {fields[:-1]}, "choices":[{{"index":'
+        self._prompt_token_ids = prompt_token_ids
         if self._has_thoughts:
             tail = b"".join(map(self._bytes_of, prompt_token_ids[-_NUM_TAIL_TOKENS:]))
             self._is_reasoning = tail.rstrip().endswith(THINK.encode())
@@ -257,7 +276,7 @@ class ChatFormat:
         index, role = chunk.choice, ""
         choice = self._choices.get(index)
         if choice is None:
-            choice = self._choices[index] = self.new_choice()
+            choice = self._choices[index] = self.new_choice(index)
         if index not in self._begun:
             self._begun.add(index)
             role = (
@@ -269,7 +288,11 @@ class ChatFormat:
                 f'{role}{self._head}{index},"delta":{{"content":{quoted(chunk.text)}}},'
                 f'"logprobs":null,"finish_reason":null}}]{usage}}}\n\n'
             )
-        delta = choice.delta(chunk.text, is_last=bool(chunk.finish_reason))
+        text = chunk.text
+        if self._num_chars_to_replay:
+            earlier, text = self.split_replay(index, text)
+            choice.delta(earlier, is_last=False)
+        delta = choice.delta(text, is_last=bool(chunk.finish_reason))
         entry: dict[str, Any] = {
             "delta": delta,
             "logprobs": self._logprobs([chunk]),
@@ -277,16 +300,25 @@ class ChatFormat:
             "stop_reason": stop_reason(chunk),
         }
         if self.body.return_token_ids:
-            entry["token_ids"] = list(chunk.token_ids)
+            entry |= {"token_ids": list(chunk.token_ids), "num_chars": len(text)}
         elif not delta and not chunk.finish_reason and not self.body.logprobs:
             return role
         return f"{role}{self._head}{index},{json.dumps(entry)[1:]}]{usage}}}\n\n"
 
-    def new_choice(self) -> ChatChoice:
+    def split_replay(self, index: int, text: str) -> tuple[str, str]:
+        """Text of a choice: what an earlier stream sent of it, and what is new."""
+        num = self._num_chars_to_replay.get(index, 0)
+        earlier, new = text[:num], text[num:]
+        if num:
+            self._num_chars_to_replay[index] = num - len(earlier)
+        return earlier, new
+
+    def new_choice(self, index: int) -> ChatChoice:
         """One that has no text yet."""
         chosen = self._choice_of_tools
         form = REQUIRED_FORMAT if chosen.is_forced else self._style.tool_format
-        tools = ToolParser(form if self._has_calls else None, chosen.name)
+        new_id = self.ids(index, "call")
+        tools = ToolParser(form if self._has_calls else None, new_id, chosen.name)
         thoughts = None
         if self._has_thoughts:
             thoughts = ReasoningSplitter(
@@ -294,6 +326,25 @@ class ChatFormat:
             )
         most = 1 if self.body.parallel_tool_calls is False else None
         return ChatChoice(tools, thoughts, most, self.body.include_reasoning is not False)
+
+    def ids(self, index: int, prefix: str) -> Callable[[], str]:
+        """What names parts of a choice, one after the other: with the same seed and prompt by the
+        same names, since a stream that is taken up goes on with parts that it did not begin."""
+        numbers = count()
+
+        def new_id() -> str:
+            self._id_key = self._id_key or self._key_of_ids()
+            part = f"{prefix} {index} {next(numbers)}".encode()
+            return f"{prefix}_{blake2b(part, key=self._id_key, digest_size=12).hexdigest()}"
+
+        return new_id
+
+    def _key_of_ids(self) -> bytes:
+        sampling = self.requests[0].sampling
+        if not sampling.HasField("seed"):
+            return secrets.token_bytes(32)
+        seed, prompt = sampling.seed.to_bytes(8, "little"), array("I", self._prompt_token_ids)
+        return blake2b(prompt.tobytes(), key=seed, digest_size=32).digest()
 
     def _finish(self, choice: ChatChoice, chunk: Chunk) -> str | None:
         finish = FINISHES[chunk.finish_reason]
@@ -316,7 +367,7 @@ class ChatFormat:
 
     def _choice(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
         last = chunks[-1]
-        choice = self.new_choice()
+        choice = self.new_choice(index)
         delta = choice.delta("".join(chunk.text for chunk in chunks), is_last=True)
         content = delta.get("content", "")
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -363,6 +414,29 @@ class ChatChoice:
 
     def delta(self, text: str, *, is_last: bool) -> dict[str, Any]:
         """The next text, as OpenAI's delta has it; calls with their indices."""
+        thought, parts = self._read(text, is_last=is_last)
+        delta: dict[str, Any] = {"reasoning_content": thought} if thought else {}
+        content = "".join(part.text for part in parts if isinstance(part, Content))
+        if content:
+            delta["content"] = content
+        calls = self._calls(parts)
+        if calls:
+            delta["tool_calls"] = calls
+        return delta
+
+    def deltas(self, text: str, *, is_last: bool) -> Iterator[dict[str, Any]]:
+        """The same as several, where content and calls take turns."""
+        thought, parts = self._read(text, is_last=is_last)
+        if thought:
+            yield {"reasoning_content": thought}
+        for is_content, run in groupby(parts, lambda part: isinstance(part, Content)):
+            if is_content:
+                yield {"content": "".join(part.text for part in run if isinstance(part, Content))}
+            elif calls := self._calls(list(run)):
+                yield {"tool_calls": calls}
+
+    def _read(self, text: str, *, is_last: bool) -> tuple[str, list[Part]]:
+        """Its thoughts, if they are wanted, and the parts of the message."""
         thought = ""
         if self._thoughts is not None:
             thought, text = self._thoughts.feed(text)
@@ -372,16 +446,7 @@ class ChatChoice:
         parts = self.tools.feed(text)
         if is_last:
             parts += self.tools.end()
-        delta: dict[str, Any] = {}
-        if thought and self._has_thoughts:
-            delta["reasoning_content"] = thought
-        content = "".join(part.text for part in parts if isinstance(part, Content))
-        if content:
-            delta["content"] = content
-        calls = self._calls(parts)
-        if calls:
-            delta["tool_calls"] = calls
-        return delta
+        return thought if self._has_thoughts else "", parts
 
     def _calls(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
         calls: dict[int, dict[str, Any]] = {}

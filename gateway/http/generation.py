@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from baton.errors import BatonError
+from baton.rpc.status import given_request_id
 from baton.v1 import inference_pb2
 from gateway.http.connection import JSON, HttpRequest, HttpResponse
 from gateway.http.errors import FieldNames
@@ -168,6 +169,8 @@ class Generation:
             return
         request_id = validated.spec.request_id
         self._response.headers.append(("x-request-id", request_id))
+        if validated.resume_from:  # the name that its first part had goes on
+            request_id = given_request_id(self._metadata) or request_id
         self._answer = Answer(
             f"{self._form.id_prefix}-{request_id}",
             int(time.time()),

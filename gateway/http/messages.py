@@ -9,7 +9,7 @@ from http import HTTPStatus
 from itertools import islice
 from typing import Annotated, Any
 
-from pydantic import WithJsonSchema
+from pydantic import FailFast, WithJsonSchema
 
 from baton.errors import FieldViolation, InvalidRequest
 from gateway.http.chat import MAX_ARGUMENTS_CHARS
@@ -17,7 +17,16 @@ from gateway.http.chat_style import ChatStyle
 from gateway.http.errors import HttpError, shown_value
 from gateway.http.generation import FINISHES
 from gateway.http.logprobs import BytesOf
-from gateway.http.requests import TOP_K, ModelBody, NumTokens, TextList, json_text, refusals
+from gateway.http.requests import (
+    SEED,
+    TOP_K,
+    ChoiceSoFar,
+    ModelBody,
+    NumTokens,
+    TextList,
+    json_text,
+    refusals,
+)
 from gateway.http.translated_chat import ChatOutput, TranslatedChat, response_format
 from gateway.intake.tool_rules import MAX_TOOLS
 from gateway.intake.validator import MAX_MESSAGES
@@ -77,6 +86,13 @@ class MessagesBody(ModelBody):
     """What the model may call; nothing is run here."""
     tool_choice: dict[str, Any] | None = None
     """Of type auto, any or none, or of type tool, with its name."""
+    seed: Annotated[int | None, WithJsonSchema(SEED)] = None
+    """Same seed, same request, same tokens. Drawn by the server if not given."""
+    return_token_ids: bool | None = None
+    """Emit `baton.progress` behind the events of each piece: what takes a stream up."""
+    resume_from: Annotated[list[ChoiceSoFar] | None, FailFast()] = None
+    """What an earlier stream of the same request sent, where that broke off: it goes on behind it.
+    Needs seed."""
     thinking: dict[str, Any] | None = None
     """By its type, enabled or disabled, whether the model thinks first."""
     output_config: dict[str, Any] | None = None
@@ -324,6 +340,9 @@ def _chat_fields(body: MessagesBody, messages: list[Any]) -> Mapping[str, Any]:
         "reasoning_effort": config.get("effort"),
         "chat_template_kwargs": thinking and {"enable_thinking": thinking != "disabled"},
         "continue_final_message": is_continued,
+        "seed": body.seed,
+        "return_token_ids": body.return_token_ids,
+        "resume_from": body.resume_from,
     }
 
 

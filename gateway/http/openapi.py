@@ -27,7 +27,7 @@ from gateway.http.requests import (
     ChoiceSoFar,
     StreamOptions,
 )
-from gateway.http.responses import ResponsesBody
+from gateway.http.responses import ResponsesBody, ResponseSoFar
 from gateway.http.tokens import DetokenizeBody, TokenizeBody
 
 
@@ -240,7 +240,9 @@ def _plain(schema: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any
 
 
 #: Parts of bodies that are classes.
-_PARTS: Mapping[str, type[Body]] = {each.__name__: each for each in (StreamOptions, ChoiceSoFar)}
+_PARTS: Mapping[str, type[Body]] = {
+    each.__name__: each for each in (StreamOptions, ChoiceSoFar, ResponseSoFar)
+}
 
 
 def _limits(schema: Mapping[str, Any], limits: Limits | None) -> Mapping[str, Any]:

@@ -1,5 +1,5 @@
 """What a model thinks before it answers, `<think>...</think>`, separated from the answer piece by
-piece. Pure."""
+piece. What was emitted by the end of a text does not depend on how the text was cut. Pure."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ class ReasoningSplitter:
         self._is_reasoning = is_reasoning
         self._is_over = False
         """Whether all that follows is the answer."""
+        self._is_at_break = False
+        """Whether only the lines between the thoughts and the answer have come since."""
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str]:
         """The next text's reasoning, and its answer."""
         if self._is_over:
-            return "", text
+            return "", self._answer(text)
         self._held += text
         if not self._is_reasoning:
             stripped = self._held.lstrip()
@@ -33,7 +35,7 @@ class ReasoningSplitter:
             self._is_reasoning, self._held = True, stripped[len(BEGIN) :]
         before, mark, after = self._held.partition(END)
         if mark:
-            self._held = after.lstrip("\n")
+            self._held, self._is_at_break = after, True
             return before, self._finish()
         num_held = next(
             (
@@ -55,4 +57,10 @@ class ReasoningSplitter:
     def _finish(self) -> str:
         held, self._held = self._held, ""
         self._is_over = True
-        return held
+        return self._answer(held)
+
+    def _answer(self, text: str) -> str:
+        if self._is_at_break:
+            text = text.lstrip("\n")
+            self._is_at_break = not text
+        return text

@@ -65,6 +65,7 @@ def _text(max_chars: int) -> dict[str, Any]:
 
 
 TOP_K = _integer(-1, _MAX_UINT32)
+SEED = _integer(-(2**63), _MAX_UINT64 - 1)
 NumTokens = Annotated[int | None, WithJsonSchema(_integer(1, _MAX_UINT32))]
 
 #: The form of fields that are read here and not by pydantic, for /openapi.json.
@@ -180,7 +181,7 @@ class GenerationBody(ModelBody):
     """What a stream has besides its text."""
     top_k: Annotated[int | None, WithJsonSchema(TOP_K)] = None
     """Keep the k most probable tokens; 0 and -1 keep all."""
-    seed: Annotated[int | None, WithJsonSchema(_integer(-(2**63), _MAX_UINT64 - 1))] = None
+    seed: Annotated[int | None, WithJsonSchema(SEED)] = None
     """Same seed, same request, same tokens. Drawn by the server if not given."""
     max_tokens: NumTokens = None
     prompt_logprobs: int | None = None
@@ -358,7 +359,7 @@ def generate_request(
         fault = f"{shown_value(body.priority)}: must be a number of 32 bits"
         raise InvalidRequest.of(FieldViolation("priority", fault)) from None
     for entry in body.resume_from or ():
-        request.resume_from.add(**entry.model_dump())
+        request.resume_from.add(**entry.model_dump(include=set(ChoiceSoFar.model_fields)))
     return request
 
 

@@ -3,11 +3,10 @@ another form."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
-from pydantic import WithJsonSchema
+from pydantic import FailFast, Field, WithJsonSchema
 
 from baton.errors import FieldViolation, InvalidRequest
 from gateway.http.chat import MAX_ARGUMENTS_CHARS
@@ -15,9 +14,16 @@ from gateway.http.chat_style import ChatStyle
 from gateway.http.errors import shown_value
 from gateway.http.generation import FINISHES, timing_of
 from gateway.http.logprobs import BytesOf
-from gateway.http.requests import ModelBody, NumTokens, json_text
+from gateway.http.requests import SEED, ChoiceSoFar, ModelBody, NumTokens, json_text
 from gateway.http.translated_chat import ChatOutput, TranslatedChat, response_format
 from gateway.intake.validator import MAX_MESSAGES
+
+
+class ResponseSoFar(ChoiceSoFar):
+    """What a client has of an answer."""
+
+    sequence_number: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
+    """Of the last `baton.progress`: events are numbered from the next on."""
 
 
 class ResponsesBody(ModelBody):
@@ -40,6 +46,13 @@ class ResponsesBody(ModelBody):
     """false: one call at most."""
     return_timing: bool | None = None
     """Say in `timing` where the time went, in milliseconds, and which workers did what."""
+    seed: Annotated[int | None, WithJsonSchema(SEED)] = None
+    """Same seed, same request, same tokens. Drawn by the server if not given."""
+    return_token_ids: bool | None = None
+    """Emit `baton.progress` behind the events of each piece: what takes a stream up."""
+    resume_from: Annotated[list[ResponseSoFar] | None, FailFast()] = None
+    """What an earlier stream of the same request sent, where that broke off: it goes on behind it.
+    Needs seed."""
     text: dict[str, Any] | None = None
     """format: a JSON Schema that the output must follow."""
     reasoning: dict[str, Any] | None = None
@@ -81,7 +94,7 @@ class ResponsesFormat(TranslatedChat):
             raise InvalidRequest.of(*(FieldViolation(f, fault) for f in body.refused_fields))
         messages, paths = _conversation(body)
         super().__init__(_chat_fields(body, messages), _NAMES, paths, bytes_of, style)
-        self._items = _Items()
+        self._items = _Items(self.ids)
 
     @property
     def output(self) -> ChatOutput:
@@ -136,8 +149,10 @@ class ResponsesFormat(TranslatedChat):
 class _Items(ChatOutput):
     """The output as it grows, and its events."""
 
-    def __init__(self) -> None:
+    def __init__(self, ids: Callable[[str], Callable[[], str]]) -> None:
+        """ids: names for items of a kind."""
         super().__init__()
+        self._new_id = {prefix: ids(prefix) for prefix in ("fc", "msg", "rs")}
         self.items: list[dict[str, Any]] = []
         """That are whole."""
         self._open: dict[str, Any] | None = None
@@ -148,6 +163,11 @@ class _Items(ChatOutput):
     def emit(self, kind: str, **fields: Any) -> None:
         super().emit(kind, sequence_number=self._num_events, **fields)
         self._num_events += 1
+
+    def resume(self, so_far: ChoiceSoFar) -> None:
+        super().resume(so_far)
+        if isinstance(so_far, ResponseSoFar):
+            self._num_events = so_far.sequence_number + 1
 
     def add(self, delta: Mapping[str, Any]) -> None:
         """A delta of a chat."""
@@ -200,8 +220,7 @@ class _Items(ChatOutput):
 
     def _begin(self, kind: str, prefix: str, **fields: Any) -> None:
         self.close()
-        item_id = f"{prefix}_{secrets.token_hex(12)}"
-        self._open = {"type": kind, "id": item_id, "status": "in_progress", **fields}
+        self._open = {"type": kind, "id": self._new_id[prefix](), "status": "in_progress", **fields}
         where = {"output_index": len(self.items)}
         self.emit("response.output_item.added", **where, item=dict(self._open))
 
@@ -244,6 +263,9 @@ def _chat_fields(body: ResponsesBody, messages: list[Any]) -> Mapping[str, Any]:
         "response_format": response_format(asked),
         "reasoning_effort": effort,
         "return_timing": body.return_timing,
+        "seed": body.seed,
+        "return_token_ids": body.return_token_ids,
+        "resume_from": body.resume_from,
     }
 
 

@@ -8,14 +8,15 @@ A call is a JSON object after a mark of the format:
        └── not a call ───┴──────────────┴── other text ┘
 
 Text that is no call is content. What may be the beginning of a mark is held back until that is
-clear, and nothing is lost where it is none.
+clear, and nothing is lost where it is none. Space that may stand before a call is held back, too.
+What was emitted by the end of a text does not depend on how the text was cut: an answer that broke
+off is taken up by feeding it once more (chat.py).
 """
 
 from __future__ import annotations
 
 import re
-import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from types import MappingProxyType
@@ -24,6 +25,9 @@ from gateway.http.json_stream import CallScanner
 
 #: Longest text between a mark and its call's object: a name, and what is around it.
 _MAX_HEADER_CHARS = 256
+
+#: Space that is held back, since a call may follow; more is the message's.
+_MAX_SPACE_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +118,13 @@ class _Mode(Enum):
 class ToolParser:
     """Of one choice."""
 
-    def __init__(self, form: ToolFormat | None, name: str | None = None) -> None:
-        """form: None for an output without calls. name: of the tool, where all of the output is its
-        arguments."""
+    def __init__(
+        self, form: ToolFormat | None, new_id: Callable[[], str], name: str | None = None
+    ) -> None:
+        """form: None for an output without calls. new_id: for each call. name: of the tool, where
+        all of the output is its arguments."""
         self._form = form
+        self._new_id = new_id
         self._header = re.compile(form.header if form else "")
         self._name = name
         self._mode = _Mode.CONTENT
@@ -129,6 +136,9 @@ class ToolParser:
         self._has_begun = False
         """Whether the call's beginning was."""
         self._is_first = True
+        """Whether nothing but space has come."""
+        self._has_content = False
+        """Whether anything but space has come since the last call."""
         self.num_calls = 0
 
     def feed(self, text: str) -> list[Part]:
@@ -185,27 +195,33 @@ class ToolParser:
         found = [(i, -len(m), m) for m in form.marks if (i := self._held.find(m)) >= 0]
         if found:
             start, _, mark = min(found)
-            text, self._held = self._held[:start], self._held[start:]
-            self._enter_header(mark, self._held[len(mark) :])
-        else:
-            num_kept = _num_held_back(self._held, form.marks)
-            cut = len(self._held) - num_kept
-            text, self._held = self._held[:cut], self._held[cut:]
-        if text:
-            self._is_first = False
-            # Space before a call is none of the message.
-            if not found or text.strip():
+            text, rest = self._held[:start], self._held[start + len(mark) :]
+            if text and self._is_content(text):
                 yield Content(text)
+            self._enter_header(mark, rest)
+            return
+        cut = len(self._held) - _num_held_back(self._held, form.marks)
+        text = self._held[:cut]
+        if text and self._is_content(text):
+            self._held = self._held[cut:]
+            self._is_first, self._has_content = False, True
+            yield Content(text)
+
+    def _is_content(self, text: str) -> bool:
+        """Whether text before a mark is the message's, and not the space before a call."""
+        return self._has_content or len(text) > _MAX_SPACE_CHARS or bool(text.strip())
 
     def _enter_header(self, mark: str, rest: str) -> None:
-        self._mode, self._mark, self._held, self._is_first = _Mode.HEADER, mark, rest, False
+        self._mode, self._mark, self._held = _Mode.HEADER, mark, rest
+        self._is_first = self._has_content = False
 
     def _read_header(self) -> Iterator[Part]:
         start = self._held.find("{")
+        if max(start, len(self._held) if start < 0 else 0) > _MAX_HEADER_CHARS:
+            yield self._no_call(self._mark + self._held[:_MAX_HEADER_CHARS])
+            self._held = self._held[_MAX_HEADER_CHARS:]
+            return
         if start < 0:
-            if len(self._held) > _MAX_HEADER_CHARS:
-                yield self._no_call(self._mark + self._held)
-                self._held = ""
             return
         header = self._header.fullmatch(self._held[:start])
         if header is None:
@@ -249,10 +265,10 @@ class ToolParser:
 
     def _begin(self, name: str) -> CallBegins:
         self.num_calls += 1
-        return CallBegins(self.num_calls - 1, f"call_{secrets.token_hex(12)}", name)
+        return CallBegins(self.num_calls - 1, self._new_id(), name)
 
     def _no_call(self, text: str) -> Content:
-        self._mode = _Mode.CONTENT
+        self._mode, self._has_content = _Mode.CONTENT, True
         return Content(text)
 
 

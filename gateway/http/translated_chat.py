@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from baton.errors import FieldViolation, InvalidRequest
@@ -16,7 +16,11 @@ from gateway.http.chat_style import ChatStyle
 from gateway.http.errors import FieldNames
 from gateway.http.generation import Answer, Chunk, by_choice
 from gateway.http.logprobs import BytesOf
-from gateway.http.requests import renamed, validated
+from gateway.http.requests import ChoiceSoFar, renamed, validated
+
+#: The event that ends those of one piece, with the tokens and the raw characters that they came of.
+#: What a client got behind the last of it is sent once more when it takes a stream up.
+PROGRESS = "baton.progress"
 
 _MESSAGE = re.compile(r"^messages\[(\d+)\]")
 _TOOL_SCHEMA = re.compile(r"^(tools\[\d+\])\.(?:function\.)?parameters")
@@ -35,6 +39,10 @@ class ChatOutput(ABC):
     @abstractmethod
     def close(self) -> None:
         """What is open is whole."""
+
+    def resume(self, so_far: ChoiceSoFar) -> None:  # noqa: ARG002, not every API numbers its events
+        """Behind what an earlier stream sent: events so far are not sent again."""
+        self._events.clear()
 
     def emit(self, kind: str, **fields: Any) -> None:
         """A server-sent event of a type."""
@@ -69,12 +77,17 @@ class TranslatedChat(ABC):
         self._paths = paths
         try:
             self._chat = ChatFormat(validated(ChatBody, fields), bytes_of, style)
+            self._chat.replay()
         except InvalidRequest as error:
             raise InvalidRequest.of(
                 *(FieldViolation(self._name_of(v.field), v.description) for v in error.violations)
             ) from None
         self.answer: Answer | None = None
         self._choice: ChatChoice | None = None
+        for index, entry in enumerate(self.body.resume_from or ()):
+            if entry.has_ended:
+                fault = "true: an answer that has ended has nothing to come; leave it out"
+                raise InvalidRequest.of(FieldViolation(f"resume_from[{index}].has_ended", fault))
         self.last: Chunk | None = None
         """The piece that ended the output."""
         self.num_prompt_tokens = 0
@@ -92,6 +105,10 @@ class TranslatedChat(ABC):
         of_chat = self._chat.field_names
         return lambda field: self._name_of(of_chat(field))
 
+    def ids(self, prefix: str) -> Callable[[], str]:
+        """Names of parts of the output; see ChatFormat.ids."""
+        return self._chat.ids(0, prefix)
+
     @property
     @abstractmethod
     def output(self) -> ChatOutput:
@@ -107,10 +124,17 @@ class TranslatedChat(ABC):
         """Emit what a stream begins with."""
 
     def event(self, prompt: int, chunk: Chunk, usage: str) -> str:  # noqa: ARG002
+        earlier, text = self._chat.split_replay(0, chunk.text)
         if self._choice is None:
-            self._choice = self._chat.new_choice()
+            self._choice = self._chat.new_choice(0)
             self.begin_stream()
-        self._add(self._choice, chunk.text, chunk)
+            for entry in self.body.resume_from or ():
+                self._add(self._choice, earlier)
+                self.output.resume(entry)
+        self._add(self._choice, text, chunk)
+        if self.body.return_token_ids and not chunk.finish_reason:
+            so_far = {"token_ids": list(chunk.token_ids), "num_chars": len(text)}
+            self.output.emit(PROGRESS, **so_far)
         return self.output.take_events()
 
     @abstractmethod
@@ -120,16 +144,18 @@ class TranslatedChat(ABC):
     def document(self, chunks: Sequence[Sequence[Chunk]], usage: Mapping[str, Any]) -> Any:
         (pieces,) = by_choice(chunks[0]).values()
         text = "".join(chunk.text for chunk in pieces)
-        self._add(self._chat.new_choice(), text, pieces[-1])
+        self._add(self._chat.new_choice(0), text, pieces[-1])
         return self.whole(usage)
 
     @abstractmethod
     def whole(self, usage: Mapping[str, Any]) -> Any:
         """The document, once the output is whole."""
 
-    def _add(self, choice: ChatChoice, text: str, chunk: Chunk) -> None:
-        is_last = bool(chunk.finish_reason)
-        self.output.add(choice.delta(text, is_last=is_last))
+    def _add(self, choice: ChatChoice, text: str, chunk: Chunk | None = None) -> None:
+        """chunk: None for what an earlier stream sent."""
+        is_last = chunk is not None and bool(chunk.finish_reason)
+        for delta in choice.deltas(text, is_last=is_last):
+            self.output.add(delta)
         if is_last:
             self.last = chunk
             self.output.close()

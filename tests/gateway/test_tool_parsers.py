@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import count
 
 import pytest
 from hypothesis import given, settings
@@ -112,7 +113,8 @@ def cut_up(text: str, cuts: Sequence[int]) -> list[str]:
 def parse(form: ToolFormat | None, pieces: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
     """Content, and each call's name and arguments. Checks that parts of a call follow its
     beginning, and calls each other."""
-    parser = ToolParser(form)
+    numbers = count()
+    parser = ToolParser(form, lambda: f"call_{next(numbers)}")
     parts = [part for piece in pieces for part in parser.feed(piece)] + parser.end()
     content, calls = "", list[tuple[str, str]]()
     for part in parts:
@@ -183,7 +185,7 @@ def test_what_only_begins_like_a_call_is_content(text: str, num: int) -> None:
 
 
 def test_arguments_come_before_the_call_is_whole() -> None:
-    parser = ToolParser(TOOL_FORMATS["hermes"])
+    parser = ToolParser(TOOL_FORMATS["hermes"], lambda: "call_0")
     parts = parser.feed('<tool_call>{"name": "f", "arguments": {"text": "a long')
     assert parts[1:] == [CallArguments(0, '{"text": "a long')]
 

@@ -17,6 +17,7 @@ import pytest
 
 from gateway.http.page import LIVE_PATH, PAGE_FILES
 from gateway.server import serve_gateway
+from tests.support.broken_streams import documents, merged, so_far_of
 from tests.support.certificates import Authority
 from tests.support.live_tiers import (
     ONLY_DECODES,
@@ -275,6 +276,79 @@ async def test_a_stream_that_broke_off_anywhere_is_taken_up(tmp_path: Path, kind
             assert texts([*kept, *rest]) == texts(whole)
             assert rest[-1]["usage"]["completion_tokens"] == 16
             assert rest[-1]["usage"]["prompt_tokens"] == whole[-1]["usage"]["prompt_tokens"]
+
+
+_FUNCTION = {"name": "f", "parameters": {"type": "object", "required": ["a"]}}
+_CALL = '<think>Hm.</think>So.<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+_TALK = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        (
+            "/v1/chat/completions",
+            {
+                "messages": _TALK,
+                "tools": [{"type": "function", "function": _FUNCTION}],
+                "guided_choice": [_CALL],
+            },
+        ),
+        (
+            "/v1/responses",
+            {
+                "input": "x",
+                "tools": [{"type": "function", **_FUNCTION}],
+                "tool_choice": {"type": "function", "name": "f"},
+                "max_output_tokens": 30,
+            },
+        ),
+        (
+            "/v1/messages",
+            {
+                "messages": _TALK,
+                "tools": [{"name": "f", "input_schema": _FUNCTION["parameters"]}],
+                "tool_choice": {"type": "tool", "name": "f"},
+                "max_tokens": 30,
+            },
+        ),
+    ],
+)
+async def test_calls_and_thoughts_of_a_stream_that_broke_off(
+    tmp_path: Path, path: str, asked: dict[str, Any]
+) -> None:
+    """After any piece. The name of the answer goes on with the x-request-id of its first part."""
+    async with oracle_system(tmp_path) as system:
+        asked = {**asked, "seed": 3, "stream": True, "return_token_ids": True}
+
+        async def stream(request_id: str = "", **fields: Any) -> tuple[str, list[Any]]:
+            names = {"x_request_id": request_id} if request_id else {}
+            response, data = await fetch(system.http, path, {**asked, **fields}, **names)
+            assert response.status == 200, data
+            return response.getheader("x-request-id") or "", documents(data.decode())
+
+        request_id, whole = await stream()
+        is_end = [i for i, event in enumerate(whole) if so_far_of([event])["token_ids"]]
+        assert len(is_end) > 3
+        for i in is_end[:-1] if path == "/v1/chat/completions" else is_end:
+            kept = whole[: i + 1]
+            _, rest = await stream(request_id, resume_from=[so_far_of(kept)])
+            assert without_times(merged([*kept, *rest])) == without_times(merged(whole))
+
+
+def without_times(events: list[tuple[Any, str]]) -> list[tuple[Any, str]]:
+    """Of answers, which say when they were made, and what was in the cache then."""
+    return [
+        (
+            re.sub(
+                r'"(created_at|cache_read_input_tokens|input_tokens|cached_tokens)": \d+', "", key
+            ),
+            text,
+        )
+        if isinstance(key, str)
+        else (key, text)
+        for key, text in events
+    ]
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
