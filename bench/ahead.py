@@ -12,6 +12,12 @@ launched before they are there.
 The same core over the real engine, whose device is a stub that takes no time: milliseconds of the
 host for a step, by sequences and tokens of context, and of these what Engine.launch takes.
 
+    python -m bench.ahead --prompts 64 512 8192 [--chunk 2048] [--step-ms 20]
+
+A prefill core over the real engine, whose device is a stub that takes --step-ms for a step of
+--chunk tokens: milliseconds from step to step while prompts of each length are computed and handed
+off, waiting and launched ahead.
+
     python -m bench.ahead --prefill 512 --context 1024 8192 32768 [--num-seqs 1 64 256]
 
 Engine.launch of steps that compute --prefill tokens of a prompt with so much context beside
@@ -22,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,13 +38,16 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from baton.cache.pool import BlockTable
+from baton.cache.pool import BlockPool, BlockTable
 from baton.engine.interface import Batch, Launched, LayersDone, SampleRow, SequenceSlice
-from baton.types import Sampling
-from bench.host_rig import HostRig
+from baton.events import HandedOff
+from baton.types import KvSource, Sample, Sampling
+from bench.host_rig import HostRig, draw_spec, prefill_core
 from bench.machine import document_of, now, write_json
 from bench.stub_device import StubDeviceEngine
 from bench.stub_engine import BLOCK_SIZE
+from worker_core.admission import CoreLimits
+from worker_core.commands import Command, Destination, Open
 from worker_core.worker import collect_garbage_less_often
 
 #: Steps in a row of one way, before those of the other: what disturbs the machine meets both.
@@ -173,6 +183,98 @@ def _slice(table: BlockTable, start: int, num_new: int) -> SequenceSlice:
     return SequenceSlice((0,) * num_new, start, table, (row,))
 
 
+@dataclass(frozen=True, slots=True)
+class PromptTimes:
+    """Milliseconds from step to step of a prefill core, in the mean over all prompts. engine_ms:
+    what the device takes."""
+
+    num_prompt_tokens: int
+    chunk: int
+    engine_ms: float
+    waiting_ms: float
+    ahead_ms: float
+
+
+def measure_prompts(
+    num_prompt_tokens: int, chunk: int, engine_ms: float, num_steps: int, num_rounds: int
+) -> PromptTimes:
+    """Both ways in turns. num_steps: of one way in a round."""
+    num_prompts = num_steps * chunk // num_prompt_tokens
+    collect_garbage_less_often(num_prompts)
+    times_ms: list[list[float]] = [[], []]
+    for _ in range(num_rounds):
+        for num_launches, own_ms in zip((1, 2), times_ms, strict=True):
+            own_ms.append(
+                _prompts_ms(num_prompts, num_prompt_tokens, chunk, engine_ms, num_launches)
+                / num_steps
+            )
+    waiting_ms, ahead_ms = map(median, times_ms)
+    return PromptTimes(num_prompt_tokens, chunk, engine_ms, waiting_ms, ahead_ms)
+
+
+def _prompts_ms(
+    num_prompts: int, num_prompt_tokens: int, chunk: int, engine_ms: float, num_launches: int
+) -> float:
+    """From the first step until all are handed off."""
+    num_blocks = num_prompts * (num_prompt_tokens // BLOCK_SIZE + 2)
+    engine = _BusyDevice(num_blocks, num_prompts, num_prompt_tokens + 2, engine_ms / 1e3)
+    pool = BlockPool(num_blocks, BLOCK_SIZE, secret=secrets.token_bytes(32))
+    commands: list[Command] = []
+    core = prefill_core(engine, pool, CoreLimits(num_prompts, chunk, num_launches), commands)
+    commands += [
+        Open(0, handle, draw_spec(handle, num_prompt_tokens), KvSource.LOCAL, Destination(0))
+        for handle in range(num_prompts)
+    ]
+    num_left = num_prompts
+    # What comes in is taken in by the first step: of the two ways alike.
+    begin_s = time.perf_counter()
+    while num_left:
+        taken, commands[:] = tuple(commands), ()
+        events = core.step(taken).events
+        num_left -= sum(isinstance(emitted.event, HandedOff) for emitted in events)
+    return (time.perf_counter() - begin_s) * 1e3
+
+
+class _BusyDevice(StubDeviceEngine):
+    """Takes as long for each step as it is given, one after the other."""
+
+    def __init__(
+        self, num_blocks: int, largest_batch: int, max_model_len: int, step_s: float
+    ) -> None:
+        super().__init__(num_blocks, largest_batch, max_model_len, 2)
+        self._step_s = step_s
+        self._end_s = 0.0
+
+    def launch(self, batch: Batch, layers_done: LayersDone | None = None) -> Launched:
+        launched = super().launch(batch, layers_done)
+        self._end_s = max(self._end_s, time.perf_counter()) + self._step_s
+        return _BusyLaunch(launched, self._end_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _BusyLaunch:
+    """Implements Launched. end_s: when the device is done with it."""
+
+    inner: Launched
+    end_s: float
+
+    def samples(self) -> tuple[tuple[Sample, ...], ...]:
+        if (rest_s := self.end_s - time.perf_counter()) > 0:
+            time.sleep(rest_s)
+        return self.inner.samples()
+
+
+def prompts_table(found: Sequence[PromptTimes]) -> Table:
+    """Milliseconds."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("prompt", "chunk", "engine", "waiting", "ahead"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in found:
+        times = (one.engine_ms, one.waiting_ms, one.ahead_ms)
+        table.add_row(str(one.num_prompt_tokens), str(one.chunk), *(f"{t:.2f}" for t in times))
+    return table
+
+
 def prefill_table(found: Sequence[PrefillTimes]) -> Table:
     """Milliseconds."""
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -213,10 +315,22 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=6.0)
     parser.add_argument("--context", type=int, nargs="+", default=[])
     parser.add_argument("--prefill", type=int, default=0)
+    parser.add_argument("--prompts", type=int, nargs="+", default=[])
+    parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     started = now()
+    if arguments.prompts:
+        prompts = [
+            measure_prompts(length, arguments.chunk, arguments.step_ms, _ROUND, arguments.rounds)
+            for length in arguments.prompts
+        ]
+        Console().print(prompts_table(prompts))
+        if arguments.json:
+            rows = [dataclasses.asdict(one) for one in prompts]
+            write_json(arguments.json, document_of("bench.ahead", started, {"prompts": rows}))
+        return
     if arguments.prefill:
         prefills = [
             measure_prefill(num_seqs, context, arguments.prefill, arguments.rounds)

@@ -7,8 +7,9 @@ import itertools
 import random
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from baton.cache.pool import BlockPool
 from baton.engine.interface import Engine
@@ -17,13 +18,14 @@ from baton.grammar import Matchers
 from baton.grammar.vocabulary import GrammarVocabulary
 from baton.types import KvSource, Sampling, SequenceSpec, WorkerIdentity
 from bench.stub_engine import BLOCK_SIZE, MAX_MODEL_LEN, VOCAB_SIZE, StubEngine
-from kv_transfer.sender import Sender
+from kv_transfer.send_connection import Finish, LaterTask, SendDone
+from kv_transfer.sender import KvSender, Sender
 from kv_transfer.ticket_table import TicketTable
 from kv_transfer.transport.loopback import LoopbackHub
 from worker_core.admission import CoreLimits
 from worker_core.commands import Command, Open
 from worker_core.core import CoreDeps, WorkerCore
-from worker_core.policy import decode_policy, pinned_local_prefill
+from worker_core.policy import Policy, decode_policy, pinned_local_prefill, prefill_policy
 from worker_core.speculation.interface import Speculation
 from worker_core.state import SwapSpace
 
@@ -41,6 +43,47 @@ def decode_core(
 ) -> tuple[WorkerCore, TicketTable]:
     """One that computes all prompts itself. commands: gets what its tickets and its sender report,
     for the next step."""
+    policy = decode_policy(pinned_local_prefill(engine.spec.max_model_len, None))
+    return _core(engine, pool, limits, policy, commands, None, matchers, speculation)
+
+
+def prefill_core(
+    engine: Engine, pool: BlockPool, limits: CoreLimits, commands: list[Command]
+) -> WorkerCore:
+    """One whose handoffs take no time. commands: as of decode_core."""
+    core, _ = _core(engine, pool, limits, prefill_policy(), commands, InstantSender(commands))
+    return core
+
+
+@dataclass(frozen=True, slots=True)
+class InstantSender:
+    """A KvSender that sends nothing, and is done when it is to finish. commands: get what it
+    reports."""
+
+    commands: list[Command]
+
+    def begin(self, key: Hashable, ticket: bytes, *others: LaterTask) -> int:
+        raise NotImplementedError
+
+    def submit(self, task: LaterTask) -> None:
+        if isinstance(task, Finish):
+            self.commands.append(SendDone(task.key, None, 0))
+
+    def heartbeat(self) -> None:
+        """See KvSender."""
+
+
+def _core(
+    engine: Engine,
+    pool: BlockPool,
+    limits: CoreLimits,
+    policy: Policy,
+    commands: list[Command],
+    sender: KvSender | None,
+    matchers: Matchers | None = None,
+    speculation: Speculation | None = None,
+) -> tuple[WorkerCore, TicketTable]:
+    """sender: None for one over loopback."""
     identity = WorkerIdentity("bench", 1)
     hub = LoopbackHub()
     ids = itertools.count(1)
@@ -55,7 +98,7 @@ def decode_core(
         secrets.token_bytes(32),
         lambda: next(ids),
     )
-    sender = Sender(
+    sender = sender or Sender(
         identity,
         layout,
         engine.kv,
@@ -74,7 +117,6 @@ def decode_core(
         clock=time.monotonic,
         speculation=speculation,
     )
-    policy = decode_policy(pinned_local_prefill(engine.spec.max_model_len, None))
     return WorkerCore(deps, limits, policy), tickets
 
 

@@ -68,8 +68,16 @@ class _NoDecoder:
 
     dtype = torch.bfloat16
 
-    def forward(self, batch: PackedBatch, *_: object) -> torch.Tensor:
-        """A state for each sample row."""
+    def forward(
+        self,
+        batch: PackedBatch,
+        pool: torch.Tensor,  # noqa: ARG002
+        layer_done: LayerDone | None,
+        scales: torch.Tensor | None,  # noqa: ARG002
+    ) -> torch.Tensor:
+        """A state for each sample row; all layers are queued at once."""
+        if layer_done:
+            layer_done(0)
         rows = batch.token_ids if batch.sampled is None else batch.sampled
         return torch.zeros(len(rows), 1)
 

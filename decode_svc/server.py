@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 
 from baton.config import DecodeOptions
-from baton.engine.interface import Engine, EngineSpec
-from baton.errors import ConfigError
+from baton.engine.interface import Engine
 from baton.service import ReadyReport
 from baton.types import Tier
 from baton.worker.build import build_decode_engine
@@ -20,7 +19,7 @@ from worker_core.policy import (
     prefill_policy,
 )
 from worker_core.speculation.speculator import build_speculation, speculative_method
-from worker_core.worker import TierSetup, serve_worker
+from worker_core.worker import TierSetup, max_num_launches, serve_worker
 
 
 async def serve_decode(
@@ -34,31 +33,17 @@ async def serve_decode(
     def load() -> TierSetup:
         engine = make_engine(options)
         local_prefill = local_prefill_policy(options, engine)
+        has_drafts = speculative_method(options, engine.spec) != "none"
         return TierSetup(
             engine,
             lambda role: prefill_policy() if role is Tier.PREFILL else decode_policy(local_prefill),
             build_speculation(options, engine, time.perf_counter),
-            max_num_launches(options, engine.spec),
+            max_num_launches(options.async_scheduling, engine.spec, has_drafts=has_drafts),
             int(options.swap_space * 2**30),
             options.kv_transfer_dtype,
         )
 
     await serve_worker(options, load, stop, on_ready)
-
-
-def max_num_launches(options: DecodeOptions, spec: EngineSpec) -> int:
-    """Steps that are under way at once. Raises ConfigError if more are asked for than the engine
-    can have."""
-    if options.async_scheduling and spec.max_num_launches == 1:
-        raise ConfigError.of(
-            "async_scheduling",
-            True,
-            "processes that share a model get all tokens; leave it out, or give "
-            "--tensor-parallel-size 1",
-        )
-    is_useful = spec.computes_aside and speculative_method(options, spec) == "none"
-    is_wanted = is_useful if options.async_scheduling is None else options.async_scheduling
-    return spec.max_num_launches if is_wanted else 1
 
 
 def local_prefill_policy(options: DecodeOptions, engine: Engine) -> LocalPrefillPolicy:

@@ -64,8 +64,9 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """KV of a range of the sequence is final in these blocks, or will be when `mark`, which the
-    sender puts there, is done: see KvPool. What the receiver holds already is not sent."""
+    """KV of a range of the sequence is final in these blocks, or will be when `mark` is done: see
+    KvPool; without one, that of when the sender gets this. What the receiver holds already is not
+    sent."""
 
     key: Hashable
     block_ids: tuple[int, ...]

@@ -334,8 +334,11 @@ class Sender:
             runner.submit(self._marked(task))
 
     def _marked(self, task: LaterTask) -> LaterTask:
-        """With the mark of now, if it is about KV: that may still be on its way into the blocks."""
-        return replace(task, mark=self._config.pool.mark()) if isinstance(task, Send) else task
+        """With the mark of now, if it is about KV and has none: that may still be on its way into
+        the blocks."""
+        if isinstance(task, Send) and task.mark is None:
+            return replace(task, mark=self._config.pool.mark())
+        return task
 
     def heartbeat(self) -> None:
         """The engine loop is alive: tickets are kept from expiring for as long as this is

@@ -10,7 +10,7 @@ from baton.service import ReadyReport
 from baton.types import Tier
 from baton.worker.build import build_engine
 from worker_core.policy import Policy, decode_policy, learned_local_prefill, prefill_policy
-from worker_core.worker import TierSetup, serve_worker
+from worker_core.worker import TierSetup, max_num_launches, serve_worker
 
 
 async def serve_prefill(
@@ -26,6 +26,7 @@ async def serve_prefill(
                 return prefill_policy()
             return decode_policy(learned_local_prefill(engine.spec))
 
-        return TierSetup(engine, policy_of)
+        num_launches = max_num_launches(options.async_scheduling, engine.spec, has_drafts=False)
+        return TierSetup(engine, policy_of, max_num_launches=num_launches)
 
     await serve_worker(options, load, stop, on_ready)

@@ -1,8 +1,8 @@
 """Handing sequences off: their KV goes to the owner of a ticket. One way, with three callers.
 
     born with a destination   the KV is sent while it is computed, chunk by chunk, and layer
-                              group by layer group within the last chunk; the commit carries the
-                              first tokens
+                              group by layer group within the last chunk, each as soon as its
+                              computation is launched; the commit carries the first tokens
     hand_off                  a paused sequence's KV is sent as a whole: drain, balance, late
                               handoff
     serve_prefix              a copy of what a sequence holds is sent to a worker that computes the
@@ -14,7 +14,8 @@ then the sender may read the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
+from itertools import groupby
 
 from baton.cache.pool import BlockLease
 from baton.errors import (
@@ -82,9 +83,10 @@ class Handoffs:
         num_tokens: int,
         first_layer: int = 0,
         num_layers: int | None = None,
+        mark: object = None,
     ) -> None:
-        """KV of these tokens is final, in all layers unless it says otherwise: the destination gets
-        what it does not hold."""
+        """KV of these tokens is final, in all layers unless it says otherwise, or will be when
+        `mark` is done, if there is one: the destination gets what it does not hold."""
         destination = sequence.destination
         if destination is None:
             return
@@ -93,22 +95,28 @@ class Handoffs:
         if start < end:
             num_layers = self._num_layers if num_layers is None else num_layers
             missing = KvRange(start, end - start, first_layer, num_layers)
-            self._sender.submit(Send(sequence.key, tuple(sequence.lease.block_ids), missing))
+            self._sender.submit(Send(sequence.key, tuple(sequence.lease.block_ids), missing, mark))
 
     def send_layers(
         self,
-        last_chunks: Iterable[tuple[WorkerSequence, int]],
+        sequence: WorkerSequence,
+        tokens: range,
         first_layer: int,
         num_layers: int,
+        mark: object,
     ) -> None:
-        """During a step: KV of some layers is final, of the last so many tokens of each prompt."""
-        for sequence, num_new in last_chunks:
-            progress = sequence.prefill
-            if progress is None or first_layer < progress.num_sent_layers:
-                continue
-            progress.num_sent_layers = first_layer + num_layers
-            start = sequence.num_computed_tokens
-            self.send_computed(sequence, start, num_new, first_layer, num_layers)
+        """A step has computed, or will have when `mark` is done, KV of these tokens in some layers.
+        What was sent already is not sent again."""
+        if sequence.prefill is None:
+            return
+        sent_ends = sequence.prefill.sent_ends
+        layers = range(first_layer, first_layer + num_layers)
+        for start, group in groupby(layers, lambda one: max(tokens.start, sent_ends.get(one, 0))):
+            alike = tuple(group)
+            if start < tokens.stop:
+                num_tokens = tokens.stop - start
+                self.send_computed(sequence, start, num_tokens, alike[0], len(alike), mark)
+                sent_ends.update(dict.fromkeys(alike, tokens.stop))
 
     def commit(self, sequence: WorkerSequence, firsts: tuple[Sample, ...]) -> None:
         """The prompt is computed, and `firsts` follow it: it is handed off with them."""

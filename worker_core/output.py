@@ -60,7 +60,6 @@ class Output:
         if progress:
             progress.logprobs += [sample.logprobs for sample in scored if sample.logprobs]
         if not drawn:
-            self._handoffs.send_computed(sequence, start, num_new)
             return
         if progress:
             prefilled = Prefilled(

@@ -50,8 +50,8 @@ class LocalPrefillProgress:
     """How the prompt of a sequence is computed here, until its first tokens. Times in seconds of
     the engine loop's clock.
 
-    num_sent_layers: layers of the last chunk that were given to the KV sender; a step that runs
-    again skips them.
+    sent_ends: by layer, the token up to which its KV was given to the KV sender; what is computed
+    again is not sent again.
     logprobs: of the prompt's tokens but the first, as far as it is computed, if they were asked
     for.
     """
@@ -60,7 +60,7 @@ class LocalPrefillProgress:
     started_s: float
     num_cached_tokens: int
     num_fetched_tokens: int = 0
-    num_sent_layers: int = 0
+    sent_ends: dict[int, int] = field(default_factory=dict)
     chunks: list[ChunkTime] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -119,12 +119,13 @@ class WorkerSequence:
     drawing_row: int | None = None
     """The row of the last launch, not collected, that draws its next token; None if none does."""
     is_drawing_last: bool = False
-    """Whether that token ends the output, whatever it is."""
+    """Whether nothing follows that token here, whatever it is: it ends the output, or goes to the
+    destination with the KV."""
     token_ids: list[int] = field(init=False)
     choices: list[int] = field(init=False)
     key: SequenceKey = field(init=False)
     """Names the sequence in this boot of the worker."""
-    runs_ahead: bool = field(init=False)
+    decodes_ahead: bool = field(init=False)
     """Whether its next slice may be launched without knowing the token that it begins with: nothing
     but KV depends on it."""
     width: int = field(init=False)
@@ -150,15 +151,25 @@ class WorkerSequence:
         sampling = self.spec.sampling
         self.max_num_tokens = self.num_prompt_tokens + sampling.max_tokens
         self.is_scored = wants_prompt_logprobs(self.spec)
-        self.runs_ahead = not (
+        self.decodes_ahead = not (
             self.order
-            or self.destination
             or sampling.beam
             or sampling.has_penalties
             or sampling.bad_words
             or self.spec.num_choices > 1
             or self.is_scored
         )
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether its next slice may be launched while the one before is computed: its tokens are
+        those of a prompt that leaves after its first token, or may be unknown."""
+        return self.decodes_ahead or (self.is_leaving and not self.is_scored)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it goes to its destination as soon as its first tokens are drawn."""
+        return self.destination is not None and not self.has_begun
 
     @property
     def is_prefilling(self) -> bool:
@@ -196,7 +207,8 @@ class WorkerSequence:
         self.num_launched_tokens += num_new
         self.drawing_row = drawing_row
         most = min(self.max_num_tokens, max_model_len)
-        self.is_drawing_last = drawing_row is not None and self.next_position + 1 >= most
+        is_last = self.is_leaving or self.next_position + 1 >= most
+        self.is_drawing_last = drawing_row is not None and is_last
 
     def landed(self, num_new: int) -> None:
         """The oldest `num_new` tokens in flight are so no longer."""

@@ -4,7 +4,10 @@ become tokens.
 A step may be launched while the one before it is still computed, so that the device does not wait
 while tokens are handed out. What it begins with then is not known here yet: the device takes it
 from the launch before (SequenceSlice.follows). This is done if nothing but KV depends on those
-tokens, of any group of the step; every other step begins when the one before is collected.
+tokens, of any group of the step; every other step begins when the one before is collected. Prompts
+that leave after their first token have no such token here: their chunks are launched one after the
+other, and the next prompt's behind the last. A chunk's KV is given to the sender when the launch
+before it has succeeded, whose KV it was computed with, and leaves as the device computes it.
 
     plan n+1 --> launch n+1 --> collect n --> hand out its tokens --> plan n+2 ...
 
@@ -24,6 +27,7 @@ from baton.cache.pool import BlockCopy
 from baton.engine.interface import (
     Batch,
     Engine,
+    KvPool,
     Launched,
     LayersDone,
     SequenceSlice,
@@ -50,6 +54,7 @@ class _Flight:
     """A launch that is not collected. begin_s: when it was launched."""
 
     launched: Launched
+    kv_sends: _KvSends
     grants: tuple[tuple[WorkerSequence, int], ...]
     size: _StepSize
     begin_s: float
@@ -63,6 +68,63 @@ class _StepSize:
     num_tokens: int
     num_prefill_tokens: int
     num_decoding: int
+
+
+class _KvSends:
+    """Gives the KV of prompts to the sender while a step computes it: a chunk as a whole with its
+    last layers, a prompt's last chunk layer group by layer group.
+
+    It is held back while the launch before may still fail: the step depends on that one's KV.
+    """
+
+    def __init__(
+        self, handoffs: Handoffs, kv: KvPool, num_layers: int, grants: Grants, *, is_held: bool
+    ) -> None:
+        """grants: before they count as launched."""
+        self._handoffs = handoffs
+        self._kv = kv
+        self._num_layers = num_layers
+        self._chunks = [
+            (group, range(start, start + num_new), num_new == group.num_missing_tokens)
+            for group, num_new in grants
+            if isinstance(group, WorkerSequence) and group.is_leaving
+            for start in (group.next_position,)
+        ]
+        self._held: list[tuple[WorkerSequence, range, int, int, object]] | None = (
+            [] if is_held else None
+        )
+
+    def layers_done(self, first_layer: int, num_layers: int) -> None:
+        """Of all slices of the step: see LayersDone."""
+        if not self._chunks:
+            return
+        self._handoffs.heartbeat()
+        mark = self._kv.mark()
+        is_whole = first_layer + num_layers == self._num_layers
+        for group, tokens, is_last in self._chunks:
+            if is_last:
+                self._send(group, tokens, first_layer, num_layers, mark)
+            elif is_whole:
+                self._send(group, tokens, 0, self._num_layers, mark)
+
+    def _send(
+        self, group: WorkerSequence, tokens: range, first_layer: int, num_layers: int, mark: object
+    ) -> None:
+        if self._held is None:
+            self._handoffs.send_layers(group, tokens, first_layer, num_layers, mark)
+        else:
+            self._held.append((group, tokens, first_layer, num_layers, mark))
+
+    def release(self) -> None:
+        """The launch before has succeeded."""
+        held, self._held = self._held, None
+        for one in held or ():
+            self._handoffs.send_layers(*one)
+
+    def drop(self) -> None:
+        """The launch before has failed: what this one computes is nothing."""
+        self._chunks = []
+        self._held = None
 
 
 class Steps:
@@ -123,8 +185,13 @@ class Steps:
         size = _size(grants, batch)
         self._beat(size.num_tokens)
         begin_s = self._clock()
-        layers_done = self._layers_done(size, grants)
-        outcomes = iter(forward_guarded(self._engine, batch, layers_done))
+        owners = [grant for grant, own in zip(grants, parts, strict=True) for _ in own]
+
+        def layers_done_of(slices: range) -> LayersDone:
+            kv_sends = self._kv_sends([owners[index] for index in slices], is_held=False)
+            return self._layers_done(size, kv_sends)
+
+        outcomes = iter(forward_guarded(self._engine, batch, layers_done_of))
         self._note(size, grants, begin_s)
         for (group, num_new), own in zip(grants, parts, strict=True):
             came = [next(outcomes) for _ in own]
@@ -142,7 +209,7 @@ class Steps:
     def launch(self, granted: Grants) -> bool:
         """Launch what was granted, as far as there are blocks; collect what was in flight. Whether
         there was anything to do."""
-        able, copies = self._with_room(granted)
+        able, copies = self._with_room(self._with_grammar(granted))
         grants = tuple((m, num_new) for m, num_new in able if isinstance(m, WorkerSequence))
         if not grants:
             return self.collect()
@@ -152,15 +219,18 @@ class Steps:
         size = _size(grants, batch)
         self._beat(size.num_tokens)
         begin_s = self._clock()
-        launched = try_launch(self._engine, batch, self._layers_done(size, ()))
         before, self._flight = self._flight, None
+        kv_sends = self._kv_sends(grants, is_held=before is not None)
+        launched = try_launch(self._engine, batch, self._layers_done(size, kv_sends))
         if launched is None:
             self._has_failed = True
         else:
-            self._flight = _Flight(launched, grants, size, begin_s)
+            self._flight = _Flight(launched, kv_sends, grants, size, begin_s)
             self._take_off(grants, parts)
         if before:
             self._land(before)
+        if self._flight:
+            self._flight.kv_sends.release()
         return True
 
     def _take_off(
@@ -204,6 +274,7 @@ class Steps:
         over = [group for group, _ in failed.grants]
         after, self._flight = self._flight, None
         if after:
+            after.kv_sends.drop()
             try_collect(after.launched)
             for group, num_new in after.grants:
                 group.landed(num_new)
@@ -228,23 +299,16 @@ class Steps:
             if isinstance(group, WorkerSequence) and group.prefill:
                 group.prefill.chunks.append(ChunkTime(begin_s, self._collected_s, num_new))
 
-    def _layers_done(self, size: _StepSize, grants: Grants) -> LayersDone:
-        """Called within a step: it goes on, and KV of a prompt's last chunk leaves layer group by
-        layer group."""
-        num_tokens = size.num_tokens
-        last_chunks = [
-            (group, num_new)
-            for group, num_new in grants
-            if isinstance(group, WorkerSequence)
-            and group.destination
-            and num_new == group.num_missing_tokens
-        ]
+    def _kv_sends(self, grants: Grants, *, is_held: bool) -> _KvSends:
+        num_layers = self._state.spec.layout.num_layers
+        return _KvSends(self._handoffs, self._engine.kv, num_layers, grants, is_held=is_held)
+
+    def _layers_done(self, size: _StepSize, kv_sends: _KvSends) -> LayersDone:
+        """Called within a step: it goes on, and KV of prompts leaves."""
 
         def layers_done(first_layer: int, num_layers: int) -> None:
-            self._beat(num_tokens)
-            if last_chunks:
-                self._handoffs.heartbeat()
-                self._handoffs.send_layers(last_chunks, first_layer, num_layers)
+            self._beat(size.num_tokens)
+            kv_sends.layers_done(first_layer, num_layers)
 
         return layers_done
 

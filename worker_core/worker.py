@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.config import WorkerOptions
-from baton.engine.interface import Engine
+from baton.engine.interface import Engine, EngineSpec
 from baton.engine.loop import EngineLoop, Heartbeat, LoadBoard
 from baton.errors import ConfigError
 from baton.kv_transports import listened_on, takes_port
@@ -57,6 +57,21 @@ class TierSetup:
     max_num_launches: int = 1
     swap_bytes: int = 0
     wire_dtype: str = "auto"
+
+
+def max_num_launches(is_asked: bool | None, spec: EngineSpec, *, has_drafts: bool) -> int:
+    """Steps that are under way at once. is_asked: --async-scheduling. Raises ConfigError if more
+    are asked for than the engine can have."""
+    if is_asked and spec.max_num_launches == 1:
+        raise ConfigError.of(
+            "async_scheduling",
+            True,
+            "processes that share a model get all tokens; leave it out, or give "
+            "--tensor-parallel-size 1",
+        )
+    is_useful = spec.computes_aside and not has_drafts
+    is_wanted = is_useful if is_asked is None else is_asked
+    return spec.max_num_launches if is_wanted else 1
 
 
 async def serve_worker(

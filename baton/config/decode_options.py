@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from baton.config.fields import Count, KvDtype, NonEmpty
 from baton.config.options import Options
-from baton.config.worker_options import WorkerOptions
+from baton.config.worker_options import SchedulingOptions, WorkerOptions
 from baton.types import Tier
 
 
@@ -43,7 +43,7 @@ class SpeculationOptions(Options):
         return self
 
 
-class DecodeTierOptions(SpeculationOptions):
+class DecodeTierOptions(SpeculationOptions, SchedulingOptions):
     """How decode workers treat their sequences."""
 
     max_local_prefill_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -75,11 +75,6 @@ class DecodeTierOptions(SpeculationOptions):
                 "--enforce-eager nothing is captured; leave one of them out"
             )
         return self
-
-    async_scheduling: bool | None = None
-    """Launch a decode step before the tokens of the one before are handed out, so that a device
-    does not wait for that. If not given, on a GPU without drafts. Goes with --speculative-method
-    none."""
 
     @model_validator(mode="after")
     def _check_async_scheduling(self) -> Self:

@@ -74,8 +74,18 @@ class HandoffOptions(Options):
     """The secret itself, in place of its file."""
 
 
+class SchedulingOptions(Options):
+    """When workers launch steps."""
+
+    async_scheduling: bool | None = None
+    """Launch a step before the results of the one before are handed out, so that a device does not
+    wait for that. If not given, on a GPU; on decode workers without drafts. There it goes with
+    --speculative-method none."""
+
+
 class WorkerOptions(
     EngineOptions,
+    SchedulingOptions,
     HandoffOptions,
     RegistryOptions,
     LivenessOptions,

@@ -229,23 +229,31 @@ class Engine(Protocol):
 SliceOutcome = tuple[Sample, ...] | BatonError
 
 
+#: Gives what is called during a forward of these slices of a batch alone.
+LayersDoneOf = Callable[[range], LayersDone]
+
+
 def forward_guarded(
-    engine: Engine, batch: Batch, layers_done: LayersDone | None = None
+    engine: Engine, batch: Batch, layers_done_of: LayersDoneOf | None = None
 ) -> tuple[SliceOutcome, ...]:
     """Run the batch; if it raises, run each slice alone, and let only those fail that raise again.
 
-    A slice that runs again writes the same KV into the same blocks, so `layers_done` may be called
-    again for layers it was called for already.
+    A slice that runs again writes the same KV into the same blocks, so its layers may be reported
+    again that were reported already.
     """
+    num_slices = len(batch.slices)
     try:
-        return engine.forward(batch, layers_done)
+        return engine.forward(batch, layers_done_of and layers_done_of(range(num_slices)))
     except DeviceLost:
         raise
     except Exception as error:  # noqa: BLE001 - whatever it is, it is charged to one request below
-        if len(batch.slices) == 1:
+        if num_slices == 1:
             return (_fault(error),)
-        _log.warning("a batch of %d failed; running each alone", len(batch.slices), exc_info=error)
-    return tuple(_forward_alone(engine, part, layers_done) for part in batch.slices)
+        _log.warning("a batch of %d failed; running each alone", num_slices, exc_info=error)
+    return tuple(
+        _forward_alone(engine, part, layers_done_of and layers_done_of(range(index, index + 1)))
+        for index, part in enumerate(batch.slices)
+    )
 
 
 def try_launch(engine: Engine, batch: Batch, layers_done: LayersDone) -> Launched | None:
@@ -273,7 +281,7 @@ def try_collect(launched: Launched) -> tuple[tuple[Sample, ...], ...] | None:
 def _forward_alone(
     engine: Engine, part: SequenceSlice, layers_done: LayersDone | None
 ) -> SliceOutcome:
-    return forward_guarded(engine, Batch((part,)), layers_done)[0]
+    return forward_guarded(engine, Batch((part,)), layers_done and (lambda _: layers_done))[0]
 
 
 def _fault(error: Exception) -> BatonError:

@@ -33,6 +33,7 @@ from baton.engine.torch_step import check_batch, check_follows, fault, sample_ro
 from baton.errors import BatonError
 from baton.sampling.sampler import Draws, RowsError, draw
 from baton.types import Sample
+from baton_kernels.host_copy import Fence
 
 #: Rows of a prompt that are scored at once: each takes vocab_size * 4 bytes, a few times over.
 NUM_SCORED_ROWS = 64
@@ -93,7 +94,10 @@ class TorchEngine(Engine):
                 # Nothing follows several groups, some of which score a prompt.
                 is_whole = len(groups) == 1 and len(groups[0][0]) == len(rows)
                 self._drawn = groups[0][1].chosen if is_whole else None
-        return _TorchLaunch(len(batch.slices), tuple(owners), groups, self._wait_device)
+            # Draws come to the host behind the step; of a step without any, this is all that says
+            # when it is over.
+            end = None if groups else Fence(self._kv.tensor.device)
+        return _TorchLaunch(len(batch.slices), tuple(owners), groups, end, self._wait_device)
 
     def logits(self, batch: Batch, layers_done: LayersDone | None = None) -> torch.Tensor:
         """Write the new tokens' KV; returns the logits of all sample rows, slice by slice, [rows,
@@ -139,15 +143,19 @@ def device_checked(wait_device: Callable[[], None]) -> Iterator[None]:
 @dataclass(frozen=True, slots=True)
 class _TorchLaunch:
     """Implements Launched. owners: the slice of each row; groups: rows that were drawn at once, and
-    what they drew."""
+    what they drew; end: of a launch that draws nothing."""
 
     num_slices: int
     owners: tuple[int, ...]
     groups: tuple[tuple[tuple[int, ...], Draws], ...]
+    end: Fence | None
     wait_device: Callable[[], None]
 
     def samples(self) -> tuple[tuple[Sample, ...], ...]:
         """See Launched, and TorchEngine.launch."""
+        if self.end:
+            with device_checked(self.wait_device):
+                self.end.wait()
         samples: dict[int, Sample] = {}
         for group, draws in self.groups:
             try:

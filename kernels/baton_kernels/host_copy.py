@@ -18,6 +18,21 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
+class Fence:
+    """A place in what a device was given: what the calling thread gave it before this was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        """Until the device has come there. Raises RuntimeError if it has failed."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
 class HostCopy:
     """A device's tensor on its way to the host. A tensor of the host's own is taken as it is: it
     must not change."""
@@ -25,15 +40,12 @@ class HostCopy:
     def __init__(self, source: torch.Tensor) -> None:
         """Queue the copy behind what the device was given before."""
         self._host = source
-        self._done: Any = None
         if source.is_cuda:
             self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
             self._host.copy_(source, non_blocking=True)
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._done.record(torch.cuda.current_stream(source.device))
+        self._done = Fence(source.device)
 
     def wait(self) -> torch.Tensor:
         """The tensor, once it is here."""
-        if self._done is not None:
-            self._done.synchronize()
+        self._done.wait()
         return self._host

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.events import LocalPrefill, Tokens
-from bench.ahead import measure_ahead, measure_host
+from bench.ahead import measure_ahead, measure_host, measure_prompts
 from bench.host import steps_for
 from bench.host_gateway import Door, Flow, measure_added_ttft, measure_flow
 from bench.host_rig import HostRig
@@ -41,6 +41,12 @@ def test_the_real_engine_is_timed_over_steps_that_are_replayed() -> None:
     pytest.importorskip("triton")
     times = measure_host(2, 3 * BLOCK_SIZE, num_steps=BLOCK_SIZE + 1)
     assert 0 < times.launch_ms < times.step_ms
+
+
+def test_prompts_are_computed_by_a_device_that_is_busy_in_each_step() -> None:
+    pytest.importorskip("triton")
+    times = measure_prompts(3 * BLOCK_SIZE, 32, engine_ms=1.0, num_steps=6, num_rounds=1)
+    assert min(times.waiting_ms, times.ahead_ms) >= times.engine_ms
 
 
 @pytest.mark.parametrize("num_seqs", [1, 7])

@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
+from baton.engine import torch_engine
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.torch_engine import TorchEngine
 from baton.errors import EngineFault
 from baton.types import Sampling
+from baton_kernels.host_copy import Fence
 from tests.support.drive_engine import generate, generate_ahead, next_token, whole_prompt
 
 MakeEngine = Callable[..., TorchEngine]
@@ -114,3 +116,22 @@ def test_a_batch_is_the_callers_again_when_the_launch_returns(tiny_engine: MakeE
     tokens.append(3)
     table.clear()
     assert launched.samples() == ((expected[0],),)
+
+
+@pytest.mark.parametrize(("num_rows", "num_waits"), [(1, 0), (0, 1)])
+def test_a_step_that_draws_nothing_is_waited_for_by_its_end(
+    tiny_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, num_rows: int, num_waits: int
+) -> None:
+    """As a prompt's first chunks are: nothing of them comes to the host."""
+    waits = []
+
+    class Watched(Fence):
+        def wait(self) -> None:
+            waits.append(self)
+
+    monkeypatch.setattr(torch_engine, "Fence", Watched)
+    part = first_slice(0, SAMPLINGS[0])
+    launched = tiny_engine().launch(Batch((part._replace(rows=part.rows[:num_rows]),)))
+    assert not waits
+    assert len(launched.samples()[0]) == num_rows
+    assert len(waits) == num_waits

@@ -4,64 +4,21 @@ block, shows it."""
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.interface import Batch, Launched, LayersDone
-from baton.engine.oracle import OracleEngine, oracle_tokens
-from baton.errors import EngineFault
+from baton.engine.oracle import oracle_tokens
 from baton.events import Failed, Paused, Tokens
-from baton.types import FinishReason, KvSource, Sample, Sampling, SequenceSpec
+from baton.types import FinishReason, KvSource, Sampling, SequenceSpec
 from kv_transfer.transport.loopback import LoopbackHub
 from tests.support.sim_tiers import SimDecode, SimShape
+from tests.support.watched_launches import Watch, check_blocks_in_flight
 from worker_core.commands import Abort, Command, Open, Pause, Resume, StreamClosed
 
 VOCAB = 1000
-BLOCK_SIZE = 4
-
-
-@dataclass
-class WatchedLaunch:
-    """Implements Launched."""
-
-    inner: Launched
-    batch: Batch
-    in_flight: deque[Batch]
-    fails: bool
-
-    def samples(self) -> tuple[tuple[Sample, ...], ...]:
-        assert self.in_flight.popleft() is self.batch
-        samples = self.inner.samples()
-        if self.fails:
-            raise EngineFault("the samples of this launch cannot be had")
-        return samples
-
-
-@dataclass
-class Watch:
-    """What was launched and not collected, and what was launched at all. Launches that fail by
-    their numbers, or the numbers less 1000, which can be launched and are computed, but fail when
-    they are collected."""
-
-    engine: OracleEngine
-    in_flight: deque[Batch] = field(default_factory=deque)
-    launches: list[Batch] = field(default_factory=list)
-    fails: frozenset[int] = frozenset()
-    num_ahead: int = 0
-
-    def launch(self, batch: Batch, layers_done: LayersDone | None = None) -> Launched:
-        self.launches.append(batch)
-        if len(self.launches) in self.fails:
-            raise EngineFault("this launch fails")
-        self.num_ahead += len(self.in_flight)
-        inner = OracleEngine.launch(self.engine, batch, layers_done)
-        kept = Batch(tuple(s._replace(block_table=tuple(s.block_table)) for s in batch.slices))
-        self.in_flight.append(kept)
-        return WatchedLaunch(inner, kept, self.in_flight, len(self.launches) + 1000 in self.fails)
 
 
 @dataclass
@@ -114,17 +71,7 @@ class World:
                 self.paused.add(handle)
 
     def check(self) -> None:
-        """Each block has one state, at most one launch is in flight, and what it writes is leased,
-        and by one owner."""
-        pool = self.decoder.pool
-        pool.check_integrity()
-        assert len(self.watch.in_flight) <= 1
-        available = {*pool.free_block_ids, *pool.cached_block_ids}
-        written = [block for batch in self.watch.in_flight for block in blocks_written(batch)]
-        assert len(written) == len(set(written))
-        assert available.isdisjoint(written)
-        read = {b for batch in self.watch.in_flight for s in batch.slices for b in s.block_table}
-        assert available.isdisjoint(read)
+        check_blocks_in_flight(self.decoder.pool, self.watch.in_flight)
 
     def run(self) -> None:
         """To the end of all, after which nothing is held."""
@@ -137,16 +84,6 @@ class World:
     def expected(self, handle: int) -> list[int]:
         spec = self.specs[handle]
         return oracle_tokens(spec.prompt_token_ids, spec.sampling, VOCAB)
-
-
-def blocks_written(batch: Batch) -> list[int]:
-    return [
-        part.block_table[index]
-        for part in batch.slices
-        for index in range(
-            part.start // BLOCK_SIZE, -(-(part.start + len(part.token_ids)) // BLOCK_SIZE)
-        )
-    ]
 
 
 def plain(

@@ -20,7 +20,7 @@ from baton.errors import BatonError
 from baton.grammar import Matchers
 from baton.types import KvSource, SequenceSpec, WorkerIdentity
 from kv_transfer.receiver import Receiver
-from kv_transfer.sender import SendDone, Sender
+from kv_transfer.sender import KvSender, SendDone, Sender
 from kv_transfer.ticket import TicketEvent
 from kv_transfer.ticket_table import TicketTable
 from kv_transfer.transport.loopback import LoopbackHub, LoopbackListener
@@ -163,7 +163,7 @@ class SimWorker:
             engine=self.engine,
             pool=self.pool,
             tickets=self.tickets,
-            sender=self.sender,
+            sender=self.core_sender(),
             swap=self.swap,
             matchers=sim_matchers(),
             costs=EagerFetches(self.shape.min_fetched_tokens, policy.local_prefill),
@@ -175,6 +175,10 @@ class SimWorker:
             self.shape.max_num_seqs, self.shape.max_num_batched_tokens, self.shape.max_num_launches
         )
         self.core = WorkerCore(deps, limits, policy)
+
+    def core_sender(self) -> KvSender:
+        """What the core hands off by."""
+        return self.sender
 
     def policy(self) -> Policy:
         most = self.shape.max_local_prefill_tokens

@@ -7,17 +7,23 @@ from dataclasses import replace
 import pytest
 
 from baton.config import DecodeOptions
+from baton.engine.interface import EngineSpec
 from baton.engine.oracle import OracleEngine, OracleOptions
 from baton.errors import ConfigError
 from baton.types import NumericsClass
-from decode_svc.server import max_num_launches
 from worker_core.speculation.speculator import speculative_method
+from worker_core.worker import max_num_launches
 
 SPEC = OracleEngine(OracleOptions(num_blocks=8)).spec
 
 
 def options(*, method: str = "none", is_asked: bool | None = None) -> DecodeOptions:
     return DecodeOptions(model="m", speculative_method=method, async_scheduling=is_asked)  # type: ignore[arg-type]
+
+
+def num_launches(options: DecodeOptions, spec: EngineSpec) -> int:
+    has_drafts = speculative_method(options, spec) != "none"
+    return max_num_launches(options.async_scheduling, spec, has_drafts=has_drafts)
 
 
 @pytest.mark.parametrize(
@@ -36,19 +42,19 @@ def test_two_where_it_is_of_use_or_asked_for(
     method: str, is_asked: bool | None, computes_aside: bool, expected: int
 ) -> None:
     spec = replace(SPEC, computes_aside=computes_aside)
-    assert max_num_launches(options(method=method, is_asked=is_asked), spec) == expected
+    assert num_launches(options(method=method, is_asked=is_asked), spec) == expected
 
 
 def test_an_engine_that_can_have_one_has_one_or_says_why_not() -> None:
     spec = replace(SPEC, max_num_launches=1)
-    assert max_num_launches(options(), spec) == 1
+    assert num_launches(options(), spec) == 1
     with pytest.raises(ConfigError, match="tensor-parallel-size 1"):
-        max_num_launches(options(is_asked=True), spec)
+        num_launches(options(is_asked=True), spec)
 
 
 def test_a_gpu_is_not_asked_for_drafts_unless_told_to() -> None:
     gpu = replace(SPEC, computes_aside=True, numerics=NumericsClass("cuda"))
     assert speculative_method(options(method="auto"), gpu) == "none"
-    assert max_num_launches(options(method="auto"), gpu) == 2
+    assert num_launches(options(method="auto"), gpu) == 2
     assert speculative_method(options(method="ngram"), gpu) == "ngram"
     assert speculative_method(options(method="auto"), SPEC) == "ngram"
