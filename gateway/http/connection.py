@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from enum import Enum, auto
@@ -396,11 +396,14 @@ class HttpConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.write(data)
 
-    async def write(self, data: bytes) -> None:
-        """Returns when the client's window took it. Nothing is written once the client is gone."""
-        self._write(data)
-        if self._writable is not None:
-            await self._writable.wait()
+    def write(self, data: bytes) -> Awaitable[object] | None:
+        """None if the client's window took it, else what to await until it has. Nothing is written
+        once the client is gone."""
+        if self._transport is not None:
+            self._transport.write(data)
+        if self._writable is None or self._writable.is_set():
+            return None
+        return self._writable.wait()
 
     async def write_all(self, data: bytes) -> None:
         """As `write`, of what nobody else has a deadline for."""
@@ -456,13 +459,14 @@ class HttpResponse:
         self._head = self._make_head(HTTPStatus.OK, headers)
         self.has_started = True
 
-    async def write(self, data: bytes) -> None:
-        """The next bytes of a stream, at least one. Returns when the client's window took them."""
+    def write(self, data: bytes) -> Awaitable[object] | None:
+        """The next bytes of a stream, at least one. None if the client's window took them, else
+        what to await until it has."""
         if self._is_chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         if self._head:
             data, self._head = self._head + data, b""
-        await self._connection.write(data)
+        return self._connection.write(data)
 
     async def end(self, data: bytes = b"") -> None:
         """The last bytes of a stream, if any, and its end."""

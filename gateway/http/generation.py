@@ -7,7 +7,7 @@ import asyncio
 import functools
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -126,6 +126,9 @@ class Generation:
         self._chunks: list[list[Chunk]] = [[] for _ in form.requests]
         """Of each prompt, where they are not streamed."""
         self._has_timing = bool(form.body.return_timing)
+        self._has_usage = form.body.has_usage_everywhere
+        """In each piece; where only the last one has it, the others say so."""
+        self._no_usage = ',"usage":null' if form.body.has_usage_chunk else ""
 
     async def run(self) -> None:
         """Send the whole answer."""
@@ -179,27 +182,24 @@ class Generation:
         )
         self._form.begin(self._answer, validated.spec.prompt_token_ids)
 
-    async def _keep(self, index: int, chunk: Chunk) -> None:
+    def _keep(self, index: int, chunk: Chunk) -> None:
         self._usage.add(index, chunk)
         self._chunks[index].append(chunk)
 
-    async def _write_event(self, index: int, chunk: Chunk) -> None:
+    def _write_event(self, index: int, chunk: Chunk) -> Awaitable[object] | None:
         self._usage.add(index, chunk)
-        body = self._form.body
-        usage = ""
-        if body.has_usage_everywhere:
+        usage = self._no_usage
+        if self._has_usage:
             usage = f',"usage":{json.dumps(self._usage.fields())}'
-        elif body.has_usage_chunk:
-            usage = ',"usage":null'
         if self._has_timing and chunk.HasField("timing"):
             usage += f',"timing":{json.dumps(timing_of(chunk))}'
         data = self._form.event(index, chunk, usage).encode()
         if not data:
-            return
+            return None
         # Not earlier: what fails before the first piece has a status of its own.
         if not self._response.has_started:
             self._response.start(EVENTS)
-        await self._response.write(data)
+        return self._response.write(data)
 
 
 def timing_of(chunk: Chunk) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from gateway.intake.request import ValidatedRequest
 from gateway.output.output import Piece
 from gateway.telemetry.timing import Timeline
 
-#: Sends one chunk; returns when the client's window took it. Never called again before it has
-#: returned.
-Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
+#: Sends one chunk. None: the client's window took it; else what to await until it has. Never called
+#: again before that. A client that keeps up costs no coroutine, of which a chunk made four.
+Write = Callable[[inference_pb2.GenerateResponse], Awaitable[object] | None]
 
 
 @asynccontextmanager
@@ -61,11 +61,11 @@ class Delivery:
         """To write a piece, while one is written; on the event loop's clock."""
         self._num_ended = sum(choice.has_ended for choice in request.resume_from.values())
 
-    async def send(
+    def send(
         self, index: int, piece: Piece, prompt_logprobs: tuple[TokenLogprobs, ...] | None
-    ) -> None:
-        """Send the next piece of the output `index`. The piece that ends the last output ends the
-        stream.
+    ) -> Awaitable[object] | None:
+        """Send the next piece of the output `index`; returns what Write does. The piece that ends
+        the last output ends the stream.
 
         prompt_logprobs: known by the first piece, if they were asked for. One piece at a time.
         """
@@ -85,9 +85,13 @@ class Delivery:
             self._num_ended += 1
             if self._num_ended == request.num_returned:
                 self._complete(chunk, piece.finish)
+        taken = self._write(chunk)
+        return None if taken is None else self._wait(taken)
+
+    async def _wait(self, taken: Awaitable[object]) -> None:
         self._began_s = self._loop.time()
         try:
-            await self._write(chunk)
+            await taken
         finally:
             self._began_s = None
 
@@ -128,8 +132,9 @@ class Delivery:
             token_index=piece.token_index,
             token_ids=[sample.token_id for sample in piece.samples],
             text=piece.text,
-            finish_reason=sampling_pb2.FinishReason.ValueType(piece.finish),
         )
+        if piece.finish is not FinishReason.NONE:
+            chunk.finish_reason = sampling_pb2.FinishReason.ValueType(piece.finish)
         if sampling.logprobs >= 0:
             chunk.logprobs.extend(
                 logprobs_to_proto(s.logprobs) for s in piece.samples if s.logprobs

@@ -102,11 +102,13 @@ class Output:
         num_known = len(self.token_ids) - token_index
         if num_known < 0:
             raise EngineFault(f"tokens {len(self.token_ids)}..{token_index - 1} never came")
-        for index, sample in enumerate(samples[:num_known], start=token_index):
-            if self.token_ids[index] != sample.token_id:
+        if num_known:
+            for index, sample in enumerate(samples[:num_known], start=token_index):
                 known = self.token_ids[index]
-                raise EngineFault(f"token {index} came twice, as {known} and as {sample.token_id}")
-        samples = samples[num_known:]
+                if known != sample.token_id:
+                    fault = f"token {index} came twice, as {known} and as {sample.token_id}"
+                    raise EngineFault(fault)
+            samples = samples[num_known:]
         if self.finish is not FinishReason.NONE or (not samples and finish is FinishReason.NONE):
             return
         self._score = score
@@ -140,14 +142,11 @@ class Output:
             # The client's own stop token, if that is what ended the output.
             last = self.token_ids[-1]
             stop_token_id = last if last in self._options.user_stop_token_ids else None
+        token_index = len(self.token_ids) - len(samples)
+        if not is_over:
+            return Piece(token_index, samples, text)
         return Piece(
-            token_index=len(self.token_ids) - len(samples),
-            samples=samples,
-            text=text,
-            finish=self.finish,
-            stop=self._stop,
-            stop_token_id=stop_token_id,
-            score=self._score if is_over else None,
+            token_index, samples, text, self.finish, self._stop, stop_token_id, self._score
         )
 
     def _feed(self, samples: Sequence[Sample], finish: FinishReason) -> None:

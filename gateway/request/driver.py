@@ -8,7 +8,6 @@ for what follows what.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -118,7 +117,7 @@ class RequestDriver:
         """Choices that have something new, in the order in which it came."""
         self._waiter: asyncio.Future[None] | None = None
         """For news or an error."""
-        self._actions: deque[Action] = deque()
+        self._actions: list[Action] = []
         """To be done, by the call of `_perform` that began first."""
         self._is_performing = False
         self._waiting: dict[Assignment, Waiting] = {}
@@ -162,10 +161,13 @@ class RequestDriver:
         while True:
             while self._news:
                 choice = next(iter(self._news))
-                self._perform(self.state.on_delivery(choice))
+                if actions := self.state.on_delivery(choice):
+                    self._perform(actions)
                 del self._news[choice]
                 if not self._is_best_of and (piece := choice.output.take()):
-                    await self._delivery.send(choice.index, piece, self.state.prompt_logprobs)
+                    taken = self._delivery.send(choice.index, piece, self.state.prompt_logprobs)
+                    if taken is not None:
+                        await taken
             if self._error is not None:
                 raise self._error
             if not self.state.num_running:
@@ -176,7 +178,9 @@ class RequestDriver:
         if self._is_best_of:
             pieces = [piece for c in self.state.choices if (piece := c.output.take())]
             for index, piece in enumerate(best(pieces, self._request.num_returned)):
-                await self._delivery.send(index, piece, self.state.prompt_logprobs)
+                taken = self._delivery.send(index, piece, self.state.prompt_logprobs)
+                if taken is not None:
+                    await taken
 
     # Events
 
@@ -200,19 +204,19 @@ class RequestDriver:
 
     def _perform(self, actions: Sequence[Action]) -> None:
         """Do all of them in order; what they lead to at once comes after them."""
-        self._actions.extend(actions)
+        self._actions += actions
         if self._is_performing:
             return
         self._is_performing = True
         try:
-            while self._actions:
-                action = self._actions.popleft()
+            for action in self._actions:  # which grows meanwhile
                 if type(action) is Deliver:
                     self._news[action.choice] = None
                 else:
                     self._perform_one(action)
         finally:
             self._is_performing = False
+            self._actions.clear()
         if (self._news or self._error) and self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

@@ -285,7 +285,9 @@ def test_a_slow_reader_holds_up_its_own_stream() -> None:
         async def answer(response: HttpResponse) -> None:
             response.start("text/plain")
             for number in range(4):
-                await response.write(b"%d" % number)
+                taken = response.write(b"%d" % number)
+                if taken is not None:
+                    await taken
                 written.append(number)
             await response.end()
 
@@ -320,7 +322,7 @@ def test_half_an_answer_is_cut_off() -> None:
     async def test(world: World) -> None:
         async def answer(response: HttpResponse) -> None:
             response.start("text/plain")
-            await response.write(b"half")
+            assert response.write(b"half") is None
 
         world.handler.answer = answer
         wire = await world.exchange(post("/", b""))
@@ -334,7 +336,7 @@ def test_streams_to_old_clients_end_with_the_connection() -> None:
     async def test(world: World) -> None:
         async def answer(response: HttpResponse) -> None:
             response.start("text/plain")
-            await response.write(b"one")
+            assert response.write(b"one") is None
             await response.end(b"two")
 
         world.handler.answer = answer

@@ -47,7 +47,9 @@ def test_the_first_piece_that_takes_too_long_ends_the_body(pieces: list[tuple[in
         async with delivered.watching():
             for silence_s, piece_s in pieces:  # noqa: B007, read by `take`
                 await asyncio.sleep(silence_s)
-                await delivered.send(0, PIECE, None)
+                taken = delivered.send(0, PIECE, None)
+                assert taken is not None
+                await taken
 
     async def test() -> None:
         loop = asyncio.get_running_loop()
