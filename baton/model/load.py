@@ -21,7 +21,8 @@ def keeps_stored_levels(config: ModelConfig, dtype: torch.dtype, device: torch.d
     if stored is None:
         return False
     if stored.kind == "float":
-        return keeps_float8(device, dtype)
+        num_in = config.hidden_size
+        return keeps_float8(device, dtype, num_in, stored.group_size or num_in)
     return keeps_levels(device, dtype, stored.bits, stored.group_size or config.hidden_size)
 
 
@@ -44,7 +45,7 @@ def load_parameters(
 
     def keeps(weight: StoredWeight) -> bool:
         if isinstance(weight, Float8Weight):
-            return keeps_float8(device, dtype)
+            return keeps_float8(device, dtype, weight.shape[1], weight.group_size)
         return keeps_levels(device, dtype, weight.bits, weight.group_size)
 
     def load(hook: ProgressHook) -> Loaded:

@@ -116,12 +116,17 @@ def weight_bytes(config: ModelConfig, dtype: str, keeps_levels: bool, num_ranks:
     has a copy of its own.
 
     keeps_levels: quantised layers are not dequantised. Each level takes a byte while they are
-    loaded, whatever its bits.
+    loaded, whatever its bits; each run of float8 that has a scale has it in float32.
     """
     size = DTYPE_BYTES[dtype]
     embeddings = config.vocab_size * config.hidden_size
     head = embeddings if config.is_tied else 0
-    saved = num_quantized_weights(config) * (size - 1) if keeps_levels else 0
+    saved, stored = 0, config.quantization
+    if keeps_levels and stored is not None:
+        num_levels = num_quantized_weights(config)
+        saved = num_levels * (size - 1)
+        if stored.kind == "float" and stored.group_size:
+            saved -= num_levels * 4 // stored.group_size
     shared = (num_parameters(config) + head - embeddings) * size - saved
     return embeddings * size + -(-shared // num_ranks)
 

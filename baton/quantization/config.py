@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from baton.errors import UnsupportedModel
 
-Method = Literal["compressed-tensors", "gptq", "awq"]
+Method = Literal["compressed-tensors", "gptq", "awq", "fp8"]
 
 #: Formats of compressed-tensors by the kind of number that they hold.
 _FORMATS = {
@@ -29,6 +29,7 @@ class QuantizationConfig:
     """How the linear layers of a checkpoint are stored.
 
     group_size: inputs that share a scale; 0 where all inputs of an output do.
+    block_rows: outputs that do; 0 where each has scales of its own.
     is_packed: several levels in an int32, instead of one number an element.
     has_order: inputs are assigned to groups by an index instead of by their order.
     zero_offset: what is added to a stored zero point.
@@ -43,6 +44,7 @@ class QuantizationConfig:
     is_packed: bool
     has_order: bool = False
     zero_offset: int = 0
+    block_rows: int = 0
     output_layer: QuantizationConfig | None = None
 
     def of(self, layer: str) -> QuantizationConfig:
@@ -62,9 +64,11 @@ def parse_quantization(raw: Mapping[str, Any] | None) -> QuantizationConfig | No
             return _awq(raw)
         if method == "compressed-tensors":
             return _compressed_tensors(raw)
+        if method == "fp8":
+            return _fp8(raw)
     except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
         raise UnsupportedModel(f"quantization_config cannot be read: {error!r}") from error
-    raise _refusal("quant_method", method, "compressed-tensors, gptq or awq")
+    raise _refusal("quant_method", method, "compressed-tensors, gptq, awq or fp8")
 
 
 def _refusal(name: str, value: object, known: str) -> UnsupportedModel:
@@ -99,6 +103,30 @@ def _awq(raw: Mapping[str, Any]) -> QuantizationConfig:
         raise _refusal("bits", bits, "4")
     group_size = max(0, int(raw.get("group_size", raw.get("q_group_size", 0))))
     return QuantizationConfig("awq", "int", 4, group_size, is_symmetric=False, is_packed=True)
+
+
+def _fp8(raw: Mapping[str, Any]) -> QuantizationConfig:
+    """transformers' FineGrainedFP8Config: blocks of weights share a scale, runs of activations get
+    theirs as they come."""
+    if raw.get("fmt", "e4m3") != "e4m3":
+        raise _refusal("fmt", raw["fmt"], "e4m3")
+    if raw.get("activation_scheme", "dynamic") != "dynamic":
+        raise _refusal("activation_scheme", raw["activation_scheme"], "dynamic")
+    block = raw.get("weight_block_size")
+    if not block:
+        raise _refusal("weight_block_size", block, "a pair of sizes such as [128, 128]")
+    rows, columns = (int(size) for size in block)
+    if rows < 1 or columns < 1:
+        raise _refusal("weight_block_size", block, "a pair of sizes from 1")
+    return QuantizationConfig(
+        method="fp8",
+        kind="float",
+        bits=8,
+        group_size=columns,
+        is_symmetric=True,
+        is_packed=False,
+        block_rows=rows,
+    )
 
 
 def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig:

@@ -8,6 +8,8 @@ bits levels):
     compressed-tensors           weight [out, in] int8 or float8, weight_scale [out, groups] or [1]
     GPTQ                         qweight [words of in, out], qzeros [groups, words of out],
                                  scales [groups, out], g_idx [in]
+    fp8                          weight [out, in] float8, weight_scale_inv [blocks of out, blocks of
+                                 in], which weights are multiplied by for all its name
     AWQ                          qweight [in, words of out], qzeros [groups, words of out],
                                  scales [groups, out]; the eight levels of a word are those of
                                  outputs 0, 2, 4, 6, 1, 3, 5, 7
@@ -35,6 +37,8 @@ def required_pieces(config: QuantizationConfig) -> frozenset[str]:
         return frozenset({"qweight", "qzeros", "scales", "g_idx"})
     if config.method == "awq":
         return frozenset({"qweight", "qzeros", "scales"})
+    if config.method == "fp8":
+        return frozenset({"weight", "weight_scale_inv"})
     names = {"weight_scale"}
     names |= {"weight_packed", "weight_shape"} if config.is_packed else {"weight"}
     if not config.is_symmetric:
@@ -54,6 +58,8 @@ def decode(pieces: Pieces, config: QuantizationConfig) -> StoredWeight | torch.T
         return _gptq(pieces, config)
     if config.method == "awq":
         return _awq(pieces)
+    if config.method == "fp8":
+        return _fp8(pieces, config)
     return _compressed_tensors(pieces, config)
 
 
@@ -74,13 +80,29 @@ def _in_order(levels: torch.Tensor) -> torch.Tensor:
     return levels.view(levels.shape[0], -1, 8)[:, :, _AWQ_PLACES].flatten(1)
 
 
+def _fp8(pieces: Pieces, config: QuantizationConfig) -> Float8Weight:
+    """A block's scale becomes that of each of its outputs, so that a rank, or another order, may
+    take outputs one by one; in blocks of 128 scales are 3 % of the weight's bytes then."""
+    codes, scales = _float8(pieces["weight"]), pieces["weight_scale_inv"].float()
+    num_out, num_in = codes.shape
+    blocks = (-(-num_out // config.block_rows), -(-num_in // config.group_size))
+    if scales.shape != blocks:
+        raise ValueError(f"weight_scale_inv is {list(scales.shape)}, of blocks {list(blocks)}")
+    by_output = scales.repeat_interleave(config.block_rows, 0)[:num_out]
+    return Float8Weight(codes, by_output, min(config.group_size, num_in))
+
+
+def _float8(codes: torch.Tensor) -> torch.Tensor:
+    if codes.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"weight is {codes.dtype}; float8_e4m3fn is read")
+    return codes
+
+
 def _compressed_tensors(pieces: Pieces, config: QuantizationConfig) -> StoredWeight | torch.Tensor:
     scales = pieces["weight_scale"].float()
     if config.kind == "float":
-        codes = pieces["weight"]
-        if codes.dtype != torch.float8_e4m3fn:
-            raise ValueError(f"weight is {codes.dtype}; float8_e4m3fn is read")
-        return Float8Weight(codes, scales.flatten().expand(len(codes)))
+        codes = _float8(pieces["weight"])
+        return Float8Weight(codes, scales.flatten().expand(len(codes))[:, None], codes.shape[1])
     if config.is_packed:
         num_out, num_in = pieces["weight_shape"].tolist()
         levels = unpack(pieces["weight_packed"], config.bits, num_in)

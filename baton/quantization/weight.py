@@ -51,11 +51,13 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Float8Weight:
-    """weight[o, i] = codes[o, i] * scales[o]: codes [num_out, num_in] float8_e4m3fn, scales
-    [num_out] float32."""
+    """weight[o, i] = codes[o, i] * scales[o, i // group_size]: codes [num_out, num_in]
+    float8_e4m3fn, scales [num_out, groups] float32. The last group may be a smaller one; there is
+    one alone where an output has one scale."""
 
     codes: torch.Tensor
     scales: torch.Tensor
+    group_size: int
 
     @property
     def shape(self) -> torch.Size:
@@ -65,11 +67,14 @@ class Float8Weight:
         """See QuantizedWeight."""
         # Not every build of torch selects rows of float8 itself.
         codes = _own(take, self.codes.view(torch.uint8)).view(self.codes.dtype)
-        return Float8Weight(codes, _own(take, self.scales))
+        return Float8Weight(codes, _own(take, self.scales), self.group_size)
 
     def dequantize(self) -> torch.Tensor:
         """[num_out, num_in] float32."""
-        return self.codes.float() * self.scales[:, None]
+        wide = self.codes.float()
+        for group, part in enumerate(wide.split(self.group_size, dim=1)):
+            part.mul_(self.scales[:, group, None])
+        return wide
 
 
 def _own(take: TakeRows, whole: torch.Tensor) -> torch.Tensor:
@@ -94,9 +99,12 @@ def stack(parts: Sequence[StoredWeight]) -> StoredWeight:
 
 
 def _stack_floats(parts: Sequence[Float8Weight]) -> Float8Weight:
+    if len({part.group_size for part in parts}) != 1:
+        raise ValueError("weights of different schemes cannot be stacked")
     # Not every build of torch concatenates float8 itself.
     codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
-    return Float8Weight(codes, torch.cat([part.scales for part in parts]))
+    scales = torch.cat([part.scales for part in parts])
+    return Float8Weight(codes, scales, parts[0].group_size)
 
 
 def _stack_integers(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:

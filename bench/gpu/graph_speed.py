@@ -104,8 +104,9 @@ def _float8_decoder(model: Model, setting: Setting) -> Decoder:
     for name, target in parameters.targets():
         if target.tensor.is_meta:
             codes = setting.randn(*target.shape).to(torch.float8_e4m3fn)
-            scales = torch.full(target.shape[:1], 0.02, device=setting.device)
-            linears[name.removesuffix(".weight")] = Float8Weight(codes, scales)
+            num_out, num_in = target.shape
+            scales = torch.full((num_out, 1), 0.02, device=setting.device)
+            linears[name.removesuffix(".weight")] = Float8Weight(codes, scales, num_in)
         else:
             target.tensor.normal_(std=0.02, generator=setting.generator())
     return Decoder(model.config, pack_parameters(parameters, linears))

@@ -63,7 +63,7 @@ def _make(scheme: str, setting: Setting) -> _Layer:
         return _Layer(SparseLinear(prune(setting.randn(num_out, num_in)), None), size * (1 + 1 / 8))
     if scheme == "fp8":
         codes = setting.randn(num_out, num_in).to(FP8)
-        scales = torch.ones(num_out, device=device)
+        scales = torch.ones(num_out, 1, device=device)
         return _Layer(pack_float8(codes, scales, None, device), size + 4.0 * num_out)
     bits = 4 if scheme == "int4" else 8
     levels = torch.randint(0, 1 << bits, (num_out, num_in), device=device).byte()

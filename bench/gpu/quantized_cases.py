@@ -25,12 +25,15 @@ def _quantize(dtype: torch.dtype, generator: torch.Generator, sizes: Sizes) -> T
 
 
 def _linear(scheme: str, num_rows: int, generator: torch.Generator, sizes: Sizes) -> Trial:
-    """scheme: int8, int4 or fp8."""
+    """scheme: int8, int4, fp8, or fp8 in groups of 128 inputs."""
     num_in, num_out = sizes.hidden, sizes.hidden + 32
     device = generator.device
     x = randn(generator, num_rows, num_in).to(sizes.half)
-    if scheme == "fp8":
-        args = quantize_op.twin(randn(generator, num_out, num_in) * 0.02, FP8)
+    if scheme.startswith("fp8"):
+        num_groups = 1 if scheme == "fp8" else num_in // 128
+        weights = randn(generator, num_out, num_groups, num_in // num_groups) * 0.02
+        codes, by_output = quantize_op.twin(weights, FP8)
+        args = codes.view(num_out, num_in), by_output.t().contiguous()
         return Trial(
             lambda: quantized_linear.fp8_linear(x, *args),
             lambda got: relative_error(got, linear_twins.fp8_linear.twin(x.float(), *args)),
@@ -56,7 +59,12 @@ def quantized_cases() -> Sequence[Case]:
         Case("quantize_rows fp8", partial(_quantize, FP8), 89, is_interpretable=False),
         *(
             Case(f"linear {scheme} {num_rows} rows", partial(_linear, scheme, num_rows), arch, ok)
-            for scheme, arch, ok in (("int8", 80, True), ("int4", 80, True), ("fp8", 89, False))
+            for scheme, arch, ok in (
+                ("int8", 80, True),
+                ("int4", 80, True),
+                ("fp8", 89, False),
+                ("fp8 grouped", 89, False),
+            )
             for num_rows in (1, 40, 300)
         ),
     )

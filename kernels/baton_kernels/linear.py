@@ -20,6 +20,7 @@ from baton_kernels.epilogue import finish
 from baton_kernels.quantized_linear import (
     Float8Linear,
     IntLinear,
+    can_group_float8,
     can_pack_int_weight,
     pack_int_weight,
 )
@@ -152,9 +153,12 @@ def keeps_levels(device: torch.device, dtype: torch.dtype, bits: int, group_size
     return is_fast and can_pack_integers(bits, group_size)
 
 
-def keeps_float8(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `pack_float8` is for float8 weights here, `dtype` being that of the activations.
-    Elsewhere they are dequantised."""
+def keeps_float8(device: torch.device, dtype: torch.dtype, num_in: int, group_size: int) -> bool:
+    """Whether `pack_float8` is for float8 weights here whose scales are of runs of `group_size` of
+    their `num_in` inputs, `dtype` being that of the activations. Elsewhere they are
+    dequantised."""
+    if not can_group_float8(num_in, group_size):
+        return False
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     has_units = torch.cuda.get_device_capability(device) >= _FLOAT8_CAPABILITY
@@ -165,11 +169,11 @@ def pack_float8(
     codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, device: torch.device
 ) -> Linear:
     """The layer with the weight codes * scales on `device`: codes [num_out, num_in] float8_e4m3fn,
-    scales [num_out] float32.
+    scales [num_out, groups] float32, each for num_in / groups inputs that follow each other.
 
-    Activations are rounded to float8, too, each row with a scale of its own.
+    Activations are rounded to float8, too, each row's run of a group with a scale of its own.
     """
-    return Float8Linear(codes.to(device).contiguous(), scales.to(device).contiguous(), bias)
+    return Float8Linear(codes.to(device).contiguous(), scales.t().to(device).contiguous(), bias)
 
 
 def pack_quantized(

@@ -3,8 +3,9 @@ or codes.
 
     int:  W[o, i] = (level[o, i] - zero[o, g]) * scale[o, g], g = i // group_size,
           levels of 4 or 8 bits
-    fp8:  W[o, i] = code[o, i] * scale[o], and x is rounded to float8_e4m3fn too,
-          each row with a scale of its own
+    fp8:  W[o, i] = code[o, i] * scale[o, g], and x is rounded to float8_e4m3fn too,
+          each row's inputs of a group with a scale of their own; one group of all inputs, or runs
+          of them (as DeepSeek-V3 was trained: arXiv 2412.19437, section 3.3.2)
 
 Sums are float32. x [rows, in]; bias [out]; residual, y [rows, out], y of x's dtype or `out_dtype`.
 """
@@ -21,6 +22,8 @@ import torch.nn.functional as F
 from baton_kernels.dispatch import op
 from baton_kernels.quantize_rows import quantize_rows
 
+#: Inputs of a group of float8 that a kernel takes at a step, where they are not all.
+_FLOAT8_GROUPS = (32, 64, 128)
 #: Inputs that a kernel takes at once at most. All of one run are of one group.
 MAX_RUN = 128
 
@@ -135,6 +138,21 @@ class IntLinear:
         return int_linear(x, self.weight, self.bias, residual, out_dtype)
 
 
+def can_group_float8(num_in: int, group_size: int) -> bool:
+    """Whether fp8_linear is for weights that have a scale for each `group_size` inputs."""
+    return group_size == num_in or (group_size in _FLOAT8_GROUPS and num_in % group_size == 0)
+
+
+def quantize_groups(
+    x: torch.Tensor, num_groups: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [rows, num_in] contiguous -> codes [rows, num_in] and scales [rows, num_groups] of runs of
+    num_in / num_groups inputs: see quantize_rows."""
+    runs = x.view(x.shape[0], num_groups, -1)
+    codes, scales = quantize_rows(runs, dtype)
+    return codes.view(x.shape), scales
+
+
 @op
 def fp8_linear(
     x: torch.Tensor,
@@ -144,16 +162,20 @@ def fp8_linear(
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """codes [out, in] float8_e4m3fn; scales [out] float32."""
-    x_codes, x_scales = quantize_rows(x, torch.float8_e4m3fn)
-    y = F.linear(x_codes.float(), codes.float()) * (x_scales[:, None] * scales)
+    """codes [out, in] float8_e4m3fn; scales [groups, out] float32."""
+    num_groups = len(scales)
+    x_codes, x_scales = quantize_groups(x.contiguous(), num_groups, codes.dtype)
+    parts = (each.float().chunk(num_groups, 1) for each in (x_codes, codes))
+    y = torch.zeros(len(x), len(codes), device=x.device)
+    for g, (x_part, part) in enumerate(zip(*parts, strict=True)):
+        y += F.linear(x_part, part) * (x_scales[:, g, None] * scales[g])
     return _finish(y, bias, residual, out_dtype or x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Float8Linear:
-    """baton_kernels.linear.Linear of codes [out, in] float8_e4m3fn with scales [out] float32. bias
-    [out] or none."""
+    """baton_kernels.linear.Linear of codes [out, in] float8_e4m3fn with scales [groups, out]
+    float32. bias [out] or none."""
 
     codes: torch.Tensor
     scales: torch.Tensor

@@ -33,8 +33,12 @@ def test_float8_stays_where_it_is_multiplied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert keeps_float8(CUDA, dtype) == (is_kept and HAS_TRITON)
-    assert not keeps_float8(CPU, dtype)
+    for group_size in (4096, 128):
+        assert keeps_float8(CUDA, dtype, 4096, group_size) == (is_kept and HAS_TRITON)
+        assert not keeps_float8(CPU, dtype, 4096, group_size)
+    # Groups that a step of the kernel does not take, or that are not all of one size.
+    assert not keeps_float8(CUDA, dtype, 4096, 96)
+    assert not keeps_float8(CUDA, dtype, 4096 + 64, 128)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +57,7 @@ def test_float8_as_a_layer(has_bias: bool) -> None:
     codes, scales = quantize_rows(torch.randn(5, 64, generator=generator), torch.float8_e4m3fn)
     x, residual = (torch.randn(3, n, generator=generator) for n in (64, 5))
     bias = torch.randn(5, generator=generator) if has_bias else None
-    layer = pack_float8(codes, scales, bias, CPU)
+    layer = pack_float8(codes, scales[:, None], bias, CPU)
     assert (layer.num_in, layer.num_out) == (64, 5)
     rounded = dequantize_rows(*quantize_rows(x, torch.float8_e4m3fn), torch.float32)
     wanted = rounded @ dequantize_rows(codes, scales, torch.float32).t() + residual

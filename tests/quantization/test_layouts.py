@@ -22,7 +22,7 @@ from baton.model.config import read_config
 from baton.quantization.config import parse_quantization
 from baton.quantization.weight import Float8Weight, QuantizedWeight, stack
 from baton.types import Sampling
-from baton_kernels.linear import Linear, pack_float8
+from baton_kernels.linear import Linear, PlainLinear, pack_float8
 from tests.support.quantized_models import (
     GROUP_SIZE,
     Encode,
@@ -34,6 +34,7 @@ from tests.support.quantized_models import (
     packed_pieces,
     round_weight,
 )
+from tests.support.tiny_models import Family
 
 PROMPT = [7, 99, 250, 3, 3, 41, 180, 12, 77, 5, 64]
 
@@ -78,6 +79,35 @@ def float8_by_output(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], tor
     return pieces, numbers.float() * scale
 
 
+def float8_in_blocks(num_rows: int, num_columns: int) -> Encode:
+    """As DeepSeek and Qwen publish them: blocks of weights have a scale, the last ones of fewer."""
+
+    def encode(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        rows = [part.split(num_columns, 1) for part in weight.split(num_rows)]
+        scales = torch.tensor([[float(block.abs().max()) / 448 for block in row] for row in rows])
+        numbers = [
+            torch.cat([block / scale for block, scale in zip(row, of_row, strict=True)], 1)
+            for row, of_row in zip(rows, scales, strict=True)
+        ]
+        codes = torch.cat(numbers).to(torch.float8_e4m3fn)
+        dense = codes.float()
+        for i, part in enumerate(dense.split(num_rows)):
+            for j, block in enumerate(part.split(num_columns, 1)):
+                block.mul_(scales[i, j])
+        return {"weight": codes, "weight_scale_inv": scales}, dense
+
+    return encode
+
+
+def in_blocks(*sizes: int) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": list(sizes),
+    }
+
+
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP_SIZE, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP_SIZE, "version": "gemm"}
 GROUP = {"type": "int", "strategy": "group", "group_size": GROUP_SIZE}
@@ -116,6 +146,8 @@ CASES: dict[str, tuple[Encode, dict[str, Any]]] = {
         float8_by_output,
         compressed("float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel"),
     ),
+    "float8-in-blocks": (float8_in_blocks(24, 16), in_blocks(24, 16)),
+    "float8-in-blocks-of-any-size": (float8_in_blocks(128, 40), in_blocks(128, 40)),
 }
 
 
@@ -141,9 +173,11 @@ def test_logits_are_those_of_the_dense_model(checkpoints: tuple[Path, Path]) -> 
     assert error < 0.15
 
 
-@pytest.mark.parametrize("name", ["float8", "float8-by-output"])
+@pytest.mark.parametrize(
+    ("name", "group_size"), [("float8", 0), ("float8-by-output", 0), ("float8-in-blocks", 16)]
+)
 def test_float8_that_is_kept_is_multiplied_as_it_is(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, group_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU that can; by the kernel's twin. Logits are transformers' with each layer's inputs
     rounded to float8."""
@@ -151,7 +185,7 @@ def test_float8_that_is_kept_is_multiplied_as_it_is(
     model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     for layer in model.model.layers.modules():
         if isinstance(layer, torch.nn.Linear):
-            layer.register_forward_pre_hook(lambda _, inputs: rounded_rows(inputs[0]))
+            layer.register_forward_pre_hook(lambda _, inputs: rounded_rows(inputs[0], group_size))
     wanted = model(torch.tensor([PROMPT])).logits[0].detach()
     calls = []
 
@@ -170,14 +204,59 @@ def test_float8_that_is_kept_is_multiplied_as_it_is(
     assert (wanted - logits_of(dense, "float32")).norm() / wanted.norm() > 0.05
 
 
-def rounded_rows(x: torch.Tensor) -> torch.Tensor:
-    scales = x.abs().amax(-1, keepdim=True) / 448
-    return (x / scales).to(torch.float8_e4m3fn).float() * scales
+def rounded_rows(x: torch.Tensor, group_size: int) -> torch.Tensor:
+    runs = x.unflatten(-1, (-1, group_size or x.shape[-1]))
+    scales = runs.abs().amax(-1, keepdim=True) / 448
+    return ((runs / scales).to(torch.float8_e4m3fn).float() * scales).view(x.shape)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_blocks_of_families_that_are_published_so(
+    family: Family, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads that are reordered, taken apart or stacked keep their blocks' scales, whether weights
+    are dequantised as they are read or kept as they are stored."""
+    encode = float8_in_blocks(24, 8)
+    quantized, dense = make_quantized(tmp_path, encode, in_blocks(24, 8), family=family)
+
+    def pack(
+        codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, _: Any
+    ) -> Linear:
+        return PlainLinear(Float8Weight(codes, scales, 8).dequantize(), bias)
+
+    monkeypatch.setattr(packed_parameters, "pack_float8", pack)
+    monkeypatch.setattr(load, "keeps_float8", lambda *_: is_kept)
+    wanted = logits_of(dense, "float32")
+    got = logits_of(quantized, "float32")
+    torch.testing.assert_close(got, wanted, atol=1e-4 if is_kept else 0, rtol=0)
+
+
+def test_blocks_of_another_size_are_named(tmp_path: Path) -> None:
+    quantized, _ = make_quantized(tmp_path, float8_in_blocks(24, 16), in_blocks(16, 16))
+    with pytest.raises(TensorMismatch, match="weight_scale_inv is"):
+        logits_of(quantized, "float32")
+
+
+def test_layers_left_out_of_float8_are_read_as_they_are(tmp_path: Path) -> None:
+    """modules_to_not_convert: what they are can be seen of their types."""
+    encode = float8_in_blocks(24, 16)
+    quantized, dense = make_quantized(tmp_path, encode, in_blocks(24, 16))
+    plain = load_file(dense / "model.safetensors")
+    left_out = "model.layers.1.mlp.down_proj"
+
+    def leave_out(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[f"{left_out}.weight_scale_inv"]
+        tensors[f"{left_out}.weight"] = plain[f"{left_out}.weight"].bfloat16()
+
+    before = logits_of(quantized, "bfloat16")
+    edit_weights(quantized, leave_out)
+    assert torch.equal(logits_of(quantized, "bfloat16"), before)
 
 
 def test_weights_of_integers_and_floats_are_not_stacked() -> None:
     levels = QuantizedWeight(torch.zeros(2, 32, dtype=torch.uint8), torch.ones(2, 1), None, 8)
-    codes = Float8Weight(torch.zeros(2, 32).to(torch.float8_e4m3fn), torch.ones(2))
+    codes = Float8Weight(torch.zeros(2, 32).to(torch.float8_e4m3fn), torch.ones(2, 1), 32)
     with pytest.raises(ValueError, match="schemes"):
         stack([levels, codes])
 
@@ -280,6 +359,10 @@ def test_a_second_group_is_for_the_output_layer_alone(targets: list[str]) -> Non
         (GPTQ | {"bits": 3}, "bits=3"),
         (AWQ | {"version": "gemv"}, "version=gemv"),
         ({"quant_method": "gptq"}, "cannot be read"),
+        ({"quant_method": "fp8"}, "weight_block_size=None"),
+        (in_blocks(128, 128) | {"activation_scheme": "static"}, "activation_scheme=static"),
+        (in_blocks(128, 128) | {"fmt": "e5m2"}, "fmt=e5m2"),
+        (in_blocks(128), "cannot be read"),
         (compressed("marlin-24", num_bits=4, **GROUP), "marlin-24"),
         (compressed("pack-quantized", num_bits=2, **GROUP), "num_bits=2"),
         (compressed("pack-quantized", num_bits=4, type="int", strategy="block"), "block"),

@@ -22,7 +22,10 @@ from tests.support.tiny_models import make_tiny_model
 Tensors = dict[str, torch.Tensor]
 GROUP_SIZE = 16
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_LINEAR = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+)
 
 
 def words_of(rows: list[list[int]], bits: int) -> torch.Tensor:

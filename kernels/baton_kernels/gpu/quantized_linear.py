@@ -3,8 +3,8 @@ or codes.
 
     int:  W[o, i] = (level[o, i] - zero[g, o]) * scale[g, o]
           levels of 4 or 8 bits in runs of inputs: see IntWeight
-    fp8:  W[o, i] = code[o, i] * scale[o]
-          codes [out, in] float8, and x in float8 with x_scales [rows]
+    fp8:  W[o, i] = code[o, i] * scale[g, o]
+          codes [out, in] float8, and x in float8 with x_scales [rows, groups]
 
 A level less its zero is a small integer, exact in the dtype of x: it is multiplied as it is, and
 the scale is applied to the sum of each run. A program makes a tile of BLOCK_M rows by BLOCK_N
@@ -17,8 +17,15 @@ import torch
 import triton
 import triton.language as tl
 
-from baton_kernels.gpu.quantize_rows import quantize_rows
-from baton_kernels.quantized_linear import IntWeight
+from baton_kernels.epilogue import finish
+from baton_kernels.quantized_linear import IntWeight, quantize_groups
+
+#: More rows than this are multiplied by torch's own product of float8, where there is one.
+_MAX_OWN_FP8_ROWS = 16
+#: The least compute capability where it takes a scale for each row, and what sizes and results are.
+_SCALED_MM_CAPABILITY = (9, 0)
+_SCALED_MM_MULTIPLE = 16
+_SCALED_MM_DTYPE = torch.bfloat16
 
 
 @triton.jit
@@ -84,11 +91,12 @@ def _int_linear(
 @triton.jit
 def _fp8_linear(
     x_ptr, codes_ptr, x_scales_ptr, scales_ptr, bias_ptr, residual_ptr, y_ptr,
-    num_rows, num_out, num_in,
+    num_rows, num_out, num_in, num_groups,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    IS_GROUPED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles, output tiles)."""
+    """Grid (row tiles, output tiles). A step takes BLOCK_K inputs; if IS_GROUPED they are a group,
+    whose sum is scaled and added in float32."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     outs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     ins = tl.arange(0, BLOCK_K)
@@ -99,9 +107,18 @@ def _fp8_linear(
         there = (start + ins < num_in)[None, :]
         x = tl.load(x_at + start, mask=there & (rows < num_rows)[:, None], other=0.0)
         w = tl.load(w_at + start, mask=there & (outs < num_out)[:, None], other=0.0)
-        acc = tl.dot(x, tl.trans(w), acc)
-    acc *= tl.load(scales_ptr + outs, mask=outs < num_out, other=0.0)[None, :]
-    acc *= tl.load(x_scales_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
+        if IS_GROUPED:
+            group = start // BLOCK_K
+            x_scale = tl.load(
+                x_scales_ptr + rows * num_groups + group, mask=rows < num_rows, other=0.0
+            )
+            scale = tl.load(scales_ptr + group * num_out + outs, mask=outs < num_out, other=0.0)
+            acc += tl.dot(x, tl.trans(w)) * x_scale[:, None] * scale[None, :]
+        else:
+            acc = tl.dot(x, tl.trans(w), acc)
+    if not IS_GROUPED:
+        acc *= tl.load(scales_ptr + outs, mask=outs < num_out, other=0.0)[None, :]
+        acc *= tl.load(x_scales_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
     _finish(
         acc, rows, outs, num_rows, num_out, bias_ptr, residual_ptr, y_ptr, HAS_BIAS, HAS_RESIDUAL
     )
@@ -142,18 +159,42 @@ def fp8_linear(
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """See the twin. All must be contiguous."""
-    x_codes, x_scales = quantize_rows(x, codes.dtype)
     num_rows, num_in = x.shape
-    num_out = codes.shape[0]
+    num_groups, num_out = scales.shape
+    x_codes, x_scales = quantize_groups(x, num_groups, codes.dtype)
+    if _takes_scaled_mm(x, codes, num_groups, out_dtype):
+        y = torch._scaled_mm(
+            x_codes, codes.t(), scale_a=x_scales, scale_b=scales, bias=bias, out_dtype=x.dtype
+        )
+        return finish(y, residual, out_dtype)
     block_m, block_n, block_k, num_warps = _tile(num_rows)
+    if num_groups > 1:
+        block_k = num_in // num_groups
     y = torch.empty(num_rows, num_out, dtype=out_dtype or x.dtype, device=x.device)
     _fp8_linear[(triton.cdiv(num_rows, block_m), triton.cdiv(num_out, block_n))](
         x_codes, codes, x_scales, scales, bias, residual, y, num_rows, num_out, num_in,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_groups, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, IS_GROUPED=num_groups > 1,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         num_warps=num_warps, num_stages=4, enable_fp_fusion=True,
     )  # fmt: skip
     return y
+
+
+def _takes_scaled_mm(
+    x: torch.Tensor, codes: torch.Tensor, num_groups: int, out_dtype: torch.dtype | None
+) -> bool:
+    """Whether torch's own product is for this one: of many rows, each with one scale, and where its
+    libraries have a kernel."""
+    is_fit = num_groups == 1 and all(size % _SCALED_MM_MULTIPLE == 0 for size in codes.shape)
+    is_known = x.dtype == _SCALED_MM_DTYPE and out_dtype in (None, x.dtype)
+    return is_fit and is_known and len(x) > _MAX_OWN_FP8_ROWS and has_scaled_mm(x.device)
+
+
+def has_scaled_mm(device: torch.device) -> bool:
+    """Whether torch multiplies float8 with a scale for each row and each output there."""
+    if device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) >= _SCALED_MM_CAPABILITY
 
 
 def _tile(num_rows: int) -> tuple[int, int, int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -72,14 +74,58 @@ def test_what_cannot_be_packed_is_refused() -> None:
         twins.pack_int_weight(levels, scales, None, 3)
 
 
-def test_fp8_linear() -> None:
-    """Of numbers that float8 holds exactly: the interpreter's own rounding to float8 is wrong where
-    it carries."""
-    x = codes(3, 96, low=-8, high=9).float()
-    x[:, 0] = 448.0
-    weight = codes(40, 96, low=-8, high=9).float().to(torch.float8_e4m3fn)
-    args = (x, weight, randn(40, seed=2))
-    assert_close(kernels.fp8_linear(*args), twins.fp8_linear(*args))
-    torch.testing.assert_close(
-        twins.fp8_linear(*args), (x @ weight.float().t()) * args[2], rtol=1e-5, atol=1e-3
-    )
+def float8_case(
+    rows: int, num_groups: int, group_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, codes and scales of numbers that float8 holds exactly, because the interpreter's own
+    rounding to float8 is wrong where it carries, and the product."""
+    num_in, num_out = num_groups * group_size, 40
+    x = codes(rows, num_in, low=-8, high=9).float()
+    # Each run of a row has a scale of its own, a power of two.
+    x.view(rows, num_groups, -1)[..., 0] = 448.0
+    x *= (2.0 ** torch.arange(num_groups)).repeat_interleave(group_size)
+    weight = codes(num_out, num_in, low=-8, high=9).float().to(torch.float8_e4m3fn)
+    scales = randn(num_groups, num_out, seed=2)
+    dense = weight.float() * scales.t().repeat_interleave(group_size, 1)
+    return x, weight, scales, x @ dense.t()
+
+
+@pytest.mark.parametrize("rows", [3, 17, 65])
+@pytest.mark.parametrize(("num_groups", "group_size"), [(1, 96), (3, 32), (2, 128)])
+def test_fp8_linear(rows: int, num_groups: int, group_size: int) -> None:
+    *args, wanted = float8_case(rows, num_groups, group_size)
+    bias, residual = randn(40, seed=3), randn(rows, 40, seed=4)
+    torch.testing.assert_close(twins.fp8_linear(*args), wanted, rtol=1e-5, atol=1e-1)
+    for extra in ((), (bias, residual)):
+        got = kernels.fp8_linear(*args, *extra)
+        torch.testing.assert_close(got, twins.fp8_linear(*args, *extra), rtol=1e-5, atol=1e-1)
+
+
+@pytest.mark.parametrize("rows", [16, 17])
+def test_many_rows_of_float8_are_torchs_own_product_where_it_has_one(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's is run here by the CPU, which has it, too."""
+    calls = []
+    own = torch._scaled_mm
+
+    def scaled_mm(*args: torch.Tensor, **options: Any) -> torch.Tensor:
+        calls.append(len(args[0]))
+        return own(*args, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(kernels, "has_scaled_mm", lambda _: True)
+    x, weight, scales, _ = float8_case(rows, 1, 96)
+    weight, scales = weight[:32].contiguous(), scales[:, :32].contiguous()
+    bias, residual = (randn(*shape).bfloat16() for shape in ((32,), (rows, 32)))
+    args = x.bfloat16(), weight, scales, bias, residual
+    if rows > 16:
+        torch.testing.assert_close(
+            kernels.fp8_linear(*args), twins.fp8_linear(*args), rtol=2e-2, atol=4.0
+        )
+    # Nor does it take float32 results, groups, or sizes that are no multiples of 16.
+    kernels.fp8_linear(x, weight, scales)
+    kernels.fp8_linear(x.bfloat16(), weight[:31], scales[:, :31].contiguous())
+    kernels.fp8_linear(x.bfloat16(), weight, scales, None, None, torch.float32)
+    kernels.fp8_linear(x.bfloat16(), weight, scales.repeat(3, 1))
+    assert calls == ([rows] if rows > 16 else [])
