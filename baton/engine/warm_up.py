@@ -13,8 +13,10 @@ from baton.engine.interface import Batch, Engine, EngineSpec, SampleRow, Sequenc
 from baton.types import Sampling
 
 #: Tokens before the new ones where there are some: more than one range of keys, whose results are
-#: merged (kernels/baton_kernels/gpu/attention_plan.py).
-_LONG_PREFIX = 1040
+#: merged (kernels/baton_kernels/gpu/attention_plan.py). Of more new tokens than these at once keys
+#: are not split, or their tiles are merged as those of fewer.
+_LONG_PREFIX = 2064
+_MAX_AFTER_PREFIX = 128
 
 #: Between them they run every kernel that chooses tokens.
 _SAMPLINGS = (
@@ -53,7 +55,7 @@ def warm_up_batches(
     for count in token_counts(min(max_num_batched_tokens, longest)):
         yield Batch((_slice(count, 0, 0, block_size, Sampling()),))
     prefix = min(_LONG_PREFIX, longest // 2)
-    for count in token_counts(min(16, longest - prefix)):
+    for count in token_counts(min(_MAX_AFTER_PREFIX, max_num_batched_tokens, longest - prefix)):
         yield Batch((_slice(count, prefix, 0, block_size, Sampling()),))
     most = min(max_num_batched_tokens, max_num_seqs, spec.num_blocks)
     for num_seqs in token_counts(min(most, 2 * len(_SAMPLINGS))):

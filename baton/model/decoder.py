@@ -16,7 +16,7 @@ from baton.model.shard import Alone, Ranks
 from baton_kernels.experts import GroupedLinear, combine, grouped_linear, route
 from baton_kernels.gated_activation import clamped_swiglu, geglu, swiglu
 from baton_kernels.kv_write import head_rows, kv_write
-from baton_kernels.layer import Attention, Experts, LatentAttention, Mlp, Norm
+from baton_kernels.layer import Attention, AttentionShape, Experts, LatentAttention, Mlp, Norm
 from baton_kernels.linear import Linear
 from baton_kernels.paged_attention import (
     NO_TERMS,
@@ -178,7 +178,10 @@ class Decoder:
         x = _norm(layer.before_attention, hidden)
         if isinstance(attention, Attention):
             query, key, value = _fused_heads(attention, x, _of(added, _qkv))
-            query, key = rope_kv_write(query, key, value, cos, sin, pool, index, rows, scales)
+            norms = _own_norm(attention.q_norm, shape), _own_norm(attention.k_norm, shape)
+            query, key = rope_kv_write(
+                query, key, value, cos, sin, pool, index, rows, scales, *norms
+            )
             terms = ScoreTerms(shape.softcap, attention.sinks)
         else:
             query, key = self._heads[index].query_and_row(attention, x, cos, sin)
@@ -301,12 +304,13 @@ def _fused_heads(
     attention: Attention[Linear, torch.Tensor], x: torch.Tensor, own: _Own
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim], not yet
-    rotated."""
+    rotated, nor normed head by head."""
     shape = attention.shape
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     fused = _adapted(attention.qkv(x), x, own).view(-1, heads + 2 * kv_heads, shape.head_dim)
     query, key, value = fused.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
-    return _norm_heads(attention.q_norm, query), _norm_heads(attention.k_norm, key), value
+    query, key = _norm_all(attention.q_norm, query), _norm_all(attention.k_norm, key)
+    return query, key, value
 
 
 #: What is added to some rows of one product, where anything is.
@@ -342,11 +346,17 @@ def _down(layer: AdapterLayer) -> LowRank | None:
     return layer.mlp.down if isinstance(layer.mlp, Mlp) else None
 
 
-def _norm_heads(norm: PackedNorm | None, heads: torch.Tensor) -> torch.Tensor:
-    """heads [tokens, heads, head_dim]: see Attention."""
+def _norm_all(norm: PackedNorm | None, heads: torch.Tensor) -> torch.Tensor:
+    """heads [tokens, heads, head_dim], by a norm of all of them together, if this is one: see
+    Attention."""
     if norm is not None and len(norm.weight) > heads.shape[2]:
         return _norm(norm, heads.flatten(1)).view(heads.shape)
-    return _norm(norm, heads)
+    return heads
+
+
+def _own_norm(norm: PackedNorm | None, shape: AttentionShape) -> PackedNorm | None:
+    """The norm, if it is of each head by itself."""
+    return norm if norm is not None and len(norm.weight) == shape.head_dim else None
 
 
 def _norm(norm: PackedNorm | None, x: torch.Tensor) -> torch.Tensor:

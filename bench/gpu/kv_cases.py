@@ -12,6 +12,7 @@ from baton_kernels.gpu import kv_pack
 from baton_kernels.gpu.rope_kv_write import rope_kv_write
 from baton_kernels.kv_pack import Runs
 from baton_kernels.kv_write import slot_rows
+from baton_kernels.layer import Norm
 from baton_kernels.quantize_rows import dequantize_rows
 from baton_kernels.rope import rope_tables
 from baton_kernels.word_sum import key_of
@@ -19,7 +20,9 @@ from bench.gpu.case import FP8, Case, Sizes, Trial, randn, relative_error, share
 from bench.gpu.paged_batch import in_one_memory
 
 
-def _rope(dtype: torch.dtype | None, generator: torch.Generator, sizes: Sizes) -> Trial:
+def _rope(
+    dtype: torch.dtype | None, has_norms: bool, generator: torch.Generator, sizes: Sizes
+) -> Trial:
     """dtype: of the pool, None for the 16-bit one."""
     (num_heads, num_kv_heads), dim, device = sizes.heads, 128, generator.device
     fused = randn(generator, sizes.num_tokens, num_heads + 2 * num_kv_heads, dim).to(sizes.half)
@@ -34,16 +37,21 @@ def _rope(dtype: torch.dtype | None, generator: torch.Generator, sizes: Sizes) -
         pool, scales = in_one_memory(pool, torch.zeros(shape[:-1], device=device))
     slots = torch.randperm(num_blocks * 16, generator=generator, device=device)[: len(fused)]
     rows = slot_rows(slots, pool)
+    weight = randn(generator, dim).to(sizes.half)
+    norm = Norm(weight, 1e-6) if has_norms else None
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
-        return rope_kv_write(query, key, value, cos, sin, pool, 1, rows, scales)
+        return rope_kv_write(query, key, value, cos, sin, pool, 1, rows, scales, norm, norm)
 
     def error(got: tuple[torch.Tensor, torch.Tensor]) -> float:
         wide_cos, wide_sin = (torch.cat((t, t), -1).double()[:, None] for t in (cos, sin))
 
         def turn(x: torch.Tensor) -> torch.Tensor:
-            first, second = x.double().chunk(2, dim=-1)
-            return x.double() * wide_cos + torch.cat((-second, first), -1) * wide_sin
+            x = x.double()
+            if has_norms:
+                x = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+            first, second = x.chunk(2, dim=-1)
+            return x * wide_cos + torch.cat((-second, first), -1) * wide_sin
 
         written = pool if scales is None else dequantize_rows(pool, scales, torch.float32)
         at = written[slots // 16, 1, :, :, slots % 16]
@@ -104,9 +112,10 @@ def _pack_summed(generator: torch.Generator, sizes: Sizes) -> Trial:
 def kv_cases() -> Sequence[Case]:
     """See above."""
     return (
-        Case("rope_kv_write", partial(_rope, None)),
-        Case("rope_kv_write int8", partial(_rope, torch.int8)),
-        Case("rope_kv_write fp8", partial(_rope, FP8), 89, is_interpretable=False),
+        Case("rope_kv_write", partial(_rope, None, False)),
+        Case("rope_kv_write with norms", partial(_rope, None, True)),
+        Case("rope_kv_write int8", partial(_rope, torch.int8, False)),
+        Case("rope_kv_write fp8", partial(_rope, FP8, False), 89, is_interpretable=False),
         Case("kv_pack and kv_unpack", _pack),
         Case("kv_pack_summed and kv_unpack_summed", _pack_summed),
     )

@@ -1,5 +1,5 @@
-"""Rotate queries and keys by their positions, and write keys and values into the paged KV pool: see
-rope and kv_write."""
+"""Norm queries and keys head by head, where a model does, rotate them by their positions, and write
+keys and values into the paged KV pool: see rms_norm, rope and kv_write."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import torch
 
 from baton_kernels.dispatch import op
 from baton_kernels.kv_write import kv_write
+from baton_kernels.layer import Norm
+from baton_kernels.rms_norm import rms_norm
 from baton_kernels.rope import rope
 
 
@@ -21,10 +23,19 @@ def rope_kv_write(
     layer: int,
     rows: torch.Tensor,
     scales: torch.Tensor | None = None,
+    q_norm: Norm[torch.Tensor] | None = None,
+    k_norm: Norm[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim]; cos, sin as
-    rope_tables gives them, rows as slot_rows does; scales if the pool is of 8 bits. Returns rotated
-    queries and keys, not rounded to the pool's dtype."""
+    rope_tables gives them, rows as slot_rows does; scales if the pool is of 8 bits; norms with
+    weights [head_dim] come before the rotation. Returns rotated queries and keys, not rounded to
+    the pool's dtype."""
+    query, key = norm_heads(query, q_norm), norm_heads(key, k_norm)
     query, key = rope(query, cos, sin), rope(key, cos, sin)
     kv_write(pool, layer, rows, key, value, scales)
     return query, key
+
+
+def norm_heads(heads: torch.Tensor, norm: Norm[torch.Tensor] | None) -> torch.Tensor:
+    """heads [tokens, heads, head_dim], each by itself."""
+    return heads if norm is None else rms_norm(heads, norm.weight, norm.eps)

@@ -9,6 +9,8 @@ import torch
 from baton_kernels.cpu.calling import NATIVE_DTYPES, STORED_NUMBERS
 from baton_kernels.cpu.library import loaded
 from baton_kernels.kv_write import head_stride
+from baton_kernels.layer import Norm
+from baton_kernels.rope_kv_write import norm_heads
 from baton_kernels.rope_kv_write import rope_kv_write as op
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
@@ -69,8 +71,11 @@ def rope_kv_write(
     layer: int,
     rows: torch.Tensor,
     scales: torch.Tensor | None = None,
+    q_norm: Norm[torch.Tensor] | None = None,
+    k_norm: Norm[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the twin."""
+    query, key = norm_heads(query, q_norm), norm_heads(key, k_norm)
     head_dim = query.shape[2]
     has_dense_heads = all(x.stride()[1:] == (head_dim, 1) for x in (query, key, value))
     is_stored = pool.dtype in STORED_NUMBERS

@@ -14,17 +14,21 @@ import triton
 from baton_kernels.host_copy import to_device
 from baton_kernels.paged_attention import AttentionSlice, PlacedTables
 
-#: Keys of one item of a sequence with few new rows.
-SPLIT_TOKENS = 512
-#: Rows (tokens * heads that share a KV head) of the largest tile, and of a sequence whose keys are
-#: split at most.
+#: Rows (tokens * heads that share a KV head) of the largest tile.
 MAX_ROWS = 128
+#: Keys of one item of a sequence with few new rows, and how many these are at most.
+SPLIT_TOKENS = 512
 MAX_SPLIT_ROWS = 64
+#: Of a sequence with more: keys of one item for each of its tiles, rounded up to a power of two, so
+#: that partial results do not grow with rows; and how many tiles it has at most. Those of one with
+#: more still are programs enough, and its keys are not split.
+LONG_SPLIT_TOKENS = 2048
+MAX_SPLIT_TILES = 8
 #: int32 fields of an item: first row of the batch, number of tokens, position of the first, first
 #: entry of the block table, first key, end of the keys, index of the partial result or -1.
 ITEM_FIELDS = 7
-#: int32 fields of a merge: first row of the batch, number of tokens, first partial result, number
-#: of them.
+#: int32 fields of a merge: row of the batch, the token's place in its tile, first partial result,
+#: number of them.
 MERGE_FIELDS = 4
 
 
@@ -59,7 +63,7 @@ class Launch:
 
     items [items, ITEM_FIELDS] int32; merges [merges, MERGE_FIELDS] int32; part [parts, kv_heads,
     block_m, head_dim] and lse [parts, kv_heads, block_m] float32, written and read within one call:
-    layers share them. merge_tokens: most tokens of a merge.
+    layers share them.
     """
 
     tile: Tile
@@ -67,7 +71,6 @@ class Launch:
     merges: torch.Tensor
     part: torch.Tensor
     lse: torch.Tensor
-    merge_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,6 @@ def list_items(
                 on_device[end_items:end].view(-1, MERGE_FIELDS),
                 torch.empty(*shape, head_dim, dtype=torch.float32, device=pool.device),
                 torch.empty(shape, dtype=torch.float32, device=pool.device),
-                max((merge[1] for merge in work.merges), default=0),
             )
         )
         first = end
@@ -170,12 +172,22 @@ class WorkList:
 
     def add(self, part: AttentionSlice, first_entry: int) -> None:
         """Cut a sequence. first_entry: where its block table begins in the plan's."""
-        is_split = part.num_tokens <= self._max_split_tokens
+        split = self._split(part.num_tokens)
         for offset in range(0, part.num_tokens, self._tokens_per_tile):
             count = min(self._tokens_per_tile, part.num_tokens - offset)
             position = part.start + offset
-            step = SPLIT_TOKENS if is_split else position + count
+            step = position + count if split is None else split
             self._add_tile(part.first_row + offset, count, position, first_entry, step)
+
+    def _split(self, num_tokens: int) -> int | None:
+        """Keys of an item of a sequence with so many new tokens: of nothing else, so that a row
+        does not depend on the batch. None if they are not split."""
+        if num_tokens <= self._max_split_tokens:
+            return SPLIT_TOKENS
+        num_tiles = -(-num_tokens // self._tokens_per_tile)
+        if num_tiles > MAX_SPLIT_TILES:
+            return None
+        return LONG_SPLIT_TOKENS * int(triton.next_power_of_2(num_tiles))
 
     def _add_tile(
         self, first_row: int, count: int, position: int, first_entry: int, step: int
@@ -189,7 +201,8 @@ class WorkList:
             keys = (first_key, min(begin + step, end))
             self.items.append((first_row, count, position, first_entry, *keys, index))
         if len(begins) > 1:
-            self.merges.append((first_row, count, self.num_parts, len(begins)))
+            of_tile = (self.num_parts, len(begins))
+            self.merges += [(first_row + token, token, *of_tile) for token in range(count)]
             self.num_parts += len(begins)
 
     def ordered(self) -> list[tuple[int, ...]]:

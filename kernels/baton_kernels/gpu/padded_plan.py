@@ -1,7 +1,8 @@
 """Attention plans at fixed addresses: a CUDA graph has its numbers of programs for good, so that a
 step's items are padded to them.
 
-An item or a merge of zeros has no tokens: its programs read and write nothing. A sequence that only
+An item of zeros has no tokens, and a merge of zeros no parts: their programs read and write
+nothing. A sequence that only
 fills the batch up has an item without keys, which writes zeros: what is computed from them is of no
 interest, but should not be what memory happens to hold. Real items are those of an eager plan, in
 the same tiles, so that a row gets the same bits whatever it is padded to.
@@ -134,9 +135,9 @@ def _plan_items(
     if HAS_MERGES:
         merge = merges_ptr + row * MERGE
         tl.store(merge, batch_row)
-        tl.store(merge + 1, tl.where(own_count > 1, 1, 0))
+        tl.store(merge + 1, 0)
         tl.store(merge + 2, first_part)
-        tl.store(merge + 3, own_count)
+        tl.store(merge + 3, tl.where(own_count > 1, own_count, 0))
 
 
 def plan_items(sequences: Sequences, plan: AttentionPlan) -> None:
@@ -175,6 +176,5 @@ def padded_plan(
         fields[end_items:].view(-1, MERGE_FIELDS),
         partials.part,
         partials.lse,
-        merge_tokens=1,
     )
     return AttentionPlan(scale, window, table, (launch,))

@@ -10,12 +10,13 @@ A sink is one more score, of a key whose value is 0. See ScoreTerms.
 Work is cut into items. An item is a run of one sequence's new tokens and a range of its keys; a
 program takes one item and one KV head, and the GROUP heads that share it are rows of one matrix:
 BLOCK_M rows = tokens * GROUP. Few rows (decode, verification) make many items of SPLIT_TOKENS keys
-each, whose results are put together by `_merge`. Softmax is taken online (Milakov and Gimelshein,
+each, somewhat more (a prompt's end, or what follows a cached prefix) items of LONG_SPLIT_TOKENS a
+tile, whose results are put together by `_merge`. Softmax is taken online (Milakov and Gimelshein,
 2018; FlashAttention, Dao et al., 2022), in base 2.
 
-What a row yields depends on its own sequence alone: ranges begin at multiples of SPLIT_TOKENS,
-tiles at multiples of BLOCK_N, and the size of its tile follows from its own sequence's number of
-new tokens, never from the batch.
+What a row yields depends on its own sequence alone: ranges begin at multiples of their size, tiles
+at multiples of BLOCK_N, and both sizes follow from its own sequence's number of new tokens, never
+from the batch.
 
     query, out [tokens, heads, head_dim]; pool [blocks, layers, 2, kv_heads, block_size, head_dim];
     scales, if the pool is quantised, [blocks, layers, 2, kv_heads, block_size]. A head here is a
@@ -277,18 +278,16 @@ def _merge(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, FIELDS: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (merges, kv_heads, rows of the largest merge): out = sum_i 2^(lse_i) part_i / sum_i
-    2^(lse_i), in order of i."""
+    """Grid (merges, kv_heads, GROUP): out = sum_i 2^(lse_i) part_i / sum_i 2^(lse_i), in order of
+    i."""
     kv_head = tl.program_id(1)
     num_kv_heads = tl.num_programs(1)
-    row = tl.program_id(2)
     merge = merges_ptr + tl.program_id(0) * FIELDS
-    first_token = tl.load(merge)
-    num_tokens = tl.load(merge + 1)
+    token = tl.load(merge)
+    row = tl.load(merge + 1) * GROUP + tl.program_id(2)
     first_part = tl.load(merge + 2)
     num_parts = tl.load(merge + 3)
-    token = row // GROUP
-    if token < num_tokens:
+    if num_parts > 0:
         dims = tl.arange(0, BLOCK_D)
         index = tl.arange(0, PARTS)
         peak = float("-inf")
@@ -312,8 +311,8 @@ def _merge(
             )
             acc += tl.sum(part * weight[:, None], 0)
             total += tl.sum(weight, 0)
-        head = kv_head * GROUP + row % GROUP
-        out_at = ((first_token + token).to(tl.int64) * (num_kv_heads * GROUP) + head) * HEAD_DIM
+        head = kv_head * GROUP + tl.program_id(2)
+        out_at = (token.to(tl.int64) * (num_kv_heads * GROUP) + head) * HEAD_DIM
         tl.store(
             out_ptr + out_at + dims,
             (acc / total).to(out_ptr.dtype.element_ty),
@@ -369,7 +368,7 @@ def attend(
             num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
         if len(launch.merges):
-            _merge[(len(launch.merges), num_kv_heads, launch.merge_tokens * group)](
+            _merge[(len(launch.merges), num_kv_heads, group)](
                 launch.merges, launch.part, launch.lse, out,
                 GROUP=group, HEAD_DIM=head_dim, FIELDS=MERGE_FIELDS, PARTS=MERGE_PARTS,
                 BLOCK_M=tile.block_m, BLOCK_D=block_d, num_warps=4, enable_fp_fusion=True,

@@ -1,14 +1,16 @@
-"""Rotate queries and keys by their positions, and write keys and values into the paged KV pool, in
-one pass.
+"""Norm queries and keys head by head, where a model does, rotate them by their positions, and write
+keys and values into the paged KV pool, in one pass.
+
+    x = x / sqrt(mean(x^2) + eps) * weight   of a head; rounded where rms_norm's twin rounds
 
 A head vector is split in halves (a, b); with c, s the cosine and sine of its position's angles,
     a' = a c - b s,    b' = b c + a s        each product rounded to the dtype, as the twin's are.
 
     query [tokens, heads, head_dim], key, value [tokens, kv_heads, head_dim], heads contiguous,
-    tokens anywhere; cos, sin [tokens, head_dim / 2]; rows [tokens * kv_heads] int64, as slot_rows
-    gives them: BLOCK_SIZE rows of head_dim are together, such heads lie stride elements apart;
-    scales, if the pool is quantised, one float32 per row: see baton_kernels.kv_write. Tokens
-    without a slot have negative rows: nothing of them is written.
+    tokens anywhere; weights [head_dim]; cos, sin [tokens, head_dim / 2]; rows [tokens * kv_heads]
+    int64, as slot_rows gives them: BLOCK_SIZE rows of head_dim are together, such heads lie stride
+    elements apart; scales, if the pool is quantised, one float32 per row: see
+    baton_kernels.kv_write. Tokens without a slot have negative rows: nothing of them is written.
 
 A program takes one token.
 """
@@ -21,7 +23,30 @@ import triton.language as tl
 
 from baton_kernels.gpu.quantize_rows import magnitude, scale_of
 from baton_kernels.kv_write import head_stride
+from baton_kernels.layer import Norm
 from baton_kernels.quantize_rows import LIMITS
+
+
+@triton.jit
+def _norm(
+    first, second, weight_ptr, eps, dims, dtype,
+    HALF: tl.constexpr, HAS_NORM: tl.constexpr, IS_WIDE: tl.constexpr,
+):  # fmt: skip
+    """Halves [heads, head_dim / 2] -> normed halves, float32 of values of `dtype`; as they are
+    without HAS_NORM. IS_WIDE: the weight is float32, whatever the dtype."""
+    if HAS_NORM:
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+        first = first * scale
+        second = second * scale
+        if not IS_WIDE:
+            first = first.to(dtype).to(tl.float32)
+            second = second.to(dtype).to(tl.float32)
+        first_weight = tl.load(weight_ptr + dims, mask=dims < HALF, other=0.0)
+        second_weight = tl.load(weight_ptr + HALF + dims, mask=dims < HALF, other=0.0)
+        first = (first * first_weight.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
+        second = (second * second_weight.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
+    return first, second
 
 
 @triton.jit
@@ -68,10 +93,12 @@ def _store(
 @triton.jit
 def _rope_kv_write(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, rows_ptr, q_out_ptr, k_out_ptr, pool_ptr, scales_ptr,
+    q_weight_ptr, k_weight_ptr, q_eps, k_eps,
     q_stride, k_stride, v_stride, layer_row, kind_rows, stride, scale_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     BLOCK_KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    LIMIT: tl.constexpr,
+    LIMIT: tl.constexpr, HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr,
+    IS_WIDE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK)
@@ -90,6 +117,9 @@ def _rope_kv_write(
     second = tl.load(q_ptr + token * q_stride + within + HALF, mask=inside, other=0.0).to(
         tl.float32
     )
+    first, second = _norm(
+        first, second, q_weight_ptr, q_eps, dims, dtype, HALF, HAS_Q_NORM, IS_WIDE
+    )
     first, second = _rotate(first, second, cos, sin, dtype)
     out = q_out_ptr + token * (HEADS * 2 * HALF) + within
     tl.store(out, first, mask=inside)
@@ -104,6 +134,9 @@ def _rope_kv_write(
     first = tl.load(k_ptr + token * k_stride + within, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(k_ptr + token * k_stride + within + HALF, mask=inside, other=0.0).to(
         tl.float32
+    )
+    first, second = _norm(
+        first, second, k_weight_ptr, k_eps, dims, dtype, HALF, HAS_K_NORM, IS_WIDE
     )
     first, second = _rotate(first, second, cos, sin, dtype)
     out = k_out_ptr + token * (KV_HEADS * 2 * HALF) + within
@@ -132,9 +165,11 @@ def rope_kv_write(
     layer: int,
     rows: torch.Tensor,
     scales: torch.Tensor | None = None,
+    q_norm: Norm[torch.Tensor] | None = None,
+    k_norm: Norm[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the twin. Heads and elements of query, key and value must be contiguous; their tokens may
-    be apart."""
+    be apart. Weights of both norms are of one dtype."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
     for x in (query, key, value):
@@ -146,15 +181,20 @@ def rope_kv_write(
         torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key)
     )
     kind_rows = num_kv_heads * block_size
+    q_weight, k_weight = (None if norm is None else norm.weight for norm in (q_norm, k_norm))
+    weights = [weight for weight in (q_weight, k_weight) if weight is not None]
     _rope_kv_write[(num_tokens,)](
         query, key, value, cos, sin, rows, rotated, rotated_key, pool, scales,
+        q_weight, k_weight, q_norm.eps if q_norm else 0.0, k_norm.eps if k_norm else 0.0,
         query.stride(0), key.stride(0), value.stride(0), layer * 2 * kind_rows, kind_rows,
         head_stride(pool), 0 if scales is None else head_stride(scales),
         HEADS=num_heads, KV_HEADS=num_kv_heads, HALF=head_dim // 2,
         BLOCK_HEADS=triton.next_power_of_2(num_heads),
         BLOCK_KV_HEADS=triton.next_power_of_2(num_kv_heads),
         BLOCK=triton.next_power_of_2(head_dim // 2), BLOCK_SIZE=block_size,
-        LIMIT=0 if scales is None else LIMITS[pool.dtype], num_warps=4,
+        LIMIT=0 if scales is None else LIMITS[pool.dtype],
+        HAS_Q_NORM=q_norm is not None, HAS_K_NORM=k_norm is not None,
+        IS_WIDE=any(weight.dtype == torch.float32 for weight in weights), num_warps=4,
         enable_fp_fusion=False,
     )  # fmt: skip
     return rotated, rotated_key

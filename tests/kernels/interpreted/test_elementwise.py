@@ -15,6 +15,7 @@ from baton_kernels.gpu import rms_norm as norm_kernels
 from baton_kernels.gpu import rope_kv_write as rope_kernels
 from baton_kernels.gpu.gated_activation import clamped_swiglu, geglu, swiglu
 from baton_kernels.kv_write import slot_rows
+from baton_kernels.layer import Norm
 from baton_kernels.quantize_rows import dequantize_rows
 from baton_kernels.rope import rope_tables
 from bench.gpu.paged_batch import in_one_memory
@@ -107,6 +108,33 @@ def test_rope_kv_write(
     # A code on the edge between two may fall to either side.
     assert (got_pool.int() - pool.int()).abs().max() <= 1
     assert (got_pool != pool).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 6), (4, 2, 32)])
+def test_rope_kv_write_with_norms(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, weight_dtype: torch.dtype | None
+) -> None:
+    """A head of zeros stays one. weight_dtype: of the norms' weights, if another than the
+    heads'."""
+    fused = randn(5, heads + 2 * kv_heads, dim, dtype=dtype) * 2
+    fused[2, heads] = 0
+    query, key, value = fused.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
+    cos, sin = rope_tables(torch.tensor([0, 7, 900, 3, 5]), torch.rand(1, dim // 2), 1.0, dtype)
+    weights = (randn(dim, dtype=weight_dtype or dtype, seed=seed) for seed in (1, 2))
+    norms = [Norm(weight, 10.0**-eps) for weight, eps in zip(weights, (5, 2), strict=True)]
+    shape = (4, 2, 2, kv_heads, 16, dim)
+    rows = slot_rows(torch.tensor([3, 16, 0, -1, 49]), torch.empty(shape))
+    results = []
+    for side in (rope_kernels, ropes):
+        pool = torch.zeros(shape, dtype=dtype)
+        args = query, key, value, cos, sin, pool, 1, rows, None
+        results.append((*side.rope_kv_write(*args, *norms), pool))
+        # One norm alone.
+        results[-1] += side.rope_kv_write(*args, norms[0])[:1]
+    for got, wanted in zip(*results, strict=True):
+        assert_close(got, wanted)
 
 
 def test_rope_kv_write_in_float8() -> None:

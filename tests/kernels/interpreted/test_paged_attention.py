@@ -113,6 +113,53 @@ def test_split_keys(monkeypatch: pytest.MonkeyPatch, window: int | None, terms: 
     )
 
 
+@pytest.mark.parametrize("window", [None, 150])
+def test_few_new_tokens_after_a_long_prefix(
+    monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
+    """More rows than a sequence with the smallest ranges has: of one tile, of several, and of too
+    many for keys to be split. They are the same alone and in company."""
+    monkeypatch.setattr(attention_plan, "MAX_SPLIT_ROWS", 4)
+    monkeypatch.setattr(attention_plan, "SPLIT_TOKENS", 32)
+    monkeypatch.setattr(attention_plan, "LONG_SPLIT_TOKENS", 64)
+    monkeypatch.setattr(attention_plan, "MAX_SPLIT_TILES", 4)
+    lengths = [(300, 5), (190, 9), (253, 30), (100, 40), (70, 1)]
+    batch = batch_of(lengths, Heads(4, 2, 16), 16, torch.float32)
+    plan = kernels.plan_attention(batch.slices, batch.pool, 4, 0.3, window, choose=choose_with(16))
+    (launch,) = plan.launches
+    sizes = {}
+    for first, _, _, _, begin, end, index in launch.items.tolist():
+        part = next(p for p in batch.slices if p.first_row <= first < p.first_row + p.num_tokens)
+        sizes.setdefault((part.start, part.num_tokens), []).append((begin, end, index))
+    # 10 rows are one tile of 16, 18 are two, 60 are four, and 80 five.
+    for length, size in zip(lengths[:3], (64, 128, 256), strict=True):
+        assert len(sizes[length]) > 1
+        assert all(begin // size == (end - 1) // size for begin, end, _ in sizes[length])
+    assert all(index == -1 for _, _, index in sizes[100, 40])
+    got = kernels.attend(batch.query, batch.pool, None, batch.layer, plan)
+    wanted = reference_attention(batch, 0.3, window)
+    torch.testing.assert_close(got.double(), wanted, atol=2e-5, rtol=1e-4)
+    for part in batch.slices:
+        rows = slice(part.first_row, part.first_row + part.num_tokens)
+        own = kernels.plan_attention(
+            [part._replace(first_row=0)], batch.pool, 4, 0.3, window, choose=choose_with(16)
+        )
+        alone = kernels.attend(batch.query[rows], batch.pool, None, batch.layer, own)
+        assert torch.equal(alone, got[rows])
+
+
+def test_each_token_is_merged_once_by_programs_that_all_have_one() -> None:
+    """A decoding sequence beside one that verifies and a prompt's end."""
+    tile = attention_plan.choose_tile(16, torch.empty(1, 1, 2, 2, 16, 128), torch.float16)
+    work = attention_plan.WorkList(tile, 4, None)
+    for first, (start, count) in enumerate([(1500, 1), (700, 4), (10, 2), (511, 2)]):
+        work.add(twins.AttentionSlice(10 * first, count, start, ()), 0)
+    assert [merge[:2] for merge in work.merges] == [
+        *((0, 0), (10, 0), (11, 1), (12, 2), (13, 3), (30, 0), (31, 1)),
+    ]
+    assert all(num_parts > 1 for *_, num_parts in work.merges)
+
+
 def test_tokens_of_the_query_may_be_apart() -> None:
     batch = batch_of([(9, 2), (3, 1)], Heads(2, 1, 16), 16, torch.float32)
     apart = torch.zeros(3, 5, 16)
