@@ -26,7 +26,8 @@ def _quantize(dtype: torch.dtype, generator: torch.Generator, sizes: Sizes) -> T
 
 def _linear(scheme: str, num_rows: int, generator: torch.Generator, sizes: Sizes) -> Trial:
     """scheme: int8, int4, fp8, or fp8 in groups of 128 inputs."""
-    num_in, num_out = sizes.hidden, sizes.hidden + 32
+    # Inputs enough to be split where rows are few.
+    num_in, num_out = max(sizes.hidden, 1024), sizes.hidden + 32
     device = generator.device
     x = randn(generator, num_rows, num_in).to(sizes.half)
     if scheme.startswith("fp8"):

@@ -143,16 +143,6 @@ def can_group_float8(num_in: int, group_size: int) -> bool:
     return group_size == num_in or (group_size in _FLOAT8_GROUPS and num_in % group_size == 0)
 
 
-def quantize_groups(
-    x: torch.Tensor, num_groups: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [rows, num_in] contiguous -> codes [rows, num_in] and scales [rows, num_groups] of runs of
-    num_in / num_groups inputs: see quantize_rows."""
-    runs = x.view(x.shape[0], num_groups, -1)
-    codes, scales = quantize_rows(runs, dtype)
-    return codes.view(x.shape), scales
-
-
 @op
 def fp8_linear(
     x: torch.Tensor,
@@ -164,11 +154,10 @@ def fp8_linear(
 ) -> torch.Tensor:
     """codes [out, in] float8_e4m3fn; scales [groups, out] float32."""
     num_groups = len(scales)
-    x_codes, x_scales = quantize_groups(x.contiguous(), num_groups, codes.dtype)
-    parts = (each.float().chunk(num_groups, 1) for each in (x_codes, codes))
+    x_codes, x_scales = quantize_rows(x.unflatten(1, (num_groups, -1)), codes.dtype)
     y = torch.zeros(len(x), len(codes), device=x.device)
-    for g, (x_part, part) in enumerate(zip(*parts, strict=True)):
-        y += F.linear(x_part, part) * (x_scales[:, g, None] * scales[g])
+    for g, part in enumerate(codes.float().chunk(num_groups, 1)):
+        y += F.linear(x_codes[:, g].float(), part) * (x_scales[:, g, None] * scales[g])
     return _finish(y, bias, residual, out_dtype or x.dtype)
 
 

@@ -9,6 +9,9 @@ or codes.
 A level less its zero is a small integer, exact in the dtype of x: it is multiplied as it is, and
 the scale is applied to the sum of each run. A program makes a tile of BLOCK_M rows by BLOCK_N
 outputs, whose size follows from the number of rows; each sum is taken over the inputs in order.
+Where few rows of int weights make too few programs, each takes a part of the inputs, and the parts
+are added in order by a kernel of their own (split-K): into how many follows from the layer's shape
+and the tile.
 """
 
 from __future__ import annotations
@@ -18,8 +21,17 @@ import triton
 import triton.language as tl
 
 from baton_kernels.epilogue import finish
-from baton_kernels.quantized_linear import IntWeight, quantize_groups
+from baton_kernels.gpu.quantize_rows import quantize_rows
+from baton_kernels.quantized_linear import IntWeight
 
+#: Programs that a product of few rows should have: some for each of a large GPU's multiprocessors.
+_WANTED_PROGRAMS = 512
+#: Rows of a product whose inputs are split, at most: all of its tile.
+_MAX_SPLIT_ROWS = 64
+#: Runs that a program has at least, where inputs are split.
+_LEAST_RUNS = 4
+#: Outputs that one program adds the parts of.
+_ADDED_OUTPUTS = 512
 #: More rows than this are multiplied by torch's own product of float8, where there is one.
 _MAX_OWN_FP8_ROWS = 16
 #: The least compute capability where it takes a scale for each row, and what sizes and results are.
@@ -43,16 +55,36 @@ def _finish(
 
 
 @triton.jit
+def _add_parts(
+    parts_ptr, bias_ptr, residual_ptr, y_ptr, num_rows, num_out,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, tiles of outputs): y = the parts [SPLITS, rows, out] float32 added in order."""
+    rows = tl.program_id(0) + tl.arange(0, 1)
+    outs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (outs < num_out)[None, :]
+    at = rows[:, None].to(tl.int64) * num_out + outs[None, :]
+    acc = tl.zeros([1, BLOCK], dtype=tl.float32)
+    for split in range(SPLITS):
+        part = parts_ptr + tl.cast(split, tl.int64) * num_rows * num_out
+        acc += tl.load(part + at, mask=inside, other=0.0)
+    _finish(
+        acc, rows, outs, num_rows, num_out, bias_ptr, residual_ptr, y_ptr, HAS_BIAS, HAS_RESIDUAL
+    )
+
+
+@triton.jit
 def _int_linear(
     x_ptr, levels_ptr, scales_ptr, zeros_ptr, bias_ptr, residual_ptr, y_ptr,
     num_rows, num_out, num_in, group_size, x_stride,
-    BITS: tl.constexpr, RUN: tl.constexpr,
+    BITS: tl.constexpr, RUN: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles, output tiles). A step takes one run; of 4 bits, its first half in the low
-    ones, the second in the high.
-    BLOCK_K: bytes of levels in a run, padded to a power of two."""
+    """Grid (row tiles, output tiles, SPLITS). A step takes one run; of 4 bits, its first half in
+    the low ones, the second in the high. BLOCK_K: bytes of levels in a run, padded to a power of
+    two. y: if there are several SPLITS, their parts [SPLITS, rows, out] float32."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     outs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     ins = tl.arange(0, BLOCK_K)
@@ -62,7 +94,10 @@ def _int_linear(
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     x_at = x_ptr + rows[:, None].to(tl.int64) * x_stride + ins[None, :]
     w_at = levels_ptr + outs[:, None].to(tl.int64) * (num_in * BITS // 8) + ins[None, :]
-    for step in range(num_in // RUN):
+    num_steps = num_in // RUN
+    of_split = tl.cdiv(num_steps, SPLITS)
+    first = tl.program_id(2) * of_split
+    for step in range(first, tl.minimum(first + of_split, num_steps)):
         group = step * RUN // group_size
         scale = tl.load(scales_ptr + group * num_out + outs, mask=outs < num_out, other=0.0)
         if HAS_ZEROS:
@@ -83,6 +118,7 @@ def _int_linear(
             part = tl.dot(x, tl.trans(low), input_precision="ieee")
             part = tl.dot(x_high, tl.trans(high), part, input_precision="ieee")
         acc += part * scale[None, :]
+    y_ptr += tl.program_id(2).to(tl.int64) * num_rows * num_out
     _finish(
         acc, rows, outs, num_rows, num_out, bias_ptr, residual_ptr, y_ptr, HAS_BIAS, HAS_RESIDUAL
     )
@@ -138,16 +174,35 @@ def int_linear(
     # Both halves of a run are in registers at once.
     block_n = min(64, block_n)
     y = torch.empty(num_rows, num_out, dtype=out_dtype or x.dtype, device=x.device)
-    _int_linear[(triton.cdiv(num_rows, block_m), triton.cdiv(num_out, block_n))](
-        x, weight.levels, weight.scales, weight.zeros, bias, residual, y,
+    splits = num_splits(num_rows, num_out, num_in // run)
+    to = y if splits == 1 else x.new_empty(splits, num_rows, num_out, dtype=torch.float32)
+    _int_linear[(triton.cdiv(num_rows, block_m), triton.cdiv(num_out, block_n), splits)](
+        x, weight.levels, weight.scales, weight.zeros, bias, residual, to,
         num_rows, num_out, num_in, num_in // weight.scales.shape[0], x.stride(0),
-        BITS=weight.bits, RUN=run, BLOCK_M=block_m, BLOCK_N=block_n,
+        BITS=weight.bits, RUN=run, SPLITS=splits, BLOCK_M=block_m, BLOCK_N=block_n,
         BLOCK_K=max(16, triton.next_power_of_2(run * weight.bits // 8)),
         HAS_ZEROS=weight.zeros is not None,
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        HAS_BIAS=bias is not None and splits == 1,
+        HAS_RESIDUAL=residual is not None and splits == 1,
         num_warps=num_warps, num_stages=4, enable_fp_fusion=True,
     )  # fmt: skip
+    if splits > 1:
+        _add_parts[(num_rows, triton.cdiv(num_out, _ADDED_OUTPUTS))](
+            to, bias, residual, y, num_rows, num_out, SPLITS=splits, BLOCK=_ADDED_OUTPUTS,
+            HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+            num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
     return y
+
+
+def num_splits(num_rows: int, num_out: int, num_runs: int) -> int:
+    """Into how many parts int_linear takes the inputs of a layer: a power of two, 1 where outputs
+    make programs enough. The same for all numbers of rows that have one tile."""
+    if num_rows > _MAX_SPLIT_ROWS:
+        return 1
+    _, block_n, _, _ = _tile(num_rows)
+    wanted = _WANTED_PROGRAMS // triton.cdiv(num_out, block_n)
+    return 1 << max(0, min(wanted, num_runs // _LEAST_RUNS).bit_length() - 1)
 
 
 def fp8_linear(
@@ -161,7 +216,8 @@ def fp8_linear(
     """See the twin. All must be contiguous."""
     num_rows, num_in = x.shape
     num_groups, num_out = scales.shape
-    x_codes, x_scales = quantize_groups(x, num_groups, codes.dtype)
+    x_codes, x_scales = quantize_rows(x.view(num_rows, num_groups, -1), codes.dtype)
+    x_codes = x_codes.view(x.shape)
     if _takes_scaled_mm(x, codes, num_groups, out_dtype):
         y = torch._scaled_mm(
             x_codes, codes.t(), scale_a=x_scales, scale_b=scales, bias=bias, out_dtype=x.dtype

@@ -64,6 +64,32 @@ def test_int_linear(
             assert_close(got, twins.int_linear(x, weight, *extra))
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("rows", "splits"), [(3, 4), (40, 4), (70, 1)])
+def test_int_linear_with_its_inputs_split(rows: int, splits: int, bits: int) -> None:
+    """17 runs in four parts, the last of two; a row is the same alone and among others of its
+    tile."""
+    num_out, num_in = 40, 17 * 32
+    assert kernels.num_splits(rows, num_out, num_in // 32) == splits
+    x = randn(rows, num_in).half()
+    levels = codes(num_out, num_in, low=0, high=1 << bits).to(torch.uint8)
+    scales = randn(num_out, num_in // 32, seed=2) * 0.2 / (1 << bits)
+    weight = twins.pack_int_weight(levels, scales, None, bits)
+    bias, residual = randn(num_out, seed=3).half(), randn(rows, num_out, seed=4).half()
+    for extra in ((), (bias, residual, torch.float32)):
+        got = kernels.int_linear(x, weight, *extra)
+        assert_close(got, twins.int_linear(x, weight, *extra))
+    assert torch.equal(kernels.int_linear(x[1:3], weight)[0], kernels.int_linear(x[:3], weight)[1])
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 64])
+def test_layers_with_many_outputs_or_few_inputs_are_not_split(num_rows: int) -> None:
+    assert kernels.num_splits(num_rows, 4096, 32) == 4
+    assert kernels.num_splits(num_rows, 28672, 32) == 1
+    assert kernels.num_splits(num_rows, 128256, 1000) == 1
+    assert kernels.num_splits(num_rows, 40, 7) == 1
+
+
 def test_what_cannot_be_packed_is_refused() -> None:
     levels, scales = torch.zeros(2, 6, dtype=torch.uint8), torch.ones(2, 2)
     with pytest.raises(ValueError, match="halved"):

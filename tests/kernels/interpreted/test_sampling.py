@@ -7,6 +7,7 @@ import torch
 
 from baton_kernels import sampling as twins
 from baton_kernels.gpu import sampling as kernels
+from baton_kernels.gpu import token_filter
 
 SPREAD = torch.tensor([0.01, 1.0, 5.0, 30.0])[:, None]
 
@@ -62,8 +63,10 @@ def test_keep_top_p(vocab_size: int) -> None:
         assert torch.equal(got, wanted)
 
 
-def test_rows_longer_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "FILTER_BLOCK", 64)
+def test_rows_of_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal tokens at the threshold lie in all of them."""
+    monkeypatch.setattr(token_filter, "PART", 64)
+    monkeypatch.setattr(token_filter, "CHUNK", 16)
     got, wanted = make_logits(130), make_logits(130)
     kernels.keep_top_p(got, torch.full((4,), 0.6))
     twins.keep_top_p(wanted, torch.full((4,), 0.6))
