@@ -72,8 +72,9 @@ class Float8Weight:
     def dequantize(self) -> torch.Tensor:
         """[num_out, num_in] float32."""
         wide = self.codes.float()
-        for group, part in enumerate(wide.split(self.group_size, dim=1)):
-            part.mul_(self.scales[:, group, None])
+        for group in range(self.scales.shape[1]):
+            first = group * self.group_size
+            wide[:, first : first + self.group_size] *= self.scales[:, group, None]
         return wide
 
 

@@ -208,6 +208,8 @@ ITEMS: Mapping[str, Callable[[Setting], Result]] = {
     "attention prefill 8K": partial(paged, _PREFILL),
     "attention prefill 32K": partial(paged, Load(1, 0, 32768)),
     "attention prefill 2K over 8K": partial(paged, Load(1, 8192, 2048)),
+    "attention 32 tokens over 32K": partial(paged, Load(1, 32768, 32)),
+    "attention 256 tokens over 32K": partial(paged, Load(1, 32768, 256)),
     "attention prefill 8K block 64": partial(paged, Load(1, 0, 8192, block_size=64)),
     "SDPA prefill 2K": partial(sdpa, Load(1, 0, 2048)),
     "SDPA prefill 8K": partial(sdpa, _PREFILL),

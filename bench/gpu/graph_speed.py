@@ -19,7 +19,7 @@ from baton.model.decoder import Decoder
 from baton.model.packed import pack_parameters
 from baton.model.parameters import empty_parameters
 from baton.quantization.weight import Float8Weight, StoredWeight
-from baton_kernels.linear import keeps_float8
+from baton_kernels.linear import has_float8
 from bench.gpu.engine_speed import Model, load_model
 from bench.gpu.interpreter import on_kernels
 from bench.gpu.setting import Result, Setting, time_eager_ms
@@ -121,7 +121,7 @@ def _decode(num_seqs: int, setting: Setting) -> Result:
 def _float8_decode(num_seqs: int, setting: Setting) -> Result:
     """See _step_times. Float8 products count as two on the 16-bit roof, but bytes are the floor of
     these steps."""
-    if not (setting.is_dry or keeps_float8(setting.device, setting.half)):
+    if not (setting.is_dry or has_float8(setting.device, setting.half)):
         return {"skipped": f"{torch.cuda.get_device_name()} has no float8 products"}
     with on_kernels(setting):
         model, largest = load_model(setting), setting.pick(num_seqs, 2)

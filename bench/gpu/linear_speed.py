@@ -12,7 +12,7 @@ from baton.quantization.sparsity import prune
 from baton_kernels.linear import (
     FusedLinear,
     Linear,
-    keeps_float8,
+    has_float8,
     pack_float8,
 )
 from baton_kernels.quantized_linear import IntLinear, pack_int_weight
@@ -22,10 +22,10 @@ from bench.gpu.interpreter import on_kernels
 from bench.gpu.setting import Result, Setting, time_ms
 
 NUM_IN, NUM_OUT = 4096, 2 * 14336
-_SCHEMES = ("half", "2:4", "fp8", "int8", "int4")
+_SCHEMES = ("half", "2:4", "fp8", "fp8 grouped", "int8", "int4")
 _NUM_ROWS = (1, 16, 64, 256, 8192)
 #: Products that matrix units make in the time of one of 16 bits.
-_PRODUCTS = {"2:4": 2.0, "fp8": 2.0}
+_PRODUCTS = {"2:4": 2.0, "fp8": 2.0, "fp8 grouped": 2.0}
 _TOLERANCE = 1e-2
 
 
@@ -48,7 +48,7 @@ def _cannot(scheme: str, setting: Setting) -> str:
     if scheme == "2:4" and not can_run_sparse(setting.device, setting.half, shape):
         return f"{where} has no 2:4 products"
     # The interpreter runs the float8 kernel, though it rounds wrongly.
-    if scheme == "fp8" and not (setting.is_dry or keeps_float8(setting.device, setting.half)):
+    if "fp8" in scheme and not (setting.is_dry or has_float8(setting.device, setting.half)):
         return f"{where} has no float8 products"
     return ""
 
@@ -61,10 +61,10 @@ def _make(scheme: str, setting: Setting) -> _Layer:
     if scheme == "2:4":
         # Half of the weights, and two bits for the place of each.
         return _Layer(SparseLinear(prune(setting.randn(num_out, num_in)), None), size * (1 + 1 / 8))
-    if scheme == "fp8":
+    if "fp8" in scheme:
         codes = setting.randn(num_out, num_in).to(FP8)
-        scales = torch.ones(num_out, 1, device=device)
-        return _Layer(pack_float8(codes, scales, None, device), size + 4.0 * num_out)
+        scales = torch.ones(num_out, 1 if scheme == "fp8" else num_in // 128, device=device)
+        return _Layer(pack_float8(codes, scales, None, device), size + 4.0 * scales.numel())
     bits = 4 if scheme == "int4" else 8
     levels = torch.randint(0, 1 << bits, (num_out, num_in), device=device).byte()
     scales = torch.rand(num_out, num_in // 128, device=device)

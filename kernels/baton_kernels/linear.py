@@ -157,8 +157,11 @@ def keeps_float8(device: torch.device, dtype: torch.dtype, num_in: int, group_si
     """Whether `pack_float8` is for float8 weights here whose scales are of runs of `group_size` of
     their `num_in` inputs, `dtype` being that of the activations. Elsewhere they are
     dequantised."""
-    if not can_group_float8(num_in, group_size):
-        return False
+    return can_group_float8(num_in, group_size) and has_float8(device, dtype)
+
+
+def has_float8(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether float8 is multiplied here, beside activations of `dtype`."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     has_units = torch.cuda.get_device_capability(device) >= _FLOAT8_CAPABILITY

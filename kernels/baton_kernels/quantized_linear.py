@@ -154,7 +154,7 @@ def fp8_linear(
 ) -> torch.Tensor:
     """codes [out, in] float8_e4m3fn; scales [groups, out] float32."""
     num_groups = len(scales)
-    x_codes, x_scales = quantize_rows(x.unflatten(1, (num_groups, -1)), codes.dtype)
+    x_codes, x_scales = quantize_rows(x.reshape(len(x), num_groups, -1), codes.dtype)
     y = torch.zeros(len(x), len(codes), device=x.device)
     for g, part in enumerate(codes.float().chunk(num_groups, 1)):
         y += F.linear(x_codes[:, g].float(), part) * (x_scales[:, g, None] * scales[g])

@@ -201,7 +201,7 @@ def num_splits(num_rows: int, num_out: int, num_runs: int) -> int:
     if num_rows > _MAX_SPLIT_ROWS:
         return 1
     _, block_n, _, _ = _tile(num_rows)
-    wanted = _WANTED_PROGRAMS // triton.cdiv(num_out, block_n)
+    wanted = _WANTED_PROGRAMS // int(triton.cdiv(num_out, block_n))
     return 1 << max(0, min(wanted, num_runs // _LEAST_RUNS).bit_length() - 1)
 
 
