@@ -4,6 +4,7 @@ interpreter and the compiler alike."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -12,7 +13,9 @@ from baton_kernels.gated_activation import clamped_swiglu as clamped_swiglu_op
 from baton_kernels.gpu.experts import grouped_linear
 from baton_kernels.gpu.gated_activation import clamped_swiglu, geglu, swiglu
 from baton_kernels.gpu.rms_norm import rms_norm
-from baton_kernels.linear import PlainLinear
+from baton_kernels.linear import Linear, PlainLinear
+from baton_kernels.quantize_rows import dequantize_rows, quantize_rows
+from baton_kernels.quantized_linear import Float8Linear
 from bench.gpu.attention_cases import attention_cases
 from bench.gpu.case import Case, Sizes, Trial, randn, relative_error
 from bench.gpu.kv_cases import kv_cases
@@ -62,12 +65,20 @@ def _clamped_swiglu(generator: torch.Generator, sizes: Sizes) -> Trial:
     return Trial(lambda: clamped_swiglu(x), error, 1e-2)
 
 
-def _grouped_linear(generator: torch.Generator, sizes: Sizes) -> Trial:
+def _grouped_linear(is_float8: bool, generator: torch.Generator, sizes: Sizes) -> Trial:
     """Four experts with biases, of which each token goes to two."""
     shape = (4, sizes.hidden, sizes.hidden)
     weights = (randn(generator, *shape) / sizes.hidden**0.5).to(sizes.half)
     biases = randn(generator, *shape[:2]).to(sizes.half)
-    linears = [PlainLinear(w, b) for w, b in zip(weights, biases, strict=True)]
+    linears: list[Linear] = [PlainLinear(w, b) for w, b in zip(weights, biases, strict=True)]
+    if is_float8:
+        runs = weights.view(*shape[:2], -1, 128)
+        codes, scales = quantize_rows.twin(runs, torch.float8_e4m3fn)
+        weights = dequantize_rows(codes, scales, torch.float32).view(shape)
+        linears = [
+            Float8Linear(code.view(shape[1:]), scale.t().contiguous(), bias)
+            for code, scale, bias in zip(codes, scales, biases, strict=True)
+        ]
     experts = GroupedLinear(linears)
     first = torch.arange(sizes.num_tokens, device=weights.device) % 3
     chosen = torch.stack((first, first + 1), 1).int()
@@ -78,7 +89,9 @@ def _grouped_linear(generator: torch.Generator, sizes: Sizes) -> Trial:
         biased = wide[..., 0] + biases.double()[chosen.long()]
         return relative_error(got, biased.flatten(0, 1))
 
-    return Trial(lambda: grouped_linear(x, chosen, experts, 2), error, 1e-2)
+    # x is rounded to float8, too.
+    tolerance = 5e-2 if is_float8 else 1e-2
+    return Trial(lambda: grouped_linear(x, chosen, experts, 2), error, tolerance)
 
 
 def all_cases() -> Sequence[Case]:
@@ -89,7 +102,8 @@ def all_cases() -> Sequence[Case]:
         Case("swiglu", _swiglu),
         Case("geglu", _geglu),
         Case("clamped_swiglu", _clamped_swiglu),
-        Case("grouped linear", _grouped_linear),
+        Case("grouped linear", partial(_grouped_linear, False)),
+        Case("grouped linear fp8", partial(_grouped_linear, True), 89, is_interpretable=False),
         *kv_cases(),
         *sampling_cases(),
         *quantized_cases(),

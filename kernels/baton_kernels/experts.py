@@ -18,6 +18,7 @@ import torch
 from baton_kernels.dispatch import op
 from baton_kernels.layer import Routing
 from baton_kernels.linear import Linear, PlainLinear
+from baton_kernels.quantized_linear import Float8Linear
 
 
 @op
@@ -58,16 +59,22 @@ class GroupedLinear:
     def __init__(self, linears: Sequence[Linear]) -> None:
         self.linears = tuple(linears)
         dense = [x for x in linears if isinstance(x, PlainLinear)]
+        coded = [x for x in linears if isinstance(x, Float8Linear)]
         self.addresses: torch.Tensor | None = None
-        """Of the weights [experts] int64, where all are plain tensors, on their device."""
+        """Of the weights [experts] int64, on their device, where all are plain tensors, or all are
+        codes of float8."""
+        self.scales: torch.Tensor | None = None
+        """[experts, groups, num_out], of codes alone."""
         self.biases: torch.Tensor | None = None
         """[experts, num_out], beside them; None if there are none."""
-        if len(dense) == len(linears):
-            weights = [linear.weight for linear in dense]
+        if len(linears) in (len(dense), len(coded)):
+            weights = [x.weight for x in dense] + [x.codes for x in coded]
             at = [weight.data_ptr() for weight in weights]
             self.addresses = torch.tensor(at, device=weights[0].device)
-            biases = [linear.bias for linear in dense if linear.bias is not None]
+            given = [x.bias for x in dense] + [x.bias for x in coded]
+            biases = [bias for bias in given if bias is not None]
             self.biases = torch.stack(biases) if biases else None
+            self.scales = torch.stack([x.scales for x in coded]) if coded else None
 
     @property
     def num_in(self) -> int:

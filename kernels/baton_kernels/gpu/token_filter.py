@@ -210,7 +210,9 @@ def _keep(logits: torch.Tensor, wanted: torch.Tensor, *, is_share: bool) -> None
     peaks = counts = None
     if is_share:
         peaks, counts = empty(*grid), empty(*grid, digits, dtype=torch.int32)
-        _part_peaks[grid](logits, peaks, vocab_size, num_parts, PART=PART, num_warps=8)
+        _part_peaks[grid](
+            logits, peaks, vocab_size, num_parts, PART=PART, num_warps=8, enable_fp_fusion=False
+        )
     found = wanted, peaks, sums, counts, codes, aboves, vocab_size, num_parts
     for step in range(PASSES):
         _add_up_digits[grid](

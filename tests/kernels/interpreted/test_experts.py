@@ -9,6 +9,7 @@ from baton_kernels.experts import GroupedLinear
 from baton_kernels.experts import grouped_linear as op
 from baton_kernels.gpu.experts import grouped_linear
 from baton_kernels.linear import PlainLinear
+from baton_kernels.quantized_linear import Float8Linear
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -31,3 +32,31 @@ def test_grouped_linear(
     x = torch.randn(chosen.numel() // repeat, num_in, generator=generator)
     got = grouped_linear(x, chosen, experts, repeat)
     torch.testing.assert_close(got, op.twin(x, chosen, experts, repeat), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 40])
+@pytest.mark.parametrize(("num_groups", "group_size"), [(1, 48), (3, 32), (2, 128)])
+def test_experts_in_float8(num_groups: int, group_size: int, num_tokens: int) -> None:
+    """Of numbers that float8 holds exactly: the interpreter's own rounding to it is wrong where it
+    carries."""
+    generator = torch.Generator().manual_seed(0)
+    num_in, num_out = num_groups * group_size, 70
+
+    def whole(*shape: int) -> torch.Tensor:
+        return torch.randint(-8, 9, shape, generator=generator).float()
+
+    experts = GroupedLinear(
+        [
+            Float8Linear(
+                whole(num_out, num_in).to(torch.float8_e4m3fn),
+                torch.randn(num_groups, num_out, generator=generator),
+                torch.randn(num_out, generator=generator),
+            )
+            for _ in range(5)
+        ]
+    )
+    chosen = torch.randint(5, (num_tokens, 3), generator=generator, dtype=torch.int32)
+    x = whole(num_tokens, num_in)
+    x.view(num_tokens, num_groups, -1)[..., 0] = 448.0
+    got = grouped_linear(x, chosen, experts, 3)
+    torch.testing.assert_close(got, op.twin(x, chosen, experts, 3), atol=1e-1, rtol=1e-5)
