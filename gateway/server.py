@@ -69,6 +69,7 @@ class _Model:
     name: str
     aliases: tuple[str, ...]
     tokenizer: Tokenizer
+    style: ChatStyle
     defaults: Mapping[str, Any]
     """Of its sampling options."""
     chat: ChatRenderer | None
@@ -108,21 +109,22 @@ class _Model:
         )
 
 
-async def _load_model(name: str, tokenizer_name: str, options: GatewayOptions) -> _Model:
-    """Raises StartupError if there is no tokenizer."""
-    revision = options.revision if name == options.model_name else None
-    tokenizer = await asyncio.to_thread(load_tokenizer, tokenizer_name, revision)
+async def _load_model(own: GatewayOptions, options: GatewayOptions) -> _Model:
+    """own: of that model. Raises StartupError if there is no tokenizer."""
+    tokenizer_name = own.tokenizer or own.model
+    tokenizer = await asyncio.to_thread(load_tokenizer, tokenizer_name, own.revision)
     facts = tokenizer.facts
-    is_used = options.generation_config == "auto"
+    is_used = own.generation_config == "auto"
     template = facts.chat_template
     fleet = Fleet(numerics_policy=options.numerics)
     dispatcher = Dispatcher(
         fleet, max_queue_size=options.max_queue_size, key=secrets.token_bytes(32)
     )
     return _Model(
-        name,
-        options.aliases_of(name),
+        own.model_name,
+        options.aliases_of(own.model_name),
         tokenizer,
+        chat_style(template or "", own.tool_call_parser, own.reasoning_parser),
         sampling_defaults(facts.generation_config if is_used else {}),
         None if template is None else ChatRenderer(template, facts.special_tokens),
         # Its process starts with the first structured output: most gateways never need it.
@@ -141,7 +143,7 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
     clock = PhaseClock()
     api_keys = read_api_keys(options)
     report_phase("loading tokenizer")
-    parts = [await _load_model(*named, options) for named in options.tokenizers.items()]
+    parts = [await _load_model(own, options) for own in options.each_model()]
     clock.lap("tokenizer")
     fleets = [part.fleet for part in parts]
     # One list of addresses, but for the registry, which says whose model each worker has.
@@ -172,7 +174,8 @@ async def serve_gateway(options: GatewayOptions, stop: asyncio.Event, on_ready: 
             credentials=_credentials(options),
             interceptors=(ApiKeyInterceptor(api_keys),) if api_keys else (),
         )
-        http = await _start_http(options, models, recorder, fleets, telemetry, api_keys)
+        styles = {part.name: part.style for part in parts}
+        http = await _start_http(options, models, styles, recorder, fleets, telemetry, api_keys)
         connect = functools.partial(
             keep_connected,
             tls=options.worker_tls,
@@ -235,6 +238,7 @@ def _telemetry_settings(options: GatewayOptions) -> TelemetrySettings:
 async def _start_http(
     options: GatewayOptions,
     models: Models,
+    styles: Mapping[str, ChatStyle],
     recorder: GatewayRecorder,
     fleets: Sequence[Fleet],
     telemetry: Telemetry,
@@ -249,10 +253,7 @@ async def _start_http(
 
     probes = Probes(is_serving=lambda: _is_serving(fleets), metrics=metrics)
 
-    def style_of(template: str) -> ChatStyle:
-        return chat_style(template, options.tool_call_parser, options.reasoning_parser)
-
-    settings = HttpSettings(style_of, tuple(api_keys), options.allowed_origins, int(time.time()))
+    settings = HttpSettings(styles, tuple(api_keys), options.allowed_origins, int(time.time()))
     app = HttpApp(models, recorder, probes, settings)
     return await start_http(
         app,

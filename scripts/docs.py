@@ -114,17 +114,27 @@ and not which tokens came: a gateway that holds nothing of finished or broken st
 draw all of them again, one step each, where `resume_from` costs one prefill; and one that kept them
 could not help after its own end, which is what streams break of.
 
-A gateway of several models has the first as its MODEL and the others as `--more-models NAME=MODEL`,
-each with its own tokenizer, queue and workers. Workers say themselves whose they are, by their
-`--served-model-name`; a registry and addresses on the command line may be of all models together.
-`--served-model-aliases ALIAS=NAME` gives one of them a further name. A request names its model: one
-that does not is refused with 400, one of an unknown name with 404, and both errors list the names.
-Workers of one model are lost or full without harm to the others.
+`baton serve` takes several models, each with workers of its own behind one gateway, and with a name
+where its directory or Hub id is none to call it by:
+
+    baton serve code=models/code chat=org/chat:revision=v2:num_decode_workers=2 \\
+        --served-model-aliases gpt-4o=chat
+
+Options hold for all models, but for those that say what the first MODEL is; one that another model
+has of its own follows it, as above: `revision`, `tokenizer`, `tool_call_parser`,
+`reasoning_parser`, and with `baton serve` those of its engine and numbers of its workers. `baton
+gateway` takes the same, or all but the first as `--more-models`, each with its own tokenizer, queue
+and workers. Workers say themselves whose they are, by their `--served-model-name`; a registry and
+addresses on the command line may be of all models together.
 
     baton gateway models/code --served-model-name code --more-models chat=models/chat \\
         --prefill-workers code-p:50061,chat-p:50061 --decode-workers code-d:50062,chat-d:50062
 
-`baton serve` starts workers of one model.
+`--served-model-aliases ALIAS=NAME` gives one of them a further name. A request names its model: one
+that does not is refused with 400, one of an unknown name with 404, and both errors list the names.
+An unknown name may be that of an adapter: before a decode worker of each model has said which it
+has, it is a 503, which says of which model that is not known. `baton serve` is ready when all have.
+Workers of one model are lost or full without harm to the others.
 
 Each answer has `x-request-id`: the one that was sent, with an ending that makes it unique, or a
 fresh one. `traceparent` is continued.

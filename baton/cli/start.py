@@ -18,7 +18,8 @@ def serve(options: ServeOptions) -> None:
     from baton.supervisor import serve_cluster
 
     if options.engine != "oracle":
-        check_model(options)
+        for each in options.each_model():
+            check_model(each)
     status = run_service(options, serve_cluster, "serve", announce=lambda _report: None)
     raise SystemExit(status)
 

@@ -24,7 +24,9 @@ from baton.config.load import (
     is_switch,
     load_options,
 )
+from baton.config.named_models import named_model
 from baton.config.options import Options
+from baton.errors import ConfigError
 
 O = TypeVar("O", bound=Options)  # noqa: E741
 
@@ -52,6 +54,8 @@ def option_command(cls: type[O], run: Callable[[O], None], doc: str) -> Callable
 
     def command(config: Path | None = None, **flags: object) -> None:
         given = {name: value for name, value in flags.items() if value is not None and value != []}
+        if isinstance(models := given.get("model"), list):
+            given |= _first_and_further(models, given.get("more_models") or [])
         run(load_options(cls, given, config))
 
     parameters = [*_parameters(cls), _config_parameter(), _help_all_parameter()]
@@ -59,6 +63,22 @@ def option_command(cls: type[O], run: Callable[[O], None], doc: str) -> Callable
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__doc__ = doc
     return command
+
+
+def _first_and_further(models: list[str], more_models: Any) -> dict[str, object]:
+    """What MODELs say: of one alone that it is a model, of several their names, too. Raises
+    ConfigError."""
+    if len(models) == 1:
+        return {"model": models[0]}
+    try:
+        first = named_model(models[0])
+    except ValueError as error:
+        raise ConfigError.of("MODEL", models[0], str(error)) from None
+    if first.options:
+        fix = "give options of the first MODEL as options of the command"
+        raise ConfigError.of("MODEL", models[0], fix)
+    given: dict[str, object] = {"model": first.model, "more_models": [*models[1:], *more_models]}
+    return given if first.name == first.model else {**given, "served_model_name": first.name}
 
 
 def to_arguments(options: Options) -> list[str]:
@@ -132,8 +152,10 @@ def _parameters(cls: type[Options]) -> Iterator[inspect.Parameter]:
     for name, field in cls.model_fields.items():
         info: Any
         if name == "model":
-            info = typer.Argument(help=field.description, metavar="MODEL", show_default=False)
-            yield _keyword(name, Annotated[str | None, info])
+            is_list = "more_models" in cls.model_fields
+            metavar = "[NAME=]MODEL..." if is_list else "MODEL"
+            info = typer.Argument(help=field.description, metavar=metavar, show_default=False)
+            yield _keyword(name, Annotated[list[str] | None if is_list else str | None, info])
             continue
         flag = flag_of(name)
         is_bool = is_switch(field)

@@ -71,7 +71,7 @@ SECRET: dict[str, Any] = {"secret": True, **PRIVATE}
 _CERT_REQS = {"0": "none", "2": "required"}
 
 
-def _split_commas(value: object) -> object:
+def split_commas(value: object) -> object:
     """["a,b", "c"] or "a,b,c" as a list of its non-empty parts."""
     if isinstance(value, str):
         value = [value]
@@ -141,7 +141,7 @@ def _check_device(device: str) -> str:
 #: Worker addresses, "host:port", given by repeating the option or with commas.
 Addresses = Annotated[
     tuple[str, ...],
-    BeforeValidator(_split_commas),
+    BeforeValidator(split_commas),
     AfterValidator(_check_addresses),
     Field(json_schema_extra={"metavar": "HOST:PORT"}),
 ]
@@ -154,31 +154,23 @@ RegistryUrl = Annotated[str, AfterValidator(_check_registry)]
 #: Keys of callers, given by repeating the option or with commas.
 ApiKeys = Annotated[
     tuple[SecretStr, ...],
-    BeforeValidator(_split_commas),
+    BeforeValidator(split_commas),
     AfterValidator(_check_api_keys),
 ]
 
 #: Given by repeating the option or with commas.
 Names = Annotated[
     tuple[NonEmpty, ...],
-    BeforeValidator(_split_commas),
+    BeforeValidator(split_commas),
     Field(json_schema_extra={"metavar": "NAME"}),
 ]
 
 #: Adapters, NAME=PATH, given by repeating the option or with commas.
 LoraModules = Annotated[
     tuple[str, ...],
-    BeforeValidator(_split_commas),
+    BeforeValidator(split_commas),
     AfterValidator(_check_pairs("adapter", "NAME=PATH")),
     Field(json_schema_extra={"metavar": "NAME=PATH"}),
-]
-
-#: Models, NAME=MODEL, given by repeating the option or with commas.
-NamedModels = Annotated[
-    tuple[str, ...],
-    BeforeValidator(_split_commas),
-    AfterValidator(_check_pairs("model with a name", "NAME=MODEL")),
-    Field(json_schema_extra={"metavar": "NAME=MODEL"}),
 ]
 
 #: Names in certificates.
@@ -189,7 +181,7 @@ CertReqs = Annotated[Literal["none", "required"], BeforeValidator(_cert_reqs)]
 #: Numbers of GPUs, given by repeating the option or with commas.
 Devices = Annotated[
     tuple[Annotated[int, Field(ge=0)], ...],
-    BeforeValidator(_split_commas),
+    BeforeValidator(split_commas),
     Field(json_schema_extra={"metavar": "N"}),
 ]
 

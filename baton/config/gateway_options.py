@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -16,15 +15,14 @@ from baton.config.fields import (
     Count,
     FileDescriptor,
     JsonWhitespace,
-    NamedModels,
     Names,
     NonEmpty,
     Port,
     Seconds,
 )
+from baton.config.named_models import SeveralModelsOptions
 from baton.config.options import (
     LivenessOptions,
-    ModelOptions,
     NumericsOptions,
     RegistryOptions,
     ServiceOptions,
@@ -36,8 +34,12 @@ from baton.types import DEFAULT_MAX_WHITESPACE
 _HTTP_PORT = 8000
 
 
-class FrontDoorOptions(ServiceOptions):
+class FrontDoorOptions(ServiceOptions, SeveralModelsOptions):
     """How the gateway treats requests, and where they come from."""
+
+    own_options: ClassVar[frozenset[str]] = SeveralModelsOptions.own_options | {
+        *("tokenizer", "generation_config", "tool_call_parser", "reasoning_parser")
+    }
 
     host: NonEmpty = "127.0.0.1"
     """Address that the gateway listens on."""
@@ -74,9 +76,6 @@ class FrontDoorOptions(ServiceOptions):
     reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"] = "auto"
     """Whether the model thinks before it answers, for the HTTP API. qwen3: where it says <think>,
     or the prompt ends with that. deepseek_r1: always. auto goes by its chat template."""
-    served_model_aliases: Names = ()
-    """Further names that requests may call the model by, or ALIAS=NAME for one of --more-models;
-    repeat the option or separate with commas."""
     enable_openengine: bool = False
     """Serve OpenEngine's protocol (openengine.v1), too, on --port: what routers such as Dynamo's
     use engines by."""
@@ -119,7 +118,6 @@ class FrontDoorOptions(ServiceOptions):
 
 
 class GatewayOptions(
-    ModelOptions,
     FrontDoorOptions,
     RegistryOptions,
     LivenessOptions,
@@ -127,10 +125,6 @@ class GatewayOptions(
 ):
     """Options of `baton gateway`."""
 
-    more_models: NamedModels = ()
-    """Further models that this gateway serves, NAME=MODEL: what requests and the model's own
-    workers call it, and the directory or Hub id of its tokenizer; repeat the option or separate
-    with commas. A request names its model then."""
     reuse_port: bool = False
     """Share the ports with other gateways that have this option: the kernel spreads connections
     over them."""
@@ -145,40 +139,11 @@ class GatewayOptions(
     _also_needed_for_tls: ClassVar[tuple[str, ...]] = ()
 
     @property
-    def tokenizers(self) -> Mapping[str, str]:
-        """By the name of each model, the directory or Hub id of its tokenizer."""
-        further = dict(pair.split("=", 1) for pair in self.more_models)
-        return {self.model_name: self.tokenizer or self.model, **further}
-
-    def aliases_of(self, name: str) -> tuple[str, ...]:
-        """Further names of the model of that name."""
-        pairs = (alias.partition("=")[::2] for alias in self.served_model_aliases)
-        return tuple(alias for alias, of in pairs if (of or self.model_name) == name)
-
-    @property
     def worker_tls(self) -> TlsFiles | None:
         """How workers are called; None for plain text."""
         if self.tls is None or self.ssl_ca_certs is None:
             return None
         return self.tls
-
-    @model_validator(mode="after")
-    def _check_names(self) -> Self:
-        further = [pair.partition("=")[0] for pair in self.more_models]
-        aliases = [alias.partition("=")[::2] for alias in self.served_model_aliases]
-        for alias, name in aliases:
-            if name and name not in (self.model_name, *further):
-                raise ValueError(
-                    f"--served-model-aliases={alias}={name}: {name!r} is no model of this gateway; "
-                    "give the name of one of --more-models"
-                )
-        names = [self.model_name, *further, *(alias for alias, _ in aliases)]
-        twice = sorted(name for name in set(names) if names.count(name) > 1)
-        if twice:
-            raise ValueError(
-                f"--more-models: {twice[0]!r} is the name of two models; give each its own name"
-            )
-        return self
 
     @model_validator(mode="after")
     def _check_tiers(self) -> Self:

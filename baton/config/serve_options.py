@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -25,10 +25,21 @@ class ServeOptions(
 ):
     """Options of `baton serve`, which starts all tiers on this machine."""
 
+    own_options: ClassVar[frozenset[str]] = (
+        FrontDoorOptions.own_options
+        | EngineOptions.model_fields.keys()
+        | DecodeTierOptions.model_fields.keys()
+        | {
+            *("num_prefill_workers", "num_decode_workers"),
+            *("prefill_block_size", "decode_block_size"),
+            *("prefill_tensor_parallel_size", "decode_tensor_parallel_size"),
+        }
+    ) - {"model", "served_model_name", "gpu_memory_utilization"}
+
     num_prefill_workers: Count = 1
-    """Number of prefill processes."""
+    """Number of prefill processes of each model."""
     num_decode_workers: Count = 1
-    """Number of decode processes."""
+    """Number of decode processes of each model."""
     num_gateways: Count = 1
     """Number of gateway processes, all on the same ports."""
     prefill_devices: Devices = ()
@@ -52,12 +63,7 @@ class ServeOptions(
 
     @model_validator(mode="after")
     def _check_aliases(self) -> Self:
-        for alias in self.served_model_aliases:
-            if "=" in alias:
-                raise ValueError(
-                    f"--served-model-aliases={alias}: one model is served; give the alias alone"
-                )
-        both = sorted(set(self.served_model_aliases) & set(self.adapter_paths))
+        both = sorted(set(self.aliases_of(self.model_name)) & set(self.adapter_paths))
         if both:
             raise ValueError(
                 f"--lora-modules: {both[0]!r} is one of --served-model-aliases; give the adapter "

@@ -14,6 +14,7 @@ from pydantic import SecretStr
 from baton.config import DecodeOptions, GatewayOptions, Options, PrefillOptions, ServeOptions
 from baton.config.command import private_environment, to_arguments
 from baton.config.load import build_options
+from baton.config.named_models import named_model
 from baton.errors import ConfigError
 
 #: Has a folder for each GPU.
@@ -60,6 +61,7 @@ class ChildSpec:
 
 
 def num_prefill_workers(options: ServeOptions) -> int:
+    """Of one model."""
     if options.colocated:
         return 0
     if options.prefill_devices and "num_prefill_workers" not in options.model_fields_set:
@@ -68,6 +70,7 @@ def num_prefill_workers(options: ServeOptions) -> int:
 
 
 def num_decode_workers(options: ServeOptions) -> int:
+    """Of one model."""
     if options.decode_devices and "num_decode_workers" not in options.model_fields_set:
         return len(options.decode_devices)
     return options.num_decode_workers
@@ -94,8 +97,10 @@ def num_ranks(options: ServeOptions) -> tuple[int, int]:
 def threads_per_rank(options: ServeOptions, num_cores: int) -> int:
     """CPU threads of each rank of each engine: an equal part of the cores, so that together they do
     not exceed them."""
-    prefill, decode = num_ranks(options)
-    total = num_prefill_workers(options) * prefill + num_decode_workers(options) * decode
+    total = 0
+    for each in options.each_model():
+        prefill, decode = num_ranks(each)
+        total += num_prefill_workers(each) * prefill + num_decode_workers(each) * decode
     return max(1, num_cores // total)
 
 
@@ -106,7 +111,8 @@ Gpu = int | None
 def gpus_of_workers(
     options: ServeOptions, num_gpus: int
 ) -> tuple[tuple[Gpu, ...], tuple[Gpu, ...]]:
-    """Of each prefill worker, and of each decode worker. num_gpus: that can be seen here.
+    """Of each prefill worker, and of each decode worker, those of one model after the other's.
+    num_gpus: that can be seen here.
 
     Raises ConfigError for one that cannot.
     """
@@ -116,18 +122,29 @@ def gpus_of_workers(
             raise ConfigError.of(
                 option, ",".join(map(str, named)), f"use 0 to {num_gpus - 1}: no others are here"
             )
-    num_prefill, num_decode = num_prefill_workers(options), num_decode_workers(options)
-    is_fixed = options.device not in ("auto", "cuda")
-    if is_fixed or not (num_gpus > 1 or prefill or decode):
-        return (None,) * num_prefill, (None,) * num_decode
+    prefill_of, decode_of = _models_of_workers(options)
+    if not (num_gpus > 1 or prefill or decode):
+        return (None,) * len(prefill_of), (None,) * len(decode_of)
     if not (prefill or decode):
-        gpus = tuple(i % num_gpus for i in range(num_prefill + num_decode))
-        return gpus[:num_prefill], gpus[num_prefill:]
-    others = tuple(i for i in range(num_gpus) if i not in prefill + decode) or prefill + decode
-    prefill, decode = prefill or others, decode or others
+        gpus = [i % num_gpus for i in range(len(prefill_of) + len(decode_of))]
+    else:
+        others = tuple(i for i in range(num_gpus) if i not in prefill + decode) or prefill + decode
+        prefill, decode = prefill or others, decode or others
+        gpus = [prefill[i % len(prefill)] for i in range(len(prefill_of))]
+        gpus += [decode[i % len(decode)] for i in range(len(decode_of))]
+    spread = tuple(
+        gpu if each.device in ("auto", "cuda") else None
+        for gpu, each in zip(gpus, prefill_of + decode_of, strict=True)
+    )
+    return spread[: len(prefill_of)], spread[len(prefill_of) :]
+
+
+def _models_of_workers(options: ServeOptions) -> tuple[list[ServeOptions], list[ServeOptions]]:
+    """The options of each prefill worker's model, and of each decode worker's."""
+    models = options.each_model()
     return (
-        tuple(prefill[i % len(prefill)] for i in range(num_prefill)),
-        tuple(decode[i % len(decode)] for i in range(num_decode)),
+        [each for each in models for _ in range(num_prefill_workers(each))],
+        [each for each in models for _ in range(num_decode_workers(each))],
     )
 
 
@@ -143,18 +160,20 @@ def describe_gpus(options: ServeOptions, num_gpus: int) -> str:
 
 
 def _memory_shares(
-    options: ServeOptions, prefill: Sequence[Gpu], decode: Sequence[Gpu]
+    options: ServeOptions, prefill: Sequence[Gpu | str], decode: Sequence[Gpu | str]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Of each prefill worker, and of each decode worker, on these GPUs: those on one, or of a
+    """Of each prefill worker, and of each decode worker, at these places: those at one, or of a
     machine without, have together what all of them may take, since they start together."""
     total, of_prefill = options.gpu_memory_utilization, options.prefill_gpu_memory_utilization
 
-    def shares(own: Sequence[Gpu], other: Sequence[Gpu], of_tier: float) -> tuple[float, ...]:
+    def shares(
+        own: Sequence[Gpu | str], other: Sequence[Gpu | str], of_tier: float
+    ) -> tuple[float, ...]:
         return tuple(
-            total / (own.count(gpu) + other.count(gpu))
-            if of_prefill is None or gpu not in other
-            else of_tier / own.count(gpu)
-            for gpu in own
+            total / (own.count(place) + other.count(place))
+            if of_prefill is None or place not in other
+            else of_tier / own.count(place)
+            for place in own
         )
 
     reserved = of_prefill or 0.0
@@ -174,38 +193,45 @@ def plan_workers(
     ConfigError.
     """
     threads = threads_per_rank(options, num_cores)
-    prefill_ranks, decode_ranks = num_ranks(options)
+    prefill_of, decode_of = _models_of_workers(options)
     prefill_gpus, decode_gpus = gpus_of_workers(options, num_gpus)
-    prefill_shares, decode_shares = _memory_shares(options, prefill_gpus, decode_gpus)
-    prefill_size, decode_size = options.prefill_block_size, options.decode_block_size
+    prefill_shares, decode_shares = _memory_shares(
+        options, _places(prefill_gpus, prefill_of), _places(decode_gpus, decode_of)
+    )
     common = {}
     if kv_secret and options.kv_secret_file is None and options.kv_secret is None:
         common["kv_secret"] = SecretStr(kv_secret)
-    of_prefill = common | _of_tier(options, prefill_size, prefill_ranks, threads)
-    of_decode = common | _of_tier(options, decode_size, decode_ranks, threads)
-    prefill = (
-        _worker(PrefillOptions, options, programs.prefill, f"prefill-{i}", of_prefill, gpu, share)
-        for i, (gpu, share) in enumerate(zip(prefill_gpus, prefill_shares, strict=True))
+
+    def worker(
+        cls: type[Options], name: str, each: ServeOptions, gpu: Gpu, share: float
+    ) -> ChildSpec:
+        tier = name.partition("-")[0]
+        is_prefill = tier == "prefill"
+        num_ranks_of_it = num_ranks(each)[0 if is_prefill else 1]
+        own = {
+            **common,
+            "block_size": getattr(each, f"{tier}_block_size") or each.block_size,
+            "tensor_parallel_size": num_ranks_of_it,
+            "num_threads": each.num_threads or threads * num_ranks_of_it,
+            "worker_id": name,
+            "port": 0,
+            "gpu_memory_utilization": share,
+            **({} if gpu is None else {"device": f"cuda:{gpu}"}),
+            **_metrics_port_of(options, name),
+        }
+        return _child(cls, each, programs.prefill if is_prefill else programs.decode, name, own)
+
+    prefill = zip(prefill_of, prefill_gpus, prefill_shares, strict=True)
+    decode = zip(decode_of, decode_gpus, decode_shares, strict=True)
+    return (
+        *(worker(PrefillOptions, f"prefill-{i}", *of_one) for i, of_one in enumerate(prefill)),
+        *(worker(DecodeOptions, f"decode-{i}", *of_one) for i, of_one in enumerate(decode)),
     )
-    decode = (
-        _worker(DecodeOptions, options, programs.decode, f"decode-{i}", of_decode, gpu, share)
-        for i, (gpu, share) in enumerate(zip(decode_gpus, decode_shares, strict=True))
-    )
-    return (*prefill, *decode)
 
 
-def _of_tier(
-    options: ServeOptions,
-    block_size: int | None,
-    num_ranks: int,
-    threads_per_rank: int,
-) -> dict[str, Any]:
-    """Options that all workers of a tier have."""
-    return {
-        "block_size": block_size or options.block_size,
-        "tensor_parallel_size": num_ranks,
-        "num_threads": options.num_threads or threads_per_rank * num_ranks,
-    }
+def _places(gpus: Sequence[Gpu], models: Sequence[ServeOptions]) -> list[Gpu | str]:
+    """What shares memory: a GPU by its number, or what --device says."""
+    return [each.device if gpu is None else gpu for gpu, each in zip(gpus, models, strict=True)]
 
 
 def plan_gateways(options: ServeOptions, programs: Programs = PROGRAMS) -> tuple[ChildSpec, ...]:
@@ -216,8 +242,16 @@ def plan_gateways(options: ServeOptions, programs: Programs = PROGRAMS) -> tuple
         own["http_port"] = options.bound_http_port
     if options.num_gateways > 1:
         own["reuse_port"] = True
+    models = map(named_model, options.more_models)
+    of_gateway = GatewayOptions.own_options.__contains__
+    own["more_models"] = tuple(str(each.with_options(of_gateway)) for each in models)
     names = ("gateway", *(f"gateway-{i}" for i in range(1, options.num_gateways)))
-    return tuple(_child(GatewayOptions, options, programs.gateway, name, own) for name in names)
+    return tuple(
+        _child(
+            GatewayOptions, options, programs.gateway, name, own | _metrics_port_of(options, name)
+        )
+        for name in names
+    )
 
 
 def metrics_port(options: ServeOptions, name: str) -> int:
@@ -226,33 +260,19 @@ def metrics_port(options: ServeOptions, name: str) -> int:
 
     Raises ValueError for a name that no child has.
     """
+    prefill_of, decode_of = _models_of_workers(options)
     names = (
         "gateway",
         *(f"gateway-{i}" for i in range(1, options.num_gateways)),
-        *(f"prefill-{i}" for i in range(num_prefill_workers(options))),
-        *(f"decode-{i}" for i in range(num_decode_workers(options))),
+        *(f"prefill-{i}" for i in range(len(prefill_of))),
+        *(f"decode-{i}" for i in range(len(decode_of))),
     )
     return options.metrics_port + names.index(name) if options.metrics_port else 0
 
 
-def _worker(
-    cls: type[Options],
-    options: ServeOptions,
-    program: tuple[str, ...],
-    name: str,
-    of_tier: Mapping[str, Any],
-    gpu: Gpu,
-    memory_share: float,
-) -> ChildSpec:
-    own = {
-        **of_tier,
-        "worker_id": name,
-        "port": 0,
-        "gpu_memory_utilization": memory_share,
-    }
-    if gpu is not None:
-        own["device"] = f"cuda:{gpu}"
-    return _child(cls, options, program, name, own)
+def _metrics_port_of(options: ServeOptions, name: str) -> dict[str, int]:
+    port = metrics_port(options, name)
+    return {"metrics_port": port} if port else {}
 
 
 def _child(
@@ -268,8 +288,6 @@ def _child(
         for option in cls.model_fields
         if option in options.model_fields_set and option not in _NOT_PASSED_ON
     }
-    port = metrics_port(options, name)
-    metrics = {"metrics_port": port} if port else {}
-    child_options = build_options(cls, {**passed_on, **metrics, **own})
+    child_options = build_options(cls, {**passed_on, **own})
     arguments = tuple(to_arguments(child_options))
     return ChildSpec(name, program, arguments, private_environment(child_options))

@@ -54,9 +54,9 @@ def print_ready(options: ServeOptions, cluster: Cluster) -> None:
 
 
 def describe_cluster(options: ServeOptions, cluster: Cluster) -> list[str]:
-    """Model, dtype and why, level of the CPU's kernels, tiers; only what is known."""
+    """Models, dtype and why, level of the CPU's kernels, tiers; only what is known."""
     workers = [name for name in cluster.names if not name.startswith("gateway")]
-    parts = [options.served_model_name or options.model]
+    parts = [" and ".join(each.model_name for each in options.each_model())]
     parts += dict.fromkeys(
         computing for name in workers if (computing := cluster.report_of(name).computing)
     )
@@ -71,7 +71,8 @@ def example_command(options: ServeOptions, address: str) -> str:
     reachable = _reachable(address)
     where = "" if reachable == _DEFAULT_ADDRESS else f" --address {reachable}"
     tls = f" --ssl-ca-certs {options.ssl_ca_certs}" if options.ssl_ca_certs else ""
-    return f"baton generate 'def fibonacci(n):' --timing{where}{tls}"
+    model = f" --model {options.model_name}" if options.more_models else ""
+    return f"baton generate 'def fibonacci(n):' --timing{model}{where}{tls}"
 
 
 def example_curl(options: ServeOptions, address: str) -> str:
@@ -79,7 +80,8 @@ def example_curl(options: ServeOptions, address: str) -> str:
     scheme = "https" if options.tls else "http"
     tls = f" --cacert {options.ssl_ca_certs}" if options.ssl_ca_certs else ""
     key = " -H 'authorization: Bearer KEY'" if options.api_key or options.api_key_file else ""
-    body = '{"prompt": "def fibonacci(n):", "max_tokens": 64}'
+    model = f'"model": "{options.model_name}", ' if options.more_models else ""
+    body = f'{{{model}"prompt": "def fibonacci(n):", "max_tokens": 64}}'
     url = f"{scheme}://{_reachable(address)}/v1/completions"
     return f"curl {url}{tls}{key} -H 'content-type: application/json' -d '{body}'"
 

@@ -91,10 +91,10 @@ class Probes:
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
-    """style_of: by a model's chat template. api_keys: none at all: every client is served.
+    """styles: by the name of each model. api_keys: none at all: every client is served.
     allowed_origins: of web pages; "*" for all. created_s: of the models, since 1970."""
 
-    style_of: Callable[[str], ChatStyle]
+    styles: Mapping[str, ChatStyle]
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     created_s: int = 0
@@ -108,10 +108,7 @@ class HttpApp:
     ) -> None:
         self._models = models
         self._probes = probes
-        self._styles = {
-            serving: settings.style_of(serving.tokenizer.facts.chat_template or "")
-            for serving in models
-        }
+        self._styles = {serving: settings.styles[serving.facts.name] for serving in models}
         self._api_keys = ApiKeys(settings.api_keys) if settings.api_keys else None
         self._origins = frozenset(settings.allowed_origins)
         self._created_s = settings.created_s

@@ -197,4 +197,3 @@ def test_names_fall_back_to_what_is_known() -> None:
     assert DecodeOptions(model="org/name", served_model_name="x").model_name == "x"
     assert DecodeOptions(model="m").worker_name.startswith("decode-")
     assert PrefillOptions(model="m", worker_id="p1").worker_name == "p1"
-    assert GatewayOptions(model="m").tokenizers == {"m": "m"}

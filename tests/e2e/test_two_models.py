@@ -1,12 +1,13 @@
-"""Two models of different vocabularies on one gateway, every worker a process of its own: each
+"""Two models of different vocabularies by one command, every worker a process of its own: each
 answers as transformers does, over both doors, and one model's loss leaves the other alone."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+import signal
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,9 @@ import transformers
 from tokenizers import Tokenizer
 
 from baton.client import AsyncClient
-from baton.config import GatewayOptions, ServeOptions
-from baton.config.command import to_arguments
-from baton.errors import NoWorkers
-from baton.supervisor.child import Child
-from baton.supervisor.plan import PROGRAMS, ChildSpec, plan_workers
+from baton.config import ServeOptions
+from baton.errors import NoWorkers, WorkerLost
+from baton.supervisor.cluster import Cluster
 from tests.support.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -29,16 +28,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 BOX = Path(__file__).parents[2] / "models" / "baton-py-6m"
 PROMPT = "import os\n\n\ndef walk(path):\n"
 NUM_TOKENS = 12
-
-
-@asynccontextmanager
-async def running(spec: ChildSpec, parent_fd: int) -> AsyncIterator[Child]:
-    child = Child(spec, print, dict(os.environ))
-    await child.start(parent_fd)
-    try:
-        yield child
-    finally:
-        await child.stop(1.0)
 
 
 def expected(folder: Path) -> tuple[list[int], str]:
@@ -64,41 +53,21 @@ async def test_each_request_goes_to_its_own_model(tmp_path: Path) -> None:
         "code": BOX,
         "bytes": make_tiny_model(tmp_path / "bytes", "qwen2"),
     }
-    parent, kept_open = os.pipe()
+    serve = ServeOptions(
+        model=str(BOX),
+        served_model_name="code",
+        more_models=(f"bytes={folders['bytes']}:max_model_len=64",),
+        dtype="float32",
+        kv_cache_memory_bytes=32 << 20,
+        max_local_prefill_tokens=0,
+        generation_config="none",
+        port=0,
+        log_level="warning",
+    )
     async with AsyncExitStack() as stack:
-        stack.callback(os.close, parent)
-        stack.callback(os.close, kept_open)
-        tiers: dict[str, list[str]] = {"prefill": [], "decode": []}
-        children: dict[str, Child] = {}
-        for name, folder in folders.items():
-            options = ServeOptions(
-                model=str(folder),
-                served_model_name=name,
-                dtype="float32",
-                kv_cache_memory_bytes=32 << 20,
-                max_local_prefill_tokens=0,
-                log_level="warning",
-            )
-            for spec in plan_workers(options, num_cores=2):
-                child = await stack.enter_async_context(running(spec, parent))
-                assert child.report is not None
-                tier = spec.name.partition("-")[0]
-                tiers[tier].append(child.report.address)
-                children[f"{tier} {name}"] = child
-        gateway_options = GatewayOptions(
-            model=str(BOX),
-            served_model_name="code",
-            more_models=(f"bytes={folders['bytes']}",),
-            generation_config="none",
-            port=0,
-            prefill_workers=tuple(tiers["prefill"]),
-            decode_workers=tuple(tiers["decode"]),
-        )
-        spec = ChildSpec("gateway", PROGRAMS.gateway, tuple(to_arguments(gateway_options)))
-        report = (await stack.enter_async_context(running(spec, parent))).report
-        assert report is not None
-        client = await stack.enter_async_context(AsyncClient(report.address, max_retries=0))
-        url = f"http://{report.http_address}/v1"
+        cluster = await stack.enter_async_context(Cluster(serve))
+        client = await stack.enter_async_context(AsyncClient(cluster.address, max_retries=0))
+        url = f"http://{cluster.http_address}/v1"
         http = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
         await stack.enter_async_context(http)
 
@@ -123,8 +92,10 @@ async def test_each_request_goes_to_its_own_model(tmp_path: Path) -> None:
         sizes = {model.name: model.vocab_size for model in await client.models()}
         assert sizes["code"] != sizes["bytes"]
 
-        await children["decode bytes"].stop(0.0)
-        with pytest.raises(NoWorkers):
+        stopped = cluster.pid_of("decode-1")
+        os.kill(stopped, signal.SIGSTOP)
+        stack.callback(os.kill, stopped, signal.SIGCONT)
+        with pytest.raises((NoWorkers, WorkerLost)):
             await client.generate(PROMPT, model="bytes", **greedy)
         again = await client.generate(PROMPT, model="code", **greedy)
         assert list(again.token_ids) == outputs["code"]

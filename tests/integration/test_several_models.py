@@ -170,6 +170,35 @@ async def test_a_worker_may_come_back_with_another_model(tmp_path: Path) -> None
                 await until(client, state, reason)
 
 
+async def test_each_may_have_parsers_of_its_own(tmp_path: Path) -> None:
+    model = str(make_oracle_model(tmp_path))
+    text = "<think>Hm.</think>So."
+    async with AsyncExitStack() as stack:
+        workers = [
+            await stack.enter_async_context(decode_worker(model=model, served_model_name=name))
+            for name in ("a", "b")
+        ]
+        options = options_of_gateway(
+            [],
+            workers,
+            model=model,
+            served_model_name="a",
+            reasoning_parser="none",
+            more_models=f"b={model}:reasoning_parser=qwen3",
+        )
+        report = await stack.enter_async_context(reporting(serve_gateway, options))
+        for name, expected in (("a", (text, None)), ("b", ("So.", "Hm."))):
+            asked = {
+                "model": name,
+                "messages": [{"role": "user", "content": "x"}],
+                "max_tokens": 99,
+                "guided_choice": [text],
+            }
+            _, body = await fetch(report.http_address, "/v1/chat/completions", asked)
+            message = json.loads(body)["choices"][0]["message"]
+            assert (message["content"], message.get("reasoning_content")) == expected
+
+
 async def until(client: AsyncClient, state: str, reason: str) -> None:
     """The only worker of `b`, or of nobody knows whom, is in a state for a reason."""
     while True:

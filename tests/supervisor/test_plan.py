@@ -18,6 +18,7 @@ from baton.supervisor.cluster import child_environment
 from baton.supervisor.plan import (
     ChildSpec,
     describe_gpus,
+    gpus_of_workers,
     num_visible_gpus,
     plan_gateways,
     plan_workers,
@@ -55,6 +56,40 @@ def test_ranks_share_the_cores(
     assert threads == [per_rank * size for size in sizes]
     assert per_rank == 1 or sum(threads) <= num_cores
     assert sum(threads) + sum(sizes) > num_cores
+
+
+def test_each_model_has_workers_of_its_own() -> None:
+    options = ServeOptions(
+        model="a",
+        metrics_port=9000,
+        more_models=("b=org/b:num_decode_workers=2:decode_block_size=32:reasoning_parser=none",),
+    )
+    workers = plan_workers(options, num_cores=10)
+    names = ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
+    assert [spec.name for spec in workers] == names
+    models = ["a", "org/b", "a", "org/b", "org/b"]
+    assert [spec.arguments[-1] for spec in workers] == models
+    served = ["--served-model-name=b" in spec.arguments for spec in workers]
+    assert served == [model != "a" for model in models]
+    assert [number(spec, "block-size") for spec in workers] == [16, 16, 16, 32, 32]
+    assert [number(spec, "num-threads") for spec in workers] == [2] * 5
+    (gateway,) = plan_gateways(options)
+    assert "--more-models=b=org/b:reasoning_parser=none" in gateway.arguments
+    ports = [number(spec, "metrics-port") for spec in (gateway, *workers)]
+    assert ports == list(range(9000, 9006))
+
+
+def test_models_share_the_devices() -> None:
+    options = ServeOptions(model="a", more_models=("b=b", "c=c:device=cpu"))
+    (*prefill, on_cpu), decode = gpus_of_workers(options, 2)
+    assert (prefill, on_cpu, decode) == ([0, 1], None, (1, 0, None))
+    shares = [
+        float(argument.partition("=")[2])
+        for spec in plan_workers(options, 8, num_gpus=2)
+        for argument in spec.arguments
+        if argument.startswith("--gpu-memory-utilization=")
+    ]
+    assert shares == [0.4] * 6
 
 
 def test_the_users_number_of_threads_stands() -> None:
