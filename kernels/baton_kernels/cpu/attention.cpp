@@ -31,6 +31,8 @@ alignas(64) constexpr float kSinkWeight[16] = {1};
 
 template <class T, int R>
 struct Rows {
+    using E = typename T::element;
+
     alignas(64) int32_t query[R][kMaxDim];  // words of operands
     long position[R];
     float slope[R];
@@ -39,7 +41,26 @@ struct Rows {
     alignas(64) float out[R][kMaxDim];
     alignas(64) float weight[R][kStep];
 
-    // Scores of 16 keys at positions from `at`, of rows [first, first + N); -inf for those that a row does not see.
+    // Scores of a group of keys at positions from `at`, of all rows, and fetches another group; -inf for keys that a row does
+    // not see. As many rows as their sums fit into the registers, so that keys are turned and multiplied in one go.
+    void score_keys(const E* keys, const E* ahead, long at, int lane, const Attention& c) {
+        f32x16 s[R];
+        UNROLLED for (int r = 0; r < R; r++) s[r] = zeros();
+        const long num_words = c.dim / kPerWord<T>;
+        for_words<T>(
+            c.dim,
+            [&](int j, long d) {
+                fetch(ahead + j * c.dim + d);
+                return keys + j * c.dim + d;
+            },
+            [&](long w, i32x16 k) {
+                if (w < num_words)
+                    UNROLLED for (int r = 0; r < R; r++) s[r] = Operand<T>::step(s[r], k, splat(query[r][w]));
+            });
+        finish_scores<R>(s, at, lane, c, 0);
+    }
+
+    // The same of turned keys, for rows [first, first + N).
     template <int N>
     void score(const int32_t* words, long at, int lane, const Attention& c, int first) {
         f32x16 s[N];
@@ -48,6 +69,11 @@ struct Rows {
             const i32x16 k = load_words(words + w * 16);
             UNROLLED for (int r = 0; r < N; r++) s[r] = Operand<T>::step(s[r], k, splat(query[first + r][w]));
         }
+        finish_scores<N>(s, at, lane, c, first);
+    }
+
+    template <int N>
+    void finish_scores(const f32x16 (&s)[N], long at, int lane, const Attention& c, int first) {
         UNROLLED for (int i = 0; i < N; i++) {
             // Lanes in (newest - window, newest]; clamped, which changes no comparison with 0..15.
             const int r = first + i;
@@ -198,10 +224,13 @@ template <class T, int R>
 void attend_step(Rows<T, R>& rows, const Step<T>& step, const Step<T>& next, const Attention& c) {
     alignas(64) int32_t words[kMaxDim * 16];
     for (int g = step.low(); g < step.high(); g++) {
-        turn_keys<T>(step.keys[g], next.keys[g], c.dim, words);
-        for_tiles<R>([&](int first, auto n) {
-            rows.template score<n.value>(words, step.first + g * kGroup, g * kGroup, c, first);
-        });
+        const long at = step.first + g * kGroup;
+        if constexpr (R <= kTileRows) {
+            rows.score_keys(step.keys[g], next.keys[g], at, g * kGroup, c);
+        } else {
+            turn_keys<T>(step.keys[g], next.keys[g], c.dim, words);
+            for_tiles<R>([&](int first, auto n) { rows.template score<n.value>(words, at, g * kGroup, c, first); });
+        }
     }
     rows.soften(step.low() * kGroup, step.high() * kGroup, c.dim);
     Values<Operand<T>>::add(rows, step, next, c.dim);

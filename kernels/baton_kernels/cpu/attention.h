@@ -28,12 +28,13 @@ using Operand = std::conditional_t<kHasBf16Dot && std::is_same_v<T, BF16>, BF16,
 template <class T>
 constexpr long kPerWord = Operand<T>::per_word;
 
-// 16 rows -> words[dim / kPerWord][16 rows]. row(j, d): where row j's elements from d on are.
-template <class T, class F>
-void turn(long dim, int32_t* words, F&& row) {
+// Calls take(w, words) for each word w of 16 rows of operands, in order: words has that of each row. row(j, d): where row
+// j's elements from d on are.
+template <class T, class F, class G>
+ALWAYS_INLINE void for_words(long dim, F&& row, G&& take) {
     constexpr bool is_split = std::is_same_v<T, BF16> && kPerWord<T> == 1;
     constexpr long step = is_split ? 32 : 16 * kPerWord<T>;
-    for (long d = 0; d < dim; d += step, words += step / kPerWord<T> * 16) {
+    for (long d = 0, w = 0; d < dim; d += step, w += step / kPerWord<T>) {
         i32x16 v[16];
         UNROLLED for (int j = 0; j < 16; j++) {
             if constexpr (std::is_same_v<T, F16>)
@@ -44,13 +45,19 @@ void turn(long dim, int32_t* words, F&& row) {
         transpose(v);
         UNROLLED for (int j = 0; j < 16; j++) {
             if constexpr (is_split) {
-                F32::store((float*)words + j * 32, BF16::even(v[j]));
-                F32::store((float*)words + j * 32 + 16, BF16::odd(v[j]));
+                take(w + j * 2, bits_of(BF16::even(v[j])));
+                take(w + j * 2 + 1, bits_of(BF16::odd(v[j])));
             } else {
-                store_words(words + j * 16, v[j]);
+                take(w + j, v[j]);
             }
         }
     }
+}
+
+// 16 rows -> words[dim / kPerWord][16 rows].
+template <class T, class F>
+void turn(long dim, int32_t* words, F&& row) {
+    for_words<T>(dim, row, [&](long w, i32x16 v) { store_words(words + w * 16, v); });
 }
 
 // Turns a group of keys, and fetches another.
