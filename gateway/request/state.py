@@ -308,7 +308,8 @@ class RequestState:
         """What is to be placed: all choices as one while they have no tokens, else one that has
         some."""
         spec = self._spec
-        if self.prompt_logprobs is not None or choices[0].output.token_ids:
+        has_begun = self.prompt_logprobs is not None or choices[0].output.token_ids
+        if has_begun and spec.sampling.prompt_logprobs >= 0:
             spec = replace(spec, sampling=replace(spec.sampling, prompt_logprobs=-1))
         if len(choices) > 1:
             return spec

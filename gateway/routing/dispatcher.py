@@ -105,14 +105,21 @@ class Dispatcher:
         self._queue: AdmissionQueue[Waiting] = AdmissionQueue(max_queue_size)
         self._affinity = PrefixAffinity(_MAX_DIGESTS)
         self._wake = asyncio.Event()
+        self._is_placing = False
+        """Whether some that wait may be out of the queue for a moment."""
         self._num_tries = 0
         self._estimate = WaitEstimate()
         self._starts_s: OrderedDict[str, float] = OrderedDict()
         """When requests were placed, by their ids."""
         self._stranded_s: dict[Rank, float] = {}
         """Since when each that no ready worker could serve waits."""
-        fleet.listen(self._wake.set)
+        fleet.listen(self._on_change)
         fleet.listen_leave(self._affinity.forget)
+
+    def _on_change(self) -> None:
+        """There may be room, or a worker less: a matter of those that wait, if any do."""
+        if self._queue or self._is_placing:
+            self._wake.set()
 
     @property
     def num_waiting(self) -> int:
@@ -214,7 +221,9 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         while True:
             self._wake.clear()
+            self._is_placing = True
             is_full = self._place_all(loop.time())
+            self._is_placing = False
             if is_full and len(self._fleet.workers) > _MANY_WORKERS:
                 await asyncio.sleep(_SEARCH_PAUSE_S)
             since_s = min(self._stranded_s.values(), default=None)

@@ -7,9 +7,11 @@ import asyncio
 
 import pytest
 
+from baton.errors import BatonError, Overloaded
 from gateway.intake.request import TextOptions, ValidatedRequest
 from gateway.request.driver import RequestDriver
 from gateway.routing.placement import Placement
+from gateway.routing.router import Need
 from tests.support.fake_workers import expected_output
 from tests.support.gateway_world import Client, World, gateway_world, in_world, make_spec
 from tests.support.virtual_loop import run_virtual
@@ -113,5 +115,31 @@ def test_a_place_given_to_one_who_just_left_is_given_back(num_turns: int) -> Non
             waiting.cancel()
             await asyncio.wait((waiting,))
             world.check_empty()
+
+    run_virtual(main())
+
+
+def test_room_that_comes_while_others_are_answered_is_not_overlooked() -> None:
+    async def main() -> None:
+        async with gateway_world(num_prefills=0, max_num_seqs=1) as world:
+            blocker = await world.place(make_spec("a"))
+            first = asyncio.create_task(world.place(make_spec("b", range(20))))
+            await asyncio.sleep(0.1)
+            answers: list[Placement | BatonError] = []
+
+            def on_late(answer: Placement | BatonError) -> None:
+                answers.append(answer)
+                blocker.release()  # "b" is in no queue at this moment
+
+            late = make_spec("c", arrival_ns=1)
+            soon_s = asyncio.get_running_loop().time() + 1.0
+            world.dispatcher.place(late, Need.of(late), on_late, deadline_s=soon_s)
+            await asyncio.sleep(2.0)
+            world.fleet.changed()
+            begin_s = asyncio.get_running_loop().time()
+            (await first).release()
+            # At once, not by a later report of the worker's.
+            assert asyncio.get_running_loop().time() - begin_s < 1e-3
+            assert [type(answer) for answer in answers] == [Overloaded]
 
     run_virtual(main())
