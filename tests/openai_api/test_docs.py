@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from jsonschema import Draft202012Validator
 from baton.sampling_params import OPTIONS
 from gateway.http.docs import DOCS_PATH, OPENAPI_PATH
 from gateway.http.openapi import openapi
-from tests.openai_api.cases import MODEL
+from tests.openai_api.cases import CASES, MODEL
 from tests.openai_api.test_bad_input import BODIES, GOOD
 from tests.openai_api.test_door import fetch
 from tests.support.http_connection import Connection
@@ -67,6 +69,17 @@ def test_every_field_that_is_read_is_described_and_no_other() -> None:
                 assert beyond(schema) or "anyOf" in schema, (path, name)
     for schema in SCHEMAS.values():
         Draft202012Validator.check_schema(schema)
+
+
+def test_the_page_lists_every_case_of_the_openai_package() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "openai.md").read_text()
+    listed = re.sub(r"\n  +", " ", page.partition("## What is tested")[2])
+    nums = {name: int(num) for name, num in re.findall(r"^### (.+) \((\d+)\)$", listed, re.M)}
+    assert nums == Counter(case.section for case in CASES)
+    assert re.findall(r"^- (.+)$", listed, re.M) == [
+        case.name for section in nums for case in CASES if case.section == section
+    ]
+    assert len(CASES) >= 70
 
 
 @pytest.mark.parametrize("path", BODIES)
