@@ -220,7 +220,11 @@ def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
         )
     try:
         tokenizer = read_tokenizer(str(path))
-    except Exception as error:
+    except BaseException as error:
+        # A panic of the library's, which some files bring about, is no Exception; and its class is
+        # made when it happens.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise ConfigError.of(
             "tokenizer", name, f"tokenizer.json cannot be read: {error}"
         ) from error

@@ -4,6 +4,8 @@ once."""
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import AsyncIterator
 
 import pytest
@@ -14,6 +16,7 @@ from baton.engine.oracle import OracleOptions
 from baton.types import KvLayout
 from bench.fault_proxy import ProxiedCluster, Way
 from tests.support.fault_streams import Streams, proxied_cluster, until_quiet
+from tests.support.live_tiers import BOX_MODEL
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -73,3 +76,26 @@ async def test_the_kv_of_several_choices_travels_once(
         assert done.timing.transfer_bytes == kv_bytes
         # Headers, and a commit with each choice's first token.
         assert 0 < num_bytes - kv_bytes < 2048 + 64 * number
+
+
+async def run(*command: str) -> tuple[int, str]:
+    """Its status and output, errors with it."""
+    pipe, both = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=both)
+    output, _ = await process.communicate()
+    return process.returncode or 0, output.decode()
+
+
+@pytest.mark.long
+async def test_a_packet_capture_counts_what_the_proxy_does() -> None:
+    """In a network namespace, on the bundled model: bench.kv_capture fails where they differ."""
+    users = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    status, why = await run("unshare", *users, "--net", "true")
+    if status:
+        pytest.skip(f"no network namespaces here: {why}")
+    status, output = await run(sys.executable, "-m", "bench.kv_capture", "--most=3", str(BOX_MODEL))
+    assert status == 0, output
+    rows = [line for line in output.splitlines() if line.startswith(("| n ", "| beams "))]
+    assert [row.split("|")[1].strip() for row in rows] == [
+        f"{kind} {number}" for kind in ("n", "beams") for number in (1, 2, 3)
+    ]

@@ -1,0 +1,48 @@
+"""Malformed calls at the doors of real processes, for some seconds; python -m tests.fuzz.doors goes
+on for longer."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from tests.fuzz.doors import Door, knock_everywhere, mutated
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_nobody_dies_of_a_malformed_call() -> None:
+    doors, wrong = asyncio.run(knock_everywhere(12.0, seed=3))
+    assert not wrong
+    for door in doors:
+        assert door.ends.total() > 20, door.row()
+
+
+def test_most_of_what_is_sent_is_no_longer_the_seed() -> None:
+    rng = random.Random(1)
+    seed = bytes(range(64))
+    different = {mutated(rng, seed) for _ in range(200)} - {seed}
+    assert len(different) > 150
+    assert any(one[:16] == seed[:16] for one in different)
+
+
+@pytest.mark.parametrize(
+    ("end", "is_sound"), [("400", True), ("!500", False), ("!INTERNAL", False)]
+)
+def test_one_bad_end_is_enough(end: str, is_sound: bool) -> None:
+    ends = iter([*["INVALID_ARGUMENT"] * 5, end])
+
+    async def call(_: random.Random) -> str:
+        return next(ends)
+
+    async def knock() -> Door:
+        door = Door("a door", call)
+        with pytest.raises(RuntimeError):  # no further ends
+            await door.knock(random.Random(1), float("inf"))
+        return door
+
+    door = asyncio.run(knock())
+    assert door.is_sound is is_sound
+    assert door.ends.total() == 6
