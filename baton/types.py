@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -208,6 +209,12 @@ class SequenceSpec:
         return replace(self, output_token_ids=self.output_token_ids + token_ids)
 
 
+def windows_of(windows: Sequence[int | None]) -> tuple[int, tuple[int, ...]]:
+    """KvLayout's window and windowed_layers of layers with these windows."""
+    windowed = tuple(layer for layer, window in enumerate(windows) if window)
+    return max((window for window in windows if window), default=0), windowed
+
+
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """Shape, numerics and identity of a worker's KV pool.
@@ -218,6 +225,10 @@ class KvLayout:
     [block_size] of a layer, part and head lie behind its rows: a block is still one piece of
     memory, and so are its layers and its heads within a layer. `fingerprint` digests the weights
     and every setting that changes what KV means; block size is not among them.
+
+    windowed_layers, ascending, attend to the last `window` tokens alone, the new one among them:
+    KV that lies further back is neither read nor sent there. Their window is the longest of theirs;
+    0 if there are none.
     """
 
     fingerprint: str
@@ -227,6 +238,8 @@ class KvLayout:
     dtype: str
     block_size: int
     parts: tuple[str, ...] = KEY_VALUE
+    window: int = 0
+    windowed_layers: tuple[int, ...] = ()
 
     @property
     def num_parts(self) -> int:
@@ -252,12 +265,39 @@ class KvLayout:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
+    def window_start(self, num_tokens: int) -> int:
+        """The first token whose KV in windowed layers is sent along with a sequence of num_tokens
+        tokens: with it the sequence goes on, and so does whoever has its full blocks as a
+        prefix."""
+        if not self.window:
+            return 0
+        full_tokens = num_tokens // self.block_size * self.block_size
+        return max(0, full_tokens - self.window + 1) // self.block_size * self.block_size
+
+    def from_window(self, piece: KvRange, window_start: int) -> Iterator[KvRange]:
+        """`piece` without the tokens before window_start of windowed layers, in order of
+        layers."""
+        if not self.window or window_start <= piece.first_token:
+            yield piece
+            return
+        windowed = frozenset(self.windowed_layers)
+        layers = range(piece.first_layer, piece.end_layer)
+        for is_windowed, group in groupby(layers, windowed.__contains__):
+            own = list(group)
+            first_token = window_start if is_windowed else piece.first_token
+            if first_token < piece.end_token:
+                num_tokens = piece.end_token - first_token
+                yield KvRange(first_token, num_tokens, own[0], len(own))
+
     def difference(self, other: KvLayout) -> tuple[str, str, str] | None:
         """(field, own value, other's value) of the first field that forbids sending KV between the
         two."""
         if self == other:
             return None
-        for name in ("fingerprint", "num_layers", "parts", "num_kv_heads", "head_dim"):
+        for name in (
+            *("fingerprint", "num_layers", "parts", "num_kv_heads", "head_dim"),
+            *("window", "windowed_layers"),
+        ):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
                 return name, str(ours), str(theirs)

@@ -62,7 +62,8 @@ def _plain(kind: type[Any], *composed: str) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind) if field.name not in composed)
 
 
-_LAYOUT, _NUMERICS = _plain(KvLayout, "parts"), _plain(NumericsClass)
+_LAYOUT = _plain(KvLayout, "parts", "windowed_layers")
+_NUMERICS = _plain(NumericsClass)
 _INFO = _plain(WorkerInfo, "identity", "tier", "layout", "numerics", "adapters")
 _LOAD = _plain(WorkerLoad, "blocks", "is_draining", "role")
 _SAMPLING = _plain(Sampling, "logit_bias", "stop_token_ids", "bad_words", "beam")
@@ -91,11 +92,17 @@ def known(kind: type[EnumT], number: int, field: str) -> EnumT:
 def layout_to_proto(layout: KvLayout) -> kv_pb2.KvLayout:
     # Keys and values go without saying: what 0.1.0 wrote is the same to the byte.
     parts = () if layout.parts == KEY_VALUE else layout.parts
-    return kv_pb2.KvLayout(**_values(layout, _LAYOUT), parts=parts)
+    return kv_pb2.KvLayout(
+        **_values(layout, _LAYOUT), parts=parts, windowed_layers=layout.windowed_layers
+    )
 
 
 def layout_from_proto(message: kv_pb2.KvLayout) -> KvLayout:
-    return KvLayout(**_values(message, _LAYOUT), parts=tuple(message.parts) or KEY_VALUE)
+    return KvLayout(
+        **_values(message, _LAYOUT),
+        parts=tuple(message.parts) or KEY_VALUE,
+        windowed_layers=tuple(message.windowed_layers),
+    )
 
 
 def numerics_to_proto(numerics: NumericsClass) -> numerics_pb2.NumericsClass:

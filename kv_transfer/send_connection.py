@@ -23,6 +23,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from baton.errors import BY_REASON, BatonError, EngineFault, HandoffFailed, PeerMismatch
 from baton.types import KvRange, Sample, WorkerIdentity
@@ -66,12 +67,13 @@ class Begin:
 class Send:
     """KV of a range of the sequence is final in these blocks, or will be when `mark` is done: see
     KvPool; without one, that of when the sender gets this. What the receiver holds already is not
-    sent."""
+    sent, nor what lies before window_start in windowed layers."""
 
     key: Hashable
     block_ids: tuple[int, ...]
     piece: KvRange
     mark: object = None
+    window_start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,13 +349,18 @@ class SendConnection:
                         ticket_id=ticket.ticket_id, epoch=ticket.epoch, deliver_to=deliver_to
                     )
                 )
-            case Send(_, block_ids, piece, mark) if piece.end_token <= ticket.num_tokens:
+            case Send(_, block_ids, piece, mark, window_start) if (
+                piece.end_token <= ticket.num_tokens
+            ):
                 first_token = min(max(piece.first_token, ticket.num_cached_tokens), piece.end_token)
                 num_missing = piece.end_token - first_token
                 missing = replace(piece, first_token=first_token, num_tokens=num_missing)
                 block_size = terms.codec.wire.block_size
                 token_bytes, most = session.token_layer_bytes, session.max_chunk_bytes
-                rest = chunks(missing, token_bytes, most, block_size)
+                parts = self._config.layout.from_window(missing, window_start)
+                rest = chain.from_iterable(
+                    chunks(part, token_bytes, most, block_size) for part in parts
+                )
                 self._sending = PendingChunks(handoff, block_ids, mark, rest, next(rest, None))
             case Send(_, _, piece):
                 text = f"{piece} is more than the ticket's {ticket.num_tokens} tokens"

@@ -130,6 +130,8 @@ def parse_ticket(data: bytes) -> KvTicket:
         and message.num_cached_tokens <= message.num_tokens
         and layout.dtype in DTYPE_BYTES
         and min(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size) > 0
+        and bool(layout.window) == bool(layout.windowed_layers)
+        and all(layer < layout.num_layers for layer in layout.windowed_layers)
     ):
         raise InvalidRequest("the KV ticket lacks fields, or they contradict each other")
     return KvTicket(
@@ -213,7 +215,8 @@ class OfferedTicket:
 class TicketCommitted:
     """All KV of `num_tokens` tokens is in the blocks, which whoever gets this owns.
 
-    firsts: the token after them, of each choice; none if it is known there already.
+    firsts: the token after them, of each choice; none if it is known there already. window_start:
+    the first token that came in every layer; of those before, windowed layers may have none.
     """
 
     ticket_id: int
@@ -225,6 +228,7 @@ class TicketCommitted:
     """When the sender presented the ticket, by the table's clock."""
     receiving_s: float = 0.0
     """When its first chunk was taken; when the ticket was presented if none had to come."""
+    window_start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +290,7 @@ class Ticket:
 
     ticket_id: int
     block_ids: tuple[int, ...]
-    num_layers: int
+    layout: KvLayout
     min_tokens: int
     num_cached_tokens: int
     num_tokens: int
@@ -350,7 +354,7 @@ class Ticket:
             and self.num_cached_tokens <= piece.first_token
             and piece.end_token <= self.num_tokens
             and piece.first_layer >= 0
-            and piece.end_layer <= self.num_layers
+            and piece.end_layer <= self.layout.num_layers
         ):
             return f"a chunk outside of the reservation: {piece}"
         if not self.coverage.add(piece):
@@ -376,8 +380,9 @@ class Ticket:
             return (
                 f"a commit of {commit.num_tokens} tokens for {self.min_tokens} to {self.num_tokens}"
             )
-        is_all_here = self.coverage.is_exactly(self.num_cached_tokens, commit.num_tokens)
-        if self.num_pins or not is_all_here:
+        first, end = self.num_cached_tokens, commit.num_tokens
+        window_start = self.coverage.window_start(first, end, self.layout)
+        if self.num_pins or window_start is None:
             return "a commit of KV that has not all arrived"
         if self.checksum != commit.checksum:
             return "the checksum of all chunks is not what the sender says"
@@ -390,6 +395,7 @@ class Ticket:
             self.num_bytes,
             self.reserved_s,
             self.receiving_s,
+            window_start,
         )
 
     def abort(self, reason: str, message: str) -> TicketAborted | None:
@@ -430,11 +436,24 @@ class Coverage:
             group.insert(start, end)
         return True
 
-    def is_exactly(self, first_token: int, end_token: int) -> bool:
-        """Whether tokens [first_token, end_token) of every layer have arrived, and no other."""
-        is_empty = first_token == end_token
-        starts, ends = ([], []) if is_empty else ([first_token], [end_token])
-        return all(group.starts == starts and group.ends == ends for group in self._groups)
+    def window_start(self, first_token: int, end_token: int, layout: KvLayout) -> int | None:
+        """The first token that has arrived in every layer, if tokens [first_token, end_token) of
+        every layer have, of windowed layers from within the window on, and no other; else
+        None."""
+        latest = first_token
+        for group in self._groups:
+            start = group.starts[0] if group.starts else end_token
+            expected = ([], []) if start == end_token else ([start], [end_token])
+            if (group.starts, group.ends) != expected:
+                return None
+            if start == first_token:
+                continue
+            own = range(group.first_layer, group.end_layer)
+            is_enough = first_token < start <= end_token - layout.window + 1
+            if not is_enough or not set(own).issubset(layout.windowed_layers):
+                return None
+            latest = max(latest, start)
+        return latest
 
     def _split(self, layer: int) -> None:
         """Let a group begin at `layer`, unless all end there."""

@@ -157,7 +157,7 @@ class TicketTable:
                 ticket_id=ticket_id,
                 data=data,
                 block_ids=block_ids,
-                num_layers=self._layout.num_layers,
+                layout=self._layout,
                 min_tokens=min(spec.num_tokens, num_tokens),
                 num_cached_tokens=num_cached_tokens,
                 num_tokens=num_tokens,

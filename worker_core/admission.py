@@ -313,6 +313,7 @@ class Admission:
         is_prefix = sequence.stage is Stage.FETCHING
         sequence.stage = Stage.RUNNING
         sequence.num_computed_tokens = committed.num_tokens
+        sequence.lease.received(committed.window_start)
         sequence.lease.index(sequence.token_ids, committed.num_tokens)
         if is_prefix:
             self._costs.fetch.observe(num_missing, waited_s)

@@ -43,7 +43,8 @@ class Handoffs:
         self._state = state
         self._sender = sender
         self._clock = clock
-        self._num_layers = state.spec.layout.num_layers
+        self._layout = state.spec.layout
+        self._num_layers = self._layout.num_layers
         self._rejected: set[Hashable] = set()
         """Keys whose sequences never had blocks here, and whose SendDone is still to come."""
         self._early_ends: dict[Hashable, SendDone] = {}
@@ -95,7 +96,8 @@ class Handoffs:
         if start < end:
             num_layers = self._num_layers if num_layers is None else num_layers
             missing = KvRange(start, end - start, first_layer, num_layers)
-            self._sender.submit(Send(sequence.key, tuple(sequence.lease.block_ids), missing, mark))
+            num_tokens = sequence.spec.num_tokens
+            self._sender.submit(self._send(sequence.key, sequence.lease, missing, num_tokens, mark))
 
     def send_layers(
         self,
@@ -185,8 +187,21 @@ class Handoffs:
         """Send all there is. The receiver knows the tokens: none comes with the commit. Raises
         InvalidRequest if the ticket is none."""
         whole = KvRange(0, num_tokens, 0, self._num_layers)
-        send = Send(key, tuple(lease.block_ids), whole)
+        send = self._send(key, lease, whole, num_tokens)
         self._sender.begin(key, ticket, send, Finish(key, num_tokens, (), self._clock()))
+
+    def _send(
+        self,
+        key: Hashable,
+        lease: BlockLease,
+        piece: KvRange,
+        num_tokens: int,
+        mark: object = None,
+    ) -> Send:
+        """A piece of the KV of num_tokens tokens that are handed off: of windowed layers what the
+        window needs, which the lease has. mark: see Send."""
+        window_start = max(lease.window_start, self._layout.window_start(num_tokens))
+        return Send(key, tuple(lease.block_ids), piece, mark, window_start)
 
     # Ends
 

@@ -78,6 +78,7 @@ class Preemption:
         if lease is None:
             return False
         self._state.swap.take(sequence.key, lease.block_ids, lease.num_cached_tokens)
+        lease.received(sequence.lease.window_start)
         sequence.lease = lease
         sequence.stage = Stage.RUNNING
         return True

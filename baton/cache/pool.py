@@ -17,6 +17,10 @@ of a block digests its tokens and the key of the block before it, under a secret
 the tenant, so that equal keys mean equal prefixes, tenants never meet, and nobody outside can
 predict a key. Tokens are compared on a hit all the same: a collision costs a miss, never a wrong
 answer.
+
+Of a model with windowed layers, a block that came from elsewhere may lack their KV: only the window
+is sent. Such a block is found, too, but a prefix ends only where all blocks that the window reaches
+from its end are whole.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from blake3 import blake3
 
@@ -49,14 +53,21 @@ class BlockPool:
     """All blocks of one worker."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, secret: bytes, enable_prefix_caching: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        secret: bytes,
+        enable_prefix_caching: bool = True,
+        window: int = 0,
     ) -> None:
+        """window: see KvLayout."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._references = [0] * num_blocks
-        self._index = PrefixIndex(block_size, secret)
+        self._index = PrefixIndex(block_size, secret, window)
         self._indexes_prefixes = enable_prefix_caching
         self._leases: dict[int, BlockLease] = {}
 
@@ -91,8 +102,8 @@ class BlockPool:
         counts."""
         if not self._indexes_prefixes:
             return 0
-        shared, _ = self._index.match(tenant, token_ids[:-1])
-        return len(shared) * self.block_size
+        shared = self._index.match(tenant, token_ids[:-1])
+        return len(shared.block_ids) * self.block_size
 
     def lease(
         self,
@@ -108,10 +119,10 @@ class BlockPool:
         compute, because its logits are needed. shares_prefixes: False for KV that means nothing
         outside its own sequence.
         """
-        block_ids: list[int] = []
-        last_key = None
+        found = _NO_PREFIX
         if shares_prefixes and self._indexes_prefixes:
-            block_ids, last_key = self._index.match(tenant, token_ids[:-1])
+            found = self._index.match(tenant, token_ids[:-1])
+        block_ids = list(found.block_ids)
         num_shared = len(block_ids)
         num_fresh = self.num_blocks_for(num_tokens) - num_shared
         num_revived = sum(1 for block_id in block_ids if self._references[block_id] == 0)
@@ -121,7 +132,9 @@ class BlockPool:
             self._cached.pop(block_id, None)
             self._references[block_id] += 1
         block_ids.extend(self._take() for _ in range(num_fresh))
-        return BlockLease(self, block_ids, num_shared, last_key)
+        return BlockLease(
+            self, block_ids, num_shared, found.last_key, found.first_whole * self.block_size
+        )
 
     def num_exclusive_blocks(self, leases: Sequence[BlockLease]) -> int:
         """Blocks that releasing all of `leases` would make available."""
@@ -171,6 +184,12 @@ class BlockPool:
         self._references[block_id] = 1
         return block_id
 
+    def _free_unindexed(self, block_id: int) -> None:
+        """A block that nobody finds any more is free, if nobody has it."""
+        if not self._references[block_id]:
+            del self._cached[block_id]
+            self._free.append(block_id)
+
 
 if TYPE_CHECKING:
     _Numbers = array[int]
@@ -218,10 +237,16 @@ class BlockLease:
         "_own_start",
         "_pool",
         "num_cached_tokens",
+        "window_start",
     )
 
     def __init__(
-        self, pool: BlockPool, block_ids: Iterable[int], num_indexed: int, last_key: bytes | None
+        self,
+        pool: BlockPool,
+        block_ids: Iterable[int],
+        num_indexed: int,
+        last_key: bytes | None,
+        window_start: int = 0,
     ) -> None:
         """num_indexed: leading blocks that others can find. last_key: of the last of them, or of
         the tenant; None if nothing of this lease is ever to be found."""
@@ -229,6 +254,8 @@ class BlockLease:
         self._block_ids = BlockTable(block_ids, pool.num_blocks)
         self.num_cached_tokens = num_indexed * pool.block_size
         """Leading tokens whose KV is computed and indexed."""
+        self.window_start = window_start
+        """Windowed layers may have no KV of the tokens before."""
         self._last_key = last_key
         self._is_live = True
         # Tokens [own_start, own_end) are known to lie in blocks of nobody else: what is written
@@ -295,7 +322,12 @@ class BlockLease:
             pool._references[block_id] += 1
         self._own_start = self._own_end = 0
         num_indexed = self.num_cached_tokens // pool.block_size
-        return BlockLease(pool, block_ids, num_indexed, self._last_key)
+        return BlockLease(pool, block_ids, num_indexed, self._last_key, self.window_start)
+
+    def received(self, window_start: int) -> None:
+        """KV came for what was not cached; in windowed layers from window_start on."""
+        if window_start > self.num_cached_tokens:
+            self.window_start = window_start
 
     def _shared_indices(self, start: int, end: int) -> list[int]:
         """Places in the block table, among those of tokens [start, end), of blocks that others hold
@@ -312,7 +344,11 @@ class BlockLease:
             return
         for place in range(self.num_cached_tokens // size, num_computed // size):
             tokens = token_ids[place * size : (place + 1) * size]
-            self._last_key = self._pool._index.add(self._last_key, tokens, block_ids[place])
+            is_whole = place * size >= self.window_start
+            index = self._pool._index
+            self._last_key, replaced = index.add(self._last_key, tokens, block_ids[place], is_whole)
+            if replaced is not None:
+                self._pool._free_unindexed(replaced)
             self.num_cached_tokens = (place + 1) * size
         # Others may take what is indexed from now on.
         self._own_start = max(self._own_start, self.num_cached_tokens)
@@ -348,48 +384,87 @@ class BlockLease:
 
 @dataclass(frozen=True, slots=True)
 class PrefixBlock:
-    """A full block in the index."""
+    """A full block in the index. is_whole: whether windowed layers have KV of all its tokens,
+    too."""
 
     key: bytes
     parent: bytes
     tokens: bytes
     block_id: int
+    is_whole: bool
+
+
+class Prefix(NamedTuple):
+    """Blocks that hold a prefix, in order. last_key: what the chain goes on from, the key of the
+    last of them or of the tenant; None if nothing is looked for. first_whole: blocks from this one
+    on are whole."""
+
+    block_ids: Sequence[int]
+    last_key: bytes | None
+    first_whole: int = 0
+
+
+_NO_PREFIX = Prefix((), None)
 
 
 class PrefixIndex:
     """Maps chain keys to blocks and back. Knows nothing of who owns a block."""
 
-    def __init__(self, block_size: int, secret: bytes) -> None:
-        """`secret`: 32 bytes, drawn at start."""
+    def __init__(self, block_size: int, secret: bytes, window: int = 0) -> None:
+        """`secret`: 32 bytes, drawn at start. window: see KvLayout."""
         self._block_size = block_size
+        self._window = window
         self._secret = secret
         self._by_key: dict[bytes, PrefixBlock] = {}
         self.by_block: dict[int, PrefixBlock] = {}
         """By block id. Read by the pool."""
 
-    def match(self, tenant: bytes, token_ids: Sequence[int]) -> tuple[list[int], bytes]:
-        """The blocks that hold the longest known prefix of `token_ids`, in order; and the key that
-        the chain goes on from, of the last of them or of the tenant."""
-        last_key = blake3(tenant, key=self._secret).digest()
-        block_ids: list[int] = []
+    def match(self, tenant: bytes, token_ids: Sequence[int]) -> Prefix:
+        """The longest known prefix of `token_ids` that a sequence can go on from."""
+        root = last_key = blake3(tenant, key=self._secret).digest()
+        blocks: list[PrefixBlock] = []
         size = self._block_size
         for start in range(0, len(token_ids) - size + 1, size):
             key, tokens = self._link(last_key, token_ids[start : start + size])
             found = self._by_key.get(key)
             if found is None or found.tokens != tokens or found.parent != last_key:
                 break
-            block_ids.append(found.block_id)
+            blocks.append(found)
             last_key = key
-        return block_ids, last_key
+        if not self._window:
+            return Prefix([block.block_id for block in blocks], last_key)
+        num_blocks, first_whole = self._usable(blocks)
+        last_key = blocks[num_blocks - 1].key if num_blocks else root
+        return Prefix([block.block_id for block in blocks[:num_blocks]], last_key, first_whole)
 
-    def add(self, parent: bytes, token_ids: Sequence[int], block_id: int) -> bytes:
-        """Index a full block behind the prefix of key `parent`, unless another one is already.
-        Returns its key."""
+    def _usable(self, blocks: Sequence[PrefixBlock]) -> tuple[int, int]:
+        """How many of a prefix's blocks a sequence can go on from, and from which on they are
+        whole."""
+        num_usable = first_usable = first_whole = 0
+        for index, block in enumerate(blocks):
+            if not block.is_whole:
+                first_whole = index + 1
+            # What the token behind this block attends to in windowed layers.
+            reach = max(0, (index + 1) * self._block_size - self._window + 1)
+            if first_whole * self._block_size <= reach:
+                num_usable, first_usable = index + 1, first_whole
+        return num_usable, first_usable
+
+    def add(
+        self, parent: bytes, token_ids: Sequence[int], block_id: int, is_whole: bool = True
+    ) -> tuple[bytes, int | None]:
+        """Index a full block behind the prefix of key `parent`, unless another one is already that
+        is no less whole. Returns its key, and the block that it takes the place of, if any."""
         key, tokens = self._link(parent, token_ids)
-        if key not in self._by_key:
-            block = PrefixBlock(key, parent, tokens, block_id)
-            self._by_key[key] = self.by_block[block_id] = block
-        return key
+        before = self._by_key.get(key)
+        if before and (before.is_whole or not is_whole):
+            return key, None
+        block = PrefixBlock(key, parent, tokens, block_id, is_whole)
+        self._by_key[key] = self.by_block[block_id] = block
+        if before is None:
+            return key, None
+        del self.by_block[before.block_id]
+        return key, before.block_id
 
     def remove(self, block_id: int) -> None:
         """Forget a block that is about to hold something else."""

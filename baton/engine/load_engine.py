@@ -29,7 +29,7 @@ from baton.model.host_memory import available_memory_bytes
 from baton.model.memory_plan import MemoryPlan, plan_blocks
 from baton.model.weights import ProgressHook
 from baton.start_log import report_phase
-from baton.types import FALLBACK_NOTICE, SCALE_BYTES, SCALED_DTYPES, KvLayout
+from baton.types import FALLBACK_NOTICE, SCALE_BYTES, SCALED_DTYPES, KvLayout, windows_of
 from baton_kernels.cpu.library import why_none
 
 NO_MODULES: Mapping[str, str] = MappingProxyType({})
@@ -88,6 +88,7 @@ def load_engine(
         raise ConfigError.of("block_size", block_size, "must be at least 1")
     _check_kv_dtype(kv_name, block_size * source.head_dim, where)
     source.check_ranks(size, where)
+    window, windowed_layers = windows_of(source.windows)
     sizes = KvLayout(
         fingerprint="",
         num_layers=source.num_layers,
@@ -96,6 +97,8 @@ def load_engine(
         dtype=kv_name,
         block_size=block_size,
         parts=source.kv_parts,
+        window=window,
+        windowed_layers=windowed_layers,
     )
     adapters = _read_adapters(source, lora_modules, max_lora_rank, chosen.name, where, size)
     graphs = None

@@ -61,9 +61,9 @@ class ModelSource(Protocol):
     """A checkpoint. Nothing is loaded before `load`.
 
     name: of the family or architecture, for people; dtype: the checkpoint's; max_len: of a
-    sequence, in tokens; num_kv_heads, head_dim, kv_parts: see KvLayout; kv_digest: of every setting
-    on which the meaning of KV depends, but the weights; kernels: whose results a token depends on,
-    besides Baton's.
+    sequence, in tokens; num_kv_heads, head_dim, kv_parts: see KvLayout; windows: tokens that each
+    layer attends to, None for all; kv_digest: of every setting on which the meaning of KV depends,
+    but the weights; kernels: whose results a token depends on, besides Baton's.
     """
 
     @property
@@ -86,6 +86,9 @@ class ModelSource(Protocol):
 
     @property
     def kv_parts(self) -> tuple[str, ...]: ...
+
+    @property
+    def windows(self) -> tuple[int | None, ...]: ...
 
     @property
     def max_len(self) -> int: ...
@@ -169,6 +172,7 @@ class NativeModel:
         self.dtype, self.vocab_size = config.dtype, config.vocab_size
         self.num_layers, self.num_kv_heads = config.num_layers, config.num_kv_heads
         self.head_dim, self.kv_parts = config.head_dim, config.kv_parts
+        self.windows = config.windows
         self.max_len = config.derived_max_len
         self.kv_digest = config.kv_digest
 

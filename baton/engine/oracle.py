@@ -57,6 +57,7 @@ class OracleOptions:
     what each of its new tokens adds, in seconds of real time; its own hashing is a part of that,
     and it sleeps for the rest.
 
+    window: tokens that every other layer attends to, from the second one on; 0 for all.
     poison_token_id: a token whose computation fails, to test that a fault stays with its request;
     -1 for none.
     """
@@ -72,6 +73,7 @@ class OracleOptions:
     poison_token_id: int = -1
     model: str = "oracle"
     adapters: tuple[str, ...] = ()
+    window: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +97,12 @@ class OracleEngine(Engine):
 
     def __init__(self, options: OracleOptions) -> None:
         fingerprint = ":".join(("oracle", *sorted(options.adapters)))
-        layout = KvLayout(fingerprint, options.num_layers, 1, 2, "int64", options.block_size)
+        windowed = tuple(range(1, options.num_layers, 2)) if options.window else ()
+        layout = KvLayout(
+            *(fingerprint, options.num_layers, 1, 2, "int64", options.block_size),
+            window=options.window,
+            windowed_layers=windowed,
+        )
         self._options = options
         self._kv = ArrayKvPool(layout, options.num_blocks)
         self._weights = _slot_weights(layout)
@@ -182,8 +189,8 @@ class OracleEngine(Engine):
         return choose(digest, row, self._options.vocab_size)
 
     def _digest(self, block_table: Sequence[int], num_tokens: int) -> int:
-        """A hash of the KV of tokens [0, num_tokens), read from the blocks, which depends on each
-        word and its place."""
+        """A hash of the KV of tokens [0, num_tokens), of windowed layers those in the window, read
+        from the blocks, which depends on each word and its place."""
         size = self._options.block_size
         num_blocks = -(-num_tokens // size)
         places = _places_of(self._kv.data.shape[1:], 1 << num_blocks.bit_length())[:num_blocks]
@@ -193,6 +200,12 @@ class OracleEngine(Engine):
         mixed ^= mixed >> np.uint64(29)
         mixed *= places | np.uint64(1)
         mixed[-1, :, :, :, num_tokens - (num_blocks - 1) * size :] = 0
+        layout = self._kv.layout
+        if layout.window:
+            begin = max(0, num_tokens - layout.window)
+            windowed = list(layout.windowed_layers)
+            mixed[: begin // size, windowed] = 0
+            mixed[begin // size, windowed, :, :, : begin % size] = 0
         return mix(int(np.sum(mixed, dtype=np.uint64)))
 
 
@@ -239,12 +252,13 @@ def oracle_tokens(
     choice: int = 0,
     allowed: Callable[[Sequence[int]], bytes | None] | None = None,
     adapter: str = "",
+    window: int = 0,
 ) -> list[int]:
     """The output that a whole, undisturbed request gets from any oracle engine of default shape.
 
     allowed: SampleRow.allowed after an output; None for an output that may be anything.
     """
-    engine = _undisturbed(vocab_size)
+    engine = _undisturbed(vocab_size, window)
     token_ids = list(prompt)
     start = 0
     while True:
@@ -265,10 +279,11 @@ def oracle_beams(
     vocab_size: int,
     allowed: Callable[[Sequence[int]], bytes | None] | None = None,
     adapter: str = "",
+    window: int = 0,
 ) -> tuple[Hypothesis, ...]:
     """What a whole, undisturbed beam search finds on any oracle engine of default shape. allowed:
     as of oracle_tokens."""
-    engine = _undisturbed(vocab_size)
+    engine = _undisturbed(vocab_size, window)
     search = BeamSearch(sampling, len(prompt), _REFERENCE_LEN)
     beams: list[list[int]] = [list(prompt)]
     while True:
@@ -287,7 +302,7 @@ def oracle_beams(
 
 
 def oracle_prompt_logprobs(
-    prompt: Sequence[int], sampling: Sampling, vocab_size: int
+    prompt: Sequence[int], sampling: Sampling, vocab_size: int, window: int = 0
 ) -> tuple[TokenLogprobs, ...]:
     """What any oracle engine of default shape reports of a prompt's tokens but the first."""
     rows = tuple(
@@ -295,14 +310,14 @@ def oracle_prompt_logprobs(
         for i, token_id in enumerate(prompt[1:])
     )
     part = SequenceSlice(prompt, 0, [0], rows)
-    (samples,) = _undisturbed(vocab_size).forward(Batch((part,)))
+    (samples,) = _undisturbed(vocab_size, window).forward(Batch((part,)))
     return tuple(one.logprobs for one in samples if one.logprobs)
 
 
-def _undisturbed(vocab_size: int) -> OracleEngine:
+def _undisturbed(vocab_size: int, window: int) -> OracleEngine:
     """An engine for one sequence, whose only block holds it all."""
     return OracleEngine(
-        OracleOptions(num_blocks=1, block_size=_REFERENCE_LEN, vocab_size=vocab_size)
+        OracleOptions(num_blocks=1, block_size=_REFERENCE_LEN, vocab_size=vocab_size, window=window)
     )
 
 

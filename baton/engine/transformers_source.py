@@ -43,6 +43,7 @@ class TransformersModel:
         self.dtype, self.vocab_size = found.dtype, found.vocab_size
         self.num_layers, self.num_kv_heads = found.num_layers, found.num_kv_heads
         self.head_dim, self.kv_parts = found.head_dim, KEY_VALUE
+        self.windows = tuple(layer.key.window for layer in found.layers)
         self.max_len = found.max_len
         self.kv_digest = found.kv_digest
 

@@ -106,6 +106,8 @@ class KvLayout(message.Message):
     DTYPE_FIELD_NUMBER: builtins.int
     BLOCK_SIZE_FIELD_NUMBER: builtins.int
     PARTS_FIELD_NUMBER: builtins.int
+    WINDOW_FIELD_NUMBER: builtins.int
+    WINDOWED_LAYERS_FIELD_NUMBER: builtins.int
     fingerprint: builtins.str
     """Digest of the model's weights and of every setting that changes what KV means."""
     num_layers: builtins.int
@@ -118,10 +120,18 @@ class KvLayout(message.Message):
     """Name of the element type: "float32", "bfloat16", "float16" or "int64"."""
     block_size: builtins.int
     """Tokens per block; may differ between peers."""
+    window: builtins.int
+    """Tokens that each of windowed_layers attends to, the new one among them; 0 if there are no such layers."""
     @builtins.property
     def parts(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
         """What a token has of each KV head in each layer, head_dim elements each, in order: "key" and "value" if empty, "latent" alone of
         multi-head latent attention. A peer of 0.1.0 reads no parts; it knows no such model, so that fingerprints differ.
+        """
+
+    @builtins.property
+    def windowed_layers(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Layers, counted from 0, in ascending order, that read KV of the last `window` tokens alone. A handoff need not send what lies
+        before: a receiver of 0.1.0, which has no such layers, is not sent KV by one that has.
         """
 
     def __init__(
@@ -134,10 +144,12 @@ class KvLayout(message.Message):
         dtype: builtins.str = ...,
         block_size: builtins.int = ...,
         parts: abc.Iterable[builtins.str] | None = ...,
+        window: builtins.int = ...,
+        windowed_layers: abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["block_size", b"block_size", "dtype", b"dtype", "fingerprint", b"fingerprint", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "parts", b"parts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["block_size", b"block_size", "dtype", b"dtype", "fingerprint", b"fingerprint", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "parts", b"parts", "window", b"window", "windowed_layers", b"windowed_layers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -45,6 +45,7 @@ def build_pool(options: EngineOptions, engine: Engine) -> BlockPool:
         engine.spec.layout.block_size,
         secret=secrets.token_bytes(32),
         enable_prefix_caching=options.enable_prefix_caching,
+        window=engine.spec.layout.window,
     )
 
 

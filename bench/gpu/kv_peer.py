@@ -30,7 +30,8 @@ def main() -> None:
     parser.add_argument("--layout", required=True, help="a KvLayout as JSON")
     options = parser.parse_args()
     told = json.loads(options.layout)
-    layout = KvLayout(**{**told, "parts": tuple(told["parts"])})
+    lists = {name: tuple(told[name]) for name in ("parts", "windowed_layers")}
+    layout = KvLayout(**{**told, **lists})
     pool = TorchKvPool(layout, options.num_blocks, torch.device(options.device))
     events: queue.SimpleQueue[TicketEvent | None] = queue.SimpleQueue()
     running = open_receiver(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from baton.types import KvRange
+from baton.types import KvLayout, KvRange
 from kv_transfer.ticket import Coverage
 from kv_transfer.wire_format import chunks
 
 quick = settings(deadline=None, database=None, max_examples=100)
+LAYOUT = KvLayout("m", 3, 1, 1, "float32", 4)
 PIECES = st.builds(
     KvRange, st.integers(0, 9), st.integers(1, 20), st.integers(0, 2), st.integers(1, 3)
 )
@@ -63,8 +65,45 @@ def test_coverage_agrees_with_a_set_of_cells(pieces, start, length):
         assert coverage.add(piece) is is_new
         if is_new:
             seen |= cells(piece)
-    whole = set(itertools.product(range(start, start + length), range(5)))
-    assert coverage.is_exactly(start, start + length) is (seen == whole)
+    end, layout = start + length, replace(LAYOUT, num_layers=5)
+    whole = set(itertools.product(range(start, end), range(5)))
+    assert coverage.window_start(start, end, layout) == (start if seen == whole else None)
+
+
+@quick
+@given(st.permutations(range(4)), st.data())
+def test_windowed_layers_may_lack_what_is_behind_the_window(order, data):
+    first, end, window = data.draw(st.integers(0, 5)), 20, data.draw(st.integers(1, 25))
+    windowed = tuple(sorted(data.draw(st.sets(st.integers(0, 3), min_size=1))))
+    layout = replace(LAYOUT, num_layers=4, window=window, windowed_layers=windowed)
+    coverage, starts = Coverage(4), []
+    for layer in order:
+        start = data.draw(st.integers(first, end)) if data.draw(st.booleans()) else first
+        starts.append((layer, start))
+        if start < end:
+            coverage.add(KvRange(start, end - start, layer, 1))
+    is_enough = all(
+        start == first or (layer in windowed and start <= end - window + 1)
+        for layer, start in starts
+    )
+    latest = max(start for _, start in starts)
+    assert coverage.window_start(first, end, layout) == (latest if is_enough else None)
+
+
+@quick
+@given(PIECES, st.integers(0, 40), st.sets(st.integers(0, 5)))
+def test_of_windowed_layers_goes_what_is_in_the_window(piece, window_start, windowed):
+    layout = replace(LAYOUT, window=bool(windowed), windowed_layers=tuple(sorted(windowed)))
+    found = list(layout.from_window(piece, window_start))
+    wanted = {
+        (token, layer)
+        for token, layer in cells(piece)
+        if layer not in windowed or token >= window_start
+    }
+    assert sum(len(cells(part)) for part in found) == len(wanted)
+    assert set().union(*map(cells, found)) == wanted
+    if window_start <= piece.first_token:
+        assert found == [piece]
 
 
 @quick
@@ -74,6 +113,6 @@ def test_a_range_that_came_in_any_order_is_whole(data):
     found = list(chunks(piece, 1, data.draw(st.integers(1, 30))))
     coverage = Coverage(3)
     for chunk in data.draw(st.permutations(found)):
-        assert not coverage.is_exactly(piece.first_token, piece.end_token)
+        assert coverage.window_start(piece.first_token, piece.end_token, LAYOUT) is None
         assert coverage.add(chunk)
-    assert coverage.is_exactly(piece.first_token, piece.end_token)
+    assert coverage.window_start(piece.first_token, piece.end_token, LAYOUT) == piece.first_token

@@ -65,6 +65,7 @@ def check(history: History, outputs: list[list[int]]) -> None:
 def test_no_stream_loses_doubles_or_changes_a_token(chaos_seed: int) -> None:
     async def main() -> None:
         rng = random.Random(chaos_seed)
+        window = rng.choice([0, 0, 7])
         system = System(
             chaos_seed,
             num_prefill=rng.randint(1, 3),
@@ -73,8 +74,11 @@ def test_no_stream_loses_doubles_or_changes_a_token(chaos_seed: int) -> None:
                 num_blocks=rng.choice([60, 300]),
                 swap_bytes=20_000,
                 max_num_launches=rng.choice([1, 2, 2]),
+                window=window,
             ),
-            prefill_shape=SimShape(block_size=8, num_blocks=200, min_fetched_tokens=1),
+            prefill_shape=SimShape(
+                block_size=8, num_blocks=200, min_fetched_tokens=1, window=window
+            ),
             hub=FaultyHub(rng, rate=rng.choice([0.0, 0.01, 0.05])),
         )
         plain_share = rng.choice([0.0, 0.95])
@@ -89,7 +93,7 @@ def test_no_stream_loses_doubles_or_changes_a_token(chaos_seed: int) -> None:
         await asyncio.gather(*(client(index) for index in range(NUM_STREAMS)))
         await disturbing
         for spec, history in zip(specs, histories, strict=True):
-            check(history, [expected.token_ids for expected in expected_outputs(spec)])
+            check(history, [expected.token_ids for expected in expected_outputs(spec, window)])
         await system.close()
 
     run_virtual(main())

@@ -9,6 +9,7 @@ runs more seeds than the suite does.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -24,8 +25,9 @@ from worker_core.speculation.interface import Speculation
 NUM_REQUESTS = 8
 
 
-def draw_shape(rng: random.Random) -> SimShape:
+def draw_shape(rng: random.Random, window: int) -> SimShape:
     return SimShape(
+        window=window,
         num_blocks=rng.choice([48, 80, 200]),
         block_size=rng.choice([3, 4, 8]),
         max_num_seqs=rng.choice([5, 16]),
@@ -38,32 +40,34 @@ def draw_shape(rng: random.Random) -> SimShape:
     )
 
 
-def draw_speculation(rng: random.Random) -> Speculation | None:
-    return RandomSpeculation(rng.getrandbits(32)) if rng.random() < 0.5 else None
+def draw_speculation(rng: random.Random, window: int) -> Speculation | None:
+    return RandomSpeculation(rng.getrandbits(32), window=window) if rng.random() < 0.5 else None
 
 
-def make(rng: random.Random) -> SimClient:
+def make(rng: random.Random, window: int) -> SimClient:
     hub = LoopbackHub()
     client = SimClient(rng, [], [], move_rate=rng.choice([0.0, 0.1]))
     for index in range(rng.randint(1, 2)):
-        client.prefills.append(SimPrefill(hub, lambda: client.now, draw_shape(rng), f"p{index}"))
+        client.prefills.append(
+            SimPrefill(hub, lambda: client.now, draw_shape(rng, window), f"p{index}")
+        )
     for index in range(rng.randint(1, 3)):
         client.decodes.append(
             SimDecode(
                 hub,
                 lambda: client.now,
-                draw_shape(rng),
+                draw_shape(rng, window),
                 f"d{index}",
                 seed=index,
-                speculation=draw_speculation(rng),
+                speculation=draw_speculation(rng, window),
             )
         )
     return client
 
 
-def check(client: SimClient, spec: SequenceSpec) -> None:
+def check(client: SimClient, spec: SequenceSpec, window: int) -> None:
     is_whole = True
-    for expected in expected_outputs(spec):
+    for expected in expected_outputs(spec, window):
         got = client.output_of(expected.choice)
         if client.finished[expected.choice] is FinishReason.NONE:  # given up
             assert got == expected.token_ids[: len(got)]
@@ -76,19 +80,31 @@ def check(client: SimClient, spec: SequenceSpec) -> None:
         assert client.prompt_logprobs.get(spec.request_id, 0) == num_prompt_logprobs(spec)
 
 
-def run_seed(seed: int) -> SimClient:
+def begin_alike(rng: random.Random, spec: SequenceSpec) -> SequenceSpec:
+    """The request behind the beginning of a prompt that all such requests have in common."""
+    common = range(100, 100 + rng.randint(0, 24))
+    return replace(spec, prompt_token_ids=(*common, *spec.prompt_token_ids[:4]))
+
+
+def run_seed(seed: int, window: int = 0) -> SimClient:
     rng = random.Random(seed)
-    client = make(rng)
+    client = make(rng, window)
     plain_share = rng.choice([0.0, 0.95])
     specs = [draw_request(rng, index, plain_share) for index in range(NUM_REQUESTS)]
+    if window:
+        specs = [begin_alike(rng, spec) for spec in specs]
     client.waiting += specs
     client.run(num_cancels=rng.choice([0, 0, 4]))
     client.quiet()
     assert not client.failed
     for spec in specs:
-        check(client, spec)
+        check(client, spec, window)
     return client
 
 
 def test_every_stream_equals_its_request_alone(mix_seed: int) -> None:
     run_seed(mix_seed)
+
+
+def test_so_does_every_stream_of_a_model_with_windowed_layers(mix_seed: int) -> None:
+    run_seed(mix_seed, window=random.Random(mix_seed).choice([1, 5, 16]))

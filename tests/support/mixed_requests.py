@@ -112,16 +112,17 @@ def draw_grammar(rng: random.Random) -> bytes:
     return rng.choice(grammars).to_bytes()
 
 
-def expected_outputs(spec: SequenceSpec) -> Iterator[Expected]:
-    """What the request gets when it is the only one anywhere."""
+def expected_outputs(spec: SequenceSpec, window: int = 0) -> Iterator[Expected]:
+    """What the request gets when it is the only one anywhere. window: see OracleOptions."""
     prompt, sampling = spec.prompt_token_ids, spec.sampling
     allowed, adapter = allowed_after(sampling), spec.adapter
     if sampling.beam:
-        for place, found in enumerate(oracle_beams(prompt, sampling, VOCAB, allowed, adapter)):
+        beams = oracle_beams(prompt, sampling, VOCAB, allowed, adapter, window)
+        for place, found in enumerate(beams):
             yield Expected(Choice(spec.request_id, place), list(found.token_ids), found.score)
         return
     for choice in range(spec.num_choices):
-        tokens = oracle_tokens(prompt, sampling, VOCAB, choice, allowed, adapter)
+        tokens = oracle_tokens(prompt, sampling, VOCAB, choice, allowed, adapter, window)
         yield Expected(Choice(spec.request_id, choice), tokens)
 
 

@@ -12,13 +12,14 @@ from worker_core.speculation.interface import DraftRequest
 
 
 class RandomSpeculation:
-    """Implements Speculation for oracle engines of vocab_size tokens."""
+    """Implements Speculation for oracle engines of vocab_size tokens and that
+    window."""
 
     max_num_drafts = 6
 
-    def __init__(self, seed: int, vocab_size: int = 1000) -> None:
+    def __init__(self, seed: int, vocab_size: int = 1000, window: int = 0) -> None:
         self._rng = random.Random(seed)
-        self._vocab_size = vocab_size
+        self._vocab_size, self._window = vocab_size, window
         self._outputs: dict[Hashable, list[int]] = {}
 
     def is_due(self, key: Hashable) -> bool:  # noqa: ARG002
@@ -67,5 +68,6 @@ class RandomSpeculation:
                 self._vocab_size,
                 request.choice,
                 allowed_after(request.sampling),
+                window=self._window,
             )
         return self._outputs[request.key]

@@ -156,7 +156,8 @@ class DecodeNode(WorkerNode):
     def __init__(self, system: System, name: str) -> None:
         speculation: Speculation | None = None
         if system.speculates:
-            speculation = RandomSpeculation(system.rng.getrandbits(32))
+            window = system.decode_shape.window
+            speculation = RandomSpeculation(system.rng.getrandbits(32), window=window)
         clock = asyncio.get_running_loop().time
         worker = SimDecode(system.hub, clock, system.decode_shape, name, speculation=speculation)
         super().__init__(system, worker, Tier.DECODE)

@@ -55,6 +55,8 @@ class SimShape:
     """Room for swapped sequences; a token of the oracle's takes 128 bytes."""
     num_pool_blocks: int = 0
     """Blocks that sequences may have, if fewer than the engine's."""
+    window: int = 0
+    """Of all workers alike: see OracleOptions."""
 
 
 def _engine(shape: SimShape) -> OracleEngine:
@@ -64,6 +66,7 @@ def _engine(shape: SimShape) -> OracleEngine:
             block_size=shape.block_size,
             poison_token_id=shape.poison_token_id,
             adapters=("red", "blue"),
+            window=shape.window,
         )
     )
 
@@ -74,6 +77,7 @@ def _pool(shape: SimShape) -> BlockPool:
         shape.block_size,
         secret=bytes(32),
         enable_prefix_caching=shape.enable_prefix_caching,
+        window=shape.window,
     )
 
 

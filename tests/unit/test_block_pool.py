@@ -3,6 +3,8 @@ were computed."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=24)
 TENANTS = st.sampled_from([b"", b"a"])
 
 
-def make_pool(num_blocks: int = 12, block_size: int = 4, **options: bool) -> BlockPool:
+def make_pool(num_blocks: int = 12, block_size: int = 4, **options: Any) -> BlockPool:
     return BlockPool(num_blocks, block_size, secret=SECRET, **options)
 
 
@@ -127,6 +129,78 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
+
+
+class WindowedPoolMachine(RuleBasedStateMachine):
+    """Sequences are computed here, or come with the window alone, and are found again; the model
+    remembers which tokens of each block windowed layers have."""
+
+    WINDOW = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = make_pool(num_blocks=20, window=self.WINDOW)
+        self.present: dict[int, set[int]] = {}
+        self.live: list[BlockLease] = []
+
+    @rule(tokens=TOKENS, comes_from_elsewhere=st.booleans(), slack=st.integers(0, 5))
+    def take_in(self, tokens: list[int], comes_from_elsewhere: bool, slack: int) -> None:
+        lease = self.pool.lease(b"", tokens, len(tokens))
+        if lease is None:
+            return
+        cached, start = lease.num_cached_tokens, max(0, len(tokens) - self.WINDOW + 1 - slack)
+        self.is_readable(lease, cached)
+        first_token = max(cached, start) if comes_from_elsewhere else cached
+        if comes_from_elsewhere:
+            lease.received(first_token)
+        for index in range(cached // 4, len(lease.block_ids)):
+            places = range(max(index * 4, first_token), min(len(tokens), index * 4 + 4))
+            self.present[lease.block_ids[index]] = set(places)
+        self.is_readable(lease, len(tokens))
+        lease.index(tokens, len(tokens))
+        self.live.append(lease)
+
+    def is_readable(self, lease: BlockLease, num_tokens: int) -> None:
+        """What the next token attends to in windowed layers is there, and all that is said to be
+        there."""
+        assert lease.window_start <= max(0, num_tokens - self.WINDOW + 1)
+        for token in range(lease.window_start, num_tokens):
+            assert token in self.present[lease.block_ids[token // 4]]
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(self.live))
+        self.live.remove(lease)
+        lease.release()
+
+    @invariant()
+    def is_whole(self) -> None:
+        self.pool.check_integrity()
+
+    def teardown(self) -> None:
+        for lease in self.live:
+            lease.release()
+        assert self.pool.counts().leased == 0
+        self.pool.check_integrity()
+
+
+TestWindowedPoolMachine = WindowedPoolMachine.TestCase
+
+
+def test_a_conversation_goes_on_from_the_window_and_another_one_not_from_within() -> None:
+    pool = make_pool(window=6)
+    turn = [*range(20)]
+    with pool.lease(b"", turn, 20) as lease:
+        lease.received(12)
+        lease.index(turn, 20)
+    assert pool.num_cached_tokens(b"", [*turn, 1, 2]) == 20
+    assert pool.num_cached_tokens(b"", [*turn[:12], 1, 2]) == 0
+    with pool.lease(b"", [*turn[:12], 1], 13) as lease:  # computed here, and whole from now on
+        lease.index([*turn[:12], 1], 12)
+    assert pool.num_cached_tokens(b"", [*turn[:12], 1, 2]) == 12
+    assert pool.num_cached_tokens(b"", [*turn, 1, 2]) == 20
+    pool.check_integrity()
 
 
 def test_a_second_request_shares_the_first_ones_full_blocks_but_computes_its_last_token() -> None:
