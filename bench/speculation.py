@@ -52,7 +52,7 @@ MODULES = ("calendar", "fnmatch", "heapq", "shutil", "statistics", "textwrap")
 #: Sizes of functions that are taken, in characters.
 PROMPT_CHARS = range(200, 900)
 
-METHODS = ("none", "control", "ngram", "draft")
+METHODS = ("none", "control", "ngram", "draft", "eagle")
 
 NUM_STRETCHES = 10
 
@@ -216,6 +216,7 @@ def figures(tally: Tally, plain: Tally) -> Figures:
 
 
 def lane_of(method: str, arguments: argparse.Namespace) -> Lane:
+    heads = {"draft": arguments.draft, "eagle": arguments.eagle}
     values = {
         "model": arguments.model,
         "dtype": arguments.dtype,
@@ -223,7 +224,7 @@ def lane_of(method: str, arguments: argparse.Namespace) -> Lane:
         "max_num_seqs": arguments.batch,
         "max_model_len": 1024,
         "speculative_method": "none" if method == "control" else method,
-        "speculative_model": arguments.draft if method == "draft" else None,
+        "speculative_model": heads.get(method),
     }
     clock = time.process_time if arguments.clock == "cpu" else time.perf_counter
     return Lane(DecodeOptions.model_validate(values), clock)
@@ -233,6 +234,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default="models/baton-py-6m")
     parser.add_argument("--draft", default="models/baton-py-6m-draft")
+    parser.add_argument("--eagle", default="models/baton-py-6m-eagle")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--seconds", type=float, default=45.0, help="of each workload")
     parser.add_argument("--batch", type=int, default=48)
@@ -242,7 +245,10 @@ def main() -> int:
     arguments = parser.parse_args()
     started = now()
     texts = prompts(Tokenizer.from_file(str(Path(arguments.model) / "tokenizer.json")))
-    lanes = {method: lane_of(method, arguments) for method in METHODS}
+    lanes = {
+        method: lane_of(method, arguments)
+        for method in ("none", *(m for m in arguments.methods if m != "none"))
+    }
     results: dict[str, dict[str, dict[str, float]]] = {}
     for num_at_once, max_tokens in ((1, 256), (arguments.batch, 128)):
         for name, temperature in (("copy", 0.0), ("sampled", 1.0)):

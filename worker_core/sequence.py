@@ -280,6 +280,7 @@ class WorkerSequence:
             self.num_prompt_tokens,
             self.drawing_row if num_undrawn else None,
             self.spec.adapter,
+            self.key,
         )
         return (part,)
 

@@ -15,12 +15,14 @@ from baton.types import Tier
 class SpeculationOptions(Options):
     """How decode workers guess tokens ahead, to confirm several in one step."""
 
-    speculative_method: Literal["auto", "none", "ngram", "draft"] = "auto"
+    speculative_method: Literal["auto", "none", "ngram", "draft", "eagle"] = "auto"
     """ngram drafts what followed the last tokens where they occurred before; draft asks
-    --speculative-model; none drafts nothing. auto: none on a GPU, where steps with drafts are not
-    replayed and not launched ahead; else ngram. The tokens of an answer are the same with each."""
+    --speculative-model; eagle asks a head over MODEL's hidden states, which --speculative-model is;
+    none drafts nothing. auto: none on a GPU, where steps with drafts are not replayed and not
+    launched ahead; else ngram. The tokens of an answer are the same with each."""
     speculative_model: NonEmpty | None = None
-    """Draft model, with MODEL's tokenizer: a local directory, or a Hugging Face Hub id."""
+    """Draft model, with MODEL's tokenizer, or EAGLE head: a local directory, or a Hugging Face Hub
+    id."""
     num_speculative_tokens: Count = 8
     """Most tokens drafted for a sequence in one step; fewer where they are not worth their time."""
     prompt_lookup_min: Count = 2
@@ -35,10 +37,10 @@ class SpeculationOptions(Options):
                 f"--prompt-lookup-max={self.prompt_lookup_max}: is less than "
                 f"--prompt-lookup-min={self.prompt_lookup_min}; give at least as much"
             )
-        if (self.speculative_method == "draft") != (self.speculative_model is not None):
+        if (self.speculative_method in ("draft", "eagle")) != (self.speculative_model is not None):
             raise ValueError(
                 f"--speculative-model={self.speculative_model}: goes with "
-                "--speculative-method=draft; give both or neither"
+                "--speculative-method=draft or eagle; give both or neither"
             )
         return self
 
@@ -78,7 +80,7 @@ class DecodeTierOptions(SpeculationOptions, SchedulingOptions):
 
     @model_validator(mode="after")
     def _check_async_scheduling(self) -> Self:
-        if self.async_scheduling and self.speculative_method in ("ngram", "draft"):
+        if self.async_scheduling and self.speculative_method in ("ngram", "draft", "eagle"):
             raise ValueError(
                 f"--async-scheduling: drafts of --speculative-method={self.speculative_method} "
                 "follow the tokens known; give --speculative-method none with it"

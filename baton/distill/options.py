@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,9 @@ class DistillOptions(Options):
     field "text"."""
     output: Path
     """Directory that receives the draft model."""
+    method: Literal["draft", "eagle"] = "draft"
+    """draft: a small model by itself, for --speculative-method=draft; eagle: an EAGLE-3 head over
+    the target's hidden states, for --speculative-method=eagle."""
     minutes: Annotated[float, Field(gt=0)] = 15.0
     """Wall time of the training."""
     num_layers: Count = 2

@@ -11,8 +11,17 @@ from pathlib import Path
 import torch
 import transformers
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 
+from baton.distill.eagle import (
+    EagleStudent,
+    TargetStates,
+    draft_vocabulary,
+    eagle_figures,
+    eagle_loss,
+    shape_for,
+    write_eagle,
+)
 from baton.distill.options import DistillOptions
 from baton.distill.student import (
     distillation_loss,
@@ -60,6 +69,8 @@ def distill(
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     stream = token_stream(tokenizer, documents, ends[0] if ends else None)
     trained, held_out = _split(stream, options)
+    if options.method == "eagle":
+        return _distill_eagle(options, folder, target, trained, held_out, clock, on_step)
     student = new_student(
         student_config(
             target.config.vocab_size,
@@ -70,14 +81,46 @@ def distill(
         ),
         options.seed,
     )
-    num_windows = max(1, options.tokens_per_step // options.context)
-    seconds = options.minutes * 60
-    schedule = Schedule(seconds, options.context, num_windows, options.seed, clock)
+    schedule = _schedule(options, clock)
     done = train(student, distillation_loss(target, student), trained, schedule, on_step)
     round_weights(student)
     figures = draft_figures(target, student, held_out)
-    _write(options, folder, student, {**asdict(done), **figures})
+    student.bfloat16().save_pretrained(options.output)
+    _write_beside(options, folder, {**asdict(done), **figures})
     return figures
+
+
+def _distill_eagle(
+    options: DistillOptions,
+    folder: Path,
+    target: transformers.PreTrainedModel,
+    trained: Tensor,
+    held_out: list[Tensor],
+    clock: Callable[[], float],
+    on_step: Callable[[Progress, float], None],
+) -> dict[str, float]:
+    given = target.config
+    if given.model_type != "llama":
+        raise ConfigError.of(
+            "target", options.target, f"an EAGLE head is trained for llama, not {given.model_type}"
+        )
+    states = TargetStates(target)
+    shape = shape_for(target)
+    tokens = draft_vocabulary(trained, given.vocab_size)
+    student = EagleStudent(shape, len(states.layers), tokens, options.seed)
+    student.begin_as(target)
+    loss = eagle_loss(target, states, student, options.seed)
+    done = train(student, loss, trained, _schedule(options, clock), on_step)
+    round_weights(student)
+    figures = eagle_figures(target, states, student, held_out)
+    write_eagle(student, shape, states.layers, options.output)
+    _write_beside(options, folder, {**asdict(done), **figures})
+    return figures
+
+
+def _schedule(options: DistillOptions, clock: Callable[[], float]) -> Schedule:
+    num_windows = max(1, options.tokens_per_step // options.context)
+    return Schedule(options.minutes * 60, options.context, num_windows, options.seed, clock)
 
 
 def _split(stream: Tensor, options: DistillOptions) -> tuple[Tensor, list[Tensor]]:
@@ -105,11 +148,9 @@ def _half(hidden_size: int) -> int:
     return max(64, hidden_size // 64 * 32)
 
 
-def _write(
-    options: DistillOptions, target: Path, student: nn.Module, record: dict[str, float]
-) -> None:
+def _write_beside(options: DistillOptions, target: Path, record: dict[str, float]) -> None:
+    """The tokenizer, and how the weights came about."""
     output = options.output
-    student.to(torch.bfloat16).save_pretrained(output)  # type: ignore[operator]
     for name in _TOKENIZER_FILES:
         if (target / name).is_file():
             shutil.copyfile(target / name, output / name)

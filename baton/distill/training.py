@@ -3,6 +3,7 @@ time that is spent."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +14,9 @@ MUON_LR = 0.02
 ADAM_LR = 3e-3
 WARMUP = 0.02
 DECAY_FROM = 0.4
+
+#: Names of what is of a layer: of a model's, or of an EAGLE head's.
+_OF_LAYER = re.compile(r"\.layers\.|^midlayer\.|^fc\.")
 
 #: (inputs, next ids), both int64 [windows, context] -> scalar loss.
 LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -45,8 +49,9 @@ def sample_batch(
 
 def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for the embeddings and the norms."""
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
-    others = [p for n, p in model.named_parameters() if p.ndim != 2 or ".layers." not in n]
+    named = list(model.named_parameters())
+    matrices = [p for n, p in named if p.ndim == 2 and _OF_LAYER.search(n)]
+    others = [p for n, p in named if p.ndim != 2 or not _OF_LAYER.search(n)]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.1, momentum=0.95),
         torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.95), weight_decay=0.0),

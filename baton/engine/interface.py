@@ -9,7 +9,7 @@ never in a block that the engine's current batch writes: blocks have one owner a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -79,6 +79,7 @@ class SequenceSlice(NamedTuple):
     follows: if set, the slice's one new token is what that row of the launch just before draws,
     rows being counted over all its slices; token_ids is then FOLLOWING.
     adapter: which of the engine's adapters computes it; empty for the model alone.
+    key: the sequence's name to whoever watches its hidden states; None if nobody may.
     """
 
     token_ids: Sequence[int]
@@ -88,6 +89,7 @@ class SequenceSlice(NamedTuple):
     num_prompt_tokens: int = 0
     follows: int | None = None
     adapter: str = ""
+    key: Hashable | None = None
 
 
 @dataclass(frozen=True, slots=True)

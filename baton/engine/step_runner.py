@@ -16,7 +16,7 @@ from baton.engine.torch_kv_pool import TorchKvPool
 from baton.engine.torch_step import PlanAttention, pack_batch, take_drawn
 from baton.model.adapters import Adapter
 from baton.model.config import ModelConfig
-from baton.model.decoder import Decoder
+from baton.model.decoder import Decoder, Watch
 from baton.model.rope import Rope
 from baton.model.shard import Alone, Ranks
 from baton.types import KvLayout
@@ -132,11 +132,12 @@ class StepModel:
 
 @dataclass(frozen=True, slots=True)
 class EagerStep:
-    """states [rows, hidden], of the batch's sample rows."""
+    """states [rows, hidden], of the batch's sample rows. watched: see Decoder.forward."""
 
     states: torch.Tensor
     decoder: Decoder
     followers: Followers
+    watched: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -160,6 +161,13 @@ class EagerSteps:
         self._model = model
         self._tables = tables
         self._followers = followers
+        self._watched_layers: tuple[int, ...] | None = None
+
+    def watch(self, layers: Sequence[int]) -> StepModel:
+        """From now on steps keep the states before these layers, see Watch; of none, the last ones
+        after the norm. Returns what runs."""
+        self._watched_layers = tuple(layers)
+        return self._model
 
     def run(
         self, batch: Batch, layer_done: LayerDone | None, drawn: torch.Tensor | None = None
@@ -182,5 +190,9 @@ class EagerSteps:
                 model.plan_attention,
             )
             take_drawn(packed.token_ids, batch, drawn)
-            states = decoder.forward(packed, pool.tensor, layer_done, pool.scales)
-        return EagerStep(states, decoder, self._followers)
+            watch = Watch(self._watched_layers) if self._watched_layers else None
+            states = decoder.forward(packed, pool.tensor, layer_done, pool.scales, watch)
+        if self._watched_layers is None:
+            return EagerStep(states, decoder, self._followers)
+        watched = states if watch is None else watch.take()
+        return EagerStep(states, decoder, self._followers, watched)

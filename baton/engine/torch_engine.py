@@ -28,15 +28,28 @@ from baton.engine.interface import (
     LayersDone,
     SampleRow,
 )
-from baton.engine.step_runner import Followers, LayerDone, Step, StepRunner, TensorPool
+from baton.engine.step_runner import (
+    EagerStep,
+    EagerSteps,
+    Followers,
+    LayerDone,
+    Step,
+    StepModel,
+    StepRunner,
+    TensorPool,
+)
 from baton.engine.torch_step import check_batch, check_follows, fault, sample_rows
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 from baton.sampling.sampler import Draws, RowsError, draw
 from baton.types import Sample
 from baton_kernels.host_copy import Fence
 
 #: Rows of a prompt that are scored at once: each takes vocab_size * 4 bytes, a few times over.
 NUM_SCORED_ROWS = 64
+
+
+#: Of a launch: its batch, and states [rows, ...] of its sample rows, slice by slice.
+OnStates = Callable[[Batch, torch.Tensor | None], None]
 
 
 class TorchEngine(Engine):
@@ -61,6 +74,7 @@ class TorchEngine(Engine):
         self._kv = kv
         self._steps = steps
         self._wait_device = wait_device
+        self._on_states: OnStates | None = None
         self._drawn: torch.Tensor | None = None
         """[rows] int64, of the last launch, on the device; None where nothing may follow it."""
 
@@ -71,6 +85,26 @@ class TorchEngine(Engine):
     @property
     def kv(self) -> TensorPool:
         return self._kv
+
+    @property
+    def device(self) -> torch.device:
+        """Where all is computed."""
+        return self._kv.tensor.device
+
+    def watch(self, layers: Sequence[int], on_states: OnStates) -> StepModel:
+        """From now on `on_states` gets each launch's batch, and the hidden states of its sample
+        rows: see EagerSteps.watch. Returns what runs. Raises ConfigError where steps do not pass
+        through the host's hands."""
+        if not isinstance(self._steps, EagerSteps):
+            raise ConfigError.of(
+                "speculative_method",
+                "eagle",
+                "it needs the target's hidden states, which steps replayed as CUDA graphs and "
+                "those of transformers' code do not keep; give --enforce-eager on a GPU, or "
+                "another method",
+            )
+        self._on_states = on_states
+        return self._steps.watch(layers)
 
     def close(self) -> None:
         """End the other ranks' processes, which end by themselves with this one. The engine cannot
@@ -86,6 +120,8 @@ class TorchEngine(Engine):
         check_follows(batch, 0 if before is None else len(before))
         with torch.inference_mode(), device_checked(self._wait_device):
             step = self._run(batch, layers_done, before)
+            if self._on_states is not None and isinstance(step, EagerStep):
+                self._on_states(batch, step.watched)
             groups = tuple(
                 (tuple(group), draw(step.logits(group), [rows[i] for i in group]))
                 for group in _row_groups(rows)

@@ -80,6 +80,26 @@ class PackedBatch:
     adapters: tuple[AdapterRows, ...] = ()
 
 
+class Watch:
+    """The sampled tokens' hidden states on their way through a forward, before some of its layers.
+
+    layers: in rising order; as many as the model has is what comes after the last, before the norm.
+    """
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.layers = tuple(layers)
+        self._states: list[torch.Tensor] = []
+
+    def add(self, hidden: torch.Tensor, sampled: torch.Tensor | None) -> None:
+        """Those before the next of the layers: a copy of hidden [tokens, hidden], or of the rows
+        `sampled`."""
+        self._states.append(hidden.clone() if sampled is None else hidden[sampled])
+
+    def take(self) -> torch.Tensor:
+        """[rows, layers * hidden], once the forward is over."""
+        return torch.cat(self._states, -1)
+
+
 class Decoder:
     """Parameters and how to run them. Holds no state of any sequence: KV is in the pool that it is
     given.
@@ -120,9 +140,10 @@ class Decoder:
         pool: torch.Tensor,
         layer_done: Callable[[int], None] | None = None,
         scales: torch.Tensor | None = None,
+        watch: Watch | None = None,
     ) -> torch.Tensor:
         """Write the tokens' KV into `pool`, and `scales` if it has any; returns the sampled tokens'
-        states [rows, hidden], which `logits` takes.
+        states [rows, hidden], which `logits` takes. watch: gets those of other layers, too.
 
         `layer_done` is called with each layer's index once the KV of that layer is written, by all
         ranks: each rank gives a hook, or none does. After the last layer's KV only the sampled
@@ -133,16 +154,19 @@ class Decoder:
         rows = head_rows(batch.first_rows, pool)
         last = len(parameters.layers) - 1
         for index, layer in enumerate(parameters.layers):
+            if watch is not None and index in watch.layers:
+                watch.add(hidden, batch.sampled)
             added: _Added = [(each.adapter.layers[index], each.rows) for each in batch.adapters]
-            mixed = self._attention(
-                index, layer, hidden, batch, rows, pool, scales, layer_done, added
-            )
+            x = _norm(layer.before_attention, hidden)
+            mixed = self._attention(index, layer, x, batch, rows, pool, scales, layer_done, added)
             if index == last and batch.sampled is not None:
                 hidden, mixed = hidden[batch.sampled], mixed[batch.sampled]
                 added = [(each.adapter.layers[index], each.sampled) for each in batch.adapters]
             output, own = layer.attention.output, _of(added, _output)
             hidden = self._add(output, ranks.gather(mixed), hidden, layer.after_attention, own)
             hidden = self._mlp(index, layer, hidden, added)
+        if watch is not None and last + 1 in watch.layers:
+            watch.add(hidden, None)
         return _norm(parameters.norm, hidden)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -163,7 +187,7 @@ class Decoder:
         self,
         index: int,
         layer: PackedLayer,
-        hidden: torch.Tensor,
+        x: torch.Tensor,
         batch: PackedBatch,
         rows: torch.Tensor,
         pool: torch.Tensor,
@@ -171,11 +195,10 @@ class Decoder:
         layer_done: Callable[[int], None] | None,
         added: _Added = (),
     ) -> torch.Tensor:
-        """The results of this rank's heads, side by side [tokens, heads * a result's width], before
-        the output layer."""
+        """The results of this rank's heads for x [tokens, hidden], side by side [tokens, heads * a
+        result's width], before the output layer."""
         attention, shape = layer.attention, layer.attention.shape
         cos, sin = batch.rotations[shape.rope]
-        x = _norm(layer.before_attention, hidden)
         if isinstance(attention, Attention):
             query, key, value = _fused_heads(attention, x, _of(added, _qkv))
             norms = _own_norm(attention.q_norm, shape), _own_norm(attention.k_norm, shape)

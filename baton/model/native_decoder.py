@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from baton.model.config import ModelConfig
-from baton.model.decoder import Decoder, PackedBatch
+from baton.model.decoder import Decoder, PackedBatch, Watch
 from baton.model.packed import PackedParameters
 from baton.model.shard import Ranks
 from baton_kernels.cpu.layers import (
@@ -58,10 +58,11 @@ class NativeDecoder(Decoder):
         pool: torch.Tensor,
         layer_done: Callable[[int], None] | None = None,
         scales: torch.Tensor | None = None,
+        watch: Watch | None = None,
     ) -> torch.Tensor:
         """See Decoder.forward. Tokens with adapters go operation by operation."""
         if batch.adapters:
-            return super().forward(batch, pool, layer_done, scales)
+            return super().forward(batch, pool, layer_done, scales, watch)
         config = self._config
         hidden = self.embed(batch.token_ids)
         mixed = hidden.new_empty(hidden.shape[0], config.num_heads * config.head_dim)
@@ -72,22 +73,37 @@ class NativeDecoder(Decoder):
         max_rows = 0 if batch.sampled is None else len(batch.sampled)
         running = self._layers.begin(hidden, mixed, step, max_rows)
         end = config.num_layers * NUM_STAGES
-        _run_to(running, end - 1, layer_done)
+        first = 0
+        if watch is not None:
+            for layer in watch.layers:
+                if layer == config.num_layers:
+                    break
+                _run_to(running, first, layer * NUM_STAGES, layer_done)
+                first = layer * NUM_STAGES
+                watch.add(hidden, batch.sampled)
+        _run_to(running, first, end - 1, layer_done)
         if batch.sampled is not None:
             hidden, mixed = hidden[batch.sampled], mixed[batch.sampled]
             running.goes_on_with(hidden, mixed)
+        if watch is not None and config.num_layers in watch.layers:
+            running.run(end - 1, end)
+            watch.add(hidden, None)
+            running.run(end, end + 1)
+            return hidden
         # With the norm after the last layer.
         running.run(end - 1, end + 1)
         return hidden
 
 
-def _run_to(running: RunningLayers, end: int, layer_done: Callable[[int], None] | None) -> None:
-    """Stages up to `end`, stopping to report where a layer's KV is written."""
+def _run_to(
+    running: RunningLayers, first: int, end: int, layer_done: Callable[[int], None] | None
+) -> None:
+    """Stages from `first`, which begins a layer, up to `end`, stopping to report where a layer's KV
+    is written."""
     if layer_done is None:
-        running.run(0, end)
+        running.run(first, end)
         return
-    first = 0
-    for after_kv in range(1, end, NUM_STAGES):
+    for after_kv in range(first + 1, end, NUM_STAGES):
         running.run(first, after_kv)
         layer_done(after_kv // NUM_STAGES)
         first = after_kv

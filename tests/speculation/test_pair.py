@@ -49,7 +49,8 @@ def test_tokenizers_with_other_ids_are_refused(tmp_path: Path) -> None:
         ({"speculative_method": "ngram", "speculative_model": "x"}, "--speculative-model"),
         ({"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "--prompt-lookup-max"),
         ({"num_speculative_tokens": 0}, "--num-speculative-tokens"),
-        ({"speculative_method": "eagle"}, "--speculative-method"),
+        ({"speculative_method": "eagle"}, "--speculative-model"),
+        ({"speculative_method": "magic"}, "--speculative-method"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(values: Mapping[str, object], named: str) -> None:
@@ -69,3 +70,11 @@ def test_options_make_speculation(values: Mapping[str, object], kind: type[objec
     options = DecodeOptions.model_validate({"model": "m", "engine": "oracle", **values})
     engine = OracleEngine(OracleOptions(num_blocks=8))
     assert isinstance(build_speculation(options, engine, lambda: 0.0), kind)
+
+
+def test_a_head_needs_a_model() -> None:
+    options = DecodeOptions.model_validate(
+        {"model": "m", "engine": "oracle", "speculative_method": "eagle", "speculative_model": "h"}
+    )
+    with pytest.raises(ConfigError, match="an oracle engine has no hidden states"):
+        build_speculation(options, OracleEngine(OracleOptions(num_blocks=8)), lambda: 0.0)

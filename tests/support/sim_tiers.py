@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from baton.cache.pool import BlockPool
+from baton.engine.interface import Engine
 from baton.engine.loop import Step
 from baton.engine.oracle import OracleEngine, OracleOptions
 from baton.errors import BatonError
@@ -84,7 +85,7 @@ def _pool(shape: SimShape) -> BlockPool:
 def _sender(
     hub: LoopbackHub,
     identity: WorkerIdentity,
-    engine: OracleEngine,
+    engine: Engine,
     on_done: Callable[[SendDone], None],
     clock: Clock,
 ) -> Sender:
@@ -103,7 +104,7 @@ def _sender(
 def _open_tickets(
     hub: LoopbackHub,
     identity: WorkerIdentity,
-    engine: OracleEngine,
+    engine: Engine,
     on_event: Callable[[TicketEvent], None],
     clock: Clock,
     lease_s: float = 30.0,
@@ -149,13 +150,15 @@ class SimWorker:
     seed: int = 0
     lease_s: float = 30.0
     speculation: Speculation | None = None
+    given_engine: Engine | None = None
+    """In place of an oracle: of the shape's blocks."""
     beat: Callable[[int], None] = lambda _num_tokens: None
     inbox: list[Command] = field(default_factory=list)
     on_command: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         identity = WorkerIdentity(self.name, self.boot)
-        self.engine = _engine(self.shape)
+        self.engine = self.given_engine or _engine(self.shape)
         self.pool = _pool(self.shape)
         self.listener, self.tickets = _open_tickets(
             self.hub, identity, self.engine, self.submit, self.clock, self.lease_s, self.seed

@@ -4,6 +4,7 @@ those that are right.
     interface      what the core asks for, and what proposes
     ngram          drafts from what the sequence's own tokens repeat
     draft_model    drafts by a smaller model
+    head           drafts by a head over the target's hidden states
     draft_lengths  how many drafts are worth their cost
     speculator     drafts and lengths, as the core sees them
 """

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from baton.cache.pool import BlockPool
 from baton.config import DecodeOptions
 from baton.engine.interface import Engine, EngineSpec
+from baton.errors import ConfigError
 from baton.model.checkpoint import resolve_checkpoint
 from baton.worker.build import build_decode_engine
 from worker_core.speculation.draft_lengths import (
@@ -27,6 +28,7 @@ from worker_core.speculation.draft_lengths import (
     rounded,
 )
 from worker_core.speculation.draft_model import DraftModelProposer, check_specs, check_tokenizers
+from worker_core.speculation.head import HeadProposer
 from worker_core.speculation.interface import (
     DraftRequest,
     Estimate,
@@ -48,6 +50,8 @@ def build_speculation(
             return Speculator(proposer, most, clock)
         case "draft":
             return Speculator(_draft_model(options, engine, clock), most, clock)
+        case "eagle":
+            return Speculator(_head(options, engine, clock), most, clock)
         case _:
             return None
 
@@ -90,6 +94,28 @@ def _draft_model(
         enable_prefix_caching=False,
     )
     return DraftModelProposer(engine, pool, options.max_num_batched_tokens, clock)
+
+
+def _head(options: DecodeOptions, target: Engine, clock: Callable[[], float]) -> HeadProposer:
+    # Imports torch, which an oracle engine's worker does without.
+    from baton.engine.head_runner import open_head
+    from baton.engine.torch_engine import TorchEngine
+
+    if not isinstance(target, TorchEngine):
+        raise ConfigError.of(
+            "speculative_method",
+            options.speculative_method,
+            "an oracle engine has no hidden states; give ngram, or another engine",
+        )
+    folder = resolve_checkpoint(str(options.speculative_model))
+    head, states = open_head(target, folder, options.max_num_seqs)
+    pool = BlockPool(
+        head.num_blocks,
+        head.block_size,
+        secret=secrets.token_bytes(32),
+        enable_prefix_caching=False,
+    )
+    return HeadProposer(head, states, pool, clock)
 
 
 _NO_CANDIDATE = Candidate(0.0, 0.0, 0)

@@ -1,0 +1,153 @@
+"""A draft head beside the engine of its target: the target's hidden states on their way to it, and
+its steps.
+
+States are kept of what the engine samples from alone: the last token of a prompt, and each token of
+an output. So a head sees the output, and of the prompt what the target's states say: nothing is
+computed for it in a prompt, and nothing of it crosses a handoff. Wherever a sequence comes to, the
+head begins with the next token there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from baton.engine.interface import Batch, SequenceSlice
+from baton.engine.torch_engine import TorchEngine
+from baton.engine.torch_kv_pool import TorchKvPool
+from baton.engine.torch_step import pack_batch
+from baton.model.draft_head import DraftHead, head_kv_config, load_head, read_head_config
+from baton.model.rope import make_rope
+from baton.sampling.sampler import RowsError, draw
+from baton.types import KvLayout
+
+#: Positions of a sequence whose states wait for its next drafts; the head forgets the rest.
+MAX_WAITING = 64
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """States [positions, width] of the positions from `first` on."""
+
+    first: int
+    states: torch.Tensor
+
+
+class HiddenStates:
+    """The target's states that no head has had yet, by sequence."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Hashable, _Waiting] = {}
+
+    def on_states(self, batch: Batch, states: torch.Tensor | None) -> None:
+        """See baton.engine.torch_engine.OnStates. A position that is computed again takes what was
+        known of it, and all after it, away."""
+        if states is None:
+            return
+        row = 0
+        for part in batch.slices:
+            if part.key is not None and part.rows:
+                self._add(part, states[row : row + len(part.rows)])
+            row += len(part.rows)
+
+    def _add(self, part: SequenceSlice, states: torch.Tensor) -> None:
+        # Several choices of one sequence are drawn after one position.
+        offset, num = part.rows[0].offset, len(part.rows)
+        if part.rows[-1].offset != offset + num - 1:
+            offset, num, states = part.rows[-1].offset, 1, states[-1:]
+        first = part.start + offset
+        known = self._waiting.get(part.key)
+        if known is not None and known.first < first <= known.first + len(known.states):
+            states = torch.cat((known.states[: first - known.first], states))
+            first = known.first
+        if (excess := len(states) - MAX_WAITING) > 0:
+            first, states = first + excess, states[excess:].clone()
+        self._waiting[part.key] = _Waiting(first, states)
+
+    def knows(self, key: Hashable, num_tokens: int) -> bool:
+        """Whether there are states up to the last but one of a sequence's tokens: what its next
+        draft is made of."""
+        found = self._waiting.get(key)
+        return found is not None and found.first <= num_tokens - 2 < found.first + len(found.states)
+
+    def take(self, key: Hashable, num_tokens: int) -> tuple[int, torch.Tensor]:
+        """What `knows` says there is: the first position, and [positions, width] up to position
+        num_tokens - 2. They are known no longer."""
+        found = self._waiting.pop(key)
+        return found.first, found.states[: num_tokens - 1 - found.first]
+
+    def forget(self, key: Hashable) -> None:
+        """Unknown keys are ignored."""
+        self._waiting.pop(key, None)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+
+class HeadDrafts(NamedTuple):
+    """One token for each slice, and the head's own states behind them [slices, hidden]."""
+
+    token_ids: tuple[int, ...]
+    states: torch.Tensor
+
+
+class HeadRunner:
+    """Runs a head on the engine's device, over blocks of its own."""
+
+    def __init__(
+        self, head: DraftHead, num_blocks: int, block_size: int, max_model_len: int
+    ) -> None:
+        config = head_kv_config(head.head, max_model_len)
+        device = head.device
+        self._config, self._head = config, head
+        self._rope = make_rope(config, max_model_len, device)
+        layout = KvLayout(
+            "",
+            1,
+            config.num_kv_heads,
+            config.head_dim,
+            str(head.dtype).removeprefix("torch."),
+            block_size,
+        )
+        self._pool = TorchKvPool(layout, num_blocks, device).tensor
+        self.num_blocks, self.block_size = num_blocks, block_size
+
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's states [positions, width] as `step` takes them: [positions, hidden]."""
+        with torch.inference_mode():
+            return self._head.fuse(states)
+
+    def step(self, batch: Batch, states: Sequence[torch.Tensor]) -> HeadDrafts | None:
+        """One token after each slice, which has one row, at its end. states [new tokens of it,
+        hidden]: of each slice, of the position before each token's. None if nothing can be drawn
+        for one of them."""
+        with torch.inference_mode():
+            packed = pack_batch(batch, self._config, self._rope, self._pool, self._head.dtype)
+            of_all = states[0] if len(states) == 1 else torch.cat(list(states))
+            own, logits = self._head.forward_head(packed, of_all, self._pool)
+            try:
+                samples = draw(logits, [part.rows[0] for part in batch.slices]).samples()
+            except RowsError:
+                return None
+            return HeadDrafts(tuple(sample.token_id for sample in samples), own)
+
+
+def open_head(
+    engine: TorchEngine, folder: Path, max_num_seqs: int
+) -> tuple[HeadRunner, HiddenStates]:
+    """The head in `folder` for the engine's model, and the states that the engine gives from now
+    on. Raises ConfigError and ModelError."""
+    states = HiddenStates()
+    spec = engine.spec
+    target = engine.watch((), states.on_states)
+    config = read_head_config(folder, target.config)
+    engine.watch(config.layers, states.on_states)
+    head = load_head(folder, config, target.decoder, engine.device)
+    block_size = spec.layout.block_size
+    # A sequence of the head is no longer than the target's, which are in its blocks.
+    num_blocks = min(spec.num_blocks, max_num_seqs * -(-spec.max_model_len // block_size))
+    return HeadRunner(head, num_blocks, block_size, spec.max_model_len), states

@@ -1,0 +1,421 @@
+"""A head gets, with each token, the target's state of the position before it, whatever was
+accepted, aborted or moved; and the tokens are those of the target alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaModel
+
+from baton.cache.pool import BlockPool
+from baton.distill.eagle import EagleStudent, shape_for, write_eagle
+from baton.engine.head_runner import MAX_WAITING, HiddenStates, open_head
+from baton.engine.interface import Batch, SampleRow, SequenceSlice
+from baton.engine.load_engine import load_engine
+from baton.engine.torch_engine import TorchEngine
+from baton.errors import MissingTensor, ModelError, TensorMismatch
+from baton.events import Committed, Offered, Paused, Tokens
+from baton.types import KvSource, Sampling, SequenceSpec
+from kv_transfer.transport.loopback import LoopbackHub
+from tests.support.sim_tiers import SimDecode, SimShape
+from tests.support.tiny_heads import make_tiny_head
+from tests.support.tiny_models import make_tiny_model
+from worker_core.commands import Abort, HandOff, Open, Pause
+from worker_core.speculation.head import HeadProposer
+from worker_core.speculation.interface import DraftRequest
+
+KINDS = ("eagle", "eagle3")
+SHAPE = SimShape(num_blocks=48, block_size=4)
+
+
+def state_of(token_ids: Sequence[int], position: int) -> float:
+    """What a target's state says here: the tokens up to its position."""
+    return float(hash(tuple(token_ids[: position + 1])) % 1000003)
+
+
+class CheckingHead:
+    """A head that knows what it should be given. contexts: by block table, the tokens whose KV it
+    has."""
+
+    def __init__(self) -> None:
+        self.texts: dict[int, list[int]] = {}
+
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
+        return states
+
+    def step(
+        self, batch: Batch, states: Sequence[torch.Tensor]
+    ) -> tuple[tuple[int, ...], torch.Tensor]:
+        drafts = []
+        for part, own in zip(batch.slices, states, strict=True):
+            (row,) = part.rows
+            text = list(row.token_ids)
+            assert text[-len(part.token_ids) :] == list(part.token_ids)
+            first = len(text) - len(part.token_ids)
+            wanted = [state_of(text, position - 1) for position in range(first, len(text))]
+            assert own[:, 0].tolist() == wanted
+            context = self.texts.setdefault(part.block_table[0], [])
+            del context[part.start :]
+            assert len(context) == part.start, "what lies before a slice was computed"
+            context += part.token_ids
+            assert text[len(text) - len(context) :] == context
+            drafts.append(sum(text) % 7)
+        own_states = [
+            [state_of(part.rows[0].token_ids, len(part.rows[0].token_ids) - 1)]
+            for part in batch.slices
+        ]
+        return tuple(drafts), torch.tensor(own_states, dtype=torch.float64)
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32))
+def test_each_token_meets_the_state_before_it_whatever_was_accepted(seed: int) -> None:
+    rng = random.Random(seed)
+    states, pool = HiddenStates(), BlockPool(40, 4, secret=bytes(32), enable_prefix_caching=False)
+    proposer = HeadProposer(CheckingHead(), states, pool, lambda: 0.0)
+    texts = {key: [rng.randrange(7) for _ in range(5)] for key in range(3)}
+    drafts: dict[int, tuple[int, ...]] = dict.fromkeys(texts, ())
+    for _ in range(30):
+        # A step of the target computes each sequence's last token, and its drafts.
+        parts, rows = [], []
+        for key, text in texts.items():
+            if rng.random() < 0.2:
+                continue  # it rests, or is paused
+            new = [text[-1], *drafts[key]]
+            asked = tuple(SampleRow(i, Sampling(), text, 3) for i in range(len(new)))
+            parts.append(SequenceSlice(new, len(text) - 1, [0] * 40, asked, 3, key=key))
+            along = [*text, *drafts[key]]
+            rows += [[state_of(along, len(text) - 1 + i)] for i in range(len(new))]
+            num_right = rng.randint(0, len(drafts[key]))
+            text += [*drafts[key][:num_right], rng.randrange(7)]
+            drafts[key] = ()
+        states.on_states(Batch(tuple(parts)), torch.tensor(rows, dtype=torch.float64).view(-1, 1))
+        asked_for = [
+            DraftRequest(key, text, 3, rng.randint(1, 4), Sampling())
+            for key, text in texts.items()
+            if rng.random() < 0.7
+        ]
+        estimates = proposer.estimate(asked_for)
+        for request, estimate, found in zip(
+            asked_for, estimates, proposer.propose(asked_for), strict=True
+        ):
+            assert isinstance(request.key, int)
+            assert len(found) in (0, estimate.num_drafts)
+            drafts[request.key] = found
+        for key in texts:
+            if key not in [request.key for request in asked_for]:
+                drafts[key] = ()
+        pool.check_integrity()
+        if rng.random() < 0.1:
+            proposer.forget(rng.randrange(3))
+    for key in texts:
+        proposer.forget(key)
+    assert pool.counts().leased == 0
+    assert len(states) == 0
+
+
+def test_states_that_nobody_takes_do_not_pile_up() -> None:
+    states = HiddenStates()
+    for position in range(3 * MAX_WAITING):
+        row = SampleRow(0, Sampling(), (), 1)
+        part = SequenceSlice((1,), position, [0], (row,), 1, key="a")
+        states.on_states(Batch((part,)), torch.full((1, 1), float(position)))
+    first, found = states.take("a", 3 * MAX_WAITING + 1)
+    assert (first, found[:, 0].tolist()) == (
+        2 * MAX_WAITING,
+        list(range(2 * MAX_WAITING, 3 * MAX_WAITING)),
+    )
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("target"), "llama")
+
+
+def engine_of(target: Path) -> TorchEngine:
+    return load_engine(
+        str(target),
+        num_blocks=SHAPE.num_blocks,
+        block_size=SHAPE.block_size,
+        max_num_batched_tokens=64,
+        on_plan=lambda _: None,
+        progress=lambda _: None,
+    )
+
+
+class EagerDrafts:
+    """Implements Speculation: as many drafts as may be, always; or, if rng is given, often enough
+    the target's own tokens in their place, so that drafts of random heads are accepted, too."""
+
+    max_num_drafts = 4
+
+    def __init__(
+        self,
+        proposer: HeadProposer,
+        right: dict[str, tuple[int, ...]],
+        rng: random.Random,
+    ) -> None:
+        """right: what sequences get in the end, by their prompts' digits."""
+        self._proposer, self._right, self._rng = proposer, right, rng
+        self.num_drafts = 0
+
+    def is_due(self, key: Hashable) -> bool:  # noqa: ARG002
+        return self._rng.random() < 0.9
+
+    def plan(
+        self,
+        requests: Sequence[DraftRequest],
+        num_rows: int,  # noqa: ARG002
+        max_num_drafts: int,  # noqa: ARG002
+    ) -> list[tuple[int, ...]]:
+        planned = []
+        for request, drafts in zip(requests, self._proposer.propose(requests), strict=True):
+            self.num_drafts += len(drafts)
+            text = self._right.get(str(list(request.token_ids[: request.num_prompt_tokens])), ())
+            at = len(request.token_ids) - request.num_prompt_tokens
+            own = text[at : at + len(drafts)]
+            planned.append(own if self._rng.random() < 0.5 else drafts)
+        return planned
+
+    def record(self, key: Hashable, token_ids: Sequence[int]) -> None:
+        pass
+
+    def on_step_end(self, num_rows: int, num_drafts: int) -> None:
+        pass
+
+    def forget(self, key: Hashable) -> None:
+        self._proposer.forget(key)
+
+
+SPECS = [
+    SequenceSpec(
+        f"r{index}",
+        tuple(range(3 + index, 12 + 2 * index)),
+        Sampling(temperature=0.9 * (index % 2), seed=index, max_tokens=16 + index),
+        arrival_ns=index,
+    )
+    for index in range(4)
+]
+
+
+class Workers:
+    """Decode workers that draft by one head, joined by loopback."""
+
+    def __init__(
+        self, target: Path, head: Path, num: int, right: dict[str, tuple[int, ...]]
+    ) -> None:
+        hub = LoopbackHub()
+        self.workers, self.drafts, self.pools, self.states = [], [], [], []
+        for index in range(num):
+            engine = engine_of(target)
+            runner, states = open_head(engine, head, 8)
+            pool = BlockPool(
+                runner.num_blocks, runner.block_size, secret=bytes(32), enable_prefix_caching=False
+            )
+            drafts = EagerDrafts(
+                HeadProposer(runner, states, pool, lambda: 0.0), right, random.Random(index)
+            )
+            worker = SimDecode(
+                hub, lambda: 0.0, SHAPE, f"d{index}", speculation=drafts, given_engine=engine
+            )
+            self.workers.append(worker)
+            self.drafts.append(drafts)
+            self.pools.append(pool)
+            self.states.append(states)
+
+    def check_empty(self) -> None:
+        assert [pool.counts().leased for pool in self.pools] == [0] * len(self.pools)
+        assert [len(states) for states in self.states] == [0] * len(self.states)
+
+
+@pytest.fixture(scope="module")
+def alone(target: Path) -> dict[int, tuple[int, ...]]:
+    """What each sequence gets without drafts, one at a time."""
+    worker = SimDecode(LoopbackHub(), lambda: 0.0, SHAPE, given_engine=engine_of(target))
+    outputs: dict[int, list[int]] = {}
+    for handle, spec in enumerate(SPECS):
+        worker.submit(Open(0, handle, spec, KvSource.LOCAL))
+        run(worker, outputs, {handle})
+    return {handle: tuple(output) for handle, output in outputs.items()}
+
+
+def run(worker: SimDecode, outputs: dict[int, list[int]], open_handles: set[int]) -> None:
+    while open_handles:
+        for event in worker.step().events:
+            if isinstance(event.event, Tokens):
+                outputs.setdefault(event.handle, []).extend(s.token_id for s in event.event.samples)
+                if event.event.finish:
+                    open_handles.discard(event.handle)
+        worker.pool.check_integrity()
+
+
+def right_of(alone: dict[int, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {str(list(SPECS[handle].prompt_token_ids)): output for handle, output in alone.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_the_target_alone(
+    target: Path, tmp_path: Path, alone: dict[int, tuple[int, ...]], kind: str
+) -> None:
+    """Greedy and sampled ones, all at once; one is aborted in between, and nothing of it stays."""
+    rig = Workers(target, make_tiny_head(tmp_path / "head", target, kind), 1, right_of(alone))
+    (worker,) = rig.workers
+    outputs: dict[int, list[int]] = {}
+    for handle, spec in enumerate(SPECS):
+        worker.submit(Open(0, handle, spec, KvSource.LOCAL))
+    worker.submit(Open(0, 9, SequenceSpec("x", (5, 6, 7), Sampling(max_tokens=60)), KvSource.LOCAL))
+    for _ in range(4):
+        for event in worker.step().events:
+            if isinstance(event.event, Tokens):
+                outputs.setdefault(event.handle, []).extend(s.token_id for s in event.event.samples)
+    worker.submit(Abort(0, 9))
+    run(worker, outputs, set(range(len(SPECS))))
+    assert {handle: tuple(outputs[handle]) for handle in alone} == alone
+    assert rig.drafts[0].num_drafts > 20
+    rig.check_empty()
+
+
+@pytest.mark.slow
+def test_a_sequence_that_moves_in_midstream_is_drafted_for_there(
+    target: Path, tmp_path: Path, alone: dict[int, tuple[int, ...]]
+) -> None:
+    """Nothing of the head's crosses: it begins anew with the next token there."""
+    rig = Workers(target, make_tiny_head(tmp_path / "head", target, "eagle3"), 2, right_of(alone))
+    here, there = rig.workers
+    spec, output = SPECS[2], list[int]()
+    here.submit(Open(0, 0, spec, KvSource.LOCAL))
+    num_drafts_before, finished, has_paused = 0, False, False
+    while not finished:
+        for worker in (here, there):
+            for event in worker.step().events:
+                match event.event:
+                    case Tokens(_, samples, finish):
+                        output += [sample.token_id for sample in samples]
+                        finished = bool(finish)
+                        if len(output) >= 5 and not has_paused:
+                            has_paused = True
+                            here.submit(Pause(0, 0))
+                    case Paused():
+                        moved = SequenceSpec(
+                            spec.request_id,
+                            spec.prompt_token_ids,
+                            spec.sampling,
+                            output_token_ids=tuple(output),
+                        )
+                        there.submit(Open(0, 1, moved, KvSource.HANDOFF))
+                    case Offered(ticket):
+                        here.submit(HandOff(0, 0, ticket))
+                    case Committed():
+                        num_drafts_before = rig.drafts[1].num_drafts
+    assert tuple(output) == alone[2]
+    assert rig.drafts[1].num_drafts > num_drafts_before
+    for _ in range(3):
+        here.step()
+    rig.check_empty()
+
+
+def drafts_of(
+    target: Path, head: Path, token_ids: Sequence[int], num_drafts: int
+) -> tuple[int, ...]:
+    """After a target that computed all tokens but the last one by one, from the second on."""
+    engine = engine_of(target)
+    runner, states = open_head(engine, head, 4)
+    pool = BlockPool(
+        runner.num_blocks, runner.block_size, secret=bytes(32), enable_prefix_caching=False
+    )
+    blocks = list(range(16))
+    for position, token in enumerate(token_ids[:-1]):
+        row = SampleRow(0, Sampling(), token_ids[: position + 1], 1)
+        engine.forward(Batch((SequenceSlice((token,), position, blocks, (row,), 1, key="a"),)))
+    (found,) = HeadProposer(runner, states, pool, lambda: 0.0).propose(
+        [DraftRequest("a", token_ids, 1, num_drafts, Sampling())]
+    )
+    return found
+
+
+@pytest.mark.slow
+def test_an_eagle_head_says_what_its_layer_says(target: Path, tmp_path: Path) -> None:
+    """Compared with transformers' layer without its first norm, which EAGLE's has not."""
+    import transformers
+    from safetensors.torch import load_file
+
+    head = make_tiny_head(tmp_path / "head", target, "eagle")
+    tensors = load_file(head / "model.safetensors")
+    whole = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    model = LlamaModel(LlamaConfig.from_pretrained(head)).float()
+    model.layers[0].input_layernorm = torch.nn.Identity()
+    model.norm = torch.nn.Identity()
+    wanted = {name: tensor for name, tensor in tensors.items() if not name.startswith("fc.")}
+    missing, unexpected = model.load_state_dict(wanted, strict=False)
+    assert (missing, unexpected) == (["embed_tokens.weight"], [])
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6]
+    with torch.no_grad():
+        states = whole.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
+        text, drafts = list(tokens), []
+        for _ in range(4):
+            embedded = whole.get_input_embeddings()(torch.tensor(text[1:]))
+            inputs = torch.cat((embedded, states), -1) @ tensors["fc.weight"].T + tensors["fc.bias"]
+            hidden = model(inputs_embeds=inputs[None]).last_hidden_state[0, -1:]
+            drafts.append(int(whole.lm_head(hidden).argmax()))
+            text.append(drafts[-1])
+            states = torch.cat((states, hidden))
+    assert drafts_of(target, head, tokens, 4) == tuple(drafts)
+
+
+@pytest.mark.slow
+def test_an_eagle3_head_says_what_it_was_trained_to_say(target: Path, tmp_path: Path) -> None:
+    """Compared with the training's own forward, which unrolls all places at once."""
+    import transformers
+
+    whole = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    shape = replace(shape_for(whole), intermediate_size=48)
+    kept = torch.arange(0, whole.config.vocab_size, 2)
+    student = EagleStudent(shape, 3, kept, seed=1)
+    for parameter in student.parameters():
+        parameter.data = (parameter.data + 0.3 * torch.randn_like(parameter)).bfloat16().float()
+    layers = (0, 1, 2)
+    write_eagle(student, shape, layers, tmp_path / "head")
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6]
+    last: list[torch.Tensor] = []
+    whole.model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0]))
+    drafts: list[int] = []
+    with torch.no_grad():
+        found = whole(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
+        states = torch.cat((found[0], found[1], last[0]), -1)
+        for step in range(3):
+            text = torch.tensor([[*tokens, *drafts][1:]])
+            embedded = whole.get_input_embeddings()(text)
+            padded = torch.cat((states, states.new_zeros(1, step, states.shape[2])), 1)
+            logits = student.unroll(embedded, padded, 4096, step + 1)[step]
+            drafts.append(int(kept[logits[0, -1].argmax()]))
+    assert drafts_of(target, tmp_path / "head", tokens, 3) == tuple(drafts)
+
+
+def test_heads_that_do_not_fit_are_refused(target: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    engine = engine_of(target)
+    other = make_tiny_model(
+        tmp_path / "other", "llama", hidden_size=32, num_attention_heads=2, num_key_value_heads=1
+    )
+    with pytest.raises(ModelError, match="hidden_size=32, vocab_size="):
+        open_head(engine, make_tiny_head(tmp_path / "small", other, "eagle"), 4)
+    with pytest.raises(ModelError, match="heads are LlamaForCausalLMEagle"):
+        open_head(engine, target, 4)
+    head = make_tiny_head(tmp_path / "head", target, "eagle3")
+    tensors = load_file(head / "model.safetensors")
+    save_file({**tensors, "d2t": tensors["d2t"] - 1000}, head / "model.safetensors")
+    with pytest.raises(TensorMismatch, match="'d2t' names tokens"):
+        open_head(engine, head, 4)
+    del tensors["fc.weight"]
+    save_file(tensors, head / "model.safetensors")
+    with pytest.raises(MissingTensor, match=r"fc\.weight"):
+        open_head(engine, head, 4)

@@ -1,0 +1,65 @@
+"""Random draft heads for tiny models, as vLLM and SGLang read them. Nothing here was trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+
+def make_tiny_head(
+    folder: Path, target: Path, kind: str, *, draft_vocab_size: int = 100, seed: int = 0
+) -> Path:
+    """kind: "eagle" or "eagle3". A head for the tiny Llama in `target`."""
+    given = json.loads((target / "config.json").read_text())
+    size, inner, dim = given["hidden_size"], 48, given["head_dim"]
+    num_q, num_kv = given["num_attention_heads"] * dim, given["num_key_value_heads"] * dim
+    is_eagle3 = kind == "eagle3"
+    name, wide = ("midlayer", 2 * size) if is_eagle3 else ("layers.0", size)
+    shapes = {
+        f"{name}.self_attn.q_proj.weight": (num_q, wide),
+        f"{name}.self_attn.k_proj.weight": (num_kv, wide),
+        f"{name}.self_attn.v_proj.weight": (num_kv, wide),
+        f"{name}.self_attn.o_proj.weight": (size, num_q),
+        f"{name}.mlp.gate_proj.weight": (inner, size),
+        f"{name}.mlp.up_proj.weight": (inner, size),
+        f"{name}.mlp.down_proj.weight": (size, inner),
+        f"{name}.post_attention_layernorm.weight": (size,),
+        "fc.weight": (size, (3 if is_eagle3 else 2) * size),
+    }
+    if is_eagle3:
+        norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "norm")
+        shapes |= {f"{norm}.weight": (size,) for norm in norms}
+        shapes["lm_head.weight"] = (draft_vocab_size, size)
+    else:
+        shapes["fc.bias"] = (size,)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        part: 0.3 * torch.randn(shape, generator=generator) + (len(shape) == 1)
+        for part, shape in shapes.items()
+    }
+    config = {
+        **{key: value for key, value in given.items() if key not in ("architectures", "dtype")},
+        "num_hidden_layers": 1,
+        "intermediate_size": inner,
+        "architectures": ["LlamaForCausalLMEagle"],
+    }
+    if is_eagle3:
+        drafted = torch.randperm(given["vocab_size"], generator=generator)[
+            :draft_vocab_size
+        ].sort()[0]
+        tensors["d2t"] = drafted - torch.arange(draft_vocab_size)
+        tensors["t2d"] = torch.zeros(given["vocab_size"], dtype=torch.bool).index_fill_(
+            0, drafted, 1
+        )
+        config |= {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": draft_vocab_size,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+        }
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -1,0 +1,190 @@
+"""Drafts by a head over the target's hidden states, which draws with the target's keys.
+
+A head goes on from the target's states where it has them: of each token that the target has
+computed. Its KV of drafts is made of states of its own, so that it is dropped after each proposal,
+and made again of the target's states once the drafts are accepted, in the same step that gives the
+next draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from baton.cache.pool import BlockLease, BlockPool
+from baton.engine.interface import Batch, SampleRow, SequenceSlice
+from baton.types import Sampling
+from worker_core.speculation.draft_lengths import rounded
+from worker_core.speculation.interface import NOTHING, DraftRequest, Estimate
+
+if TYPE_CHECKING:
+    import torch
+
+#: Weight of the latest call in the mean cost of a draft.
+_COST_RATE = 0.1
+
+
+class Head(Protocol):
+    """See baton.engine.head_runner.HeadRunner."""
+
+    def fuse(self, states: torch.Tensor) -> torch.Tensor: ...
+
+    def step(
+        self, batch: Batch, states: Sequence[torch.Tensor]
+    ) -> tuple[tuple[int, ...], torch.Tensor] | None: ...
+
+
+class States(Protocol):
+    """See baton.engine.head_runner.HiddenStates."""
+
+    def knows(self, key: Hashable, num_tokens: int) -> bool: ...
+
+    def take(self, key: Hashable, num_tokens: int) -> tuple[int, torch.Tensor]: ...
+
+    def forget(self, key: Hashable) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Context:
+    """What the head has of a sequence: KV of the tokens [first, first + num_computed) is in the
+    lease."""
+
+    lease: BlockLease
+    sampling: Sampling
+    first: int
+    num_computed: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A request while drafts are made for it. token_ids: the sequence's, with the drafts so far;
+    states: for those that are not computed."""
+
+    request: DraftRequest
+    context: _Context
+    token_ids: list[int]
+    num_computed: int
+    states: torch.Tensor
+
+    @property
+    def num_drafts(self) -> int:
+        return len(self.token_ids) - len(self.request.token_ids)
+
+    def next_slice(self) -> SequenceSlice:
+        context, request = self.context, self.request
+        start = context.first + self.num_computed
+        row = SampleRow(
+            len(self.token_ids) - start - 1,
+            context.sampling,
+            self.token_ids,
+            request.num_prompt_tokens,
+            request.choice,
+        )
+        new = self.token_ids[start:]
+        return SequenceSlice(new, self.num_computed, context.lease.block_ids, (row,))
+
+
+class HeadProposer:
+    """Implements Proposer."""
+
+    def __init__(
+        self,
+        head: Head,
+        states: States,
+        pool: BlockPool,
+        clock: Callable[[], float],
+    ) -> None:
+        """states: of the target's sequences, by the keys of requests. pool: over the head's blocks.
+        clock: in seconds."""
+        self._head, self._states, self._pool = head, states, pool
+        self._clock = clock
+        self._contexts: dict[Hashable, _Context] = {}
+        self._costs: dict[int, float] = {}
+        """Seconds a draft, by the rounded number of sequences."""
+
+    def estimate(self, requests: Sequence[DraftRequest]) -> list[Estimate]:
+        return [
+            Estimate(request.max_num_drafts)
+            if self._states.knows(request.key, len(request.token_ids))
+            else NOTHING
+            for request in requests
+        ]
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
+        start_s = self._clock()
+        jobs = {request.key: job for request in requests if (job := self._start(request))}
+        working = list(jobs.values())
+        while working:
+            working = self._extend(working)
+        longest = max((request.max_num_drafts for request in requests), default=0)
+        if longest:
+            self._note(len(requests), (self._clock() - start_s) / longest)
+        return [self._result(jobs.get(request.key), request) for request in requests]
+
+    def cost_s(self, num_sequences: int, num_drafts: int) -> float:
+        return num_drafts * self._costs.get(rounded(num_sequences, 3), 0.0)
+
+    def forget(self, key: Hashable) -> None:
+        self._states.forget(key)
+        self._drop(key)
+
+    def _drop(self, key: Hashable) -> None:
+        context = self._contexts.pop(key, None)
+        if context is not None:
+            context.lease.release()
+
+    def _note(self, num_sequences: int, seconds: float) -> None:
+        size = rounded(num_sequences, 3)
+        known = self._costs.get(size, seconds)
+        self._costs[size] = known + _COST_RATE * (seconds - known)
+
+    def _start(self, request: DraftRequest) -> _Job | None:
+        """None where the target's states are missing, or blocks."""
+        key, num_tokens = request.key, len(request.token_ids)
+        if not self._states.knows(key, num_tokens):
+            return None
+        position, states = self._states.take(key, num_tokens)
+        context = self._contexts.get(key)
+        # A token goes in with the state of the position before it.
+        if context is not None and context.first + context.num_computed != position + 1:
+            self._drop(key)
+            context = None
+        if context is None:
+            lease = self._pool.lease(b"", (), 1, shares_prefixes=False)
+            if lease is None:
+                return None
+            context = self._contexts[key] = _Context(lease, _plain(request.sampling), position + 1)
+        end = num_tokens + request.max_num_drafts - 1 - context.first
+        if context.lease.prepare_write(context.num_computed, end) is None:
+            self._drop(key)
+            return None
+        job = _Job(
+            request, context, list(request.token_ids), context.num_computed, self._head.fuse(states)
+        )
+        context.num_computed = num_tokens - context.first
+        return job
+
+    def _extend(self, working: Sequence[_Job]) -> list[_Job]:
+        """One draft more for each job; the jobs that want another."""
+        found = self._head.step(
+            Batch(tuple(job.next_slice() for job in working)), [job.states for job in working]
+        )
+        if found is None:
+            for job in working:
+                self._drop(job.request.key)
+            return []
+        token_ids, states = found
+        for index, (job, token_id) in enumerate(zip(working, token_ids, strict=True)):
+            job.num_computed = len(job.token_ids) - job.context.first
+            job.token_ids.append(token_id)
+            job.states = states[index : index + 1]
+        return [job for job in working if job.num_drafts < job.request.max_num_drafts]
+
+    def _result(self, job: _Job | None, request: DraftRequest) -> tuple[int, ...]:
+        return tuple(job.token_ids[len(request.token_ids) :]) if job else ()
+
+
+def _plain(sampling: Sampling) -> Sampling:
+    """How to draw, without what a draft has no use for."""
+    return replace(sampling, logprobs=-1, prompt_logprobs=-1, grammar=b"")
