@@ -2,9 +2,10 @@
 turn.
 
     python -m bench.speculation [--model DIR] [--draft DIR] [--seconds 45] [--batch 48]
-        [--clock wall|cpu] [--json FILE]
+        [--eagle DIR] [--clock wall|cpu] [--json FILE]
 
-One decode core for each method (none, none again as a control, ngram, draft) in this process, each
+One decode core for each method (none, none again as a control, ngram, draft, and eagle if a head is
+given) in this process, each
 with an engine of its own: the control's ratio is what the measurement errs by. They take turns at
 every step, so that whatever else the machine does falls on all of them alike; with --clock cpu and
 one thread, the seconds are those that the process computed, which hardly depend on others at all.
@@ -52,7 +53,7 @@ MODULES = ("calendar", "fnmatch", "heapq", "shutil", "statistics", "textwrap")
 #: Sizes of functions that are taken, in characters.
 PROMPT_CHARS = range(200, 900)
 
-METHODS = ("none", "control", "ngram", "draft", "eagle")
+METHODS = ("none", "control", "ngram", "draft")
 
 NUM_STRETCHES = 10
 
@@ -234,8 +235,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default="models/baton-py-6m")
     parser.add_argument("--draft", default="models/baton-py-6m-draft")
-    parser.add_argument("--eagle", default="models/baton-py-6m-eagle")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--eagle", help="an EAGLE head of the model; without one, none is measured")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--seconds", type=float, default=45.0, help="of each workload")
     parser.add_argument("--batch", type=int, default=48)
@@ -245,10 +245,8 @@ def main() -> int:
     arguments = parser.parse_args()
     started = now()
     texts = prompts(Tokenizer.from_file(str(Path(arguments.model) / "tokenizer.json")))
-    lanes = {
-        method: lane_of(method, arguments)
-        for method in ("none", *(m for m in arguments.methods if m != "none"))
-    }
+    methods = (*METHODS, "eagle") if arguments.eagle else METHODS
+    lanes = {method: lane_of(method, arguments) for method in methods}
     results: dict[str, dict[str, dict[str, float]]] = {}
     for num_at_once, max_tokens in ((1, 256), (arguments.batch, 128)):
         for name, temperature in (("copy", 0.0), ("sampled", 1.0)):

@@ -196,7 +196,7 @@ def load_head(folder: Path, config: HeadConfig, target: Decoder, device: torch.d
         )
 
     shape = AttentionShape(
-        model.num_heads, model.num_kv_heads, model.head_dim, model.attention_scale, None
+        model.num_heads, model.num_kv_heads, model.head_dim, model.traits.attention_scale, None
     )
     attention: Attention[Linear, torch.Tensor] = Attention(
         shape,
