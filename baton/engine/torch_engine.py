@@ -33,6 +33,7 @@ from baton.engine.step_runner import (
     EagerSteps,
     Followers,
     LayerDone,
+    NoFollowers,
     Step,
     StepModel,
     StepRunner,
@@ -93,15 +94,15 @@ class TorchEngine(Engine):
 
     def watch(self, layers: Sequence[int], on_states: OnStates) -> StepModel:
         """From now on `on_states` gets each launch's batch, and the hidden states of its sample
-        rows: see EagerSteps.watch. Returns what runs. Raises ConfigError where steps do not pass
-        through the host's hands."""
-        if not isinstance(self._steps, EagerSteps):
+        rows: see EagerSteps.watch. Returns what runs. Raises ConfigError on a GPU, of several ranks,
+        and where transformers' code runs the layers."""
+        is_alone = isinstance(self._followers, NoFollowers)
+        if not isinstance(self._steps, EagerSteps) or not is_alone or self.device.type != "cpu":
             raise ConfigError.of(
                 "speculative_method",
                 "eagle",
-                "it needs the target's hidden states, which steps replayed as CUDA graphs and "
-                "those of transformers' code do not keep; give --enforce-eager on a GPU, or "
-                "another method",
+                "a head needs the target's hidden states, which only one process on a CPU that "
+                "runs Baton's own layers keeps; give ngram, or draft with a model",
             )
         self._on_states = on_states
         return self._steps.watch(layers)

@@ -20,7 +20,7 @@ from baton.engine.head_runner import MAX_WAITING, HiddenStates, open_head
 from baton.engine.interface import Batch, SampleRow, SequenceSlice
 from baton.engine.load_engine import load_engine
 from baton.engine.torch_engine import TorchEngine
-from baton.errors import MissingTensor, ModelError, TensorMismatch
+from baton.errors import ConfigError, MissingTensor, ModelError, TensorMismatch
 from baton.events import Committed, Offered, Paused, Tokens
 from baton.types import KvSource, Sampling, SequenceSpec
 from kv_transfer.transport.loopback import LoopbackHub
@@ -397,6 +397,14 @@ def test_an_eagle3_head_says_what_it_was_trained_to_say(target: Path, tmp_path: 
             logits = student.unroll(embedded, padded, 4096, step + 1)[step]
             drafts.append(int(kept[logits[0, -1].argmax()]))
     assert drafts_of(target, tmp_path / "head", tokens, 3) == tuple(drafts)
+
+
+def test_transformers_code_keeps_no_states(target: Path, tmp_path: Path) -> None:
+    engine = load_engine(
+        str(target), model_impl="transformers", num_blocks=8, on_plan=lambda _: None
+    )
+    with pytest.raises(ConfigError, match="speculative_method=eagle"):
+        open_head(engine, make_tiny_head(tmp_path / "head", target, "eagle"), 4)
 
 
 def test_heads_that_do_not_fit_are_refused(target: Path, tmp_path: Path) -> None:
