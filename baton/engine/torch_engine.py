@@ -94,8 +94,8 @@ class TorchEngine(Engine):
 
     def watch(self, layers: Sequence[int], on_states: OnStates) -> StepModel:
         """From now on `on_states` gets each launch's batch, and the hidden states of its sample
-        rows: see EagerSteps.watch. Returns what runs. Raises ConfigError on a GPU, of several ranks,
-        and where transformers' code runs the layers."""
+        rows: see EagerSteps.watch. Returns what runs. Raises ConfigError on a GPU, of several
+        ranks, and where transformers' code runs the layers."""
         is_alone = isinstance(self._followers, NoFollowers)
         if not isinstance(self._steps, EagerSteps) or not is_alone or self.device.type != "cpu":
             raise ConfigError.of(
