@@ -124,6 +124,14 @@ class TargetStates:
         return torch.cat(states, -1), found.logits
 
 
+class _Norm(nn.RMSNorm):
+    """In float32, whatever the type under autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> [..., hidden] float32."""
+        return super().forward(x.float())
+
+
 class _Attention(nn.Module):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -154,9 +162,9 @@ class _Layer(nn.Module):
         super().__init__()
         size, eps = shape.hidden_size, shape.eps
         self.self_attn, self.mlp = _Attention(shape), _Mlp(shape)
-        self.input_layernorm = nn.RMSNorm(size, eps)
-        self.hidden_norm = nn.RMSNorm(size, eps)
-        self.post_attention_layernorm = nn.RMSNorm(size, eps)
+        self.input_layernorm = _Norm(size, eps)
+        self.hidden_norm = _Norm(size, eps)
+        self.post_attention_layernorm = _Norm(size, eps)
 
 
 class EagleStudent(nn.Module):
@@ -170,7 +178,7 @@ class EagleStudent(nn.Module):
         self._shape = shape
         self.midlayer = _Layer(shape)
         self.fc = nn.Linear(num_states * shape.hidden_size, shape.hidden_size, bias=False)
-        self.norm = nn.RMSNorm(shape.hidden_size, shape.eps)
+        self.norm = _Norm(shape.hidden_size, shape.eps)
         self.lm_head = nn.Linear(shape.hidden_size, len(tokens), bias=False)
         self.tokens = tokens
 
