@@ -2,8 +2,8 @@
 
 A payload is runs: of each of the sender's blocks that the chunk's tokens lie in, those tokens; see
 WireFormat. So a sender copies each block in one piece, and so does a receiver whose blocks have the
-same size; others take the runs apart. Where a peer keeps KV in another type than the wire's, it
-turns each run while that is in the cache.
+same size; others take the runs apart. Where a peer keeps KV in another type than the wire's, its
+device converts it, or the host turns each run while that is in the cache.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ class StagingPool(Protocol):
 class StagedCopy(Protocol):
     """See baton.engine.device_copy."""
 
-    def fits(self, piece: KvRange, run_tokens: int) -> bool: ...
+    def fits(self, piece: KvRange, wire: WireFormat) -> bool: ...
 
     def pack_to_host(
-        self, block_ids: Sequence[int], piece: KvRange, run_tokens: int, data: memoryview
+        self, block_ids: Sequence[int], piece: KvRange, wire: WireFormat, data: memoryview
     ) -> None: ...
 
     def unpack_from_host(
-        self, block_ids: Sequence[int], piece: KvRange, run_tokens: int, data: memoryview
+        self, block_ids: Sequence[int], piece: KvRange, wire: WireFormat, data: memoryview
     ) -> None: ...
 
 
@@ -143,7 +143,7 @@ class ChunkCodec:
         """Fill `out` with a payload from the blocks. Raises what KvPool.pack does; ValueError for
         another size."""
         if staged := self._staged_copy_for(piece):
-            staged.pack_to_host(block_ids, piece, self.wire.block_size, out)
+            staged.pack_to_host(block_ids, piece, self.wire, out)
             return
         for run in self._runs(block_ids, piece, out):
             if self._transcoder is None:
@@ -157,7 +157,7 @@ class ChunkCodec:
         """Write a payload into the blocks. Raises what KvPool.unpack does; ValueError for another
         size."""
         if staged := self._staged_copy_for(piece):
-            staged.unpack_from_host(block_ids, piece, self.wire.block_size, data)
+            staged.unpack_from_host(block_ids, piece, self.wire, data)
             return
         for run in self._runs(block_ids, piece, data):
             bits = run.data
@@ -210,9 +210,10 @@ class ChunkCodec:
         return True
 
     def _staged_copy_for(self, piece: KvRange) -> StagedCopy | None:
-        """What copies this piece by one launch of its device, if anything does."""
-        staged = self._staged_copy if self.is_plain else None
-        return staged if staged and staged.fits(piece, self.wire.block_size) else None
+        """What copies this piece, in the wire's type, by a launch of its device, if anything
+        does."""
+        staged = self._staged_copy
+        return staged if staged and staged.fits(piece, self.wire) else None
 
     def _checked(
         self, block_ids: Sequence[int], piece: KvRange, payload: memoryview

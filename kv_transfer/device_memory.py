@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from baton.engine.interface import KvPool
 from baton.types import KvRange
 from kv_transfer.codec import ChunkCodec
+from kv_transfer.wire_format import WireFormat
 
 
 class DeviceBytes(Protocol):
@@ -66,15 +67,15 @@ class DeviceCopy(Protocol):
     @property
     def memory(self) -> DeviceMemory: ...
 
-    def fits(self, piece: KvRange, run_tokens: int) -> bool: ...
+    def fits(self, piece: KvRange, wire: WireFormat) -> bool: ...
 
     # payload is Any, as it is whatever `memory` gives.
     def pack(
-        self, block_ids: Sequence[int], piece: KvRange, run_tokens: int, payload: Any, seed: int
+        self, block_ids: Sequence[int], piece: KvRange, wire: WireFormat, payload: Any, seed: int
     ) -> int: ...
 
     def unpack(
-        self, block_ids: Sequence[int], piece: KvRange, run_tokens: int, payload: Any, seed: int
+        self, block_ids: Sequence[int], piece: KvRange, wire: WireFormat, payload: Any, seed: int
     ) -> int: ...
 
     def put(self, data: memoryview, payload: Any, seed: int) -> int: ...
@@ -107,8 +108,8 @@ class DeviceCodec:
     """Fills and reads the payloads of one connection, which are in a device's memory. Used by one
     thread at a time.
 
-    The device packs and unpacks in one pass, with the checksum. KV that it cannot (of another type
-    than the wire's, or in pieces that are not of whole words) is packed by the host, and copied.
+    The device packs, converts and unpacks. What it cannot, such as pieces that are not of whole
+    words, is packed by the host, and copied.
     """
 
     def __init__(self, codec: ChunkCodec, copy: DeviceCopy) -> None:
@@ -121,9 +122,8 @@ class DeviceCodec:
     ) -> int:
         """Fill `payload` from the blocks; its word sum. Raises ValueError, RuntimeError as
         DeviceCopy does."""
-        if self._is_direct(piece):
-            run_tokens = self._codec.wire.block_size
-            return self._copy.pack(block_ids, piece, run_tokens, payload, seed)
+        if self._copy.fits(piece, self._codec.wire):
+            return self._copy.pack(block_ids, piece, self._codec.wire, payload, seed)
         data = self._room(payload.nbytes)
         self._codec.pack(block_ids, piece, data)
         return self._copy.put(data, payload, seed)
@@ -138,17 +138,14 @@ class DeviceCodec:
     ) -> bool:
         """Write `payload` into the blocks; False if its word sum is another: then they may hold
         what came, or what they held. Raises what pack does."""
-        if self._is_direct(piece):
-            run_tokens = self._codec.wire.block_size
-            return self._copy.unpack(block_ids, piece, run_tokens, payload, seed) == checksum
+        wire = self._codec.wire
+        if self._copy.fits(piece, wire):
+            return self._copy.unpack(block_ids, piece, wire, payload, seed) == checksum
         data = self._room(payload.nbytes)
         if self._copy.take(payload, data, seed) != checksum:
             return False
         self._codec.unpack(block_ids, piece, data)
         return True
-
-    def _is_direct(self, piece: KvRange) -> bool:
-        return self._codec.is_plain and self._copy.fits(piece, self._codec.wire.block_size)
 
     def _room(self, num_bytes: int) -> memoryview:
         """Host memory for a payload; the same each time."""

@@ -37,10 +37,10 @@ _IGNORED = re.compile(r"rotary_emb\.inv_freq$|attn\.masked_bias$")
 
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 #: Several, because a disk gives more to many that ask than to one.
-_NUM_READERS = 4
+NUM_READERS = 8
 #: What is read ahead of the tensor that is taken. Mapped files cost no memory of their own, but
 #: page-locked copies do.
-_AHEAD_BYTES = 1 << 30
+_AHEAD_BYTES = 4 << 30
 _REPORT_EVERY_S = 1.0
 
 
@@ -89,7 +89,7 @@ def load_weights(
 def digest_checkpoint(folder: Path, progress: ProgressHook | None = None) -> str:
     """As Loaded.digest, of all tensors in `folder`. Raises UnsafeCheckpoint, ModelError."""
 
-    def taker_of(*_: object) -> _Take:
+    def taker_of(*_: object) -> Take:
         """The digest is all that is wanted."""
         return lambda _: None
 
@@ -97,14 +97,16 @@ def digest_checkpoint(folder: Path, progress: ProgressHook | None = None) -> str
 
 
 #: Takes what was read of a tensor.
-_Take = Callable[[torch.Tensor], None]
+Take = Callable[[torch.Tensor], None]
 #: Of a tensor's name, the mapped tensor and its shard, what takes it; None for one that is rightly
 #: not read.
-_TakerOf = Callable[[str, torch.Tensor, Path], _Take | None]
+TakerOf = Callable[[str, torch.Tensor, Path], Take | None]
+#: From a mapped tensor to one in memory, and its digest.
+Read = Callable[[torch.Tensor], tuple[torch.Tensor, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class StoredTensor:
     """A tensor of shard `index` at `path`, mapped."""
 
     index: int
@@ -114,7 +116,7 @@ class _Stored:
 
 
 def _read_shards(
-    folder: Path, taker_of: _TakerOf, progress: ProgressHook | None, pins: bool = False
+    folder: Path, taker_of: TakerOf, progress: ProgressHook | None, pins: bool = False
 ) -> str:
     """Give each tensor that somebody takes, in order, while threads read and digest those after it.
     pins: into page-locked memory, from which a GPU copies at the speed of its link. Returns the
@@ -123,6 +125,7 @@ def _read_shards(
     sizes = [path.stat().st_size for path in shards]
     done = [0] * len(shards)
     digests: dict[str, str] = {}
+    read = partial(_read, pins=pins)
     at = 0
 
     def show(index: int) -> None:
@@ -135,7 +138,7 @@ def _read_shards(
             done[index] = sizes[index]
             show(index)
 
-    for stored, take, (tensor, digest) in _read_ahead(_stored_tensors(shards), taker_of, pins):
+    for stored, take, (tensor, digest) in read_ahead(_stored_tensors(shards), taker_of, read):
         finish(stored.index)
         at = stored.index
         take(tensor)
@@ -146,39 +149,40 @@ def _read_shards(
     return _total(digests)
 
 
-def _stored_tensors(shards: Sequence[Path]) -> Iterator[_Stored]:
+def _stored_tensors(shards: Sequence[Path]) -> Iterator[StoredTensor]:
     """Raises ModelError."""
     for index, path in enumerate(shards):
         try:
             with safe_open(path, framework="pt", device="cpu") as shard:
                 for name in sorted(shard.keys()):
-                    yield _Stored(index, path, name, shard.get_tensor(name))
+                    yield StoredTensor(index, path, name, shard.get_tensor(name))
         except SafetensorError as error:
             raise ModelError(
                 f"{path}: not a whole safetensors file ({error}); fetch it again"
             ) from error
 
 
-def _read_ahead(
-    stored: Iterable[_Stored], taker_of: _TakerOf, pins: bool
-) -> Iterator[tuple[_Stored, _Take, tuple[torch.Tensor, str]]]:
-    """Those that somebody takes, in order, each with what was read of it and its digest."""
-    waiting: deque[tuple[_Stored, _Take, Future[tuple[torch.Tensor, str]]]] = deque()
+def read_ahead(
+    stored: Iterable[StoredTensor], taker_of: TakerOf, read: Read
+) -> Iterator[tuple[StoredTensor, Take, tuple[torch.Tensor, str]]]:
+    """Those that somebody takes, in order, each with what was read of it and its digest. read:
+    called in one of several threads."""
+    waiting: deque[tuple[StoredTensor, Take, Future[tuple[torch.Tensor, str]]]] = deque()
     num_bytes = 0
-    readers = ThreadPoolExecutor(_NUM_READERS, "reads-weights")
+    readers = ThreadPoolExecutor(NUM_READERS, "reads-weights")
     try:
         for each in stored:
             take = taker_of(each.name, each.tensor, each.path)
             if take is None:
                 continue
-            waiting.append((each, take, readers.submit(_read, each.tensor, pins)))
+            waiting.append((each, take, readers.submit(read, each.tensor)))
             num_bytes += each.tensor.nbytes
             while num_bytes > _AHEAD_BYTES:
-                first, take, read = waiting.popleft()
+                first, take, done = waiting.popleft()
                 num_bytes -= first.tensor.nbytes
-                yield first, take, read.result()
-        for first, take, read in waiting:
-            yield first, take, read.result()
+                yield first, take, done.result()
+        for first, take, done in waiting:
+            yield first, take, done.result()
     finally:
         readers.shutdown(cancel_futures=True)
 
@@ -217,8 +221,8 @@ class _Filling:
         self._filled: set[str] = set()
         self._quantized: dict[str, StoredWeight] = {}
 
-    def taker_of(self, name: str, tensor: torch.Tensor, path: Path) -> _Take | None:
-        """See _TakerOf. Raises TensorMismatch of a tensor that has no place; so does what takes
+    def taker_of(self, name: str, tensor: torch.Tensor, path: Path) -> Take | None:
+        """See TakerOf. Raises TensorMismatch of a tensor that has no place; so does what takes
         one, if it does not fit there."""
         pending, stacked = self._pending, self._stacked
         if pending is not None and pending.takes(name, tensor.dtype):

@@ -7,9 +7,12 @@ from functools import partial
 
 import torch
 
+from baton.types import KvRange
+from baton_kernels import kv_convert as convert_twins
 from baton_kernels import kv_pack as pack_twins
-from baton_kernels.gpu import kv_pack
+from baton_kernels.gpu import kv_convert, kv_pack
 from baton_kernels.gpu.rope_kv_write import rope_kv_write
+from baton_kernels.kv_convert import DTYPES, Conversion
 from baton_kernels.kv_pack import Runs
 from baton_kernels.kv_write import slot_rows
 from baton_kernels.layer import Norm
@@ -18,6 +21,7 @@ from baton_kernels.rope import rope_tables
 from baton_kernels.word_sum import key_of
 from bench.gpu.case import FP8, Case, Sizes, Trial, randn, relative_error, share_unequal
 from bench.gpu.paged_batch import in_one_memory
+from kv_transfer.wire_format import WireFormat
 
 
 def _rope(
@@ -109,6 +113,34 @@ def _pack_summed(generator: torch.Generator, sizes: Sizes) -> Trial:
     return Trial(run, error, 0.0)
 
 
+def _convert(pool_dtype: str, wire_dtype: str, generator: torch.Generator, sizes: Sizes) -> Trial:
+    """Into the payload's type, and back."""
+    num_blocks, device = sizes.num_tokens // 16 + 3, generator.device
+    values = randn(generator, num_blocks, 4, 2, sizes.heads[1], 16, 128).to(DTYPES[pool_dtype])
+    blocks = values.view(torch.uint8).flatten(-2)
+    back, wanted_back = (torch.zeros_like(blocks) for _ in range(2))
+    ids = torch.randperm(num_blocks, generator=generator, device=device).tolist()
+    wire = WireFormat(wire_dtype, sizes.heads[1], 128, 16)
+    num_bytes = wire.num_bytes(KvRange(5, sizes.num_tokens, 1, 3))
+    payload = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    runs, conversion = (
+        Runs(5, sizes.num_tokens, 1, 3, 16),
+        Conversion(pool_dtype, wire_dtype, False, 128),
+    )
+
+    def run() -> None:
+        kv_convert.kv_encode(blocks, ids, runs, conversion, payload)
+        kv_convert.kv_decode(back, ids, runs, conversion, payload)
+
+    def error(_got: None) -> float:
+        wanted = torch.zeros_like(payload)
+        convert_twins.kv_encode.twin(blocks, ids, runs, conversion, wanted)
+        convert_twins.kv_decode.twin(wanted_back, ids, runs, conversion, payload)
+        return share_unequal(payload, wanted) + share_unequal(back, wanted_back)
+
+    return Trial(run, error, 0.0)
+
+
 def kv_cases() -> Sequence[Case]:
     """See above."""
     return (
@@ -118,4 +150,6 @@ def kv_cases() -> Sequence[Case]:
         Case("rope_kv_write fp8", partial(_rope, FP8, False), 89, is_interpretable=False),
         Case("kv_pack and kv_unpack", _pack),
         Case("kv_pack_summed and kv_unpack_summed", _pack_summed),
+        Case("kv_convert bfloat16 to fp8", partial(_convert, "bfloat16", "fp8")),
+        Case("kv_convert float16 to int8", partial(_convert, "float16", "int8")),
     )

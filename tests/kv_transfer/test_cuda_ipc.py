@@ -72,17 +72,24 @@ def test_kv_passes_no_host(make_rig, monkeypatch, target_block_size, secret):
     assert is_whole(rig)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "wire_dtype"), [("float32", 4, "float16"), ("bfloat16", 3, "auto")]
-)
-def test_kv_that_the_device_cannot_pack_is_packed_by_the_host(
-    make_rig, monkeypatch, dtype, head_dim, wire_dtype
-):
-    """Turned into another type, or rows that are no whole words."""
+@pytest.mark.parametrize("wire_dtype", ["float16", "fp8", "int8"])
+def test_kv_is_converted_without_passing_the_host(make_rig, monkeypatch, wire_dtype):
+    for name in ("pack", "unpack"):
+        monkeypatch.delattr(ArrayKvPool, name)
+    layout = KvLayout("m", 3, 2, 4, "float32", 4)
+    rig = make_rig("cuda_ipc", source_layout=layout, target_layout=layout, wire_dtype=wire_dtype)
+    rig.source.data[...] = 448 if wire_dtype == "fp8" else 127
+    assert hand_over(rig) is None
+    assert isinstance(rig.event(), TicketCommitted)
+    assert is_whole(rig)
+
+
+def test_kv_that_the_device_cannot_pack_is_packed_by_the_host(make_rig, monkeypatch):
+    """Rows that are no whole words."""
     for name in ("pack", "unpack"):
         monkeypatch.delattr(DeviceCopy, name)
-    layout = KvLayout("m", 3, 2, head_dim, dtype, 4)
-    rig = make_rig("cuda_ipc", source_layout=layout, target_layout=layout, wire_dtype=wire_dtype)
+    layout = KvLayout("m", 3, 2, 3, "bfloat16", 4)
+    rig = make_rig("cuda_ipc", source_layout=layout, target_layout=layout)
     rig.source.data[...] = 1
     assert hand_over(rig) is None
     assert isinstance(rig.event(), TicketCommitted)
